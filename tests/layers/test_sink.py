@@ -293,8 +293,8 @@ BAD_OPTIONS = {
     "a misspelt option": ({"window_size": 8}, "did you mean 'window_length'"),
     "padding of no number": ({"window_length": 8, "left_padding": ["a"]}, "left_padding"),
     "negative padding": ({"window_length": 8, "left_padding": [-1]}, "left_padding"),
-    "quantization by a number": ({"window_length": 8, "quantization": 4}, "quantization to be"),
-    "rotary by a name": ({"window_length": 8, "rotary": "halves"}, "rotary to be"),
+    "quantization by a number": ({"window_length": 8, "quantization": 4}, "`quantization` must be"),
+    "rotary by a name": ({"window_length": 8, "rotary": "halves"}, "`rotary` must be"),
 }
 
 

@@ -469,7 +469,7 @@ def test_a_backend_of_ones_own() -> None:
 def test_a_factory_that_returns_no_backend() -> None:
     register_quantizer("odd")(lambda: 3)  # type: ignore[arg-type, return-value]
     try:
-        with pytest.raises(RegistryError, match="'odd' must return a Backend, got a int"):
+        with pytest.raises(RegistryError, match="'odd' must return an object of Backend, but returned a int"):
             backend("odd")
     finally:
         unregister_quantizer("odd")

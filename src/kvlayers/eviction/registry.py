@@ -1,20 +1,17 @@
 """Eviction rules by name, for the option `rule="..."`."""
 
-import difflib
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvlayers.errors import OptionError, RegistryError
 from kvlayers.eviction.contract import EvictionRule
-from kvlayers.utils.registry import Registry
+from kvlayers.utils.registry import FactoryRegistry
 
 ENTRY_POINT_GROUP = "kvlayers.eviction_rules"
 """Entry points in this group are rules of other packages. The entry point's name is the rule's name."""
 
-RuleFactory = Callable[..., EvictionRule]
-Factory = TypeVar("Factory", bound=RuleFactory)
+Factory = TypeVar("Factory", bound=Callable[..., EvictionRule])
 
-_rules: Registry[RuleFactory] = Registry("eviction rule", ENTRY_POINT_GROUP, "unregister_eviction_rule")
+_rules = FactoryRegistry("eviction rule", ENTRY_POINT_GROUP, "unregister_eviction_rule", EvictionRule)  # type: ignore[type-abstract]
 
 
 def register_eviction_rule(name: str) -> Callable[[Factory], Factory]:
@@ -23,13 +20,7 @@ def register_eviction_rule(name: str) -> Callable[[Factory], Factory]:
     Raises:
         RegistryError: the name is empty or taken.
     """
-    _rules.check_free(name)
-
-    def add(factory: Factory) -> Factory:
-        _rules.add(name, factory)
-        return factory
-
-    return add
+    return _rules.register(name)
 
 
 def unregister_eviction_rule(name: str) -> None:
@@ -38,8 +29,7 @@ def unregister_eviction_rule(name: str) -> None:
     Raises:
         RegistryError: the name is not registered.
     """
-    if not _rules.remove(name):
-        raise RegistryError(f"`name` must be that of a rule ({', '.join(eviction_rule_names())}), got {name!r}.")
+    _rules.remove(name)
 
 
 def added_rule_names() -> list[str]:
@@ -64,15 +54,4 @@ def eviction_rule(name: str) -> EvictionRule:
         >>> eviction_rule("knorm").queries
         0
     """
-    factory = _rules.get(name)
-    if factory is None:
-        near = difflib.get_close_matches(str(name).lower(), eviction_rule_names(), n=1)
-        suggestion = f": did you mean {near[0]!r}?" if near else "."
-        raise OptionError(f"`rule` must be one of {', '.join(eviction_rule_names())}, got {name!r}{suggestion}")
-    rule = factory()
-    if not isinstance(rule, EvictionRule):
-        raise RegistryError(
-            f"The factory of the eviction rule '{name}' must return an EvictionRule, but returned a "
-            f"{type(rule).__name__}: correct the factory."
-        )
-    return rule
+    return _rules.make(name)

@@ -16,8 +16,9 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.evicting import EvictingCache
 from kvlayers.caches.from_config import every_token_layers
+from kvlayers.caches.preparation import left_padding_of
 from kvlayers.caches.quantized import QuantizedCache
-from kvlayers.caches.sink import SinkCache, left_padding_of
+from kvlayers.caches.sink import SinkCache
 from kvlayers.caches.static import StaticCache
 from kvlayers.errors import OptionError
 from kvlayers.eviction import BUILTIN_RULES

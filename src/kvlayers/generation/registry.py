@@ -1,6 +1,5 @@
 """Names of caches: which factory makes the cache that `cache_implementation="..."` asks for."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -94,8 +93,7 @@ def unregister(name: str) -> None:
     Raises:
         RegistryError: the name is not registered.
     """
-    if not _factories.remove(name):
-        raise unknown_name(name)
+    _factories.remove(name)
     _notify_listeners()
 
 
@@ -213,9 +211,7 @@ def _factory(name: str) -> CacheFactory:
 
 def unknown_name(name: object) -> RegistryError:
     """The error for a name that is not registered, which lists the names that are."""
-    near = difflib.get_close_matches(str(name).lower(), cache_names(), n=1)
-    suggestion = f": did you mean {near[0]!r}?" if near else "."
-    return RegistryError(f"unknown cache name {name!r}, known names are {', '.join(cache_names())}{suggestion}")
+    return RegistryError(_factories.unknown(name))
 
 
 def _notify_listeners() -> None:

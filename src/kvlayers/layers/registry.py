@@ -51,8 +51,7 @@ def unregister_layer(name: str) -> None:
     Raises:
         RegistryError: no class is registered by this name.
     """
-    if not LAYER_CLASSES.remove(name):
-        raise _unknown(name)
+    LAYER_CLASSES.remove(name)
 
 
 def layer_names() -> list[str]:
@@ -68,7 +67,8 @@ def layer_class(kind: Fact) -> type[LayerOperations]:
     """
     found = LAYER_CLASSES.get(kind)
     if found is None:
-        raise _unknown(kind)
+        unknown = LAYER_CLASSES.unknown(kind)
+        raise RegistryError(f"{unknown} Import the package that registers it, or call register_layer().")
     return found
 
 
@@ -84,10 +84,3 @@ def description_context(rotaries: Mapping[str, Rotary]) -> DescriptionContext:
         rotaries: how keys are rotated, by the fingerprint of the rotation.
     """
     return DescriptionContext(layer_from_description, store_from_description, rotaries)
-
-
-def _unknown(name: object) -> RegistryError:
-    return RegistryError(
-        f"expected the name of a layer ({', '.join(layer_names())}), but saw {name!r}: import the package that has it, "
-        "or register_layer() it."
-    )

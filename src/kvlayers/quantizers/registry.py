@@ -3,17 +3,15 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvlayers.errors import OptionError, RegistryError
 from kvlayers.quantizers.contract import Backend
-from kvlayers.utils.registry import Registry
+from kvlayers.utils.registry import FactoryRegistry
 
 ENTRY_POINT_GROUP = "kvlayers.quantizers"
 """Entry points in this group are factories in other packages. The entry point's name is the backend's name."""
 
-BackendFactory = Callable[[], Backend]
-Factory = TypeVar("Factory", bound=BackendFactory)
+Factory = TypeVar("Factory", bound=Callable[[], Backend])
 
-_backends: Registry[BackendFactory] = Registry("backend", ENTRY_POINT_GROUP, "unregister_quantizer")
+_backends = FactoryRegistry("quantization backend", ENTRY_POINT_GROUP, "unregister_quantizer", Backend)  # type: ignore[type-abstract]
 
 
 def register_quantizer(name: str) -> Callable[[Factory], Factory]:
@@ -22,13 +20,7 @@ def register_quantizer(name: str) -> Callable[[Factory], Factory]:
     Raises:
         RegistryError: the name is empty or taken.
     """
-    _backends.check_free(name)
-
-    def add(factory: Factory) -> Factory:
-        _backends.add(name, factory)
-        return factory
-
-    return add
+    return _backends.register(name)
 
 
 def unregister_quantizer(name: str) -> None:
@@ -37,8 +29,7 @@ def unregister_quantizer(name: str) -> None:
     Raises:
         RegistryError: the name is not registered.
     """
-    if not _backends.remove(name):
-        raise RegistryError(f"`name` must be that of a backend ({', '.join(quantizer_names())}), got {name!r}.")
+    _backends.remove(name)
 
 
 def quantizer_names() -> list[str]:
@@ -58,14 +49,4 @@ def backend(name: str) -> Backend:
         >>> backend("native").widths
         (2, 3, 4, 8)
     """
-    factory = _backends.get(name)
-    if factory is None:
-        raise OptionError(
-            f"`backend` must be the name of a quantization backend ({', '.join(quantizer_names())}), got {name!r}."
-        )
-    made = factory()
-    if not isinstance(made, Backend):
-        raise RegistryError(
-            f"The factory of '{name}' must return a Backend, got a {type(made).__name__}: correct the factory."
-        )
-    return made
+    return _backends.make(name)

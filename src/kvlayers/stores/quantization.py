@@ -1,6 +1,7 @@
 """Options of quantization: bits, groups, and which tokens stay in full precision."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,22 @@ class Quantization:
             "keys": self._backend.quantizer(self.keys, key_head_dim),
             "values": self._backend.quantizer(self.values, value_head_dim),
         }
+
+    @classmethod
+    def of(cls, given: object) -> Self | None:
+        """The options that a cache is given as its option `quantization`: as they are, as a mapping, or `None`.
+
+        Raises:
+            OptionError: it is something else, or an option has a wrong value.
+        """
+        if given is None or isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            raise OptionError(
+                "`quantization` must be a kvlayers.Quantization or a mapping of its options, got a "
+                f"{type(given).__name__}: pass, for example, quantization={{'nbits': 4}}."
+            )
+        return cls(**given)
 
     @classmethod
     def from_facts(cls, facts: Facts) -> Self:

@@ -40,8 +40,7 @@ def unregister_store(name: str) -> None:
     Raises:
         RegistryError: no store is registered by this name.
     """
-    if not STORE_CLASSES.remove(name):
-        raise _unknown(name)
+    STORE_CLASSES.remove(name)
 
 
 def store_names() -> list[str]:
@@ -59,7 +58,8 @@ def store_class_of(facts: Facts) -> type[TokenStore] | None:
         return None
     found = STORE_CLASSES.get(facts["store"])
     if found is None:
-        raise _unknown(facts["store"])
+        unknown = STORE_CLASSES.unknown(facts["store"])
+        raise RegistryError(f"{unknown} Import the package that registers it, or call register_store().")
     return found
 
 
@@ -67,10 +67,3 @@ def store_from_description(facts: Facts, context: DescriptionContext) -> TokenSt
     """The empty store that a layer's facts describe; `None` if the layer makes its own. Raises as `store_class_of`."""
     store_class = store_class_of(facts)
     return None if store_class is None else store_class.from_description(facts, context)
-
-
-def _unknown(name: object) -> RegistryError:
-    return RegistryError(
-        f"`name` must be that of a store ({', '.join(store_names())}), got {name!r}: import the package that registers "
-        "it, or call register_store()."
-    )

@@ -1,6 +1,7 @@
 """Registries of named factories and classes, added by a call or by another package's entry points."""
 
 import contextlib
+import difflib
 import functools
 import importlib.metadata
 import threading
@@ -9,9 +10,11 @@ from typing import Any, Generic, TypeVar
 
 from typing_extensions import override
 
-from kvlayers.errors import RegistryError
+from kvlayers.errors import OptionError, RegistryError
 
 Entry = TypeVar("Entry", bound=Callable[..., Any])
+Factory = TypeVar("Factory", bound=Callable[..., Any])
+Made = TypeVar("Made")
 
 
 class Registry(Generic[Entry]):
@@ -52,10 +55,21 @@ class Registry(Generic[Entry]):
                 f"another one, or call {self._unregister}('{name}') first."
             )
 
-    def remove(self, name: str) -> bool:
-        """Remove an entry; return whether there was one."""
+    def remove(self, name: str) -> None:
+        """Remove an entry.
+
+        Raises:
+            RegistryError: the name is not registered.
+        """
         with self._changing:
-            return self._entries.pop(name, None) is not None
+            if self._entries.pop(name, None) is None:
+                raise RegistryError(self.unknown(name))
+
+    def unknown(self, name: object) -> str:
+        """The error for a name that is not registered, which lists the names that are."""
+        near = difflib.get_close_matches(str(name).lower(), self.names(), n=1)
+        suggestion = f": did you mean {near[0]!r}?" if near else "."
+        return f"unknown {self.what} name {name!r}, known names are {', '.join(self.names())}{suggestion}"
 
     def own_names(self) -> list[str]:
         """The names that were added by a call, sorted."""
@@ -104,6 +118,49 @@ class Registry(Generic[Entry]):
         return importlib.metadata.entry_points(group=self.group)
 
 
+class FactoryRegistry(Registry[Callable[..., Made]], Generic[Made]):
+    """Factories without arguments, by the names that an option may have.
+
+    Args:
+        what: as for `Registry`.
+        group: as for `Registry`.
+        unregister: as for `Registry`.
+        base: the class of the objects that they make.
+    """
+
+    def __init__(self, what: str, group: str, unregister: str, base: type[Made]) -> None:
+        super().__init__(what, group, unregister)
+        self._base = base
+
+    def register(self, name: str) -> Callable[[Factory], Factory]:
+        """Decorator that adds a factory. Raises as `add`."""
+        self.check_free(name)
+
+        def add(factory: Factory) -> Factory:
+            self.add(name, factory)
+            return factory
+
+        return add
+
+    def make(self, name: object) -> Made:
+        """An object of the factory called `name`.
+
+        Raises:
+            OptionError: no factory has this name.
+            RegistryError: the factory does not return an object of the class.
+        """
+        factory = self.get(name)
+        if factory is None:
+            raise OptionError(self.unknown(name))
+        made = factory()
+        if not isinstance(made, self._base):
+            raise RegistryError(
+                f"The factory of the {self.what} '{name}' must return an object of {self._base.__name__}, but "
+                f"returned a {type(made).__name__}: correct the factory."
+            )
+        return made
+
+
 class DescribesItself:
     """Base of the classes in a `ClassRegistry`."""
 
@@ -148,14 +205,13 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
             self._names[cls] = name
 
     @override
-    def remove(self, name: str) -> bool:
+    def remove(self, name: str) -> None:
         with self._changing:
-            removed = super().remove(name)
+            super().remove(name)
             self._names = {cls: own for cls, own in self._names.items() if own != name}
             for other, cls in self._entries.items():
                 # The class may be registered by another name too.
                 self._names.setdefault(cls, other)
-        return removed
 
     @override
     def _loaded(self, point: importlib.metadata.EntryPoint) -> type[Kind]:

@@ -14,8 +14,12 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from eviction_oracle import EvictionOracle
 from kvlayers import EvictingLayer, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
-from kvlayers.eviction import BUILTIN_RULES, EvictionRule, eviction_rule, register_eviction_rule
+from kvlayers.eviction import ALL_QUERIES, BUILTIN_RULES, EvictionRule, eviction_rule, register_eviction_rule
+from kvlayers.eviction.selection import select
+from kvlayers.layers.eviction_account import EvictionAccount
+from kvlayers.layers.observed_queries import ObservedQueries
 from kvlayers.stores.held_tokens import held_tokens
+from ragged_reference import of_head
 
 KV_HEADS, HEADS, HEAD_DIM = 2, 4, 8
 SINKS, RECENT = 4, 16
@@ -109,7 +113,7 @@ class Pair:
             first = front[row] if front else 0
             for head in range(KV_HEADS):
                 kept = oracle.kept[row, head]
-                keys, values = held.of_head(row, head)
+                keys, values = of_head(held, row, head)
                 torch.testing.assert_close(keys[0, 0, first:], oracle.keys[row, head, kept], rtol=0, atol=0)
                 torch.testing.assert_close(values[0, 0, first:], oracle.values[row, head, kept], rtol=0, atol=0)
 
@@ -166,6 +170,16 @@ def test_padding_is_evicted_and_not_counted(rule: str, amount: str, per_head: bo
     together = Pair(layer, oracle)
     for tokens in (100, *[1] * 100, 20, 1):
         together.step(tokens)
+
+
+def test_an_eviction_takes_no_token_of_a_sequence_that_is_not_due() -> None:
+    """Packed heads keep whole blocks, so that the average of a sequence need not be a whole number."""
+    counts = torch.tensor([[30, 33], [40, 43]])
+    settings = EvictingLayer("knorm", budget=36, sink_tokens=SINKS, recent_tokens=RECENT).settings
+    wanted = EvictionAccount(settings).with_counts(100, counts).wanted(100, 0, 2)
+    kept = select(torch.randn(2, 2, 43), wanted, padding=43 - counts, head_budgets=settings.head_budgets).counts
+    assert kept[0].tolist() == [30, 33]
+    assert int(kept[1].sum()) == 2 * 36
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -292,6 +306,64 @@ def test_no_token_is_evicted_while_the_past_is_recorded() -> None:
     assert layer.held_tokens == 190
     layer.crop(-1)
     assert (layer.length, layer.held_tokens) == (189, 76)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_announced_columns_stand_for_no_token(per_head: bool, tokens: int) -> None:
+    layer = EvictingLayer("random", keep=0.4, sink_tokens=SINKS, recent_tokens=RECENT, per_head=per_head)
+    layer.update(*torch.randn(2, 2, KV_HEADS, 100, HEAD_DIM).unbind())
+    wider = layer.fork()
+    wider.announce(wider.columns + 9)
+    assert wider.mask_sizes(tokens)[0] == layer.mask_sizes(tokens)[0] + 9
+    keys, values = torch.randn(2, 2, KV_HEADS, tokens, HEAD_DIM).unbind()
+    query = torch.randn(2, HEADS, tokens, HEAD_DIM)
+    mask = torch.rand(2, 1, tokens, layer.columns + tokens) < 0.7
+    mask[..., -1] = True
+    expected = attend_by_sdpa(query, *layer.update(keys, values), mask)
+    visible = torch.cat([torch.ones(2, 1, tokens, 9, dtype=torch.bool), mask], 3)
+    torch.testing.assert_close(attend_by_sdpa(query, *wider.update(keys, values), visible), expected)
+
+
+@pytest.mark.parametrize("wanted", [8, ALL_QUERIES])
+def test_observed_queries_are_those_of_the_newest_tokens(wanted: int) -> None:
+    all_queries, held = torch.randn(1, HEADS, 400, HEAD_DIM), ObservedQueries(wanted)
+    seen = 0
+    for tokens in (100, *[1] * 60, 5, *[1] * 30):
+        held, seen = held.with_newest(all_queries[:, :, seen : seen + tokens]), seen + tokens
+        if tokens == 5:
+            held, seen = held.without_newest(7), seen - 7
+        most = seen if wanted == ALL_QUERIES else wanted
+        for count in (1, 5, 20, seen):
+            assert torch.equal(held.newest(count), all_queries[:, :, seen - min(count, most, held.count) : seen])
+    assert held.without_newest(seen).newest(1) is None
+
+
+def test_the_queries_of_a_prompt_are_not_copied_for_each_later_token() -> None:
+    held = ObservedQueries(ALL_QUERIES).with_newest(torch.randn(1, HEADS, 100, HEAD_DIM))
+    prompt = held.parts[0]
+    for _ in range(60):
+        held = held.with_newest(torch.randn(1, HEADS, 1, HEAD_DIM))
+    assert held.parts[0] is prompt
+    assert len(held.parts) <= 1 + 6
+
+
+@pytest.mark.parametrize("length", [None, 101, 100, 95])
+def test_queries_that_attention_has_not_shown_leave_no_gap(length: int | None) -> None:
+    layer = EvictingLayer("test_window", budget=400, sink_tokens=SINKS, recent_tokens=RECENT)
+    shown = torch.randn(1, HEADS, 100, HEAD_DIM)
+    states = torch.randn(1, KV_HEADS, 100, HEAD_DIM)
+    attend_by_sdpa(shown, *layer.update(states, states), None)
+    layer.update(states[:, :, :1], states[:, :, :1])
+    if length is not None:
+        layer.crop(length)
+    last = torch.randn(1, HEADS, 1, HEAD_DIM)
+    attend_by_sdpa(last, *layer.update(states[:, :, :1], states[:, :, :1]), None)
+    known = last if length in (None, 101) else torch.cat([shown[:, :, :length], last], 2)
+    held = layer._progress.queries.newest(8)
+    assert held is not None
+    assert held.shape[2] == {100: 8, 95: 4}.get(length, 1)
+    assert torch.equal(held, known[:, :, -held.shape[2] :])
 
 
 @pytest.mark.parametrize("padding", [None, 10])

@@ -17,6 +17,7 @@ from fake_device import CPU, DEVICE, IS_SUPPORTED, DeviceTransfers, device
 from kvlayers import OffloadedLayer, Prefetcher, Quantization, Recall, RecallLayer
 from kvlayers.attention.packed_tensor import as_dense
 from kvlayers.errors import CapacityError
+from kvlayers.layers.shape import LayerShape, TokenShape
 from kvlayers.offload import DiskMemory, HostMemory, Traffic
 from kvlayers.offload.page_pool import NO_PAGE, PagePool
 from kvlayers.offload.transfers import BlockingTransfers
@@ -289,6 +290,10 @@ def test_the_device_holds_a_bounded_part(kind: Kind, tmp_path: pathlib.Path) -> 
     pair.update(1, steps=5)
     held = sum(tensor.nbytes for tensor in pair.offloaded.held_tensors() if tensor.device == DEVICE)
     assert held < pair.plain.nbytes / 4
+    shape = LayerShape(BATCH, torch.float32, TokenShape(KV_HEADS, HEAD_DIM, HEAD_DIM))
+    planned = OffloadedLayer(kind.layer(), pair.prefetcher).planned_nbytes(shape, 3001, None)
+    # The newest tokens of a packed store have room for a few more or less.
+    assert planned.resident + planned.copies == pytest.approx(held, rel=0.01 if kind is PACKED else 0)
     pair.both(lambda layer: layer.reset())
     assert sum(tensor.nbytes for tensor in pair.offloaded.held_tensors() if tensor.device == DEVICE) == 0
 

@@ -11,7 +11,7 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import evicting_layers
 from kvlayers.caches.preparation import check_empty, check_rotary, left_padding_of, prepare_layers
 from kvlayers.caches.registry import register_cache_class
-from kvlayers.errors import ConfigError
+from kvlayers.errors import ConfigError, UnsupportedLayerError
 from kvlayers.eviction import EvictionRule
 from kvlayers.eviction.layer_budgets import LayerBudgets, check_layer_budgets
 from kvlayers.eviction.settings import check_amounts, found_rule
@@ -21,6 +21,7 @@ from kvlayers.layers.sink_tokens import padding_of
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.quantization import Quantization
+from kvlayers.upstream import compat
 from kvlayers.upstream.model_types import config_of
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.units import tokens
@@ -58,7 +59,7 @@ class EvictingCache(Cache):
         budget: tokens that are kept, whatever the length of the text: 4096, or "4k".
         sink_tokens: first tokens of each sequence that are always kept.
         recent_tokens: newest tokens that an eviction always keeps. A cache can be cropped within them.
-        per_head: whether KV heads keep different numbers of tokens, as many on average.
+        per_head: whether KV heads keep different numbers of tokens, with the same average.
         layer_budgets: how tokens are divided among layers: "uniform", "pyramid" for fewer from layer to layer, or a
             positive weight for each layer that evicts.
         rotary: how the model's keys are rotated, for a model that kvlayers does not know and a rule that needs it.
@@ -162,7 +163,12 @@ class EvictingCache(Cache):
 
     @override
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
-        # All layers of full attention share the mask of one of them, although they need not hold as many tokens.
+        if compat.is_exporting():
+            raise UnsupportedLayerError(
+                "A cache that evicts cannot be part of an exported program, because which tokens it keeps depends on "
+                "their states: export with kvlayers.ExportableDecoder."
+            )
+        # All layers of full attention share the mask of one of them, but may hold different numbers of tokens.
         evicting = [layer for layer in map(_unwrapped, self.adapted_layers()) if isinstance(layer, EvictingLayer)]
         columns = max((layer.columns for layer in evicting), default=0)
         for layer in evicting:

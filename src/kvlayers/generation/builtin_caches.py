@@ -77,7 +77,13 @@ def _hybrid_chunked(request: CacheRequest) -> HybridChunkedCache:
 
 
 def _check_preset(request: CacheRequest, preset: Mapping[str, Any], general: str) -> None:
-    """Raise `OptionError` if options contradict those that a name stands for; `general` is the name for any."""
+    """Raise `OptionError` if an option has another value than the name of the cache says.
+
+    Args:
+        request: the request, with its options.
+        preset: the options that the name says, with their values.
+        general: the name of a cache of this kind with any options.
+    """
     for option, value in preset.items():
         if request.options.get(option, value) != value:
             raise OptionError(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from typing_extensions import Self
@@ -117,14 +117,15 @@ class Quantization:
         """The options that a cache is given as its option `quantization`: as they are, as a mapping, or `None`.
 
         Raises:
-            OptionError: it is something else, or an option has a wrong value.
+            OptionError: it is something else, or an option does not exist or has a wrong value.
         """
         if given is None or isinstance(given, cls):
             return given
-        if not isinstance(given, Mapping):
+        names = [field.name for field in fields(cls)]
+        if not isinstance(given, Mapping) or not set(given) <= set(names):
             raise OptionError(
-                "`quantization` must be a kvlayers.Quantization or a mapping of its options, got a "
-                f"{type(given).__name__}: pass, for example, quantization={{'nbits': 4}}."
+                f"`quantization` must be a kvlayers.Quantization or a mapping of its options ({', '.join(names)}), got "
+                f"{given!r}: pass, for example, quantization={{'nbits': 4}}."
             )
         return cls(**given)
 

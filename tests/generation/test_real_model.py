@@ -17,7 +17,7 @@ DIRECTORY = pathlib.Path(
     os.environ.get("KVLAYERS_DEMO_MODEL", pathlib.Path(__file__).parents[2] / ".models" / "SmolLM2-135M-Instruct")
 )
 CONTEXT, NEW_TOKENS, WINDOW = 96, 12, 48
-SINK_WINDOW = 32
+SINK_WINDOW = 64
 
 pytestmark = [
     pytest.mark.slow,
@@ -121,19 +121,19 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(
     )
 
 
-def test_text_of_twenty_windows_is_predicted_as_by_recomputing_sinks_and_window(text_of_windows: torch.Tensor) -> None:
+def test_text_of_ten_windows_is_predicted_as_by_recomputing_sinks_and_window(text_of_windows: torch.Tensor) -> None:
     """The last ones token by token; the paper's reference recomputes, for each token, all that is held as one text."""
     window, sinks, ids = SINK_WINDOW, 4, text_of_windows
     # Many CPUs compute slowly in bfloat16, and a perplexity shows nothing of how it rounds.
     model = transformers.AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.float32).eval()
     cache = kvlayers.SinkCache(window, sinks, config=model.config)
-    scored = torch.arange(17 * window, 20 * window, 4)
+    scored = torch.arange(7 * window, 10 * window, 3)
     streamed = []
     with torch.inference_mode():
         # What was read so long ago is in no state that is held: it may be read faster.
-        for chunk in ids[:, : 17 * window].split(window // 2, dim=1):
+        for chunk in ids[:, : 7 * window].split(window // 2, dim=1):
             model.model(chunk, past_key_values=cache)
-        for position in range(17 * window, 20 * window):
+        for position in range(7 * window, 10 * window):
             hidden = model.model(ids[:, position : position + 1], past_key_values=cache).last_hidden_state
             if position in scored:
                 streamed.append(model.lm_head(hidden)[:, -1])
@@ -148,7 +148,7 @@ def test_text_of_twenty_windows_is_predicted_as_by_recomputing_sinks_and_window(
 
 @pytest.fixture
 def text_of_windows() -> torch.Tensor:
-    """Real text of twenty windows and a token, int64 `[1, 641]`."""
+    """Real text of ten windows and a token, int64 `[1, 641]`."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(DIRECTORY)
     words = "\n".join(pydoc_data.topics.topics.values())[:20_000]
-    return tokenizer(words, return_tensors="pt").input_ids[:, : 20 * SINK_WINDOW + 1]
+    return tokenizer(words, return_tensors="pt").input_ids[:, : 10 * SINK_WINDOW + 1]

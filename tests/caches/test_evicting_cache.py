@@ -42,6 +42,7 @@ BAD_OPTIONS = {
     "a negative weight": ({"layer_budgets": [1.0, -1.0]}, "layer_budgets"),
     "weights for other layers": ({"layer_budgets": [1.0, 1.0, 1.0]}, "layer_budgets"),
     "quantization by a number": ({"quantization": 4}, "`quantization`"),
+    "an unknown option of quantization": ({"quantization": {"bits": 4}}, "`quantization`"),
     "rotary by a name": ({"rotary": "halves"}, "`rotary`"),
     "negative padding": ({"left_padding": [-1]}, "left_padding"),
     "a misspelt option": ({"keeps": 0.5}, "did you mean 'keep'"),

@@ -165,6 +165,8 @@ def test_windows_that_forgot_how_much_they_have_seen_are_refused() -> None:
         ("static", {"max_cache_len": 64}, "saw a StaticCache"),
         ("int4", {}, "saw a QuantizedCache"),
         ("offloaded", {}, "saw an? Offloaded"),
+        ("evicting", {"rule": "knorm"}, "saw a EvictingCache"),
+        ("recall", {}, "saw a RecallLayer"),
     ],
 )
 def test_caches_that_are_no_trees_are_refused(name: str, options: dict[str, Any], says: str) -> None:
@@ -172,6 +174,23 @@ def test_caches_that_are_no_trees_are_refused(name: str, options: dict[str, Any]
     cache = kvlayers.make_cache(name, model, **options)
     with pytest.raises(UnsupportedLayerError, match=says):
         torch.export.export(model, (), {"input_ids": prompt(1, 3), "past_key_values": cache}, strict=False)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_program_cannot_contain_a_cache_that_evicts(strict: bool) -> None:
+    class Reader(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = tiny_model("llama")
+            self.cache = kvlayers.EvictingCache(self.model, rule="knorm", keep=0.5)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            logits: Tensor = self.model(ids, past_key_values=self.cache).logits
+            return logits
+
+    with pytest.raises(Exception, match="A cache that evicts cannot be part of an exported program") as caught:
+        torch.export.export(Reader(), (prompt(1, 150),), strict=strict)
+    assert strict or isinstance(caught.value, UnsupportedLayerError)
 
 
 def test_layers_with_other_states_are_refused() -> None:

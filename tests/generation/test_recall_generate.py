@@ -98,6 +98,13 @@ def test_names_and_summaries_say_recall() -> None:
     packed = kvlayers.make_cache("int4", config, recall={"pages": 8})
     assert "2 x RecallLayer of 4 bits" in repr(packed)
     assert "2 x RecallLayer" in repr(kvlayers.make_cache("offloaded", config, recall={"pages": 8}))
+    for alias in (kvlayers.QuantoQuantizedCache, kvlayers.HQQQuantizedCache):
+        assert alias(config, recall=RECALL).layers[0].recall == Recall(**RECALL)
+
+
+def test_cross_attention_reads_the_whole_encoding() -> None:
+    for cache in (DynamicCache(recall=RECALL), QuantizedCache(recall=BLOCKS)):
+        assert cache.for_cross_attention(12).recall is None  # type: ignore[attr-defined]
 
 
 def test_windows_are_left_alone() -> None:

@@ -278,6 +278,6 @@ def test_a_reset_forgets_the_padding_and_keeps_what_is_recorded() -> None:
 @pytest.mark.parametrize("mask", [torch.ones(3), torch.ones(2, 0), torch.ones(1, 1, 3, 3), "x"], ids=str)
 def test_what_is_no_mask_is_refused(mask: Any) -> None:
     cache = SinkCache(8, 2)
-    with pytest.raises(kvlayers.StateMismatchError, match="expected an attention_mask"):
+    with pytest.raises(kvlayers.StateMismatchError, match="`attention_mask` must be"):
         cache.prepare(tiny_model("llama").config, mask)
     assert not cache.layers

@@ -10,7 +10,7 @@ from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.eviction import eviction_rule
 from kvlayers.stores.held_tokens import held_tokens
 from oracle import KEY_DIM, KV_HEADS, VALUE_DIM, Oracle
-from ragged_reference import states_of_head
+from ragged_reference import of_head, states_of_head
 
 
 class _UnreadHistory(EvictionOracle):
@@ -135,7 +135,7 @@ class KeptOracle(Oracle):
         pair = [torch.zeros(*counts.shape, width, dim) for dim in (KEY_DIM, VALUE_DIM)]
         for row in range(counts.shape[0]):
             for head in range(KV_HEADS):
-                for states, found in zip(pair, held.of_head(row, head), strict=True):
+                for states, found in zip(pair, of_head(held, row, head), strict=True):
                     states[row, head, width - int(counts[row, head]) :] = found[0, 0]
         return pair[0], pair[1]
 

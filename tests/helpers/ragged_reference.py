@@ -8,6 +8,7 @@ from torch import Tensor
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments
 from kvlayers.eviction.kept import KeptTokens
+from kvlayers.stores.held_tokens import HeldTokens
 
 HEADS = 4
 """Query heads, two of which share a KV head."""
@@ -15,6 +16,13 @@ HEADS = 4
 KV_HEADS = 2
 KEY_DIM = 64
 VALUE_DIM = 32
+
+
+def of_head(held: HeldTokens, sequence: int, kv_head: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of the tokens of one head, `[1, 1, tokens, head_dim]`."""
+    first = held.keys.shape[2] - int(held.counts[sequence, kv_head])
+    one = slice(sequence, sequence + 1), slice(kv_head, kv_head + 1), slice(first, None)
+    return held.keys[one], held.values[one]
 
 
 class RaggedLists:

@@ -31,6 +31,7 @@ from kvlayers.stores.ragged_state import is_ragged
 from kvlayers.utils.tensor_memory import storages_of
 from layer_kinds import KINDS
 from oracle import KV_HEADS, TOLERANCE
+from ragged_reference import of_head
 from recording_transfers import RecordingTransfers
 
 
@@ -85,7 +86,7 @@ def holds_the_same(branch: Branch) -> None:
         # Where the tokens of a head stand depends on what branches share.
         pair = held_tokens(shared.store), held_tokens(branch.alone.store)
         for row, head in itertools.product(range(branch.rows), range(KV_HEADS)):
-            for found, wanted in zip(*(held.of_head(row, head) for held in pair), strict=True):
+            for found, wanted in zip(*(of_head(held, row, head) for held in pair), strict=True):
                 assert torch.equal(found, wanted)
         return
     for name, tensor in expected.tensors.items():

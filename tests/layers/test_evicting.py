@@ -14,8 +14,13 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from eviction_oracle import EvictionOracle
 from kvlayers import EvictingLayer, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
-from kvlayers.eviction import BUILTIN_RULES, EvictionRule, eviction_rule, register_eviction_rule
+from kvlayers.eviction import ALL_QUERIES, BUILTIN_RULES, EvictionRule, eviction_rule, register_eviction_rule
+from kvlayers.eviction.selection import select
+from kvlayers.layers.eviction_account import EvictionAccount
+from kvlayers.layers.observed_queries import ObservedQueries
 from kvlayers.stores.held_tokens import held_tokens
+from ragged_reference import of_head
+from short_steps import STEP, shorten_steps
 
 KV_HEADS, HEADS, HEAD_DIM = 2, 4, 8
 SINKS, RECENT = 4, 16
@@ -46,6 +51,11 @@ class EveryQuery(NewestQueries):
         assert queries is not None
         grouped = queries.unflatten(1, (keys.shape[1], -1))
         return (grouped @ keys[:, :, None].transpose(3, 4)).mean((2, 3)) * queries.shape[2]
+
+
+@pytest.fixture(autouse=True)
+def _few_tokens_between_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_steps(monkeypatch)
 
 
 RULES = [*BUILTIN_RULES, "test_window", "test_all_queries"]
@@ -109,12 +119,12 @@ class Pair:
             first = front[row] if front else 0
             for head in range(KV_HEADS):
                 kept = oracle.kept[row, head]
-                keys, values = held.of_head(row, head)
-                torch.testing.assert_close(keys[0, 0, first:], oracle.keys[row, head, kept], rtol=0, atol=0)
-                torch.testing.assert_close(values[0, 0, first:], oracle.values[row, head, kept], rtol=0, atol=0)
+                keys, values = of_head(held, row, head)
+                assert torch.equal(keys[0, 0, first:], oracle.keys[row, head, kept])
+                assert torch.equal(values[0, 0, first:], oracle.values[row, head, kept])
 
     def go_on(self) -> None:
-        for tokens in (1, 1, 30, *[1] * 80, 3, 1):
+        for tokens in (1, 1, 30, *[1] * (STEP + 2), 3, 1):
             self.step(tokens)
 
 
@@ -125,10 +135,10 @@ def pair(rule: str, per_head: bool = False, **amounts: Any) -> Pair:
 
 
 READINGS = {
-    "a prompt and tokens": [100, *[1] * 150],
+    "a prompt and tokens": [100, *[1] * (2 * STEP + 4)],
     "chunks": [50, 50, 3, 70, 2, 1, 1, 40],
-    "token by token": [1] * 200,
-    "a short prompt": [10, 1, 5, 1, 20, *[1] * 40],
+    "token by token": [1] * (48 + 2 * STEP + 4),
+    "a short prompt": [10, 1, 5, 1, 20, *[1] * (STEP + 16)],
 }
 
 
@@ -164,15 +174,25 @@ def test_padding_is_evicted_and_not_counted(rule: str, amount: str, per_head: bo
         eviction_rule(rule), **AMOUNTS[amount], sinks=SINKS, recent=RECENT, padding=[0, 30], per_head=per_head
     )
     together = Pair(layer, oracle)
-    for tokens in (100, *[1] * 100, 20, 1):
+    for tokens in (100, *[1] * (2 * STEP + 4), 20, 1):
         together.step(tokens)
+
+
+def test_an_eviction_takes_no_token_of_a_sequence_that_is_not_due() -> None:
+    """Packed heads keep whole blocks, so that the average of a sequence need not be a whole number."""
+    counts = torch.tensor([[30, 33], [40, 43]])
+    settings = EvictingLayer("knorm", budget=36, sink_tokens=SINKS, recent_tokens=RECENT).settings
+    wanted = EvictionAccount(settings).with_counts(100, counts).wanted(100, 0, 2)
+    kept = select(torch.randn(2, 2, 43), wanted, padding=43 - counts, head_budgets=settings.head_budgets).counts
+    assert kept[0].tolist() == [30, 33]
+    assert int(kept[1].sum()) == 2 * 36
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_eager_attention_shows_its_queries_too(rule: str) -> None:
     together = pair(rule, budget=48)
     together.attend = attend_by_products
-    for tokens in (100, *[1] * 150, 20):
+    for tokens in (100, *[1] * (2 * STEP + 4), 20):
         together.step(tokens)
 
 
@@ -256,7 +276,7 @@ OPERATIONS: dict[str, Callable[[Pair], None]] = {
 @pytest.mark.parametrize("amount", AMOUNTS)
 @pytest.mark.parametrize("rule", ["knorm", "test_window", "test_all_queries"])
 def test_decoding_goes_on_after(rule: str, amount: str, operation: str) -> None:
-    for reading in ([100], [100, *[1] * 70], [10, 1]):
+    for reading in ([100], [100, *[1] * (STEP + 4)], [10, 1]):
         together = pair(rule, **AMOUNTS[amount])
         for tokens in reading:
             together.step(tokens)
@@ -282,16 +302,74 @@ def test_a_crop_beyond_what_every_head_holds_is_refused() -> None:
 
 def test_no_token_is_evicted_while_the_past_is_recorded() -> None:
     layer = pair("knorm", keep=0.4).layer
-    states = torch.randn(1, KV_HEADS, 100, HEAD_DIM)
+    states = torch.randn(1, KV_HEADS, 30, HEAD_DIM)
     layer.activate_past_recording()
     layer.update(states, states)
-    assert layer.held_tokens == 100
-    layer.crop(90)
-    assert (layer.length, layer.held_tokens, layer.exact_from) == (90, 90, 0)
+    assert layer.held_tokens == 30
+    layer.crop(25)
+    assert (layer.length, layer.held_tokens, layer.exact_from) == (25, 25, 0)
     layer.update(states, states)
-    assert layer.held_tokens == 190
+    assert layer.held_tokens == 55
     layer.crop(-1)
-    assert (layer.length, layer.held_tokens) == (189, 76)
+    assert (layer.length, layer.held_tokens) == (54, 22)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_announced_columns_stand_for_no_token(per_head: bool, tokens: int) -> None:
+    layer = EvictingLayer("random", keep=0.4, sink_tokens=SINKS, recent_tokens=RECENT, per_head=per_head)
+    layer.update(*torch.randn(2, 2, KV_HEADS, 100, HEAD_DIM).unbind())
+    wider = layer.fork()
+    wider.announce(wider.columns + 9)
+    assert wider.mask_sizes(tokens)[0] == layer.mask_sizes(tokens)[0] + 9
+    keys, values = torch.randn(2, 2, KV_HEADS, tokens, HEAD_DIM).unbind()
+    query = torch.randn(2, HEADS, tokens, HEAD_DIM)
+    mask = torch.rand(2, 1, tokens, layer.columns + tokens) < 0.7
+    mask[..., -1] = True
+    expected = attend_by_sdpa(query, *layer.update(keys, values), mask)
+    visible = torch.cat([torch.ones(2, 1, tokens, 9, dtype=torch.bool), mask], 3)
+    torch.testing.assert_close(attend_by_sdpa(query, *wider.update(keys, values), visible), expected)
+
+
+@pytest.mark.parametrize("wanted", [8, ALL_QUERIES])
+def test_observed_queries_are_those_of_the_newest_tokens(wanted: int) -> None:
+    all_queries, held = torch.randn(1, HEADS, 400, HEAD_DIM), ObservedQueries(wanted)
+    seen = 0
+    for tokens in (100, *[1] * 60, 5, *[1] * 30):
+        held, seen = held.with_newest(all_queries[:, :, seen : seen + tokens]), seen + tokens
+        if tokens == 5:
+            held, seen = held.without_newest(7), seen - 7
+        most = seen if wanted == ALL_QUERIES else wanted
+        for count in (1, 5, 20, seen):
+            assert torch.equal(held.newest(count), all_queries[:, :, seen - min(count, most, held.count) : seen])
+    assert held.without_newest(seen).newest(1) is None
+
+
+def test_the_queries_of_a_prompt_are_not_copied_for_each_later_token() -> None:
+    held = ObservedQueries(ALL_QUERIES).with_newest(torch.randn(1, HEADS, 100, HEAD_DIM))
+    prompt = held.parts[0]
+    for _ in range(60):
+        held = held.with_newest(torch.randn(1, HEADS, 1, HEAD_DIM))
+    assert held.parts[0] is prompt
+    assert len(held.parts) <= 1 + 6
+
+
+@pytest.mark.parametrize("length", [None, 101, 100, 95])
+def test_queries_that_attention_has_not_shown_leave_no_gap(length: int | None) -> None:
+    layer = EvictingLayer("test_window", budget=400, sink_tokens=SINKS, recent_tokens=RECENT)
+    shown = torch.randn(1, HEADS, 100, HEAD_DIM)
+    states = torch.randn(1, KV_HEADS, 100, HEAD_DIM)
+    attend_by_sdpa(shown, *layer.update(states, states), None)
+    layer.update(states[:, :, :1], states[:, :, :1])
+    if length is not None:
+        layer.crop(length)
+    last = torch.randn(1, HEADS, 1, HEAD_DIM)
+    attend_by_sdpa(last, *layer.update(states[:, :, :1], states[:, :, :1]), None)
+    known = last if length in (None, 101) else torch.cat([shown[:, :, :length], last], 2)
+    held = layer._progress.queries.newest(8)
+    assert held is not None
+    assert held.shape[2] == {100: 8, 95: 4}.get(length, 1)
+    assert torch.equal(held, known[:, :, -held.shape[2] :])
 
 
 @pytest.mark.parametrize("padding", [None, 10])

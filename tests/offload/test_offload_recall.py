@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fake_device import CPU, DEVICE, IS_SUPPORTED, DeviceTransfers, device
 from kvlayers import OffloadedLayer, Prefetcher, Quantization, Recall, RecallLayer
+from kvlayers.layers.shape import LayerShape, TokenShape
 from kvlayers.offload import DiskMemory, Traffic
 from kvlayers.offload.transfers import BlockingTransfers
 from kvlayers.stores.quantized import QuantizedStore
@@ -221,6 +222,9 @@ def test_the_device_holds_a_bounded_part(tmp_path: pathlib.Path) -> None:
     pair.update(1, steps=20)
     held = sum(tensor.nbytes for tensor in pair.offloaded.held_tensors() if tensor.device == DEVICE)
     assert held < pair.plain.nbytes / 4
+    shape = LayerShape(BATCH, torch.float32, TokenShape(KV_HEADS, HEAD_DIM, HEAD_DIM))
+    planned = OffloadedLayer(RecallLayer(RECALL), pair.prefetcher).planned_nbytes(shape, 3001, None)
+    assert planned.resident + planned.copies == held
     pair.both(lambda layer: layer.reset())
     assert sum(tensor.nbytes for tensor in pair.offloaded.held_tensors() if tensor.device == DEVICE) == 0
 

@@ -10,7 +10,7 @@ from kvlayers.stores.contract import TokenStore
 from kvlayers.stores.eviction import evicted
 from kvlayers.stores.held_tokens import held_tokens
 from kvlayers.stores.ragged import RaggedStore
-from ragged_reference import HEADS, KEY_DIM, KV_HEADS, VALUE_DIM, RaggedLists, kept_tokens
+from ragged_reference import HEADS, KEY_DIM, KV_HEADS, VALUE_DIM, RaggedLists, kept_tokens, of_head
 
 PROMPT = 300
 PADDING = [0, 270]
@@ -35,10 +35,9 @@ def states(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
 def held_lists(store: TokenStore, lists: RaggedLists) -> RaggedLists:
     """The lists with the states as the store holds them."""
     held = held_tokens(store)
-    assert held is not None
     for sequence in range(lists.batch):
         for head in range(KV_HEADS):
-            keys, values = held.of_head(sequence, head)
+            keys, values = of_head(held, sequence, head)
             lists.keys[sequence][head], lists.values[sequence][head] = [*keys[0, 0].unbind()], [*values[0, 0].unbind()]
     return lists
 
@@ -56,7 +55,7 @@ def padded_prompt(kind: str) -> tuple[RaggedStore, RaggedLists]:
         places.append(row)
     kept = kept_tokens(places, lists.counts, PROMPT)
     lists.keep(places)
-    store = evicted(STORES[kind](), new, kept)
+    store = evicted(empty := STORES[kind](), held_tokens(empty, new), kept)
     assert isinstance(store, RaggedStore)
     return store, held_lists(store, lists)
 

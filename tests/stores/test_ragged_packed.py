@@ -24,6 +24,7 @@ from ragged_reference import (
     RaggedLists,
     kept_tokens,
     loop_attention,
+    of_head,
     segments_of,
 )
 
@@ -74,7 +75,7 @@ def head_numbers(held: HeldTokens | None, lists: RaggedLists, sequence: int, hea
 
 def evict(store: TokenStore, lists: RaggedLists, counts: list[list[int]], new: Pair | None = None) -> TokenStore:
     """The store after an eviction, which the lists follow. Packed tokens of the lists are rounded as in the store."""
-    held = held_tokens(store)
+    held = held_tokens(store) if store.length else None
     added = 0 if new is None else new[0].shape[2]
     if new is not None:
         lists.append(*new)
@@ -87,7 +88,7 @@ def evict(store: TokenStore, lists: RaggedLists, counts: list[list[int]], new: P
         for row, of_row in zip(places, numbers, strict=True)
     ]
     lists.keep(places)
-    after = evicted(store, new, kept)
+    after = evicted(store, held_tokens(store, new), kept)
     follow(after, lists, was_packed)
     return after
 
@@ -95,20 +96,19 @@ def evict(store: TokenStore, lists: RaggedLists, counts: list[list[int]], new: P
 def follow(store: TokenStore, lists: RaggedLists, was_packed: list[list[list[bool]]]) -> None:
     """Compare, and round those tokens of the lists that the store has packed now."""
     held = held_tokens(store)
-    assert held is not None
     assert torch.equal(held.counts, lists.counts)
     for sequence in range(lists.batch):
         for head in range(KV_HEADS):
-            numbers = head_numbers(held, lists, sequence, head, 0)
-            for side, seen in zip((lists.keys, lists.values), held.of_head(sequence, head), strict=True):
-                for place, state in enumerate(seen[0, 0].unbind()):
-                    expected = side[sequence][head][place]
-                    if was_packed[sequence][head][place] or numbers[place] < 0:
-                        assert numbers[place] >= 0 or not was_packed[sequence][head][place]
-                        assert torch.equal(state, expected)
-                    else:
-                        torch.testing.assert_close(state, expected, atol=0.05, rtol=0)
-                        side[sequence][head][place] = state
+            is_packed = torch.tensor(head_numbers(held, lists, sequence, head, 0)) >= 0
+            was = torch.tensor(was_packed[sequence][head], dtype=torch.bool)
+            assert is_packed[was].all()
+            is_as_before = was | ~is_packed
+            for side, seen in zip((lists.keys, lists.values), of_head(held, sequence, head), strict=True):
+                expected = torch.stack(side[sequence][head])
+                assert torch.equal(seen[0, 0, is_as_before], expected[is_as_before])
+                torch.testing.assert_close(seen[0, 0], expected, atol=0.05, rtol=0)
+                for place in torch.where(~is_as_before)[0].tolist():
+                    side[sequence][head][place] = seen[0, 0, place]
 
 
 def packed_in(store: TokenStore, lists: RaggedLists) -> list[list[list[bool]]]:
@@ -197,7 +197,6 @@ def test_whole_blocks_may_leave_heads_even() -> None:
     store: TokenStore = QuantizedStore(quantization())
     step(store, lists, SINKS + 4 * BLOCK + RESIDUAL)
     held = held_tokens(store)
-    assert held is not None
     assert held.blocks is not None
     blocks = int(held.blocks.max()) + 1
     places = []
@@ -207,7 +206,7 @@ def test_whole_blocks_may_leave_heads_even() -> None:
     was_packed = [[[held.blocks[0, head, place] >= 0 for place in places[head]] for head in range(KV_HEADS)]]
     kept = kept_tokens([places], lists.counts, store.length)
     lists.keep([places])
-    after = evicted(store, None, kept)
+    after = evicted(store, held_tokens(store), kept)
     assert type(after) is QuantizedStore
     assert after.parts.blocks is not None
     assert len(after.parts.blocks) == blocks - 1
@@ -223,7 +222,7 @@ def test_a_part_of_a_block_is_not_kept() -> None:
     before = as_dense(store.newest(300)[0]).clone()
     indices = torch.arange(100, 300).expand(1, KV_HEADS, -1)
     with pytest.raises(StateMismatchError, match="together"):
-        evicted(store, None, KeptTokens(indices, torch.full((1, KV_HEADS), 200)))
+        evicted(store, held_tokens(store), KeptTokens(indices, torch.full((1, KV_HEADS), 200)))
     assert torch.equal(as_dense(store.newest(300)[0]), before)
 
 
@@ -337,16 +336,14 @@ def test_blocks_of_every_backend_move(backend: str) -> None:
     store.validate(*new)
     store.append(*new)
     held = held_tokens(store)
-    assert held is not None
     assert held.blocks is not None
     places = [
         [place for place, number in enumerate(held.blocks[0, head].tolist()) if number not in (head, 2 * head)]
         for head in range(KV_HEADS)
     ]
-    after = evicted(store, None, kept_tokens([places], held.counts, 400))
+    after = evicted(store, held_tokens(store), kept_tokens([places], held.counts, 400))
     assert isinstance(after, RaggedStore)
     left = held_tokens(after)
-    assert left is not None
     for head in range(KV_HEADS):
-        for before, now in zip(held.of_head(0, head), left.of_head(0, head), strict=True):
+        for before, now in zip(of_head(held, 0, head), of_head(left, 0, head), strict=True):
             assert torch.equal(before[:, :, places[head]], now)

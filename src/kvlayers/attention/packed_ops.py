@@ -37,6 +37,25 @@ def packed_pair(snapshot: Snapshot, kv_heads: int, head_dims: tuple[int, int]) -
     return keys, values
 
 
+def snapshot_of(
+    keys: Tensor, values: Tensor, version: Version | None = None, paths: PathCounter | None = None
+) -> Snapshot:
+    """The tokens that keys and values of an update stand for.
+
+    Args:
+        keys: `[batch, kv_heads, tokens, key_head_dim]`, plain or packed.
+        values: `[batch, kv_heads, tokens, value_head_dim]`, as the keys.
+        version: version of plain states; one that nobody advances if it is not given. Packed ones have that of their
+            store.
+        paths: counts the paths of attention on plain states.
+    """
+    if isinstance(keys, PackedStates):
+        return keys.snapshot
+    segments = KVSegments((DenseSegment(keys.as_subclass(Tensor), values),))
+    version, paths = version or Version(), paths or PathCounter()
+    return Snapshot(segments, keys.dtype, keys.device, version, version.number, keys.shape[2], paths)
+
+
 def observed(keys: Tensor, values: Tensor, observe: Callable[[Tensor], None]) -> tuple[Tensor, Tensor]:
     """Keys and values that an update returns, which show the queries that attend to them.
 
@@ -46,13 +65,7 @@ def observed(keys: Tensor, values: Tensor, observe: Callable[[Tensor], None]) ->
         observe: called with the queries, `[batch, heads, queries, key_head_dim]`, before attention is computed. It is
             not called by an attention function that reads the states in another way.
     """
-    if isinstance(keys, PackedStates):
-        snapshot = replace(keys.snapshot, observe=observe)
-    else:
-        segments, version = KVSegments((DenseSegment(keys, values),)), Version()
-        snapshot = Snapshot(
-            segments, keys.dtype, keys.device, version, version.number, keys.shape[2], PathCounter(), observe
-        )
+    snapshot = replace(snapshot_of(keys, values), observe=observe)
     return packed_pair(snapshot, keys.shape[1], (keys.shape[3], values.shape[3]))
 
 
@@ -74,15 +87,10 @@ def choosing(
         keys: `[batch, kv_heads, tokens, key_head_dim]`, plain or packed.
         values: `[batch, kv_heads, tokens, value_head_dim]`, as the keys.
         choose: see `Snapshot.choose`.
-        version: version of plain states. Packed ones have that of their store.
+        version: as for `snapshot_of`, like `paths`.
         paths: counts the paths of attention on plain states.
     """
-    if isinstance(keys, PackedStates):
-        snapshot = replace(keys.snapshot, choose=choose)
-    else:
-        plain = DenseSegment(keys.as_subclass(Tensor), values)
-        segments, count = KVSegments((plain,)), keys.shape[2]
-        snapshot = Snapshot(segments, keys.dtype, keys.device, version, version.number, count, paths, choose=choose)
+    snapshot = replace(snapshot_of(keys, values, version, paths), choose=choose)
     return packed_pair(snapshot, keys.shape[1], (keys.shape[3], values.shape[3]))
 
 

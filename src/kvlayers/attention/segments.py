@@ -175,7 +175,7 @@ class GatheredSegment:
         return held.scatter_(2, self._token_columns(slice(None)), True)[..., :-1]
 
     def padded_pieces(self, tokens: int) -> Iterator[tuple[DenseSegment | PackedSegment, PieceColumns]]:
-        """The pieces of all heads, a few of each head at a time, side by side as if each had as many tokens as it may.
+        """The pieces of all heads, a few of each head at a time, side by side and padded to the most tokens of a piece.
 
         Args:
             tokens: about so many tokens at a time, or one piece.

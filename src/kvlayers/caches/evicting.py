@@ -9,9 +9,9 @@ from typing_extensions import Self, override
 
 from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import evicting_layers
+from kvlayers.caches.preparation import check_empty, check_rotary, left_padding_of, prepare_layers
 from kvlayers.caches.registry import register_cache_class
-from kvlayers.caches.sink import left_padding_of, settings_of
-from kvlayers.errors import ConfigError, OptionError, StateMismatchError
+from kvlayers.errors import ConfigError, UnsupportedLayerError
 from kvlayers.eviction import EvictionRule
 from kvlayers.eviction.layer_budgets import LayerBudgets, check_layer_budgets
 from kvlayers.eviction.settings import check_amounts, found_rule
@@ -21,6 +21,7 @@ from kvlayers.layers.sink_tokens import padding_of
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.quantization import Quantization
+from kvlayers.upstream import compat
 from kvlayers.upstream.model_types import config_of
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.units import tokens
@@ -58,7 +59,7 @@ class EvictingCache(Cache):
         budget: tokens that are kept, whatever the length of the text: 4096, or "4k".
         sink_tokens: first tokens of each sequence that are always kept.
         recent_tokens: newest tokens that an eviction always keeps. A cache can be cropped within them.
-        per_head: whether KV heads keep different numbers of tokens, as many on average.
+        per_head: whether KV heads keep different numbers of tokens, with the same average.
         layer_budgets: how tokens are divided among layers: "uniform", "pyramid" for fewer from layer to layer, or a
             positive weight for each layer that evicts.
         rotary: how the model's keys are rotated, for a model that kvlayers does not know and a rule that needs it.
@@ -99,8 +100,7 @@ class EvictingCache(Cache):
     ) -> None:
         if config is not None:
             config = config_of(config)
-        if rotary is not None and not isinstance(rotary, Rotary):
-            raise OptionError(f"`rotary` must be a kvlayers.Rotary, got a {type(rotary).__name__}.")
+        check_rotary(rotary)
         budget = None if budget is None else tokens(budget, "budget")
         keep = DEFAULT_KEEP if keep is None and budget is None else keep
         check_amounts(keep, budget, sink_tokens, recent_tokens)
@@ -113,7 +113,7 @@ class EvictingCache(Cache):
             recent_tokens,
             per_head,
             _checked_layer_budgets(layer_budgets),
-            _checked_quantization(quantization),
+            Quantization.of(quantization),
             padding_of(left_padding),
         )
         self._rotary = rotary
@@ -155,27 +155,20 @@ class EvictingCache(Cache):
             StateMismatchError: tokens are held, or there is padding that is not on the left.
             ConfigError: as for the cache itself.
         """
-        if self.get_seq_length():
-            raise StateMismatchError(
-                f"The cache must be empty, but it has seen {self.get_seq_length()} tokens: reset it first."
-            )
+        check_empty(self)
         padding = self._evicting.left_padding if attention_mask is None else left_padding_of(attention_mask)
         evicting = self._evicting.with_padding(padding)
-        layers = evicting_layers(config_of(config), evicting, self._rotary)
-        if settings_of(layers) == settings_of(self.layers):
-            # Memory stays reserved, and recording goes on.
-            for layer in self.adapted_layers():
-                layer.note_left_padding(padding)
-        else:
-            is_recording = any(layer.is_recording for layer in self.adapted_layers())
-            Cache.__init__(self, layers, None, **self.offloading_options())
-            if is_recording:
-                self.activate_past_recording()
+        prepare_layers(self, evicting_layers(config_of(config), evicting, self._rotary), padding)
         self._evicting = evicting
 
     @override
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
-        # All layers of full attention share the mask of one of them, although they need not hold as many tokens.
+        if compat.is_exporting():
+            raise UnsupportedLayerError(
+                "A cache that evicts cannot be part of an exported program, because which tokens it keeps depends on "
+                "their states: export with kvlayers.ExportableDecoder."
+            )
+        # All layers of full attention share the mask of one of them, but may hold different numbers of tokens.
         evicting = [layer for layer in map(_unwrapped, self.adapted_layers()) if isinstance(layer, EvictingLayer)]
         columns = max((layer.columns for layer in evicting), default=0)
         for layer in evicting:
@@ -231,14 +224,3 @@ def _checked_layer_budgets(given: LayerBudgets) -> LayerBudgets:
 def _unwrapped(layer: LayerOperations) -> LayerOperations:
     """The part of a layer that attends, without a wrapper that moves its states."""
     return layer.parts[0].unwrapped
-
-
-def _checked_quantization(given: object) -> Quantization | None:
-    if given is None or isinstance(given, Quantization):
-        return given
-    if not isinstance(given, Mapping):
-        raise OptionError(
-            "`quantization` must be a kvlayers.Quantization or a mapping of its options, got a "
-            f"{type(given).__name__}: pass, for example, quantization={{'nbits': 4}}."
-        )
-    return Quantization(**given)

@@ -2,21 +2,20 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import sink_layers
+from kvlayers.caches.preparation import check_empty, check_rotary, left_padding_of, prepare_layers
 from kvlayers.caches.registry import register_cache_class
-from kvlayers.errors import ConfigError, OptionError, StateMismatchError
+from kvlayers.errors import ConfigError
 from kvlayers.layers import SinkLayer
 from kvlayers.layers.sink import SinkConfig
 from kvlayers.layers.sink_tokens import check_sinks, padding_of
-from kvlayers.layers.upstream_adapter.adapter import adapted
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.quantization import Quantization
@@ -82,8 +81,7 @@ class SinkCache(Cache):
         check_sinks(window_length, num_sink_tokens)
         if config is not None:
             config = config_of(config)
-        if rotary is not None and not isinstance(rotary, Rotary):
-            raise OptionError(f"expected rotary to be a kvlayers.Rotary, but saw a {type(rotary).__name__}.")
+        check_rotary(rotary)
         self.window_length = window_length
         self.num_sink_tokens = num_sink_tokens
         self.quantization = _window_quantization(quantization)
@@ -92,11 +90,11 @@ class SinkCache(Cache):
         if config is None:
             super().__init__(None, self._layer_without_config, offloading, False, offload_device, offload_directory)
         else:
-            super().__init__(self._layers_of(config), None, offloading, False, offload_device, offload_directory)
+            layers = sink_layers(config, self._sinks(self._padding), rotary)
+            super().__init__(layers, None, offloading, False, offload_device, offload_directory)
 
-    def _layers_of(self, config: object) -> list[Any]:
-        sinks = SinkConfig(self.window_length, self.num_sink_tokens, self.quantization, self._padding)
-        return sink_layers(config, sinks, self._rotary)
+    def _sinks(self, padding: Tensor | None) -> SinkConfig:
+        return SinkConfig(self.window_length, self.num_sink_tokens, self.quantization, padding)
 
     def _layer_without_config(self) -> SinkLayer:
         if self._rotary is None:
@@ -104,8 +102,7 @@ class SinkCache(Cache):
                 "expected to know how the model rotates its keys, but the cache has no config: make it with "
                 "config=model.config, call prepare(model.config), or generate() under kvlayers.install()."
             )
-        sinks = SinkConfig(self.window_length, self.num_sink_tokens, self.quantization, self._padding)
-        return sinks.layer(self._rotary)
+        return self._sinks(self._padding).layer(self._rotary)
 
     @override
     def prepare(self, config: object, attention_mask: Tensor | None = None) -> None:
@@ -119,27 +116,11 @@ class SinkCache(Cache):
             StateMismatchError: tokens are held, or there is padding that is not on the left.
             ConfigError: as for the cache itself.
         """
-        if self.get_seq_length():
-            raise StateMismatchError(
-                f"expected an empty cache, but {self.get_seq_length()} tokens have been seen: reset it first."
-            )
-        config = config_of(config)
+        check_empty(self)
         padding = self._padding if attention_mask is None else left_padding_of(attention_mask)
-        before, self._padding = self._padding, padding
-        try:
-            layers = self._layers_of(config)
-        except Exception:
-            self._padding = before
-            raise
-        if settings_of(layers) == settings_of(self.layers):
-            # The memory stays reserved, and recording goes on.
-            for layer in self.adapted_layers():
-                layer.note_left_padding(padding)
-            return
-        is_recording = any(layer.is_recording for layer in self.adapted_layers())
-        Cache.__init__(self, layers, None, **self.offloading_options())
-        if is_recording:
-            self.activate_past_recording()
+        layers = sink_layers(config_of(config), self._sinks(padding), self._rotary)
+        prepare_layers(self, layers, padding)
+        self._padding = padding
 
     @property
     @override
@@ -163,8 +144,7 @@ class SinkCache(Cache):
         cache = super().from_description(options, layers, context)
         cache.window_length, cache.num_sink_tokens = options["window_length"], options["num_sink_tokens"]
         check_sinks(cache.window_length, cache.num_sink_tokens)
-        quantization = options["quantization"]
-        cache.quantization = None if quantization is None else Quantization(**quantization)
+        cache.quantization = Quantization.of(options["quantization"])
         cache._padding = padding_of(options["left_padding"])
         cache._rotary = context.rotary(options["rotary"])
         if options["grows"]:
@@ -174,12 +154,8 @@ class SinkCache(Cache):
     @classmethod
     @override
     def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
-        quantization = options["quantization"]
-        sinks = SinkConfig(
-            options["window_length"],
-            options["num_sink_tokens"],
-            None if quantization is None else Quantization(**quantization),
-        )
+        quantization = Quantization.of(options["quantization"])
+        sinks = SinkConfig(options["window_length"], options["num_sink_tokens"], quantization)
         return sink_layers(config, sinks, context.rotary(options["rotary"]))
 
     @override
@@ -199,42 +175,7 @@ class SinkCache(Cache):
         return False
 
 
-def left_padding_of(attention_mask: Tensor) -> Tensor | None:
-    """Tokens of padding before each sequence of a mask `[batch, tokens]`, int64 `[batch]`; `None` without padding.
-
-    A sequence that consists of padding only counts as unpadded, since it has no first token.
-
-    Raises:
-        StateMismatchError: the mask has another shape, or padding that is not on the left.
-    """
-    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or not attention_mask.numel():
-        shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-        raise StateMismatchError(f"expected an attention_mask [batch, tokens], but saw {shape}.")
-    is_token = attention_mask.ne(0).to("cpu", torch.int8)
-    if bool((is_token[:, 1:] < is_token[:, :-1]).any()):
-        raise StateMismatchError(
-            "expected padding on the left only, since the sinks move to the positions of evicted tokens and masks go "
-            "by position, but saw padding behind tokens: pad on the left, and do not pad the turns of a batch of chats "
-            "(use one cache for each chat), or use a DynamicCache."
-        )
-    padding = is_token.argmax(dim=1)
-    return padding if bool(padding.any()) else None
-
-
-def settings_of(layers: Iterable[Any]) -> list[Any]:
-    """The settings of layers, as far as two caches for one model can differ in them."""
-    parts = [adapted(layer).parts[0].unwrapped for layer in layers]
-    return [(type(part.original), part.describe()) for part in parts]
-
-
 def _window_quantization(given: Quantization | Mapping[str, Any] | None) -> Quantization | None:
-    if given is None:
-        return None
-    if not isinstance(given, Quantization | Mapping):
-        raise OptionError(
-            f"expected quantization to be a kvlayers.Quantization or a mapping of its options, but saw a "
-            f"{type(given).__name__}: pass, for example, quantization={{'nbits': 4}}."
-        )
-    quantization = given if isinstance(given, Quantization) else Quantization(**given)
+    quantization = Quantization.of(given)
     # A window drops its oldest tokens, so no token of it could stay as a sink of the store.
-    return dataclasses.replace(quantization, sink_tokens=0)
+    return None if quantization is None else dataclasses.replace(quantization, sink_tokens=0)

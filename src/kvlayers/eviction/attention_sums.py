@@ -7,8 +7,11 @@ from torch import Tensor
 
 from kvlayers.errors import StateMismatchError
 
-SCORES_AT_ONCE = 1 << 21
-"""Scores that are computed at once, unless those of one query are more."""
+CPU_SCORES_AT_ONCE = 1 << 21
+"""Scores of one KV head that are computed at once on a CPU, unless one query has more."""
+
+ACCELERATOR_SCORES_AT_ONCE = 1 << 26
+"""The same on other devices, where launches cost more than memory: 256 MiB in float32. Estimated, not measured."""
 
 
 def attention_sums(keys: Tensor, queries: Tensor, scale: float | None) -> Tensor:
@@ -32,15 +35,17 @@ def attention_sums(keys: Tensor, queries: Tensor, scale: float | None) -> Tensor
     grouped = queries.view(batch, kv_heads, groups, observed, head_dim)
     factor = 1 / math.sqrt(head_dim) if scale is None else scale
     sums = torch.zeros(batch, kv_heads, groups, tokens, dtype=wide, device=keys.device)
-    step = max(1, min(observed, SCORES_AT_ONCE // (batch * groups * tokens)))
+    at_once = CPU_SCORES_AT_ONCE if keys.is_cpu else ACCELERATOR_SCORES_AT_ONCE
+    step = max(1, min(observed, at_once // (batch * groups * tokens)))
     later = torch.ones(step, step, dtype=torch.bool, device=keys.device).triu(1)
     for head in range(kv_heads):
-        own = keys[:, head].to(wide).transpose(1, 2)[:, None]
+        own = keys[:, head].to(wide).transpose(1, 2)
         for first in range(0, observed, step):
             block = grouped[:, head, :, first : first + step].to(wide) * factor
             queries_now = block.shape[2]
             seen = tokens - observed + first + queries_now
-            scores = block @ own[..., :seen]
+            # As rows of one product, since matmul would copy the keys for each query head.
+            scores = (block.flatten(1, 2) @ own[..., :seen]).view(batch, groups, queries_now, seen)
             scores[..., seen - queries_now :].masked_fill_(later[:queries_now, :queries_now], -torch.inf)
             sums[:, head, :, :seen] += scores.softmax(dim=-1).sum(dim=2)
     return sums

@@ -23,8 +23,8 @@ class EvictionRule(ABC):
         queries: how many queries `scores` needs: those of the newest tokens. 0 for a rule that looks at keys and values
             alone, `ALL_QUERIES` for one that needs those of all tokens since the last eviction.
         shares_heads: whether every KV head of a sequence gets the same scores, so that heads keep the same tokens.
-        needs_rotary: whether the rule must know how keys are rotated, so that it serves no model of which kvlayers does
-            not know that.
+        needs_rotary: whether the rule must know how keys are rotated. If kvlayers does not know it of a model, the rule
+            is refused.
     """
 
     queries: int = 0

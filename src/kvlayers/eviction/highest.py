@@ -12,7 +12,7 @@ def highest(scores: Tensor, counts: Tensor) -> Tensor:
         counts: int64 `[batch, rows]` on the host, how many of each row are wanted, from 0 to `tokens`.
 
     Returns:
-        bool `[batch, rows, tokens]`, true for as many as are wanted.
+        bool `[batch, rows, tokens]`, true for `counts` scores of each row.
     """
     largest = int(counts.max())
     if largest == 0:

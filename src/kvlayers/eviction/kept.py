@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class KeptTokens:
-    """For each sequence and KV head the tokens to keep, which need not be as many for each.
+    """The tokens to keep of each sequence and KV head. Heads may keep different numbers of them.
 
     Attributes:
         indices: int64 `[batch, kv_heads, most]`, numbers of tokens that the layer held, ascending, in the last `counts`
@@ -20,5 +20,5 @@ class KeptTokens:
 
     @property
     def are_even(self) -> bool:
-        """Whether each sequence and head keeps as many tokens."""
+        """Whether all heads of all sequences keep the same number of tokens."""
         return bool((self.counts == self.indices.shape[2]).all())

@@ -1,4 +1,4 @@
-"""Scores of the tokens of a layer whose sequences and heads need not hold as many."""
+"""Scores of the tokens of a layer whose sequences and heads may hold different numbers of tokens."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from kvlayers.eviction.contract import EvictionRule, check_scores
 
 
 def scores_of(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor | None, counts: Tensor) -> Tensor:
-    """What a rule says of the tokens. It never sees a place that has no token.
+    """The scores that a rule gives to tokens. The rule never sees a place without a token.
 
     Args:
         rule: the rule.
@@ -31,7 +31,7 @@ def scores_of(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor 
         for sequence, of_heads in enumerate(counts.tolist()):
             row = slice(sequence, sequence + 1)
             heads = len(of_heads)
-            # Heads with as many tokens are passed together, as a rule may look at several.
+            # Heads with the same number of tokens are passed together, as a rule may compare heads.
             runs = [slice(0, heads)] if len(set(of_heads)) == 1 else [slice(head, head + 1) for head in range(heads)]
             for run in runs:
                 count = of_heads[run.start]

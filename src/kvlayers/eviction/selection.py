@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.errors import OptionError
-from kvlayers.eviction.head_budgets import EvenHeads, HeadBudgets, SequenceBudgets
+from kvlayers.eviction.head_budgets import EvenHeads, HeadBudgets
 from kvlayers.eviction.highest import highest
 from kvlayers.eviction.kept import KeptTokens
 
@@ -21,7 +21,6 @@ def select(
     recent: int = 0,
     padding: Sequence[int] | Tensor | None = None,
     head_budgets: HeadBudgets = EVEN,
-    multiple: int = 1,
 ) -> KeptTokens:
     """The tokens with the highest scores, with the sinks and the newest tokens.
 
@@ -37,10 +36,9 @@ def select(
         padding: how many places in front have no token that may be kept: a number for each sequence, or int64
             `[batch, kv_heads]` on the host.
         head_budgets: how the tokens of a sequence are divided among its KV heads.
-        multiple: every head keeps a multiple of this number of tokens, or all tokens of its sequence.
 
     Raises:
-        OptionError: a number is negative, there are not as many as sequences, or padding is longer than the sequence.
+        OptionError: a number is negative, there is not one for each sequence, or padding is longer than the sequence.
     """
     batch, _, tokens = scores.shape
     if isinstance(padding, Tensor):
@@ -48,18 +46,15 @@ def select(
     else:
         front = _numbers("padding", 0 if padding is None else padding, batch)[:, None].expand(-1, scores.shape[1])
     wanted = _numbers("keep", keep, batch)
-    for name, number, least in (("sinks", sinks, 0), ("recent", recent, 0), ("multiple", multiple, 1)):
-        if number < least:
-            raise OptionError(f"`{name}` must be at least {least}, got {number}.")
-    if bool((front > tokens).any()):
+    for name, number in (("sinks", sinks), ("recent", recent)):
+        if number < 0:
+            raise OptionError(f"`{name}` must be at least 0, got {number}.")
+    held = tokens - front
+    if bool((held < 0).any()):
         raise OptionError(f"`padding` must be at most the {tokens} tokens there are, got {front.tolist()}.")
-    most = (tokens - front).amax(1)
-    always = (-(-(sinks + recent) // multiple) * multiple) * torch.ones_like(most)
-    budgets = SequenceBudgets(
-        keep=torch.maximum(wanted, always).clamp(max=most), least=always.clamp(max=most), most=most, multiple=multiple
-    )
+    average = wanted.clamp(min=sinks + recent).minimum(held.amax(1))
     ranked = _ranked(scores, front, sinks, recent)
-    counts = head_budgets.counts(ranked, budgets).minimum(tokens - front)
+    counts = head_budgets.counts(ranked, average).minimum(held)
     return kept_tokens(highest(ranked, counts), counts)
 
 

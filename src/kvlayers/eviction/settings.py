@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing_extensions import Self
 
 from kvlayers.errors import OptionError
-from kvlayers.eviction.contract import EvictionRule
+from kvlayers.eviction.contract import ALL_QUERIES, EvictionRule
 from kvlayers.eviction.head_budgets import AdaptiveHeads, EvenHeads, HeadBudgets
 from kvlayers.eviction.registry import eviction_rule, eviction_rule_names
 from kvlayers.rope.rotary import Rotary
@@ -96,7 +96,23 @@ class EvictionSettings:
     @property
     def head_budgets(self) -> HeadBudgets:
         """How the tokens of a sequence are divided among its KV heads."""
-        return AdaptiveHeads() if self.per_head and not self.rule.shares_heads else EvenHeads()
+        return AdaptiveHeads() if self.heads_differ else EvenHeads()
+
+    @property
+    def heads_differ(self) -> bool:
+        """Whether KV heads may keep different numbers of tokens."""
+        return self.per_head and not self.rule.shares_heads
+
+    @property
+    def keeps_queries(self) -> bool:
+        """Whether the queries before an eviction are needed for the next one."""
+        return self.budget is not None and self.rule.queries != ALL_QUERIES
+
+    def retained_queries(self, tokens: int) -> int:
+        """Tokens whose queries a layer holds after it took in `tokens` tokens at once."""
+        if self.budget is None or (tokens > self.budget and not self.keeps_queries):
+            return 0
+        return tokens if self.rule.queries == ALL_QUERIES else min(tokens, self.rule.queries)
 
     def allowed(self, tokens: int) -> int:
         """Tokens that an average KV head keeps of `tokens` tokens of a sequence."""

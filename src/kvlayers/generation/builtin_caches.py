@@ -16,8 +16,9 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.evicting import EvictingCache
 from kvlayers.caches.from_config import every_token_layers
+from kvlayers.caches.preparation import left_padding_of
 from kvlayers.caches.quantized import QuantizedCache
-from kvlayers.caches.sink import SinkCache, left_padding_of
+from kvlayers.caches.sink import SinkCache
 from kvlayers.caches.static import StaticCache
 from kvlayers.errors import OptionError
 from kvlayers.eviction import BUILTIN_RULES
@@ -76,7 +77,13 @@ def _hybrid_chunked(request: CacheRequest) -> HybridChunkedCache:
 
 
 def _check_preset(request: CacheRequest, preset: Mapping[str, Any], general: str) -> None:
-    """Raise `OptionError` if options contradict those that a name stands for; `general` is the name for any."""
+    """Raise `OptionError` if an option has another value than the name of the cache says.
+
+    Args:
+        request: the request, with its options.
+        preset: the options that the name says, with their values.
+        general: the name of a cache of this kind with any options.
+    """
     for option, value in preset.items():
         if request.options.get(option, value) != value:
             raise OptionError(

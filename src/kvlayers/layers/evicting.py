@@ -15,10 +15,12 @@ from kvlayers.layers.awaited_queries import NOTHING, AwaitedQueries
 from kvlayers.layers.dynamic import check_rollback
 from kvlayers.layers.evicting_states import held_states, joined_states, with_columns
 from kvlayers.layers.eviction_choice import evict
+from kvlayers.layers.eviction_plan import planned_nbytes
 from kvlayers.layers.eviction_progress import WHOLE_FROM, EvictionProgress, of_the_store
 from kvlayers.layers.observed_queries import ObservedQueries
 from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.registry import register_layer
+from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.sink_tokens import padding_of
 from kvlayers.layers.token_layer import DEFAULT_STORE, TokenLayer
 from kvlayers.quantizers.contract import Side
@@ -102,8 +104,6 @@ class EvictingLayer(TokenLayer):
         self._progress, self._seen = progress, seen
         self._announced, self._awaited = 0, NOTHING
 
-    # Taking in states
-
     @override
     def update(self, key_states: Tensor, value_states: Tensor) -> KVPair:
         self._check_settled()
@@ -111,6 +111,9 @@ class EvictingLayer(TokenLayer):
         tokens = store.validate(key_states, value_states)
         account.check_batch(key_states.shape[0])
         seen = self._seen + tokens
+        if self._awaited.tokens:
+            # Attention has not shown the queries of the last tokens. Earlier ones would not stand beside their keys.
+            self._progress = self._progress.with_queries(self._progress.queries.emptied())
         if tokens > 1 and not self.record_past and account.is_due(seen, slack=0):
             return self._update_and_evict(key_states, value_states)
         attended = with_columns(store.extend(key_states, value_states), self._announced + tokens)
@@ -154,7 +157,7 @@ class EvictingLayer(TokenLayer):
         if awaited.delay_eviction:
             self._seen -= awaited.unstored
             self._evict(awaited.new, queries, STEP - 1 if awaited.new is None else 0, seen)
-        elif self.settings.budget is not None or self.record_past:
+        else:
             self._progress = self._progress.with_queries(queries)
 
     def _evict(self, new: KVPair | None, queries: ObservedQueries, slack: int, seen: int) -> None:
@@ -195,7 +198,7 @@ class EvictingLayer(TokenLayer):
     def announce(self, columns: int) -> None:
         """Return states with this many columns for held tokens from the next update.
 
-        The layers of a model share a mask, but need not hold as many tokens. Columns without a token come first.
+        Layers that share a mask may hold different numbers of tokens. Columns without a token come first.
         """
         self._announced = columns
 
@@ -221,8 +224,8 @@ class EvictingLayer(TokenLayer):
         return None if first is None else max(self._progress.whole_from, self._seen - self._store.length + first)
 
     @override
-    def planned_tokens(self, tokens: int) -> int:
-        return min(tokens, self.settings.allowed(tokens))
+    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
+        return planned_nbytes(self.settings, self._empty, shape, tokens, sized_for)
 
     @property
     def left_padding(self) -> Tensor | None:
@@ -278,10 +281,8 @@ class EvictingLayer(TokenLayer):
             return
         if length == self._seen and self._awaited.delay_eviction:
             return
-        dropped = self._seen - self._awaited.unstored - length
-        self._store.truncate(self._store.length - dropped)
-        progress = self._progress.with_queries(self._progress.queries.without_newest(dropped))
-        self._start_over(progress, length)
+        self._store.truncate(self._store.length - (self._seen - self._awaited.unstored - length))
+        self._start_over(self._progress.rolled_back(length, self._seen - self._awaited.tokens), length)
         self._evict_recorded()
 
     @override
@@ -298,9 +299,8 @@ class EvictingLayer(TokenLayer):
 
     def _evict_recorded(self) -> None:
         """Evict what recording has held beyond the step that is allowed while single tokens come."""
-        rule, progress = self.settings.rule, self._progress
-        can_score = not rule.queries or progress.queries.count
-        if self.record_past and can_score and progress.account.is_due(self._seen, STEP - 1):
+        progress = self._progress
+        if self.record_past and progress.can_score and progress.account.is_due(self._seen, STEP - 1):
             self._evict(None, progress.queries, STEP - 1, self._seen)
 
     # The batch, copies and state

@@ -71,10 +71,9 @@ class EvictingConfig:
         config = cls(**{field.name: facts[field.name] for field in fields(cls)})
         check_amounts(config.keep, config.budget, config.sink_tokens, config.recent_tokens)
         check_layer_budgets(config.layer_budgets)
-        quantization = facts["quantization"]
         return replace(
             config,
-            quantization=None if quantization is None else Quantization(**quantization),
+            quantization=Quantization.of(facts["quantization"]),
             left_padding=padding_of(facts["left_padding"]),
         )
 

@@ -5,10 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.packed_ops import packed_pair
-from kvlayers.attention.packed_tensor import PackedStates, Snapshot, Version
-from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments
+from kvlayers.attention.packed_ops import packed_pair, snapshot_of
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, Segment
 from kvlayers.stores.contract import KVPair, TokenStore
 from kvlayers.stores.ragged import RaggedStore
 
@@ -26,37 +25,29 @@ def joined_states(held: KVPair | None, keys: Tensor, values: Tensor) -> KVPair:
         return keys, values
     if not isinstance(held[0], PackedStates):
         return torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2)
-    return _with_segments(held, (), (DenseSegment(keys, values),))
+    return _of_segments(held, (*held[0].snapshot.segments.in_order, DenseSegment(keys, values)))
 
 
 def with_columns(states: KVPair, columns: int) -> KVPair:
-    """States with at least `columns` columns: if there are fewer, with some in front in which no head has a token."""
+    """States with at least `columns` columns: if there are fewer, columns without a token are added in front."""
     missing = columns - states[0].shape[2]
     if missing <= 0:
         return states
-    source = states if not isinstance(states[0], PackedStates) else _some_states(states[0].snapshot.segments)
-    dense = DenseSegment(source[0].as_subclass(Tensor)[:, :, :1], source[1][:, :, :1])
-    nothing = torch.zeros(*dense.keys.shape[:2], 1, dtype=torch.int64, device=dense.keys.device)
-    return _with_segments(states, (GatheredSegment(dense, nothing, nothing, nothing, missing),), ())
-
-
-def _some_states(segments: KVSegments) -> KVPair:
-    """Keys and values of any dense segment: the newest tokens are in full precision."""
+    segments = snapshot_of(*states).segments
+    first, *others = segments.in_order
+    if isinstance(first, GatheredSegment):
+        wider = replace(first, columns=first.columns + missing, width=first.width + missing)
+        return _of_segments(states, (wider, *others))
     last = segments.in_order[-1]
     if not isinstance(last, DenseSegment):
         raise TypeError("the newest tokens must be in full precision")
-    return last.keys, last.values
+    dense = DenseSegment(last.keys[:, :, :1], last.values[:, :, :1], last.rows)
+    nothing = torch.zeros(segments.batch, segments.kv_heads, 1, dtype=torch.int64, device=segments.device)
+    return _of_segments(states, (GatheredSegment(dense, nothing, nothing, nothing, missing), *segments.in_order))
 
 
-def _with_segments(states: KVPair, before: tuple[GatheredSegment, ...], behind: tuple[DenseSegment, ...]) -> KVPair:
-    """States with further segments."""
+def _of_segments(states: KVPair, segments: tuple[Segment, ...]) -> KVPair:
+    """The same states with other segments."""
     keys, values = states
-    if isinstance(keys, PackedStates):
-        snapshot = keys.snapshot
-        segments = KVSegments((*before, *snapshot.segments.in_order, *behind))
-        whole = replace(snapshot, segments=segments)
-    else:
-        plain = DenseSegment(keys.as_subclass(Tensor), values)
-        segments, version = KVSegments((*before, plain, *behind)), Version()
-        whole = Snapshot(segments, keys.dtype, keys.device, version, version.number, segments.tokens, PathCounter())
+    whole = replace(snapshot_of(keys, values), segments=KVSegments(segments))
     return packed_pair(whole, keys.shape[1], (keys.shape[3], values.shape[3]))

@@ -37,7 +37,7 @@ class EvictionAccount:
 
     @functools.cached_property
     def next_eviction(self) -> int | None:
-        """Tokens seen when a sequence, whose tokens come one by one, is due; `None` if that never evicts any."""
+        """Tokens seen when the first sequence is due, if tokens come one by one; `None` without a budget."""
         if self.settings.budget is None:
             return None
         absent = self.evicted if self.padding is None else self.evicted + self.padding
@@ -57,8 +57,9 @@ class EvictionAccount:
 
     def wanted(self, seen: int, slack: int, batch: int) -> list[int]:
         """Tokens that each sequence is to hold: all, unless it holds more than `slack` tokens too many."""
-        held, allowed = self.held(seen), self._allowed(seen)
-        return torch.where(held > allowed + slack, allowed, held).expand(batch).tolist()
+        # An average is rounded down, so that `held` would evict a token of a sequence whose heads hold 3 and 4.
+        allowed = self._allowed(seen)
+        return torch.where(self.held(seen) > allowed + slack, allowed, seen).expand(batch).tolist()
 
     def _allowed(self, seen: int) -> Tensor:
         return torch.tensor([self.settings.allowed(tokens) for tokens in self.lengths(seen).tolist()])

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kvlayers.errors import RollbackError, StateMismatchError
-from kvlayers.eviction import ALL_QUERIES
 from kvlayers.eviction.settings import EvictionSettings
 from kvlayers.layers.eviction_account import NAMES as ACCOUNT_NAMES
 from kvlayers.layers.eviction_account import EvictionAccount
@@ -53,6 +52,11 @@ class EvictionProgress:
         """Places in front of the held tokens of each sequence that are padding, int64 `[batch]` on the host."""
         return None if self.whole_from else self.account.padding
 
+    @property
+    def can_score(self) -> bool:
+        """Whether the rule has the queries that it asks for."""
+        return not self.settings.rule.queries or self.queries.count > 0
+
     def after_eviction(self, seen: int, counts: Tensor, queries: ObservedQueries) -> "EvictionProgress":
         """The progress after an eviction.
 
@@ -62,10 +66,9 @@ class EvictionProgress:
             queries: the queries of the newest tokens.
         """
         settings = self.settings
-        later_evictions_need_them = settings.budget is not None and settings.rule.queries != ALL_QUERIES
         return EvictionProgress(
             self.account.with_counts(seen, counts),
-            queries if later_evictions_need_them else queries.emptied(),
+            queries if settings.keeps_queries else queries.emptied(),
             max(self.whole_from, seen - settings.recent_tokens),
         )
 
@@ -85,6 +88,11 @@ class EvictionProgress:
     def with_queries(self, queries: ObservedQueries) -> "EvictionProgress":
         """The same with these queries of the newest tokens."""
         return replace(self, queries=queries)
+
+    def rolled_back(self, length: int, shown: int) -> "EvictionProgress":
+        """The progress after a rollback to `length` tokens, if attention had shown the queries of `shown` tokens."""
+        queries = self.queries.without_newest(shown - length) if length <= shown else self.queries.emptied()
+        return self.with_queries(queries)
 
     def selected(self, indices: Tensor) -> "EvictionProgress":
         """The progress of the sequences at `indices`, int64 `[new_batch]`."""

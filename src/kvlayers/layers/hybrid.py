@@ -105,7 +105,7 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
         attention = self.wrapped.planned_nbytes(shape, tokens, sized_for)
         linear = self.linear.planned_nbytes(shape, tokens, None)
-        return PlannedBytes(attention.device + linear.device, attention.host + linear.host, attention.spare)
+        return attention._replace(device=attention.device + linear.device, host=attention.host + linear.host)
 
     @property
     def keys(self) -> Any:

@@ -19,40 +19,51 @@ class ObservedQueries:
 
     Attributes:
         wanted: how many a rule asks for; see `EvictionRule.queries`.
-        held: `[batch, heads, observed, head_dim]`, rotated and not scaled; `None` before the first queries.
+        parts: queries `[batch, heads, observed, head_dim]`, rotated and not scaled, in the order of their tokens. A
+            part is joined with the next one when that is as long: so a query is copied a few times, and not once for
+            each later token.
     """
 
     wanted: int
-    held: Tensor | None = None
+    parts: tuple[Tensor, ...] = ()
 
     @property
     def count(self) -> int:
         """Tokens whose queries are held."""
-        return 0 if self.held is None else int(self.held.shape[2])
+        return sum(part.shape[2] for part in self.parts)
 
     def newest(self, tokens: int) -> Tensor | None:
-        """The queries of at most the newest `tokens` tokens."""
-        return self.held if self.held is None or self.count <= tokens else self.held[:, :, -tokens:]
+        """The wanted queries of at most the newest `tokens` tokens, `[batch, heads, observed, head_dim]`."""
+        if not self.parts:
+            return None
+        joined = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, dim=2)
+        most = tokens if self.wanted == ALL_QUERIES else min(tokens, self.wanted)
+        return joined[:, :, -most:]
 
     def with_newest(self, queries: Tensor) -> "ObservedQueries":
         """The same with the queries of further tokens, `[batch, heads, new, head_dim]`, as far as they are wanted."""
-        queries = queries.detach()
-        known = queries if self.held is None else torch.cat([self.held, queries], dim=2)
-        if self.wanted != ALL_QUERIES and known.shape[2] > self.wanted:
+        parts = [*self.parts, queries.detach()]
+        while len(parts) > 1 and parts[-2].shape[2] <= parts[-1].shape[2]:
+            parts[-2:] = [torch.cat(parts[-2:], dim=2)]
+        known = replace(self, parts=tuple(parts))
+        if self.wanted != ALL_QUERIES and known.count >= 2 * self.wanted:
+            newest = known.newest(self.wanted)
             # A copy, so that the other queries are not kept in memory.
-            known = known[:, :, -self.wanted :].clone()
-        return replace(self, held=known)
+            return known if newest is None else replace(self, parts=(newest.clone(),))
+        return known
 
     def without_newest(self, tokens: int) -> "ObservedQueries":
         """The same without the queries of the newest `tokens` tokens."""
-        if self.held is None or not tokens:
-            return self
-        return replace(self, held=self.held[:, :, :-tokens] if tokens < self.count else None)
+        parts, left = [], self.count - tokens
+        for part in self.parts:
+            if left > 0:
+                parts.append(part[:, :, :left])
+            left -= part.shape[2]
+        return replace(self, parts=tuple(parts))
 
     def selected(self, indices: Tensor) -> "ObservedQueries":
         """The queries of the sequences at `indices`, int64 `[new_batch]`."""
-        held = self.held
-        return self if held is None else replace(self, held=held.index_select(0, indices.to(held.device)))
+        return replace(self, parts=tuple(part.index_select(0, indices.to(part.device)) for part in self.parts))
 
     def emptied(self) -> "ObservedQueries":
         """The same before the first queries."""
@@ -60,12 +71,12 @@ class ObservedQueries:
 
     def held_tensors(self) -> Iterator[Tensor]:
         """Every tensor that keeps memory alive."""
-        if self.held is not None:
-            yield self.held
+        yield from self.parts
 
     def state(self) -> dict[str, Tensor]:
         """A copy of the queries, by name."""
-        return {} if self.held is None else {NAME: self.held.clone()}
+        held = self.newest(self.count)
+        return {} if held is None else {NAME: held.clone()}
 
     def of_state(self, tensors: dict[str, Tensor]) -> "ObservedQueries":
         """The queries that `state` returned these tensors for.
@@ -81,4 +92,4 @@ class ObservedQueries:
                 f"`{NAME}` must be [batch, heads, tokens, head_dim], got {list(queries.shape)} of {queries.dtype}: "
                 "take the state again."
             )
-        return replace(self, held=queries.clone())
+        return replace(self, parts=(queries.clone(),))

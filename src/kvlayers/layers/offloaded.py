@@ -367,10 +367,11 @@ class OffloadedLayer(WrapperLayer):
 
     @override
     def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        used = sum(self.wrapped.planned_nbytes(shape, tokens, sized_for))
+        used = self.wrapped.planned_nbytes(shape, tokens, sized_for)
         with memory_of(self.prefetcher.memory.allocated_nbytes):
-            allocated = sum(self.wrapped.planned_nbytes(shape, tokens, sized_for))
-        return PlannedBytes(host=used, spare=allocated - used)
+            allocated = self.wrapped.planned_nbytes(shape, tokens, sized_for).device
+        copies = self.wrapped.planned_copies(shape, tokens)
+        return PlannedBytes(0, used.device, allocated - used.device, used.resident, copies)
 
     @override
     def make_room(self, tokens: int) -> None:

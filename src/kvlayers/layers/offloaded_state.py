@@ -7,7 +7,7 @@ from kvlayers.stores.description import Fact, Facts
 
 
 def facts_of_wrapped(facts: Facts) -> dict[str, Fact]:
-    """The facts of the wrapped layer, without that which says of what kind it is."""
+    """The facts of the wrapped layer, without the name of its kind."""
     return {name: fact for name, fact in facts.items() if name != "offloaded"}
 
 

@@ -1,5 +1,6 @@
 """The bounds of the keys of each page: what a query needs to know which pages matter to it."""
 
+import bisect
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -76,15 +77,11 @@ class PageBounds:
 
     def pages_within(self, length: int) -> int:
         """How many pages end at a position up to `length`."""
-        if self.are_full:
-            return min(len(self._ends), max(length - self.first, 0) // self.page_tokens)
-        return sum(end <= length for end in self._ends)
+        return bisect.bisect_right(self._ends, length)
 
     def pages_from(self, length: int) -> int:
         """How many pages begin before the position `length`."""
-        if self.are_full:
-            return min(len(self._ends), -(min(self.first - length, 0) // self.page_tokens))
-        return sum(self.start_of(page) < length for page in range(len(self._ends)))
+        return min(len(self._ends), bisect.bisect_left(self._ends, length) + 1) if self.first < length else 0
 
     # Adding pages
 

@@ -30,8 +30,10 @@ from kvlayers.layers.page_segments import chosen_segments
 from kvlayers.layers.recall_config import Recall
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
+from kvlayers.offload.page_pool import places_for
 from kvlayers.quantizers.contract import Side
-from kvlayers.stores import TokenStore
+from kvlayers.stores import DenseStore, TokenStore
+from kvlayers.stores.buffer import nbytes_of
 from kvlayers.stores.contract import Fidelity
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.utils.options import checks_options
@@ -55,7 +57,8 @@ class RecallLayer(DynamicLayer):
     autograd follows. If no more pages are there than may be chosen, the layer does what a `DynamicLayer` does.
 
     The pages stand at multiples of `page_tokens`, counted from the first token, padding included. A page of padding
-    alone is not chosen, as far as attention is given a mask, which eager attention applies later.
+    alone is not chosen if attention is given a mask. Eager attention applies its mask later, so it may choose such
+    pages.
 
     Args:
         recall: how many pages are read, and which tokens always are; the defaults if it is not given.
@@ -206,7 +209,17 @@ class RecallLayer(DynamicLayer):
         if self.recall.pages == "all":
             return planned
         bounds = planned_nbytes(shape.forms()[0], tokens, self.recall.page_tokens, self._store.first_block)
-        return planned._replace(device=planned.device + bounds)
+        return planned._replace(resident=bounds)
+
+    @override
+    def planned_copies(self, shape: LayerShape, tokens: int) -> int:
+        recall, size = self.recall, self.recall.page_tokens
+        first, last = -(-recall.sink_tokens // size), (tokens - recall.recent_tokens) // size
+        if recall.pages == "all" or last - first <= recall.pages or not self._store.holds_tokens_apart:
+            return 0
+        forms, pages = shape.forms(), first + places_for(recall.pages)
+        newest = DenseStore().planned_nbytes(*forms, tokens - last * size, None)
+        return sum(nbytes_of(form, pages * size) for form in forms) + newest
 
     # Operations
 

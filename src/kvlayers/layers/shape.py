@@ -21,12 +21,14 @@ class TokenShape:
         key_head_dim: channels of a key.
         value_head_dim: channels of a value.
         indexer_head_dim: channels of the indexer's key, 0 if the layer has no indexer.
+        heads: heads of the queries, `None` for as many as `kv_heads`.
     """
 
     kv_heads: int
     key_head_dim: int
     value_head_dim: int
     indexer_head_dim: int = 0
+    heads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,16 @@ class LayerShape:
             StateForm(self.batch_size, token.kv_heads, token.value_head_dim, self.dtype, NO_DEVICE),
         )
 
+    def query_form(self) -> StateForm:
+        """The form of the queries.
+
+        Raises:
+            ConfigError: the layer does not attend.
+        """
+        heads = self._attending().heads
+        key_form = self.forms()[0]
+        return key_form if heads is None else key_form._replace(kv_heads=heads)
+
     def indexer_nbytes(self, tokens: int) -> int:
         """Bytes of the indexer's keys of `tokens` tokens, for all sequences."""
         return self.batch_size * tokens * self._attending().indexer_head_dim * self.dtype.itemsize
@@ -94,11 +106,15 @@ class PlannedBytes(NamedTuple):
     """The bytes that a layer will hold, each counted once.
 
     Attributes:
-        device: bytes that stay on the device.
+        device: bytes of states on the device. Of an offloaded layer, they are kept on the host.
         host: bytes that are kept on the host, and are on the device only while the layer is attended to.
         spare: further bytes that the allocator of the host's memory rounds up to, which stay on the host.
+        resident: bytes beside the states, which are on the device even if the layer is offloaded.
+        copies: bytes of the host that are on the device too, between one token and the next.
     """
 
     device: int = 0
     host: int = 0
     spare: int = 0
+    resident: int = 0
+    copies: int = 0

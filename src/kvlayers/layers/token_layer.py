@@ -99,6 +99,10 @@ class TokenLayer(DescribedByArguments, CacheLayer):
         """Tokens of a page, if the query of an update of `tokens` tokens reads pages that it chooses, else `None`."""
         return None
 
+    def planned_copies(self, shape: LayerShape, tokens: int) -> int:
+        """Bytes of tokens that stay on the device if the layer is offloaded, because later queries may read them."""
+        return 0
+
     def planned_tokens(self, tokens: int) -> int:
         """How many tokens the store is given room for if the layer takes in `tokens` tokens at once."""
         return tokens

@@ -18,6 +18,11 @@ SPARE_DIVISOR = 4
 one."""
 
 
+def places_for(most: int) -> int:
+    """Pages of a KV head that a pool has room for if a step reads at most `most`."""
+    return most + most // SPARE_DIVISOR
+
+
 class PagePool:
     """Room on a device for some pages of each KV head of each sequence.
 
@@ -37,7 +42,7 @@ class PagePool:
 
     def __init__(self, states: DenseSegment, page_tokens: int, most: int, device: torch.device) -> None:
         self.page_tokens = page_tokens
-        places = most + most // SPARE_DIVISOR
+        places = places_for(most)
         batch, kv_heads = states.keys.shape[:2]
         shape = (batch, kv_heads, places * page_tokens)
         # Zeros, as a kernel may read places that nothing was brought to: a weight of 0 does not cancel what is not a

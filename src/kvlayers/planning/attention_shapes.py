@@ -21,7 +21,8 @@ def token_shape(numbers: ConfigNumbers, layer_type: str) -> TokenShape:
         return _latent(numbers, layer_type)
     head_dim = _head_dim(numbers, layer_type)
     value_head_dim = numbers.number_or_none("v_head_dim") or head_dim
-    return TokenShape(_kv_heads(numbers, layer_type), head_dim, value_head_dim)
+    heads = numbers.number_or_none("num_attention_heads")
+    return TokenShape(_kv_heads(numbers, layer_type), head_dim, value_head_dim, heads=heads)
 
 
 def _latent(numbers: ConfigNumbers, layer_type: str) -> TokenShape:

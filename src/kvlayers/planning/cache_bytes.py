@@ -26,7 +26,7 @@ class CacheBytes:
         resident: bytes that are always on the device.
         host: bytes that are kept on the host, with what the allocator of pinned memory rounds up to.
         staged: the most of the host's bytes that are on the device at once: those of the layer that is attended to, and
-            of the next one.
+            of the next one, and the pages that layers with recall leave there.
     """
 
     resident: int
@@ -184,4 +184,5 @@ def _summed(layers: Sequence[PlannedBytes]) -> CacheBytes:
     following = [*travelling[1:], *travelling[:1]] if len(travelling) > 1 else [0] * len(travelling)
     staged = max((one + other for one, other in zip(travelling, following, strict=True)), default=0)
     host = sum(layer.host + layer.spare for layer in layers)
-    return CacheBytes(sum(layer.device for layer in layers), host, staged)
+    resident = sum(layer.device + layer.resident for layer in layers)
+    return CacheBytes(resident, host, staged + sum(layer.copies for layer in layers))

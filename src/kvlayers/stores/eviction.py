@@ -3,73 +3,47 @@
 import torch
 from torch import Tensor
 
-from kvlayers.attention.packed_tensor import as_dense
 from kvlayers.attention.segments import DENSE_PIECE_TOKENS
 from kvlayers.errors import StateMismatchError
 from kvlayers.eviction.kept import KeptTokens
 from kvlayers.stores.contract import KVPair, TokenStore
 from kvlayers.stores.dense import DenseStore, store_of
 from kvlayers.stores.flat_tokens import DenseFlatTokens
-from kvlayers.stores.held_tokens import HeldTokens, cannot_evict_from, held_tokens, taken
+from kvlayers.stores.held_tokens import HeldTokens, cannot_evict_from, taken
 from kvlayers.stores.packed_eviction import packed_evicted, packed_pieces
 from kvlayers.stores.piece_tables import PieceTables
 from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.stores.ragged import RaggedStore
 
 
-def evicted(store: TokenStore, new: KVPair | None, kept: KeptTokens, held: HeldTokens | None = None) -> TokenStore:
-    """A store that holds only the kept tokens of a store and of new states. The store does not change.
+def evicted(store: TokenStore, tokens: HeldTokens, kept: KeptTokens) -> TokenStore:
+    """A store that holds only some of the tokens of a store and of new ones. The store does not change.
 
-    Kept tokens are held as they were: states in full precision as they came, and codes as they were packed. If each
-    sequence and head keeps as many, the result is a store of the same kind. If not, it is a `RaggedStore`, which has
-    the newest tokens that all heads keep in its tail.
+    Kept tokens are held as they were: states in full precision as they came, and codes as they were packed. If all
+    heads keep the same number, the result is a store of the same kind. If not, it is a `RaggedStore`, which has the
+    newest tokens that all heads keep in its tail.
 
     Args:
         store: a `DenseStore`, a `QuantizedStore` or a `RaggedStore`, empty or not.
-        new: keys and values `[batch, kv_heads, new, head_dim]` of tokens behind those of the store, `None` for none.
-        kept: the tokens to keep. Their numbers are those of the columns of `held_tokens(store)`, and then of the new
-            tokens. The tokens of a packed block are kept or evicted together.
-        held: what `held_tokens(store)` has returned, if it was called already.
+        tokens: what `held_tokens` has returned for the store and the new tokens.
+        kept: the tokens to keep. The tokens of a packed block are kept or evicted together.
 
     Raises:
         StateMismatchError: the numbers are not those of tokens that there are, or only a part of a block is kept.
         UnsupportedLayerError: the store is of another kind.
     """
-    held = held_tokens(store) if held is None else held
     inner = store.tail if isinstance(store, RaggedStore) else store
+    states = tokens.keys, tokens.values
     with torch.inference_mode(False), torch.no_grad():
-        states = _joined(held, new)
         _check_kept(kept, states)
         run = 0 if kept.are_even else _common_run(kept, states[0].shape[2])
         if isinstance(inner, QuantizedStore):
-            states = _in_one_dtype(states, held)
-            numbers = None if held is None else held.blocks
-            left = packed_evicted(inner.quantization, states, kept, numbers, packed_pieces(store), run)
+            left = packed_evicted(inner.quantization, tokens, kept, packed_pieces(store), run)
         elif isinstance(inner, DenseStore):
             left = _dense((inner.growth_divisor, inner.minimum_growth), states, kept, run)
         else:
             raise cannot_evict_from(inner)
     return RaggedStore(left) if isinstance(store, RaggedStore) and not isinstance(left, RaggedStore) else left
-
-
-def _in_one_dtype(states: KVPair, held: HeldTokens | None) -> KVPair:
-    """The states in the dtype of the held ones; if there are none, in the wider one of keys and values."""
-    keys, values = states
-    dtype = torch.promote_types(keys.dtype, values.dtype) if held is None else held.keys.dtype
-    return keys.to(dtype), values.to(dtype)
-
-
-def _joined(held: HeldTokens | None, new: KVPair | None) -> KVPair:
-    """Keys and values of the held tokens, and then of the new ones."""
-    pairs = [] if held is None or not held.keys.shape[2] else [(held.keys, held.values)]
-    if new is not None:
-        pairs.append((as_dense(new[0]), as_dense(new[1])))
-    if not pairs:
-        raise StateMismatchError("`new` must have tokens if the store has none: evict when there are tokens.")
-    if len(pairs) == 1:
-        return pairs[0]
-    keys, values = (torch.cat(side, 2) for side in zip(*pairs, strict=True))
-    return keys, values
 
 
 def _check_kept(kept: KeptTokens, states: KVPair) -> None:
@@ -103,28 +77,22 @@ def _dense(growth: tuple[int, int], states: KVPair, kept: KeptTokens, run: int) 
     first = keys.shape[2] - run
     tail = store_of(keys[:, :, first:], values[:, :, first:], *growth)
     counts = kept.counts - run
-    places = taken_places(kept.indices, kept.counts, counts)
+    places = _first_places(kept, counts)
     tables = PieceTables.of_heads(counts, DENSE_PIECE_TOKENS)
-    flat = DenseFlatTokens.of(flat_states(keys, places), flat_states(values, places), tables)
+    flat = DenseFlatTokens.of(keys[places][None, None], values[places][None, None], tables)
     return RaggedStore.of(tail, flat)
 
 
-def taken_places(indices: Tensor, held: Tensor, counts: Tensor, skipped: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Sequences, heads and tokens, each int64 `[sum of counts]`, of some kept tokens of each head.
+def _first_places(kept: KeptTokens, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sequences, heads and tokens, each int64 `[sum of counts]`, of the first kept tokens of each head.
 
     Args:
-        indices: as `KeptTokens.indices`.
-        held: as `KeptTokens.counts`.
+        kept: the kept tokens.
         counts: how many to take of each head, int64 `[batch, kv_heads]` on the host.
-        skipped: first kept tokens of each head that are not taken.
     """
-    first = (indices.shape[2] - held + skipped)[..., None]
+    indices = kept.indices
+    first = (indices.shape[2] - kept.counts)[..., None]
     columns = torch.arange(indices.shape[2])
     sequences, heads, places = ((columns >= first) & (columns < first + counts[..., None])).nonzero(as_tuple=True)
     sequences, heads, places = (part.to(indices.device) for part in (sequences, heads, places))
     return sequences, heads, indices[sequences, heads, places]
-
-
-def flat_states(states: Tensor, places: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """The states of single tokens, `[1, 1, tokens, head_dim]`."""
-    return states[places][None, None]

@@ -167,8 +167,9 @@ class DenseFlatTokens(FlatTokens):
         tables, starts, counts = self.tables.compacted()
         within = torch.arange(DENSE_PIECE_TOKENS, device=starts.device)
         slots = (starts[:, None] + within)[within < counts[:, None]]
-        keys, values = (states.index_select(2, slots) for states in self.states())
-        return self.of(keys, values, tables)
+        # The tables are on the device that computes, wherever the states are held.
+        keys, values = (states.index_select(2, slots.to(states.device)) for states in self.states())
+        return self._with(without_spare_room(keys, values), tables)
 
 
 class PackedFlatTokens(FlatTokens):
@@ -234,7 +235,7 @@ class PackedFlatTokens(FlatTokens):
         blocks, places = torch.unique(self.tables.starts[read], return_inverse=True)
         starts = self.tables.starts.clone()
         starts[read] = places
-        return self._with(self._part.taken(blocks), replace(self.tables, starts=starts))
+        return self._with(self._part.taken(blocks.cpu()), replace(self.tables, starts=starts))
 
 
 def _padded(states: KVPair, tokens: Tensor) -> KVPair:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.attention.packed_tensor import as_dense
-from kvlayers.errors import UnsupportedLayerError
+from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.stores.contract import KVPair, TokenStore
 from kvlayers.stores.dense import DenseStore
 from kvlayers.stores.flat_tokens import FlatTokens
@@ -18,7 +18,7 @@ from kvlayers.stores.ragged import RaggedStore
 class HeldTokens:
     """The tokens of each sequence and KV head, right-aligned in the order of the text.
 
-    The columns are those that `KeptTokens.indices` counts. There are as many as the `length` of the store.
+    `KeptTokens.indices` counts the same columns.
 
     Attributes:
         keys: `[batch, kv_heads, columns, key_head_dim]` in full precision, zeros where a head holds no token. Packed
@@ -34,24 +34,41 @@ class HeldTokens:
     counts: Tensor
     blocks: Tensor | None = None
 
-    def of_head(self, sequence: int, kv_head: int) -> KVPair:
-        """Keys and values of the tokens of one head, `[1, 1, tokens, head_dim]`."""
-        first = self.keys.shape[2] - int(self.counts[sequence, kv_head])
-        one = slice(sequence, sequence + 1), slice(kv_head, kv_head + 1), slice(first, None)
-        return self.keys[one], self.values[one]
+    def followed_by(self, keys: Tensor, values: Tensor) -> "HeldTokens":
+        """The same with tokens in full precision behind them, of every sequence and head."""
+        new, blocks = keys.shape[2], self.blocks
+        return HeldTokens(
+            torch.cat([self.keys, keys], 2),
+            torch.cat([self.values, values], 2),
+            self.counts + new,
+            None if blocks is None else torch.cat([blocks, blocks.new_full((*blocks.shape[:2], new), -1)], 2),
+        )
 
 
-def held_tokens(store: TokenStore) -> HeldTokens | None:
-    """The tokens of a store, `None` before the first states.
+def held_tokens(store: TokenStore, new: KVPair | None = None) -> HeldTokens:
+    """The tokens of a store, with a column for each of its `length`, and new tokens behind them.
+
+    Args:
+        store: the store.
+        new: keys and values of the new tokens, each `[batch, kv_heads, new, head_dim]`.
 
     Raises:
+        StateMismatchError: there are neither new tokens, nor states that the store has seen.
         UnsupportedLayerError: the store is of a kind from which no tokens can be evicted.
     """
-    store = store.complete
+    if new is None:
+        return _of_store(store.complete)
+    keys, values = map(as_dense, new)
+    if not store.length:
+        return HeldTokens(keys, values, torch.full(keys.shape[:2], keys.shape[2]))
+    return _of_store(store.complete).followed_by(keys, values)
+
+
+def _of_store(store: TokenStore) -> HeldTokens:
     if store.key_form is None:
-        return None
+        raise StateMismatchError("The store has no tokens that could be evicted: append tokens first.")
     if isinstance(store, RaggedStore):
-        return _of_ragged(store, store.flat) if store.flat is not None else held_tokens(store.tail)
+        return _of_ragged(store, store.flat) if store.flat is not None else _of_store(store.tail)
     if not isinstance(store, DenseStore | QuantizedStore):
         raise cannot_evict_from(store)
     keys, values = map(as_dense, store.newest(store.length))
@@ -72,18 +89,17 @@ def _blocks_of(store: DenseStore | QuantizedStore, keys: Tensor) -> Tensor | Non
     parts = store.parts if isinstance(store, QuantizedStore) else None
     if parts is None or not parts.blocks:
         return None
-    numbers = torch.full((store.length,), -1, device=keys.device)
+    # Filled on the host, where each block is not a launch.
+    numbers = torch.full((store.length,), -1)
     start = parts.sinks.length
     for number, tokens in enumerate(parts.blocks.held_counts()):
         numbers[start : start + tokens] = number
         start += tokens
-    return numbers.expand(*keys.shape[:2], -1)
+    return numbers.to(keys.device).expand(*keys.shape[:2], -1)
 
 
 def _of_ragged(store: RaggedStore, flat: FlatTokens) -> HeldTokens:
-    tail = held_tokens(store.tail)
-    if tail is None:
-        raise UnsupportedLayerError("The tail of a RaggedStore must know its form: make the store with `evicted`.")
+    tail = _of_store(store.tail)
     sides = zip(flat.padded(), (tail.keys, tail.values), strict=True)
     keys, values = (torch.cat(parts, 2) for parts in sides)
     numbers, blocks = flat.block_numbers(), None

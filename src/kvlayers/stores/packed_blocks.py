@@ -239,11 +239,10 @@ class PackedBlocks:
         return twin
 
     def taken(self, blocks: Tensor) -> Self:
-        """A copy of full blocks alone, those with the numbers `blocks`, int64 `[count]`."""
+        """A copy of the full blocks with the numbers `blocks`, int64 `[count]` on the host."""
         held = self.state()
         packed: dict[Side, KVPair] = {
-            side: (held[f"{side}_codes"].index_select(2, blocks), held[f"{side}_parameters"].index_select(2, blocks))
-            for side in SIDES
+            side: (held[f"{side}_codes"][:, :, blocks], held[f"{side}_parameters"][:, :, blocks]) for side in SIDES
         }
         return self.with_codes(packed)
 

@@ -12,7 +12,7 @@ from kvlayers.quantizers.contract import Side
 from kvlayers.stores.buffer import form_of
 from kvlayers.stores.contract import KVPair, TokenStore
 from kvlayers.stores.flat_tokens import PackedFlatTokens, flat_form
-from kvlayers.stores.held_tokens import taken
+from kvlayers.stores.held_tokens import HeldTokens, taken
 from kvlayers.stores.packed_blocks import SIDES, PackedBlocks
 from kvlayers.stores.piece_tables import PieceTables
 from kvlayers.stores.quantization import Quantization, block_tokens
@@ -89,7 +89,7 @@ class _Kept:
     """What is kept, apart for tokens in full precision and for blocks.
 
     Attributes:
-        states: keys and values of all columns; those of packed tokens are not used.
+        states: keys and values of all columns, in one dtype; those of packed tokens are not used.
         singles: columns of the kept tokens in full precision, ascending and right-aligned, int64
             `[batch, kv_heads, most]`.
         counts: how many they are, int64 `[batch, kv_heads]` on the host.
@@ -106,28 +106,26 @@ class _Kept:
     blocks: Tensor | None
 
 
-def _kept_of(states: KVPair, kept: KeptTokens, numbers: Tensor | None, held: PackedPieces | None) -> _Kept:
+def _kept_of(tokens: HeldTokens, kept: KeptTokens, held: PackedPieces | None) -> _Kept:
     """Tell apart kept tokens in full precision and kept blocks.
 
     Raises:
         StateMismatchError: only a part of a block is kept.
     """
+    # In one dtype, as a store that packs holds them.
+    dtype = torch.promote_types(tokens.keys.dtype, tokens.values.dtype)
+    states = tokens.keys.to(dtype), tokens.values.to(dtype)
     device, columns = states[0].device, states[0].shape[2]
-    shape = kept.indices.shape[:2]
-    is_kept = torch.zeros(*shape, columns + 1, dtype=torch.bool, device=device)
+    is_kept = torch.zeros(*kept.indices.shape[:2], columns + 1, dtype=torch.bool, device=device)
     most = kept.indices.shape[2]
     absent = torch.arange(most) < (most - kept.counts)[..., None]
     is_kept.scatter_(2, torch.where(absent.to(device), columns, kept.indices.to(device)), True)
-    is_kept = is_kept[..., :-1]
+    single = older = newer = is_kept = is_kept[..., :-1]
     blocks = None
-    single, older = is_kept, is_kept
-    newer = is_kept
-    if numbers is not None and held is not None:
-        spare = torch.full((*shape, columns - numbers.shape[2]), -1, device=device)
-        of_block = torch.cat([numbers, spare], 2)
-        is_packed = of_block >= 0
+    if tokens.blocks is not None and held is not None:
+        is_packed = tokens.blocks >= 0
         blocks = torch.zeros(held.counts.shape, dtype=torch.int64, device=device)
-        blocks.scatter_add_(2, of_block.clamp(min=0), (is_kept & is_packed).long())
+        blocks.scatter_add_(2, tokens.blocks.clamp(min=0), (is_kept & is_packed).long())
         if bool(((blocks != 0) & (blocks != held.counts)).any()):
             raise StateMismatchError(
                 "The tokens of a packed block must be kept or evicted together, but only some of them are to be kept: "
@@ -144,25 +142,20 @@ def _kept_of(states: KVPair, kept: KeptTokens, numbers: Tensor | None, held: Pac
 
 
 def packed_evicted(
-    quantization: Quantization,
-    states: KVPair,
-    kept: KeptTokens,
-    numbers: Tensor | None,
-    held: PackedPieces | None,
-    run: int,
+    quantization: Quantization, tokens: HeldTokens, kept: KeptTokens, held: PackedPieces | None, run: int
 ) -> TokenStore:
     """A `QuantizedStore` or a `RaggedStore` of kept tokens.
 
     Args:
         quantization: how tokens are packed.
-        states: keys and values of all columns, in one dtype. Those of packed tokens are not used.
+        tokens: the tokens. States of packed ones are not used.
         kept: the columns to keep.
-        numbers: as `HeldTokens.blocks`, for the first columns.
-        held: the blocks with these numbers.
+        held: the packed blocks.
         run: how many of the newest tokens every head keeps.
     """
-    chosen = _kept_of(states, kept, numbers, held)
-    quantizers = checked_quantizers(quantization, form_of(states[0]), form_of(states[1]))
+    chosen = _kept_of(tokens, kept, held)
+    key_form, value_form = map(form_of, chosen.states)
+    quantizers = checked_quantizers(quantization, key_form, value_form)
     size = block_tokens(quantizers)
     if _is_even(chosen):
         return _even(quantization, chosen, held)
@@ -173,15 +166,16 @@ def packed_evicted(
     ends = _singles(chosen, torch.cat([_first(chosen, 0, sinks), _last(chosen, newest)], 2))
     tail.validate(*ends)
     tail.append(*ends)
-    forms = flat_form(form_of(states[0])), flat_form(form_of(states[1]))
-    fresh = PackedBlocks(quantizers, forms, size, int((-(-middle // size)).sum()))
+    fresh = PackedBlocks(
+        quantizers, (flat_form(key_form), flat_form(value_form)), size, int((-(-middle // size)).sum())
+    )
     _pack(fresh, chosen, sinks, middle)
     flat = _flat_of(fresh, chosen.blocks, held, middle)
     return RaggedStore.of(tail, flat, sinks, sinks + newest - min(run, newest))
 
 
 def _is_even(chosen: _Kept) -> bool:
-    """Whether each head keeps as many tokens in full precision, and the same tokens of as many blocks."""
+    """Whether all heads keep the same numbers of tokens in full precision, of blocks, and of tokens in each block."""
     first = chosen.counts[0, 0], chosen.older[0, 0]
     if bool((chosen.counts != first[0]).any() | (chosen.older != first[1]).any()):
         return False
@@ -192,7 +186,7 @@ def _is_even(chosen: _Kept) -> bool:
 
 
 def _even(quantization: Quantization, chosen: _Kept, held: PackedPieces | None) -> QuantizedStore:
-    """A store of heads that keep as many tokens and blocks."""
+    """A store of heads that keep the same numbers of tokens and blocks."""
     store = QuantizedStore(quantization)
     sinks, count = int(chosen.older[0, 0]), int(chosen.counts[0, 0])
     if held is not None and chosen.blocks is not None and bool((chosen.blocks > 0).any()):

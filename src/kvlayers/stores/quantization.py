@@ -1,7 +1,8 @@
 """Options of quantization: bits, groups, and which tokens stay in full precision."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from typing_extensions import Self
@@ -110,6 +111,23 @@ class Quantization:
             "keys": self._backend.quantizer(self.keys, key_head_dim),
             "values": self._backend.quantizer(self.values, value_head_dim),
         }
+
+    @classmethod
+    def of(cls, given: object) -> Self | None:
+        """The options that a cache is given as its option `quantization`: as they are, as a mapping, or `None`.
+
+        Raises:
+            OptionError: it is something else, or an option does not exist or has a wrong value.
+        """
+        if given is None or isinstance(given, cls):
+            return given
+        names = [field.name for field in fields(cls)]
+        if not isinstance(given, Mapping) or not set(given) <= set(names):
+            raise OptionError(
+                f"`quantization` must be a kvlayers.Quantization or a mapping of its options ({', '.join(names)}), got "
+                f"{given!r}: pass, for example, quantization={{'nbits': 4}}."
+            )
+        return cls(**given)
 
     @classmethod
     def from_facts(cls, facts: Facts) -> Self:

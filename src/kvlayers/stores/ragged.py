@@ -9,15 +9,15 @@ from typing_extensions import Self, override
 
 from kvlayers.attention.packed_ops import packed_pair
 from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.segments import DENSE_PIECE_TOKENS, DenseSegment, KVSegments
+from kvlayers.attention.segments import DenseSegment, KVSegments
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
-from kvlayers.stores.buffer import StateForm, nbytes_of
+from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
-from kvlayers.stores.dense import SMALL_STEP, DenseStore, dense_in_small_steps
+from kvlayers.stores.dense import DenseStore, dense_in_small_steps
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.flat_tokens import FlatTokens
-from kvlayers.stores.piece_tables import tables_nbytes
 from kvlayers.stores.quantized_checks import in_one_dtype
+from kvlayers.stores.ragged_plan import planned_nbytes
 from kvlayers.stores.ragged_state import RaggedColumns, check_ragged_state, flat_tokens_of, is_ragged, tail_state
 from kvlayers.stores.registry import register_store
 from kvlayers.stores.returned_states import ReturnedStates
@@ -151,13 +151,8 @@ class RaggedStore(TokenStore):
 
     @override
     def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
-        """The bytes for `tokens` tokens of an average head, and a step of spare room behind them."""
-        if not tokens:
-            return 0
-        tables = tables_nbytes(key_form, tokens, DENSE_PIECE_TOKENS)
-        if self._tail.bits is not None:
-            return tables + self._tail.planned_nbytes(key_form, value_form, tokens, sized_for)
-        return tables + nbytes_of(key_form, tokens + SMALL_STEP) + nbytes_of(value_form, tokens + SMALL_STEP)
+        """The bytes for `tokens` tokens of an average head."""
+        return planned_nbytes(self._tail, key_form, value_form, tokens) if tokens else 0
 
     @override
     def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:

@@ -101,7 +101,7 @@ def check_ragged_state(tensors: dict[str, Tensor], tail: TokenStore, tail_tokens
     forms = form_of(tensors["keys"]), form_of(tensors["values"])
     if forms[0].kv_heads != forms[1].kv_heads:
         raise StateMismatchError(
-            f"Keys and values of a ragged state must have as many kv_heads, got {forms}: take the state again."
+            f"Keys and values of a ragged state must have the same kv_heads, got {forms}: take the state again."
         )
     flat_forms = flat_form(forms[0]), flat_form(forms[1])
     if isinstance(tail, QuantizedStore):

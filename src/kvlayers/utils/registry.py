@@ -83,7 +83,7 @@ class Registry(Generic[Entry]):
         return name in self._entries or any(point.name == name for point in self._entry_points)
 
     def get(self, name: object) -> Entry | None:
-        """The entry with this name, `None` if there is none. Entry points are loaded when they are first needed.
+        """The entry with this name, `None` for an unknown name. Entry points are loaded when they are first needed.
 
         Raises:
             RegistryError: an entry point cannot be loaded, or has an object that cannot be registered here.

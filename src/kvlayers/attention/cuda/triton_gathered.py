@@ -16,9 +16,10 @@ from kvlayers.attention.cuda.triton_hadamard import jit
 
 @jit
 def filled_pieces(counts, begin, end):
-    """The first of the pieces `begin` to `end` that has tokens, and the one behind the last; none if both are empty.
+    """The first of the pieces from `begin` to `end` that has tokens, and the piece behind the last one that has.
 
-    So a program whose pieces are all empty reads nothing else, and empty pieces at either end cost nothing.
+    If no piece has tokens, they are `end` and `begin`. So a program whose pieces are all empty reads nothing else, and
+    empty pieces at either end cost nothing.
     """
     first = end
     behind = begin

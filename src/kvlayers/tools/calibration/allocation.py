@@ -27,10 +27,10 @@ class PartChoice:
 def least_losses(parts: Sequence[Sequence[PartChoice]], most: Fraction) -> list[tuple[int, ...]]:
     """Choose a setting for each part so that the sum of losses is least, for every budget up to `most` that matters.
 
-    A budget matters if it allows a smaller loss than all smaller ones. Solved by dynamic programming over the parts,
-    in units of the greatest common divisor of all costs. If `most` is more than `MOST_UNITS` such units (which takes
-    odd head_dims in many layers), the unit is larger and costs are rounded up to it, so that no result exceeds its
-    budget.
+    A budget matters if it allows a smaller loss than every smaller budget. Dynamic programming over the parts finds
+    them, in units of the greatest common divisor of all costs. If `most` is more than `MOST_UNITS` such units (which
+    takes odd head_dims in many layers), the unit is larger and costs are rounded up to it, so that no result exceeds
+    its budget.
 
     Args:
         parts: the choices of each part.

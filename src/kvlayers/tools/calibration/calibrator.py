@@ -34,7 +34,7 @@ from kvlayers.tools.calibration.settings import Setting, Settings, part_costs
 from kvlayers.utils.options import checked_dtype
 
 UNIFORM_MEASURED = 3
-"""Uniform settings that are measured: the ones with the least expected divergence."""
+"""How many uniform settings are measured. The settings with the least expected divergence are chosen."""
 
 
 def calibrate(
@@ -67,7 +67,7 @@ def calibrate(
     Args:
         model: the model in eval mode, best in float32: in bfloat16, its own rounding changes predictions more than
             quantization to 8 bits does.
-        texts: texts like those that the model will read, or their token ids, int64 `[tokens]`.
+        texts: texts of the kind that the model will read, or their token ids, int64 `[tokens]`.
         budget: a `BytesBudget` or a `DivergenceBudget`.
         tokenizer: the model's tokenizer. By default it is loaded by the name of the model, if `texts` has texts.
         quantization: backend, group sizes, sinks and residual; its bits have no effect. By default `Quantization()`.

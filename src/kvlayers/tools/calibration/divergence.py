@@ -12,7 +12,7 @@ from kvlayers.upstream import model_types
 
 
 def read(model: Any, ids: Tensor, cache: Any, scored: int) -> Tensor:
-    """Read tokens with a cache, and predict the token after each of the newest ones.
+    """Read tokens with a cache, and predict the token after each of the newest tokens.
 
     Args:
         model: in eval mode.

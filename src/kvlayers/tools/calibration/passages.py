@@ -29,7 +29,7 @@ def passages_of(model: Any, texts: Sequence[Text], tokenizer: Any | None, tokens
     """
     if isinstance(texts, str | Tensor) or not isinstance(texts, Sequence) or not texts:
         raise OptionError(
-            f"`texts` must be a list of texts or of token ids, got {_shown(texts)}: pass texts like those that the "
+            f"`texts` must be a list of texts or of token ids, got {_shown(texts)}: pass texts of the kind that the "
             "model will read."
         )
     if tokenizer is not None and not callable(tokenizer):

@@ -39,7 +39,8 @@ class Calibration:
 
     Attributes:
         chosen: the chosen bits.
-        uniform: the best setting with the same bits in every layer that takes no more bytes, `None` if there is none.
+        uniform: the best setting with the same bits in every layer that takes no more bytes; `None` if every such
+            setting takes more.
         sensitivities: the divergence if one part alone is quantized, for each part.
     """
 

@@ -46,7 +46,7 @@ def run_tasks(
             Failures in it are tried again.
         tick: called before each sample with each cache.
         question_chunk: tokens of a forward pass while the question is read, if other than `chunk`. With 1, the question
-            is read as answers are: so take part caches in which only single queries leave tokens out.
+            is read as answers are, so that caches in which only single queries leave tokens out take part.
 
     Returns:
         One outcome for each sample and cache, in the order of the samples, and for each sample in the order of

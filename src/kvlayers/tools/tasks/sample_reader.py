@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.attention.packed_ops import observed
-from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.packed_ops import observed, observer_of
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.from_config import WINDOWED
 from kvlayers.errors import ConfigError
@@ -19,10 +18,10 @@ from kvlayers.upstream import model_layers
 from kvlayers.upstream.model_types import KEEPS_STATES_IN_MODULES, config_of, decoder_config, tokens_at_once
 
 DECIDE_BY_STATES = ("kvlayers", "transformers")
-"""Packages whose caches keep what they keep because of the states that `update` gets, and of the queries that attend to
-what it returns.
+"""Packages whose caches decide what to keep by the states that `update` gets, and by the queries that attend to the
+states that it returns.
 
-A cache of another package may have looked at anything else, or may have changed the model.
+A cache of another package may decide by anything else, or may change the model.
 """
 
 
@@ -233,7 +232,7 @@ def _decides_by_states(cache_or_layer: object) -> bool:
 
 def _show_queries(context: ContextStates, layer_idx: int, attended_keys: Tensor) -> None:
     """Do what attention does to keys whose layer waits for queries."""
-    observe = attended_keys.snapshot.observe if isinstance(attended_keys, PackedStates) else None
+    observe = observer_of(attended_keys)
     if observe is None:
         return
     if context.queries is None or layer_idx not in context.queries:

@@ -264,7 +264,7 @@ def test_the_path_of_accelerators(monkeypatch: pytest.MonkeyPatch, dtype: torch.
         held = around(held_pieces(name, 2, dtype, seed), 2, dtype)
         for queries in (1, 3):
             query = held.query(2, queries)
-            for kind in MASKS:
+            for kind in MASKS[seed % 2 :: 2]:
                 mask = random_mask(kind, query, held)
                 seen = dispatch.attend(query, held.segments, mask, 0.2, PathCounter())
                 wanted = reference.attend(query, held.segments, full_mask(mask, query, held), 0.2)

@@ -38,4 +38,4 @@ for dtype in (torch.float32, torch.bfloat16):
 @pytest.mark.slow
 @versions.interprets_kernels
 def test_parts_are_merged_as_by_plain_torch() -> None:
-    interpreted_kernels.run("-c", CASES)
+    interpreted_kernels.run(CASES)

@@ -5,12 +5,11 @@ import ctypes
 import functools
 import io
 import logging
-import os
 import pathlib
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
 from kvlayers.utils import native_library
 from models import prompt, tiny_model
+from pairwise import in_turn
 from random_states import SUMS, Rule, check, code_format, packed_states
 
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
@@ -131,9 +131,7 @@ def two_threads() -> Iterator[None]:
 # The kernels
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("layout", "width", "dtype"), in_turn(LAYOUTS, WIDTHS, DTYPES))
 @pytest.mark.parametrize("attend", KERNELS)
 def test_attention_is_that_of_the_states_that_the_codes_stand_for(
     attend: Callable[..., Tensor], width: int | str, dtype: torch.dtype, layout: str
@@ -145,9 +143,7 @@ def test_attention_is_that_of_the_states_that_the_codes_stand_for(
 
 
 @needs_compiler
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("layout", "width", "dtype"), in_turn(LAYOUTS, WIDTHS, DTYPES))
 def test_the_products_of_eager_attention_are_those_of_the_states(
     width: int | str, dtype: torch.dtype, layout: str
 ) -> None:
@@ -883,24 +879,6 @@ print("kernel" if kernel.library() else "plain torch")
 """
 
 
-COMPILE = """
-import importlib.util, pathlib, sys
-spec = importlib.util.spec_from_file_location("compiled", sys.argv[1])
-compiled = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(compiled)
-# Without optimisation, as that is most of the time.
-compiled.FLAGS = tuple("-O0" if flag == "-O3" else flag for flag in compiled.FLAGS)
-print(compiled.compiled_library(pathlib.Path(sys.argv[2])).kvlayers_attend is not None)
-"""
-
-
-def elsewhere(cache: pathlib.Path, *command: str, **environment: str) -> subprocess.Popen[str]:
-    """Python in a process of its own, with a directory of its own for compiled kernels."""
-    given = {**os.environ, "OMP_NUM_THREADS": "1", "KVLAYERS_CACHE": str(cache), **environment}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-c", *command], env=given, text=True, **pipes)
-
-
 def decode_here(monkeypatch: pytest.MonkeyPatch, out: pathlib.Path) -> Tensor:
     monkeypatch.setattr(sys, "argv", ["", str(out)])
     exec(compile(DECODE, "decode", "exec"), {})
@@ -908,34 +886,38 @@ def decode_here(monkeypatch: pytest.MonkeyPatch, out: pathlib.Path) -> Tensor:
     return expected
 
 
-@pytest.mark.slow
-def test_a_process_without_a_compiler_warns_once_and_decodes_the_same(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+def test_without_a_compiler_there_is_one_warning_and_decoding_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    process = elsewhere(tmp_path / "cache", DECODE, str(tmp_path / "seen"), CXX="/nonexistent", PATH="")
     expected = decode_here(monkeypatch, tmp_path / "expected")
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, out) == (0, "plain torch\n"), err
-    assert err.count("install g++") == 1
+    capsys.readouterr()
+    for name, value in {"CXX": "/nonexistent", "PATH": "", "KVLAYERS_CACHE": str(tmp_path / "cache")}.items():
+        monkeypatch.setenv(name, value)
+    # As in a process that has not looked for its kernel yet.
+    monkeypatch.setattr(kernel, "library", native_library.once(kernel.library.__wrapped__))
+    seen = decode_here(monkeypatch, tmp_path / "seen")
+    assert capsys.readouterr().out == "plain torch\n"
+    assert caplog.text.count("install g++") == 1
     # Sums in float32 of numbers of about 1, in another order.
-    torch.testing.assert_close(torch.load(tmp_path / "seen"), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 @needs_compiler
-def test_two_processes_that_compile_at_once_both_have_the_kernel(
+def test_two_that_compile_at_once_both_have_the_library(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    # They load the one module and not the package, as importing that takes longer than what is tested.
-    command = COMPILE, str(native_library.__file__), str(kernel.SOURCE)
-    for process in [elsewhere(tmp_path, *command) for _ in range(2)]:
-        out, err = process.communicate(timeout=240)
-        assert (process.returncode, out, err) == (0, "True\n", "")
-    (made,) = tmp_path.iterdir()
-    monkeypatch.setattr(kernel, "library", lambda: ctypes.CDLL(str(made)))
-    case = Case()
-    query = case.query()
-    check(kernel.attend(query, case.segments, None, 0.2), *case.attended(query, None, 0.2))
+    monkeypatch.setenv("KVLAYERS_CACHE", str(tmp_path / "cache"))
+    # So few lines that compiling them takes no time.
+    source = tmp_path / "answer.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(native_library.compiled_library, source, "answer") for _ in range(2)]
+        assert [library.result().answer() for library in waiting] == [42, 42]
+    (made,) = (tmp_path / "cache").iterdir()
+    assert ctypes.CDLL(str(made)).answer() == 42
 
 
 # Memory

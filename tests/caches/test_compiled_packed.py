@@ -15,7 +15,7 @@ from kvlayers import Prefetcher, StaleStatesError
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segments import KVSegments
 from kvlayers.upstream import compat
-from models import COMMON, prompt
+from models import COMMON, bare, prompt
 from recording_transfers import RecordingTransfers
 
 pytestmark = [
@@ -32,11 +32,11 @@ AWAY = {"offloading": True, "offload_only_non_sliding": False}
 
 
 def llama() -> Any:
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES)).eval()
+    return bare(tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES)).eval())
 
 
 def mistral() -> Any:
-    return tf.MistralForCausalLM(tf.MistralConfig(**SIZES, sliding_window=30)).eval()
+    return bare(tf.MistralForCausalLM(tf.MistralConfig(**SIZES, sliding_window=30)).eval())
 
 
 def packed(model: Any) -> Any:
@@ -112,12 +112,49 @@ def read_in_full(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return read
 
 
+class OverwritingInterpreter(torch.fx.Interpreter):
+    """Runs a graph, and then overwrites what it handed to the operators, as the next replay of a CUDA graph does."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        self.handed_over: list[torch.Tensor] = []
+        result = super().run(*args, **kwargs)
+        for states in self.handed_over:
+            states.fill_(torch.nan)
+        return result
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.kvlayers.take_in.default:
+            self.handed_over += args[2:]
+        return super().call_function(target, args, kwargs)
+
+
+def overwriting(graphs: list[Any], overwritten: list[int]) -> Callable[[Any, Any], Any]:
+    """As `counting`, and notes how many tensors were overwritten after each run of a graph."""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        interpreter = OverwritingInterpreter(graph)
+
+        def run(*args: Any) -> Any:
+            result = interpreter.run(*args)
+            overwritten.append(len(interpreter.handed_over))
+            return result
+
+        return run
+
+    return backend
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_layer_is_compiled_for_on_its_own(kind: str, read_in_full: list[str]) -> None:
+def test_no_layer_is_compiled_for_on_its_own_and_caches_copy_what_they_are_handed(
+    kind: str, read_in_full: list[str]
+) -> None:
     torch._dynamo.reset()
     make_model, make_cache, tokens, steps = KINDS[kind]
-    model, graphs = make_model(), []
-    forward = torch.compile(model.forward, backend=counting(graphs), fullgraph=True)
+    graphs: list[Any] = []
+    overwritten: list[int] = []
+    model, backend = make_model(), overwriting(graphs, overwritten)
+    forward = torch.compile(model.forward, backend=backend, fullgraph=True)
     ids = prompt(1, tokens + steps)
     cache, eager = make_cache(model), make_cache(model)
     with torch.no_grad():
@@ -127,6 +164,8 @@ def test_no_layer_is_compiled_for_on_its_own(kind: str, read_in_full: list[str])
             # What is summed in another order in compiled code, a few units in the last place of float32.
             torch.testing.assert_close(logits, model(part, past_key_values=eager).logits, rtol=1e-4, atol=1e-5)
             assert cache.get_seq_length() == end
+    # The keys and the values of each of two layers; what holds states in full precision is traced through.
+    assert set(overwritten) == ({0} if kind == "dense" else {4})
     # A prompt, and a step: with fixed numbers at first, then with any. Growing and its numbers are two more of dense
     # layers, where the graph itself grows.
     assert len(graphs) <= (5 if kind == "dense" else 3)
@@ -236,48 +275,6 @@ def test_an_operator_is_never_captured_in_a_cuda_graph(name: str) -> None:
     assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.kvlayers, name).default.tags
 
 
-class OverwritingInterpreter(torch.fx.Interpreter):
-    """Runs a graph, and then overwrites what it handed to the operators, as the next replay of a CUDA graph does."""
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        self.handed_over: list[torch.Tensor] = []
-        result = super().run(*args, **kwargs)
-        for states in self.handed_over:
-            states.fill_(torch.nan)
-        return result
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is torch.ops.kvlayers.take_in.default:
-            self.handed_over += args[2:]
-        return super().call_function(target, args, kwargs)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dense"])
-def test_a_cache_copies_what_compiled_code_hands_over(kind: str) -> None:
-    torch._dynamo.reset()
-    make_model, make_cache, tokens, steps = KINDS[kind]
-    model, overwritten = make_model(), []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        interpreter = OverwritingInterpreter(graph)
-
-        def run(*args: Any) -> Any:
-            result = interpreter.run(*args)
-            overwritten.append(len(interpreter.handed_over))
-            return result
-
-        return run
-
-    forward = torch.compile(model.forward, backend=backend, fullgraph=True)
-    ids, cache, eager = prompt(1, tokens + steps), make_cache(model), make_cache(model)
-    with torch.no_grad():
-        for part in ids.split([tokens, *[1] * steps], dim=1):
-            logits = forward(part, past_key_values=cache).logits
-            torch.testing.assert_close(logits, model(part, past_key_values=eager).logits, rtol=1e-4, atol=1e-5)
-    # The keys and the values of each of two layers.
-    assert set(overwritten) == {4}
-
-
 @pytest.mark.parametrize("make_cache", [packed, dense_away])
 def test_two_updates_in_one_graph_attend_each_to_what_it_was_given(make_cache: Callable[[Any], Any]) -> None:
     torch._dynamo.reset()
@@ -302,7 +299,7 @@ def test_padded_batches_and_attention_in_plain_torch(attention: str, installed: 
     torch._dynamo.reset()
     config = tf.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
     config._attn_implementation = attention
-    model = tf.LlamaForCausalLM(config).eval()
+    model = bare(tf.LlamaForCausalLM(config).eval())
     forward = torch.compile(model.forward, backend="eager", fullgraph=True)
     ids, mask = prompt(2, 96), torch.ones(2, 96, dtype=torch.int64)
     mask[0, :5] = 0
@@ -320,7 +317,7 @@ def test_padded_batches_and_attention_in_plain_torch(attention: str, installed: 
 def test_soft_caps_in_compiled_code(installed: None, read_in_full: list[str]) -> None:
     torch._dynamo.reset()
     config = tf.Gemma2Config(**{**SIZES, "num_hidden_layers": 1}, attn_logit_softcapping=2.0, sliding_window=512)
-    model = tf.Gemma2ForCausalLM(config).eval()
+    model = bare(tf.Gemma2ForCausalLM(config).eval())
     model.set_attn_implementation("kvlayers")
     forward, ids = torch.compile(model.forward, backend="eager", fullgraph=True), prompt(1, 96)
     caches = [kvlayers.QuantizedCache(config=config, **QUANTIZATION, quantize_sliding=True) for _ in range(2)]
@@ -340,7 +337,7 @@ def test_gradients_of_queries_alone(attention: str) -> None:
     torch._dynamo.reset()
     config = tf.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
     config._attn_implementation = attention
-    model, ids = tf.LlamaForCausalLM(config).eval().requires_grad_(False), prompt(1, 94)
+    model, ids = bare(tf.LlamaForCausalLM(config).eval()).requires_grad_(False), prompt(1, 94)
     weight = model.model.layers[0].self_attn.q_proj.weight.requires_grad_()
     found = []
     for forward in (torch.compile(model.forward, backend="aot_eager"), model):

@@ -20,7 +20,7 @@ from kvlayers import (
     StateMismatchError,
     UnsupportedLayerError,
 )
-from models import fresh_model, prompt, tiny_model
+from models import bare, fresh_model, prompt, tiny_model
 
 OPTIONS: dict[str, Any] = {"keep": 0.4, "sink_tokens": 2, "recent_tokens": 8}
 READ, TOKENS = 60, 8
@@ -210,7 +210,7 @@ def test_padding_of_another_batch_is_refused_before_anything_is_changed() -> Non
 
 @pytest.mark.parametrize("rule", ["keydiff", "snapkv"])
 def test_compiled_forward_passes_are_right_or_named(rule: str) -> None:
-    model, ids = fresh_model("llama", num_hidden_layers=1), prompt(1, READ + 2)
+    model, ids = bare(fresh_model("llama", num_hidden_layers=1)), prompt(1, READ + 2)
     expected = read(model, EvictingCache(model.config, rule=rule, **OPTIONS), ids)
     model.forward = torch.compile(model.forward, backend="eager")
     cache = EvictingCache(model.config, rule=rule, **OPTIONS)

@@ -12,7 +12,7 @@ import kvlayers
 from families import model_and_inputs
 from kvlayers import InterruptedPassError, RollbackError
 from kvlayers.stores.buffer import TokenBuffer
-from models import COMMON, fresh_model, prompt
+from models import COMMON, bare, fresh_model, prompt
 from versions import need_recurrent_layers
 
 LAYERS, SEEN = 3, 7
@@ -153,7 +153,8 @@ def test_an_interrupted_chunk_is_noticed_and_truncated_away(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_of_an_update_that_was_interrupted_does_not_count(kind: str) -> None:
-    model, ids = model_of("llama"), prompt(1, 20)
+    tokens = 14
+    model, ids = model_of("llama"), prompt(1, tokens)
     expected = decoded(model, begun(model, KINDS[kind], ids), ids, SEEN)
     with interrupted_write(0) as writes:
         decoded(model, begun(model, KINDS[kind], ids), ids, SEEN)
@@ -162,17 +163,17 @@ def test_what_is_written_of_an_update_that_was_interrupted_does_not_count(kind: 
         cache, logits = KINDS[kind](model.config), []
         with interrupted_write(number):
             begin = 0
-            for end in (SEEN - 1, *range(SEEN, 21)):
+            for end in (SEEN - 1, *range(SEEN, tokens + 1)):
                 logits.append(passed(model, cache, ids[:, begin:end]))
                 begin = end
-        if begin == 20:
+        if begin == tokens:
             continue
         seen = begin
         if not seen:
             cache.reset()
         else:
             cache.crop(seen)
-        for end in (*((SEEN - 1,) if not seen else ()), *range(max(seen + 1, SEEN), 21)):
+        for end in (*((SEEN - 1,) if not seen else ()), *range(max(seen + 1, SEEN), tokens + 1)):
             logits.append(passed(model, cache, ids[:, seen:end]))
             seen = end
         torch.testing.assert_close(torch.cat(logits, dim=1)[:, SEEN:], expected, rtol=0, atol=0)
@@ -409,7 +410,7 @@ def test_early_exit_drafts_of_generate_are_left_alone() -> None:
 
 @pytest.mark.slow
 def test_a_compiled_call_that_was_interrupted_is_repaired_by_a_crop_to_the_length() -> None:
-    model, ids = model_of("llama"), prompt(1, 12)
+    model, ids = bare(model_of("llama", num_hidden_layers=2)), prompt(1, 12)
     fail_at = [-1]
 
     def interrupting(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:

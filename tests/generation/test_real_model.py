@@ -16,7 +16,8 @@ from kvlayers.tools.measuring.predictions import is_tie
 DIRECTORY = pathlib.Path(
     os.environ.get("KVLAYERS_DEMO_MODEL", pathlib.Path(__file__).parents[2] / ".models" / "SmolLM2-135M-Instruct")
 )
-CONTEXT, NEW_TOKENS, WINDOW = 224, 16, 112
+CONTEXT, NEW_TOKENS, WINDOW = 96, 12, 48
+SINK_WINDOW = 64
 
 pytestmark = [
     pytest.mark.slow,
@@ -57,9 +58,8 @@ def windowed(model: Any) -> Any:
         use_sliding_window=True,
         layer_types=["sliding_attention", "full_attention"] * (kept["num_hidden_layers"] // 2),
     )
-    twin = transformers.Qwen2ForCausalLM(config).to(model.dtype).eval()
-    missing, unexpected = twin.load_state_dict(model.state_dict(), strict=False)
-    assert not unexpected
+    twin = transformers.Qwen2ForCausalLM.from_pretrained(DIRECTORY, config=config, dtype=model.dtype).eval()
+    missing = [name for name, _ in twin.named_parameters() if name not in model.state_dict()]
     assert all(name.endswith("proj.bias") for name in missing)
     with torch.no_grad():
         for name in missing:
@@ -110,27 +110,30 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(
     cache = kvlayers.DynamicCache(config=model.config)
     with torch.no_grad():
         model(text[:, :-1], past_key_values=cache)
-    state = cache.state()
-    cache.crop(100)
+    state, whole = cache.state(), cache.fork()
+    cache.crop(CONTEXT // 2)
     again = kvlayers.DynamicCache(config=model.config)
     again.load_state(state)
-    assert torch.equal(generated(model, text, past_key_values=again), expected) or model.dtype == torch.bfloat16, (
+    seen = generated(model, text, past_key_values=again)
+    assert torch.equal(seen, generated(model, text, past_key_values=whole))
+    assert torch.equal(seen, expected) or model.dtype == torch.bfloat16, (
         "the last token alone rather than with the prompt, which in bfloat16 may tip a tie"
     )
 
 
-def test_text_of_twenty_windows_is_predicted_as_by_recomputing_sinks_and_window(text_of_windows: torch.Tensor) -> None:
+def test_text_of_ten_windows_is_predicted_as_by_recomputing_sinks_and_window(text_of_windows: torch.Tensor) -> None:
     """The last ones token by token; the paper's reference recomputes, for each token, all that is held as one text."""
-    window, sinks, ids = 64, 4, text_of_windows
-    model = transformers.AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.bfloat16).eval()
+    window, sinks, ids = SINK_WINDOW, 4, text_of_windows
+    # Many CPUs compute slowly in bfloat16, and a perplexity shows nothing of how it rounds.
+    model = transformers.AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.float32).eval()
     cache = kvlayers.SinkCache(window, sinks, config=model.config)
-    scored = torch.arange(17 * window, 20 * window, 4)
+    scored = torch.arange(7 * window, 10 * window, 3)
     streamed = []
     with torch.inference_mode():
         # What was read so long ago is in no state that is held: it may be read faster.
-        for chunk in ids[:, : 17 * window].split(window // 2, dim=1):
+        for chunk in ids[:, : 7 * window].split(window // 2, dim=1):
             model.model(chunk, past_key_values=cache)
-        for position in range(17 * window, 20 * window):
+        for position in range(7 * window, 10 * window):
             hidden = model.model(ids[:, position : position + 1], past_key_values=cache).last_hidden_state
             if position in scored:
                 streamed.append(model.lm_head(hidden)[:, -1])
@@ -145,7 +148,7 @@ def test_text_of_twenty_windows_is_predicted_as_by_recomputing_sinks_and_window(
 
 @pytest.fixture
 def text_of_windows() -> torch.Tensor:
-    """Real text of twenty windows and a token, int64 `[1, 1281]`."""
+    """Real text of ten windows and a token, int64 `[1, 641]`."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(DIRECTORY)
     words = "\n".join(pydoc_data.topics.topics.values())[:20_000]
-    return tokenizer(words, return_tensors="pt").input_ids[:, : 20 * 64 + 1]
+    return tokenizer(words, return_tensors="pt").input_ids[:, : 10 * SINK_WINDOW + 1]

@@ -5,6 +5,7 @@ between the two. What is computed, the CPU computes at once. It has no backward 
 `RaceDetector` is installed.
 """
 
+import functools
 import itertools
 import types
 import weakref
@@ -32,6 +33,8 @@ class _Allocation:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         device.note_allocation(self)
+        # Not where there was no memory for it.
+        weakref.finalize(self, device.note_release, nbytes).atexit = False
 
 
 @dataclass
@@ -58,20 +61,16 @@ class FakeDevice:
         peak_bytes: the most that was taken at a time.
         most_bytes: memory that there is, `None` for any amount.
         watcher: called with each allocation.
+        live_bytes: memory that is taken.
     """
 
     def __init__(self) -> None:
-        self._live: weakref.WeakSet[_Allocation] = weakref.WeakSet()
+        self.live_bytes = 0
         self.crossings = Crossings()
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.most_bytes: int | None = None
         self.watcher: Callable[[_Allocation], None] | None = None
-
-    @property
-    def live_bytes(self) -> int:
-        """Memory that is taken."""
-        return sum(allocation.nbytes for allocation in self._live)
 
     def note_allocation(self, allocation: _Allocation) -> None:
         """Count memory that is taken.
@@ -83,9 +82,13 @@ class FakeDevice:
             raise torch.OutOfMemoryError(f"tried to allocate {allocation.nbytes} bytes on {DEVICE}")
         if self.watcher is not None:
             self.watcher(allocation)
-        self._live.add(allocation)
+        self.live_bytes += allocation.nbytes
         self.allocated_bytes += allocation.nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def note_release(self, nbytes: int) -> None:
+        """Count memory that is free again."""
+        self.live_bytes -= nbytes
 
     @contextmanager
     def watched(self) -> Iterator[Crossings]:
@@ -136,7 +139,8 @@ class DeviceTensor(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         tensors = tensors_in(args) + tensors_in(kwargs.values())
-        if func.overloadpacket in COPIES:
+        is_copy, is_mutable = _facts(func)
+        if is_copy:
             _note_copy(func, args, kwargs)
         else:
             _check_one_device(func, tensors)
@@ -146,7 +150,7 @@ class DeviceTensor(Tensor):
         if "device" in kwargs:
             kwargs["device"] = CPU
         result = func(*map(_inner, args), **{name: _inner(value) for name, value in kwargs.items()})
-        if func._schema.is_mutable:
+        if is_mutable:
             return _written(func, args, kwargs)
         if torch.device(target).type == "cpu":
             return result
@@ -173,6 +177,12 @@ class DeviceTensor(Tensor):
         return f"DeviceTensor({self._inner!r})"
 
 
+@functools.cache
+def _facts(func: Any) -> tuple[bool, bool]:
+    """Whether an operator copies between devices, and whether it writes to its arguments."""
+    return func.overloadpacket in COPIES, func._schema.is_mutable
+
+
 # An operator's arguments are plain values and lists of them: torch's pytrees, which may be anything, take far longer.
 
 
@@ -196,6 +206,8 @@ def _wrapped(inner: Tensor, viewed: DeviceTensor | None) -> DeviceTensor:
     if viewed is None:
         return DeviceTensor(inner)
     # A view is of inference mode where what it is of is, whatever the mode is now.
+    if viewed.is_inference() == torch.is_inference_mode_enabled():
+        return DeviceTensor(inner, viewed._allocation)
     with torch.inference_mode(viewed.is_inference()):
         return DeviceTensor(inner, viewed._allocation)
 
@@ -233,16 +245,21 @@ def _note_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an operation that writes returns: the very tensors that it was given."""
-    given = dict(itertools.zip_longest((argument.name for argument in func._schema.arguments), args)) | kwargs
-    written = [
-        given[argument.name]
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    names, of_written, returns = _names(func)
+    given = dict(itertools.zip_longest(names, args)) | kwargs
+    written = [given[name] for name in of_written]
     for tensor in written:
         if isinstance(tensor, DeviceTensor) and tensor.shape != tensor._inner.shape:
             raise NotImplementedError(f"{func} has resized a tensor, which the device of the tests cannot")
-    return written[0] if len(func._schema.returns) == 1 else tuple(written) if func._schema.returns else None
+    return written[0] if returns == 1 else tuple(written) if returns else None
+
+
+@functools.cache
+def _names(func: Any) -> tuple[list[str], list[str], int]:
+    """The names of an operator's arguments, the names of those that it writes to, and how many values it returns."""
+    arguments, returns = func._schema.arguments, func._schema.returns
+    written = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [each.name for each in arguments], written, len(returns)
 
 
 def _created(create: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,4 +1,4 @@
-"""Scripts in processes of their own that have imported transformers, and nothing of kvlayers.
+"""Scripts in processes of their own, which have imported transformers and nothing of kvlayers if not told otherwise.
 
 torch and transformers take seconds to import: one process does so once, and forks for each script.
 """
@@ -15,12 +15,20 @@ from typing import IO, Any
 BEFORE = "import torch, transformers"
 
 
-def run(script: str) -> "subprocess.CompletedProcess[str]":
-    """Run Python code in a fresh process, to its end."""
+def run(script: str, before: str = BEFORE, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run Python code in a fresh process, to its end.
+
+    Args:
+        script: the code.
+        before: code that the process has run already, the same for many scripts.
+        environment: variables of the process, besides those of this one.
+    """
     if not hasattr(os, "fork"):
-        command = [sys.executable, "-c", f"{BEFORE}\n{script}"]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    server = _server()
+        command = [sys.executable, "-c", f"{before}\n{script}"]
+        places = os.pathsep.join((os.path.dirname(__file__), *os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+        variables = {**os.environ, "PYTHONPATH": places, **environment}
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=variables)
+    server = _server(before, **environment)
     assert server.stdin is not None
     assert server.stdout is not None
     print(json.dumps(script), file=server.stdin, flush=True)
@@ -28,13 +36,14 @@ def run(script: str) -> "subprocess.CompletedProcess[str]":
 
 
 @functools.cache
-def _server() -> "subprocess.Popen[str]":
+def _server(before: str, **environment: str) -> "subprocess.Popen[str]":
     # It ends with the process that has its standard input.
-    return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command, variables = [sys.executable, __file__, before], {**os.environ, **environment}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
 
 
 def _serve() -> None:
-    exec(BEFORE, {})
+    exec(sys.argv[1], {})
     for line in sys.stdin:
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             child = os.fork()

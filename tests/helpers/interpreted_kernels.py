@@ -4,24 +4,25 @@ Triton decides when a kernel is defined whether it is interpreted: only a proces
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+import fresh_process
 
-def run(*arguments: str) -> str:
-    """Run Python with these arguments, and return what it printed."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=250, check=False
-    )
+BEFORE = """
+import kvlayers, quick_interpreter
+from kvlayers.attention.cuda import triton_kernels
+quick_interpreter.hurry()
+"""
+
+
+def run(script: str) -> str:
+    """Run Python code, and return what it printed."""
+    ran = fresh_process.run(script, BEFORE, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
 
 def results_of(module: str) -> dict[str, Any]:
     """What the cases of a module of this directory gave."""
-    found: dict[str, Any] = json.loads(run(str(Path(__file__).with_name(f"{module}.py"))))
+    found: dict[str, Any] = json.loads(run(f"import runpy; runpy.run_module('{module}', run_name='__main__')"))
     return found

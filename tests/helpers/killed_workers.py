@@ -1,14 +1,12 @@
-"""Processes that work in one directory and are killed at random moments: `python killed_workers.py DIRECTORY`.
+"""Processes that work in one directory and are killed at random moments.
 
-Prints the tokens of each entry that a worker has flushed. They are forks of one process, since starting an interpreter
-takes far longer than writing a file.
+They are forks of this process, since starting an interpreter takes far longer than writing a file.
 """
 
 import os
 import random
 import selectors
 import signal
-import sys
 import time
 import traceback
 
@@ -40,9 +38,9 @@ def work(directory: str, worker: int, acknowledge: int) -> None:
         assert store.statistics.damaged == 0, store.statistics
 
 
-def main(directory: str) -> None:
-    torch.set_num_threads(1)
-    generator = random.Random(0)
+def flushed_by(directory: str) -> str:
+    """Start workers and kill them; a line for each entry that a worker has flushed, with its tokens."""
+    generator, said = random.Random(0), list[str]()
     selector = selectors.DefaultSelector()
     running: list[tuple[int, int]] = []
     started = killed = 0
@@ -55,16 +53,16 @@ def main(directory: str) -> None:
                 started += 1
             time.sleep(generator.uniform(0, 2 * SECONDS / KILLS))
             for key, _ in selector.select(0):
-                sys.stdout.write(os.read(key.fd, 2**16).decode())
+                said.append(os.read(key.fd, 2**16).decode())
             child, heard = running.pop(generator.randrange(len(running)))
             selector.unregister(heard)
-            end(child, heard)
+            said.append(end(child, heard))
             killed += 1
     finally:
         for child, _ in running:
             os.kill(child, signal.SIGKILL)
-    for child, heard in running:
-        end(child, heard)
+    said += [end(child, heard) for child, heard in running]
+    return "".join(said)
 
 
 def start(directory: str, number: int) -> tuple[int, int]:
@@ -82,16 +80,14 @@ def start(directory: str, number: int) -> tuple[int, int]:
     os._exit(0)
 
 
-def end(child: int, heard: int) -> None:
-    """Kill a worker, which must be at work, and print what it has said."""
+def end(child: int, heard: int) -> str:
+    """Kill a worker, which must be at work, and return what it has said."""
     os.kill(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    said = b""
     while piece := os.read(heard, 2**16):
-        sys.stdout.write(piece.decode())
+        said += piece
     os.close(heard)
     if status != -signal.SIGKILL:
         raise ChildProcessError(f"a worker ended by itself, with {status}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    return said.decode()

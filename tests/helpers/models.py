@@ -1,6 +1,8 @@
 """Tiny random models of the families that the tests generate with."""
 
 import functools
+import inspect
+import types
 from typing import Any
 
 import torch
@@ -144,6 +146,16 @@ def fresh_model(family: str, seed: int = 0, **changes: Any) -> Any:
         for name, weight in model.named_parameters():
             if weight.dim() > 1 and "norm" not in name:
                 weight.mul_(3)
+    return model
+
+
+def bare(model: Any) -> Any:
+    """The same model, with forward passes without what transformers wraps around them: for code that is compiled.
+
+    TorchDynamo traces the wrappers for each graph, and takes a third of its time for them.
+    """
+    for module in (model, model.model):
+        module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)
     return model
 
 

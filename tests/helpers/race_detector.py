@@ -7,6 +7,7 @@ may reuse it, so it is a race with each access to the freed memory that the stre
 those of torch's caching allocator: https://pytorch.org/docs/stable/notes/cuda.html#memory-management
 """
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -252,15 +253,23 @@ def _accessed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     """The tensors that an operator reads, and those that it writes."""
     if _is_view(func):
         return [], []
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    arguments = _arguments(func)
+    given = dict(zip((name for name, _ in arguments), args, strict=False)) | kwargs
     read: list[Tensor] = []
     written: list[Tensor] = []
-    for argument in func._schema.arguments:
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        (written if is_written else read).extend(fake_device.tensors_in([given.get(argument.name)]))
+    for name, is_written in arguments:
+        (written if is_written else read).extend(fake_device.tensors_in([given.get(name)]))
     return read, written
 
 
+@functools.cache
+def _arguments(func: Any) -> list[tuple[str, bool]]:
+    """The name of each argument of an operator, and whether the operator writes to it."""
+    arguments = func._schema.arguments
+    return [(each.name, each.alias_info is not None and each.alias_info.is_write) for each in arguments]
+
+
+@functools.cache
 def _is_view(func: Any) -> bool:
     returned = [each.alias_info for each in func._schema.returns]
     return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
@@ -272,7 +281,7 @@ def _is_blocking(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
         return True
     if func.overloadpacket not in fake_device.COPIES:
         return False
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    given = dict(zip((name for name, _ in _arguments(func)), args, strict=False)) | kwargs
     involved = [*fake_device.tensors_in(args), *results]
     return not given.get("non_blocking") and len({type(each) is DeviceTensor for each in involved}) == 2
 

@@ -20,6 +20,7 @@ from kvlayers.layers.eviction_account import EvictionAccount
 from kvlayers.layers.observed_queries import ObservedQueries
 from kvlayers.stores.held_tokens import held_tokens
 from ragged_reference import of_head
+from short_steps import STEP, shorten_steps
 
 KV_HEADS, HEADS, HEAD_DIM = 2, 4, 8
 SINKS, RECENT = 4, 16
@@ -50,6 +51,11 @@ class EveryQuery(NewestQueries):
         assert queries is not None
         grouped = queries.unflatten(1, (keys.shape[1], -1))
         return (grouped @ keys[:, :, None].transpose(3, 4)).mean((2, 3)) * queries.shape[2]
+
+
+@pytest.fixture(autouse=True)
+def _few_tokens_between_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_steps(monkeypatch)
 
 
 RULES = [*BUILTIN_RULES, "test_window", "test_all_queries"]
@@ -116,11 +122,11 @@ class Pair:
                 keys, values = of_head(held, row, head)
                 # Padding is held until an eviction drops it.
                 first = keys.shape[2] - int(kept.sum()) if padding[row] > oracle.whole_from else 0
-                torch.testing.assert_close(keys[0, 0, first:], oracle.keys[row, head, kept], rtol=0, atol=0)
-                torch.testing.assert_close(values[0, 0, first:], oracle.values[row, head, kept], rtol=0, atol=0)
+                assert torch.equal(keys[0, 0, first:], oracle.keys[row, head, kept])
+                assert torch.equal(values[0, 0, first:], oracle.values[row, head, kept])
 
     def go_on(self) -> None:
-        for tokens in (1, 1, 30, *[1] * 80, 3, 1):
+        for tokens in (1, 1, 30, *[1] * (STEP + 2), 3, 1):
             self.step(tokens)
 
 
@@ -131,10 +137,10 @@ def pair(rule: str, per_head: bool = False, **amounts: Any) -> Pair:
 
 
 READINGS = {
-    "a prompt and tokens": [100, *[1] * 150],
+    "a prompt and tokens": [100, *[1] * (2 * STEP + 4)],
     "chunks": [50, 50, 3, 70, 2, 1, 1, 40],
-    "token by token": [1] * 200,
-    "a short prompt": [10, 1, 5, 1, 20, *[1] * 40],
+    "token by token": [1] * (48 + 2 * STEP + 4),
+    "a short prompt": [10, 1, 5, 1, 20, *[1] * (STEP + 16)],
 }
 
 
@@ -170,7 +176,7 @@ def test_padding_is_evicted_and_not_counted(rule: str, amount: str, per_head: bo
         eviction_rule(rule), **AMOUNTS[amount], sinks=SINKS, recent=RECENT, padding=[0, 30], per_head=per_head
     )
     together = Pair(layer, oracle)
-    for tokens in (100, *[1] * 100, 20, 1):
+    for tokens in (100, *[1] * (2 * STEP + 4), 20, 1):
         together.step(tokens)
 
 
@@ -212,7 +218,7 @@ def test_an_eviction_takes_no_token_of_a_sequence_that_is_not_due() -> None:
 def test_eager_attention_shows_its_queries_too(rule: str) -> None:
     together = pair(rule, budget=48)
     together.attend = attend_by_products
-    for tokens in (100, *[1] * 150, 20):
+    for tokens in (100, *[1] * (2 * STEP + 4), 20):
         together.step(tokens)
 
 
@@ -314,7 +320,7 @@ OPERATIONS: dict[str, Callable[[Pair], None]] = {
 @pytest.mark.parametrize("amount", AMOUNTS)
 @pytest.mark.parametrize("rule", ["knorm", "test_window", "test_all_queries"])
 def test_decoding_goes_on_after(rule: str, amount: str, operation: str) -> None:
-    for reading in ([100], [100, *[1] * 70], [10, 1]):
+    for reading in ([100], [100, *[1] * (STEP + 4)], [10, 1]):
         together = pair(rule, **AMOUNTS[amount])
         for tokens in reading:
             together.step(tokens)
@@ -340,16 +346,16 @@ def test_a_crop_beyond_what_every_head_holds_is_refused() -> None:
 
 def test_no_token_is_evicted_while_the_past_is_recorded() -> None:
     layer = pair("knorm", keep=0.4).layer
-    states = torch.randn(1, KV_HEADS, 100, HEAD_DIM)
+    states = torch.randn(1, KV_HEADS, 30, HEAD_DIM)
     layer.activate_past_recording()
     layer.update(states, states)
-    assert layer.held_tokens == 100
-    layer.crop(90)
-    assert (layer.length, layer.held_tokens, layer.exact_from) == (90, 90, 0)
+    assert layer.held_tokens == 30
+    layer.crop(25)
+    assert (layer.length, layer.held_tokens, layer.exact_from) == (25, 25, 0)
     layer.update(states, states)
-    assert layer.held_tokens == 190
+    assert layer.held_tokens == 55
     layer.crop(-1)
-    assert (layer.length, layer.held_tokens) == (189, 76)
+    assert (layer.length, layer.held_tokens) == (54, 22)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

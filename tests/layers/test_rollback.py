@@ -1,5 +1,6 @@
 """Recurrent states go back to checkpoints: what is decoded then is what a run that never went further decodes."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,12 @@ TOLERANCE = {"bamba": 2e-3, "mamba": 5e-5}
 over one; the random mamba has logits of about 6, so that 1e-5 is the last bit but a few."""
 
 
+@functools.cache
+def model_of(family: str) -> Any:
+    """A model of a family, which no test changes."""
+    return fresh_model(family) if family in CONFIGS else model_and_inputs(family)[0]
+
+
 class Decoder:
     """A model and a loop of one's own around it.
 
@@ -32,7 +39,7 @@ class Decoder:
     """
 
     def __init__(self, family: str) -> None:
-        self.model = fresh_model(family) if family in CONFIGS else model_and_inputs(family)[0]
+        self.model = model_of(family)
         self.config = self.model.config
         self._name = model_types.cache_argument(self.model)
         self.one_by_one = model_types.tokens_at_once(self.config) is not None
@@ -269,7 +276,7 @@ def logits_of(model: Any, ids: torch.Tensor, **how: Any) -> torch.Tensor:
 @pytest.mark.parametrize("chunk", [3, 5, 7])
 def test_padding_stays_padding_where_a_prompt_is_passed_in_pieces(chunk: int) -> None:
     """One by one, the model does not look at the mask."""
-    model, ids = fresh_model("jamba"), prompt(2, 14)
+    model, ids = model_of("jamba"), prompt(2, 14)
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     with kvlayers.installed():

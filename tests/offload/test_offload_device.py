@@ -162,30 +162,30 @@ def test_states_are_those_of_the_layer_on_the_cpu_after_every_operation(kind: st
     pair = Pair(kind, TRANSFERS[transfers])
     pair.both(lambda layer: layer.activate_past_recording())
     pair.update(21)
-    pair.update(1, steps=60)
+    pair.update(1, steps=45)
     pair.both(lambda layer: layer.crop(-5))
     pair.check()
     pair.both(lambda layer: layer.deactivate_past_recording())
-    pair.update(1, steps=30)
-    pair.update(7, steps=8)
+    pair.update(1, steps=25)
+    pair.update(7, steps=4)
     pair.both(lambda layer: layer.batch_select_indices([1, 0]))
-    pair.update(1, steps=20)
+    pair.update(1, steps=5)
     pair.both(lambda layer: layer.reorder_cache(torch.tensor([1, 1])))
-    pair.update(1, steps=10)
+    pair.update(1, steps=3)
     pair.both(lambda layer: layer.batch_repeat_interleave(2))
     pair.check()
-    pair.update(1, steps=10)
+    pair.update(1, steps=3)
     twin = pair.twin()
-    pair.update(1, steps=20)
-    twin.update(1, steps=30)
+    pair.update(1, steps=5)
+    twin.update(1, steps=20)
     pair.both(lambda layer: layer.batch_select_indices([3]))
     pair.update(50)
-    pair.update(1, steps=10)
+    pair.update(1, steps=5)
     pair.check()
     twin.check()
     pair.both(lambda layer: layer.reset())
     pair.update(90)
-    pair.update(1, steps=30)
+    pair.update(1, steps=5)
     pair.check()
 
 
@@ -227,7 +227,7 @@ def test_a_state_goes_to_a_layer_that_is_fresh_or_was_used_and_from_one_kind_of_
 ) -> None:
     pair, used = Pair(kind, TRANSFERS[transfers]), Pair(kind, TRANSFERS[transfers])
     pair.update(90)
-    pair.update(1, steps=20)
+    pair.update(1, steps=5)
     used.update(70)
     fresh = Pair(kind, TRANSFERS[transfers])
     state = pair.offloaded.state()
@@ -236,7 +236,7 @@ def test_a_state_goes_to_a_layer_that_is_fresh_or_was_used_and_from_one_kind_of_
         other.plain.load_state(state)
         other.offloaded.load_state(state)
         other.check()
-        other.update(1, steps=20)
+        other.update(1, steps=5)
         assert all(tensor.device == CPU for tensor in buffers_of(other.offloaded))
     on_device = LayerState(
         state.kind, {name: tensor.to(DEVICE) for name, tensor in state.tensors.items()}, {**state.facts}
@@ -271,14 +271,14 @@ def test_a_form_that_is_reserved_early_is_that_of_the_states_to_come(kind: str, 
     pair.check()
     pair.check()
     pair.update(21)
-    pair.update(1, steps=30)
+    pair.update(1, steps=12)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_where_tensors_are_made_by_default_does_not_matter(kind: str) -> None:
     with DEVICE:
         layer = OffloadedLayer(LAYERS[kind](), Prefetcher(transfers=BlockingTransfers))
-        for tokens in (30, *itertools.repeat(1, 30)):
+        for tokens in (30, *itertools.repeat(1, 10)):
             layer.update(*torch.randn(2, 2, KV_HEADS, tokens, HEAD_DIM).unbind())
         layer.batch_select_indices([1, 0])
         layer.batch_repeat_interleave(2)
@@ -325,10 +325,10 @@ def test_many_layers_share_a_device_whatever_is_late() -> None:
     transfers = DeviceTransfers(seed=5)
     prefetcher = Prefetcher(transfers=lambda device: transfers)
     pairs = [Pair(kind, prefetcher=prefetcher) for kind in LAYERS]
-    for step in range(60):
+    for step in range(30):
         for pair in pairs:
             pair.update(1 if step else 60)
-        if step % 20 == 19:
+        if step % 10 == 9:
             for pair in pairs[::2]:
                 pair.both(lambda layer: layer.reorder_cache(torch.tensor([1, 0])))
 
@@ -352,7 +352,7 @@ def test_a_model_on_the_device_generates_the_same_tokens(
     versions.need_since("5.0", "models on a device that torch.autocast does not know")
     model = fresh_model("llama", num_hidden_layers=3)
     ids = prompt(2, 21)
-    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
     expected = model.generate(ids, past_key_values=caches[kind](model.config), **options)
     cache = caches[kind](model.config, offloading=True)
     tokens = model.to(DEVICE).generate(ids.to(DEVICE), past_key_values=cache, **options)
@@ -375,7 +375,7 @@ def crossed(pair: Pair, act: Callable[[], object]) -> tuple[Crossings, Traffic]:
 @pytest.mark.parametrize("kind", LAYERS)
 def test_an_update_moves_what_the_meter_counts_and_the_host_waits_for_no_number(kind: str) -> None:
     pair = Pair(kind)
-    for tokens in (60, *itertools.repeat(1, 150), 9, 9, 80):
+    for tokens in (60, *itertools.repeat(1, 70), 9, 9, 80, 1):
         new = tuple(states.to(DEVICE) for states in pair.states(tokens))
         held = live_bytes(pair.offloaded)
         crossings, counted = crossed(pair, lambda new=new: pair.offloaded.update(*new))
@@ -431,7 +431,7 @@ def test_what_is_done_at_home_takes_nothing_of_the_device(kind: str, operation: 
 def test_between_updates_a_layer_has_nothing_on_the_device(kind: str) -> None:
     pair = Pair(kind)
     before = bytes_in_use()
-    for tokens in (60, *itertools.repeat(1, 150), 80, 1):
+    for tokens in (60, *itertools.repeat(1, 70), 80, 1):
         pair.offloaded.update(*(states.to(DEVICE) for states in pair.states(tokens)))
         assert device.live_bytes - before <= COUNTS * (kind in STATIC)
 
@@ -449,11 +449,11 @@ def test_what_was_brought_is_let_go_when_the_layer_changes(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["dynamic", "static", "quantized"])
 def test_a_device_holds_two_layers_at_most_while_tokens_are_decoded(kind: str) -> None:
     prefetcher = Prefetcher(transfers=BlockingTransfers)
-    layers = [OffloadedLayer(LAYERS[kind](), prefetcher) for _ in range(6)]
+    layers = [OffloadedLayer(LAYERS[kind](), prefetcher) for _ in range(4)]
     pair = Pair(kind)
     before = bytes_in_use()
-    for step in range(20):
-        new = [tuple(states.to(DEVICE) for states in pair.states(1 if step else 300)) for _ in layers]
+    for step in range(8):
+        new = [tuple(states.to(DEVICE) for states in pair.states(1 if step else 150)) for _ in layers]
         with device.watched():
             taken = device.live_bytes
             for layer, (keys, values) in zip(layers, new, strict=True):
@@ -485,7 +485,7 @@ def test_layers_are_not_brought_ahead_where_there_is_memory_for_one_alone(kind: 
     before = bytes_in_use()
     prefetcher = Prefetcher(transfers=BlockingTransfers)
     pairs = [Pair(kind, prefetcher=prefetcher) for _ in range(3)]
-    for tokens in (300, 1, 1):
+    for tokens in (150, 1, 1):
         for pair in pairs:
             pair.update(tokens)
     for _ in range(3):

@@ -19,6 +19,7 @@ from kvlayers.generation.name_options import named_cache
 from kvlayers.layers import LayerOperations, TokenLayer
 from kvlayers.upstream import model_layers, model_types
 from models import COMMON, CONFIGS, WINDOW, fresh_model, prompt, tiny_model
+from pairwise import in_turn
 
 UNKNOWN = ("minimax",)
 """Families whose models have states of a form of their own."""
@@ -122,10 +123,15 @@ def is_planned_about(cache: Any) -> Any:
     return pytest.approx(cache.nbytes, rel=0.03) if name in ("evicting", *BUILTIN_RULES) else cache.nbytes
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("tokens", "batch"), [(1, 1), (99, 2), (125, 1), (207, 1), (209, 3), (500, 2), (1000, 1)])
-@pytest.mark.parametrize("config", [LLAMA, WINDOWED], ids=["llama", "gemma2"])
-def test_a_plan_is_what_caches_hold_at_every_length(config: Any, tokens: int, batch: int, dtype: torch.dtype) -> None:
+LENGTHS = [(1, 1), (99, 2), (125, 1), (207, 1), (209, 3), (500, 2), (1000, 1)]
+"""Tokens, and sequences."""
+
+
+@pytest.mark.parametrize(
+    ("length", "family", "dtype"), in_turn(LENGTHS, ["llama", "gemma2"], [torch.float32, torch.bfloat16])
+)
+def test_a_plan_is_what_caches_hold_at_every_length(length: tuple[int, int], family: str, dtype: torch.dtype) -> None:
+    config, (tokens, batch) = LLAMA if family == "llama" else WINDOWED, length
     plan = kvlayers.plan(config, tokens, batch, dtype)
     for cache in plan.caches:
         assert fed(cache.name, config, tokens, batch, dtype).nbytes == is_planned_about(cache), cache.name

@@ -4,9 +4,6 @@ import logging
 import os
 import pathlib
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -137,45 +134,32 @@ def test_readers_see_one_of_two_files_and_no_mixture(files: ServerFiles) -> None
     assert len(keys(files)) == 2 + 5
 
 
-KILLED = """
-    import os, signal, sys
-    sys.path.insert(0, sys.argv[2])
-    from kvlayers import PrefixStore
-    from kvlayers.prefix.backends import redis
-    from backend_cases import PART, large, put
+def put_until_killed(url: str, ids: list[int], moment: str, suffix: str) -> None:
+    """In a process of its own: write an entry, and be killed before or after a file of this kind is committed."""
+    commit = RedisObjectStore._commit
 
-    redis.PART_BYTES = PART
-    commit = redis.RedisObjectStore._commit
-
-    def killed(self, name, manifest):
+    def killed(self: RedisObjectStore, name: str, manifest: Any) -> None:
         if moment == "after" or not name.endswith(suffix):
             commit(self, name, manifest)
         if name.endswith(suffix):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    redis.RedisObjectStore._commit = killed
-    moments = [(moment, suffix) for suffix in (".block", ".safetensors") for moment in ("before", "after")]
-    for number, (moment, suffix) in enumerate(moments):
-        ids = [number, 5, 6]
-        # A fork, since starting an interpreter takes seconds.
-        child = os.fork()
-        if not child:
-            put(PrefixStore(2**30, sys.argv[1]), ids, large(ids))
-        print(os.WTERMSIG(os.waitpid(child, 0)[1]))
-"""
+    RedisObjectStore._commit = killed  # type: ignore[method-assign]
+    try:
+        put(PrefixStore(ROOM, url), ids, large(ids))
+    finally:
+        os._exit(1)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="kills as POSIX does")
 def test_writers_that_are_killed_leave_the_store_in_order(files: ServerFiles) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        textwrap.dedent(KILLED),
-        files.url,
-        str(pathlib.Path(__file__).parents[1] / "helpers"),
-    ]
-    killed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()
-    assert killed == [str(int(signal.SIGKILL))] * 4
+    moments = [(moment, suffix) for suffix in (".block", ".safetensors") for moment in ("before", "after")]
+    for number, (moment, suffix) in enumerate(moments):
+        # A fork, since starting an interpreter takes seconds.
+        child = os.fork()
+        if not child:
+            put_until_killed(files.url, [number, 5, 6], moment, suffix)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     store = PrefixStore(ROOM, files.url)
     assert (len(store), store.statistics.damaged) == (1, 0)
     assert [covered(store, [number, 5, 6]) for number in range(4)] == [0, 0, 0, 3]

@@ -4,10 +4,9 @@ import logging
 import os
 import pathlib
 import random
-import subprocess
-import sys
-import textwrap
+import signal
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -498,63 +497,63 @@ def test_what_a_killed_writer_left_behind_is_cleared_when_it_is_old(tmp_path: pa
 
 
 KILLS, KILLS_A_STORE = 50, 10
-WRITER = """
-    import os, random, signal, sys, time, torch, kvlayers
-    torch.set_num_threads(1)
-    generator = random.Random(0)
 
-    def write(store, numbers, written):
-        for number in numbers:
-            cache = kvlayers.DynamicCache()
-            states = torch.full((1, 4, 64, 64), float(number))
-            for layer in range(2):
-                cache.update(states, -states, layer_idx=layer)
-            store.insert(torch.arange(64) + number * 100, cache, model="m")
+
+def numbered(number: int) -> tuple[torch.Tensor, kvlayers.DynamicCache]:
+    """Ids of 64 tokens and a cache of them, which say which number they have."""
+    cache = kvlayers.DynamicCache()
+    states = torch.full((1, 4, 64, 64), float(number))
+    for layer in range(2):
+        cache.update(states, -states, layer_idx=layer)
+    return torch.arange(64) + number * 100, cache
+
+
+def is_found(store: PrefixStore, number: int) -> bool:
+    hit = store.lookup(torch.arange(65) + number * 100, model="m")
+    return hit.covered == 64 and bool((hit.cache.layers[1].values == -float(number)).all())  # type: ignore[union-attr]
+
+
+def write_for_ever(directory: pathlib.Path, first: int, written: int) -> None:
+    """In a process of its own: insert entries, and say the number of each that is in its file."""
+    try:
+        store = PrefixStore(ROOM, directory)
+        for number in range(first, first + 999):
+            ids, cache = numbered(number)
+            store.insert(ids, cache, model="m")
             store.flush()
             os.write(written, f"{number} ".encode())
-
-    kills, kills_a_store = map(int, sys.argv[2:])
-    for kill in range(kills):
-        directory = os.path.join(sys.argv[1], str(kill // kills_a_store))
-        has_written, written = os.pipe()
-        # A fork, since starting an interpreter takes far longer than writing a file.
-        child = os.fork()
-        if not child:
-            write(kvlayers.PrefixStore(2**30, directory), range(kill * 1000, kill * 1000 + 999), written)
-        os.close(written)
-        numbers = os.read(has_written, 5)
-        time.sleep(generator.uniform(0, 0.02))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        numbers += os.read(has_written, 9999)
-        os.close(has_written)
-        store = kvlayers.PrefixStore(2**30, directory)
-        assert store.statistics.damaged == 0
-        for number in map(int, numbers.split()):
-            hit = store.lookup(torch.arange(65) + number * 100, model="m")
-            assert hit.covered == 64, (number, hit)
-            assert bool((hit.cache.layers[1].values == -float(number)).all()), number
-        print(numbers.decode(), flush=True)
-"""
+    finally:
+        os._exit(1)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="kills as POSIX does")
 def test_a_store_survives_being_killed_at_any_moment(tmp_path: pathlib.Path) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path), str(KILLS), str(KILLS_A_STORE)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    written = list(map(int, ran.stdout.split()))
-    assert len({number // 1000 for number in written}) == KILLS
+    generator, written = random.Random(0), dict[int, list[int]]()
+    for kill in range(KILLS):
+        directory = tmp_path / str(kill // KILLS_A_STORE)
+        has_written, writes = os.pipe()
+        # A fork, since starting an interpreter takes far longer than writing a file.
+        child = os.fork()
+        if not child:
+            write_for_ever(directory, kill * 1000, writes)
+        os.close(writes)
+        numbers = os.read(has_written, 5)
+        time.sleep(generator.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        numbers += os.read(has_written, 9999)
+        os.close(has_written)
+        written[kill] = list(map(int, numbers.split()))
+        assert written[kill]
+        store = PrefixStore(ROOM, directory)
+        assert store.statistics.damaged == 0
+        assert all(is_found(store, number) for number in written[kill])
     # All that was ever written, whatever happened to the writers that came after.
     for first in range(0, KILLS, KILLS_A_STORE):
         store = PrefixStore(ROOM, tmp_path / str(first // KILLS_A_STORE))
         assert store.statistics.damaged == 0
-        for number in (each for each in written if first <= each // 1000 < first + KILLS_A_STORE):
-            hit = store.lookup(torch.arange(65) + number * 100, model="m")
-            assert hit.covered == 64
-            assert hit.cache is not None
-            assert bool((hit.cache.layers[1].values == -float(number)).all())
+        assert all(is_found(store, number) for kill in range(first, first + KILLS_A_STORE) for number in written[kill])
 
 
 # Threads

@@ -230,7 +230,7 @@ def loaded(store: RaggedStore) -> RaggedStore:
 @pytest.mark.parametrize("second", OPERATIONS)
 @pytest.mark.parametrize("first", OPERATIONS)
 def test_decoding_goes_on_after_operations(first: str, second: str) -> None:
-    store, lists = ragged()
+    store, lists = ragged([[75, 20], [9, 30]], tokens=100)
     step(store, lists)
     for operation in (first, second):
         store, lists = operated(operation, store, lists)

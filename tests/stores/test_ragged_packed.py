@@ -99,16 +99,16 @@ def follow(store: TokenStore, lists: RaggedLists, was_packed: list[list[list[boo
     assert torch.equal(held.counts, lists.counts)
     for sequence in range(lists.batch):
         for head in range(KV_HEADS):
-            numbers = head_numbers(held, lists, sequence, head, 0)
+            is_packed = torch.tensor(head_numbers(held, lists, sequence, head, 0)) >= 0
+            was = torch.tensor(was_packed[sequence][head], dtype=torch.bool)
+            assert is_packed[was].all()
+            is_as_before = was | ~is_packed
             for side, seen in zip((lists.keys, lists.values), of_head(held, sequence, head), strict=True):
-                for place, state in enumerate(seen[0, 0].unbind()):
-                    expected = side[sequence][head][place]
-                    if was_packed[sequence][head][place] or numbers[place] < 0:
-                        assert numbers[place] >= 0 or not was_packed[sequence][head][place]
-                        assert torch.equal(state, expected)
-                    else:
-                        torch.testing.assert_close(state, expected, atol=0.05, rtol=0)
-                        side[sequence][head][place] = state
+                expected = torch.stack(side[sequence][head])
+                assert torch.equal(seen[0, 0, is_as_before], expected[is_as_before])
+                torch.testing.assert_close(seen[0, 0], expected, atol=0.05, rtol=0)
+                for place in torch.where(~is_as_before)[0].tolist():
+                    side[sequence][head][place] = seen[0, 0, place]
 
 
 def packed_in(store: TokenStore, lists: RaggedLists) -> list[list[list[bool]]]:

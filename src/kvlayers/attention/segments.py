@@ -1,7 +1,7 @@
 """The tokens that the queries of one update attend to: segments, each in full precision or packed."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,6 +53,16 @@ class DenseSegment:
         """Keys or values."""
         return self.keys if side == "keys" else self.values
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The states, `[batch, kv_heads, tokens, ...]`."""
+        return self.keys, self.values
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> "DenseSegment":
+        """The segment with other `tensors`, in the same order."""
+        keys, values = tensors
+        return replace(self, keys=keys, values=values)
+
 
 @dataclass(frozen=True, eq=False)
 class PackedSegment:
@@ -89,15 +99,24 @@ class PackedSegment:
         """Keys or values."""
         return self.keys if side == "keys" else self.values
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Codes and parameters of the keys, and of the values, `[batch, kv_heads, blocks, ...]`."""
+        return self.keys.codes, self.keys.parameters, self.values.codes, self.values.parameters
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> "PackedSegment":
+        """The segment with other `tensors`, in the same order."""
+        key_codes, key_parameters, codes, parameters = tensors
+        keys = replace(self.keys, codes=key_codes, parameters=key_parameters)
+        return replace(self, keys=keys, values=replace(self.values, codes=codes, parameters=parameters))
+
     def pieces(self, blocks: int) -> Iterator["PackedSegment"]:
         """The segment in pieces of at most `blocks` blocks."""
         for start in range(0, self.blocks, blocks):
-            yield PackedSegment(
-                _blocks_of(self.keys, start, blocks),
-                _blocks_of(self.values, start, blocks),
-                self.first if start == 0 else 0,
-                None if self.ends is None else self.ends[start : start + blocks],
-            )
+            some = slice(start, start + blocks)
+            piece = self.with_tensors(states[:, :, some] for states in self.tensors)
+            first = self.first if start == 0 else 0
+            yield replace(piece, first=first, ends=None if self.ends is None else self.ends[some], rows=None)
 
     def dequantized(self, side: Side) -> Tensor:
         """States of one side, float32 `[batch, kv_heads, tokens, head_dim]`, still rotated if they were packed so."""
@@ -119,12 +138,6 @@ class PackedSegment:
             runs[-1][1] = start + end
         held = [states[:, :, start:end] for start, end in runs]
         return held[0] if len(held) == 1 else torch.cat(held, 2)
-
-
-def _blocks_of(side: PackedSide, start: int, blocks: int) -> PackedSide:
-    return replace(
-        side, codes=side.codes[:, :, start : start + blocks], parameters=side.parameters[:, :, start : start + blocks]
-    )
 
 
 DENSE_PIECE_TOKENS = 64
@@ -232,12 +245,12 @@ def _chosen(source: DenseSegment | PackedSegment, index: Tensor) -> DenseSegment
     batch, kv_heads, _ = index.shape
     own = torch.arange(batch, device=index.device) if source.rows is None else source.rows.on(index.device)[0]
     at = own[:, None, None], torch.arange(kv_heads, device=index.device)[None, :, None], index
-    if isinstance(source, DenseSegment):
-        return DenseSegment(source.keys[at], source.values[at])
-    keys, values = (
-        replace(side, codes=side.codes[at], parameters=side.parameters[at]) for side in (source.keys, source.values)
-    )
-    return PackedSegment(keys, values)
+    return with_full_blocks(replace(source.with_tensors(states[at] for states in source.tensors), rows=None))
+
+
+def with_full_blocks(segment: DenseSegment | PackedSegment) -> DenseSegment | PackedSegment:
+    """The segment with all tokens of each of its blocks, if it is packed."""
+    return replace(segment, first=0, ends=None) if isinstance(segment, PackedSegment) else segment
 
 
 Segment = DenseSegment | PackedSegment | GatheredSegment
@@ -374,9 +387,4 @@ def _of_sequence(segment: Segment, index: int) -> Segment:
             raise ValueError("index must be that of a sequence whose rows the host knows: read all sequences.")
         index = segment.rows.known[index]
     one = slice(index, index + 1)
-    if isinstance(segment, DenseSegment):
-        return DenseSegment(segment.keys[one], segment.values[one])
-    keys, values = (
-        replace(side, codes=side.codes[one], parameters=side.parameters[one]) for side in (segment.keys, segment.values)
-    )
-    return PackedSegment(keys, values, segment.first, segment.ends)
+    return replace(segment.with_tensors(states[one] for states in segment.tensors), rows=None)

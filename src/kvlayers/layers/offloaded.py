@@ -115,9 +115,9 @@ class OffloadedLayer(WrapperLayer):
         return attended
 
     def _update_pages(self, keys: Tensor, values: Tensor, page_tokens: int) -> tuple[Tensor, Tensor]:
-        """Take in a token where the states are held, and bring the pages that its query chooses."""
-        self.prefetcher.leave_at_home(self)
-        states = self.wrapped.update(keys, values)
+        """Take in a token where the pages are held, and bring the pages that its query chooses."""
+        with self.prefetcher.pages_at_home(self, self.wrapped.store):
+            states = self.wrapped.update(keys, values)
         return self._pages.attended(self, self.prefetcher, page_tokens, (keys, values), states)
 
     def _show(self, observe: Callable[[Tensor], None], query: Tensor) -> None:

@@ -77,24 +77,20 @@ def _cut_packed(segment: PackedSegment, begin: int, end: int) -> Iterator[Packed
         if held < end:
             last = block + 1
         held += tokens
-    keys, values = (
-        replace(side, codes=side.codes[:, :, first:last], parameters=side.parameters[:, :, first:last])
-        for side in (segment.keys, segment.values)
-    )
-    of_blocks = None if segment.ends is None else segment.ends[first:last]
-    yield PackedSegment(keys, values, ends=of_blocks, rows=segment.rows)
+    blocks = segment.with_tensors(states[:, :, first:last] for states in segment.tensors)
+    yield replace(blocks, first=0, ends=None if segment.ends is None else segment.ends[first:last])
 
 
 _CUTS: dict[type, Callable[..., Iterator[Segment]]] = {DenseSegment: _cut_dense, PackedSegment: _cut_packed}
 
 
 def page_tokens_of(layer: TokenLayer, keys: Tensor) -> int | None:
-    """Tokens of a page if the queries of new tokens read pages, and these can be read apart; else `None`.
+    """Tokens of a page if the queries of new tokens read pages that can be read where they are held; else `None`.
 
     Args:
         layer: the layer.
         keys: keys of the new tokens, `[batch, kv_heads, tokens, head_dim]`.
     """
     tracked = torch.is_grad_enabled() and keys.requires_grad
-    apart = layer.store.holds_tokens_apart and not tracked
+    apart = layer.store.holds_pages_apart and not tracked
     return layer.chosen_page_tokens(keys.shape[2]) if apart else None

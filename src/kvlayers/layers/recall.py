@@ -213,11 +213,15 @@ class RecallLayer(DynamicLayer):
 
     @override
     def planned_copies(self, shape: LayerShape, tokens: int) -> int:
-        recall, size = self.recall, self.recall.page_tokens
-        first, last = -(-recall.sink_tokens // size), (tokens - recall.recent_tokens) // size
-        if recall.pages == "all" or last - first <= recall.pages or not self._store.holds_tokens_apart:
+        recall, size, store = self.recall, self.recall.page_tokens, self._store
+        first = -(-max(recall.sink_tokens - store.first_block, 0) // size)
+        last = (tokens - store.first_block - recall.recent_tokens) // size
+        if recall.pages == "all" or last - first <= recall.pages:
             return 0
         forms, pages = shape.forms(), first + places_for(recall.pages)
+        if not store.holds_tokens_apart:
+            # So many blocks, and what is in full precision: as a store of a shorter text.
+            return store.planned_nbytes(*forms, tokens - (last - pages) * size, None)
         newest = DenseStore().planned_nbytes(*forms, tokens - last * size, None)
         return sum(nbytes_of(form, pages * size) for form in forms) + newest
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvlayers.attention.segments import DenseSegment
+from kvlayers.attention.segments import DenseSegment, PackedSegment, with_full_blocks
 
 Carry = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Brings contiguous tensors of the host to the device, for all work that is queued there from now on."""
@@ -30,29 +30,27 @@ class PagePool:
     So the pages of the last step are there for the next one, and only other pages travel.
 
     Args:
-        states: offloaded keys and values, `[batch, kv_heads, tokens, head_dim]`, for their shapes and dtypes.
-        page_tokens: tokens of a page. All pages are full.
+        states: the offloaded tokens, for the shapes and dtypes of their tensors.
+        page_slots: slots of a page, the third dimension of the tensors: tokens of dense states, and 1 for packed ones,
+            of which a page is a block.
         most: most pages that a step reads of a KV head.
         device: where the states are computed.
 
     Attributes:
-        segment: the pages on the device, `[batch, kv_heads, places * page_tokens, head_dim]`.
-        page_tokens: tokens of a page.
+        segment: the pages on the device, in tensors `[batch, kv_heads, places * page_slots, ...]`.
+        page_slots: slots of a page.
     """
 
-    def __init__(self, states: DenseSegment, page_tokens: int, most: int, device: torch.device) -> None:
-        self.page_tokens = page_tokens
+    def __init__(self, states: DenseSegment | PackedSegment, page_slots: int, most: int, device: torch.device) -> None:
+        self.page_slots = page_slots
         places = places_for(most)
-        batch, kv_heads = states.keys.shape[:2]
-        shape = (batch, kv_heads, places * page_tokens)
+        batch, kv_heads = states.tensors[0].shape[:2]
+        shape = (batch, kv_heads, places * page_slots)
         # Zeros, as a kernel may read places that nothing was brought to: a weight of 0 does not cancel what is not a
         # number. And a tensor that is made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
-            keys, values = (
-                torch.zeros((*shape, each.shape[3]), dtype=each.dtype, device=device)
-                for each in (states.keys, states.values)
-            )
-        self.segment = DenseSegment(keys, values)
+            rooms = [torch.zeros((*shape, each.shape[3]), dtype=each.dtype, device=device) for each in states.tensors]
+        self.segment = with_full_blocks(states.with_tensors(rooms))
         # Both on the host: the number of the page in each place, and the step that read it last.
         self._pages = torch.full((batch, kv_heads, places), NO_PAGE)
         self._read_in = torch.zeros((batch, kv_heads, places), dtype=torch.int64)
@@ -63,11 +61,11 @@ class PagePool:
         """Pages of a KV head that there is room for."""
         return int(self._pages.shape[2])
 
-    def bring(self, states: DenseSegment, pages: Tensor, carry: Carry) -> Tensor:
+    def bring(self, states: DenseSegment | PackedSegment, pages: Tensor, carry: Carry) -> Tensor:
         """Have pages on the device.
 
         Args:
-            states: the offloaded keys and values.
+            states: the offloaded tokens.
             pages: numbers of the pages, int64 `[batch, kv_heads, wanted]` on the host, `NO_PAGE` for none.
             carry: brings pages that are not there.
 
@@ -83,20 +81,19 @@ class PagePool:
             is_there = pages[..., None] == self._pages[:, :, None]
         return is_there.int().argmax(dim=3)
 
-    def _load(self, states: DenseSegment, pages: Tensor, missing: Tensor, carry: Carry) -> None:
+    def _load(self, states: DenseSegment | PackedSegment, pages: Tensor, missing: Tensor, carry: Carry) -> None:
         oldest_first = self._read_in.argsort(dim=2, stable=True)
         places = oldest_first.gather(2, (missing.cumsum(dim=2) - 1).clamp_(min=0))
         sequence, head, wanted = missing.nonzero(as_tuple=True)
         found, place = pages[sequence, head, wanted], places[sequence, head, wanted]
-        tokens = found[:, None] * self.page_tokens + torch.arange(self.page_tokens)
-        where = sequence[:, None], head[:, None], tokens
+        slots = found[:, None] * self.page_slots + torch.arange(self.page_slots)
+        where = sequence[:, None], head[:, None], slots
         # An error leaves places without pages, and none with another page than it says.
         self._pages[sequence, head, place] = NO_PAGE
         with torch.no_grad():
-            brought = carry([states.keys[where], states.values[where]])
-            device = self.segment.keys.device
-            target = sequence.to(device), head.to(device), place.to(device)
-            for room, new in zip((self.segment.keys, self.segment.values), brought, strict=True):
-                room.view(*room.shape[:2], self.places, self.page_tokens, room.shape[3])[target] = new
+            brought = carry([each[where] for each in states.tensors])
+            target = [index.to(brought[0].device) for index in (sequence, head, place)]
+            for room, new in zip(self.segment.tensors, brought, strict=True):
+                room.view(*room.shape[:2], self.places, self.page_slots, room.shape[3])[tuple(target)] = new
         self._pages[sequence, head, place] = found
         self._read_in[sequence, head, place] = self._step

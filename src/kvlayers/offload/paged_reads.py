@@ -1,7 +1,7 @@
 """Attention to a few pages of offloaded states, which alone travel to the device."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvlayers.attention.packed_ops import packed_pair
 from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, Segment
+from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment, Segment
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.offload.device_queue import OffloadTarget
 from kvlayers.offload.page_pool import NO_PAGE, Carry, PagePool
@@ -22,19 +22,21 @@ from kvlayers.stores.dense import DenseStore
 class PagedReads:
     """What one offloaded layer has on its device while each of its queries reads a few pages.
 
-    The layer takes in a new token where its states are held, and the token is kept on the device too. When attention
-    shows the query, the layer chooses pages, and chosen pages that are not on the device are brought there. To know
-    them, the host waits for the query in any case.
+    The layer takes in a new token where its pages are held. When attention shows the query, the layer chooses pages,
+    and chosen pages that are not on the device are brought there. To know them, the host waits for the query in any
+    case.
 
-    On the device are the pages of the last step, which the next step is expected to read again (`PagePool`), the newest
-    tokens, and the first ones. So nothing need be copied ahead.
+    On the device are the pages of the last step, which the next step is expected to read again (`PagePool`), and tokens
+    that every step reads. So nothing need be copied ahead.
 
-    The states are in full precision.
+    If the pages are packed blocks, what the store holds in full precision is on the device already. If they are in full
+    precision themselves, so are the newest tokens, which are kept here too.
     """
 
     def __init__(self) -> None:
         self._pool: PagePool | None = None
-        self._first: DenseSegment | None = None
+        self._always_read: dict[tuple[int, int], DenseSegment | PackedSegment] = {}
+        """Tokens that every step reads, by the positions of the first of them and behind the last."""
         self._newest = DenseStore()
         self._newest_end = 0
         """Position behind the last token of `_newest`."""
@@ -45,9 +47,9 @@ class PagedReads:
 
     def held_tensors(self) -> Iterator[Tensor]:
         """Every tensor on the device."""
-        for segment in (self._first, None if self._pool is None else self._pool.segment):
-            if segment is not None:
-                yield from (segment.keys, segment.values)
+        pages = () if self._pool is None else (self._pool.segment,)
+        for segment in (*pages, *self._always_read.values()):
+            yield from segment.tensors
         yield from self._newest.held_tensors()
 
     def attended(
@@ -58,21 +60,20 @@ class PagedReads:
         Args:
             layer: the layer.
             prefetcher: brings pages, and counts what travels.
-            page_tokens: tokens of a page. Pages begin at multiples of it.
+            page_tokens: tokens of a page. Pages in full precision begin at multiples of it.
             new: keys and values of the new token on the device, `[batch, kv_heads, 1, head_dim]`.
-            states: keys and values that the layer returned, over states that are where they are held.
+            states: keys and values that the layer returned, over pages that are where they are held.
         """
         keys, values = states
         if not isinstance(keys, PackedStates) or keys.snapshot.choose is None:
             raise UnsupportedLayerError(f"`update` must return keys that choose pages, got a {type(keys).__name__}.")
         device = new[0].device
-        if prefetcher.queue(device) is not None:
-            prefetcher.meter.count(layer.index, Traffic(to_host=sum(each.nbytes for each in new)))
-        if keys.shape[2] % page_tokens == 0:
-            # The layer has looked at the keys of a page that is full now.
-            nbytes = (page_tokens - 1) * new[0].nbytes
-            prefetcher.meter.count(layer.index, Traffic(to_device=nbytes))
-        self._add(new, keys.shape[2])
+        if not keys.snapshot.segments.holds_packed:
+            if keys.shape[2] % page_tokens == 0:
+                # The layer has looked at the keys of a page that is full now.
+                nbytes = (page_tokens - 1) * new[0].nbytes
+                prefetcher.meter.count(layer.index, Traffic(to_device=nbytes))
+            self._add(new, keys.shape[2])
         bring = functools.partial(self._bring, page_tokens, functools.partial(prefetcher.carry, layer, device), device)
         snapshot = replace(keys.snapshot, device=device, bring=bring)
         return packed_pair(snapshot, keys.shape[1], (keys.shape[3], values.shape[3]))
@@ -84,59 +85,53 @@ class PagedReads:
             self._newest_end = length
 
     def _bring(self, page_tokens: int, carry: Carry, device: torch.device, segments: KVSegments) -> KVSegments:
-        """Segments on the device, instead of where the states are held."""
+        """Segments on the device, instead of where the pages are held."""
         brought: list[Segment] = []
-        end, tokens = 0, segments.tokens
+        always_read: dict[tuple[int, int], DenseSegment | PackedSegment] = {}
+        end, tokens, are_packed, choose = 0, segments.tokens, segments.holds_packed, bool(segments.gathered)
         for segment in segments.in_order:
-            end += segment.tokens
-            if isinstance(segment, GatheredSegment):
+            start, end = end, end + segment.tokens
+            if are_packed and not KVSegments((segment,)).holds_packed:
+                brought.append(segment)
+            elif isinstance(segment, GatheredSegment):
                 brought.append(self._pages(segment, page_tokens, device, carry))
-            elif len(segments.in_order) == 1:
-                brought.append(_carried(_dense(segment), carry))
-            elif end == tokens:
-                brought.append(self._newest_tokens(_dense(segment), end, carry))
+            elif not choose:
+                brought.append(segment.with_tensors(_carried(segment, carry)))
+            elif end == tokens and isinstance(segment, DenseSegment):
+                brought.append(self._newest_tokens(segment, end, carry))
             else:
-                brought.append(self._first_tokens(_dense(segment), carry))
+                kept = self._always_read.get((start, end))
+                kept = segment.with_tensors(_carried(segment, carry)) if kept is None else kept
+                always_read[start, end] = kept
+                brought.append(kept)
+        if choose:
+            self._always_read = always_read
         return KVSegments(tuple(brought))
 
     def _pages(self, segment: GatheredSegment, page_tokens: int, device: torch.device, carry: Carry) -> GatheredSegment:
         """Chosen pages, from the pool."""
+        source = segment.source
+        slots = page_tokens if isinstance(source, DenseSegment) else 1
         starts, counts = torch.stack([segment.starts, segment.counts]).cpu()
-        pages = starts.div(page_tokens, rounding_mode="floor").masked_fill_(counts == 0, NO_PAGE)
-        source = _dense(segment.source)
+        pages = starts.div(slots, rounding_mode="floor").masked_fill_(counts == 0, NO_PAGE)
         if self._pool is None or self._pool.places < pages.shape[2]:
-            self._pool = PagePool(source, page_tokens, pages.shape[2], device)
+            self._pool = PagePool(source, slots, pages.shape[2], device)
         places = self._pool.bring(source, pages, carry)
-        inside = places * page_tokens + starts % page_tokens
+        inside = places * slots + starts % slots
         return replace(segment, source=self._pool.segment, starts=inside.to(device))
 
     def _newest_tokens(self, segment: DenseSegment, end: int, carry: Carry) -> DenseSegment:
         """The newest tokens, which end at position `end`."""
         newest = self._newest
         if self._newest_end != end or newest.length < segment.tokens:
-            carried = _carried(segment, carry)
+            keys, values = _carried(segment, carry)
             newest.clear()
-            newest.validate(carried.keys, carried.values)
-            newest.append(carried.keys, carried.values)
+            newest.validate(keys, values)
+            newest.append(keys, values)
             self._newest_end = end
         newest.drop_oldest(newest.length - segment.tokens)
         return DenseSegment(*newest.newest(segment.tokens))
 
-    def _first_tokens(self, segment: DenseSegment, carry: Carry) -> DenseSegment:
-        """The first tokens, which stay as they are."""
-        if self._first is None or self._first.tokens != segment.tokens:
-            self._first = _carried(segment, carry)
-        return self._first
 
-
-def _carried(segment: DenseSegment, carry: Carry) -> DenseSegment:
-    keys, values = carry([segment.keys.contiguous(), segment.values.contiguous()])
-    return DenseSegment(keys, values)
-
-
-def _dense(segment: Segment) -> DenseSegment:
-    if not isinstance(segment, DenseSegment):
-        raise UnsupportedLayerError(
-            f"Pages can be brought to a device one by one in full precision, got a {type(segment).__name__}."
-        )
-    return segment
+def _carried(segment: DenseSegment | PackedSegment, carry: Carry) -> Sequence[Tensor]:
+    return carry([states.contiguous() for states in segment.tensors])

@@ -1,7 +1,7 @@
 """Copies the states of layers to their device just before they are needed, and writes back the new ones."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,12 @@ from kvlayers.offload.storage import HomeMemory, HostMemory
 from kvlayers.offload.traffic import Traffic, TrafficMeter
 from kvlayers.offload.transfers import Rows, Transfers, transfers_for
 from kvlayers.stores.buffer import TokenBuffer
+from kvlayers.stores.contract import BufferSwap, TokenStore
 
 TransfersMaker = Callable[[torch.device], Transfers | None]
+
+BuffersSwapper = Callable[[BufferSwap], None]
+"""Calls a `BufferSwap` with some buffers of a layer."""
 
 
 class Prefetcher:
@@ -31,6 +35,8 @@ class Prefetcher:
       for all states that are being written back. So nothing is read before it is written, nor overwritten before it
       is read.
     * States are written back after they were computed: the copy waits for all work that the current stream has queued.
+    * If pages are read where they are held, the host writes to them and reads them: after everything that was written
+      back of the layer has arrived. Pages that it brings to the device are copied as states are.
     * Tensors that are written back are released at the next update, when the current stream has waited for the copy.
       `StreamTransfers` says why memory is then reused in order, whoever has the same streams.
     * All other operations (crop, reorder, fork, state, ...) are done by the host, in offloaded memory, when everything
@@ -109,7 +115,7 @@ class Prefetcher:
         staged = queue.staged.get(layer)
         if staged is None or staged.version != layer.version:
             self._drop(queue, layer)
-            staged = queue.staged[layer] = self._start_copy(queue, layer)
+            staged = queue.staged[layer] = self._start_copy(queue, layer.version, layer.swap_buffers)
         return staged
 
     def _drop(self, queue: DeviceQueue, layer: OffloadTarget) -> None:
@@ -118,24 +124,17 @@ class Prefetcher:
             # Copied for nothing, but copied.
             self.meter.count(layer.index, dropped.traffic)
 
-    def _start_copy(self, queue: DeviceQueue, layer: OffloadTarget) -> Staged:
-        on_host: list[tuple[HostBuffer, Rows]] = []
-
-        def collect(buffer: TokenBuffer, start: int, end: int) -> TokenBuffer:
-            if isinstance(buffer, HostBuffer):
-                on_host.append((buffer, Rows(buffer.rows, start, end)))
-            return buffer
-
-        layer.swap_buffers(collect)
+    def _start_copy(self, queue: DeviceQueue, version: int, swap_buffers: BuffersSwapper) -> Staged:
+        on_host = _rows_on_host(swap_buffers)
         if not on_host:
-            return Staged(layer.version, {}, None, Traffic())
+            return Staged(version, {}, None, Traffic())
         copy = queue.copy_to_device([rows for _, rows in on_host])
         # A tensor that is made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             buffers = {
                 id(host): StagedBuffer(tensor, host) for (host, _), tensor in zip(on_host, copy.tensors, strict=True)
             }
-        return Staged(layer.version, buffers, copy, Traffic(to_device=sum(rows.nbytes for _, rows in on_host)))
+        return Staged(version, buffers, copy, Traffic(to_device=sum(rows.nbytes for _, rows in on_host)))
 
     def write_back(self, layer: OffloadTarget) -> None:
         """Hold the states of a layer in offloaded memory again: copy the new ones.
@@ -192,15 +191,34 @@ class Prefetcher:
             queue.transfers.wait(queue.written_back)
             queue.finish_writing_back()
 
-    def leave_at_home(self, layer: OffloadTarget) -> None:
-        """Have the states of a layer where they are held, for an update that the host does itself.
+    @contextlib.contextmanager
+    def pages_at_home(self, layer: OffloadTarget, store: TokenStore) -> Iterator[None]:
+        """Within this context, have the pages of a layer where they are held, and its other tokens on their device.
+
+        An update in this context writes to the pages where they are held. The other tokens stay on the device until
+        `write_back`.
 
         Blocks until everything that was written back has arrived, and until nobody needs what was copied ahead.
+
+        Args:
+            layer: the layer.
+            store: how it holds its tokens.
         """
-        self.synchronize(layer)
         queue = self.queue(layer.device)
-        if queue is not None and layer in queue.staged:
+        if queue is None:
+            yield
+            return
+        self.synchronize(layer)
+        if layer in queue.staged:
             self.discard(layer)
+        unpaged = self._start_copy(queue, layer.version, store.swap_unpaged_buffers)
+        if unpaged.copy is not None:
+            unpaged.copy.make_stream_wait()
+            store.swap_unpaged_buffers(lambda buffer, start, end: unpaged.buffers.get(id(buffer), buffer))
+        self.meter.count(layer.index, unpaged.traffic)
+        held = _nbytes_on_host(layer)
+        yield
+        self.meter.count(layer.index, Traffic(to_host=_nbytes_on_host(layer) - held))
 
     def discard(self, layer: OffloadTarget) -> None:
         """Discard the copies that were prefetched for a layer, because the host is about to change its states.
@@ -212,3 +230,20 @@ class Prefetcher:
             if queue.brought is not None:
                 queue.transfers.wait(queue.brought)
             self._drop(queue, layer)
+
+
+def _rows_on_host(swap_buffers: BuffersSwapper) -> list[tuple[HostBuffer, Rows]]:
+    """The tokens that are in offloaded memory."""
+    found: list[tuple[HostBuffer, Rows]] = []
+
+    def collect(buffer: TokenBuffer, start: int, end: int) -> TokenBuffer:
+        if isinstance(buffer, HostBuffer):
+            found.append((buffer, Rows(buffer.rows, start, end)))
+        return buffer
+
+    swap_buffers(collect)
+    return found
+
+
+def _nbytes_on_host(layer: OffloadTarget) -> int:
+    return sum(rows.nbytes for _, rows in _rows_on_host(layer.swap_buffers))

@@ -59,6 +59,11 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
     """Whether `state()` is `keys` and `values` alone, in which each token lies by itself, in full precision."""
 
     @property
+    def holds_pages_apart(self) -> bool:
+        """Whether some pages of tokens can be read, wherever they are held, and not all: tokens apart, or blocks."""
+        return self.holds_tokens_apart
+
+    @property
     def sized_for(self) -> int | None:
         """The number of tokens that the store was told to make room for, `None` if it was told no number."""
         return None
@@ -325,6 +330,12 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
         """Replace each buffer by the result of `swap`, which holds the same tokens and has the same capacity.
 
         Forms stay the same, and with them the device on which new states are expected.
+        """
+
+    def swap_unpaged_buffers(self, swap: BufferSwap) -> None:
+        """As `swap_buffers`, for the few tokens that are in no page if pages are read apart; by default there are none.
+
+        They are where they are computed while pages are read where they are held.
         """
 
     @abstractmethod

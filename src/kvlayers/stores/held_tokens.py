@@ -18,7 +18,7 @@ from kvlayers.stores.ragged import RaggedStore
 class HeldTokens:
     """The tokens of each sequence and KV head, right-aligned in the order of the text.
 
-    The columns are those that `KeptTokens.indices` counts.
+    `KeptTokens.indices` counts the same columns.
 
     Attributes:
         keys: `[batch, kv_heads, columns, key_head_dim]` in full precision, zeros where a head holds no token. Packed

@@ -24,6 +24,7 @@ class PendingAssignment:
 
     is_pending = True
     holds_tokens_apart = False
+    holds_pages_apart = False
 
     def __init__(self, store: TokenStore, keys: Tensor, values: Tensor) -> None:
         self.store = store

@@ -86,6 +86,12 @@ class QuantizedStore(TokenStore):
 
     @property
     @override
+    def holds_pages_apart(self) -> bool:
+        # Before there are blocks, tokens are few.
+        return bool(self._parts.blocks)
+
+    @property
+    @override
     def first_block(self) -> int:
         return self.quantization.sink_tokens
 
@@ -412,6 +418,15 @@ class QuantizedStore(TokenStore):
     @override
     def swap_buffers(self, swap: BufferSwap) -> None:
         self._parts.swap_buffers(swap)
+        self._read_other_buffers()
+
+    @override
+    def swap_unpaged_buffers(self, swap: BufferSwap) -> None:
+        self._parts.sinks.swap_buffers(swap)
+        self._parts.residual.swap_buffers(swap)
+        self._read_other_buffers()
+
+    def _read_other_buffers(self) -> None:
         # Returned states keep the buffers that they are views of.
         self._old_segments = None
         self._returned.forget()

@@ -1,0 +1,15 @@
+"""Evictions while single tokens come, after fewer of them than usual: a shorter text then has as many evictions."""
+
+import pytest
+
+import eviction_oracle
+import kept_oracle
+from kvlayers.layers import evicting, eviction_account
+
+STEP = 16
+
+
+def shorten_steps(patch: pytest.MonkeyPatch) -> None:
+    """Let a layer with a budget, and its oracle, evict whenever it holds `STEP` tokens more than its budget."""
+    for module in (evicting, eviction_account, eviction_oracle, kept_oracle):
+        patch.setattr(module, "STEP", STEP)

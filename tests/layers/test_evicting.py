@@ -475,16 +475,17 @@ def test_a_number_of_queries_is_checked(queries: Any) -> None:
 def test_wrong_scores_of_a_single_token_change_nothing(queries: int) -> None:
     rule = Wrong(lambda keys: keys[..., 0], queries)
     layer = EvictingLayer(rule, budget=40, sink_tokens=SINKS, recent_tokens=RECENT, per_head=False)
-    query, states = torch.randn(1, HEADS, 103, HEAD_DIM), torch.randn(1, KV_HEADS, 103, HEAD_DIM)
+    most = 40 + STEP - 1
+    query, states = torch.randn(1, HEADS, most, HEAD_DIM), torch.randn(1, KV_HEADS, most, HEAD_DIM)
     layer.update(states[:, :, :40], states[:, :, :40])
-    for token in range(40, 103):
+    for token in range(40, most):
         new = slice(token, token + 1)
         attend_by_sdpa(query[:, :, new], *layer.update(states[:, :, new], states[:, :, new]), None)
     rule.wrong = lambda keys: None
     for _ in range(2):
         with pytest.raises(StateMismatchError, match="must return floating-point scores"):
             attend_by_sdpa(query[:, :, :1], *layer.update(states[:, :, :1], states[:, :, :1]), None)
-        assert (layer.length, layer.held_tokens, layer.mask_sizes(1)) == (103, 103, (104, 0))
+        assert (layer.length, layer.held_tokens, layer.mask_sizes(1)) == (most, most, (most + 1, 0))
         torch.testing.assert_close(layer.keys, states, rtol=0, atol=0)
 
 

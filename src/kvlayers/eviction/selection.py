@@ -54,7 +54,7 @@ def select(
         raise OptionError(f"`padding` must be at most the {tokens} tokens there are, got {front.tolist()}.")
     average = wanted.clamp(min=sinks + recent).minimum(held.amax(1))
     ranked = _ranked(scores, front, sinks, recent)
-    counts = head_budgets.counts(ranked, average).minimum(held)
+    counts = head_budgets.counts(ranked, average).clamp(min=sinks + recent).minimum(held)
     return kept_tokens(highest(ranked, counts), counts)
 
 

@@ -111,7 +111,7 @@ def register_task(task: TaskClass) -> TaskClass:
 
 
 def unregister_task(name: str) -> None:
-    """Remove a task. Raises `RegistryError` if there is none of this name."""
+    """Remove a task. Raises `RegistryError` if no task has this name."""
     _tasks.remove(name)
 
 

@@ -9,6 +9,7 @@ from typing_extensions import Self
 from kvlayers.attention.segments import DENSE_PIECE_TOKENS
 from kvlayers.errors import OptionError
 from kvlayers.stores.description import Fact, Facts
+from kvlayers.utils.options import as_options
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,7 @@ class Recall:
         Raises:
             OptionError: the option is something else, or names an argument that does not exist.
         """
-        if isinstance(given, Recall):
-            return given
-        names = [field.name for field in fields(cls)]
-        if not isinstance(given, Mapping) or not set(given) <= set(names):
-            raise OptionError(
-                f"`recall` must be a kvlayers.Recall, or a mapping of its arguments ({', '.join(names)}), got "
-                f"{given!r}: pass, for example, recall={{'pages': 64}}."
-            )
-        return cls(**given)
+        return as_options(cls, "recall", given, "{'pages': 64}")
 
     def facts(self) -> dict[str, Fact]:
         """All options as plain facts. Their names differ from those of the facts of stores."""

@@ -1,8 +1,7 @@
 """Options of quantization: bits, groups, and which tokens stay in full precision."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from typing_extensions import Self
@@ -12,6 +11,7 @@ from kvlayers.quantizers.contract import Backend, Quantizer, Side, SideOptions
 from kvlayers.quantizers.registry import backend as backend_called
 from kvlayers.quantizers.registry import quantizer_names
 from kvlayers.stores.description import Facts
+from kvlayers.utils.options import as_options
 
 DEFAULT_NBITS = 4
 DEFAULT_RESIDUAL_LENGTH = 128
@@ -119,15 +119,7 @@ class Quantization:
         Raises:
             OptionError: it is something else, or an option does not exist or has a wrong value.
         """
-        if given is None or isinstance(given, cls):
-            return given
-        names = [field.name for field in fields(cls)]
-        if not isinstance(given, Mapping) or not set(given) <= set(names):
-            raise OptionError(
-                f"`quantization` must be a kvlayers.Quantization or a mapping of its options ({', '.join(names)}), got "
-                f"{given!r}: pass, for example, quantization={{'nbits': 4}}."
-            )
-        return cls(**given)
+        return None if given is None else as_options(cls, "quantization", given, "{'nbits': 4}")
 
     @classmethod
     def from_facts(cls, facts: Facts) -> Self:

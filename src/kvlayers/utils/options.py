@@ -3,14 +3,15 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
-from typing import ParamSpec
+from collections.abc import Callable, Mapping
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from kvlayers.errors import OptionError
 
 P = ParamSpec("P")
+Options = TypeVar("Options")
 
 
 def checks_options(init: Callable[P, None]) -> Callable[P, None]:
@@ -38,6 +39,29 @@ def checks_options(init: Callable[P, None]) -> Callable[P, None]:
             raise
 
     return checked
+
+
+def as_options(cls: type[Options], option: str, given: object, example: str) -> Options:
+    """The object that an option of a cache is given as: the object itself, or a mapping of its arguments.
+
+    Args:
+        cls: a public class of kvlayers.
+        option: name of the option.
+        given: its value.
+        example: a mapping that is right, as code, for the error.
+
+    Raises:
+        OptionError: it is neither of the two, or names an argument that does not exist.
+    """
+    if isinstance(given, cls):
+        return given
+    accepted = inspect.signature(cls).parameters
+    if not isinstance(given, Mapping) or not set(given) <= set(accepted):
+        raise OptionError(
+            f"`{option}` must be a kvlayers.{cls.__name__} or a mapping of its arguments ({', '.join(accepted)}), got "
+            f"{given!r}: pass, for example, {option}={example}."
+        )
+    return cls(**given)
 
 
 def checked_device(device: object) -> torch.device:

@@ -7,6 +7,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from kvlayers.errors import OptionError
+from kvlayers.utils.options import as_options
 
 States = dict[int, Tensor]
 """Convolution states, or recurrent states, by their index within the layer."""
@@ -55,14 +56,7 @@ class Checkpoints:
         """
         if given is None:
             return cls()
-        if isinstance(given, cls):
-            return given
-        if not isinstance(given, Mapping) or not set(given) <= {"every", "most"}:
-            raise OptionError(
-                f"expected checkpoints to be kvlayers.Checkpoints(every, most), or a mapping of these two, but saw "
-                f"{given!r}."
-            )
-        return cls(**given)  # type: ignore[arg-type]
+        return as_options(cls, "checkpoints", given, "{'every': 64}")
 
     def due_at(self, length: int) -> bool:
         """Whether a checkpoint is due at this number of tokens."""

@@ -1,5 +1,6 @@
 """How the tests compare a layer with the oracle, and what memory they find in it."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,28 +12,40 @@ from kvlayers.layers.eviction_account import EvictionAccount
 from oracle import Oracle, states
 
 
-def tensors_in(thing: Any, seen: set[int] | None = None) -> list[Tensor]:
+def tensors_in(thing: Any) -> list[Tensor]:
     """Every tensor that an object of kvlayers reaches, by walking all of its attributes.
 
     How keys are rotated is left out: a handful of numbers, which all layers of a model share. So are the number by
     which compiled code knows a store, and how many tokens of each sequence were evicted, which the host counts.
     """
-    seen = set() if seen is None else seen
-    if id(thing) in seen or isinstance(thing, Rotary | StoreHandle | EvictionAccount):
-        return []
-    seen.add(id(thing))
-    if isinstance(thing, Tensor):
-        return [thing]
+    found, seen, waiting = [], {id(thing)}, [thing]
+    while waiting:
+        thing = waiting.pop()
+        if isinstance(thing, Tensor):
+            found.append(thing)
+            continue
+        for part in _parts(thing):
+            # Most attributes are numbers, and this walks through millions of them.
+            if type(part) not in PLAIN and id(part) not in seen:
+                seen.add(id(part))
+                waiting.append(part)
+    return found
+
+
+PLAIN = (int, bool, float, str, type(None))
+
+
+def _parts(thing: Any) -> Iterable[Any]:
     if isinstance(thing, dict):
-        parts = list(thing.values())
-    elif isinstance(thing, list | tuple):
-        parts = list(thing)
-    elif type(thing).__module__.startswith(("kvlayers", "other_package")):
-        parts = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
-        parts += [getattr(thing, name) for name in getattr(type(thing), "__slots__", ())]
-    else:
-        parts = []
-    return [tensor for part in parts for tensor in tensors_in(part, seen)]
+        return thing.values()
+    if isinstance(thing, list | tuple):
+        return thing
+    if isinstance(thing, Rotary | StoreHandle | EvictionAccount):
+        return ()
+    if not type(thing).__module__.startswith(("kvlayers", "other_package")):
+        return ()
+    slots = [getattr(thing, name) for name in getattr(type(thing), "__slots__", ())]
+    return [*getattr(thing, "__dict__", {}).values(), *slots]
 
 
 def bytes_reached(thing: Any) -> int:

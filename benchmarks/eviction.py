@@ -14,8 +14,8 @@
 | traffic | bytes that travel to the device in a step when recall is offloaded; `pages="all"` beside no recall |
 
 Attention is that of 32 heads and 8 KV heads of 128 in bfloat16, through the function of transformers that models call,
-without the rest of a model. Prefill runs layers of the shape of Llama 3.2 1B with random weights. Contenders take turns
-in an order that rotates; a ratio is the median of the trials' ratios.
+without the rest of a model. Prefill runs two layers of the shape of Llama 3.2 1B with random weights in float32.
+Contenders take turns in an order that rotates; a ratio is the median of the trials' ratios.
 
 The exit code is 1 if an output is wrong, and if all parts ran, also if a target is missed.
 """
@@ -162,9 +162,9 @@ def targets(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             promise(f"prefill with {rule}", time_ratio(prefill[rule], prefill[DENSE]), at_most=most)
     if "traffic" in results:
         moved = [entry["to_device"] for entry in results["traffic"]["offloaded"].values()]
-        promise(
-            "bytes to the device in a step, longest context relative to shortest", moved[-1] / moved[0], at_most=1.01
-        )
+        # Pages that the last step chose too do not travel again, so all chosen pages are the bound at every length.
+        bound = results["traffic"]["chosen"]
+        promise("most bytes to the device in a step relative to all chosen pages", max(moved) / bound, at_most=1)
         promise('logits of pages="all" equal to those without recall', results["traffic"]["exact"], at_least=1)
     return found
 
@@ -220,7 +220,8 @@ def _recall(given: argparse.Namespace, ticking: Any) -> tuple[Any, list[str]]:
 
 def _prefill(given: argparse.Namespace, ticking: Any) -> tuple[Any, list[str]]:
     tokens, makers = 512 if given.quick else 4096, prefill_makers(given.rules)
-    workload = RandomModel(QUICK_SHAPE if given.quick else PREFILL_SHAPE)
+    # Few CPUs multiply matrices of bfloat16, and on the others a pass takes most of a minute.
+    workload = RandomModel(QUICK_SHAPE if given.quick else PREFILL_SHAPE, dtype=torch.float32)
     tick = ticking(f"prefill of {tokens}", (given.prefill_trials + 1) * len(makers))
     return measure_prefill(workload.model, workload.prompt(tokens), makers, given.prefill_trials, tick)
 
@@ -234,7 +235,10 @@ def _traffic(given: argparse.Namespace, ticking: Any) -> tuple[Any, list[str]]:
 
     offloaded, wrong = measure_traffic(workload, make, lengths, 8, ticking("offloaded recall", len(lengths)))
     exact = is_bit_equal(workload, DENSE_MAKERS[DENSE], recalling("all"), lengths[0], 8)
-    return {"offloaded": offloaded, "pages": pages, "exact": int(exact)}, wrong
+    # Keys and values of the pages that all KV heads of all layers choose, in bfloat16.
+    shape, page_tokens = TRAFFIC_SHAPE, kvlayers.Recall().page_tokens
+    chosen = pages * page_tokens * shape.layers * shape.kv_heads * shape.head_dim * 2 * torch.bfloat16.itemsize
+    return {"offloaded": offloaded, "pages": pages, "chosen": chosen, "exact": int(exact)}, wrong
 
 
 MEASURES: dict[str, Callable[[argparse.Namespace, Any], tuple[Any, list[str]]]] = {

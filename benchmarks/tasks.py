@@ -20,6 +20,7 @@ import argparse
 import datetime
 import json
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -139,6 +140,9 @@ KEPT = (
 )  # fmt: skip
 """What a record keeps of the JSON of the command, beside the summary. Single answers are left out."""
 
+KEPT_OF_SUMMARY = ("reference", "too_weak_below", "too_weak", "overall", "comparable", "by_length")
+"""What the tables are made from."""
+
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -205,7 +209,9 @@ def merged(printed: Sequence[tuple[Run, Mapping[str, Any]]], lengths: Sequence[i
     first = printed[0][1]
     summary = summarize(outcomes, first["summary"]["reference"])
     kept = {key: first[key] for key in KEPT}
-    return {**kept, "lengths": list(lengths), "caches": list(caches.values()), "results": {"tasks": summary.plain()}}
+    plain = summary.plain()
+    tabled = {key: plain[key] for key in KEPT_OF_SUMMARY}
+    return {**kept, "lengths": list(lengths), "caches": list(caches.values()), "results": {"tasks": tabled}}
 
 
 def name_of(model: str) -> str:
@@ -219,7 +225,9 @@ def record(found: Mapping[str, Any], prefix: str) -> pathlib.Path:
     for earlier in RECORDED.glob(f"{prefix}-{name}-*.json"):
         earlier.unlink()
     path = RECORDED / f"{prefix}-{name}-{datetime.date.fromisoformat(str(found['date'])[:10])}.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    # An entry is a line: the tables of many caches have hundreds of them.
+    lines = re.sub(r"\{[^{}\[\]]*\}", lambda entry: " ".join(entry[0].split()), json.dumps(found, indent=1))
+    path.write_text(lines + "\n")
     return path
 
 
@@ -269,13 +277,18 @@ def table(found: Mapping[str, Any]) -> str:
         f"### {name_of(str(found['model']))}",
         "",
         f"Scores in percent at {spoken} tokens, {found['dtype']}, "
-        f"{len(found['depths']) * found['samples']} samples for each task and length, seed {found['seed']}. "
+        f"{counted(len(found['depths']) * found['samples'])} for each task and length, seed {found['seed']}. "
         f"{hardware['cpu']}, torch {versions['torch']}, transformers {versions['transformers']}, {found['date'][:10]}.",
         "",
         f"| cache | {' | '.join(f'`{task}`' for task in found['tasks'])} | points lost | log-probability |",
         f"|---|{'---|' * (len(found['tasks']) + 2)}",
     ]
     return "\n".join([*heading, *rows, "", weakness(found)])
+
+
+def counted(samples: int) -> str:
+    """A number of samples in words."""
+    return "1 sample" if samples == 1 else f"{samples} samples"
 
 
 def label(cache: str, reference: str) -> str:

@@ -134,7 +134,8 @@ def measure_attention(
         with quiet_clock():
             caches = {}
             for name, length in entrants:
-                caches[name, length] = makers[name](config, length + steps)
+                # With room for the first step, which is not counted.
+                caches[name, length] = makers[name](config, length + steps + 1)
                 for layer_idx, (keys, values) in enumerate(filled[length]):
                     caches[name, length].update(keys, values, layer_idx)
                 # The first step may compile a kernel.

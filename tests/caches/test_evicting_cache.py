@@ -132,7 +132,11 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"per_head": False}, {"keep": None, "budget": 24}], ids=str)
+# A packed store has sinks of its own, of another number than those of the layer.
+PACKED = {"quantization": {"nbits": 8, "residual_length": 4, "sink_tokens": 10}}
+
+
+@pytest.mark.parametrize("options", [{}, {"per_head": False}, {"keep": None, "budget": 24}, PACKED], ids=str)
 @pytest.mark.parametrize("rule", ["keydiff", "snapkv", "h2o"])
 def test_copies_states_and_files_go_on(rule: str, options: dict[str, Any], tmp_path: pathlib.Path) -> None:
     model, ids = tiny_model("llama"), prompt(2, READ + TOKENS)

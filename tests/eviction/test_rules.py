@@ -1,12 +1,14 @@
 """The scores of every rule are those of its paper, computed slowly with whole matrices in float64."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import transformers as tf
 from torch import Tensor
 
+import kvlayers
 from kvlayers.errors import ConfigError, OptionError, RegistryError, StateMismatchError
 from kvlayers.eviction import (
     ALL_QUERIES,
@@ -409,3 +411,43 @@ def test_a_rule_that_needs_the_rotation_does_not_guess_it() -> None:
 )
 def test_the_scale_of_a_model(config: tf.PretrainedConfig, expected: float | None) -> None:
     assert attention_scale(config) == expected
+
+
+class Needy(EvictionRule):
+    """A rule that cannot be made without an argument."""
+
+    def __init__(self, power: float) -> None:
+        self.power = power
+
+    def scores(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
+        return keys[..., 0] ** self.power
+
+
+class Unfinished(EvictionRule):
+    """A rule that gives no scores."""
+
+
+@pytest.mark.parametrize(
+    ("factory", "says"),
+    [(Needy, "'power'"), (Unfinished, "`scores`"), (dict, "derived from"), (lambda power: 1, "power")],
+)
+def test_factories_that_can_make_no_rule_are_refused(factory: Any, says: str) -> None:
+    with pytest.raises(RegistryError, match=says):
+        register_eviction_rule("refused")(factory)
+    assert "refused" not in eviction_rule_names()
+
+
+def test_a_rule_that_cannot_be_made_concerns_only_its_own_name() -> None:
+    def fail() -> EvictionRule:
+        raise OSError("no such file")
+
+    register_eviction_rule("broken")(fail)
+    register_eviction_rule("variant")(lambda: SnapKV(queries=9))
+    try:
+        settings = [kvlayers.EvictingLayer(SnapKV(queries=queries), keep=0.5).describe() for queries in (64, 9)]
+        assert [facts["eviction_rule"] for facts in settings] == ["snapkv", "variant"]
+        with pytest.raises(OSError, match="no such file"):
+            kvlayers.EvictingLayer("broken", keep=0.5)
+    finally:
+        unregister_eviction_rule("broken")
+        unregister_eviction_rule("variant")

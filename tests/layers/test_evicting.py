@@ -344,6 +344,20 @@ def test_a_crop_beyond_what_every_head_holds_is_refused() -> None:
     together.go_on()
 
 
+def test_gradients_through_heads_of_different_lengths_are_refused_before_anything_changes() -> None:
+    together = pair("knorm", keep=0.4)
+    together.step(100)
+    new = torch.randn(2, KV_HEADS, 1, HEAD_DIM, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(UnsupportedLayerError, match="per_head=False"):
+        together.layer.update(new, new)
+    together.check()
+    together.go_on()
+    even = pair("knorm", keep=0.4, per_head=False).layer
+    states = torch.randn(2, KV_HEADS, 100, HEAD_DIM, dtype=torch.float64)
+    even.update(states, states)
+    assert even.update(new, new)[0].requires_grad
+
+
 def test_no_token_is_evicted_while_the_past_is_recorded() -> None:
     layer = pair("knorm", keep=0.4).layer
     states = torch.randn(1, KV_HEADS, 30, HEAD_DIM)

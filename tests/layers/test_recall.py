@@ -414,6 +414,19 @@ def test_recall_is_recall_or_a_mapping(given: Any) -> None:
         Recall.of(given)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"recall": {"pgaes": 4}}, "did you mean 'pages'"),
+        ({"recall": "all"}, "'pages': 'all'"),
+        ({"pages": 4}, r"part of the option `recall`, as in recall=\{'pages'"),
+    ],
+)
+def test_errors_say_where_an_argument_of_recall_belongs(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        kvlayers.DynamicCache(**options)
+
+
 def test_pages_of_packed_states_are_blocks() -> None:
     layer = RecallLayer(Recall(page_tokens=16), store=QuantizedStore(FEW_BITS))
     with pytest.raises(OptionError, match="pass page_tokens=64"):

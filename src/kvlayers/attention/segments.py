@@ -235,8 +235,8 @@ class GatheredSegment:
 
 UNEVEN_HEADS = (
     "These KV heads hold different numbers of tokens, which no tensor in full precision can have: use the attention "
-    "implementation 'sdpa', 'eager' or 'kvlayers' without gradients (torch.no_grad()) and without dropout, or the same "
-    "budget for all heads."
+    "implementation 'sdpa', 'eager' or 'kvlayers' without gradients (torch.no_grad()) and without dropout, or a cache "
+    "whose heads hold as many tokens each (per_head=False)."
 )
 
 

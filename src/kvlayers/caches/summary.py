@@ -19,7 +19,7 @@ TIERS = ("device", "host", "disk")
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """What one layer holds, or each of several layers that follow one another and hold the same.
+    """What one layer holds, or several layers that follow one another and hold the same.
 
     Attributes:
         layers: indices of the layers in the cache.
@@ -27,7 +27,7 @@ class LayerSummary:
         tokens: tokens that the layer has seen, `None` for a layer that does not count them.
         held: tokens of which it holds keys and values, fewer than seen in a window; `None` for a recurrent state.
         bits: bits of a number of a key and of a value if they are rounded, such as `(4, 4)`; else `None`.
-        bytes: for each tier, bytes of each of the layers.
+        bytes: for each tier, bytes of all of the layers.
     """
 
     layers: range
@@ -51,7 +51,7 @@ class LayerSummary:
             "" if self.tokens is None else str(self.tokens),
             "" if self.held is None else str(self.held),
             self.shown_bits,
-            *(readable_bytes(self.bytes[tier] * len(self.layers)) if self.bytes[tier] else "" for tier in TIERS),
+            *(readable_bytes(self.bytes[tier]) if self.bytes[tier] else "" for tier in TIERS),
         )
 
 
@@ -139,7 +139,7 @@ def summary_of(
         for use, of_use in layers.items()
         for summary in _grouped([_of_layer(use, index, layer) for index, layer in enumerate(of_use)])
     )
-    total = {tier: sum(layer.bytes[tier] * len(layer.layers) for layer in summaries) for tier in TIERS}
+    total = {tier: sum(layer.bytes[tier] for layer in summaries) for tier in TIERS}
     return CacheSummary(kind, tokens, batch_size, nbytes, total, summaries)
 
 
@@ -155,11 +155,13 @@ def _of_layer(use: str, index: int, layer: LayerOperations) -> LayerSummary:
 
 def _grouped(layers: Sequence[LayerSummary]) -> Iterator[LayerSummary]:
     def alike(layer: LayerSummary) -> tuple[Any, ...]:
-        return layer.kind, layer.tokens, layer.held, layer.bits, tuple(layer.bytes.items())
+        # Layers whose heads hold different numbers of tokens differ by a few bytes.
+        return layer.kind, layer.tokens, layer.held, layer.bits, *map(readable_bytes, layer.bytes.values())
 
-    for _, same in itertools.groupby(layers, key=alike):
-        first, *others = same
-        yield replace(first, layers=range(first.layers[0], first.layers[0] + 1 + len(others)))
+    for _, group in itertools.groupby(layers, key=alike):
+        same = list(group)
+        amounts = {tier: sum(layer.bytes[tier] for layer in same) for tier in TIERS}
+        yield replace(same[0], layers=range(same[0].layers[0], same[-1].layers[-1] + 1), bytes=amounts)
 
 
 @dataclass(frozen=True, repr=False)

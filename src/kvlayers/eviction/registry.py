@@ -55,3 +55,8 @@ def eviction_rule(name: str) -> EvictionRule:
         0
     """
     return _rules.make(name)
+
+
+def eviction_rule_name(rule: EvictionRule) -> str | None:
+    """The name of a rule that is equal to `rule`, `None` if none is."""
+    return _rules.name_of(rule)

@@ -8,12 +8,14 @@ from typing_extensions import Self
 from kvlayers.errors import OptionError
 from kvlayers.eviction.contract import ALL_QUERIES, EvictionRule
 from kvlayers.eviction.head_budgets import AdaptiveHeads, EvenHeads, HeadBudgets
-from kvlayers.eviction.registry import eviction_rule, eviction_rule_names
+from kvlayers.eviction.registry import eviction_rule, eviction_rule_name, eviction_rule_names
 from kvlayers.rope.rotary import Rotary
 
 STEP = 64
 """While single tokens come, a layer with a budget holds up to this many tokens more before it evicts again."""
 
+FACT_PREFIX = "eviction_"
+"""What the names of facts begin with."""
 
 MOST_TOKENS = 2**48
 """More tokens than any text has. Torch counts in 64 bits."""
@@ -80,12 +82,12 @@ class EvictionSettings:
         return type(self.rule).__name__ if self.rule_name is None else repr(self.rule_name)
 
     def facts(self) -> dict[str, str | float | int | bool | None]:
-        """The fields as plain values, the rule by its name.
+        """The arguments of a layer as plain facts, the rule by its name. Their names differ from those of stores.
 
         Raises:
             OptionError: the rule has no name, so that the layer can be neither saved nor described.
         """
-        return {
+        arguments = {
             "rule": name_of(self.rule) if self.rule_name is None else self.rule_name,
             "keep": self.keep,
             "budget": self.budget,
@@ -93,6 +95,7 @@ class EvictionSettings:
             "recent_tokens": self.recent_tokens,
             "per_head": self.per_head,
         }
+        return {FACT_PREFIX + name: value for name, value in arguments.items()}
 
     @property
     def protected(self) -> int:
@@ -175,7 +178,7 @@ def found_rule(rule: object) -> tuple[EvictionRule, str | None]:
         raise OptionError(
             f"`rule` must be the name of a rule ({', '.join(eviction_rule_names())}) or an EvictionRule, got {got}."
         )
-    return rule, next((name for name in eviction_rule_names() if eviction_rule(name) == rule), None)
+    return rule, eviction_rule_name(rule)
 
 
 def name_of(rule: str | EvictionRule) -> str:
@@ -187,7 +190,7 @@ def name_of(rule: str | EvictionRule) -> str:
     name = found_rule(rule)[1]
     if name is None:
         raise OptionError(
-            f"`rule` must be registered by a name to be described or saved, got a {type(rule).__name__} without one: "
-            "call register_eviction_rule()."
+            f"`rule` must be registered by a name to be described or saved, but no name stands for {rule!r}: register "
+            "a function that makes it, such as kvlayers.register_eviction_rule('name')(lambda: rule)."
         )
     return name

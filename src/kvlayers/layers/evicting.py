@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import Self, override
@@ -9,7 +10,7 @@ from typing_extensions import Self, override
 from kvlayers.attention.packed_ops import observed
 from kvlayers.errors import StateMismatchError
 from kvlayers.eviction import EvictionRule
-from kvlayers.eviction.settings import STEP, EvictionSettings
+from kvlayers.eviction.settings import FACT_PREFIX, STEP, EvictionSettings
 from kvlayers.layers.arguments import repeated_rows, whole_number
 from kvlayers.layers.awaited_queries import NOTHING, AwaitedQueries
 from kvlayers.layers.dynamic import check_rollback
@@ -22,7 +23,7 @@ from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.sink_tokens import padding_of
-from kvlayers.layers.token_layer import DEFAULT_STORE, TokenLayer
+from kvlayers.layers.token_layer import TokenLayer, facts_beside
 from kvlayers.quantizers.contract import Side
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import TokenStore
@@ -348,11 +349,15 @@ class EvictingLayer(TokenLayer):
     def described_arguments(self) -> dict[str, Fact]:
         return {**self.settings.facts(), "scale": self.scale}
 
+    @classmethod
+    @override
+    def arguments_from(cls, facts: Facts) -> dict[str, Any]:
+        return {name: facts[name if name == "scale" else FACT_PREFIX + name] for name in cls.described}
+
     @override
     def describe(self) -> dict[str, Fact]:
-        store = self._empty.describe()
         rotary = None if self.rotary is None else self.rotary.fingerprint
-        return {**({} if store == DEFAULT_STORE else store), **self.described_arguments(), "rotary": rotary}
+        return facts_beside(self._empty, {**self.described_arguments(), "rotary": rotary})
 
     @classmethod
     @override

@@ -108,9 +108,9 @@ class EvictionProgress:
         """Raise `RollbackError` if some head lacks a token that a text of `length` of the `seen` tokens ends with."""
         if length and length < self.whole_from:
             raise RollbackError(
-                f"The layer can be rolled back to {self.whole_from} to {seen} tokens, or to 0, got {length}: some of "
-                "the tokens before have been evicted. Call activate_past_recording() before the tokens that may be "
-                "taken back, protect more recent_tokens, or fork() the cache."
+                f"The layer can be rolled back to {self.whole_from} to {seen} tokens, or be emptied by reset(), got "
+                f"{length}: some of the tokens before have been evicted. Call activate_past_recording() before the "
+                "tokens that may be taken back, protect more recent_tokens, or fork() the cache."
             )
 
     def check_assigned(self, tokens: int, seen: int) -> None:

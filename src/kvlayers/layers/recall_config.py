@@ -9,9 +9,10 @@ from typing_extensions import Self
 from kvlayers.attention.segments import DENSE_PIECE_TOKENS
 from kvlayers.errors import OptionError
 from kvlayers.stores.description import Fact, Facts
-from kvlayers.utils.options import as_options
+from kvlayers.utils.options import as_options, mapping_option
 
 
+@mapping_option("recall")
 @dataclass(frozen=True)
 class Recall:
     """How a single query finds the pages that it attends to, in a layer that keeps every token.
@@ -57,7 +58,7 @@ class Recall:
         Raises:
             OptionError: the option is something else, or names an argument that does not exist.
         """
-        return as_options(cls, "recall", given, "{'pages': 64}")
+        return as_options(cls, "recall", given, "{'pages': 64}, or {'pages': 'all'}")
 
     def facts(self) -> dict[str, Fact]:
         """All options as plain facts. Their names differ from those of the facts of stores."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.errors import StateMismatchError
+from kvlayers.errors import RegistryError, StateMismatchError
 from kvlayers.layers.contract import CacheLayer
 from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.shape import LayerShape, PlannedBytes
@@ -300,8 +300,7 @@ class TokenLayer(DescribedByArguments, CacheLayer):
 
     @override
     def describe(self) -> dict[str, Fact]:
-        store = self._store.describe()
-        return {**({} if store == DEFAULT_STORE else store), **self.described_arguments()}
+        return facts_beside(self._store, self.described_arguments())
 
     @classmethod
     @override
@@ -359,3 +358,24 @@ class TokenLayer(DescribedByArguments, CacheLayer):
             raise StateMismatchError(
                 f"expected a state with all of its {seen} tokens, but saw {held}: take the state again."
             )
+
+
+def facts_beside(store: TokenStore, own: Mapping[str, Fact]) -> dict[str, Fact]:
+    """The facts of a layer: those of its store, unless it is the usual one, and its own.
+
+    Args:
+        store: an empty store like the layer's.
+        own: the facts of the layer itself.
+
+    Raises:
+        RegistryError: a fact of the layer has the name of another one of the store, which could not be read again.
+    """
+    held = store.describe()
+    if held == DEFAULT_STORE:
+        return dict(own)
+    if shared := sorted(held.keys() & own.keys()):
+        raise RegistryError(
+            f"The facts of a layer must have other names than those of its store, but both {type(store).__name__} and "
+            f"its layer have `{shared[0]}`: rename the layer's."
+        )
+    return {**held, **own}

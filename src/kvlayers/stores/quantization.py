@@ -11,7 +11,7 @@ from kvlayers.quantizers.contract import Backend, Quantizer, Side, SideOptions
 from kvlayers.quantizers.registry import backend as backend_called
 from kvlayers.quantizers.registry import quantizer_names
 from kvlayers.stores.description import Facts
-from kvlayers.utils.options import as_options
+from kvlayers.utils.options import as_options, mapping_option
 
 DEFAULT_NBITS = 4
 DEFAULT_RESIDUAL_LENGTH = 128
@@ -20,6 +20,7 @@ MINIMUM_BLOCK_TOKENS = 64
 """Fewest tokens in a block: the work for a block must outweigh the work of finding it."""
 
 
+@mapping_option("quantization")
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """How keys and values are quantized.

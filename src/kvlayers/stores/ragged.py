@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.attention.packed_ops import packed_pair
 from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.segments import DenseSegment, KVSegments
+from kvlayers.attention.segments import UNEVEN_HEADS, DenseSegment, KVSegments
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
@@ -162,6 +163,8 @@ class RaggedStore(TokenStore):
 
     @override
     def validate(self, keys: Tensor, values: Tensor) -> int:
+        if self._flat is not None and torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            raise UnsupportedLayerError(UNEVEN_HEADS)
         if self._flat is not None and not self._tail.length:
             # The tail is empty, and would take any form.
             forms, held = checked_forms(keys, values), self._forms()

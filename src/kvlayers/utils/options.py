@@ -3,7 +3,7 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -18,14 +18,19 @@ def checks_options(init: Callable[P, None]) -> Callable[P, None]:
     """Decorator for an initialiser: an unknown option raises `OptionError`, which names the known ones."""
     accepted = list(inspect.signature(init).parameters)[1:]
 
+    def advice(unknown: str) -> str:
+        for option in accepted:
+            if unknown in _mapping_options.get(option, ()):
+                return f"it is part of the option `{option}`, as in {option}={{'{unknown}': ...}}."
+        return suggestion(unknown, accepted) or "remove it."
+
     @functools.wraps(init)
     def checked(*args: P.args, **options: P.kwargs) -> None:
         for name in options:
             if name not in accepted:
-                near = difflib.get_close_matches(name, accepted, n=1)
                 raise OptionError(
                     f"{type(args[0]).__name__} takes the options {', '.join(accepted) or '(none)'}, but was given "
-                    f"'{name}': {f'did you mean {near[0]!r}?' if near else 'remove it.'}"
+                    f"'{name}': {advice(name)}"
                 )
         try:
             init(*args, **options)
@@ -41,11 +46,31 @@ def checks_options(init: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
+def suggestion(unknown: object, known: Iterable[str]) -> str:
+    """A question for the name that was meant, "" if none is near."""
+    near = difflib.get_close_matches(str(unknown), known, n=1)
+    return f"did you mean {near[0]!r}?" if near else ""
+
+
+_mapping_options: dict[str, tuple[str, ...]] = {}
+"""For each option that `mapping_option` knows, the arguments of its class."""
+
+
+def mapping_option(option: str) -> Callable[[type[Options]], type[Options]]:
+    """Decorator for the class of an option of caches that is given as an object, or as a mapping of its arguments."""
+
+    def known(cls: type[Options]) -> type[Options]:
+        _mapping_options[option] = tuple(inspect.signature(cls).parameters)
+        return cls
+
+    return known
+
+
 def as_options(cls: type[Options], option: str, given: object, example: str) -> Options:
     """The object that an option of a cache is given as: the object itself, or a mapping of its arguments.
 
     Args:
-        cls: a public class of kvlayers.
+        cls: a public class of kvlayers, decorated with `mapping_option`.
         option: name of the option.
         given: its value.
         example: a mapping that is right, as code, for the error.
@@ -55,12 +80,18 @@ def as_options(cls: type[Options], option: str, given: object, example: str) -> 
     """
     if isinstance(given, cls):
         return given
-    accepted = inspect.signature(cls).parameters
-    if not isinstance(given, Mapping) or not set(given) <= set(accepted):
+    accepted = _mapping_options[option]
+    if not isinstance(given, Mapping):
         raise OptionError(
             f"`{option}` must be a kvlayers.{cls.__name__} or a mapping of its arguments ({', '.join(accepted)}), got "
             f"{given!r}: pass, for example, {option}={example}."
         )
+    for name in given:
+        if name not in accepted:
+            raise OptionError(
+                f"`{option}` takes the arguments {', '.join(accepted)}, but was given {name!r}: "
+                f"{suggestion(name, accepted) or f'pass, for example, {option}={example}.'}"
+            )
     return cls(**given)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import functools
 import importlib.metadata
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -47,7 +48,7 @@ class Registry(Generic[Entry]):
     def check_free(self, name: object) -> None:
         """Raise `RegistryError` if a name is empty or taken."""
         if not isinstance(name, str) or not name.strip():
-            raise RegistryError(f"`name` of a {self.what} must be a string that is not empty, got {name!r}.")
+            raise RegistryError(f"`name` of the {self.what} must be a string that is not empty, got {name!r}.")
         taken_by = self._entries.get(name)
         if taken_by is not None:
             raise RegistryError(
@@ -133,14 +134,44 @@ class FactoryRegistry(Registry[Callable[..., Made]], Generic[Made]):
         self._base = base
 
     def register(self, name: str) -> Callable[[Factory], Factory]:
-        """Decorator that adds a factory. Raises as `add`."""
+        """Decorator that adds a factory. Raises as `add`, and `RegistryError` for a factory that can make nothing."""
         self.check_free(name)
 
         def add(factory: Factory) -> Factory:
+            self.check(factory)
             self.add(name, factory)
             return factory
 
         return add
+
+    @override
+    def check(self, entry: object) -> None:
+        base = f"kvlayers.{self._base.__name__}"
+        if isinstance(entry, type) and not issubclass(entry, self._base):
+            raise RegistryError(f"The class of the {self.what} must be derived from {base}, got {entry.__qualname__}.")
+        if missing := sorted(getattr(entry, "__abstractmethods__", ())):
+            raise RegistryError(
+                f"The class of the {self.what} must have every member of {base}, but it lacks `{missing[0]}`."
+            )
+        try:
+            inspect.signature(entry).bind()  # type: ignore[arg-type]
+        except TypeError as error:
+            raise RegistryError(
+                f"The factory of the {self.what} must be called without arguments, but {error}: give each argument a "
+                "default, or register a function that passes it."
+            ) from error
+        except ValueError:
+            # A factory written in C may have no signature.
+            return
+
+    def name_of(self, made: Made) -> str | None:
+        """The name of a factory that makes an object equal to `made`, `None` if no factory does."""
+        for name in self.names():
+            # What is wrong with a factory is said to those who ask for its name.
+            with contextlib.suppress(Exception):
+                if self.make(name) == made:
+                    return name
+        return None
 
     def make(self, name: object) -> Made:
         """An object of the factory called `name`.

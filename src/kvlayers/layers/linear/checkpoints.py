@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from kvlayers.errors import OptionError
-from kvlayers.utils.options import as_options
+from kvlayers.utils.options import as_options, mapping_option
 
 States = dict[int, Tensor]
 """Convolution states, or recurrent states, by their index within the layer."""
@@ -16,6 +16,7 @@ LEAST_WHILE_RECORDING = 2
 """Checkpoints that are kept at least while a past is recorded: at the end of a draft, and where the draft began."""
 
 
+@mapping_option("checkpoints")
 @dataclass(frozen=True)
 class Checkpoints:
     """When a recurrent layer takes checkpoints, and how many it keeps.

@@ -345,7 +345,7 @@ def test_a_crop_beyond_what_every_head_holds_is_refused() -> None:
 
 
 def test_gradients_through_heads_of_different_lengths_are_refused_before_anything_changes() -> None:
-    together = pair("knorm", keep=0.4)
+    together = pair("knorm", keep=0.4, per_head=True)
     together.step(100)
     new = torch.randn(2, KV_HEADS, 1, HEAD_DIM, dtype=torch.float64, requires_grad=True)
     with pytest.raises(UnsupportedLayerError, match="per_head=False"):

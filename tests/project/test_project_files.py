@@ -47,9 +47,9 @@ def test_a_form_for_issues_asks_for_something(form: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
 def test_every_file_that_a_page_names_is_there(page: str) -> None:
-    files = [path for path in ROOT.rglob("*") if path.suffix in {".py", ".cpp", ".md", ".txt", ".yml"}]
+    files = [path for path in ROOT.rglob("*") if path.suffix in {".py", ".cpp", ".h", ".md", ".txt", ".yml"}]
     there = {
         path.relative_to(ROOT).as_posix() for path in files if ".venv" not in path.parts and ".nox" not in path.parts
     }
-    named = re.findall(r"[\w./-]+\.(?:py|cpp|md)\b", (ROOT / page).read_text())
+    named = re.findall(r"[\w./-]+\.(?:py|cpp|h|md)\b", (ROOT / page).read_text())
     assert [name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in there)] == []

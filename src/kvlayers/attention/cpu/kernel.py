@@ -15,7 +15,9 @@ from kvlayers.quantizers.packed_side import PackedSide
 from kvlayers.utils.native_library import compiled_library, once
 
 SOURCE = pathlib.Path(__file__).with_name("kernel.cpp")
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the kernel takes, in the order of its `Dtype`."""
+
 CPU_MAXIMUM_ROWS = 128
 """Queries of one kv head, over all heads and sequences that share it, up to which the kernel beats matrix products on
 packed blocks. Measured on a CPU."""
@@ -88,7 +90,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("query_batch", "query_head", "query_token")),
         *((name, ctypes.c_int64) for name in ("out_batch", "out_head", "out_token")),
         *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "groups", "query_tokens", "key_dim", "value_dim")),
-        *((name, ctypes.c_int64) for name in ("is_bfloat16", "threads")),
+        *((name, ctypes.c_int64) for name in ("dtype", "threads")),
         ("scale", ctypes.c_double),
         ("mask", _Mask),
         ("segment_count", ctypes.c_int64),
@@ -160,7 +162,7 @@ def _call(query: Tensor, segments: KVSegments, heads: int, queries: int, scale: 
     call.query = query.data_ptr()
     call.query_batch, call.query_head, call.query_token, _ = query.stride()
     call.query_tokens = queries
-    call.is_bfloat16 = query.dtype == torch.bfloat16
+    call.dtype = DTYPES.index(query.dtype)
     call.threads = torch.get_num_threads()
     call.scale = scale
     call.batch, call.kv_heads = segments.batch, segments.kv_heads

@@ -1,0 +1,70 @@
+// The arguments of a call, as `kernel.py` describes them.
+
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// The fields below match the ctypes structures in `kernel.py`, in the same order.
+
+struct Dense {
+    const void* keys;
+    const void* values;
+    int64_t key_batch, key_head, key_token;
+    int64_t value_batch, value_head, value_token;
+    int64_t tokens;
+};
+
+struct Side {
+    const uint8_t* codes;
+    const void* parameters;
+    int64_t code_batch, code_head, code_block;
+    int64_t parameter_batch, parameter_head, parameter_block;
+    int64_t bits, floating, rows, columns, row_group, column_group;
+};
+
+struct Packed {
+    Side keys, values;
+    int64_t blocks, block_tokens, first;
+    const int32_t* ends;
+    int64_t keys_rotated, values_rotated;
+};
+
+// Pieces of the dense or packed tokens, other ones for each kv head of each sequence: [batch, kv_heads, pieces].
+struct Gathered {
+    const int64_t *starts, *counts, *columns;
+    int64_t pieces, width;
+    const int64_t* source_rows;  // as Call::rows, for the source
+};
+
+struct Segment {
+    int64_t is_packed, is_gathered;
+    Dense dense;
+    Packed packed;
+    Gathered gathered;
+};
+
+struct Mask {
+    const void* entries;
+    int64_t batch, head, query, key;
+    int64_t is_bool;
+};
+
+enum Dtype { FLOAT32, BFLOAT16, FLOAT16 };
+
+struct Call {
+    const void* query;
+    void* out;
+    int64_t query_batch, query_head, query_token;
+    int64_t out_batch, out_head, out_token;
+    int64_t batch, kv_heads, groups, query_tokens, key_dim, value_dim;
+    int64_t dtype, threads;
+    double scale;
+    Mask mask;
+    int64_t segment_count;
+    const Segment* const* segments;
+    // For each segment: which of its sequences each sequence of the batch reads; null if each reads its own.
+    const int64_t* const* rows;
+};
+}

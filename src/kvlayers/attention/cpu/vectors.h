@@ -1,0 +1,231 @@
+// Vectors of floats, of integers and of half-precision numbers, and what they have in common on every machine.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int LANES = 16;
+
+inline int64_t rounded_up(int64_t number) { return (number + LANES - 1) / LANES * LANES; }
+
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+
+template <typename Vector, typename Element>
+inline Vector load(const Element* from) {
+    Vector vector;
+    std::memcpy(&vector, from, sizeof(vector));
+    return vector;
+}
+
+inline void store(float* to, Floats vector) { std::memcpy(to, &vector, sizeof(vector)); }
+
+// Compilers turn a widening conversion into moves of single elements, so it is written as an intrinsic if there is one.
+inline Words widened(Bytes bytes) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu8_epi32((__m128i)bytes);
+#elif defined(__AVX2__)
+    const __m256i low = _mm256_cvtepu8_epi32((__m128i)bytes);
+    const __m256i high = _mm256_cvtepu8_epi32(_mm_unpackhi_epi64((__m128i)bytes, (__m128i)bytes));
+    Words words;
+    std::memcpy(&words, &low, sizeof(low));
+    std::memcpy((char*)&words + sizeof(low), &high, sizeof(high));
+    return words;
+#else
+    return __builtin_convertvector(bytes, Words);
+#endif
+}
+
+inline Words widened(Halves halves) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu16_epi32((__m256i)halves);
+#elif defined(__AVX2__)
+    __m128i parts[2];
+    std::memcpy(parts, &halves, sizeof(parts));
+    const __m256i low = _mm256_cvtepu16_epi32(parts[0]), high = _mm256_cvtepu16_epi32(parts[1]);
+    Words words;
+    std::memcpy(&words, &low, sizeof(low));
+    std::memcpy((char*)&words + sizeof(low), &high, sizeof(high));
+    return words;
+#else
+    return __builtin_convertvector(halves, Words);
+#endif
+}
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+struct Float16 {
+    uint16_t bits;
+};
+
+inline uint32_t bits_of(float number) {
+    uint32_t bits;
+    std::memcpy(&bits, &number, sizeof(bits));
+    return bits;
+}
+
+inline float float_of(uint32_t bits) {
+    float number;
+    std::memcpy(&number, &bits, sizeof(number));
+    return number;
+}
+
+inline float to_float(float number) { return number; }
+
+inline float to_float(BFloat16 number) { return float_of(uint32_t(number.bits) << 16); }
+
+constexpr float FLOAT16_TO_FLOAT = 5.192296858534828e33f;  // 2^112, the distance of the exponents
+
+inline float to_float(Float16 number) {
+    const uint32_t magnitude = uint32_t(number.bits & 0x7fff) << 13, sign = uint32_t(number.bits & 0x8000) << 16;
+    const bool is_finite = (number.bits & 0x7c00) != 0x7c00;
+    return float_of((is_finite ? bits_of(float_of(magnitude) * FLOAT16_TO_FLOAT) : magnitude | 0x7f800000) | sign);
+}
+
+inline void from_float(float number, float* to) { *to = number; }
+
+inline void from_float(float number, BFloat16* to) {
+    const uint32_t bits = bits_of(number);
+    if ((bits & 0x7fffffff) > 0x7f800000)
+        to->bits = 0x7fc0;
+    else
+        to->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline void from_float(float number, Float16* to) {
+    const uint32_t bits = bits_of(number), magnitude = bits & 0x7fffffff;
+    uint32_t half;
+    if (magnitude > 0x7f800000)
+        half = 0x7e00;
+    else if (magnitude >= 0x477ff000)  // rounds to 65536, or beyond
+        half = 0x7c00;
+    else if (magnitude < 0x38800000)  // below 2^-14: the last bits of a sum with 0.5 are those of a subnormal number
+        half = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;
+    else
+        half = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+    to->bits = uint16_t(half | (bits >> 16 & 0x8000));
+}
+
+// Vectors as wide as registers are. Sums of several rows and tokens must stay in registers, and compilers compare wider
+// vectors element by element.
+#ifdef __AVX512F__
+constexpr int WIDTH = 16;
+#else
+constexpr int WIDTH = 8;
+#endif
+
+typedef float Register __attribute__((vector_size(WIDTH * 4)));
+typedef int32_t IntRegister __attribute__((vector_size(WIDTH * 4)));
+
+inline Register load_register(const float* from) { return load<Register>(from); }
+
+inline Register load_register(const BFloat16* from) {
+#if defined(__AVX512F__)
+    return (Register)(widened(load<Halves>(from)) << 16);
+#elif defined(__AVX2__)
+    const __m128i halves = load<__m128i>(from);
+    return (Register)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
+#else
+    typedef uint16_t Narrow __attribute__((vector_size(WIDTH * 2)));
+    typedef uint32_t Wide __attribute__((vector_size(WIDTH * 4)));
+    return (Register)(__builtin_convertvector(load<Narrow>(from), Wide) << 16);
+#endif
+}
+
+inline Register load_register(const Float16* from) {
+#if defined(__AVX512F__)
+    return (Register)_mm512_cvtph_ps(load<__m256i>(from));
+#elif defined(__F16C__)
+    return (Register)_mm256_cvtph_ps(load<__m128i>(from));
+#else
+    Register states;
+    for (int lane = 0; lane < WIDTH; ++lane) states[lane] = to_float(from[lane]);
+    return states;
+#endif
+}
+
+inline void store_register(float* to, Register vector) { std::memcpy(to, &vector, sizeof(vector)); }
+
+// The sums of WIDTH vectors, in their order.
+inline Register sums_of_registers(const Register* vectors) {
+#if defined(__AVX512F__)
+    __m512 quarters[4];
+    for (int i = 0; i < 4; ++i) {
+        const __m512* from = (const __m512*)vectors + 4 * i;
+        const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(from[0], from[1]), _mm512_unpackhi_ps(from[0], from[1]));
+        const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(from[2], from[3]), _mm512_unpackhi_ps(from[2], from[3]));
+        const __m512d a = _mm512_castps_pd(low), b = _mm512_castps_pd(high);
+        quarters[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    __m512 halves[2];
+    for (int i = 0; i < 2; ++i)
+        halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(quarters[2 * i], quarters[2 * i + 1], 0x88),
+                                  _mm512_shuffle_f32x4(quarters[2 * i], quarters[2 * i + 1], 0xdd));
+    return (Register)_mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88),
+                                 _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+#elif defined(__AVX2__)
+    const __m256* from = (const __m256*)vectors;
+    const __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(from[0], from[1]), _mm256_hadd_ps(from[2], from[3]));
+    const __m256 high = _mm256_hadd_ps(_mm256_hadd_ps(from[4], from[5]), _mm256_hadd_ps(from[6], from[7]));
+    return (Register)_mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+#else
+    Register sums = {};
+    for (int i = 0; i < WIDTH; ++i)
+        for (int lane = 0; lane < WIDTH; ++lane) sums[i] += vectors[i][lane];
+    return sums;
+#endif
+}
+
+// e^x for x <= 0, to within two units in the last place; 0 below -87.
+inline Register exponential(Register x) {
+    const IntRegister tiny = x < -87.0f;
+    x = (Register)((~tiny & (IntRegister)x));
+    const Register shifter = 12582912.0f - Register{};
+    Register n = x * 1.44269504088896341f + shifter;
+    const IntRegister exponent = (IntRegister)n << 23;
+    n -= shifter;
+    Register r = x - n * 0.693145751953125f;
+    r -= n * 1.42860682030941723e-6f;
+    Register p = 1.9875691500e-4f - Register{};
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const IntRegister bits = (IntRegister)p + exponent;
+    return (Register)(~tiny & bits);
+}
+
+// The largest number; not a number if any is not.
+inline float largest(const float* numbers, int64_t count) {
+    Register highest = -INFINITY - Register{};
+    IntRegister is_nan = {};
+    for (int64_t i = 0; i < count; i += WIDTH) {
+        const Register given = load_register(numbers + i);
+        highest = given > highest ? given : highest;
+        is_nan |= given != given;
+    }
+    float result = -INFINITY;
+    for (int lane = 0; lane < WIDTH; ++lane) {
+        if (is_nan[lane]) return NAN;
+        result = std::max(result, highest[lane]);
+    }
+    return result;
+}
+
+}  // namespace

@@ -191,11 +191,11 @@ def pack_block(
             found.to(tl.uint8),
             mask=row_is_real[:, None] & column_is_real[None, :],
         )
-    elif C.BITS == 3:
-        store_plane(codes, row_places, row_is_real, found, 0, 2, C)
-        store_plane(codes + C.PADDED_COLUMNS // 4, row_places, row_is_real, found, 2, 1, C)
     else:
-        store_plane(codes, row_places, row_is_real, found, 0, C.BITS, C)
+        for plane in tl.static_range(len(C.PLANES)):
+            BELOW: tl.constexpr = C.BELOW[plane]
+            start = C.PADDED_COLUMNS * BELOW // 8
+            store_plane(codes + start, row_places, row_is_real, found, BELOW, C.PLANES[plane], C)
 
 
 @jit
@@ -249,13 +249,13 @@ def load_states(codes, parameters, tokens, channels, is_real, C: tl.constexpr):
     else:
         rows, columns = tokens, channels
     row_codes = codes + rows * C.ROW_BYTES
-    if C.BITS == 3:
-        found = load_plane(row_codes, columns, is_real, 0, 2, C)
-        found |= load_plane(row_codes, columns, is_real, C.PADDED_COLUMNS // 4, 1, C) << 2
-    elif C.BITS == 8:
+    if C.BITS == 8:
         found = tl.load(row_codes + columns, mask=is_real, other=0).to(tl.int32)
     else:
-        found = load_plane(row_codes, columns, is_real, 0, C.BITS, C)
+        found = load_plane(row_codes, columns, is_real, 0, C.PLANES[0], C)
+        for plane in tl.static_range(1, len(C.PLANES)):
+            BELOW: tl.constexpr = C.BELOW[plane]
+            found |= load_plane(row_codes, columns, is_real, C.PADDED_COLUMNS * BELOW // 8, C.PLANES[plane], C) << BELOW
     place = rows // C.ROW_GROUP * (C.ALL_COLUMNS // C.GROUP) + columns // C.GROUP
     scale = tl.load(parameters + place, mask=is_real, other=0.0).to(tl.float32)
     if C.FLOATING:

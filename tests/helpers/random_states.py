@@ -19,6 +19,12 @@ def hadamard(head_dim: int) -> Tensor:
 
 
 def code_format(width: int | str, group: Rule, rotated: bool) -> CodeFormat:
+    """The format of a number of bits, of "fp8", or of a codebook: "codebook 4"."""
+    if str(width).startswith("codebook"):
+        bits = int(str(width).split()[1])
+        # In no order, and none is the number of another code.
+        levels = tuple(float((7 * code + 3) % (1 << bits)) + code / 64 for code in range(1 << bits))
+        return CodeFormat(bits, *group, rotated=rotated, levels=levels)
     return CodeFormat(8 if width == "fp8" else int(width), *group, floating=width == "fp8", rotated=rotated)
 
 
@@ -33,11 +39,13 @@ def packed_states(
         codes = (codes & 0x80) | (codes & 0x7F).clamp(max=0x50)
     groups = (batch, kv_heads, tokens // form.group_tokens, head_dim // form.group_channels)
     scale = ((0.5 + torch.rand(groups)) * (0.25 if form.floating else 2 / 2**form.bits)).to(dtype)
-    zero = None if form.floating else (torch.randn(groups) * 0.3 - 1).to(dtype)
+    zero = None if form.floating or form.levels else (torch.randn(groups) * 0.3 - 1).to(dtype)
     packed = PackedSide(
         *pack_side(QuantizedGroups(codes, scale, zero), form, side, block_tokens), form, side, head_dim, block_tokens
     )
     exact = codes.view(torch.float8_e4m3fn).double() if form.floating else codes.double()
+    if form.levels:
+        exact = torch.tensor(form.levels, dtype=torch.float64)[codes.long()]
     exact = exact * of_each_state(scale, form)
     exact = exact if zero is None else exact + of_each_state(zero, form)
     return packed, exact @ hadamard(head_dim) if form.rotated else exact

@@ -20,6 +20,7 @@ FORMATS = [
     ),
     CodeFormat(8, 1, 16, floating=True),
     CodeFormat(8, 64, 1, floating=True),
+    CodeFormat(2, 1, 16, levels=(0.5, -1.0, 3.0, 0.0)),
 ]
 
 
@@ -58,7 +59,7 @@ def quantized(code_format: CodeFormat, tokens: int, head_dim: int, dtype: torch.
     else:
         codes = torch.randint(0, 2**code_format.bits, shape, dtype=torch.uint8)
     grid = (2, 3, tokens // code_format.group_tokens, head_dim // code_format.group_channels)
-    zero = None if code_format.floating else torch.randn(grid).to(dtype)
+    zero = torch.randn(grid).to(dtype) if code_format.has_zero else None
     return QuantizedGroups(codes, torch.rand(grid).to(dtype), zero)
 
 
@@ -70,7 +71,8 @@ def states_of(groups: QuantizedGroups, code_format: CodeFormat) -> Tensor:
         return over_tokens.repeat_interleave(code_format.group_channels, 3)
 
     codes = groups.codes.view(torch.float8_e4m3fn) if code_format.floating else groups.codes
-    states = codes.float() * spread(groups.scale)
+    numbers = torch.tensor(code_format.levels)[codes.long()] if code_format.levels else codes.float()
+    states = numbers * spread(groups.scale)
     return states if groups.zero is None else states + spread(groups.zero)
 
 

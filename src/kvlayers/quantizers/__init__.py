@@ -12,9 +12,12 @@ from kvlayers.quantizers.contract import (
 from kvlayers.quantizers.dequantize import dequantize
 from kvlayers.quantizers.fp8 import Fp8Backend, Fp8Quantizer
 from kvlayers.quantizers.hqq import HQQBackend, HQQQuantizer
+from kvlayers.quantizers.kivi import KiviBackend, KiviQuantizer
 from kvlayers.quantizers.native import NativeBackend, NativeQuantizer
+from kvlayers.quantizers.nf4 import NF4Backend, NF4Quantizer
 from kvlayers.quantizers.quanto import QuantoBackend, QuantoQuantizer
 from kvlayers.quantizers.registry import backend, quantizer_names, register_quantizer, unregister_quantizer
+from kvlayers.quantizers.turboquant import TurboQuantBackend, TurboQuantizer
 
 __all__ = [
     "Backend",
@@ -23,6 +26,10 @@ __all__ = [
     "Fp8Quantizer",
     "HQQBackend",
     "HQQQuantizer",
+    "KiviBackend",
+    "KiviQuantizer",
+    "NF4Backend",
+    "NF4Quantizer",
     "NativeBackend",
     "NativeQuantizer",
     "QuantizedGroups",
@@ -31,6 +38,8 @@ __all__ = [
     "QuantoQuantizer",
     "Side",
     "SideOptions",
+    "TurboQuantBackend",
+    "TurboQuantizer",
     "backend",
     "channel_group",
     "dequantize",

@@ -16,10 +16,15 @@ Side = Literal["keys", "values"]
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
 """Numbers of bits that a code may have. A new width needs its planes in `packing`, and in the kernel for CPUs."""
 
+MOST_CODEBOOK_BITS = 4
+"""The widest code that may look up a level: kernels hold a codebook in registers."""
+
 
 @dataclass(frozen=True, slots=True)
 class CodeFormat:
     """The meaning of codes: `state = scale * code + zero`, with one scale and one zero for each group.
+
+    Codes of float8 numbers, and codes that look up a level in a codebook, have no zero: `state = scale * level`.
 
     Attributes:
         bits: width of a code, one of `WIDTHS`.
@@ -27,6 +32,7 @@ class CodeFormat:
         group_channels: neighbouring channels that share a scale and a zero. One of the two numbers is 1.
         floating: whether codes are the bytes of float8 numbers (e4m3fn), without a zero.
         rotated: whether the states were rotated by `hadamard.rotate` before they were quantized.
+        levels: the codebook: the number that each code stands for, before the scale. Empty if a code stands for itself.
     """
 
     bits: int
@@ -34,6 +40,7 @@ class CodeFormat:
     group_channels: int
     floating: bool = False
     rotated: bool = False
+    levels: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = (self.group_tokens, self.group_channels)
@@ -44,11 +51,21 @@ class CodeFormat:
             )
         if self.floating and self.bits != 8:
             raise OptionError(f"Floating codes must have 8 bits, got {self.bits}.")
+        if self.levels and (self.floating or self.bits > MOST_CODEBOOK_BITS or len(self.levels) != 1 << self.bits):
+            raise OptionError(
+                f"A codebook must have a level for each code of at most {MOST_CODEBOOK_BITS} bits, got "
+                f"{len(self.levels)} levels for {'floating ' * self.floating}codes of {self.bits} bits."
+            )
 
     @property
     def parameters(self) -> int:
         """Parameters of a group: scale and zero, or only the scale."""
-        return 1 if self.floating else 2
+        return 2 if self.has_zero else 1
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether a group has a zero, which is added to its states."""
+        return not self.floating and not self.levels
 
 
 @dataclass(frozen=True)
@@ -58,7 +75,7 @@ class QuantizedGroups:
     Attributes:
         codes: uint8 `[batch, kv_heads, tokens, head_dim]`.
         scale: `[batch, kv_heads, tokens / group_tokens, head_dim / group_channels]`, in the dtype of the states.
-        zero: as `scale`; `None` if the format is floating.
+        zero: as `scale`; `None` if the format has no zero.
     """
 
     codes: Tensor
@@ -77,7 +94,7 @@ def check_groups(groups: QuantizedGroups, code_format: CodeFormat, states: Tenso
         ("codes", groups.codes, tuple(states.shape), torch.uint8),
         ("scale", groups.scale, grid, states.dtype),
     ]
-    if not code_format.floating:
+    if code_format.has_zero:
         expected.append(("zero", groups.zero, grid, states.dtype))
     for name, seen, shape, dtype in expected:
         if seen is None or tuple(seen.shape) != shape or seen.dtype != dtype or seen.device != states.device:
@@ -212,13 +229,13 @@ def _is_whole(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool)
 
 
-def channel_group(options: SideOptions, head_dim: int) -> int:
-    """Channels in a group along head_dim: the largest divisor of head_dim up to the given group size, or up to 64.
+def channel_group(options: SideOptions, head_dim: int, default: int = DEFAULT_GROUP_SIZE) -> int:
+    """Channels in a group along head_dim: the largest divisor of head_dim up to the given group size, or the default.
 
     It warns if that differs from the given size.
     """
     asked = options.group_size
-    most = min(head_dim, DEFAULT_GROUP_SIZE if asked is None else asked)
+    most = min(head_dim, default if asked is None else asked)
     size = next(size for size in range(most, 0, -1) if head_dim % size == 0)
     if asked is not None and size != asked:
         warn_the_caller(

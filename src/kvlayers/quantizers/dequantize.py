@@ -19,12 +19,20 @@ def dequantize(groups: QuantizedGroups, code_format: CodeFormat, dtype: torch.dt
     Returns:
         `[batch, kv_heads, tokens, head_dim]` of `dtype`.
     """
-    codes = groups.codes.view(torch.float8_e4m3fn) if code_format.floating else groups.codes
-    states = grouped(codes.float(), code_format) * _for_each_state(groups.scale)
+    states = grouped(numbers_of(groups.codes, code_format), code_format) * _for_each_state(groups.scale)
     if groups.zero is not None:
         states = states + _for_each_state(groups.zero)
     flat = ungrouped(states)
     return (rotate(flat) if code_format.rotated else flat).to(dtype)
+
+
+def numbers_of(codes: Tensor, code_format: CodeFormat) -> Tensor:
+    """What codes stand for before the scale, float32 of the same shape as the codes, which are uint8."""
+    if code_format.floating:
+        return codes.view(torch.float8_e4m3fn).float()
+    if code_format.levels:
+        return torch.tensor(code_format.levels, dtype=torch.float32, device=codes.device)[codes.int()]
+    return codes.float()
 
 
 def _for_each_state(parameters: Tensor) -> Tensor:

@@ -94,9 +94,14 @@ class NativeQuantizer(Quantizer):
     """
 
     @property
+    def range_search(self) -> KernelSearch:
+        """How the range of each group is searched for."""
+        return KernelSearch(CLIPS[self.format.bits], REFITS, LARGEST_STRETCH, LARGEST_STATE)
+
+    @property
     @override
     def kernel_search(self) -> KernelSearch:
-        return KernelSearch(CLIPS[self.format.bits], REFITS, LARGEST_STRETCH, LARGEST_STATE)
+        return self.range_search
 
     def quantize(self, states: Tensor) -> QuantizedGroups:
         """Quantize `[batch, kv_heads, tokens, head_dim]`.
@@ -124,12 +129,12 @@ class NativeQuantizer(Quantizer):
             exact = rotate(exact.clamp(-limit, limit))
         else:
             exact = exact.clamp(-limit, limit)
-        bits = self.format.bits
-        if len(CLIPS[bits]) > 1 and search.supports(states):
+        bits, how = self.format.bits, self.range_search
+        if len(how.clips) > 1 and search.supports(states):
             rows = one_group_a_row(exact, self.format)
-            found = search.search(rows, bits, states.dtype, CLIPS[bits], REFITS, LARGEST_STRETCH)
+            found = search.search(rows, bits, states.dtype, how.clips, how.refits, how.largest_stretch)
             return from_rows(*found, states.shape, self.format)
-        grid, float_codes = _GridSearch(grouped(exact, self.format), self.format.bits, states.dtype).best()
+        grid, float_codes = _GridSearch(grouped(exact, self.format), bits, states.dtype, how.clips).best()
         codes = ungrouped(float_codes).to(torch.uint8)
         scale, zero = (numbers.squeeze(-1).squeeze(-2).to(states.dtype) for numbers in (grid.scale, grid.zero))
         return QuantizedGroups(codes, scale, zero)
@@ -155,10 +160,12 @@ class _GridSearch:
         states: float32, by groups.
         bits: width of a code.
         dtype: dtype that scale and zero are stored in.
+        clips: fractions of the range that are tried as the part to cut off at either end.
     """
 
-    def __init__(self, states: Tensor, bits: int, dtype: torch.dtype) -> None:
+    def __init__(self, states: Tensor, bits: int, dtype: torch.dtype, clips: tuple[float, ...]) -> None:
         self.states = states
+        self.clips = clips
         self.bits = bits
         self.dtype = dtype
         self.top = 2**bits - 1
@@ -170,7 +177,7 @@ class _GridSearch:
     def best(self) -> tuple[_Grid, Tensor]:
         """The grid of each group, and codes, float32 as the states."""
         best = self._grid(self.step, self.lowest)
-        if CLIPS[self.bits] == (0.0,):
+        if self.clips == (0.0,):
             return best, self._code(best).codes
         unit = best.scale
         least = self._error(best, self._code(best), unit)
@@ -192,9 +199,8 @@ class _GridSearch:
         return _Coded(codes, exact.sub_(codes))
 
     def _clipped(self) -> Iterator[_Grid]:
-        clips = CLIPS[self.bits]
-        for below in clips:
-            for above in clips:
+        for below in self.clips:
+            for above in self.clips:
                 if below or above:
                     yield self._grid(self.step * (1 - below - above), self.lowest + self.step * (self.top * below))
 

@@ -10,6 +10,7 @@ from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
 from kvlayers.quantizers.cuda.launch import read_blocks
 from kvlayers.quantizers.cuda.support import read_obstacle
+from kvlayers.quantizers.dequantize import numbers_of
 from kvlayers.quantizers.hadamard import rotate
 from kvlayers.quantizers.packing import pack, unpack
 
@@ -74,15 +75,13 @@ class PackedSide:
         """The states, float32 `[batch, kv_heads, blocks * block_tokens, head_dim]`, rotated if they were packed so."""
         packed = torch.unflatten(self.codes, -1, (self.rows, self.row_bytes))
         codes = unpack(packed, self.format.bits, self.columns)
-        if self.format.floating:
-            codes = codes.view(torch.float8_e4m3fn)
         grid = (self.format.parameters, self.rows // self.row_group, self.columns // self.column_group)
         parameters = torch.unflatten(self.parameters.float(), -1, grid)
         # Groups get dimensions of their own, so that scale and zero are broadcast rather than repeated in memory.
-        groups = torch.unflatten(codes.float(), -1, (-1, self.column_group))
+        groups = torch.unflatten(numbers_of(codes, self.format), -1, (-1, self.column_group))
         groups = torch.unflatten(groups, -3, (-1, self.row_group))
         states = groups * parameters[:, :, :, 0, :, None, :, None]
-        if not self.format.floating:
+        if self.format.has_zero:
             states = states + parameters[:, :, :, 1, :, None, :, None]
         states = states.flatten(-2).flatten(-3, -2)
         return (states.transpose(-1, -2) if self.side == "keys" else states).flatten(2, 3)

@@ -22,6 +22,7 @@ struct Side {
     int64_t code_batch, code_head, code_block;
     int64_t parameter_batch, parameter_head, parameter_block;
     int64_t bits, floating, rows, columns, row_group, column_group;
+    const float* levels;  // of a codebook, one for each code, at most 16; null if there is none
 };
 
 struct Packed {

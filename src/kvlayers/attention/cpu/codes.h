@@ -79,7 +79,7 @@ struct Planes<FIRST, OTHERS...> {
 // What codes stand for, before the scale.
 struct Integer {
     template <int N>
-    static inline FloatLanes<N> values(WordLanes<N> codes) {
+    inline FloatLanes<N> values(WordLanes<N> codes) const {
         return __builtin_convertvector((typename Lanes<N>::Ints)codes, FloatLanes<N>);
     }
 };
@@ -87,12 +87,37 @@ struct Integer {
 struct Float8 {
     // Exponent and fraction of e4m3 moved to those of a float, whose exponents are 120 higher.
     template <int N>
-    static inline FloatLanes<N> values(WordLanes<N> codes) {
+    inline FloatLanes<N> values(WordLanes<N> codes) const {
         typedef typename Lanes<N>::Ints Ints;
         const WordLanes<N> bits = ((codes & 0x80u) << 24) | ((codes & 0x7fu) << 20);
         const FloatLanes<N> scaled = (FloatLanes<N>)bits * 1.329227995784916e36f;
         const Ints is_nan = (Ints)(codes & 0x7fu) == 0x7f;
         return (FloatLanes<N>)((Ints)scaled | (is_nan & 0x7fc00000));
+    }
+};
+
+// Levels of a codebook, looked up in registers: two of 8 floats, or one of 16.
+struct Codebook {
+    float levels[16] = {};
+
+    Codebook(const float* from, int64_t bits) { std::memcpy(levels, from, sizeof(float) << bits); }
+
+    template <int N>
+    inline FloatLanes<N> values(WordLanes<N> codes) const {
+#if defined(__AVX512F__)
+        if constexpr (N == 16) return (FloatLanes<N>)_mm512_permutexvar_ps((__m512i)codes, _mm512_loadu_ps(levels));
+#endif
+#if defined(__AVX2__)
+        if constexpr (N == 8) {
+            const __m256i at = (__m256i)codes;
+            const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels), at);
+            const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels + 8), at);
+            return (FloatLanes<N>)_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)));
+        }
+#endif
+        FloatLanes<N> found;
+        for (int lane = 0; lane < N; ++lane) found[lane] = levels[codes[lane]];
+        return found;
     }
 };
 

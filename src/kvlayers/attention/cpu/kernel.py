@@ -4,6 +4,7 @@ Without a C++ compiler `library()` is `None`, and attention runs in plain torch 
 """
 
 import ctypes
+import functools
 import pathlib
 from typing import Any
 
@@ -48,6 +49,7 @@ class _Side(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("code_batch", "code_head", "code_block")),
         *((name, ctypes.c_int64) for name in ("parameter_batch", "parameter_head", "parameter_block")),
         *((name, ctypes.c_int64) for name in ("bits", "floating", "rows", "columns", "row_group", "column_group")),
+        ("levels", ctypes.c_void_p),
     ]
 
 
@@ -241,6 +243,14 @@ def _set_side(entry: _Side, side: PackedSide) -> None:
     entry.bits, entry.floating = side.format.bits, side.format.floating
     entry.rows, entry.columns = side.rows, side.columns
     entry.row_group, entry.column_group = side.row_group, side.column_group
+    if side.format.levels:
+        entry.levels = ctypes.addressof(_codebook(side.format.levels))
+
+
+@functools.cache
+def _codebook(levels: tuple[float, ...]) -> Any:
+    """Levels as a C array, which lives as long as the process."""
+    return (ctypes.c_float * len(levels))(*levels)
 
 
 def _set_mask(entry: _Mask, mask: Tensor) -> Tensor:

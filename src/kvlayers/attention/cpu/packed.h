@@ -32,7 +32,7 @@ struct CodeRows {
 // acc[i][column] += sum over rows of weights[group of column][i][row] * value[row][column], for i < R, in VECTORS vectors
 // of bytes from `offset` and COUNT slots from FIRST. Lanes before `first_lane` were counted already.
 template <typename Layout, typename Meaning, int R, int N, int VECTORS, int FIRST, int... SLOTS>
-inline void accumulate_slots(const CodeRows& of, int64_t offset, int64_t first_lane, float* acc, int64_t acc_stride,
+inline void accumulate_slots(const Meaning& meaning, const CodeRows& of, int64_t offset, int64_t first_lane, float* acc, int64_t acc_stride,
                              std::integer_sequence<int, SLOTS...>) {
     constexpr int COUNT = sizeof...(SLOTS);
     const uint8_t* from = of.codes + offset;
@@ -43,7 +43,7 @@ inline void accumulate_slots(const CodeRows& of, int64_t offset, int64_t first_l
     for (int64_t row = 0; row < of.rows; ++row, from += of.row_bytes) {
 #pragma GCC unroll 8
         for (int vector = 0; vector < VECTORS; ++vector) {
-            const FloatLanes<N> values[COUNT] = {Meaning::template values<N>(
+            const FloatLanes<N> values[COUNT] = {meaning.template values<N>(
                 Layout::template codes<N, FIRST + SLOTS>(from + vector * N, of.narrowest_bytes))...};
 #pragma GCC unroll 8
             for (int i = 0; i < R; ++i)
@@ -62,59 +62,69 @@ inline void accumulate_slots(const CodeRows& of, int64_t offset, int64_t first_l
 
 // As `accumulate_slots`, for all slots, so many at once that their sums stay in registers.
 template <typename Layout, typename Meaning, int R, int N, int VECTORS, int FIRST = 0>
-inline void accumulate_vectors(const CodeRows& of, int64_t offset, int64_t first_lane, float* acc, int64_t acc_stride) {
+inline void accumulate_vectors(const Meaning& meaning, const CodeRows& of, int64_t offset, int64_t first_lane, float* acc,
+                               int64_t acc_stride) {
     constexpr int COUNT = std::min(Layout::SLOTS - FIRST, std::max(1, MOST_SUMS / (R * VECTORS)));
-    accumulate_slots<Layout, Meaning, R, N, VECTORS, FIRST>(of, offset, first_lane, acc, acc_stride,
+    accumulate_slots<Layout, Meaning, R, N, VECTORS, FIRST>(meaning, of, offset, first_lane, acc, acc_stride,
                                                            std::make_integer_sequence<int, COUNT>{});
     if constexpr (FIRST + COUNT < Layout::SLOTS)
-        accumulate_vectors<Layout, Meaning, R, N, VECTORS, FIRST + COUNT>(of, offset, first_lane, acc, acc_stride);
+        accumulate_vectors<Layout, Meaning, R, N, VECTORS, FIRST + COUNT>(meaning, of, offset, first_lane, acc, acc_stride);
 }
 
 // As `accumulate_slots`, for all columns.
 template <typename Layout, typename Meaning, int R, int N>
-inline void accumulate_columns(const CodeRows& of, float* acc, int64_t acc_stride) {
+inline void accumulate_columns(const Meaning& meaning, const CodeRows& of, float* acc, int64_t acc_stride) {
     constexpr int VECTORS = std::max(1, MOST_SUMS / (R * Layout::SLOTS));
     const int64_t bytes = of.narrowest_bytes;
     int64_t offset = 0;
     if (of.shares_groups(VECTORS * N))
         for (; offset + VECTORS * N <= bytes; offset += VECTORS * N)
-            accumulate_vectors<Layout, Meaning, R, N, VECTORS>(of, offset, 0, acc, acc_stride);
+            accumulate_vectors<Layout, Meaning, R, N, VECTORS>(meaning, of, offset, 0, acc, acc_stride);
     if constexpr (VECTORS > 1)
         for (; offset + N <= bytes; offset += N)
-            accumulate_vectors<Layout, Meaning, R, N, 1>(of, offset, 0, acc, acc_stride);
+            accumulate_vectors<Layout, Meaning, R, N, 1>(meaning, of, offset, 0, acc, acc_stride);
     if (offset < bytes && bytes >= N)
-        accumulate_vectors<Layout, Meaning, R, N, 1>(of, bytes - N, offset - (bytes - N), acc, acc_stride);
+        accumulate_vectors<Layout, Meaning, R, N, 1>(meaning, of, bytes - N, offset - (bytes - N), acc, acc_stride);
     else if (offset < bytes)
         for (int64_t row = 0; row < of.rows; ++row)
             for (int64_t column = 0; column < of.columns; ++column) {
                 const uint32_t code = Layout::code(of.codes + row * of.row_bytes, column, bytes);
-                const float value = Meaning::template values<8>(WordLanes<8>{} + code)[0];
+                const float value = meaning.template values<8>(WordLanes<8>{} + code)[0];
                 const float* weights = of.weights + column / of.column_group * of.rows * R;
                 for (int i = 0; i < R; ++i) acc[i * acc_stride + column] += weights[i * of.rows + row] * value;
             }
 }
 
 template <typename Layout, typename Meaning, int R>
-void accumulate_layout(CodeRows of, float* acc, int64_t acc_stride) {
+void accumulate_layout(const Meaning& meaning, CodeRows of, float* acc, int64_t acc_stride) {
     of.narrowest_bytes = Layout::narrowest_bytes(of.columns);
 #if defined(__AVX512F__)
     if (of.narrowest_bytes % 16 == 0 && of.shares_groups(16))
-        return accumulate_columns<Layout, Meaning, R, 16>(of, acc, acc_stride);
+        return accumulate_columns<Layout, Meaning, R, 16>(meaning, of, acc, acc_stride);
 #endif
-    accumulate_columns<Layout, Meaning, R, 8>(of, acc, acc_stride);
+    accumulate_columns<Layout, Meaning, R, 8>(meaning, of, acc, acc_stride);
 }
 
 template <int R>
 void accumulate(const Side& side, const CodeRows& of, float* acc, int64_t acc_stride) {
-    if (side.floating) return accumulate_layout<Planes<8>, Float8, R>(of, acc, acc_stride);
+    if (side.floating) return accumulate_layout<Planes<8>, Float8, R>({}, of, acc, acc_stride);
+    if (side.levels) {
+        const Codebook book(side.levels, side.bits);
+        switch (side.bits) {
+            case 1: return accumulate_layout<Planes<1>, Codebook, R>(book, of, acc, acc_stride);
+            case 2: return accumulate_layout<Planes<2>, Codebook, R>(book, of, acc, acc_stride);
+            case 3: return accumulate_layout<Planes<2, 1>, Codebook, R>(book, of, acc, acc_stride);
+            case 4: return accumulate_layout<Planes<4>, Codebook, R>(book, of, acc, acc_stride);
+        }
+    }
     switch (side.bits) {
-        case 1: return accumulate_layout<Planes<1>, Integer, R>(of, acc, acc_stride);
-        case 2: return accumulate_layout<Planes<2>, Integer, R>(of, acc, acc_stride);
-        case 3: return accumulate_layout<Planes<2, 1>, Integer, R>(of, acc, acc_stride);
-        case 4: return accumulate_layout<Planes<4>, Integer, R>(of, acc, acc_stride);
-        case 5: return accumulate_layout<Planes<4, 1>, Integer, R>(of, acc, acc_stride);
-        case 6: return accumulate_layout<Planes<4, 2>, Integer, R>(of, acc, acc_stride);
-        case 8: return accumulate_layout<Planes<8>, Integer, R>(of, acc, acc_stride);
+        case 1: return accumulate_layout<Planes<1>, Integer, R>({}, of, acc, acc_stride);
+        case 2: return accumulate_layout<Planes<2>, Integer, R>({}, of, acc, acc_stride);
+        case 3: return accumulate_layout<Planes<2, 1>, Integer, R>({}, of, acc, acc_stride);
+        case 4: return accumulate_layout<Planes<4>, Integer, R>({}, of, acc, acc_stride);
+        case 5: return accumulate_layout<Planes<4, 1>, Integer, R>({}, of, acc, acc_stride);
+        case 6: return accumulate_layout<Planes<4, 2>, Integer, R>({}, of, acc, acc_stride);
+        case 8: return accumulate_layout<Planes<8>, Integer, R>({}, of, acc, acc_stride);
     }
 }
 
@@ -157,7 +167,7 @@ void multiply(const Side& side, int64_t batch, int64_t head, int64_t block, int6
     const int64_t row_bytes = padded_columns(side) * side.bits / 8;
     const int64_t row_groups = side.rows / side.row_group, column_groups = side.columns / side.column_group;
     const int64_t count = row_groups * column_groups;
-    const bool has_zero = !side.floating;
+    const bool has_zero = !side.floating && !side.levels;
     buffers.parameters.resize(2 * count);
     float *scale = buffers.parameters.data(), *zero = scale + count;
     read_parameters(given, row_groups, column_groups, scale);

@@ -246,6 +246,8 @@ def _form_obstacle(layout: BlockLayout, dtype: torch.dtype) -> str | None:
         return f"states are of {dtype}"
     if layout.format.bits not in WIDTHS:
         return f"there is no kernel for codes of {layout.format.bits} bit"
+    if layout.format.levels:
+        return "codes look up their numbers in a codebook"
     if layout.head_dim > LARGEST_HEAD_DIM:
         return f"the head_dim is {layout.head_dim}, above {LARGEST_HEAD_DIM}"
     return None

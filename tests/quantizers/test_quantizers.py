@@ -442,7 +442,7 @@ def test_names() -> None:
 
 @pytest.mark.parametrize("name", ["nativ", "", None, 4, ["native"]])
 def test_an_unknown_name_lists_those_that_there_are(name: Any) -> None:
-    with pytest.raises(OptionError, match="fp8, hqq, native, quanto"):
+    with pytest.raises(OptionError, match="fp8, hqq, kivi, native, nf4, quanto, turboquant"):
         backend(name)
 
 

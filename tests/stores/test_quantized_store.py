@@ -478,7 +478,7 @@ def test_a_state_of_other_settings_is_refused(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "listed"),
     [
-        ({"backend": "gptq"}, "fp8, hqq, native, quanto"),
+        ({"backend": "gptq"}, "fp8, hqq, kivi, native, nf4, quanto, turboquant"),
         ({"nbits": 7}, "2, 3, 4, 5, 6, 8"),
         ({"nbits": "4"}, "2, 3, 4, 5, 6, 8"),
         ({"key_nbits": 1}, "2, 3, 4, 5, 6, 8.*got 1 for keys"),
@@ -590,7 +590,7 @@ def test_a_quantizer_of_another_package_works_from_end_to_end(sign_backend: None
 
 def test_a_name_that_is_gone_is_refused(sign_backend: None) -> None:
     kvlayers.unregister_quantizer("sign")
-    with pytest.raises(OptionError, match="fp8, hqq, native, quanto"):
+    with pytest.raises(OptionError, match="fp8, hqq, kivi, native, nf4, quanto, turboquant"):
         kvlayers.QuantizedCache("sign")
     kvlayers.register_quantizer("sign")(SignBackend)
 

@@ -26,7 +26,8 @@ class Quantization:
     """How keys and values are quantized.
 
     Args:
-        backend: `"native"`, `"kivi"`, `"turboquant"`, `"nf4"`, `"quanto"`, `"hqq"`, `"fp8"`, or a name that was registered.
+        backend: `"native"`, `"kivi"`, `"turboquant"`, `"nf4"`, `"quanto"`, `"hqq"`, `"fp8"`, or a name that was
+            registered.
         nbits: bits of a code, for keys and values; by default 4, or 8 for fp8.
         key_nbits: bits of the keys alone.
         value_nbits: bits of the values alone.

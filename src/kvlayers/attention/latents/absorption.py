@@ -121,7 +121,7 @@ def attend(
     Returns:
         `[batch, heads, queries, value_channels]` in the dtype of the query.
     """
-    batch, heads, queries, head_dim = query.shape
+    queries, head_dim = query.shape[2:]
     snapshot = keys.projection.snapshot
     scale = head_dim**-0.5 if scale is None else float(scale)
     with without_autocast(query.device):
@@ -129,8 +129,8 @@ def attend(
         tokens = segments.tokens
         if is_causal:
             mask = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).tril()
-        own, rotated = query.split([keys.stop - keys.first, head_dim - keys.stop + keys.first], dim=3)
-        own, rotated = query.split([keys.stop - keys.first, head_dim - keys.stop + keys.first], dim=3)
+        own, rotated = _parts(query, keys)
+        own, rotated = _parts(query, keys)
         absorbed = keys.to_latents(own)
         if segments.are_dense:
             attended = _attend_dense(absorbed, rotated, segments, mask, scale, snapshot.paths)
@@ -167,13 +167,18 @@ def _latents(segments: KVSegments) -> KVSegments:
     return KVSegments(tuple(replace(segment, values=segment.keys) for segment in dense))
 
 
+def _parts(query: Tensor, keys: HeadWeights) -> tuple[Tensor, Tensor]:
+    """The channels of a query for the keys, and for the rotated keys."""
+    channels = keys.stop - keys.first
+    return query[..., :channels], query[..., channels:]
+
+
 def scores(query: Tensor, keys: HeadWeights) -> Tensor:
     """The product of queries and all keys, `[batch, heads, queries, tokens]` in the dtype of the query."""
-    batch, heads, queries, head_dim = query.shape
+    batch, heads, queries, _ = query.shape
     snapshot = keys.projection.snapshot
     with without_autocast(query.device):
-        channels = keys.stop - keys.first
-        own, rotated = query.split([channels, head_dim - channels], dim=3)
+        own, rotated = _parts(query, keys)
         segments = snapshot.read()
         snapshot.paths.record(COPY)
         latents = segments.dense("keys", snapshot.dtype)[:, 0].float()

@@ -5,11 +5,12 @@ are written to a new tensor, beside the rotated key. What comes out goes to atte
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
+from typing_extensions import override
 
 from kvlayers.attention.latents import absorption
 from kvlayers.attention.latents.absorption import HeadWeights, Projection
@@ -50,7 +51,7 @@ class ExpandedLatents(DeferredTensor):
         stop: the channel behind them.
     """
 
-    implementations = {}
+    implementations: ClassVar[dict[Any, Callable[..., Any]]] = {}
 
     expansion: Expansion
     axes: Axes
@@ -67,6 +68,7 @@ class ExpandedLatents(DeferredTensor):
         view.expansion, view.axes, view.first, view.stop = expansion, axes, first, stop
         return view
 
+    @override
     def computed(self) -> Tensor:
         product = self.expansion.read()
         if self.axes == "projected":
@@ -139,7 +141,7 @@ class AssembledKeys(DeferredTensor):
         swapped: whether the axes of tokens and channels are swapped.
     """
 
-    implementations = {}
+    implementations: ClassVar[dict[Any, Callable[..., Any]]] = {}
 
     memory: NewKeys
     first: int
@@ -154,6 +156,7 @@ class AssembledKeys(DeferredTensor):
         view.memory, view.first, view.swapped = memory, first, swapped
         return view
 
+    @override
     def computed(self) -> Tensor:
         keys = self.memory.read()
         if self.swapped:

@@ -22,7 +22,7 @@ class LatentStates(PackedStates):
     """
 
     @staticmethod
-    def __new__(cls: type["LatentStates"], snapshot: Snapshot, shape: Sequence[int]) -> "LatentStates":  # type: ignore[misc]
+    def __new__(cls: type["LatentStates"], snapshot: Snapshot, shape: Sequence[int]) -> "LatentStates":
         """Latents of a snapshot."""
         states: LatentStates = PackedStates.__new__(cls, snapshot, "keys", shape)  # type: ignore[assignment]
         return states
@@ -38,6 +38,7 @@ class LatentStates(PackedStates):
     ) -> Any:
         if func is not linear:
             return super().__torch_function__(func, types, args, kwargs)
+        # Other kinds of tensors, such as quantized weights, have their own linear layers.
         return _linear(*args, **(kwargs or {}))
 
 

@@ -1,10 +1,13 @@
 """Attention over packed latents: a few blocks at a time are brought to full precision, once for all heads."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from kvlayers.attention import reference
-from kvlayers.attention.segments import KVSegments
+from kvlayers.attention.segments import KVSegments, without_rows
 from kvlayers.quantizers.hadamard import rotate
 
 
@@ -14,7 +17,7 @@ def attend(query: Tensor, rotated: Tensor, segments: KVSegments, mask: Tensor | 
     Args:
         query: queries of the latents, `[batch, heads, queries, latent_dim]`.
         rotated: queries of the rotated keys, `[batch, heads, queries, rotated_channels]`.
-        segments: the latents, as keys, and the rotated keys, as values, of one KV head.
+        segments: the latents, as keys, and the rotated keys, as values, of one KV head, no segment gathered.
         mask: bool or additive, broadcast to `[batch, heads, queries, tokens]`, or `None`.
         scale: factor of the scores.
 
@@ -31,11 +34,11 @@ def attend(query: Tensor, rotated: Tensor, segments: KVSegments, mask: Tensor | 
     highest = of_latents[False].new_full((batch, 1, rows, 1), -torch.inf)
     total = torch.zeros_like(highest)
     sums = {False: torch.zeros_like(of_latents[False]), True: torch.zeros_like(of_latents[False])}
-    for piece in reference.pieces(segments, rows):
+    for first, piece in _pieces(segments, rows):
         scores = of_latents[piece.keys_rotated] @ piece.keys.transpose(2, 3)
         scores += of_rotated[piece.values_rotated] @ piece.values.transpose(2, 3)
         if mask is not None:
-            part = piece.columns_of(mask).reshape(scores.shape)
+            part = mask.narrow(3, first, scores.shape[3]).reshape(scores.shape)
             scores = scores.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else scores + part
         raised = torch.maximum(highest, scores.amax(-1, keepdim=True))
         # A row that may attend to no token yet has -inf as its highest score, and -inf - -inf is not a number.
@@ -49,6 +52,21 @@ def attend(query: Tensor, rotated: Tensor, segments: KVSegments, mask: Tensor | 
     # As in torch, a query that may attend to no token gets zeros.
     result = torch.where(total == 0, 0.0, result)
     return result.reshape(batch, heads, queries, latent_dim).to(query.dtype)
+
+
+def _pieces(segments: KVSegments, rows: int) -> Iterator[tuple[int, reference.Piece]]:
+    """Segments in pieces, with the number of the first token. Each sequence of the batch has its own row."""
+    position = 0
+    for segment in segments.in_order:
+        for piece in reference.pieces(KVSegments((without_rows(segment),)), rows):
+            first = position + piece.position
+            if segment.rows is None:
+                yield first, piece
+            else:
+                index = segment.rows.on(piece.keys.device)[0]
+                keys, values = piece.keys.index_select(0, index), piece.values.index_select(0, index)
+                yield first, replace(piece, keys=keys, values=values)
+        position += segment.tokens
 
 
 def _both(query: Tensor) -> dict[bool, Tensor]:

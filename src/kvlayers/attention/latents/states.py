@@ -36,7 +36,7 @@ class LatentStates(PackedStates):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is not linear:
+        if func is not linear or torch.compiler.is_dynamo_compiling():
             return super().__torch_function__(func, types, args, kwargs)
         # Other kinds of tensors, such as quantized weights, have their own linear layers.
         return _linear(*args, **(kwargs or {}))

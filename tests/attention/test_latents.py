@@ -12,7 +12,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvlayers
-from kvlayers.attention.latents.absorption import BLOCKS, EXPANDED
+from kvlayers.attention.latents.absorption import BLOCKS, EXPANDED, by_products
 from kvlayers.attention.latents.expansion import AssembledKeys, ExpandedLatents
 from kvlayers.attention.latents.states import LatentStates, as_latents
 from kvlayers.attention.packed_tensor import PackedStates
@@ -281,6 +281,14 @@ def test_whatever_reads_an_expansion_reads_what_transformers_computes(name: str)
     assert [type(states) for states in deferred] == [AssembledKeys, ExpandedLatents]
     expected = READS[name](*expanded(keys, values, weight))
     torch.testing.assert_close(READS[name](*deferred), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_products_are_attention() -> None:
+    keys, _, _ = latents_and_weight()
+    query, mask = torch.randn(2, 1, 6, RANK), torch.randn(2, 1, 6, 30)
+    mask[:, :, :, :4], mask[0, :, 2] = -torch.inf, -torch.inf
+    seen = by_products(query, keys, keys, mask, scale=0.2)
+    torch.testing.assert_close(seen, scaled_dot_product_attention(query, keys, keys, mask, scale=0.2))
 
 
 def test_a_layer_with_a_bias_expands_at_once() -> None:

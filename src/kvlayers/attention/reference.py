@@ -162,7 +162,7 @@ def _add(sums: dict[bool, Tensor], part: Tensor, rotated: bool) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class FloatPiece:
     """Keys and values of a few tokens, float32.
 
     Attributes:
@@ -191,7 +191,7 @@ class Piece:
             self.gathered.write(products, rows, self.position)
 
 
-def pieces(segments: KVSegments, rows: int) -> Iterator[Piece]:
+def pieces(segments: KVSegments, rows: int) -> Iterator[FloatPiece]:
     """All segments in pieces small enough for so many queries."""
     position = 0
     for segment in segments.in_order:
@@ -210,12 +210,12 @@ def pieces(segments: KVSegments, rows: int) -> Iterator[Piece]:
 
 def _in_float32(
     segment: DenseSegment | PackedSegment, tokens: int, position: int, gathered: PieceColumns | None = None
-) -> Iterator[Piece]:
+) -> Iterator[FloatPiece]:
     """A segment in pieces of at most so many tokens, or one block. Padded pieces are one."""
     if isinstance(segment, DenseSegment):
         sides = torch.split(segment.keys, tokens, 2), torch.split(segment.values, tokens, 2)
         for keys, values in zip(*sides, strict=True):
-            yield Piece(
+            yield FloatPiece(
                 position,
                 keys.float(),
                 values.float() if gathered is None else gathered.cleared(values.float()),
@@ -226,5 +226,5 @@ def _in_float32(
     rotated = segment.keys.format.rotated, segment.values.format.rotated
     for piece in segment.pieces(max(tokens // segment.keys.block_tokens, 1)):
         keys, values = piece.dequantized("keys"), piece.dequantized("values")
-        yield Piece(position, keys, values if gathered is None else gathered.cleared(values), *rotated, gathered)
+        yield FloatPiece(position, keys, values if gathered is None else gathered.cleared(values), *rotated, gathered)
         position += piece.tokens

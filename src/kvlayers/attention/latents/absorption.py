@@ -156,9 +156,21 @@ def _attend_dense(
     if only is None or (heads * queries < CPU_MINIMUM_ROWS and query.device.type == "cpu"):
         return dispatch.attend(query, _latents(segments), scores, scale, paths)
     rows = query.reshape(batch, 1, heads * queries, latent_dim)
-    added = scores.reshape(batch, 1, heads * queries, -1).to(query.dtype)
-    attended = scaled_dot_product_attention(rows, only.keys, only.keys, added, scale=scale)
+    added = scores.reshape(batch, 1, heads * queries, -1)
+    attend = scaled_dot_product_attention if query.device.type == "cpu" else by_products
+    attended = attend(rows, only.keys, only.keys, added.to(query.dtype), scale=scale)
     return attended.reshape(batch, heads, queries, latent_dim)
+
+
+def by_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float) -> Tensor:
+    """Attention as two products, with an additive mask. All arguments are `[batch, 1, ...]`.
+
+    The rows are those of one KV head, which torch's fused kernels would give to one multiprocessor of a GPU.
+    """
+    scores = torch.matmul(query * scale, keys.transpose(2, 3)).float() + mask
+    # As in torch, a query that may attend to no token gets zeros.
+    weights = torch.softmax(scores, dim=3).masked_fill((scores == -torch.inf).all(3, keepdim=True), 0.0)
+    return torch.matmul(weights.to(query.dtype), values)
 
 
 def _latents(segments: KVSegments) -> KVSegments:

@@ -54,7 +54,7 @@ def attend(query: Tensor, rotated: Tensor, segments: KVSegments, mask: Tensor | 
     return result.reshape(batch, heads, queries, latent_dim).to(query.dtype)
 
 
-def _pieces(segments: KVSegments, rows: int) -> Iterator[tuple[int, reference.Piece]]:
+def _pieces(segments: KVSegments, rows: int) -> Iterator[tuple[int, reference.FloatPiece]]:
     """Segments in pieces, with the number of the first token. Each sequence of the batch has its own row."""
     position = 0
     for segment in segments.in_order:

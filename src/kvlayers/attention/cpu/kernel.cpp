@@ -4,8 +4,7 @@
 // floats, and the scales are folded into the other factor (the query for keys, the probabilities for values). No block
 // is ever written out in full precision.
 //
-// `kernel.py` compiles this file with -march=native: a vector of 16 floats is one register or several, depending on the
-// machine.
+// `kernel.py` compiles this file with -march=native: vectors of floats are as wide as the registers of the machine.
 
 #include <algorithm>
 #include <cmath>

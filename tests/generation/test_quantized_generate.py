@@ -235,8 +235,8 @@ def test_every_backend_gives_the_tokens_of_its_states_in_full_precision(case: st
 def test_a_decode_step_never_brings_all_tokens_to_full_precision(
     family: str, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if family == "deepseek_v3":
-        pytest.skip("its cache holds latents, from which a linear layer makes keys and values at every step")
+    if family == "deepseek_v3" and implementation == "eager":
+        pytest.skip("its latents are copied to full precision for each of the two products of eager attention")
     if implementation == "eager" and kvlayers.attention.cpu.kernel.library() is None:
         pytest.skip("the products of eager attention are computed on codes by a kernel, for which there is no compiler")
     model, given = tiny_model(family), inputs(family)

@@ -402,6 +402,20 @@ def test_the_benchmark_of_batches_compares_every_sequence(benchmark: Any, tmp_pa
     assert [len(seconds[name]) for name in batches.NAMES] == [2, 2, 2, 2]
 
 
+def test_the_benchmark_of_latents_compares_logits(
+    benchmark: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mla
+
+    monkeypatch.setattr(mla, "LAYERS", 1)
+    output = tmp_path / "mla.json"
+    assert mla.main(["--lengths", "200", "--steps", "2", "--threads", "1", "--output", str(output)]) == 0
+    written = json.loads(output.read_text())
+    assert set(written["results"]) == {"float32 200", "bfloat16 200"}
+    assert set(written["results"]["bfloat16 200"]) == set(mla.CACHES)
+    assert all(target["met"] for target in written["targets"])
+
+
 def test_the_benchmark_of_scores_compares_them_with_each_pair_alone(
     benchmark: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -252,7 +252,14 @@ def _item(states: Tensor, index: Any) -> Tensor | str:
 @implements(Tensor.expand)
 def _expanded(states: Tensor, *sizes: Any, **named: Any) -> Tensor | str:
     shape = _numbers(sizes)
-    if named or not isinstance(states, PackedStates) or states.packed_view != PackedView(grouped=True):
+    if named or not isinstance(states, PackedStates):
+        return UNKNOWN_VIEW
+    if states.packed_view == UNCHANGED and len(shape) == 4 and states.shape[1] == 1 and shape[1] > 0:
+        # As for the rotated key of multi-head latent attention, which all heads share.
+        whole = (states.shape[0], shape[1], *states.shape[2:])
+        fits = all(size in (-1, own) for size, own in zip(shape, whole, strict=True))
+        return PackedStates(states.snapshot, states.side, whole, PackedView(shape[1])) if fits else UNKNOWN_VIEW
+    if states.packed_view != PackedView(grouped=True):
         return UNKNOWN_VIEW
     copies = kv_head_copies(states.shape, shape)
     if len(shape) != 5 or copies < 1:

@@ -73,7 +73,7 @@ def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scal
     sums: dict[bool, Tensor] = {}
     # Products stay the same if both sides are rotated, so keys need not be rotated back.
     queries_for = {False: scaled, True: rotate(scaled)}
-    for piece in _pieces(segments, rows):
+    for piece in pieces(segments, rows):
         scores = queries_for[piece.keys_rotated] @ piece.keys.transpose(2, 3)
         if mask is not None:
             part = piece.columns_of(mask).reshape(scores.shape)
@@ -133,7 +133,7 @@ def scores(query: Tensor, segments: KVSegments) -> Tensor:
     queries_for = {False: plain, True: rotate(plain)}
     # Padding is written behind the last token.
     products = plain.new_full((batch, kv_heads, rows, tokens + 1), -torch.inf)
-    for piece in _pieces(segments, rows):
+    for piece in pieces(segments, rows):
         piece.write(queries_for[piece.keys_rotated] @ piece.keys.transpose(2, 3), products)
     return products[..., :tokens].reshape(batch, heads, queries, tokens).to(query.dtype)
 
@@ -147,7 +147,7 @@ def combine(weights: Tensor, segments: KVSegments) -> Tensor:
     rows = heads // segments.kv_heads * queries
     by_kv_head = weights.reshape(batch, segments.kv_heads, rows, tokens)
     sums: dict[bool, Tensor] = {}
-    for piece in _pieces(segments, rows):
+    for piece in pieces(segments, rows):
         part = piece.columns_of(by_kv_head).float()
         if piece.gathered is not None:
             part = part.masked_fill(piece.gathered.is_padding, 0.0)
@@ -162,7 +162,7 @@ def _add(sums: dict[bool, Tensor], part: Tensor, rotated: bool) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Piece:
+class FloatPiece:
     """Keys and values of a few tokens, float32.
 
     Attributes:
@@ -191,7 +191,7 @@ class _Piece:
             self.gathered.write(products, rows, self.position)
 
 
-def _pieces(segments: KVSegments, rows: int) -> Iterator[_Piece]:
+def pieces(segments: KVSegments, rows: int) -> Iterator[FloatPiece]:
     """All segments in pieces small enough for so many queries."""
     position = 0
     for segment in segments.in_order:
@@ -210,12 +210,12 @@ def _pieces(segments: KVSegments, rows: int) -> Iterator[_Piece]:
 
 def _in_float32(
     segment: DenseSegment | PackedSegment, tokens: int, position: int, gathered: PieceColumns | None = None
-) -> Iterator[_Piece]:
+) -> Iterator[FloatPiece]:
     """A segment in pieces of at most so many tokens, or one block. Padded pieces are one."""
     if isinstance(segment, DenseSegment):
         sides = torch.split(segment.keys, tokens, 2), torch.split(segment.values, tokens, 2)
         for keys, values in zip(*sides, strict=True):
-            yield _Piece(
+            yield FloatPiece(
                 position,
                 keys.float(),
                 values.float() if gathered is None else gathered.cleared(values.float()),
@@ -226,5 +226,5 @@ def _in_float32(
     rotated = segment.keys.format.rotated, segment.values.format.rotated
     for piece in segment.pieces(max(tokens // segment.keys.block_tokens, 1)):
         keys, values = piece.dequantized("keys"), piece.dequantized("values")
-        yield _Piece(position, keys, values if gathered is None else gathered.cleared(values), *rotated, gathered)
+        yield FloatPiece(position, keys, values if gathered is None else gathered.cleared(values), *rotated, gathered)
         position += piece.tokens

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.attention.latents.states import as_latents
 from kvlayers.caches.forward_pass import ForwardPassFollower, interruption
 from kvlayers.caches.from_config import dynamic_layers, placed, share_mask_extents
 from kvlayers.caches.legacy_api import LegacySurface
@@ -319,6 +320,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             attended = layer.update_with_kwargs(key_states, value_states, cache_kwargs)
         if not compiling:
             following.at = layer_idx
+            if _are_latents(key_states, value_states):
+                return as_latents(*attended)
         return attended
 
     def _update_new_layer(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -334,6 +337,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         self.adapted_layers()
         if not compiling:
             self._pass.at = layer_idx
+            if _are_latents(key_states, value_states):
+                return as_latents(*attended)
         return attended
 
     def interruption(self) -> InterruptedPassError | None:
@@ -444,6 +449,11 @@ CACHE_CLASSES = ClassRegistry("cache", "kvlayers.cache_classes", "unregister_cac
 """The caches that a file may name."""
 
 CACHE_CLASSES.register(Cache)
+
+
+def _are_latents(keys: Tensor, values: Tensor) -> bool:
+    """Whether states may be those of multi-head latent attention: one head, and fewer channels that are rotated."""
+    return keys.shape[1] == 1 and keys.shape[3] != values.shape[3] and keys.dim() == 4
 
 
 def _made_and_placed(make_layer: Callable[[], Any], prefetcher: Prefetcher | None, only_non_sliding: bool) -> Any:

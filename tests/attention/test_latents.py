@@ -1,0 +1,311 @@
+"""Multi-head latent attention: the logits of transformers' DynamicCache, from latents that are never expanded."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kvlayers
+from kvlayers.attention.latents.absorption import BLOCKS, EXPANDED, by_products
+from kvlayers.attention.latents.expansion import AssembledKeys, ExpandedLatents
+from kvlayers.attention.latents.states import LatentStates, as_latents
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.upstream import compat
+from models import COMMON, prompt
+
+if not compat.CACHES_LATENTS:
+    pytest.skip("this version of transformers caches the keys and values of all heads", allow_module_level=True)
+
+HEADS, NOPE, ROPE, VALUE, RANK = 4, 16, 8, 12, 32
+SIZES = {
+    **{name: value for name, value in COMMON.items() if name != "head_dim"},
+    "num_key_value_heads": HEADS,
+    "q_lora_rank": 16,
+    "kv_lora_rank": RANK,
+    "qk_rope_head_dim": ROPE,
+    "qk_nope_head_dim": NOPE,
+    "v_head_dim": VALUE,
+    "max_position_embeddings": 512,
+}
+EXPERTS = {
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": ("DeepseekV2Config", {**EXPERTS, "first_k_dense_replace": 1}),
+    "deepseek_v3": ("DeepseekV3Config", {**EXPERTS, "first_k_dense_replace": 1}),
+    "minicpm3": ("MiniCPM3Config", {}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", {**EXPERTS, "mlp_layer_types": ["dense", "sparse"]}),
+    "youtu": ("YoutuConfig", {}),
+}
+NEAR = {"rtol": 1e-4, "atol": 1e-4}
+
+_models: dict[tuple[str, str], Any] = {}
+
+
+def model_of(family: str = "deepseek_v3", implementation: str = "sdpa") -> Any:
+    if (family, implementation) not in _models:
+        name, changes = CONFIGS[family]
+        if getattr(tf, name, None) is None:
+            pytest.skip(f"this version of transformers has no {name}")
+        torch.manual_seed(0)
+        config = getattr(tf, name)(**SIZES, **changes)
+        model = tf.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+        with torch.no_grad():
+            for parameter_name, weight in model.named_parameters():
+                if weight.dim() > 1 and "norm" not in parameter_name:
+                    weight.mul_(3)
+        _models[family, implementation] = model
+    return _models[family, implementation]
+
+
+@torch.no_grad()
+def read(model: Any, cache: Any, ids: torch.Tensor, chunks: tuple[int, ...], padding: int = 0) -> torch.Tensor:
+    """Logits of chunks of tokens that follow those that the cache has seen; the first sequence is padded."""
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    seen, found = cache.get_seq_length(), []
+    for chunk in chunks:
+        end = seen + chunk
+        out = model(ids[:, seen:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+        found.append(out.logits[:, -1])
+        seen = end
+    return torch.stack(found)
+
+
+class WidestProduct(TorchDispatchMode):
+    """Notes for how many tokens the keys and values of all heads are computed."""
+
+    tokens = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        of_all_heads = HEADS * (NOPE + VALUE)
+        if "mm" in str(func) and isinstance(out, torch.Tensor) and out.shape[-1] == of_all_heads:
+            self.tokens = max(self.tokens, out.numel() // of_all_heads)
+        return out
+
+
+CACHES: dict[str, Callable[[Any], Any]] = {
+    "dynamic": lambda config: kvlayers.DynamicCache(config=config),
+    "without a config": lambda config: kvlayers.DynamicCache(),
+    "offloaded": lambda config: kvlayers.DynamicCache(config=config, offloading=True),
+    "static": lambda config: kvlayers.StaticCache(config=config, max_cache_len=200),
+}
+
+
+@pytest.mark.parametrize("padding", [0, 7])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_steps_and_chunks_give_the_logits_of_transformers(family: str, implementation: str, padding: int) -> None:
+    model, ids = model_of(family, implementation), prompt(2, 120)
+    chunks = (90, 1, 1, 5, 1, 20, 1, 1)
+    expected = read(model, tf.DynamicCache(config=model.config), ids, chunks, padding)
+    seen = read(model, kvlayers.DynamicCache(config=model.config), ids, chunks, padding)
+    torch.testing.assert_close(seen, expected, **NEAR)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_every_cache_decodes_without_expanding_its_latents(name: str) -> None:
+    model, ids = model_of(), prompt(2, 120)
+    expected = read(model, tf.DynamicCache(config=model.config), ids, (100, 1, 4, 1), 3)
+    cache = CACHES[name](model.config)
+    first = read(model, cache, ids, (100,), 3)
+    with WidestProduct() as products:
+        later = read(model, cache, ids, (1, 4, 1), 3)
+    torch.testing.assert_close(torch.cat([first, later]), expected, **NEAR)
+    assert products.tokens == 0
+
+
+def test_the_products_of_transformers_are_noticed() -> None:
+    model, ids = model_of(), prompt(2, 60)
+    cache = tf.DynamicCache(config=model.config)
+    read(model, cache, ids, (50,))
+    with WidestProduct() as products:
+        read(model, cache, ids, (1,))
+    assert products.tokens == 2 * 51
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("options", [{"nbits": 4}, {"nbits": 8}, {"nbits": 2}, {"backend": "fp8"}], ids=str)
+def test_packed_latents_are_read_as_if_in_full_precision(
+    options: dict[str, Any], implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = model_of(implementation=implementation), prompt(2, 300)
+    cache = kvlayers.QuantizedCache(config=model.config, residual_length=16, **options)
+    read(model, cache, ids, (250,), 5)
+    twin = copy.deepcopy(cache)
+    with WidestProduct() as products:
+        few = read(model, cache, ids, (1, 3, 1), 5)
+    assert products.tokens == 0
+    seen = torch.cat([few, read(model, cache, ids, (30, 1), 5)])
+    with monkeypatch.context() as patched:
+        # What a linear layer of transformers makes of the states in full precision.
+        patched.setattr(kvlayers.caches.base, "_are_latents", lambda keys, values: False)
+        expected = read(model, twin, ids, (1, 3, 1, 30, 1), 5)
+    torch.testing.assert_close(seen, expected, **NEAR)
+    if implementation == "sdpa":
+        assert set(cache.layers[0].attention_paths) <= {BLOCKS, EXPANDED}
+        assert cache.layers[0].attention_paths[BLOCKS] >= 4
+
+
+def test_a_row_that_sees_no_token_of_packed_latents_is_zero() -> None:
+    keys, values = torch.randn(2, 1, 200, RANK), torch.randn(2, 1, 200, ROPE)
+    layer = kvlayers.QuantizedLayer(kvlayers.Quantization(residual_length=16))
+    layer.update(keys, values)
+    held = layer.update(keys[:, :, :1], values[:, :, :1])
+    query, weight = torch.randn(2, HEADS, 1, NOPE + ROPE), torch.randn(HEADS * (NOPE + VALUE), RANK)
+    mask = torch.ones(2, 1, 1, 201, dtype=torch.bool)
+    mask[0] = False
+    out = scaled_dot_product_attention(query, *expanded(*as_latents(*held), weight), attn_mask=mask)
+    dense = [states.dense() if isinstance(states, PackedStates) else states for states in held]
+    expected = scaled_dot_product_attention(query, *expanded(*dense, weight), attn_mask=mask)
+    torch.testing.assert_close(out[1], expected[1], **NEAR)
+    assert (out[0] == 0).all()
+
+
+def test_forks_share_latents_and_go_their_own_ways() -> None:
+    model, ids, others = model_of(), prompt(2, 130), prompt(2, 130, seed=1)
+    others[:, :100] = ids[:, :100]
+    cache = kvlayers.DynamicCache(config=model.config)
+    read(model, cache, ids, (100,))
+    fork = cache.fork()
+    for twin, given in ((cache, ids), (fork, others), (fork.fork(), others)):
+        upstream = tf.DynamicCache(config=model.config)
+        seen = twin.get_seq_length()
+        read(model, upstream, given, (100, *(1,) * (seen - 100)))
+        with WidestProduct() as products:
+            found = read(model, twin, given, (1, 3, 1))
+        torch.testing.assert_close(found, read(model, upstream, given, (1, 3, 1)), **NEAR)
+        assert products.tokens == 0
+
+
+def test_a_cropped_cache_goes_on() -> None:
+    model, ids = model_of(), prompt(2, 100)
+    caches = kvlayers.DynamicCache(config=model.config), tf.DynamicCache(config=model.config)
+    for cache in caches:
+        read(model, cache, ids, (80, 1, 1))
+        cache.crop(-12)
+    seen, expected = (read(model, cache, ids, (5, 1, 1)) for cache in caches)
+    torch.testing.assert_close(seen, expected, **NEAR)
+
+
+def test_a_saved_cache_goes_on(tmp_path: Path) -> None:
+    model, ids = model_of(), prompt(2, 200)
+    cache = kvlayers.QuantizedCache(config=model.config, nbits=8, residual_length=16)
+    read(model, cache, ids, (150, 1))
+    cache.save(tmp_path / "latents.safetensors")
+    loaded = kvlayers.load_cache(tmp_path / "latents.safetensors")
+    assert torch.equal(read(model, loaded, ids, (1, 1)), read(model, cache, ids, (1, 1)))
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
+def test_beams_give_the_tokens_of_transformers(options: dict[str, Any], installed: None) -> None:
+    model, ids = model_of(), prompt(1, 40)
+    arguments = {"max_new_tokens": 8, "do_sample": False, **options}
+    torch.manual_seed(0)
+    expected = model.generate(ids, past_key_values=tf.DynamicCache(config=model.config), **arguments)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(ids, cache_implementation="dynamic", **arguments), expected)
+
+
+def test_gradients_flow_through_an_expansion() -> None:
+    model, ids = copy.deepcopy(model_of()), prompt(1, 20)
+    weight = model.model.layers[0].self_attn.kv_b_proj.weight
+    gradients = []
+    for cache in (kvlayers.DynamicCache(config=model.config), tf.DynamicCache(config=model.config)):
+        model.zero_grad()
+        model(ids[:, :15], past_key_values=cache)
+        model(ids[:, 15:], past_key_values=cache).logits.square().sum().backward()
+        gradients.append(weight.grad.clone())
+    torch.testing.assert_close(gradients[0], gradients[1], **NEAR)
+
+
+# The expansion itself
+
+
+def expanded(latents: torch.Tensor, rotated: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of all heads, as transformers writes it."""
+    batch, _, tokens, _ = latents.shape
+    states = linear(latents, weight).view(batch, tokens, -1, NOPE + VALUE).transpose(1, 2)
+    own, values = torch.split(states, [NOPE, VALUE], dim=-1)
+    rotated = rotated.expand(-1, own.shape[1], -1, -1)
+    keys = states.new_empty(*states.shape[:-1], NOPE + ROPE)
+    keys[..., :NOPE].copy_(own)
+    keys[..., NOPE:].copy_(rotated)
+    return keys, values
+
+
+def latents_and_weight() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 1, 30, RANK), (2, 1, 30, ROPE), (HEADS * (NOPE + VALUE), RANK))
+    keys, values, weight = (torch.randn(shape, generator=generator) for shape in shapes)
+    return keys, values, weight
+
+
+READS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "sums": lambda keys, values: (keys.sum(), values.sum()),
+    "shifted": lambda keys, values: (keys + 1, 1 + values),
+    "in-place": lambda keys, values: (keys.mul_(2), keys * 1, values.add_(1), values * 1),
+    "written": lambda keys, values: (keys[..., 3:5].fill_(7), keys * 1),
+    "swapped": lambda keys, values: (keys.transpose(2, 3) * 1, values.mT * 1),
+    "numpy": lambda keys, values: (torch.from_numpy(keys.numpy()) * 1, torch.tensor(values.tolist())),
+    "in another dtype": lambda keys, values: (keys.to(torch.float64), values.double()),
+    "long": lambda keys, values: scaled_dot_product_attention(torch.ones(2, HEADS, 500, NOPE + ROPE), keys, values),
+    "values of another": lambda keys, values: scaled_dot_product_attention(
+        torch.ones(2, HEADS, 1, NOPE + ROPE), keys, values * 2
+    ),
+    "few queries, causal": lambda keys, values: scaled_dot_product_attention(
+        torch.ones(2, HEADS, 3, NOPE + ROPE), keys, values, is_causal=True, scale=0.1
+    ),
+    "read, then attended to": lambda keys, values: (
+        values.mul_(3).sum(),
+        scaled_dot_product_attention(torch.ones(2, HEADS, 1, NOPE + ROPE), keys, values),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_whatever_reads_an_expansion_reads_what_transformers_computes(name: str) -> None:
+    keys, values, weight = latents_and_weight()
+    deferred = expanded(*as_latents(keys, values), weight)
+    assert [type(states) for states in deferred] == [AssembledKeys, ExpandedLatents]
+    expected = READS[name](*expanded(keys, values, weight))
+    torch.testing.assert_close(READS[name](*deferred), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_products_are_attention() -> None:
+    keys, _, _ = latents_and_weight()
+    query, mask = torch.randn(2, 1, 6, RANK), torch.randn(2, 1, 6, 30)
+    mask[:, :, :, :4], mask[0, :, 2] = -torch.inf, -torch.inf
+    seen = by_products(query, keys, keys, mask, scale=0.2)
+    torch.testing.assert_close(seen, scaled_dot_product_attention(query, keys, keys, mask, scale=0.2))
+
+
+def test_a_layer_with_a_bias_expands_at_once() -> None:
+    keys, values, weight = latents_and_weight()
+    latents, _ = as_latents(keys, values)
+    bias = torch.randn(len(weight))
+    assert isinstance(latents, LatentStates)
+    seen = linear(latents, weight, bias)
+    assert type(seen) is torch.Tensor
+    assert torch.equal(seen, linear(keys, weight, bias))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no products in bfloat16 here")
+def test_bfloat16_is_as_near_to_float64_as_an_expansion() -> None:
+    keys, values, weight = (states.bfloat16() for states in latents_and_weight())
+    query = torch.randn(2, HEADS, 1, NOPE + ROPE).bfloat16()
+    exact = scaled_dot_product_attention(query.double(), *expanded(keys.double(), values.double(), weight.double()))
+    seen = scaled_dot_product_attention(query, *expanded(*as_latents(keys, values), weight))
+    upstream = scaled_dot_product_attention(query, *expanded(keys, values, weight))
+    assert (seen - exact).abs().mean() <= 1.5 * (upstream - exact).abs().mean()

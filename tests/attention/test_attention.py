@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 from kvlayers.attention import gqa
+from kvlayers.attention.cpu import dense
 from kvlayers.attention.gqa import CPU_MINIMUM_FLOAT32_TOKENS, GroupedKeys, grouped_for_one_query
 from models import prompt, tiny_model
 
@@ -22,6 +23,12 @@ BATCH = 8
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether float32 is grouped depends on the number of threads, and tests run on one or more."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+
+@pytest.fixture(autouse=True)
+def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled kernel for dense states has tests of its own."""
+    monkeypatch.setattr(dense, "CPU_MINIMUM_STATES", 1 << 60)
 
 
 def states(

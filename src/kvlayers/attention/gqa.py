@@ -1,9 +1,10 @@
 """Grouped-query attention of a single query token on a CPU, without reading the keys once for each query head.
 
 transformers leaves grouped-query attention to `scaled_dot_product_attention(..., enable_gqa=True)`, which on a CPU
-walks through the keys once for every query head. The query heads of a group attend to the same keys, so they are rows
-of one product: `[batch, heads, 1, head_dim]` becomes `[batch, kv_heads, heads / kv_heads, head_dim]`. The sums are the
-same, at most in another order. transformers regroups in the same way if there is a mask (as with its static cache).
+walks through the keys once for every query head. The query heads of a group attend to the same keys, so the compiled
+kernel reads these once (`cpu/dense.py`), and where torch takes less time they are rows of one product:
+`[batch, heads, 1, head_dim]` becomes `[batch, kv_heads, heads / kv_heads, head_dim]`. The sums are the same, at most in
+another order. transformers regroups in the same way if there is a mask (as with its static cache).
 """
 
 import copy
@@ -16,6 +17,8 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
+from kvlayers.attention.cpu import dense
+
 CPU_MINIMUM_FLOAT32_TOKENS = 128
 """Tokens from which grouping saves time in float32, measured on a CPU."""
 
@@ -26,7 +29,7 @@ CPU_MINIMUM_FLOAT32_GROUP = 4
 def grouped_for_one_query(keys: Tensor) -> Tensor:
     """View of `keys`, `[batch, kv_heads, tokens, head_dim]`, marked for SDPA if that saves time.
 
-    Torch's CPU kernel multiplies half-precision rows one by one so slowly that grouping wins at every length. In
+    From some tokens on, the compiled kernel takes less time than torch. With fewer tokens, torch's CPU kernel multiplies half-precision rows one by one so slowly that grouping wins at every length. In
     float32, grouping wins once every thread has two heads to read and there are enough tokens.
 
     Args:
@@ -34,7 +37,7 @@ def grouped_for_one_query(keys: Tensor) -> Tensor:
     """
     if not keys.is_cpu or torch.compiler.is_compiling():
         return keys
-    if keys.dtype.itemsize > 2:
+    if keys.dtype.itemsize > 2 and keys.numel() < dense.CPU_MINIMUM_STATES:
         batch, kv_heads, tokens, _ = keys.shape
         if tokens < CPU_MINIMUM_FLOAT32_TOKENS or batch * kv_heads < 2 * torch.get_num_threads():
             return keys
@@ -74,7 +77,7 @@ class GroupedKeys(Tensor):
 def attend_dense(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor:
-    """Attention by torch, which reads the keys once for a group if there is one query and that saves time.
+    """Attention to states in full precision, which reads the keys once for a group of heads where that saves time.
 
     Args:
         query: `[batch, heads, queries, head_dim]`, heads a multiple of `kv_heads`.
@@ -84,6 +87,8 @@ def attend_dense(
         is_causal: whether a query attends to the tokens up to its own number alone.
         scale: factor of the scores, `1 / sqrt(head_dim)` if `None`.
     """
+    if not is_causal and dense.takes(query, keys, values, mask):
+        return dense.attend(query, keys, values, mask, scale)
     shares_heads = query.shape[1] != keys.shape[1]
     grouped = query.shape[2] == 1 and type(grouped_for_one_query(keys)) is GroupedKeys
     attend = _attend if grouped else scaled_dot_product_attention
@@ -100,6 +105,9 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    shares_heads = enable_gqa or query.size(1) == key.size(1)
+    if shares_heads and not is_causal and not dropout_p and dense.takes(query, key, value, attn_mask):
+        return dense.attend(query, key, value, attn_mask, scale)
     group = _group_of_one_query(query.size(), key.size(), value.size(), enable_gqa)
     slower = group < CPU_MINIMUM_FLOAT32_GROUP and query.dtype.itemsize > 2
     if not group or slower or attn_mask is not None or is_causal or dropout_p:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
+from kvlayers.attention.cpu import dense
+from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import ConfigError
 from kvlayers.upstream import compat
 
@@ -86,6 +88,10 @@ def attention(
     if attention_mask is None and causal and query.shape[2] > 1:
         attention_mask = _of_newest(query.shape[2], key.shape[2], query.device)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    if not dropout and type(key) is not PackedStates and type(value) is not PackedStates:
+        with torch._C.DisableTorchFunctionSubclass():
+            if dense.takes(query, key, value, attention_mask):
+                return dense.attend(query, key, value, attention_mask, scale, softcap, s_aux).transpose(1, 2), None
     return _by_products(query, key, value, attention_mask, dropout, scale, softcap, s_aux), None
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvlayers.attention.gqa import grouped_for_one_query
+from kvlayers.attention.gqa_repeats import marked_for_sdpa
 from kvlayers.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.errors import InterruptedPassError
 from kvlayers.stores.buffer import StateForm, TokenBuffer
@@ -111,9 +111,7 @@ class ContiguousStore(BufferPair):
         self.append(keys, values)
         count = self.length if past is None else past + tokens
         attended = self.newest(count) if prefix_states is None else self._newest_after_prefix(prefix_states, count)
-        if tokens == 1 and type(attended[0]) is not PackedStates:
-            return grouped_for_one_query(attended[0]), attended[1]
-        return attended
+        return attended if type(attended[0]) is PackedStates else marked_for_sdpa(*attended, tokens)
 
     def _newest_after_prefix(self, prefix: KVPair, count: int) -> KVPair:
         """A prefix and the newest `count` tokens: a view if no other held token is in between."""

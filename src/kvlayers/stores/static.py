@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.attention.gqa_compiled import shared_in_graph
+from kvlayers.attention.gqa_repeats import marked_for_sdpa, shared_in_graph
 from kvlayers.stores.buckets import Buckets
 from kvlayers.stores.contract import KVPair
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
@@ -104,7 +104,8 @@ class StaticStore(ReservedStore):
             return super().extend(keys, values, past, prefix_states)
         self.append(keys, values)
         key_buffer, value_buffer = self._buffers()
-        return shared_in_graph(key_buffer.tensor[:, :, :bucket], value_buffer.tensor[:, :, :bucket])
+        held = key_buffer.tensor[:, :, :bucket], value_buffer.tensor[:, :, :bucket]
+        return shared_in_graph(*held) if torch.compiler.is_compiling() else marked_for_sdpa(*held, keys.shape[2])
 
     @override
     def extend_and_evict(

@@ -34,7 +34,7 @@ FLAGS = (
     "-fopenmp",
     "-Wno-psabi",
 )
-COMPILE_SECONDS = 120
+COMPILE_SECONDS = 300
 
 Made = TypeVar("Made")
 

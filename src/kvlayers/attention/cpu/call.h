@@ -62,6 +62,8 @@ struct Call {
     int64_t batch, kv_heads, groups, query_tokens, key_dim, value_dim;
     int64_t dtype, threads;
     double scale;
+    double softcap;      // limit of the scores, 0 for no limit
+    const float* sinks;  // [heads], scores of keys without a value; null for no sinks
     Mask mask;
     int64_t segment_count;
     const Segment* const* segments;

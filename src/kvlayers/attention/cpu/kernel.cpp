@@ -46,7 +46,7 @@ struct Head {
     const Call& call;
     const std::vector<int64_t>& readers;
     int64_t segment_row, kv_head, rows_of_reader, rows, padded_key, padded_value, padded_block;
-    std::vector<float> query, rotated_query, scores;
+    std::vector<float> query, arranged_query, rotated_query, scores, mask_rows;
     Buffers buffers;
 
     Head(const Call& call, const Plan& plan, const Item& item)
@@ -60,6 +60,7 @@ struct Head {
         padded_value = rounded_up(call.value_dim + 8);
         padded_block = rounded_up(plan.largest_unit + 8);
         scores.resize(ROWS_AT_ONCE * padded_block);
+        if (call.mask.entries) mask_rows.resize(ROWS_AT_ONCE * padded_block);
     }
 
     const State* query_row(int64_t row) const {
@@ -74,6 +75,9 @@ struct Head {
             for (int64_t channel = 0; channel < call.key_dim; ++channel)
                 query[row * padded_key + channel] = to_float(from[channel]) * float(call.scale);
         }
+        arranged_query = query;
+        for (int64_t row = 0; row < rows; ++row)
+            Chunk<State>::arrange(arranged_query.data() + row * padded_key, call.key_dim);
     }
 
     // The sequence of a segment, or of the source of a gathered one, that the head reads.
@@ -81,14 +85,31 @@ struct Head {
         return segment.gathered.source_rows ? segment.gathered.source_rows[segment_row] : segment_row;
     }
 
-    // Products stay the same if both sides are rotated, so the keys need not be rotated back.
     const float* query_for(const Segment& segment) {
-        if (!segment.is_packed || !segment.packed.keys_rotated) return query.data();
+        if (!segment.is_packed) return arranged_query.data();
+        // Products stay the same if both sides are rotated, so the keys need not be rotated back.
+        if (!segment.packed.keys_rotated) return query.data();
         if (rotated_query.empty()) {
             rotated_query = query;
             for (int64_t row = 0; row < rows; ++row) rotate(rotated_query.data() + row * padded_key, call.key_dim);
         }
         return rotated_query.data();
+    }
+
+    const State* keys_of(const Unit& unit) const {
+        const Dense& dense = unit.segment->dense;
+        return (const State*)dense.keys + source_row(*unit.segment) * dense.key_batch + kv_head * dense.key_head +
+               unit.index * dense.key_token;
+    }
+
+    const State* values_of(const Unit& unit) const {
+        const Dense& dense = unit.segment->dense;
+        return (const State*)dense.values + source_row(*unit.segment) * dense.value_batch + kv_head * dense.value_head +
+               unit.index * dense.value_token;
+    }
+
+    static Ahead<State> ahead(const State* states, int64_t token_stride, int64_t channels) {
+        return {states, token_stride, channels * int64_t(sizeof(State))};
     }
 
     // Scores of rows [row, row + R) for the unit's tokens, without the mask: scores[i][token within the unit].
@@ -101,10 +122,8 @@ struct Head {
                                rows_of_query, padded_key, scores.data(), padded_block, buffers);
         } else {
             const Dense& dense = unit.segment->dense;
-            const State* keys = (const State*)dense.keys + source_row(*unit.segment) * dense.key_batch + kv_head * dense.key_head +
-                                unit.index * dense.key_token;
-            dense_scores<R>(keys, dense.key_token, unit.end, call.key_dim, rows_of_query, padded_key, scores.data(),
-                            padded_block);
+            dense_scores<R>(keys_of(unit), dense.key_token, unit.end, call.key_dim, rows_of_query, padded_key, scores.data(),
+                            padded_block, ahead(values_of(unit), dense.value_token, call.value_dim));
         }
     }
 
@@ -117,20 +136,44 @@ struct Head {
                                padded_block, packed.values_rotated ? rotated_sums : plain_sums, padded_value, buffers);
         } else {
             const Dense& dense = unit.segment->dense;
-            const State* values = (const State*)dense.values + source_row(*unit.segment) * dense.value_batch +
-                                  kv_head * dense.value_head + unit.index * dense.value_token;
-            dense_combine<R>(values, dense.value_token, unit.end, call.value_dim, scores.data(), padded_block,
-                             plain_sums, padded_value);
+            const State* next = keys_of(unit) + unit.end * dense.key_token;
+            dense_combine<R>(values_of(unit), dense.value_token, unit.end, call.value_dim, scores.data(), padded_block,
+                             plain_sums, padded_value, ahead(next, dense.key_token, call.key_dim));
         }
     }
 
-    void add_mask(const Unit& unit, int64_t row, float* row_scores) const {
+    // Scores below the soft cap, as models that have one compute them before their mask.
+    void cap(const Unit& unit, float* row_scores) const {
+        const float limit = call.softcap;
+        for (int64_t token = 0; token < unit.end; token += WIDTH)
+            store_register(row_scores + token, limit * hyperbolic_tangent(load_register(row_scores + token) / limit));
+    }
+
+    // Reads the mask of rows [row, row + R) for the unit: whether any of them sees a token.
+    template <int R>
+    bool read_mask(const Unit& unit, int64_t row) {
         const Mask& mask = call.mask;
-        const int64_t within = row % rows_of_reader, head = kv_head * call.groups + within / call.query_tokens;
-        const int64_t base = readers[row / rows_of_reader] * mask.batch + head * mask.head +
-                             within % call.query_tokens * mask.query;
-        for (int64_t token = unit.begin; token < unit.end; ++token)
-            row_scores[token] += mask_entry(mask, base + (unit.position + token - unit.begin) * mask.key);
+        bool sees = false;
+        int64_t previous = -1;
+        for (int i = 0; i < R; ++i) {
+            const int64_t within = (row + i) % rows_of_reader, head = kv_head * call.groups + within / call.query_tokens;
+            const int64_t base = readers[(row + i) / rows_of_reader] * mask.batch + head * mask.head +
+                                 within % call.query_tokens * mask.query + unit.position * mask.key;
+            float* to = mask_rows.data() + i * padded_block;
+            // Heads often share a row of the mask.
+            if (base == previous)
+                std::copy(to - padded_block + unit.begin, to - padded_block + unit.end, to + unit.begin);
+            else
+                for (int64_t token = unit.begin; token < unit.end; ++token)
+                    sees |= (to[token] = mask_entry(mask, base + (token - unit.begin) * mask.key)) != -INFINITY;
+            previous = base;
+        }
+        return sees;
+    }
+
+    void add_mask(const Unit& unit, int i, float* row_scores) const {
+        const float* entries = mask_rows.data() + i * padded_block;
+        for (int64_t token = unit.begin; token < unit.end; ++token) row_scores[token] += entries[token];
     }
 };
 
@@ -176,13 +219,17 @@ struct AttendUnit {
 
     template <int R>
     void rows(int64_t row) {
+        const Call& call = head.call;
+        // What no row sees is not read.
+        if (call.mask.entries && !head.template read_mask<R>(unit, row)) return;
         head.template score<R>(unit, row);
         const int64_t stride = head.padded_value;
         float* plain = partial.plain.data() + row * stride;
         float* rotated = partial.rotated.data() + row * stride;
         for (int i = 0; i < R; ++i) {
             float* scores = head.scores.data() + i * head.padded_block;
-            if (head.call.mask.entries) head.add_mask(unit, row + i, scores);
+            if (call.softcap) head.cap(unit, scores);
+            if (call.mask.entries) head.add_mask(unit, i, scores);
             // Tokens before and after the valid ones must have no weight.
             for (int64_t token = 0; token < unit.begin; ++token) scores[token] = -INFINITY;
             const int64_t padded_end = rounded_up(unit.end);
@@ -235,6 +282,12 @@ void merge(const Call& call, const Plan& plan, const std::vector<Partial>& parti
                 is_nan |= std::isnan(part);
             }
         }
+        if (call.sinks) {
+            const float sink = call.sinks[kv_head * call.groups + row / call.query_tokens];
+            highest = std::max(highest, sink);
+            is_nan |= std::isnan(sink);
+            if (highest != -INFINITY) total = std::exp(sink - highest);
+        }
         std::fill(plain.begin(), plain.end(), 0.0f);
         std::fill(rotated.begin(), rotated.end(), 0.0f);
         for (const auto& [part, at] : parts) {
@@ -246,7 +299,7 @@ void merge(const Call& call, const Plan& plan, const std::vector<Partial>& parti
                 rotated[channel] += weight * part->rotated[at * stride + channel];
             }
         }
-        rotate(rotated.data(), call.value_dim);
+        if (plan.rotates_values) rotate(rotated.data(), call.value_dim);
         State* out = out_row<State>(call, sequence, kv_head, row);
         for (int64_t channel = 0; channel < call.value_dim; ++channel) {
             float state = plain[channel] + rotated[channel];

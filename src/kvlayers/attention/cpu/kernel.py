@@ -6,6 +6,7 @@ Without a C++ compiler `library()` is `None`, and attention runs in plain torch 
 import ctypes
 import functools
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -93,7 +94,8 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("out_batch", "out_head", "out_token")),
         *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "groups", "query_tokens", "key_dim", "value_dim")),
         *((name, ctypes.c_int64) for name in ("dtype", "threads")),
-        ("scale", ctypes.c_double),
+        *((name, ctypes.c_double) for name in ("scale", "softcap")),
+        ("sinks", ctypes.c_void_p),
         ("mask", _Mask),
         ("segment_count", ctypes.c_int64),
         ("segments", ctypes.c_void_p),
@@ -124,10 +126,47 @@ def _maximum_rows(segments: KVSegments) -> int:
 
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention; arguments and result are those of `reference.attend`."""
-    batch, heads, queries, _ = query.shape
-    call, kept = _call(query, segments, heads, queries, scale)
+    call, kept = _call(query, segments, scale)
     if mask is not None:
         kept.append(_set_mask(call.mask, mask))
+    return _attended(call, query)
+
+
+def attend_dense(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As `attend`, for states in full precision, one per token.
+
+    Args:
+        query: `[batch, heads, queries, head_dim]`, of one of `DTYPES`.
+        keys: `[batch, kv_heads, tokens, head_dim]`, of the same dtype.
+        values: `[batch, kv_heads, tokens, value_head_dim]`, of the same dtype.
+        mask: bool or additive, `[batch, heads, queries, tokens]`, or `None`.
+        scale: factor of the scores.
+        softcap: limit of the scores, `None` for no limit.
+        sinks: `[heads]`, scores of keys without a value, or `None`.
+    """
+    call, kept = _call_of(query, keys.shape[1], (keys.shape[3], values.shape[3]), scale)
+    segment = _Segment()
+    kept += _set_dense(segment.dense, keys, values)
+    kept += _set_segments(call, [segment])
+    if mask is not None:
+        kept.append(_set_mask(call.mask, mask))
+    call.softcap = softcap or 0.0
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+        call.sinks = sinks.data_ptr()
+    return _attended(call, query)
+
+
+def _attended(call: _Call, query: Tensor) -> Tensor:
+    batch, heads, queries, _ = query.shape
     # In the memory layout of torch's own attention, so that the transpose after it costs nothing.
     out = query.new_empty((batch, queries, heads, call.value_dim)).transpose(1, 2)
     _set_out(call, out)
@@ -138,7 +177,7 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
 def scores(query: Tensor, segments: KVSegments) -> Tensor:
     """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
     batch, heads, queries, _ = query.shape
-    call, _kept = _call(query, segments, heads, queries, 1.0)
+    call, _kept = _call(query, segments, 1.0)
     # Nothing is written where a column of a gathered segment stands for no token.
     out = query.new_full((batch, heads, queries, segments.tokens), -torch.inf)
     _set_out(call, out)
@@ -149,38 +188,46 @@ def scores(query: Tensor, segments: KVSegments) -> Tensor:
 def combine(weights: Tensor, segments: KVSegments) -> Tensor:
     """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
     batch, heads, queries, _ = weights.shape
-    call, _kept = _call(weights, segments, heads, queries, 1.0)
+    call, _kept = _call(weights, segments, 1.0)
     out = weights.new_empty((batch, heads, queries, call.value_dim))
     _set_out(call, out)
     _loaded().kvlayers_combine(ctypes.byref(call))
     return out
 
 
-def _call(query: Tensor, segments: KVSegments, heads: int, queries: int, scale: float) -> tuple[_Call, list[Any]]:
+def _call(query: Tensor, segments: KVSegments, scale: float) -> tuple[_Call, list[Any]]:
     """Arguments of the kernel, and objects that must stay alive until it returns."""
+    call, kept = _call_of(query, segments.kv_heads, segments.head_dims, scale)
+    rows = [
+        None if segment.rows is None else segment.rows.on(query.device)[0].data_ptr() for segment in segments.in_order
+    ]
+    kept += _set_segments(call, [_prepared(segment) for segment in segments.in_order], rows)
+    return call, [segments, *kept]
+
+
+def _call_of(query: Tensor, kv_heads: int, head_dims: tuple[int, int], scale: float) -> tuple[_Call, list[Any]]:
+    """As `_call`, without the segments."""
     call = _Call()
     if query.stride(3) != 1:
         query = query.contiguous()
     call.query = query.data_ptr()
     call.query_batch, call.query_head, call.query_token, _ = query.stride()
-    call.query_tokens = queries
+    call.batch, heads, call.query_tokens, _ = query.shape
+    call.kv_heads, call.groups = kv_heads, heads // kv_heads
+    call.key_dim, call.value_dim = head_dims
     call.dtype = DTYPES.index(query.dtype)
     call.threads = torch.get_num_threads()
     call.scale = scale
-    call.batch, call.kv_heads = segments.batch, segments.kv_heads
-    call.key_dim, call.value_dim = segments.head_dims
-    call.groups = heads // call.kv_heads
-    prepared = [_prepared(segment) for segment in segments.in_order]
+    return call, [query]
+
+
+def _set_segments(call: _Call, prepared: list[_Segment], rows: Sequence[int | None] | None = None) -> list[Any]:
+    """Set the segments of a call, and the addresses of their rows. Without, every sequence reads its own row."""
     count = call.segment_count = len(prepared)
     addresses = (ctypes.c_void_p * count)(*map(ctypes.addressof, prepared))
-    call.segments = ctypes.addressof(addresses)
-    # Without rows, a null for each segment.
-    rows = (ctypes.c_void_p * count)()
-    for index, segment in enumerate(segments.in_order):
-        if segment.rows is not None:
-            rows[index] = segment.rows.on(query.device)[0].data_ptr()
-    call.rows = ctypes.addressof(rows)
-    return call, [query, segments, prepared, addresses, rows]
+    of_rows = (ctypes.c_void_p * count)(*(rows or ()))
+    call.segments, call.rows = ctypes.addressof(addresses), ctypes.addressof(of_rows)
+    return [prepared, addresses, of_rows]
 
 
 def _prepared(segment: Segment) -> _Segment:
@@ -196,7 +243,7 @@ def _prepared(segment: Segment) -> _Segment:
             segment.kernel_cache["cpu arrays"] = _set_packed(prepared.packed, segment)
         else:
             prepared = _Segment(is_packed=False)
-            segment.kernel_cache["cpu arrays"] = _set_dense(prepared.dense, segment)
+            segment.kernel_cache["cpu arrays"] = _set_dense(prepared.dense, segment.keys, segment.values)
         segment.kernel_cache["cpu"] = prepared
     return prepared
 
@@ -212,14 +259,14 @@ def _set_gathered(entry: _Gathered, segment: GatheredSegment) -> list[Tensor]:
     return tables
 
 
-def _set_dense(entry: _Dense, segment: DenseSegment) -> tuple[Tensor, Tensor]:
-    """Describe a segment; return memory that must live as long as the description."""
-    keys = segment.keys if segment.keys.stride(3) == 1 else segment.keys.contiguous()
-    values = segment.values if segment.values.stride(3) == 1 else segment.values.contiguous()
+def _set_dense(entry: _Dense, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Describe states; return memory that must live as long as the description."""
+    keys = keys if keys.stride(3) == 1 else keys.contiguous()
+    values = values if values.stride(3) == 1 else values.contiguous()
     entry.keys, entry.values = keys.data_ptr(), values.data_ptr()
     entry.key_batch, entry.key_head, entry.key_token, _ = keys.stride()
     entry.value_batch, entry.value_head, entry.value_token, _ = values.stride()
-    entry.tokens = segment.tokens
+    entry.tokens = keys.shape[2]
     return keys, values
 
 

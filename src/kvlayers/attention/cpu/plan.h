@@ -85,12 +85,16 @@ struct Plan {
     std::vector<Run> runs;
     std::vector<Item> items;
     int64_t largest_unit = DENSE_UNIT;
+    bool rotates_values = false;
 
     explicit Plan(const Call& call) {
         int64_t position = 0;
         for (int64_t i = 0; i < call.segment_count; ++i) {
             const Segment& segment = *call.segments[i];
-            if (segment.is_packed) largest_unit = std::max(largest_unit, segment.packed.block_tokens);
+            if (segment.is_packed) {
+                largest_unit = std::max(largest_unit, segment.packed.block_tokens);
+                rotates_values |= segment.packed.values_rotated != 0;
+            }
             if (segment.is_gathered) {
                 add_gathered(call, segment, position);
                 position += segment.gathered.width;

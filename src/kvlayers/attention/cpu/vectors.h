@@ -160,6 +160,69 @@ inline Register load_register(const Float16* from) {
 
 inline void store_register(float* to, Register vector) { std::memcpy(to, &vector, sizeof(vector)); }
 
+// Numbers in even places, numbers in odd places.
+struct Pair {
+    Register even, odd;
+};
+
+#if defined(__AVX512F__)
+inline Pair parted(const float* from) {
+    const __m512i evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512 low = load<__m512>(from), high = load<__m512>(from + WIDTH);
+    const __m512i odds = _mm512_add_epi32(evens, _mm512_set1_epi32(1));
+    return {(Register)_mm512_permutex2var_ps(low, evens, high), (Register)_mm512_permutex2var_ps(low, odds, high)};
+}
+
+inline void store_joined(float* to, Pair pair) {
+    const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    store_register(to, (Register)_mm512_permutex2var_ps((__m512)pair.even, first, (__m512)pair.odd));
+    store_register(to + WIDTH, (Register)_mm512_permutex2var_ps((__m512)pair.even, second, (__m512)pair.odd));
+}
+#elif defined(__AVX2__)
+inline Pair parted(const float* from) {
+    const __m256 low = load<__m256>(from), high = load<__m256>(from + WIDTH);
+    const __m256d even = _mm256_castps_pd(_mm256_shuffle_ps(low, high, 0x88));
+    const __m256d odd = _mm256_castps_pd(_mm256_shuffle_ps(low, high, 0xdd));
+    return {(Register)_mm256_permute4x64_pd(even, 0xd8), (Register)_mm256_permute4x64_pd(odd, 0xd8)};
+}
+
+inline void store_joined(float* to, Pair pair) {
+    const __m256 low = _mm256_unpacklo_ps((__m256)pair.even, (__m256)pair.odd);
+    const __m256 high = _mm256_unpackhi_ps((__m256)pair.even, (__m256)pair.odd);
+    store_register(to, (Register)_mm256_permute2f128_ps(low, high, 0x20));
+    store_register(to + WIDTH, (Register)_mm256_permute2f128_ps(low, high, 0x31));
+}
+#else
+inline Pair parted(const float* from) {
+    Pair pair;
+    for (int lane = 0; lane < WIDTH; ++lane) {
+        pair.even[lane] = from[2 * lane];
+        pair.odd[lane] = from[2 * lane + 1];
+    }
+    return pair;
+}
+
+inline void store_joined(float* to, Pair pair) {
+    for (int lane = 0; lane < WIDTH; ++lane) {
+        to[2 * lane] = pair.even[lane];
+        to[2 * lane + 1] = pair.odd[lane];
+    }
+}
+#endif
+
+// A word holds two numbers, and a float is a bfloat16 with 16 more bits: one instruction makes each of them a float,
+// where one number after the other takes two.
+inline Pair load_pair(const BFloat16* from) {
+    typedef uint32_t WordRegister __attribute__((vector_size(WIDTH * 4)));
+    const WordRegister words = load<WordRegister>(from);
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    return {(Register)(words << 16), (Register)(words & 0xffff0000u)};
+#else
+    return {(Register)(words & 0xffff0000u), (Register)(words << 16)};
+#endif
+}
+
 // The sums of WIDTH vectors, in their order.
 inline Register sums_of_registers(const Register* vectors) {
 #if defined(__AVX512F__)
@@ -209,6 +272,17 @@ inline Register exponential(Register x) {
     p = p * r * r + r + 1.0f;
     const IntRegister bits = (IntRegister)p + exponent;
     return (Register)(~tiny & bits);
+}
+
+// tanh(x), to within some units in the last place.
+inline Register hyperbolic_tangent(Register x) {
+    const IntRegister sign = (IntRegister)x & int32_t(0x80000000);
+    const Register magnitude = (Register)((IntRegister)x ^ sign), square = x * x;
+    const Register e = exponential(-2.0f * magnitude);
+    // Near 0 the difference would keep few digits.
+    const Register series = (((square * -0.0539682540f + 0.133333333f) * square - 0.333333333f) * square + 1.0f) * magnitude;
+    const Register result = magnitude < 0.1f ? series : (1.0f - e) / (1.0f + e);
+    return (Register)((IntRegister)result | sign);
 }
 
 // The largest number; not a number if any is not.

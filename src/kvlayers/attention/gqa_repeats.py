@@ -1,9 +1,9 @@
-"""Grouped-query attention of a single query token in compiled code on a CPU, without copies for each query head.
+"""Grouped-query attention of few query tokens on a CPU, without copies of the keys and values for each query head.
 
-Compiled code has a mask, and if there is one transformers repeats keys and values for every query head of a group
-(`repeat_kv`) before it calls `scaled_dot_product_attention`. That copies the bucket at every token, once for each query
-head of a group. The tensors here delay the repetition until attention asks for it, and let the query heads of a group
-read the keys together, as `gqa` does in eager code.
+If there is a mask, transformers repeats keys and values for every query head of a group (`repeat_kv`) before it calls
+`scaled_dot_product_attention`: for several query tokens, and in compiled code, which always has a mask. That copies all
+tokens at every step, once for each query head of a group. The tensors here delay the repetition until attention asks
+for it, and let the query heads of a group read the keys together, as `gqa` does if there is no mask.
 
 TorchDynamo traces this code: nothing of it is left when the compiled function runs.
 """
@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
-from kvlayers.attention.gqa import attend_grouped, kv_head_copies
+from kvlayers.attention.cpu import dense
+from kvlayers.attention.gqa import attend_grouped, grouped_for_one_query, kv_head_copies
 from kvlayers.upstream import compat
 
 
@@ -28,6 +29,23 @@ def shared_in_graph(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         values: the values of the same tokens.
     """
     if keys.device.type != "cpu" or not torch.compiler.is_dynamo_compiling() or not compat.COMPILES_TENSOR_SUBCLASSES:
+        return keys, values
+    return keys.as_subclass(SharedStates), values.as_subclass(SharedStates)
+
+
+def marked_for_sdpa(keys: Tensor, values: Tensor, queries: int) -> tuple[Tensor, Tensor]:
+    """Keys and values `[batch, kv_heads, tokens, head_dim]`, marked for SDPA if that saves time. (Not for compiled code.)
+
+    Args:
+        keys: the keys that the new tokens of each sequence attend to.
+        values: the values of the same tokens.
+        queries: new tokens of each sequence.
+    """
+    if queries == 1:
+        return grouped_for_one_query(keys), values
+    if queries > dense.CPU_MAXIMUM_QUERIES or keys.numel() < dense.CPU_MINIMUM_STATES or not keys.is_cpu:
+        return keys, values
+    if torch.compiler.is_compiling():
         return keys, values
     return keys.as_subclass(SharedStates), values.as_subclass(SharedStates)
 
@@ -111,6 +129,9 @@ def _attend(
     values = value[:, :, 0] if isinstance(value, RepeatedStates) else value
     batch, heads, queries, _ = query.size()
     kv_heads = keys.size(1)
+    shares_heads = enable_gqa or keys is not key or heads == kv_heads
+    if shares_heads and not is_causal and not dropout_p and dense.takes(query, keys, values, attn_mask):
+        return dense.attend(query, keys, values, attn_mask, scale)
     group = heads // kv_heads
     one_query = queries == 1 and not is_causal and not dropout_p and (keys.size(0), values.size(1)) == (batch, kv_heads)
     if not one_query or (attn_mask is not None and (attn_mask.dim() != 4 or attn_mask.size(1) not in (1, heads))):

@@ -30,7 +30,7 @@ from random_states import SUMS, Rule, check, code_format, packed_states
 
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
 KERNELS = [pytest.param(kernel.attend, marks=needs_compiler, id="cpu"), pytest.param(reference.attend, id="blocks")]
-WIDTHS: list[int | str] = [1, 2, 3, 4, 8, "fp8"]
+WIDTHS: list[int | str] = [1, 2, 3, 4, 5, 6, 8, "fp8"]
 DTYPES = [torch.float32, torch.bfloat16]
 
 ALONG_TOKENS, HALF_BLOCKS, ALONG_CHANNELS = (64, 1), (32, 1), (1, 16)

@@ -112,7 +112,7 @@ class Packing:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 80, 96, 128)
-FORMATS = (("native", 2), ("native", 3), ("native", 4), ("native", 8), ("fp8", 8))
+FORMATS = (("native", 2), ("native", 3), ("native", 4), ("native", 5), ("native", 6), ("native", 8), ("fp8", 8))
 
 PACKINGS: dict[str, Packing] = {
     f"{name} {bits}, {str(dtype).removeprefix('torch.')}, head_dim {head_dim}": Packing(name, bits, dtype, head_dim)

@@ -281,7 +281,7 @@ FORGED: dict[str, tuple[str, Callable[[Forged], None]]] = {
     "options that are no truths": ("dynamic", _set("options", "offloading")("no")),
     "a backend that is none": ("quantized", _fact("backend", "os")),
     "a backend that is no text": ("quantized", _fact("backend", 3)),
-    "codes of five bits": ("quantized", _fact("key_nbits", 5)),
+    "codes of seven bits": ("quantized", _fact("key_nbits", 7)),
     "codes of other bits": ("quantized", _fact("key_nbits", 2)),
     "groups of 10**15": ("quantized", _fact("key_group_size", 10**15)),
     "groups of nothing": ("quantized", _fact("key_group_size", 0)),

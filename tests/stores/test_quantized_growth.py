@@ -18,7 +18,7 @@ TOLERANCE = 1.05
 """Of the bytes of a dense cache."""
 
 QUANTIZATIONS = [
-    *(Quantization(nbits=nbits) for nbits in (2, 3, 4, 8)),
+    *(Quantization(nbits=nbits) for nbits in (2, 3, 4, 6, 8)),
     Quantization("fp8"),
     *(Quantization("hqq", nbits=nbits) for nbits in (4, 8)),
     Quantization("quanto", nbits=4),

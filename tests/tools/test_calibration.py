@@ -25,7 +25,7 @@ from kvlayers.tools.measuring.predictions import mean_divergence
 from models import COMMON, tiny_model
 
 CONTEXT, SCORED = 320, 32
-WIDTHS = (2, 3, 4, 8)
+WIDTHS = (2, 3, 4, 5, 6, 8)
 SIZES = {**COMMON, "max_position_embeddings": 1024}
 
 
@@ -177,7 +177,7 @@ def test_windows_and_what_crosses_have_bits_of_their_own() -> None:
     ("options", "said"),
     [
         ({"nbits": [4, 4]}, "3 layers of the model, got 2"),
-        ({"nbits": [4, 5, 4]}, "got 5"),
+        ({"nbits": [4, 7, 4]}, "got 7"),
         ({"nbits": []}, "0 in nbits"),
         ({"nbits": "444"}, "'444'"),
         ({"nbits": [4, 4, [4]]}, r"\[4\]"),
@@ -537,13 +537,13 @@ def test_other_backends_are_calibrated_by_their_own_bits(model: Any, ids: Tensor
         ({"dtype": "bfloat"}, kvlayers.OptionError, "a floating-point torch.dtype"),
         ({"dtype": torch.int8}, kvlayers.OptionError, "a floating-point torch.dtype"),
         ({"quantization": {"nbits": 4}}, kvlayers.OptionError, "`quantization` must be .*got a dict"),
-        ({"widths": [[2], [4]]}, kvlayers.OptionError, "2, 3, 4, 8"),
+        ({"widths": [[2], [4]]}, kvlayers.OptionError, "2, 3, 4, 5, 6, 8"),
         ({"texts": [torch.tensor(5)]}, kvlayers.OptionError, "token ids"),
         ({"texts": ["text"], "tokenizer": 3}, kvlayers.OptionError, "`tokenizer` must be .*got a int"),
         ({"sensitivities": 3}, kvlayers.OptionError, "`sensitivities` must be .*got a int"),
         ({"sensitivities": [{"layer": 0}]}, kvlayers.OptionError, "sensitivities of a Calibration"),
         ({"widths": [4]}, kvlayers.OptionError, "`widths` must be two or more"),
-        ({"widths": [4, 5]}, kvlayers.OptionError, "2, 3, 4, 8"),
+        ({"widths": [4, 7]}, kvlayers.OptionError, "2, 3, 4, 5, 6, 8"),
         (
             {"quantization": kvlayers.Quantization("fp8"), "widths": None},
             kvlayers.OptionError,

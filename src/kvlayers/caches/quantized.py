@@ -99,17 +99,17 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         >>> config = transformers.LlamaConfig(num_hidden_layers=2)
         >>> kvlayers.QuantizedCache(config=config, nbits=2)
         QuantizedCache(2 x QuantizedLayer of 2 bits, 0 tokens, 0 B)
-        >>> kvlayers.QuantizedCache(config=config, nbits=5)
+        >>> kvlayers.QuantizedCache(config=config, nbits=7)
         Traceback (most recent call last):
-        kvlayers.errors.OptionError: `nbits` of the native backend must be one of 2, 3, 4, 8, got 5 for keys.
+        kvlayers.errors.OptionError: `nbits` of the native backend must be one of 2, 3, 4, 5, 6, 8, got 7 for keys.
 
     Args:
         backend: name of the quantizer. `"native"` needs no other package; `"quanto"` and `"hqq"` are transformers'
             backends; `"fp8"` holds float8 numbers; other names are registered with `register_quantizer`.
         config: config of the model, or the model. Without it, every layer has full attention.
-        nbits: bits of a code: 2, 3, 4 (the default) or 8 for native; 2 or 4 for quanto; 1, 2, 3, 4 or 8 for hqq; 8 for
-            fp8. One number for all layers, or a sequence with a number for each layer of the cache. An entry `None` is
-            the default. Layers that are not quantized have an entry too, without effect.
+        nbits: bits of a code: 2, 3, 4 (the default), 5, 6 or 8 for native; 2 or 4 for quanto; 1, 2, 3, 4 or 8 for hqq;
+            8 for fp8. One number for all layers, or a sequence with a number for each layer of the cache. An entry
+            `None` is the default. Layers that are not quantized have an entry too, without effect.
         axis_key: 0 (the default) or -1 for the keys of quanto; 0 or 1 (the default) for those of hqq.
         axis_value: the same for the values.
         q_group_size: states that share a scale; 64 if head_dim allows it. If groups go along the channels and it

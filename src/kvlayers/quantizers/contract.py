@@ -13,8 +13,8 @@ from kvlayers.upstream.deprecation import warn_the_caller
 
 Side = Literal["keys", "values"]
 
-WIDTHS = (1, 2, 3, 4, 8)
-"""Numbers of bits that a code may have. A new width needs a layout in `packing`, and a loop in each kernel."""
+WIDTHS = (1, 2, 3, 4, 5, 6, 8)
+"""Numbers of bits that a code may have. A new width needs its planes in `packing`, and in the kernel for CPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class CodeFormat:
     """The meaning of codes: `state = scale * code + zero`, with one scale and one zero for each group.
 
     Attributes:
-        bits: width of a code: 1, 2, 3, 4 or 8.
+        bits: width of a code, one of `WIDTHS`.
         group_tokens: neighbouring tokens that share a scale and a zero.
         group_channels: neighbouring channels that share a scale and a zero. One of the two numbers is 1.
         floating: whether codes are the bytes of float8 numbers (e4m3fn), without a zero.

@@ -45,6 +45,8 @@ CLIPS = {
     2: (0.0, 0.07, 0.14, 0.21, 0.28),
     3: (0.0, 0.04, 0.08, 0.12, 0.16),
     4: (0.0, 0.03, 0.06, 0.09, 0.12),
+    5: (0.0, 0.01, 0.02),
+    6: (0.0, 0.005, 0.01),
     8: (0.0,),
 }
 """For each width of a code, the fractions of the range that are tried as the part to cut off at either end."""
@@ -240,7 +242,7 @@ class NativeBackend(Backend):
     """Keys by 64 neighbouring tokens of a rotated channel, values by the rotated channels of a token."""
 
     name = "native"
-    widths = (2, 3, 4, 8)
+    widths = (2, 3, 4, 5, 6, 8)
 
     def quantizer(self, options: SideOptions, head_dim: int) -> NativeQuantizer:
         """A quantizer for keys, or values, of a head_dim.

@@ -1,8 +1,9 @@
 """Codes of a few bits, packed into bytes.
 
 Byte `j` of a row of `n` bytes holds the codes of columns `j`, `j + n`, `j + 2n`, ..., the first in its lowest bits. So
-code that reads 16 bytes at once finds the codes of 16 neighbouring columns under each mask, and needs no shuffle. Codes
-of three bits are two such rows, one after the other: their two lower bits, then their highest bit.
+code that reads 8 bytes at once finds the codes of 8 neighbouring columns under each mask, and needs no shuffle. Codes
+whose width does not divide 8 are several such rows, one after the other, called planes: three bits are their two lower
+bits, then their highest bit.
 """
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 COLUMNS_MULTIPLE = 8
 """Rows are padded to a multiple of this many columns if codes are smaller than a byte."""
 
-_PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
+"""For each width of a code, the widths of its planes, from its lowest bits on. Each divides the one before it."""
 
 
 def padded_columns(columns: int, bits: int) -> int:
@@ -33,7 +35,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         codes = torch.nn.functional.pad(codes, (0, padding))
     planes = []
     shift = 0
-    for width in _PLANES[bits]:
+    for width in PLANES[bits]:
         plane = (codes >> shift) & ((1 << width) - 1)
         slots = torch.unflatten(plane, -1, (8 // width, -1)).unbind(-2)
         packed = slots[0]
@@ -51,7 +53,7 @@ def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
     padded = padded_columns(columns, bits)
     codes = torch.zeros((), dtype=torch.uint8, device=packed.device)
     start = shift = 0
-    for width in _PLANES[bits]:
+    for width in PLANES[bits]:
         plane = packed[..., start : start + padded * width // 8]
         slots = [(plane >> (slot * width)) & ((1 << width) - 1) for slot in range(8 // width)]
         codes = codes | (torch.cat(slots, dim=-1) << shift)

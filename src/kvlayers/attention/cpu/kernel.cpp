@@ -4,8 +4,7 @@
 // floats, and the scales are folded into the other factor (the query for keys, the probabilities for values). No block
 // is ever written out in full precision.
 //
-// It is compiled for one kind of CPU at a time (`utils/native_builds.py`): a vector of 16 floats is one register or
-// several, depending on the kind.
+// It is compiled for one kind of CPU at a time (`utils/native_builds.py`): vectors of floats are as wide as its registers.
 
 #include <algorithm>
 #include <cmath>

@@ -5,136 +5,147 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "call.h"
+#include "codes.h"
 #include "vectors.h"
 
 namespace {
 
-template <int BITS>
-inline Words slot_of(Words bytes, int slot) {
-    const Words shifted = bytes >> (slot * BITS);
-    return (slot + 1) * BITS == 8 ? shifted : shifted & uint32_t((1 << BITS) - 1);
-}
+// Vectors of sums that stay in registers beside the factors.
+constexpr int MOST_SUMS = WIDTH == 16 ? 16 : 8;
 
-struct Integer {
-    static inline Floats value(Words code) { return __builtin_convertvector((Ints)code, Floats); }
-};
+// Rows of codes, as all functions below see them.
+struct CodeRows {
+    const uint8_t* codes;
+    int64_t row_bytes, rows, columns, narrowest_bytes, column_group;
+    const float* weights;  // [groups of columns][R][rows]
 
-struct Float8 {
-    // Exponent and fraction of e4m3 moved to those of a float, whose exponents are 120 higher.
-    static inline Floats value(Words code) {
-        const Words bits = ((code & 0x80u) << 24) | ((code & 0x7fu) << 20);
-        const Floats scaled = (Floats)bits * 1.329227995784916e36f;
-        const Ints is_nan = (Ints)(code & 0x7fu) == 0x7f;
-        return (Floats)((Ints)scaled | (is_nan & 0x7fc00000));
+    // Whether `count` columns of a slot, from a multiple of `count` on, always share a group.
+    bool shares_groups(int64_t count) const {
+        return column_group >= columns || (column_group % count == 0 && narrowest_bytes % count == 0);
     }
 };
 
-// Bytes of a row from which the codes of 16 columns are read in each slot; fewer where the row ends.
-template <bool WHOLE>
-inline Bytes load_bytes(const uint8_t* from, int64_t width) {
-    if (WHOLE) return load<Bytes>(from);
-    Bytes bytes = {};
-    std::memcpy(&bytes, from, width);
-    return bytes;
-}
-
-// One step of 16 bytes of `accumulate_plane`.
-template <int BITS, int R, typename Meaning, bool WHOLE>
-inline void accumulate_step(const uint8_t* codes, int64_t row_bytes, int64_t rows, int64_t plane_bytes, int64_t columns,
-                            const float* weights, int64_t column_group, float* acc, int64_t acc_stride,
-                            int64_t offset) {
-    constexpr int SLOTS = 8 / BITS;
-    const int64_t width = std::min<int64_t>(LANES, plane_bytes - offset);
-    const float* slot_weights[SLOTS];
-    Floats sums[R][SLOTS];
+// acc[i][column] += sum over rows of weights[group of column][i][row] * value[row][column], for i < R, in VECTORS vectors
+// of bytes from `offset` and COUNT slots from FIRST. Lanes before `first_lane` were counted already.
+template <typename Layout, typename Meaning, int R, int N, int VECTORS, int FIRST, int... SLOTS>
+inline void accumulate_slots(const CodeRows& of, int64_t offset, int64_t first_lane, float* acc, int64_t acc_stride,
+                             std::integer_sequence<int, SLOTS...>) {
+    constexpr int COUNT = sizeof...(SLOTS);
+    const uint8_t* from = of.codes + offset;
+    const float* weights[COUNT] = {
+        of.weights +
+        std::min((FIRST + SLOTS) * of.narrowest_bytes + offset, of.columns - 1) / of.column_group * of.rows * R...};
+    FloatLanes<N> sums[R][VECTORS][COUNT] = {};
+    for (int64_t row = 0; row < of.rows; ++row, from += of.row_bytes) {
 #pragma GCC unroll 8
-    for (int slot = 0; slot < SLOTS; ++slot) {
-        const int64_t column = std::min(slot * plane_bytes + offset, columns - 1);
-        slot_weights[slot] = weights + column / column_group * rows * R;
+        for (int vector = 0; vector < VECTORS; ++vector) {
+            const FloatLanes<N> values[COUNT] = {Meaning::template values<N>(
+                Layout::template codes<N, FIRST + SLOTS>(from + vector * N, of.narrowest_bytes))...};
 #pragma GCC unroll 8
-        for (int i = 0; i < R; ++i) sums[i][slot] = Floats{};
-    }
-    for (int64_t row = 0; row < rows; ++row) {
-        const Words words = widened(load_bytes<WHOLE>(codes + row * row_bytes + offset, width));
+            for (int i = 0; i < R; ++i)
 #pragma GCC unroll 8
-        for (int slot = 0; slot < SLOTS; ++slot) {
-            const Floats value = Meaning::value(slot_of<BITS>(words, slot));
-#pragma GCC unroll 8
-            for (int i = 0; i < R; ++i) sums[i][slot] += slot_weights[slot][i * rows + row] * value;
+                for (int slot = 0; slot < COUNT; ++slot)
+                    sums[i][vector][slot] += weights[slot][i * of.rows + row] * values[slot];
         }
     }
-#pragma GCC unroll 8
-    for (int slot = 0; slot < SLOTS; ++slot)
-#pragma GCC unroll 8
-        for (int i = 0; i < R; ++i) {
-            float* to = acc + i * acc_stride + slot * plane_bytes + offset;
-            if (WHOLE) {
-                store(to, load<Floats>(to) + sums[i][slot]);
-            } else {
-                float parts[LANES];
-                store(parts, sums[i][slot]);
-                for (int64_t lane = 0; lane < width; ++lane) to[lane] += parts[lane];
+    for (int i = 0; i < R; ++i)
+        for (int slot = 0; slot < COUNT; ++slot)
+            for (int vector = 0; vector < VECTORS; ++vector) {
+                float* to = acc + i * acc_stride + (FIRST + slot) * of.narrowest_bytes + offset + vector * N;
+                for (int64_t lane = first_lane; lane < N; ++lane) to[lane] += sums[i][vector][slot][lane];
             }
-        }
 }
 
-// acc[i][column] += sum over rows of weights[group of column][i][row] * code[row][column], for i < R.
-template <int BITS, int R, typename Meaning>
-void accumulate_plane(const uint8_t* codes, int64_t row_bytes, int64_t rows, int64_t plane_bytes, int64_t columns,
-                      const float* weights, int64_t column_group, float* acc, int64_t acc_stride) {
+// As `accumulate_slots`, for all slots, so many at once that their sums stay in registers.
+template <typename Layout, typename Meaning, int R, int N, int VECTORS, int FIRST = 0>
+inline void accumulate_vectors(const CodeRows& of, int64_t offset, int64_t first_lane, float* acc, int64_t acc_stride) {
+    constexpr int COUNT = std::min(Layout::SLOTS - FIRST, std::max(1, MOST_SUMS / (R * VECTORS)));
+    accumulate_slots<Layout, Meaning, R, N, VECTORS, FIRST>(of, offset, first_lane, acc, acc_stride,
+                                                           std::make_integer_sequence<int, COUNT>{});
+    if constexpr (FIRST + COUNT < Layout::SLOTS)
+        accumulate_vectors<Layout, Meaning, R, N, VECTORS, FIRST + COUNT>(of, offset, first_lane, acc, acc_stride);
+}
+
+// As `accumulate_slots`, for all columns.
+template <typename Layout, typename Meaning, int R, int N>
+inline void accumulate_columns(const CodeRows& of, float* acc, int64_t acc_stride) {
+    constexpr int VECTORS = std::max(1, MOST_SUMS / (R * Layout::SLOTS));
+    const int64_t bytes = of.narrowest_bytes;
     int64_t offset = 0;
-    for (; offset + LANES <= plane_bytes; offset += LANES)
-        accumulate_step<BITS, R, Meaning, true>(codes, row_bytes, rows, plane_bytes, columns, weights, column_group, acc,
-                                                acc_stride, offset);
-    if (offset < plane_bytes)
-        accumulate_step<BITS, R, Meaning, false>(codes, row_bytes, rows, plane_bytes, columns, weights, column_group,
-                                                 acc, acc_stride, offset);
+    if (of.shares_groups(VECTORS * N))
+        for (; offset + VECTORS * N <= bytes; offset += VECTORS * N)
+            accumulate_vectors<Layout, Meaning, R, N, VECTORS>(of, offset, 0, acc, acc_stride);
+    if constexpr (VECTORS > 1)
+        for (; offset + N <= bytes; offset += N)
+            accumulate_vectors<Layout, Meaning, R, N, 1>(of, offset, 0, acc, acc_stride);
+    if (offset < bytes && bytes >= N)
+        accumulate_vectors<Layout, Meaning, R, N, 1>(of, bytes - N, offset - (bytes - N), acc, acc_stride);
+    else if (offset < bytes)
+        for (int64_t row = 0; row < of.rows; ++row)
+            for (int64_t column = 0; column < of.columns; ++column) {
+                const uint32_t code = Layout::code(of.codes + row * of.row_bytes, column, bytes);
+                const float value = Meaning::template values<8>(WordLanes<8>{} + code)[0];
+                const float* weights = of.weights + column / of.column_group * of.rows * R;
+                for (int i = 0; i < R; ++i) acc[i * acc_stride + column] += weights[i * of.rows + row] * value;
+            }
+}
+
+template <typename Layout, typename Meaning, int R>
+void accumulate_layout(CodeRows of, float* acc, int64_t acc_stride) {
+    of.narrowest_bytes = Layout::narrowest_bytes(of.columns);
+#if defined(__AVX512F__)
+    if (of.narrowest_bytes % 16 == 0 && of.shares_groups(16))
+        return accumulate_columns<Layout, Meaning, R, 16>(of, acc, acc_stride);
+#endif
+    accumulate_columns<Layout, Meaning, R, 8>(of, acc, acc_stride);
 }
 
 template <int R>
-void accumulate(const Side& side, const uint8_t* codes, int64_t row_bytes, int64_t rows, int64_t padded,
-                const float* weights, int64_t column_group, float* acc, int64_t acc_stride, std::vector<float>& scratch) {
-    const int64_t columns = side.columns;
-    const int64_t plane = padded / 8;
-    if (side.floating)
-        accumulate_plane<8, R, Float8>(codes, row_bytes, rows, columns, columns, weights, column_group, acc, acc_stride);
-    else if (side.bits == 8)
-        accumulate_plane<8, R, Integer>(codes, row_bytes, rows, columns, columns, weights, column_group, acc, acc_stride);
-    else if (side.bits == 4)
-        accumulate_plane<4, R, Integer>(codes, row_bytes, rows, 4 * plane, columns, weights, column_group, acc, acc_stride);
-    else if (side.bits == 2)
-        accumulate_plane<2, R, Integer>(codes, row_bytes, rows, 2 * plane, columns, weights, column_group, acc, acc_stride);
-    else if (side.bits == 1)
-        accumulate_plane<1, R, Integer>(codes, row_bytes, rows, plane, columns, weights, column_group, acc, acc_stride);
-    else {
-        const int64_t count = rows * R * ((columns + column_group - 1) / column_group);
-        scratch.resize(count);
-        for (int64_t i = 0; i < count; ++i) scratch[i] = 4 * weights[i];
-        accumulate_plane<2, R, Integer>(codes, row_bytes, rows, 2 * plane, columns, weights, column_group, acc, acc_stride);
-        accumulate_plane<1, R, Integer>(codes + 2 * plane, row_bytes, rows, plane, columns, scratch.data(), column_group, acc,
-                                        acc_stride);
+void accumulate(const Side& side, const CodeRows& of, float* acc, int64_t acc_stride) {
+    if (side.floating) return accumulate_layout<Planes<8>, Float8, R>(of, acc, acc_stride);
+    switch (side.bits) {
+        case 1: return accumulate_layout<Planes<1>, Integer, R>(of, acc, acc_stride);
+        case 2: return accumulate_layout<Planes<2>, Integer, R>(of, acc, acc_stride);
+        case 3: return accumulate_layout<Planes<2, 1>, Integer, R>(of, acc, acc_stride);
+        case 4: return accumulate_layout<Planes<4>, Integer, R>(of, acc, acc_stride);
+        case 5: return accumulate_layout<Planes<4, 1>, Integer, R>(of, acc, acc_stride);
+        case 6: return accumulate_layout<Planes<4, 2>, Integer, R>(of, acc, acc_stride);
+        case 8: return accumulate_layout<Planes<8>, Integer, R>(of, acc, acc_stride);
     }
 }
 
 int64_t padded_columns(const Side& side) { return side.bits == 8 ? side.columns : (side.columns + 7) / 8 * 8; }
 
-int64_t plane_bytes_of(const Side& side) {
-    if (side.bits == 8) return side.columns;
-    return padded_columns(side) / 8 * (side.bits == 3 ? 1 : side.bits);
-}
-
-// Whether 16 columns that are read together always share a group, in every slot of a byte.
+// Whether columns that are read together always share a group, whatever the width of codes.
 bool groups_hold_whole_vectors(const Side& side) {
     if (side.column_group >= side.columns) return true;
-    return side.column_group % LANES == 0 && plane_bytes_of(side) % LANES == 0;
+    return side.column_group % 8 == 0 && side.columns % 64 == 0;
+}
+
+inline float dot(const float* a, const float* b, int64_t count) {
+    FloatLanes<8> sums = {};
+    int64_t at = 0;
+    for (; at + 8 <= count; at += 8) sums += load<FloatLanes<8>>(a + at) * load<FloatLanes<8>>(b + at);
+    float total = 0;
+    for (int lane = 0; lane < 8; ++lane) total += sums[lane];
+    for (; at < count; ++at) total += a[at] * b[at];
+    return total;
 }
 
 struct Buffers {
-    std::vector<float> weights, scratch, unit, parameters, zeros;
+    std::vector<float> weights, unit, parameters;
 };
+
+// Scales, or zeros, as floats: to[group of columns][group of rows].
+template <typename Parameter>
+void read_parameters(const Parameter* from, int64_t row_groups, int64_t column_groups, float* to) {
+    for (int64_t column = 0; column < column_groups; ++column)
+        for (int64_t row = 0; row < row_groups; ++row) to[column * row_groups + row] = to_float(from[row * column_groups + column]);
+}
 
 // acc[i][column] += sum over rows from `begin` to `end` of factors[i][row] * state[row][column], for i < R.
 template <int R, typename Parameter>
@@ -143,42 +154,32 @@ void multiply(const Side& side, int64_t batch, int64_t head, int64_t block, int6
     const uint8_t* codes = side.codes + batch * side.code_batch + head * side.code_head + block * side.code_block;
     const Parameter* given = (const Parameter*)side.parameters + batch * side.parameter_batch +
                              head * side.parameter_head + block * side.parameter_block;
-    const int64_t padded = padded_columns(side), row_bytes = padded * side.bits / 8;
+    const int64_t row_bytes = padded_columns(side) * side.bits / 8;
     const int64_t row_groups = side.rows / side.row_group, column_groups = side.columns / side.column_group;
     const int64_t count = row_groups * column_groups;
     const bool has_zero = !side.floating;
-    buffers.parameters.resize((2 * count) + LANES);
-    for (int64_t i = 0; i < count * (has_zero ? 2 : 1); ++i) buffers.parameters[i] = to_float(given[i]);
-    const float* scale = buffers.parameters.data();
-    const float* zero = scale + count;
+    buffers.parameters.resize(2 * count);
+    float *scale = buffers.parameters.data(), *zero = scale + count;
+    read_parameters(given, row_groups, column_groups, scale);
+    if (has_zero) read_parameters(given + count, row_groups, column_groups, zero);
 
     if (side.row_group == 1 && groups_hold_whole_vectors(side)) {
         // Each row has a scale for each group of its columns: the scales are folded into the factors.
         const int64_t rows = end - begin;
         buffers.weights.resize(column_groups * rows * R);
-        buffers.zeros.assign(R * column_groups, 0.0f);
         float* weights = buffers.weights.data();
         for (int64_t group = 0; group < column_groups; ++group)
             for (int i = 0; i < R; ++i) {
-                float total = 0;
-                for (int64_t row = 0; row < rows; ++row) {
-                    const int64_t at = (row + begin) * column_groups + group;
-                    const float factor = factors[i * factor_stride + row + begin];
-                    weights[(group * R + i) * rows + row] = factor * scale[at];
-                    if (has_zero) total += factor * zero[at];
-                }
-                buffers.zeros[i * column_groups + group] = total;
+                const float *factor = factors + i * factor_stride + begin, *of_row = scale + group * row_groups + begin;
+                float* weight = weights + (group * R + i) * rows;
+                for (int64_t row = 0; row < rows; ++row) weight[row] = factor[row] * of_row[row];
+                if (!has_zero) continue;
+                const float total = dot(factor, zero + group * row_groups + begin, rows);
+                float* to = acc + i * acc_stride + group * side.column_group;
+                for (int64_t column = 0; column < side.column_group; ++column) to[column] += total;
             }
-        accumulate<R>(side, codes + begin * row_bytes, row_bytes, rows, padded, weights, side.column_group, acc, acc_stride,
-                      buffers.scratch);
-        if (has_zero)
-            for (int i = 0; i < R; ++i)
-                for (int64_t group = 0; group < column_groups; ++group) {
-                    const float total = buffers.zeros[i * column_groups + group];
-                    float* to = acc + i * acc_stride + group * side.column_group;
-                    for (int64_t column = 0; column < side.column_group; ++column) to[column] += total;
-                }
-        return;
+        const CodeRows of = {codes + begin * row_bytes, row_bytes, rows, side.columns, 0, side.column_group, weights};
+        return accumulate<R>(side, of, acc, acc_stride);
     }
 
     // Scales differ within a vector of columns: they are folded into the sums, once for each group of rows.
@@ -194,11 +195,12 @@ void multiply(const Side& side, int64_t batch, int64_t head, int64_t block, int6
                 buffers.weights[i * rows + row] = factor;
                 totals[i] += factor;
             }
-        accumulate<R>(side, codes + row_begin * row_bytes, row_bytes, rows, padded, buffers.weights.data(), side.columns,
-                      buffers.unit.data(), acc_stride, buffers.scratch);
+        const uint8_t* first = codes + row_begin * row_bytes;
+        const CodeRows of = {first, row_bytes, rows, side.columns, 0, side.columns, buffers.weights.data()};
+        accumulate<R>(side, of, buffers.unit.data(), acc_stride);
         for (int i = 0; i < R; ++i)
             for (int64_t column = 0; column < side.columns; ++column) {
-                const int64_t at = row_group * column_groups + column / side.column_group;
+                const int64_t at = column / side.column_group * row_groups + row_group;
                 acc[i * acc_stride + column] += scale[at] * buffers.unit[i * acc_stride + column];
                 if (has_zero) acc[i * acc_stride + column] += zero[at] * totals[i];
             }

@@ -12,13 +12,13 @@ from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.contract import KernelSearch
 from kvlayers.quantizers.grouping import largest_float8_scale, smallest_positive
 from kvlayers.quantizers.hadamard import rotation_size
-from kvlayers.quantizers.packing import padded_columns
+from kvlayers.quantizers.packing import PLANES, padded_columns
 from kvlayers.utils.triton_support import TritonKernel, device_obstacle, is_interpreted, shared_memory_limit
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of the states."""
 
-WIDTHS = (2, 3, 4, 8)
+WIDTHS = (2, 3, 4, 5, 6, 8)
 """Bits of a code that the kernels pack and read."""
 
 LARGEST_HEAD_DIM = 256
@@ -52,6 +52,10 @@ class _SharedConstants:
 
     KEYS: bool
     BITS: int
+    PLANES: tuple[int, ...]
+    """Bits of a code in each plane of a row, from its lowest bits on."""
+    BELOW: tuple[int, ...]
+    """Bits of a code in the planes before each."""
     FLOATING: bool
     HEAD_DIM: int
     BLOCK_TOKENS: int
@@ -114,9 +118,12 @@ def _power_of_two(number: int) -> int:
 def _shared(layout: BlockLayout, pieces: int) -> dict[str, Any]:
     rotation = rotation_size(layout.head_dim) if layout.format.rotated else 1
     entry = 2.0 ** -(rotation.bit_length() // 2)
+    planes = PLANES[layout.format.bits]
     return {
         "KEYS": layout.side == "keys",
         "BITS": layout.format.bits,
+        "PLANES": planes,
+        "BELOW": tuple(sum(planes[:plane]) for plane in range(len(planes))),
         "FLOATING": layout.format.floating,
         "HEAD_DIM": layout.head_dim,
         "BLOCK_TOKENS": layout.block_tokens,

@@ -191,11 +191,10 @@ def pack_block(
             found.to(tl.uint8),
             mask=row_is_real[:, None] & column_is_real[None, :],
         )
-    elif C.BITS == 3:
-        store_plane(codes, row_places, row_is_real, found, 0, 2, C)
-        store_plane(codes + C.PADDED_COLUMNS // 4, row_places, row_is_real, found, 2, 1, C)
     else:
-        store_plane(codes, row_places, row_is_real, found, 0, C.BITS, C)
+        for plane in tl.static_range(len(C.PLANES)):
+            of_plane = codes + C.PADDED_COLUMNS * C.BELOW[plane] // 8
+            store_plane(of_plane, row_places, row_is_real, found, C.BELOW[plane], C.PLANES[plane], C)
 
 
 @jit
@@ -234,10 +233,10 @@ def float8_numbers(codes):
 
 
 @jit
-def load_plane(row_codes, columns, is_real, START: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr):
-    """Some bits of the codes of columns, from rows of packed bytes."""
+def load_plane(plane_codes, columns, is_real, WIDTH: tl.constexpr, C: tl.constexpr):
+    """Some bits of the codes of columns, from a plane of rows of packed bytes."""
     BYTES: tl.constexpr = C.PADDED_COLUMNS * WIDTH // 8
-    bytes_ = tl.load(row_codes + START + columns % BYTES, mask=is_real, other=0).to(tl.int32)
+    bytes_ = tl.load(plane_codes + columns % BYTES, mask=is_real, other=0).to(tl.int32)
     return (bytes_ >> (columns // BYTES * WIDTH)) & ((1 << WIDTH) - 1)
 
 
@@ -249,13 +248,13 @@ def load_states(codes, parameters, tokens, channels, is_real, C: tl.constexpr):
     else:
         rows, columns = tokens, channels
     row_codes = codes + rows * C.ROW_BYTES
-    if C.BITS == 3:
-        found = load_plane(row_codes, columns, is_real, 0, 2, C)
-        found |= load_plane(row_codes, columns, is_real, C.PADDED_COLUMNS // 4, 1, C) << 2
-    elif C.BITS == 8:
+    if C.BITS == 8:
         found = tl.load(row_codes + columns, mask=is_real, other=0).to(tl.int32)
     else:
-        found = load_plane(row_codes, columns, is_real, 0, C.BITS, C)
+        found = load_plane(row_codes, columns, is_real, C.PLANES[0], C)
+        for plane in tl.static_range(1, len(C.PLANES)):
+            start = C.PADDED_COLUMNS * C.BELOW[plane] // 8
+            found |= load_plane(row_codes + start, columns, is_real, C.PLANES[plane], C) << C.BELOW[plane]
     place = rows // C.ROW_GROUP * (C.ALL_COLUMNS // C.GROUP) + columns // C.GROUP
     scale = tl.load(parameters + place, mask=is_real, other=0.0).to(tl.float32)
     if C.FLOATING:

@@ -60,8 +60,8 @@ def calibrate(
     sensitivity of layers: HAWQ, https://arxiv.org/abs/1905.03696, for weights; KVTuner,
     https://arxiv.org/abs/2502.04420, for caches.)
 
-    It reads `passages * 2 * layers * widths` times `scored_tokens` tokens, which takes about ten minutes for a model of
-    135 million parameters on two cores. A bar shows the progress, unless transformers' `disable_progress_bar()` was
+    It reads `passages * 2 * layers * widths` times `scored_tokens` tokens: a quarter of an hour on two cores for a model of
+    135 million parameters. A bar shows the progress, unless transformers' `disable_progress_bar()` was
     called.
 
     Args:

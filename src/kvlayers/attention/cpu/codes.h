@@ -1,0 +1,99 @@
+// Vectors of codes from rows of packed bytes, in the layout of `packing.py`.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "vectors.h"
+
+namespace {
+
+template <int N>
+struct Lanes {
+    typedef float Floats __attribute__((vector_size(N * 4)));
+    typedef int32_t Ints __attribute__((vector_size(N * 4)));
+    typedef uint32_t Words __attribute__((vector_size(N * 4)));
+    typedef uint8_t Bytes __attribute__((vector_size(N)));
+};
+
+template <int N>
+using FloatLanes = typename Lanes<N>::Floats;
+template <int N>
+using WordLanes = typename Lanes<N>::Words;
+
+// Bytes as words. Compilers turn this conversion into moves of single elements, so it is an intrinsic if there is one.
+template <int N>
+inline WordLanes<N> load_words(const uint8_t* from) {
+#if defined(__AVX512F__)
+    if constexpr (N == 16) return (WordLanes<N>)_mm512_cvtepu8_epi32(load<__m128i>(from));
+#endif
+#if defined(__AVX2__)
+    if constexpr (N == 8) return (WordLanes<N>)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#endif
+    return __builtin_convertvector(load<typename Lanes<N>::Bytes>(from), WordLanes<N>);
+}
+
+// Codes in planes of some of their bits, the lowest bits first and the narrowest plane last. Columns are read in as many
+// slots as a byte of the narrowest plane has: its column `j` of slot `s` is column `j + s * narrowest_bytes` of a row.
+template <int... WIDTHS>
+struct Planes;
+
+template <int FIRST, int... OTHERS>
+struct Planes<FIRST, OTHERS...> {
+    static constexpr int WIDTH_COUNT = 1 + sizeof...(OTHERS);
+    static constexpr int ALL_WIDTHS[WIDTH_COUNT] = {FIRST, OTHERS...};
+    static constexpr int NARROWEST = ALL_WIDTHS[WIDTH_COUNT - 1];
+    static constexpr int SLOTS = 8 / NARROWEST;
+
+    static int64_t narrowest_bytes(int64_t columns) { return NARROWEST == 8 ? columns : (columns + 7) / 8 * NARROWEST; }
+
+    // Codes of N columns of a slot. `from` is the byte of the first in the narrowest plane, if the row began with it.
+    template <int N, int SLOT, int PLANE = 0, int BELOW = 0>
+    static inline WordLanes<N> codes(const uint8_t* from, int64_t narrowest_bytes) {
+        constexpr int OF_PLANE = ALL_WIDTHS[PLANE], RATIO = OF_PLANE / NARROWEST;
+        constexpr int LOWEST = SLOT / RATIO * OF_PLANE;
+        WordLanes<N> words = load_words<N>(from + (BELOW / NARROWEST + SLOT % RATIO) * narrowest_bytes);
+        if constexpr (LOWEST > BELOW) words = words >> (LOWEST - BELOW);
+        if constexpr (LOWEST < BELOW) words = words << (BELOW - LOWEST);
+        if constexpr (BELOW > 0 || LOWEST + OF_PLANE < 8) words &= ((1u << OF_PLANE) - 1) << BELOW;
+        if constexpr (PLANE + 1 < WIDTH_COUNT)
+            words |= codes<N, SLOT, PLANE + 1, BELOW + OF_PLANE>(from, narrowest_bytes);
+        return words;
+    }
+
+    // The code of one column of a row.
+    static inline uint32_t code(const uint8_t* row, int64_t column, int64_t narrowest_bytes) {
+        uint32_t code = 0;
+        for (int plane = 0, below = 0; plane < WIDTH_COUNT; ++plane) {
+            const int width = ALL_WIDTHS[plane];
+            const int64_t bytes = width / NARROWEST * narrowest_bytes;
+            code |= (row[column % bytes] >> (column / bytes * width) & ((1u << width) - 1)) << below;
+            row += bytes;
+            below += width;
+        }
+        return code;
+    }
+};
+
+// What codes stand for, before the scale.
+struct Integer {
+    template <int N>
+    static inline FloatLanes<N> values(WordLanes<N> codes) {
+        return __builtin_convertvector((typename Lanes<N>::Ints)codes, FloatLanes<N>);
+    }
+};
+
+struct Float8 {
+    // Exponent and fraction of e4m3 moved to those of a float, whose exponents are 120 higher.
+    template <int N>
+    static inline FloatLanes<N> values(WordLanes<N> codes) {
+        typedef typename Lanes<N>::Ints Ints;
+        const WordLanes<N> bits = ((codes & 0x80u) << 24) | ((codes & 0x7fu) << 20);
+        const FloatLanes<N> scaled = (FloatLanes<N>)bits * 1.329227995784916e36f;
+        const Ints is_nan = (Ints)(codes & 0x7fu) == 0x7f;
+        return (FloatLanes<N>)((Ints)scaled | (is_nan & 0x7fc00000));
+    }
+};
+
+}  // namespace

@@ -17,7 +17,7 @@ from kvlayers.utils.native_builds import FLAGS, NATIVE, headers
 
 logger = logging.getLogger(__name__)
 
-COMPILE_SECONDS = 120
+COMPILE_SECONDS = 600
 
 # Done by the process that compiles, so that the library is kept even if this one ends before. The library gets its name
 # in one step, because other processes may do the same.

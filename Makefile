@@ -9,6 +9,8 @@ MODEL := .models/SmolLM2-135M-Instruct
 # neighbouring tests, which share models and compiled code, and takes tests from the other once it has none left.
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
+# What `make dist` builds wheels with compiled kernels for.
+PLATFORMS ?= manylinux_2_17_x86_64 manylinux_2_17_aarch64
 ARGS ?=
 
 .PHONY: help demo test newest oldest fast bench claims docs dist clean
@@ -45,9 +47,11 @@ claims: $(MODEL)/config.json ## Measure each figure of README.md and docs/choosi
 docs: $(VENV)/docs-installed ## The documentation, in site/; a warning is an error
 	$(BIN)/mkdocs build --strict
 
-dist: $(VENV)/installed ## The wheel and the sdist, in dist/, checked; the same files from the same sources
+dist: $(VENV)/installed ## The wheels and the sdist, in dist/, checked; the same files from the same sources
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
+	for platform in $(PLATFORMS); do \
+		KVLAYERS_WHEEL=$$platform $(BIN)/python -m build --no-isolation --wheel || exit 1; done
 	$(BIN)/twine check --strict dist/*
 
 clean: ## Remove the environments, the model and files of tools

@@ -1,15 +1,10 @@
 """Attention reads packed keys and values as exact attention reads the states that they stand for."""
 
 import copy
-import ctypes
 import functools
 import io
-import logging
-import pathlib
 import pickle
-import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -29,7 +24,6 @@ from kvlayers.attention.cpu import kernel
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segments import DenseSegment, KVSegments, PackedSegment
-from kvlayers.utils import native_library
 from models import prompt, tiny_model
 from pairwise import in_turn
 from random_states import SUMS, Rule, check, code_format, packed_states
@@ -821,103 +815,6 @@ def test_a_model_decodes_the_same_with_and_without_the_kernel(attention: str, mo
     assert logits[0].std() > 0
     # Two layers of float32 sums in another order.
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
-
-
-UNCOMPILABLE: dict[str, dict[str, str]] = {
-    "no such compiler": {"CXX": "/nonexistent/g++"},
-    "no compiler at all": {"CXX": "", "PATH": ""},
-    "a compiler that fails": {"CXX": "/bin/false"},
-    "no place to keep it": {"KVLAYERS_CACHE": "/proc/kvlayers"},
-}
-
-
-@pytest.mark.parametrize("case", UNCOMPILABLE)
-def test_what_hinders_the_compiler_is_a_warning(
-    case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: pathlib.Path
-) -> None:
-    for name, value in {"KVLAYERS_CACHE": str(tmp_path), **UNCOMPILABLE[case]}.items():
-        monkeypatch.setenv(name, value)
-    with caplog.at_level(logging.WARNING):
-        assert kernel.library.__wrapped__() is None
-    assert [record.name for record in caplog.records] == ["kvlayers.utils.native_library"]
-    assert "install g++" in caplog.text
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_file_that_is_no_library_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: pathlib.Path
-) -> None:
-    broken = tmp_path / "attention-0.so"
-    broken.write_bytes(b"half of a")
-    monkeypatch.setattr(native_library, "_compiled", lambda source: broken)
-    assert kernel.library.__wrapped__() is None
-    assert len(caplog.records) == 1
-
-
-def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    monkeypatch.delenv("KVLAYERS_CACHE", raising=False)
-    assert native_library.cache_directory() == pathlib.Path("/somewhere/kvlayers")
-    monkeypatch.setenv("KVLAYERS_CACHE", "/elsewhere")
-    assert native_library.cache_directory() == pathlib.Path("/elsewhere")
-
-
-DECODE = """
-import logging, sys, torch, kvlayers
-from kvlayers.attention.cpu import kernel
-logging.basicConfig(level=logging.WARNING, format="%(name)s %(message)s")
-torch.set_num_threads(1)
-torch.manual_seed(0)
-layer = kvlayers.QuantizedLayer(kvlayers.Quantization("fp8", residual_length=8, sink_tokens=4))
-seen = []
-for tokens in (300, 1, 1, 40, 1):
-    keys, values = layer.update(torch.randn(1, 2, tokens, 16), torch.randn(1, 2, tokens, 8))
-    query = torch.randn(1, 4, tokens, 16)
-    seen.append(torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True))
-torch.save(torch.cat(seen, 2), sys.argv[1])
-print("kernel" if kernel.library() else "plain torch")
-"""
-
-
-def decode_here(monkeypatch: pytest.MonkeyPatch, out: pathlib.Path) -> Tensor:
-    monkeypatch.setattr(sys, "argv", ["", str(out)])
-    exec(compile(DECODE, "decode", "exec"), {})
-    expected: Tensor = torch.load(out)
-    return expected
-
-
-def test_without_a_compiler_there_is_one_warning_and_decoding_is_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: pathlib.Path,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    expected = decode_here(monkeypatch, tmp_path / "expected")
-    capsys.readouterr()
-    for name, value in {"CXX": "/nonexistent", "PATH": "", "KVLAYERS_CACHE": str(tmp_path / "cache")}.items():
-        monkeypatch.setenv(name, value)
-    # As in a process that has not looked for its kernel yet.
-    monkeypatch.setattr(kernel, "library", native_library.once(kernel.library.__wrapped__))
-    seen = decode_here(monkeypatch, tmp_path / "seen")
-    assert capsys.readouterr().out == "plain torch\n"
-    assert caplog.text.count("install g++") == 1
-    # Sums in float32 of numbers of about 1, in another order.
-    torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
-
-
-@needs_compiler
-def test_two_that_compile_at_once_both_have_the_library(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    monkeypatch.setenv("KVLAYERS_CACHE", str(tmp_path / "cache"))
-    # So few lines that compiling them takes no time.
-    source = tmp_path / "answer.cpp"
-    source.write_text('extern "C" int answer() { return 42; }')
-    with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(native_library.compiled_library, source, "answer") for _ in range(2)]
-        assert [library.result().answer() for library in waiting] == [42, 42]
-    (made,) = (tmp_path / "cache").iterdir()
-    assert ctypes.CDLL(str(made)).answer() == 42
 
 
 # Memory

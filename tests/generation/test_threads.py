@@ -378,15 +378,15 @@ def test_one_of_the_threads_that_register_a_name_gets_it() -> None:
 def test_threads_that_need_a_kernel_at_once_compile_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     asked: list[pathlib.Path] = []
-    original = native_library._compiled
 
-    def counted(source: pathlib.Path) -> pathlib.Path:
-        asked.append(source)
-        return original(source)
+    class Counted(native_library.Compilation):
+        def __init__(self, source: pathlib.Path) -> None:
+            asked.append(source)
+            super().__init__(source)
 
-    monkeypatch.setattr(native_library, "_compiled", counted)
-    library = native_library.once(search.library.__wrapped__)  # type: ignore[attr-defined]
-    in_threads(lambda index: seen.append(library()))
+    monkeypatch.setattr(native_library, "Compilation", Counted)
+    library = native_library.NativeLibrary(pathlib.Path(search.__file__).with_suffix(".cpp"), "kvlayers_search")
+    in_threads(lambda index: seen.append(library.get()))
     assert len(asked) == 1
     assert len(seen) == THREADS
     assert len(set(map(id, seen))) == 1

@@ -5,6 +5,7 @@ import email.parser
 import importlib.util
 import os
 import pathlib
+import platform
 import re
 import shutil
 import subprocess
@@ -15,6 +16,10 @@ import zipfile
 import pytest
 
 import kvlayers
+from kvlayers.attention.cpu import kernel
+from kvlayers.quantizers import search
+from kvlayers.utils.compilation import cpu_features
+from kvlayers.utils.native_builds import BUILDS, SOURCES, best_build
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOT_SOURCES = (
@@ -32,15 +37,51 @@ pytestmark = [
 ]
 
 
+PLATFORM = f"manylinux_2_17_{platform.machine()}"
+# A compiler that copies what the tests have compiled for this machine.
+STAND_IN = """#!/bin/sh
+case "$*" in *kernel.cpp*) made={kernel};; *) made={search};; esac
+while [ "$1" != -o ]; do shift; done
+cp "$made" "$2"
+"""
+# Without a cache, which would import all that transformers does.
+ATTEND = """
+import torch
+from kvlayers.attention.cpu import kernel
+from kvlayers.attention.segments import DenseSegment, KVSegments
+from kvlayers.quantizers import search
+torch.manual_seed(0)
+query, keys, values = torch.randn(1, 4, 1, 16), *torch.randn(2, 1, 4, 300, 16)
+segments = KVSegments((DenseSegment(keys, values),))
+assert kernel.obstacle(query, segments) is None
+expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
+torch.testing.assert_close(kernel.attend(query, segments, None, 0.25), expected, rtol=1e-5, atol=1e-5)
+assert search.supports(keys)
+codes, scale, zero = search.search(keys[0, 0], 4, torch.float32, (0.0, 0.1), 1, 0.0)
+torch.testing.assert_close(codes * scale + zero, keys[0, 0], rtol=0, atol=1)
+print(kernel.library()._name, search.library()._name, sep="\\n")
+"""
+
+
 def built(sources: pathlib.Path, year: int) -> dict[str, bytes]:
     """Wheel and sdist of a copy of the sources of which every file is from some year, by name."""
+    copy_of_sources(sources, year)
+    return built_from(sources)
+
+
+def copy_of_sources(sources: pathlib.Path, year: int) -> None:
     shutil.copytree(ROOT, sources, ignore=shutil.ignore_patterns(*NOT_SOURCES), symlinks=True)
     for path in sources.rglob("*"):
         os.utime(path, ((year - 1970) * 31_557_600.0,) * 2)
+
+
+def built_from(sources: pathlib.Path, *options: str, **variables: str) -> dict[str, bytes]:
+    """What `build` makes of sources, by name."""
     output = sources.with_name(f"{sources.name}-dist")
-    environment = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(output), str(sources)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=200)
+    outside = ("SOURCE_DATE_EPOCH", "KVLAYERS_WHEEL", "KVLAYERS_WHEEL_CXX")
+    environment = {name: value for name, value in os.environ.items() if name not in outside} | variables
+    command = [sys.executable, "-m", "build", "--no-isolation", *options, "--outdir", str(output), str(sources)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=2000)
     assert done.returncode == 0, done.stdout + done.stderr
     return {path.name: path.read_bytes() for path in output.iterdir()}
 
@@ -130,3 +171,77 @@ def test_the_sdist_has_what_its_tests_need(files: dict[str, bytes], tmp_path: pa
     needed = ("src/kvlayers/py.typed", "tests/conftest.py", "docs/tour.ipynb", "scripts/notebook_pages.py", "Makefile")
     more = (".ci/run", ".github/workflows/ci.yml", "constraints.txt", "noxfile.py", "mkdocs.yml", "benchmarks/plots.py")
     assert {*needed, *more} <= there
+
+
+# With compiled kernels
+
+needs_build = pytest.mark.skipif(
+    kernel.library() is None or best_build(platform.machine(), cpu_features().split()) is None,
+    reason="there is no C++ compiler, or wheels have no kernels for this machine",
+)
+
+
+def found_in(wheel: pathlib.Path, tmp_path: pathlib.Path) -> list[str]:
+    """What computes attention in a process that has the wheel and no compiler."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    no_compiler = {"PATH": "", "CXX": "", "KVLAYERS_CACHE": "/proc/kvlayers", "PYTHONPATH": str(tmp_path / "site")}
+    environment = {**os.environ, **no_compiler, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", ATTEND]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    libraries = done.stdout.splitlines()
+    return [pathlib.Path(library).relative_to(tmp_path / "site" / "kvlayers").as_posix() for library in libraries]
+
+
+@needs_build
+def test_a_wheel_of_a_platform_needs_no_compiler(tmp_path: pathlib.Path) -> None:
+    made = {name: library.get() for name, library in (("kernel", kernel.LIBRARY), ("search", search.LIBRARY))}
+    script = tmp_path / "stand-in"
+    script.write_text(STAND_IN.format(**{name: library and library._name for name, library in made.items()}))
+    script.chmod(0o755)
+    copy_of_sources(tmp_path / "kvlayers", 2021)
+    options = {"KVLAYERS_WHEEL": PLATFORM, "KVLAYERS_WHEEL_CXX": str(script)}
+    ((name, content),) = built_from(tmp_path / "kvlayers", "--wheel", **options).items()
+    assert name == f"kvlayers-{kvlayers.__version__}-py3-none-{PLATFORM}.whl"
+    (tmp_path / name).write_bytes(content)
+    there = {name for name in zipfile.ZipFile(tmp_path / name).namelist() if name.endswith(".so")}
+    builds = [build for build in BUILDS if build.machine == platform.machine()]
+    assert there == {
+        build.library(pathlib.Path("kvlayers", source)).as_posix() for build in builds for source in SOURCES
+    }
+    assert f"Tag: py3-none-{PLATFORM}\n" in zipfile.ZipFile(tmp_path / name).read(f"{information()}/WHEEL").decode()
+    best = best_build(platform.machine(), cpu_features().split())
+    assert best is not None
+    assert found_in(tmp_path / name, tmp_path) == [best.library(pathlib.Path(source)).as_posix() for source in SOURCES]
+
+
+def test_an_unknown_platform_is_refused(tmp_path: pathlib.Path) -> None:
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
+    environment = {**os.environ, "KVLAYERS_WHEEL": "win_amd64"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=100)
+    assert done.returncode
+    assert "must be one of manylinux_2_17_x86_64, manylinux_2_17_aarch64, got 'win_amd64'" in done.stdout + done.stderr
+
+
+@needs_build
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(
+    "KVLAYERS_DIST_TESTS" not in os.environ, reason="compiling with zig takes minutes: set KVLAYERS_DIST_TESTS=1"
+)
+def test_zig_gives_the_same_wheels_everywhere(tmp_path: pathlib.Path) -> None:
+    files = []
+    for year, place in enumerate((tmp_path / "one" / "kvlayers", tmp_path / "elsewhere"), 2021):
+        copy_of_sources(place, year)
+        made = {}
+        for machine in ("x86_64", "aarch64"):
+            made |= built_from(place, "--wheel", KVLAYERS_WHEEL=f"manylinux_2_17_{machine}")
+        files.append(made)
+    assert len(files[0]) == 2
+    assert files[0] == files[1]
+    (name,) = (name for name in files[0] if name.endswith(f"{PLATFORM}.whl"))
+    (tmp_path / name).write_bytes(files[0][name])
+    assert len(found_in(tmp_path / name, tmp_path)) == len(SOURCES)

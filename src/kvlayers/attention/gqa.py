@@ -29,8 +29,9 @@ CPU_MINIMUM_FLOAT32_GROUP = 4
 def grouped_for_one_query(keys: Tensor) -> Tensor:
     """View of `keys`, `[batch, kv_heads, tokens, head_dim]`, marked for SDPA if that saves time.
 
-    From some tokens on, the compiled kernel takes less time than torch. With fewer tokens, torch's CPU kernel multiplies half-precision rows one by one so slowly that grouping wins at every length. In
-    float32, grouping wins once every thread has two heads to read and there are enough tokens.
+    From some tokens on, the compiled kernel takes less time than torch. With fewer, torch multiplies half-precision
+    rows one by one so slowly that grouping wins at every length. In float32, grouping wins once every thread has two
+    heads to read and there are enough tokens.
 
     Args:
         keys: the keys that the one new token of each sequence attends to.

@@ -34,7 +34,7 @@ def shared_in_graph(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def marked_for_sdpa(keys: Tensor, values: Tensor, queries: int) -> tuple[Tensor, Tensor]:
-    """Keys and values `[batch, kv_heads, tokens, head_dim]`, marked for SDPA if that saves time. (Not for compiled code.)
+    """Keys and values `[batch, kv_heads, tokens, head_dim]`, marked for SDPA if that saves time.
 
     Args:
         keys: the keys that the new tokens of each sequence attend to.

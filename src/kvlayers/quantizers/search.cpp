@@ -6,6 +6,8 @@
 #include <cstring>
 #include <vector>
 
+#include "../utils/parallel.h"
+
 namespace {
 
 constexpr int LANES = 16;
@@ -208,10 +210,9 @@ constexpr int64_t GROUPS_AT_ONCE = 64;
 
 extern "C" void kvlayers_search(const Search* search) {
     const int64_t runs = (search->groups + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(search->threads) if (runs > 1)
-    for (int64_t run = 0; run < runs; ++run) {
+    parallel_for(runs, search->threads, [&](int64_t run) {
         Group group(*search);
         const int64_t end = std::min(search->groups, (run + 1) * GROUPS_AT_ONCE);
         for (int64_t index = run * GROUPS_AT_ONCE; index < end; ++index) group.quantize(index);
-    }
+    });
 }

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kvlayers.quantizers.grouping import smallest_positive
-from kvlayers.utils.native_library import compiled_library, once
+from kvlayers.utils.native_library import NativeLibrary
 
-SOURCE = pathlib.Path(__file__).with_name("search.cpp")
+LIBRARY = NativeLibrary(pathlib.Path(__file__).with_name("search.cpp"), "kvlayers_search")
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -23,10 +23,9 @@ class _SearchLibrary(ctypes.Structure):
     ]
 
 
-@once
 def library() -> ctypes.CDLL | None:
-    """The compiled search, `None` if it cannot be compiled; the reason is logged once."""
-    return compiled_library(SOURCE, "kvlayers_search")
+    """The compiled search; `None` while it is compiled, and if that has failed."""
+    return LIBRARY.get()
 
 
 def supports(states: Tensor) -> bool:
@@ -52,7 +51,7 @@ def search(
     """
     kernel = library()
     if kernel is None:
-        raise RuntimeError("The search is not compiled: call supports() first.")
+        raise RuntimeError("The search is not loaded: call supports() first.")
     rows = rows.float().contiguous()
     groups, size = rows.shape
     codes = torch.empty((groups, size), dtype=torch.uint8, device="cpu")

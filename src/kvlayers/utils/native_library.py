@@ -1,145 +1,157 @@
-"""Loads kvlayers' C++ sources, each compiled once for this machine and kept on disk.
-
-The sources use only headers of the language, so compiling takes seconds and no build system.
-"""
+"""Loads kvlayers' C++ sources as libraries: those of the wheel, or else those that are compiled for this machine."""
 
 import ctypes
-import functools
-import glob
-import hashlib
 import logging
 import os
 import pathlib
 import platform
-import shlex
-import shutil
 import subprocess
-import tempfile
+import sys
 import threading
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import weakref
 
 import torch
 
+from kvlayers.errors import OptionError
+from kvlayers.utils.compilation import Compilation, cpu_features
+from kvlayers.utils.native_builds import best_build
+
 logger = logging.getLogger(__name__)
 
-FLAGS = (
-    "-O3",
-    "-march=native",
-    "-std=c++17",
-    "-fno-math-errno",
-    "-ffp-contract=fast",
-    "-fPIC",
-    "-shared",
-    "-fopenmp",
-    "-Wno-psabi",
-)
-COMPILE_SECONDS = 300
+VARIABLE = "KVLAYERS_COMPILE"
+"""Environment variable that says how a library is compiled: in the `background` (the default), while the process waits
+(`wait`), or `never`."""
 
-Made = TypeVar("Made")
+CHOICES = ("background", "wait", "never")
 
 
-def once(make: Callable[[], Made]) -> Callable[[], Made]:
-    """Decorator for a function that runs once and keeps its result. Concurrent first calls wait for one of them.
+class NativeLibrary:
+    """A C++ source as a library, which is loaded when it is first asked for. Threads may ask at once.
 
-    (`functools.cache` would let each of them do the work.)
-    """
-    making, made = threading.Lock(), list[Made]()
+    The first of these is used:
 
-    @functools.wraps(make)
-    def kept() -> Made:
-        if not made:
-            with making:
-                if not made:
-                    made.append(make())
-        return made[0]
-
-    return kept
-
-
-def compiled_library(source: pathlib.Path, *functions: str) -> ctypes.CDLL | None:
-    """A source file, compiled for this CPU and loaded; `None` if that fails, with the reason logged.
+    1. The library that the wheel has for this CPU.
+    2. One that was compiled for this CPU before, in the cache directory.
+    3. One that is compiled now, in another process. Until it is done there is no library.
 
     Args:
         source: the file.
         functions: names of functions that it must have.
     """
-    try:
-        target = _compiled(source)
+
+    def __init__(self, source: pathlib.Path, *functions: str) -> None:
+        self._source = source
+        self._functions = functions
+        self._loaded: ctypes.CDLL | None = None
+        self._has_failed = False
+        self.forget_compilation()
+        _libraries.add(self)
+
+    def forget_compilation(self) -> None:
+        """Look anew when the library is next needed: a process cannot wait for what its parent has begun."""
+        self._lock = threading.Lock()
+        self._compilation: Compilation | None = None
+
+    @property
+    def obstacle(self) -> str:
+        """Why there is no library, if there is none."""
+        return "is still being compiled" if self._compilation else "could not be compiled (the log says why)"
+
+    def get(self) -> ctypes.CDLL | None:
+        """The library; `None` while it is compiled, and if that has failed. The reason is logged once.
+
+        Raises:
+            OptionError: the environment variable `KVLAYERS_COMPILE` has another value than its three.
+        """
+        if self._loaded is None and not self._has_failed:
+            with self._lock:
+                if self._loaded is None and not self._has_failed:
+                    self._look()
+        return self._loaded
+
+    def _look(self) -> None:
+        choice = os.environ.get(VARIABLE) or CHOICES[0]
+        if choice not in CHOICES:
+            raise OptionError(
+                f"The environment variable {VARIABLE} must be one of {', '.join(CHOICES)}, got {choice!r}"
+            )
+        if self._compilation is None and self._load_built():
+            return
         try:
-            return _loaded(target, functions)
+            self._compile(choice)
+        except (OSError, AttributeError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+            self._compilation = None
+            self._has_failed = True
+            output = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
+            logger.warning(
+                "kvlayers does the work of %s in plain torch, which is slower, because it could not be compiled: "
+                "install a wheel of kvlayers for this platform, or install g++ (or set CXX to a C++ compiler) and make "
+                "the cache directory writable ($KVLAYERS_CACHE): %s",
+                self._source.name,
+                output or error,
+            )
+
+    def _load_built(self) -> bool:
+        """Load the library of the wheel, if there is one for this CPU."""
+        build = best_build(platform.machine(), cpu_features().split())
+        if build is None or not (path := build.library(self._source)).exists():
+            return False
+        try:
+            self._load(path)
+        except (OSError, AttributeError) as error:
+            logger.info("kvlayers compiles %s, because %s cannot be loaded: %s", self._source.name, path, error)
+            return False
+        return True
+
+    def _compile(self, choice: str) -> None:
+        if self._compilation is None:
+            if choice == "never":
+                raise RuntimeError(f"${VARIABLE} is never")
+            self._compilation = Compilation(self._source)
+            if choice == "background":
+                self._compilation.yield_cores()
+        if choice == "wait":
+            self._compilation.wait()
+        if not self._compilation.is_done():
+            return
+        compilation, self._compilation = self._compilation, None
+        try:
+            self._load(compilation.library)
         except (OSError, AttributeError):
-            # The compiled file is damaged: compile the source once more.
-            target.unlink(missing_ok=True)
-            return _loaded(_compiled(source), functions)
-    except (OSError, AttributeError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
-        output = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
-        logger.warning(
-            "kvlayers does the work of %s in plain torch, which is slower, because it could not be compiled: install "
-            "g++ (or set CXX to a C++ compiler), and make the cache directory writable ($KVLAYERS_CACHE): %s",
-            source.name,
-            output or error,
-        )
-        return None
+            if not compilation.was_kept:
+                raise
+            # The file is damaged: compile the source once more.
+            compilation.library.unlink(missing_ok=True)
+            self._compile(choice)
+
+    def _load(self, path: pathlib.Path) -> None:
+        library = ctypes.CDLL(str(path))
+        for function in self._functions:
+            getattr(library, function)
+        library.kvlayers_set_start_parallel(_start_parallel())
+        logger.info("kvlayers uses %s", path)
+        self._loaded = library
 
 
-def _loaded(library: pathlib.Path, functions: Sequence[str]) -> ctypes.CDLL:
-    loaded = ctypes.CDLL(str(library))
-    for function in functions:
-        getattr(loaded, function)
-    return loaded
+_libraries: "weakref.WeakSet[NativeLibrary]" = weakref.WeakSet()
 
 
-def cache_directory() -> pathlib.Path:
-    """Directory of compiled kernels: `$KVLAYERS_CACHE`, or `kvlayers` in the user's cache directory."""
-    if os.environ.get("KVLAYERS_CACHE"):
-        return pathlib.Path(os.environ["KVLAYERS_CACHE"]).expanduser().resolve()
-    if os.environ.get("XDG_CACHE_HOME"):
-        return pathlib.Path(os.environ["XDG_CACHE_HOME"]) / "kvlayers"
-    return pathlib.Path.home() / ".cache" / "kvlayers"
+def _forget_compilations() -> None:
+    for library in _libraries:
+        library.forget_compilation()
 
 
-def _compiled(source: pathlib.Path) -> pathlib.Path:
-    found = shutil.which("g++") or shutil.which("clang++")
-    # With arguments, as in "ccache g++".
-    compiler = shlex.split(os.environ.get("CXX") or found or "")
-    if not compiler:
-        raise FileNotFoundError("no g++ or clang++ on the PATH")
-    version = subprocess.run(
-        [*compiler, "--version"], capture_output=True, text=True, errors="replace", check=True, timeout=30
-    ).stdout
-    command = [*compiler, *FLAGS, str(source), *_openmp_of_torch()]
-    facts = "\n".join([source.read_text(), version, _processor(), *command])
-    target = cache_directory() / f"{source.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:20]}.so"
-    if target.exists():
-        return target
-    logger.info("kvlayers compiles %s for this CPU, once: %s", source.name, " ".join(command))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        made = pathlib.Path(scratch) / target.name
-        subprocess.run(
-            [*command, "-o", str(made)],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=True,
-            timeout=COMPILE_SECONDS,
-        )
-        # In one step, because other processes may do the same.
-        made.replace(target)
-    return target
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_forget_compilations)
 
 
-def _openmp_of_torch() -> list[str]:
-    """Options to link torch's OpenMP runtime: the threads of a second runtime would compete with those of the first."""
-    brought = sorted(glob.glob(str(pathlib.Path(torch.__file__).parent / "lib" / "libgomp*.so*")))
-    return ["-Wl,--no-as-needed", brought[0], "-Wl,--as-needed"] if brought else []
-
-
-def _processor() -> str:
-    """The CPU features that -march=native depends on."""
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+def _start_parallel() -> ctypes.c_void_p:
+    """Address of the function that starts threads of torch's OpenMP runtime (`parallel.h`); null if it is not found."""
+    # As torch's own calls find it: what is loaded for all libraries comes first, then what torch was linked with.
+    for place in (None, *map(str, sorted((pathlib.Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")))):
+        try:
+            return ctypes.cast(ctypes.CDLL(place).GOMP_parallel, ctypes.c_void_p)
+        except (OSError, AttributeError):
+            continue
+    logger.info("kvlayers' kernels run on one thread: torch's OpenMP runtime has no GOMP_parallel")
+    return ctypes.c_void_p()

@@ -4,7 +4,7 @@
 // floats, and the scales are folded into the other factor (the query for keys, the probabilities for values). No block
 // is ever written out in full precision.
 //
-// `kernel.py` compiles this file with -march=native: vectors of floats are as wide as the registers of the machine.
+// It is compiled for one kind of CPU at a time (`utils/native_builds.py`): vectors of floats are as wide as its registers.
 
 #include <algorithm>
 #include <cmath>
@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "../../utils/parallel.h"
 #include "call.h"
 #include "dense.h"
 #include "packed.h"
@@ -315,8 +316,7 @@ void attend(const Call& call) {
     const Plan plan(call);
     const int64_t items = plan.items.size();
     std::vector<Partial> partials(items);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(call.threads)
-    for (int64_t index = 0; index < items; ++index) {
+    parallel_for(items, call.threads, [&](int64_t index) {
         const Item& item = plan.items[index];
         Head<State> head(call, plan, item);
         head.read_query();
@@ -324,7 +324,7 @@ void attend(const Call& call) {
         for_units(item, call.kv_heads, [&](const Unit& unit) {
             for_rows(head.rows, AttendUnit<State>{head, unit, partials[index]});
         });
-    }
+    });
     merge<State>(call, plan, partials, true);
 }
 
@@ -350,14 +350,13 @@ template <typename State>
 void score(const Call& call) {
     const Plan plan(call);
     const int64_t items = plan.items.size();
-#pragma omp parallel for schedule(dynamic, 1) num_threads(call.threads)
-    for (int64_t index = 0; index < items; ++index) {
+    parallel_for(items, call.threads, [&](int64_t index) {
         const Item& item = plan.items[index];
         Head<State> head(call, plan, item);
         head.read_query();
         for_units(item, call.kv_heads,
                   [&](const Unit& unit) { for_rows(head.rows, WriteScores<State>{head, unit}); });
-    }
+    });
 }
 
 // Values weighted by given weights: query is [batch, heads, query_tokens, tokens].
@@ -385,15 +384,14 @@ void combine(const Call& call) {
     const Plan plan(call);
     const int64_t items = plan.items.size();
     std::vector<Partial> partials(items);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(call.threads)
-    for (int64_t index = 0; index < items; ++index) {
+    parallel_for(items, call.threads, [&](int64_t index) {
         const Item& item = plan.items[index];
         Head<State> head(call, plan, item);
         partials[index].clear(head.rows, head.padded_value, 0.0f);
         for_units(item, call.kv_heads, [&](const Unit& unit) {
             for_rows(head.rows, CombineUnit<State>{head, unit, partials[index]});
         });
-    }
+    });
     merge<State>(call, plan, partials, false);
 }
 

@@ -1,6 +1,6 @@
-"""Calls the C++ kernel for attention on a CPU, which is compiled once for this machine and kept on disk.
+"""Calls the C++ kernel for attention on a CPU. It is in wheels, or is compiled once for this machine and kept on disk.
 
-Without a C++ compiler `library()` is `None`, and attention runs in plain torch instead (`attention/reference.py`).
+While there is no library `library()` is `None`, and attention runs in plain torch instead (`attention/reference.py`).
 """
 
 import ctypes
@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment, Segment
+from kvlayers.attention.segments import GatheredSegment, KVSegments, PackedSegment, Segment
 from kvlayers.quantizers.packed_side import PackedSide
-from kvlayers.utils.native_library import compiled_library, once
+from kvlayers.utils.native_library import NativeLibrary
 
-SOURCE = pathlib.Path(__file__).with_name("kernel.cpp")
+LIBRARY = NativeLibrary(
+    pathlib.Path(__file__).with_name("kernel.cpp"), "kvlayers_attend", "kvlayers_score", "kvlayers_combine"
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernel takes, in the order of its `Dtype`."""
 
@@ -115,7 +117,7 @@ def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
         maximum = _maximum_rows(segments)
         if queries * segments.most_readers > maximum:
             return f"there are more than {maximum} queries for a kv head, as in a prompt"
-    return None if library() is not None else "the kernel could not be compiled (the log says why)"
+    return None if library() is not None else f"the kernel {LIBRARY.obstacle}"
 
 
 def _maximum_rows(segments: KVSegments) -> int:
@@ -317,11 +319,10 @@ def _set_out(call: _Call, out: Tensor) -> None:
 def _loaded() -> ctypes.CDLL:
     kernel = library()
     if kernel is None:
-        raise RuntimeError("The CPU kernel is not compiled: call obstacle() first.")
+        raise RuntimeError("The CPU kernel is not loaded: call obstacle() first.")
     return kernel
 
 
-@once
 def library() -> ctypes.CDLL | None:
-    """The compiled kernel, `None` if it cannot be compiled; the reason is logged once."""
-    return compiled_library(SOURCE, "kvlayers_attend", "kvlayers_score", "kvlayers_combine")
+    """The compiled kernel; `None` while it is compiled, and if that has failed."""
+    return LIBRARY.get()

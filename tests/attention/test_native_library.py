@@ -1,0 +1,295 @@
+"""Where the libraries of the C++ sources come from, and what happens until one is there."""
+
+import itertools
+import logging
+import os
+import pathlib
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import kvlayers
+from kvlayers.attention.cpu import kernel
+from kvlayers.utils import compilation, native_library
+from kvlayers.utils.compilation import cpu_features
+from kvlayers.utils.native_builds import BUILDS, best_build, headers
+from kvlayers.utils.native_library import NativeLibrary
+
+needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
+forks = pytest.mark.skipif(sys.platform == "win32", reason="there is no fork on Windows")
+
+SOURCE = pathlib.Path(kernel.__file__).with_name("kernel.cpp")
+NO_COMPILER = {"CXX": "", "PATH": ""}
+# The compilers of these tests copy what was compiled before. They wait for a file first.
+STAND_IN = """#!/bin/sh
+if [ "$1" = --version ]; then echo {made}; exit; fi
+until [ -e {gate} ]; do sleep 0.02; done
+while [ "$1" != -o ]; do shift; done
+cp {made} "$2"
+"""
+
+
+@pytest.fixture
+def library() -> NativeLibrary:
+    """The kernel, as in a process that has not looked for it yet."""
+    return NativeLibrary(SOURCE, "kvlayers_attend", "kvlayers_score", "kvlayers_combine")
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
+    """A compiler that runs in the background, until this file is there."""
+    gate = tmp_path / "gate"
+    stand_in(monkeypatch, tmp_path, pathlib.Path(loaded_from()), gate)
+    monkeypatch.setenv("KVLAYERS_COMPILE", "background")
+    return gate
+
+
+def loaded_from() -> str:
+    loaded = kernel.library()
+    assert loaded is not None
+    return loaded._name
+
+
+def stand_in(
+    monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, made: pathlib.Path, gate: pathlib.Path | None = None
+) -> pathlib.Path:
+    """Use a compiler that makes this file, and an empty cache directory, which is returned."""
+    script = folder / "stand-in"
+    script.write_text(STAND_IN.format(made=made, gate=gate or "/"))
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("KVLAYERS_CACHE", str(folder / "cache"))
+    return folder / "cache"
+
+
+def until(condition: Callable[[], object]) -> None:
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() < started + 30
+        time.sleep(0.01)
+
+
+def decoded() -> Tensor:
+    torch.manual_seed(0)
+    layer = kvlayers.QuantizedLayer(kvlayers.Quantization("fp8", residual_length=8, sink_tokens=4))
+    return torch.cat([attended(layer, tokens) for tokens in (300, 1, 1, 40, 1)], 2)
+
+
+def attended(layer: kvlayers.QuantizedLayer, tokens: int) -> Tensor:
+    keys, values = layer.update(torch.randn(1, 2, tokens, 16), torch.randn(1, 2, tokens, 8))
+    return scaled_dot_product_attention(torch.randn(1, 4, tokens, 16), keys, values, enable_gqa=True)
+
+
+# Libraries of a wheel
+
+
+def test_the_fastest_build_that_a_cpu_can_run_is_chosen() -> None:
+    features = {build.name: build.features for build in BUILDS}
+    assert best_build("x86_64", features["avx512-bf16"] | {"sse"}).name == "avx512-bf16"  # type: ignore[union-attr]
+    assert best_build("x86_64", features["avx512-bf16"] - {"avx512_bf16"}).name == "avx2"  # type: ignore[union-attr]
+    assert best_build("x86_64", features["avx2"] - {"fma"}) is None
+    assert best_build("aarch64", ["fp", "asimd"]).name == "arm64"  # type: ignore[union-attr]
+    assert best_build("riscv64", ["fp"]) is None
+
+
+@needs_compiler
+def test_the_library_of_a_wheel_needs_no_compiler_and_no_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    build = best_build(platform.machine(), cpu_features().split())
+    if build is None:
+        pytest.skip("wheels have no libraries for this machine")
+    shutil.copy(loaded_from(), build.library(tmp_path / "kernel.cpp"))
+    for name, value in {**NO_COMPILER, "KVLAYERS_CACHE": "/proc/kvlayers"}.items():
+        monkeypatch.setenv(name, value)
+    loaded = NativeLibrary(tmp_path / "kernel.cpp", "kvlayers_attend").get()
+    assert loaded is not None
+    assert loaded._name == str(tmp_path / f"kernel-{build.name}.so")
+
+
+@needs_compiler
+def test_a_damaged_library_of_a_wheel_is_compiled_instead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    cache = stand_in(monkeypatch, tmp_path, pathlib.Path(loaded_from()))
+    shutil.copy(SOURCE, tmp_path)
+    for build in BUILDS:
+        build.library(tmp_path / SOURCE.name).write_bytes(b"half of a")
+    loaded = NativeLibrary(tmp_path / SOURCE.name, "kvlayers_attend").get()
+    assert loaded is not None
+    assert pathlib.Path(loaded._name).parent == cache
+
+
+def test_a_library_depends_on_the_headers_that_its_source_includes() -> None:
+    assert {"call.h", "packed.h", "parallel.h"} <= {path.name for path in headers(SOURCE)}
+
+
+# Compiling
+
+
+UNCOMPILABLE: dict[str, dict[str, str]] = {
+    "no such compiler": {"CXX": "/nonexistent/g++"},
+    "no compiler at all": NO_COMPILER,
+    "a compiler that fails": {"CXX": "/bin/false"},
+    "a compiler that fails later": {"CXX": "sh -c 'test $0 = --version'"},
+    "no place to keep it": {"KVLAYERS_CACHE": "/proc/kvlayers"},
+    "it is not wanted": {"KVLAYERS_COMPILE": "never"},
+}
+
+
+@pytest.mark.parametrize(("case", "choice"), list(itertools.product(UNCOMPILABLE, ["wait", "background"])))
+def test_what_hinders_the_compiler_is_one_warning(
+    case: str,
+    choice: str,
+    library: NativeLibrary,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: pathlib.Path,
+) -> None:
+    environment = {"KVLAYERS_CACHE": str(tmp_path), "KVLAYERS_COMPILE": choice, **UNCOMPILABLE[case]}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.WARNING):
+        assert library.get() is None
+        until(lambda: library.get() is None and library.obstacle.startswith("could not"))
+        assert library.get() is None
+    assert [record.name for record in caplog.records] == ["kvlayers.utils.native_library"]
+    assert "install g++" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_no_library_is_a_warning(
+    library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "broken").write_bytes(b"half of a")
+    stand_in(monkeypatch, tmp_path, tmp_path / "broken")
+    assert library.get() is None
+    assert len(caplog.records) == 1
+
+
+@needs_compiler
+def test_a_kept_library_that_is_damaged_is_compiled_again(
+    library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    stand_in(monkeypatch, tmp_path, pathlib.Path(loaded_from()))
+    kept = compilation.Compilation(SOURCE)
+    kept.wait()
+    kept.library.write_bytes(b"half of a")
+    assert library.get() is not None
+    assert kept.library.read_bytes() == pathlib.Path(loaded_from()).read_bytes()
+
+
+def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    monkeypatch.delenv("KVLAYERS_CACHE", raising=False)
+    assert compilation.cache_directory() == pathlib.Path("/somewhere/kvlayers")
+    monkeypatch.setenv("KVLAYERS_CACHE", "/elsewhere")
+    assert compilation.cache_directory() == pathlib.Path("/elsewhere")
+
+
+def test_an_unknown_way_to_compile_is_an_error(library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLAYERS_COMPILE", "later")
+    with pytest.raises(kvlayers.OptionError, match="must be one of background, wait, never, got 'later'"):
+        library.get()
+
+
+@needs_compiler
+def test_two_that_compile_at_once_both_have_the_library(
+    gate: pathlib.Path, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    first, second = compilation.Compilation(SOURCE), compilation.Compilation(SOURCE)
+    assert not first.is_done()
+    assert not second.is_done()
+    gate.touch()
+    first.wait()
+    second.wait()
+    assert list((tmp_path / "cache").iterdir()) == [first.library]
+
+
+# In the background
+
+
+@needs_compiler
+def test_attention_does_not_wait_for_the_compiler_and_takes_the_kernel_when_it_is_there(
+    library: NativeLibrary, gate: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = decoded()
+    monkeypatch.setattr(kernel, "LIBRARY", library)
+    called: list[bool] = []
+    original = kernel.attend
+    monkeypatch.setattr(kernel, "attend", lambda *a, **k: (called.append(True), original(*a, **k))[1])
+    seen = decoded()
+    assert not called
+    assert library.obstacle == "is still being compiled"
+    # Sums in float32 of numbers of about 1, in another order.
+    torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
+    gate.touch()
+    until(library.get)
+    assert torch.equal(decoded(), expected)
+    assert called
+
+
+def test_without_a_compiler_there_is_one_warning_and_decoding_is_the_same(
+    library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = decoded()
+    for name, value in {**NO_COMPILER, "KVLAYERS_CACHE": str(tmp_path / "cache")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(kernel, "LIBRARY", library)
+    seen = decoded()
+    assert kernel.library() is None
+    assert caplog.text.count("install g++") == 1
+    torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
+
+
+@forks
+@needs_compiler
+def test_a_compilation_outlives_the_process_that_began_it(gate: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    child = os.fork()
+    if not child:
+        compilation.Compilation(SOURCE)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    gate.touch()
+    until(lambda: [path.suffix for path in (tmp_path / "cache").iterdir()] == [".so"])
+    assert compilation.Compilation(SOURCE).was_kept
+
+
+@forks
+@needs_compiler
+def test_a_forked_process_looks_for_itself(library: NativeLibrary, gate: pathlib.Path) -> None:
+    assert library.get() is None
+    with library._lock:
+        # Another thread looks, at the time of the fork.
+        child = os.fork()
+        if not child:
+            gate.touch()
+            until(library.get)
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    until(library.get)
+
+
+# Threads
+
+
+@needs_compiler
+def test_the_threads_are_those_of_torch_or_there_is_one() -> None:
+    loaded = kernel.library()
+    assert loaded is not None
+    address = native_library._start_parallel()
+    assert address.value or sys.platform != "linux"
+    torch.set_num_threads(2)
+    expected = decoded()
+    loaded.kvlayers_set_start_parallel(None)
+    try:
+        assert torch.equal(decoded(), expected)
+    finally:
+        loaded.kvlayers_set_start_parallel(address)

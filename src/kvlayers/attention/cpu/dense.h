@@ -12,8 +12,6 @@
 
 namespace {
 
-constexpr int64_t LINE_BYTES = 64;
-
 // Tokens whose states will be read next. No read of memory that is not there is harmful.
 template <typename State>
 struct Ahead {

@@ -8,7 +8,7 @@ from kvlayers.attention.cpu import kernel
 CPU_MAXIMUM_QUERIES = 16
 """Queries of a sequence up to which the kernel takes less time than torch's attention, measured on a CPU."""
 
-CPU_MINIMUM_STATES = 1 << 16
+CPU_MINIMUM_STATES = 1 << 18
 """Numbers in the keys from which the kernel takes less time than torch's attention, measured on a CPU."""
 
 

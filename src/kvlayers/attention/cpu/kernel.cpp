@@ -47,7 +47,7 @@ struct Head {
     const Call& call;
     const std::vector<int64_t>& readers;
     int64_t segment_row, kv_head, rows_of_reader, rows, padded_key, padded_value, padded_block;
-    std::vector<float> query, arranged_query, rotated_query, scores, mask_rows;
+    FloatBuffer query, arranged_query, rotated_query, scores, mask_rows;
     Buffers buffers;
 
     Head(const Call& call, const Plan& plan, const Item& item)
@@ -180,7 +180,7 @@ struct Head {
 
 // Result of one item: sums over tokens weighted by e^(score - highest), for each row. Sums of rotated values are apart.
 struct Partial {
-    std::vector<float> highest, total, plain, rotated;
+    FloatBuffer highest, total, plain, rotated;
 
     void clear(int64_t rows, int64_t padded_value, float initial) {
         highest.assign(rows, initial);
@@ -266,7 +266,7 @@ struct AttendUnit {
 template <typename State>
 void merge(const Call& call, const Plan& plan, const std::vector<Partial>& partials, bool normalised) {
     const int64_t rows = call.groups * call.query_tokens, stride = rounded_up(call.value_dim + 8);
-    std::vector<float> plain(stride), rotated(stride);
+    FloatBuffer plain(stride), rotated(stride);
     std::vector<std::pair<const Partial*, int64_t>> parts;
     for (int64_t index = 0; index < call.batch * call.kv_heads * rows; ++index) {
         const int64_t sequence = index / rows / call.kv_heads, kv_head = index / rows % call.kv_heads;

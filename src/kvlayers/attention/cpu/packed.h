@@ -147,7 +147,7 @@ inline float dot(const float* a, const float* b, int64_t count) {
 }
 
 struct Buffers {
-    std::vector<float> weights, unit, parameters;
+    FloatBuffer weights, unit, parameters;
 };
 
 // Scales, or zeros, as floats: to[group of columns][group of rows].

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
+#include <vector>
 
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -14,6 +16,7 @@
 namespace {
 
 constexpr int LANES = 16;
+constexpr int64_t LINE_BYTES = 64;
 
 inline int64_t rounded_up(int64_t number) { return (number + LANES - 1) / LANES * LANES; }
 
@@ -22,6 +25,25 @@ typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+
+// Memory that begins with a line of the cache: a load of a register that crosses two lines takes twice the time.
+template <typename Element>
+struct LineAllocator {
+    typedef Element value_type;
+
+    LineAllocator() = default;
+    template <typename Other>
+    LineAllocator(const LineAllocator<Other>&) {}
+
+    Element* allocate(std::size_t count) {
+        return static_cast<Element*>(::operator new(count * sizeof(Element), std::align_val_t(LINE_BYTES)));
+    }
+    void deallocate(Element* memory, std::size_t) { ::operator delete(memory, std::align_val_t(LINE_BYTES)); }
+    bool operator==(const LineAllocator&) const { return true; }
+    bool operator!=(const LineAllocator&) const { return false; }
+};
+
+typedef std::vector<float, LineAllocator<float>> FloatBuffer;
 
 template <typename Vector, typename Element>
 inline Vector load(const Element* from) {

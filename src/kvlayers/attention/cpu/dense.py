@@ -8,6 +8,9 @@ from kvlayers.attention.cpu import kernel
 CPU_MAXIMUM_QUERIES = 16
 """Queries of a sequence up to which the kernel takes less time than torch's attention, measured on a CPU."""
 
+CPU_MAXIMUM_FLOAT32_QUERIES = 4
+"""As `CPU_MAXIMUM_QUERIES`, in float32 and if no query heads share a KV head."""
+
 CPU_MINIMUM_STATES = 1 << 18
 """Numbers in the keys from which the kernel takes less time than torch's attention, measured on a CPU."""
 
@@ -23,7 +26,10 @@ def takes(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> b
     """
     if keys.numel() < CPU_MINIMUM_STATES or torch.compiler.is_compiling() or not keys.is_cpu:
         return False
-    if query.dim() != 4 or values.dim() != 4 or not 0 < query.size(2) <= CPU_MAXIMUM_QUERIES or not query.numel():
+    if query.dim() != 4 or values.dim() != 4 or not query.numel():
+        return False
+    alone = query.dtype == torch.float32 and query.size(1) == keys.size(1)
+    if query.size(2) > (CPU_MAXIMUM_FLOAT32_QUERIES if alone else CPU_MAXIMUM_QUERIES):
         return False
     if (keys.size(0), keys.size(3)) != (query.size(0), query.size(3)) or query.size(1) % keys.size(1):
         return False

@@ -1,0 +1,230 @@
+"""The compiled kernel on states in full precision: as close to float64 as torch, and used where models attend."""
+
+import copy
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import kvlayers
+from kvlayers.attention import gqa_repeats, model_attention
+from kvlayers.attention.cpu import dense, kernel
+from models import COMMON, fresh_model, prompt, tiny_model
+
+pytestmark = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def kernel_at_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "CPU_MINIMUM_STATES", 0)
+    monkeypatch.setattr(dense, "CPU_MAXIMUM_FLOAT32_QUERIES", dense.CPU_MAXIMUM_QUERIES)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Heads of the query and of the keys in each call of the kernel."""
+    seen: list[tuple[int, int]] = []
+    attend = kernel.attend_dense
+
+    def counted(query: Tensor, keys: Tensor, *arguments: Any) -> Tensor:
+        seen.append((query.shape[1], keys.shape[1]))
+        return attend(query, keys, *arguments)
+
+    monkeypatch.setattr(kernel, "attend_dense", counted)
+    return seen
+
+
+def exact(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention in float64, written out. A query that sees no token gets zeros."""
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (states.double().repeat_interleave(group, dim=1) for states in (keys, values))
+    scores = query.double() @ keys.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
+    if sinks is not None:
+        sink = sinks.double().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], dim=3)
+    weights = torch.nan_to_num(torch.softmax(scores, dim=3))
+    return weights[..., : keys.shape[2]] @ values
+
+
+def some_mask(kind: str, batch: int, heads: int, queries: int, tokens: int, dtype: torch.dtype) -> Tensor | None:
+    hidden = torch.rand(batch, 1, queries, tokens) > 0.5
+    if kind == "bool":
+        return ~hidden
+    if kind == "left padding":
+        return torch.arange(tokens) >= torch.randint(0, tokens, (batch, 1, 1, 1))
+    if kind == "all hidden":
+        return torch.zeros(batch, 1, queries, tokens, dtype=torch.bool)
+    if kind == "infinities":
+        return torch.zeros(batch, 1, queries, tokens).masked_fill(hidden, -math.inf)
+    if kind == "lowest":
+        return torch.zeros(1, 1, queries, tokens, dtype=dtype).masked_fill(hidden[:1], torch.finfo(dtype).min)
+    if kind == "additive":
+        return torch.randn(batch, heads, queries, tokens, dtype=dtype)
+    return None
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_random_shapes_are_as_close_to_float64_as_torch(seed: int) -> None:
+    chosen = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = chosen.choice(DTYPES)
+    batch, kv_heads, group = chosen.randint(1, 9), chosen.choice([1, 2, 3]), chosen.choice([1, 2, 3, 4, 7, 16])
+    queries, tokens = chosen.choice([1, 1, 2, 5, 16]), chosen.choice([1, 2, 7, 63, 64, 65, 130, 300])
+    head_dim = chosen.choice([16, 17, 24, 31, 40, 64, 80, 96, 128, 160, 256])
+    value_dim = chosen.choice([head_dim, head_dim, 16, 33])
+    heads = kv_heads * group
+    query = torch.randn(batch, queries, heads, head_dim).to(dtype).transpose(1, 2)
+    # Views of a larger buffer, as a cache returns them.
+    keys = torch.randn(batch, kv_heads, tokens + 5, head_dim).to(dtype)[:, :, 2 : tokens + 2]
+    values = torch.randn(batch, kv_heads, tokens + 5, value_dim).to(dtype)[:, :, 2 : tokens + 2]
+    kind = chosen.choice(["none", "bool", "left padding", "all hidden", "infinities", "lowest", "additive"])
+    mask = some_mask(kind, batch, heads, queries, tokens, dtype)
+    scale = chosen.choice([head_dim**-0.5, 0.3])
+    assert dense.takes(query, keys, values, mask)
+
+    right = exact(query, keys, values, mask, scale)
+    error = (dense.attend(query, keys, values, mask, scale).double() - right).norm()
+    of_torch = mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
+    torchs = scaled_dot_product_attention(query, keys, values, of_torch, scale=scale, enable_gqa=True)
+    # Sums in another order: as close as torch's, give or take a rounding.
+    assert error <= 1.5 * (torch.nan_to_num(torchs).double() - right).norm() + torch.finfo(dtype).eps * right.norm()
+
+    softcap, sinks = chosen.choice([None, 5.0]), torch.randn(heads)
+    right = exact(query, keys, values, mask, scale, softcap, sinks)
+    error = (dense.attend(query, keys, values, mask, scale, softcap, sinks).double() - right).norm()
+    assert error <= 4 * torch.finfo(dtype).eps * right.norm() + 1e-12
+
+
+def test_hidden_units_are_not_read() -> None:
+    """A static cache has free slots behind its tokens, which cost nothing, whatever they hold."""
+    query, keys, values = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16)
+    mask = (torch.arange(300) < 64).expand(1, 1, 1, 300)
+    expected = dense.attend(query, keys[:, :, :64], values[:, :, :64], None, None)
+    keys[:, :, 64:], values[:, :, 64:] = math.nan, math.nan
+    assert torch.equal(dense.attend(query, keys, values, mask, None), expected)
+
+
+def test_nan_that_is_seen_stays_nan() -> None:
+    query, keys, values = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16)
+    keys[:, 0, 100] = math.nan
+    attended = dense.attend(query, keys, values, None, None)
+    assert attended[:, :2].isnan().all()
+    assert attended[:, 2:].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": torch.float64},
+        {"queries": 17},
+        {"heads": 5},
+        {"mask": torch.zeros(1, 1, 1, 299)},
+        {"mask": torch.zeros(1, 1, 1, 300, dtype=torch.float64)},
+        {"mask": torch.zeros(1, 1, 1, 300, requires_grad=True)},
+        {"requires_grad": True},
+        {"device": "meta"},
+    ],
+    ids=str,
+)
+def test_what_the_kernel_does_not_know_is_left_to_torch(change: dict[str, Any]) -> None:
+    mask = change.pop("mask", None)
+    heads, queries = change.pop("heads", 4), change.pop("queries", 1)
+    query, keys = torch.randn(1, heads, queries, 16, **change), torch.randn(1, 2, 300, 16, **change)
+    assert not dense.takes(query, keys, keys, mask)
+
+
+def test_fake_and_traced_tensors_are_left_to_torch() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert not dense.takes(torch.randn(1, 4, 1, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16), None)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_and_steps_of_padded_batches_read_each_kv_head_once(
+    kind: str, dtype: torch.dtype, calls: list[tuple[int, int]]
+) -> None:
+    model = copy.deepcopy(tiny_model("llama")).to(dtype)
+    ids, mask = prompt(2, 40), torch.ones(2, 40, dtype=torch.long)
+    mask[0, :6] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    cache = kvlayers.DynamicCache() if kind == "dynamic" else kvlayers.StaticCache(model.config, max_cache_len=48)
+    reference = tf.DynamicCache()
+    # In float32, sums in another order; in bfloat16, roundings of two layers.
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    start = 0
+    for width in (20, 5, 1, 2, 11, 1):
+        end = start + width
+        inputs = {
+            "input_ids": ids[:, start:end],
+            "attention_mask": mask[:, :end],
+            "position_ids": positions[:, start:end],
+        }
+        before = len(calls)
+        with torch.no_grad():
+            found = model(**inputs, past_key_values=cache).logits
+            made = calls[before:]
+            expected = model(**inputs, past_key_values=reference).logits
+        torch.testing.assert_close(found[1:], expected[1:], atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(found[0, -1:], expected[0, -1:], atol=tolerance, rtol=tolerance)
+        if width <= dense.CPU_MAXIMUM_QUERIES:
+            # A group of query heads of one token may arrive as queries of its KV head.
+            assert made in ([(4, 2)] * 2, [(2, 2)] * 2)
+        start = end
+
+
+def test_states_that_wait_to_be_repeated_are_plain_tensors_to_everything_else() -> None:
+    keys = torch.randn(2, 2, 30, 8)
+    marked, values = gqa_repeats.marked_for_sdpa(keys, keys.clone(), 3)
+    assert type(marked) is type(values) is gqa_repeats.SharedStates
+    repeated = marked[:, :, None].expand(2, 2, 3, 30, 8).reshape(2, 6, 30, 8)
+    assert repeated.shape == (2, 6, 30, 8)
+    written_out = keys.repeat_interleave(3, dim=1)
+    assert type(repeated * 1) is Tensor
+    assert torch.equal(repeated * 1, written_out)
+    query = torch.randn(2, 6, 3, 8)
+    expected = scaled_dot_product_attention(query, written_out, written_out, is_causal=True)
+    assert torch.equal(scaled_dot_product_attention(query, repeated, written_out, is_causal=True), expected)
+    for result in (marked * 2, marked[:, :, 1:], marked.transpose(2, 3), torch.cat([marked, keys], 2)):
+        assert type(result) is Tensor
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_soft_caps_and_sinks_of_models(queries: int, calls: list[tuple[int, int]]) -> None:
+    module = torch.nn.Module()
+    query, keys, values = torch.randn(2, 4, queries, 16), torch.randn(2, 2, 90, 16), torch.randn(2, 2, 90, 16)
+    sinks = torch.randn(4)
+    attended, _ = model_attention.attention(module, query, keys, values, None, scaling=0.5, softcap=3.0, s_aux=sinks)
+    seen = torch.ones(queries, 90, dtype=torch.bool).tril(90 - queries)
+    expected = exact(query, keys, values, seen.expand(2, 1, queries, 90), 0.5, 3.0, sinks)
+    torch.testing.assert_close(attended.transpose(1, 2).double(), expected, atol=1e-5, rtol=1e-5)
+    assert calls == [(4, 2)]
+
+
+def test_speculative_decoding_gives_the_tokens_of_transformers(calls: list[tuple[int, int]]) -> None:
+    model = fresh_model("llama")
+    ids = prompt(1, 60)
+    how = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 3}
+    expected = model.generate(ids, **how)
+    assert torch.equal(model.generate(ids, past_key_values=kvlayers.DynamicCache(), **how), expected)
+    assert (COMMON["num_attention_heads"], COMMON["num_key_value_heads"]) in calls

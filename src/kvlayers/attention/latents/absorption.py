@@ -130,7 +130,6 @@ def attend(
         if is_causal:
             mask = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).tril()
         own, rotated = _parts(query, keys)
-        own, rotated = _parts(query, keys)
         absorbed = keys.to_latents(own)
         if segments.are_dense:
             attended = _attend_dense(absorbed, rotated, segments, mask, scale, snapshot.paths)

@@ -67,9 +67,6 @@ def as_latents(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     chooses = snapshot.observe is not None or snapshot.choose is not None or snapshot.segments.gathered
     if chooses or snapshot.follows_gradients:
         return keys, values
-    rotated = values if isinstance(values, PackedStates) else packed_pair(snapshot, 1, _head_dims(keys, values))[1]
+    head_dims = keys.shape[3], values.shape[3]
+    rotated = values if isinstance(values, PackedStates) else packed_pair(snapshot, 1, head_dims)[1]
     return LatentStates(snapshot, keys.shape), rotated
-
-
-def _head_dims(keys: Tensor, values: Tensor) -> tuple[int, int]:
-    return keys.shape[3], values.shape[3]

@@ -41,11 +41,12 @@ def marked_for_sdpa(keys: Tensor, values: Tensor, queries: int) -> tuple[Tensor,
         values: the values of the same tokens.
         queries: new tokens of each sequence.
     """
+    # First, because a tracer would specialize a program on the sizes that are compared.
+    if torch.compiler.is_compiling() or type(keys) is not Tensor or not keys.is_cpu:
+        return keys, values
     if queries == 1:
         return grouped_for_one_query(keys), values
-    if queries > dense.CPU_MAXIMUM_QUERIES or keys.numel() < dense.CPU_MINIMUM_STATES or not keys.is_cpu:
-        return keys, values
-    if torch.compiler.is_compiling():
+    if queries > dense.CPU_MAXIMUM_QUERIES or keys.numel() < dense.CPU_MINIMUM_STATES:
         return keys, values
     return keys.as_subclass(SharedStates), values.as_subclass(SharedStates)
 

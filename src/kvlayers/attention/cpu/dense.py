@@ -24,7 +24,8 @@ def takes(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> b
         values: `[batch, kv_heads, tokens, value_head_dim]`.
         mask: bool or additive, broadcast to `[batch, heads, queries, tokens]`, or `None`.
     """
-    if keys.numel() < CPU_MINIMUM_STATES or torch.compiler.is_compiling() or not keys.is_cpu:
+    # First, because a tracer would specialize a program on the sizes that are compared.
+    if torch.compiler.is_compiling() or not keys.is_cpu or keys.numel() < CPU_MINIMUM_STATES:
         return False
     if query.dim() != 4 or values.dim() != 4 or not query.numel():
         return False

@@ -75,6 +75,31 @@ class GroupedKeys(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
+def attend_in_kernel(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor | None:
+    """Attention by the compiled kernel for states in full precision, or `None` if it does not take the call.
+
+    Args:
+        query: `[batch, heads, queries, head_dim]`, whose groups of heads share a KV head.
+        keys: `[batch, kv_heads, tokens, head_dim]`.
+        values: `[batch, kv_heads, tokens, value_head_dim]`.
+        mask: bool or additive, broadcast to `[batch, heads, queries, tokens]`, or `None`.
+        dropout_p: probability that a weight is dropped.
+        is_causal: whether a query attends to the tokens up to its own number alone.
+        scale: factor of the scores, `1 / sqrt(head_dim)` if `None`.
+    """
+    if is_causal or dropout_p or not dense.takes(query, keys, values, mask):
+        return None
+    return dense.attend(query, keys, values, mask, scale)
+
+
 def attend_dense(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor:
@@ -88,8 +113,9 @@ def attend_dense(
         is_causal: whether a query attends to the tokens up to its own number alone.
         scale: factor of the scores, `1 / sqrt(head_dim)` if `None`.
     """
-    if not is_causal and dense.takes(query, keys, values, mask):
-        return dense.attend(query, keys, values, mask, scale)
+    attended = attend_in_kernel(query, keys, values, mask, 0.0, is_causal, scale)
+    if attended is not None:
+        return attended
     shares_heads = query.shape[1] != keys.shape[1]
     grouped = query.shape[2] == 1 and type(grouped_for_one_query(keys)) is GroupedKeys
     attend = _attend if grouped else scaled_dot_product_attention
@@ -107,8 +133,10 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     shares_heads = enable_gqa or query.size(1) == key.size(1)
-    if shares_heads and not is_causal and not dropout_p and dense.takes(query, key, value, attn_mask):
-        return dense.attend(query, key, value, attn_mask, scale)
+    if shares_heads:
+        attended = attend_in_kernel(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        if attended is not None:
+            return attended
     group = _group_of_one_query(query.size(), key.size(), value.size(), enable_gqa)
     slower = group < CPU_MINIMUM_FLOAT32_GROUP and query.dtype.itemsize > 2
     if not group or slower or attn_mask is not None or is_causal or dropout_p:

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
 from kvlayers.attention.cpu import dense
-from kvlayers.attention.gqa import attend_grouped, grouped_for_one_query, kv_head_copies
+from kvlayers.attention.gqa import attend_grouped, attend_in_kernel, grouped_for_one_query, kv_head_copies
 from kvlayers.upstream import compat
 
 
@@ -131,8 +131,10 @@ def _attend(
     batch, heads, queries, _ = query.size()
     kv_heads = keys.size(1)
     shares_heads = enable_gqa or keys is not key or heads == kv_heads
-    if shares_heads and not is_causal and not dropout_p and dense.takes(query, keys, values, attn_mask):
-        return dense.attend(query, keys, values, attn_mask, scale)
+    if shares_heads:
+        attended = attend_in_kernel(query, keys, values, attn_mask, dropout_p, is_causal, scale)
+        if attended is not None:
+            return attended
     group = heads // kv_heads
     one_query = queries == 1 and not is_causal and not dropout_p and (keys.size(0), values.size(1)) == (batch, kv_heads)
     if not one_query or (attn_mask is not None and (attn_mask.dim() != 4 or attn_mask.size(1) not in (1, heads))):

@@ -58,7 +58,7 @@ class Recall:
         Raises:
             OptionError: the option is something else, or names an argument that does not exist.
         """
-        return as_options(cls, "recall", given, "{'pages': 64}, or {'pages': 'all'}")
+        return as_options(cls, given, "{'pages': 64}, or {'pages': 'all'}")
 
     def facts(self) -> dict[str, Fact]:
         """All options as plain facts. Their names differ from those of the facts of stores."""

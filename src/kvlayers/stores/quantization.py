@@ -121,7 +121,7 @@ class Quantization:
         Raises:
             OptionError: it is something else, or an option does not exist or has a wrong value.
         """
-        return None if given is None else as_options(cls, "quantization", given, "{'nbits': 4}")
+        return None if given is None else as_options(cls, given, "{'nbits': 4}")
 
     @classmethod
     def from_facts(cls, facts: Facts) -> Self:

@@ -51,7 +51,7 @@ BUILDS = (
 
 
 def best_build(machine: str, features: Iterable[str]) -> Build | None:
-    """The fastest build that runs on a machine, `None` if there is none for it."""
+    """The fastest build that runs on a machine, `None` if no build does."""
     there = frozenset(features)
     return next((build for build in BUILDS if build.machine == machine and build.features <= there), None)
 

@@ -1,4 +1,4 @@
-"""Loads kvlayers' C++ sources as libraries: those of the wheel, or else those that are compiled for this machine."""
+"""Loads kvlayers' C++ sources as libraries, from the wheel or compiled for this machine."""
 
 import ctypes
 import logging
@@ -54,7 +54,7 @@ class NativeLibrary:
 
     @property
     def obstacle(self) -> str:
-        """Why there is no library, if there is none."""
+        """Why `get` has returned no library."""
         return "is still being compiled" if self._compilation else "could not be compiled (the log says why)"
 
     def get(self) -> ctypes.CDLL | None:

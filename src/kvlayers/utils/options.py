@@ -20,7 +20,7 @@ def checks_options(init: Callable[P, None]) -> Callable[P, None]:
 
     def advice(unknown: str) -> str:
         for option in accepted:
-            if unknown in _mapping_options.get(option, ()):
+            if unknown in _arguments.get(option, ()):
                 return f"it is part of the option `{option}`, as in {option}={{'{unknown}': ...}}."
         return suggestion(unknown, accepted) or "remove it."
 
@@ -52,26 +52,29 @@ def suggestion(unknown: object, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else ""
 
 
-_mapping_options: dict[str, tuple[str, ...]] = {}
+_arguments: dict[str, tuple[str, ...]] = {}
 """For each option that `mapping_option` knows, the arguments of its class."""
+
+_options: dict[type, str] = {}
+"""For each class that `mapping_option` knows, the name of its option."""
 
 
 def mapping_option(option: str) -> Callable[[type[Options]], type[Options]]:
     """Decorator for the class of an option of caches that is given as an object, or as a mapping of its arguments."""
 
     def known(cls: type[Options]) -> type[Options]:
-        _mapping_options[option] = tuple(inspect.signature(cls).parameters)
+        _arguments[option] = tuple(inspect.signature(cls).parameters)
+        _options[cls] = option
         return cls
 
     return known
 
 
-def as_options(cls: type[Options], option: str, given: object, example: str) -> Options:
+def as_options(cls: type[Options], given: object, example: str) -> Options:
     """The object that an option of a cache is given as: the object itself, or a mapping of its arguments.
 
     Args:
         cls: a public class of kvlayers, decorated with `mapping_option`.
-        option: name of the option.
         given: its value.
         example: a mapping that is right, as code, for the error.
 
@@ -80,7 +83,8 @@ def as_options(cls: type[Options], option: str, given: object, example: str) -> 
     """
     if isinstance(given, cls):
         return given
-    accepted = _mapping_options[option]
+    option = _options[cls]
+    accepted = _arguments[option]
     if not isinstance(given, Mapping):
         raise OptionError(
             f"`{option}` must be a kvlayers.{cls.__name__} or a mapping of its arguments ({', '.join(accepted)}), got "

@@ -40,7 +40,7 @@ def takes(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> b
         return False
     if torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad):
         return False
-    # The kernel reads memory: there is none behind the tensors of a tracer, and a trace would not record its result.
+    # The kernel reads memory, which the tensors of a tracer do not have, and a trace would not record its result.
     if type(query) is not Tensor or not values.is_cpu or torch._C._get_tracing_state() is not None:
         return False
     if mask is not None and not _takes_mask(mask, query, keys.size(2)):

@@ -57,7 +57,7 @@ class Checkpoints:
         """
         if given is None:
             return cls()
-        return as_options(cls, "checkpoints", given, "{'every': 64}")
+        return as_options(cls, given, "{'every': 64}")
 
     def due_at(self, length: int) -> bool:
         """Whether a checkpoint is due at this number of tokens."""

@@ -249,12 +249,13 @@ def test_segments_that_are_cut_are_read_bit_by_bit_as_one(threads: int) -> None:
     try:
         for dtype in (torch.float32, torch.bfloat16):
             packed, _, _ = packed_run(dtype, 12)
-            dense = random_states_of(2, 320, dtype)
+            # Cut where units of dense tokens end (`DENSE_UNIT` of plan.h), as blocks do of packed ones.
+            dense = random_states_of(2, 1280, dtype)
             whole = KVSegments((packed, dense))
             query = torch.randn(2, 6, 2, 64).to(dtype)
             mask = torch.rand(2, 1, 2, whole.tokens) > 0.2
-            for pieces, cuts in ((1, (64,)), (5, (64, 128, 256)), (4, (192,))):
-                tokens = [0, *cuts, 320]
+            for pieces, cuts in ((1, (256,)), (5, (256, 512, 1024)), (4, (768,))):
+                tokens = [0, *cuts, 1280]
                 cut = KVSegments(
                     (
                         *packed.pieces(pieces),

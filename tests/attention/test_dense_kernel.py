@@ -114,13 +114,23 @@ def test_random_shapes_are_as_close_to_float64_as_torch(seed: int) -> None:
     assert error <= 4 * torch.finfo(dtype).eps * right.norm() + 1e-12
 
 
-def test_hidden_units_are_not_read() -> None:
+@pytest.mark.parametrize("seen", [1, 64, 99, 256, 300])
+def test_slots_behind_the_last_token_are_not_read(seen: int) -> None:
     """A static cache has free slots behind its tokens, which cost nothing, whatever they hold."""
-    query, keys, values = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16)
-    mask = (torch.arange(300) < 64).expand(1, 1, 1, 300)
-    expected = dense.attend(query, keys[:, :, :64], values[:, :, :64], None, None)
-    keys[:, :, 64:], values[:, :, 64:] = math.nan, math.nan
+    query, keys, values = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 600, 16), torch.randn(1, 2, 600, 16)
+    mask = (torch.arange(600) < seen).expand(1, 1, 1, 600)
+    expected = dense.attend(query, keys[:, :, :seen], values[:, :, :seen], None, None)
+    keys[:, :, seen:], values[:, :, seen:] = math.nan, math.nan
     assert torch.equal(dense.attend(query, keys, values, mask, None), expected)
+
+
+def test_rows_that_see_other_tokens_are_read_to_the_last_of_any() -> None:
+    query, keys, values = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 600, 16), torch.randn(1, 2, 600, 16)
+    mask = torch.arange(600) < torch.tensor([[300], [5], [290]])
+    for row in range(3):
+        expected = dense.attend(query[:, :, row : row + 1], keys, values, mask[None, None, row : row + 1], None)
+        seen = dense.attend(query, keys, values, mask[None, None], None)
+        torch.testing.assert_close(seen[:, :, row : row + 1], expected, rtol=0, atol=1e-6)
 
 
 def test_nan_that_is_seen_stays_nan() -> None:

@@ -166,7 +166,7 @@ def check_by_head(held: Mixed, query: Tensor, mask: Tensor | None) -> None:
     """Torch's attention rounds the weights to bfloat16, and so are codes and queries that are not."""
     paths = PathCounter()
     seen = dispatch.attend(query, held.segments, mask, 0.2, paths)
-    held.check(query, mask, seen, error=0.03 if query.dtype == torch.bfloat16 else SUMS)
+    held.check(query, mask, seen, sums=0.03 if query.dtype == torch.bfloat16 else SUMS)
     assert [path.startswith(dispatch.HEADS) for path in paths.counts] == [True]
 
 

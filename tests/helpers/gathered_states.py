@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment, Segment
-from random_states import SUMS, check, code_format, packed_states
+from random_states import check, code_format, packed_states
 
 BLOCK = 16
 KV_HEADS = 2
@@ -135,7 +135,9 @@ class Mixed:
         batch, kv_heads, _, head_dim = self.keys.shape
         return torch.randn(batch, queries, kv_heads * group, head_dim).to(self.dtype).transpose(1, 2)
 
-    def check(self, query: Tensor, mask: Tensor | None, seen: Tensor, scale: float = 0.2, error: float = SUMS) -> None:
+    def check(
+        self, query: Tensor, mask: Tensor | None, seen: Tensor, scale: float = 0.2, sums: float | None = None
+    ) -> None:
         """Compare attention with sums over the tokens that each query of each head sees."""
         batch, heads, queries, _ = query.shape
         group = heads // self.keys.shape[1]
@@ -158,7 +160,7 @@ class Mixed:
                         weights = (keys @ query[sequence, head, row].double() * scale + bias[tokens]).softmax(0)
                         wanted[sequence, head, row] = weights @ values
                         magnitude[sequence, head, row] = weights @ values.norm(dim=-1)
-        check(seen, wanted, magnitude, error)
+        check(seen, wanted, magnitude, sums)
 
 
 def mixed(parts: list[Held], dtype: torch.dtype) -> Mixed:

@@ -42,7 +42,12 @@ _X86_64_V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "
 _X86_64_V4 = _X86_64_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 BUILDS = (
-    Build("avx512-bf16", "x86_64", "x86-64-v4+avx512bf16", _X86_64_V4 | {"avx512_bf16"}),
+    Build(
+        "avx512-bf16",
+        "x86_64",
+        "x86-64-v4+avx512bf16+avx512vnni",
+        _X86_64_V4 | {"avx512_bf16", "avx512_vnni"},
+    ),
     Build("avx2", "x86_64", "x86-64-v3", _X86_64_V3),
     # Every 64-bit Arm CPU can do what its compilers take for granted.
     Build("arm64", "aarch64", "armv8-a", frozenset()),

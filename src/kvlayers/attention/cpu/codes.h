@@ -20,6 +20,8 @@ struct Lanes {
 template <int N>
 using FloatLanes = typename Lanes<N>::Floats;
 template <int N>
+using IntLanes = typename Lanes<N>::Ints;
+template <int N>
 using WordLanes = typename Lanes<N>::Words;
 
 // Bytes as words. Compilers turn this conversion into moves of single elements, so it is an intrinsic if there is one.
@@ -33,6 +35,25 @@ inline WordLanes<N> load_words(const uint8_t* from) {
 #endif
     return __builtin_convertvector(load<typename Lanes<N>::Bytes>(from), WordLanes<N>);
 }
+
+// How many rows of codes a word holds: one, or two as its halves, which are multiplied at once as integers.
+struct OneRow {
+    static constexpr uint32_t IN_EACH = 1;
+
+    template <int N>
+    static inline WordLanes<N> load(const uint8_t* from, int64_t) {
+        return load_words<N>(from);
+    }
+};
+
+struct TwoRows {
+    static constexpr uint32_t IN_EACH = 0x10001;
+
+    template <int N>
+    static inline WordLanes<N> load(const uint8_t* from, int64_t row_bytes) {
+        return load_words<N>(from) | load_words<N>(from + row_bytes) << 16;
+    }
+};
 
 // Codes in planes of some of their bits, the lowest bits first and the narrowest plane last. Columns are read in as many
 // slots as a byte of the narrowest plane has: its column `j` of slot `s` is column `j + s * narrowest_bytes` of a row.
@@ -49,16 +70,17 @@ struct Planes<FIRST, OTHERS...> {
     static int64_t narrowest_bytes(int64_t columns) { return NARROWEST == 8 ? columns : (columns + 7) / 8 * NARROWEST; }
 
     // Codes of N columns of a slot. `from` is the byte of the first in the narrowest plane, if the row began with it.
-    template <int N, int SLOT, int PLANE = 0, int BELOW = 0>
-    static inline WordLanes<N> codes(const uint8_t* from, int64_t narrowest_bytes) {
+    template <typename Rows, int N, int SLOT, int PLANE = 0, int BELOW = 0>
+    static inline WordLanes<N> codes(const uint8_t* from, int64_t narrowest_bytes, int64_t row_bytes) {
         constexpr int OF_PLANE = ALL_WIDTHS[PLANE], RATIO = OF_PLANE / NARROWEST;
         constexpr int LOWEST = SLOT / RATIO * OF_PLANE;
-        WordLanes<N> words = load_words<N>(from + (BELOW / NARROWEST + SLOT % RATIO) * narrowest_bytes);
+        const uint8_t* of_plane = from + (BELOW / NARROWEST + SLOT % RATIO) * narrowest_bytes;
+        WordLanes<N> words = Rows::template load<N>(of_plane, row_bytes);
         if constexpr (LOWEST > BELOW) words = words >> (LOWEST - BELOW);
         if constexpr (LOWEST < BELOW) words = words << (BELOW - LOWEST);
-        if constexpr (BELOW > 0 || LOWEST + OF_PLANE < 8) words &= ((1u << OF_PLANE) - 1) << BELOW;
+        if constexpr (OF_PLANE < 8) words &= (((1u << OF_PLANE) - 1) << BELOW) * Rows::IN_EACH;
         if constexpr (PLANE + 1 < WIDTH_COUNT)
-            words |= codes<N, SLOT, PLANE + 1, BELOW + OF_PLANE>(from, narrowest_bytes);
+            words |= codes<Rows, N, SLOT, PLANE + 1, BELOW + OF_PLANE>(from, narrowest_bytes, row_bytes);
         return words;
     }
 

@@ -1,8 +1,8 @@
 // Attention over packed keys and values, on a CPU.
 //
-// One pass over the tokens with an online softmax: the codes of each block are multiplied as integers converted to
-// floats, and the scales are folded into the other factor (the query for keys, the probabilities for values). No block
-// is ever written out in full precision.
+// One pass over the tokens with an online softmax: the codes of each block are multiplied as they are, and their scales
+// are folded into the other factor (the query for keys, the probabilities for values). No block is ever written out in
+// full precision.
 //
 // It is compiled for one kind of CPU at a time (`utils/native_builds.py`): vectors of floats are as wide as its registers.
 
@@ -44,10 +44,14 @@ State* out_row(const Call& call, int64_t sequence, int64_t kv_head, int64_t row)
 // A kv head of one row of a run, with all query rows of its readers.
 template <typename State>
 struct Head {
+    typedef typename Scoring<State>::Query Query;
+
     const Call& call;
     const std::vector<int64_t>& readers;
     int64_t segment_row, kv_head, rows_of_reader, rows, padded_key, padded_value, padded_block;
-    FloatBuffer query, arranged_query, rotated_query, scores, mask_rows;
+    // `query` and `rotated_query` are scaled; `dense_query` is as states in full precision are multiplied with it.
+    FloatBuffer query, rotated_query, scores, mask_rows;
+    std::vector<Query, LineAllocator<Query>> dense_query;
     Buffers buffers;
 
     Head(const Call& call, const Plan& plan, const Item& item)
@@ -71,14 +75,13 @@ struct Head {
 
     void read_query() {
         query.assign(rows * padded_key, 0.0f);
+        dense_query.resize(rows * padded_key);
         for (int64_t row = 0; row < rows; ++row) {
             const State* from = query_row(row);
             for (int64_t channel = 0; channel < call.key_dim; ++channel)
                 query[row * padded_key + channel] = to_float(from[channel]) * float(call.scale);
+            Scoring<State>::read_query(from, call.key_dim, dense_query.data() + row * padded_key);
         }
-        arranged_query = query;
-        for (int64_t row = 0; row < rows; ++row)
-            Chunk<State>::arrange(arranged_query.data() + row * padded_key, call.key_dim);
     }
 
     // The sequence of a segment, or of the source of a gathered one, that the head reads.
@@ -86,8 +89,7 @@ struct Head {
         return segment.gathered.source_rows ? segment.gathered.source_rows[segment_row] : segment_row;
     }
 
-    const float* query_for(const Segment& segment) {
-        if (!segment.is_packed) return arranged_query.data();
+    const float* packed_query(const Segment& segment) {
         // Products stay the same if both sides are rotated, so the keys need not be rotated back.
         if (!segment.packed.keys_rotated) return query.data();
         if (rotated_query.empty()) {
@@ -109,22 +111,18 @@ struct Head {
                unit.index * dense.value_token;
     }
 
-    static Ahead<State> ahead(const State* states, int64_t token_stride, int64_t channels) {
-        return {states, token_stride, channels * int64_t(sizeof(State))};
-    }
-
     // Scores of rows [row, row + R) for the unit's tokens, without the mask: scores[i][token within the unit].
     template <int R>
     void score(const Unit& unit, int64_t row) {
-        const float* rows_of_query = query_for(*unit.segment) + row * padded_key;
         if (unit.segment->is_packed) {
             std::fill(scores.begin(), scores.begin() + R * padded_block, 0.0f);
             multiply<R, State>(unit.segment->packed.keys, source_row(*unit.segment), kv_head, unit.index, 0, call.key_dim,
-                               rows_of_query, padded_key, scores.data(), padded_block, buffers);
+                               packed_query(*unit.segment) + row * padded_key, padded_key, scores.data(), padded_block,
+                               buffers);
         } else {
             const Dense& dense = unit.segment->dense;
-            dense_scores<R>(keys_of(unit), dense.key_token, unit.end, call.key_dim, rows_of_query, padded_key, scores.data(),
-                            padded_block, ahead(values_of(unit), dense.value_token, call.value_dim));
+            dense_scores<R>(keys_of(unit), dense.key_token, unit.end, call.key_dim, dense_query.data() + row * padded_key,
+                            padded_key, float(call.scale), scores.data(), padded_block);
         }
     }
 
@@ -137,9 +135,8 @@ struct Head {
                                padded_block, packed.values_rotated ? rotated_sums : plain_sums, padded_value, buffers);
         } else {
             const Dense& dense = unit.segment->dense;
-            const State* next = keys_of(unit) + unit.end * dense.key_token;
             dense_combine<R>(values_of(unit), dense.value_token, unit.end, call.value_dim, scores.data(), padded_block,
-                             plain_sums, padded_value, ahead(next, dense.key_token, call.key_dim));
+                             plain_sums, padded_value);
         }
     }
 
@@ -150,26 +147,29 @@ struct Head {
             store_register(row_scores + token, limit * hyperbolic_tangent(load_register(row_scores + token) / limit));
     }
 
-    // Reads the mask of rows [row, row + R) for the unit: whether any of them sees a token.
+    // Reads the mask of rows [row, row + R) for the unit, and returns where the tokens end that any of them sees.
     template <int R>
-    bool read_mask(const Unit& unit, int64_t row) {
+    int64_t read_mask(const Unit& unit, int64_t row) {
         const Mask& mask = call.mask;
-        bool sees = false;
-        int64_t previous = -1;
+        int64_t seen_end = unit.begin, previous = -1;
         for (int i = 0; i < R; ++i) {
             const int64_t within = (row + i) % rows_of_reader, head = kv_head * call.groups + within / call.query_tokens;
             const int64_t base = readers[(row + i) / rows_of_reader] * mask.batch + head * mask.head +
                                  within % call.query_tokens * mask.query + unit.position * mask.key;
             float* to = mask_rows.data() + i * padded_block;
             // Heads often share a row of the mask.
-            if (base == previous)
+            if (base == previous) {
                 std::copy(to - padded_block + unit.begin, to - padded_block + unit.end, to + unit.begin);
-            else
-                for (int64_t token = unit.begin; token < unit.end; ++token)
-                    sees |= (to[token] = mask_entry(mask, base + (token - unit.begin) * mask.key)) != -INFINITY;
+                continue;
+            }
+            for (int64_t token = unit.begin; token < unit.end; ++token)
+                to[token] = mask_entry(mask, base + (token - unit.begin) * mask.key);
+            int64_t end = unit.end;
+            while (end > seen_end && to[end - 1] == -INFINITY) --end;
+            seen_end = end;
             previous = base;
         }
-        return sees;
+        return seen_end;
     }
 
     void add_mask(const Unit& unit, int i, float* row_scores) const {
@@ -221,8 +221,15 @@ struct AttendUnit {
     template <int R>
     void rows(int64_t row) {
         const Call& call = head.call;
-        // What no row sees is not read.
-        if (call.mask.entries && !head.template read_mask<R>(unit, row)) return;
+        // The tokens behind those that a row sees are not read.
+        Unit seen = unit;
+        if (call.mask.entries) seen.end = head.template read_mask<R>(unit, row);
+        if (seen.holds_tokens()) attend<R>(seen, row);
+    }
+
+    template <int R>
+    void attend(const Unit& unit, int64_t row) {
+        const Call& call = head.call;
         head.template score<R>(unit, row);
         const int64_t stride = head.padded_value;
         float* plain = partial.plain.data() + row * stride;

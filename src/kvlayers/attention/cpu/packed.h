@@ -1,10 +1,12 @@
-// Sums of packed codes: the codes of a block are multiplied as integers converted to floats, and the scales are folded
-// into the other factor (the query for keys, the probabilities for values).
+// Sums of packed codes: the codes of a block are multiplied as floats, or as integers where the CPU adds up products of
+// integers (AVX512-VNNI), and the scales are folded into the other factor (the query for keys, the probabilities for
+// values).
 
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -17,11 +19,70 @@ namespace {
 // Vectors of sums that stay in registers beside the factors.
 constexpr int MOST_SUMS = WIDTH == 16 ? 16 : 8;
 
+// Products of float weights and of what codes stand for.
+template <typename Meaning>
+struct FloatProducts {
+    typedef OneRow Rows;
+    typedef float Weight;  // of a row
+    template <int N>
+    using Lanes = FloatLanes<N>;
+
+    Meaning meaning;
+
+    template <int N>
+    inline Lanes<N> lanes(WordLanes<N> codes) const {
+        return meaning.template values<N>(codes);
+    }
+
+    template <int N>
+    static inline Lanes<N> sum(Lanes<N> sums, Weight weight, Lanes<N> values) {
+        return sums + weight * values;
+    }
+
+    template <int N>
+    inline FloatLanes<N> floats(Lanes<N> sums, int) const {
+        return sums;
+    }
+};
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+// Products of integers, of two rows at once. Weights are integers of 16 bits in units of their own for each of the R
+// rows of weights, so that their error is far below that of the half-precision states that they were made from.
+struct PairProducts {
+    typedef TwoRows Rows;
+    typedef int32_t Weight;  // of one row in the lower half, of the next in the upper half
+    template <int N>
+    using Lanes = IntLanes<N>;
+
+    const float* units;
+
+    template <int N>
+    inline Lanes<N> lanes(WordLanes<N> codes) const {
+        return (Lanes<N>)codes;
+    }
+
+    template <int N>
+    static inline Lanes<N> sum(Lanes<N> sums, Weight weight, Lanes<N> codes) {
+        if constexpr (N == 16)
+            return (Lanes<N>)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(weight));
+        else
+            return (Lanes<N>)_mm256_dpwssd_epi32((__m256i)sums, (__m256i)codes, _mm256_set1_epi32(weight));
+    }
+
+    template <int N>
+    inline FloatLanes<N> floats(Lanes<N> sums, int i) const {
+        return __builtin_convertvector(sums, FloatLanes<N>) * units[i];
+    }
+};
+#endif
+
 // Rows of codes, as all functions below see them.
+template <typename Products>
 struct CodeRows {
     const uint8_t* codes;
     int64_t row_bytes, rows, columns, narrowest_bytes, column_group;
-    const float* weights;  // [groups of columns][R][rows]
+    const typename Products::Weight* weights;  // [groups of columns][R][weights]
+    int64_t weight_count;  // one for each row, or for each pair of rows
 
     // Whether `count` columns of a slot, from a multiple of `count` on, always share a group.
     bool shares_groups(int64_t count) const {
@@ -31,101 +92,137 @@ struct CodeRows {
 
 // acc[i][column] += sum over rows of weights[group of column][i][row] * value[row][column], for i < R, in VECTORS vectors
 // of bytes from `offset` and COUNT slots from FIRST. Lanes before `first_lane` were counted already.
-template <typename Layout, typename Meaning, int R, int N, int VECTORS, int FIRST, int... SLOTS>
-inline void accumulate_slots(const Meaning& meaning, const CodeRows& of, int64_t offset, int64_t first_lane, float* acc, int64_t acc_stride,
+template <typename Layout, int R, int N, int VECTORS, int FIRST, typename Products, int... SLOTS>
+inline void accumulate_slots(const Products& products, const CodeRows<Products>& of, int64_t offset,
+                             int64_t first_lane, float* acc, int64_t acc_stride,
                              std::integer_sequence<int, SLOTS...>) {
     constexpr int COUNT = sizeof...(SLOTS);
+    typedef typename Products::Rows Rows;
+    typedef typename Products::template Lanes<N> Lanes;
     const uint8_t* from = of.codes + offset;
-    const float* weights[COUNT] = {
-        of.weights +
-        std::min((FIRST + SLOTS) * of.narrowest_bytes + offset, of.columns - 1) / of.column_group * of.rows * R...};
-    FloatLanes<N> sums[R][VECTORS][COUNT] = {};
-    for (int64_t row = 0; row < of.rows; ++row, from += of.row_bytes) {
+    const typename Products::Weight* weights[COUNT] = {
+        of.weights + std::min((FIRST + SLOTS) * of.narrowest_bytes + offset, of.columns - 1) / of.column_group *
+                         of.weight_count * R...};
+    Lanes sums[R][VECTORS][COUNT] = {};
+    const int64_t step = of.rows / of.weight_count * of.row_bytes;
+    for (int64_t at = 0; at < of.weight_count; ++at, from += step) {
 #pragma GCC unroll 8
         for (int vector = 0; vector < VECTORS; ++vector) {
-            const FloatLanes<N> values[COUNT] = {meaning.template values<N>(
-                Layout::template codes<N, FIRST + SLOTS>(from + vector * N, of.narrowest_bytes))...};
+            const Lanes lanes[COUNT] = {products.template lanes<N>(Layout::template codes<Rows, N, FIRST + SLOTS>(
+                from + vector * N, of.narrowest_bytes, of.row_bytes))...};
 #pragma GCC unroll 8
             for (int i = 0; i < R; ++i)
 #pragma GCC unroll 8
                 for (int slot = 0; slot < COUNT; ++slot)
-                    sums[i][vector][slot] += weights[slot][i * of.rows + row] * values[slot];
+                    sums[i][vector][slot] = Products::template sum<N>(
+                        sums[i][vector][slot], weights[slot][i * of.weight_count + at], lanes[slot]);
         }
     }
     for (int i = 0; i < R; ++i)
         for (int slot = 0; slot < COUNT; ++slot)
             for (int vector = 0; vector < VECTORS; ++vector) {
+                const FloatLanes<N> floats = products.template floats<N>(sums[i][vector][slot], i);
                 float* to = acc + i * acc_stride + (FIRST + slot) * of.narrowest_bytes + offset + vector * N;
-                for (int64_t lane = first_lane; lane < N; ++lane) to[lane] += sums[i][vector][slot][lane];
+                if (first_lane == 0) {
+                    const FloatLanes<N> total = load<FloatLanes<N>>(to) + floats;
+                    std::memcpy(to, &total, sizeof(total));
+                } else {
+                    for (int64_t lane = first_lane; lane < N; ++lane) to[lane] += floats[lane];
+                }
             }
 }
 
 // As `accumulate_slots`, for all slots, so many at once that their sums stay in registers.
-template <typename Layout, typename Meaning, int R, int N, int VECTORS, int FIRST = 0>
-inline void accumulate_vectors(const Meaning& meaning, const CodeRows& of, int64_t offset, int64_t first_lane, float* acc,
-                               int64_t acc_stride) {
+template <typename Layout, int R, int N, int VECTORS, int FIRST = 0, typename Products>
+inline void accumulate_vectors(const Products& products, const CodeRows<Products>& of, int64_t offset,
+                               int64_t first_lane, float* acc, int64_t acc_stride) {
     constexpr int COUNT = std::min(Layout::SLOTS - FIRST, std::max(1, MOST_SUMS / (R * VECTORS)));
-    accumulate_slots<Layout, Meaning, R, N, VECTORS, FIRST>(meaning, of, offset, first_lane, acc, acc_stride,
-                                                           std::make_integer_sequence<int, COUNT>{});
+    accumulate_slots<Layout, R, N, VECTORS, FIRST>(products, of, offset, first_lane, acc, acc_stride,
+                                                   std::make_integer_sequence<int, COUNT>{});
     if constexpr (FIRST + COUNT < Layout::SLOTS)
-        accumulate_vectors<Layout, Meaning, R, N, VECTORS, FIRST + COUNT>(meaning, of, offset, first_lane, acc, acc_stride);
+        accumulate_vectors<Layout, R, N, VECTORS, FIRST + COUNT>(products, of, offset, first_lane, acc, acc_stride);
 }
 
-// As `accumulate_slots`, for all columns.
-template <typename Layout, typename Meaning, int R, int N>
-inline void accumulate_columns(const Meaning& meaning, const CodeRows& of, float* acc, int64_t acc_stride) {
-    constexpr int VECTORS = std::max(1, MOST_SUMS / (R * Layout::SLOTS));
+// As `accumulate_slots`, for all columns. Rows have at least N bytes of the narrowest plane.
+template <typename Layout, int R, int N, typename Products>
+inline void accumulate_columns(const Products& products, const CodeRows<Products>& of, float* acc, int64_t acc_stride) {
+    // At most as many as rows of keys have in blocks of 64 tokens.
+    constexpr int VECTORS = std::max(1, std::min(MOST_SUMS / (R * Layout::SLOTS), 64 / (N * Layout::SLOTS)));
     const int64_t bytes = of.narrowest_bytes;
     int64_t offset = 0;
     if (of.shares_groups(VECTORS * N))
         for (; offset + VECTORS * N <= bytes; offset += VECTORS * N)
-            accumulate_vectors<Layout, Meaning, R, N, VECTORS>(meaning, of, offset, 0, acc, acc_stride);
+            accumulate_vectors<Layout, R, N, VECTORS>(products, of, offset, 0, acc, acc_stride);
     if constexpr (VECTORS > 1)
         for (; offset + N <= bytes; offset += N)
-            accumulate_vectors<Layout, Meaning, R, N, 1>(meaning, of, offset, 0, acc, acc_stride);
-    if (offset < bytes && bytes >= N)
-        accumulate_vectors<Layout, Meaning, R, N, 1>(meaning, of, bytes - N, offset - (bytes - N), acc, acc_stride);
-    else if (offset < bytes)
-        for (int64_t row = 0; row < of.rows; ++row)
-            for (int64_t column = 0; column < of.columns; ++column) {
-                const uint32_t code = Layout::code(of.codes + row * of.row_bytes, column, bytes);
-                const float value = meaning.template values<8>(WordLanes<8>{} + code)[0];
-                const float* weights = of.weights + column / of.column_group * of.rows * R;
-                for (int i = 0; i < R; ++i) acc[i * acc_stride + column] += weights[i * of.rows + row] * value;
-            }
+            accumulate_vectors<Layout, R, N, 1>(products, of, offset, 0, acc, acc_stride);
+    if (offset < bytes)
+        accumulate_vectors<Layout, R, N, 1>(products, of, bytes - N, offset - (bytes - N), acc, acc_stride);
 }
 
-template <typename Layout, typename Meaning, int R>
-void accumulate_layout(const Meaning& meaning, CodeRows of, float* acc, int64_t acc_stride) {
+// As `accumulate_columns`, for rows of few bytes.
+template <typename Layout, int R, typename Meaning>
+inline void accumulate_narrow(const Meaning& meaning, const CodeRows<FloatProducts<Meaning>>& of, float* acc,
+                              int64_t acc_stride) {
+    for (int64_t row = 0; row < of.rows; ++row)
+        for (int64_t column = 0; column < of.columns; ++column) {
+            const uint32_t code = Layout::code(of.codes + row * of.row_bytes, column, of.narrowest_bytes);
+            const float value = meaning.template values<8>(WordLanes<8>{} + code)[0];
+            const float* weights = of.weights + column / of.column_group * of.rows * R;
+            for (int i = 0; i < R; ++i) acc[i * acc_stride + column] += weights[i * of.rows + row] * value;
+        }
+}
+
+template <typename Layout, int R, typename Products>
+void accumulate_layout(const Products& products, CodeRows<Products> of, float* acc, int64_t acc_stride) {
     of.narrowest_bytes = Layout::narrowest_bytes(of.columns);
 #if defined(__AVX512F__)
     if (of.narrowest_bytes % 16 == 0 && of.shares_groups(16))
-        return accumulate_columns<Layout, Meaning, R, 16>(meaning, of, acc, acc_stride);
+        return accumulate_columns<Layout, R, 16>(products, of, acc, acc_stride);
 #endif
-    accumulate_columns<Layout, Meaning, R, 8>(meaning, of, acc, acc_stride);
+    if constexpr (std::is_same<typename Products::Rows, OneRow>::value)
+        if (of.narrowest_bytes < 8) return accumulate_narrow<Layout, R>(products.meaning, of, acc, acc_stride);
+    accumulate_columns<Layout, R, 8>(products, of, acc, acc_stride);
+}
+
+template <int R, typename Products>
+void accumulate_integers(const Products& products, int64_t bits, const CodeRows<Products>& of, float* acc,
+                         int64_t acc_stride) {
+    switch (bits) {
+        case 1: return accumulate_layout<Planes<1>, R>(products, of, acc, acc_stride);
+        case 2: return accumulate_layout<Planes<2>, R>(products, of, acc, acc_stride);
+        case 3: return accumulate_layout<Planes<2, 1>, R>(products, of, acc, acc_stride);
+        case 4: return accumulate_layout<Planes<4>, R>(products, of, acc, acc_stride);
+        case 5: return accumulate_layout<Planes<4, 1>, R>(products, of, acc, acc_stride);
+        case 6: return accumulate_layout<Planes<4, 2>, R>(products, of, acc, acc_stride);
+        case 8: return accumulate_layout<Planes<8>, R>(products, of, acc, acc_stride);
+    }
 }
 
 template <int R>
-void accumulate(const Side& side, const CodeRows& of, float* acc, int64_t acc_stride) {
-    if (side.floating) return accumulate_layout<Planes<8>, Float8, R>({}, of, acc, acc_stride);
-    if (side.levels) {
-        const Codebook book(side.levels, side.bits);
-        switch (side.bits) {
-            case 1: return accumulate_layout<Planes<1>, Codebook, R>(book, of, acc, acc_stride);
-            case 2: return accumulate_layout<Planes<2>, Codebook, R>(book, of, acc, acc_stride);
-            case 3: return accumulate_layout<Planes<2, 1>, Codebook, R>(book, of, acc, acc_stride);
-            case 4: return accumulate_layout<Planes<4>, Codebook, R>(book, of, acc, acc_stride);
-        }
+void accumulate_levels(const FloatProducts<Codebook>& products, int64_t bits,
+                       const CodeRows<FloatProducts<Codebook>>& of, float* acc, int64_t acc_stride) {
+    switch (bits) {
+        case 1: return accumulate_layout<Planes<1>, R>(products, of, acc, acc_stride);
+        case 2: return accumulate_layout<Planes<2>, R>(products, of, acc, acc_stride);
+        case 3: return accumulate_layout<Planes<2, 1>, R>(products, of, acc, acc_stride);
+        case 4: return accumulate_layout<Planes<4>, R>(products, of, acc, acc_stride);
     }
-    switch (side.bits) {
-        case 1: return accumulate_layout<Planes<1>, Integer, R>({}, of, acc, acc_stride);
-        case 2: return accumulate_layout<Planes<2>, Integer, R>({}, of, acc, acc_stride);
-        case 3: return accumulate_layout<Planes<2, 1>, Integer, R>({}, of, acc, acc_stride);
-        case 4: return accumulate_layout<Planes<4>, Integer, R>({}, of, acc, acc_stride);
-        case 5: return accumulate_layout<Planes<4, 1>, Integer, R>({}, of, acc, acc_stride);
-        case 6: return accumulate_layout<Planes<4, 2>, Integer, R>({}, of, acc, acc_stride);
-        case 8: return accumulate_layout<Planes<8>, Integer, R>({}, of, acc, acc_stride);
-    }
+}
+
+// As `accumulate_slots`, with float weights, for rows from `codes` on.
+template <int R>
+void accumulate(const Side& side, const uint8_t* codes, int64_t row_bytes, int64_t rows, int64_t column_group,
+                const float* weights, float* acc, int64_t acc_stride) {
+    if (side.floating)
+        return accumulate_layout<Planes<8>, R, FloatProducts<Float8>>(
+            {}, {codes, row_bytes, rows, side.columns, 0, column_group, weights, rows}, acc, acc_stride);
+    if (side.levels)
+        return accumulate_levels<R>({Codebook(side.levels, side.bits)}, side.bits,
+                                    {codes, row_bytes, rows, side.columns, 0, column_group, weights, rows}, acc,
+                                    acc_stride);
+    accumulate_integers<R, FloatProducts<Integer>>(
+        {}, side.bits, {codes, row_bytes, rows, side.columns, 0, column_group, weights, rows}, acc, acc_stride);
 }
 
 int64_t padded_columns(const Side& side) { return side.bits == 8 ? side.columns : (side.columns + 7) / 8 * 8; }
@@ -148,13 +245,68 @@ inline float dot(const float* a, const float* b, int64_t count) {
 
 struct Buffers {
     FloatBuffer weights, unit, parameters;
+    std::vector<int32_t, LineAllocator<int32_t>> pairs;
 };
 
-// Scales, or zeros, as floats: to[group of columns][group of rows].
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+// Whether rows of codes of a side are wide enough for `PairProducts`.
+bool pairs_rows(const Side& side) {
+    const int64_t narrowest = side.bits & -side.bits;
+    return !side.floating && !side.levels && padded_columns(side) * narrowest >= 64;
+}
+
+// Float weights [groups][R][rows], with 2 * WIDTH more floats behind them, as pairs of integers [groups][R][rows / 2],
+// in units[i] for all groups of row i.
+// False if that is not possible: a weight is not finite, or all of a row are too small.
+template <int R>
+bool round_to_pairs(const float* weights, int64_t groups, int64_t rows, int64_t largest_code, float* units,
+                    Buffers& buffers) {
+    // The sum over all rows must stay below 2^31.
+    const float limit = std::min<int64_t>(32767, INT32_MAX / (largest_code * rows));
+    float in_units[R];
+    for (int i = 0; i < R; ++i) {
+        uint32_t highest = 0;  // bits of magnitudes are in the order of magnitudes, infinity and NaN the highest
+        for (int64_t group = 0; group < groups; ++group)
+            for (int64_t row = 0; row < rows; ++row)
+                highest = std::max(highest, bits_of(weights[(group * R + i) * rows + row]) & 0x7fffffff);
+        const float magnitude = float_of(highest);
+        if (!(magnitude > 1e-30f && magnitude < 1e30f)) return false;
+        units[i] = magnitude / limit;
+        in_units[i] = limit / magnitude;
+    }
+    const int64_t half = rows / 2;
+    buffers.pairs.resize(groups * R * half + WIDTH);
+    for (int64_t at = 0; at < groups * R; ++at)
+        // What is written behind a row, of floats behind it, is overwritten by the next.
+        for (int64_t pair = 0; pair < half; pair += WIDTH) {
+            const Pair rounded = parted(weights + at * rows + 2 * pair);
+            const IntRegister first = nearest_integers(rounded.even * in_units[at % R]);
+            const IntRegister second = nearest_integers(rounded.odd * in_units[at % R]);
+            const IntRegister both = (first & 0xffff) | second << 16;
+            std::memcpy(buffers.pairs.data() + at * half + pair, &both, sizeof(both));
+        }
+    return true;
+}
+#endif
+
+// Scales, or zeros, as floats: to[group of columns][group of rows]. Compilers make vectors of a stride that they know.
+template <int COLUMN_GROUPS, typename Parameter>
+void read_strided(const Parameter* from, int64_t row_groups, float* to) {
+    for (int64_t column = 0; column < COLUMN_GROUPS; ++column)
+        for (int64_t row = 0; row < row_groups; ++row)
+            to[column * row_groups + row] = to_float(from[row * COLUMN_GROUPS + column]);
+}
+
 template <typename Parameter>
 void read_parameters(const Parameter* from, int64_t row_groups, int64_t column_groups, float* to) {
+    switch (column_groups) {
+        case 1: return read_strided<1>(from, row_groups, to);
+        case 2: return read_strided<2>(from, row_groups, to);
+        case 4: return read_strided<4>(from, row_groups, to);
+    }
     for (int64_t column = 0; column < column_groups; ++column)
-        for (int64_t row = 0; row < row_groups; ++row) to[column * row_groups + row] = to_float(from[row * column_groups + column]);
+        for (int64_t row = 0; row < row_groups; ++row)
+            to[column * row_groups + row] = to_float(from[row * column_groups + column]);
 }
 
 // acc[i][column] += sum over rows from `begin` to `end` of factors[i][row] * state[row][column], for i < R.
@@ -176,7 +328,7 @@ void multiply(const Side& side, int64_t batch, int64_t head, int64_t block, int6
     if (side.row_group == 1 && groups_hold_whole_vectors(side)) {
         // Each row has a scale for each group of its columns: the scales are folded into the factors.
         const int64_t rows = end - begin;
-        buffers.weights.resize(column_groups * rows * R);
+        buffers.weights.resize(column_groups * rows * R + 2 * WIDTH);
         float* weights = buffers.weights.data();
         for (int64_t group = 0; group < column_groups; ++group)
             for (int i = 0; i < R; ++i) {
@@ -188,8 +340,19 @@ void multiply(const Side& side, int64_t batch, int64_t head, int64_t block, int6
                 float* to = acc + i * acc_stride + group * side.column_group;
                 for (int64_t column = 0; column < side.column_group; ++column) to[column] += total;
             }
-        const CodeRows of = {codes + begin * row_bytes, row_bytes, rows, side.columns, 0, side.column_group, weights};
-        return accumulate<R>(side, of, acc, acc_stride);
+        const uint8_t* first = codes + begin * row_bytes;
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+        if constexpr (!std::is_same<Parameter, float>::value) {
+            float units[R];
+            if (rows % 2 == 0 && pairs_rows(side) &&
+                round_to_pairs<R>(weights, column_groups, rows, (1 << side.bits) - 1, units, buffers))
+                return accumulate_integers<R, PairProducts>(
+                    {units}, side.bits,
+                    {first, row_bytes, rows, side.columns, 0, side.column_group, buffers.pairs.data(), rows / 2}, acc,
+                    acc_stride);
+        }
+#endif
+        return accumulate<R>(side, first, row_bytes, rows, side.column_group, weights, acc, acc_stride);
     }
 
     // Scales differ within a vector of columns: they are folded into the sums, once for each group of rows.
@@ -206,8 +369,7 @@ void multiply(const Side& side, int64_t batch, int64_t head, int64_t block, int6
                 totals[i] += factor;
             }
         const uint8_t* first = codes + row_begin * row_bytes;
-        const CodeRows of = {first, row_bytes, rows, side.columns, 0, side.columns, buffers.weights.data()};
-        accumulate<R>(side, of, buffers.unit.data(), acc_stride);
+        accumulate<R>(side, first, row_bytes, rows, side.columns, buffers.weights.data(), buffers.unit.data(), acc_stride);
         for (int i = 0; i < R; ++i)
             for (int64_t column = 0; column < side.columns; ++column) {
                 const int64_t at = column / side.column_group * row_groups + row_group;

@@ -12,7 +12,8 @@
 
 namespace {
 
-constexpr int DENSE_UNIT = 64;
+// Tokens. Fewer would part the reads of keys and of values into runs that are too short for the prefetcher of a CPU.
+constexpr int DENSE_UNIT = 256;
 constexpr double MINIMUM_PIECES = 4;  // of an item of a gathered segment
 
 struct Unit {

@@ -20,12 +20,6 @@ constexpr int64_t LINE_BYTES = 64;
 
 inline int64_t rounded_up(int64_t number) { return (number + LANES - 1) / LANES * LANES; }
 
-typedef float Floats __attribute__((vector_size(LANES * 4)));
-typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
-typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
-typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
-typedef uint8_t Bytes __attribute__((vector_size(LANES)));
-
 // Memory that begins with a line of the cache: a load of a register that crosses two lines takes twice the time.
 template <typename Element>
 struct LineAllocator {
@@ -45,45 +39,19 @@ struct LineAllocator {
 
 typedef std::vector<float, LineAllocator<float>> FloatBuffer;
 
+// Reads a byte of each line of rows, in the order of memory. The prefetcher of a CPU follows such reads, and does not
+// follow instructions that prefetch.
+inline void bring_into_cache(const void* rows, int64_t row_stride, int64_t count, int64_t row_bytes) {
+    for (int64_t row = 0; row < count; ++row)
+        for (int64_t byte = 0; byte < row_bytes; byte += LINE_BYTES)
+            (void)*((const volatile char*)rows + row * row_stride + byte);
+}
+
 template <typename Vector, typename Element>
 inline Vector load(const Element* from) {
     Vector vector;
     std::memcpy(&vector, from, sizeof(vector));
     return vector;
-}
-
-inline void store(float* to, Floats vector) { std::memcpy(to, &vector, sizeof(vector)); }
-
-// Compilers turn a widening conversion into moves of single elements, so it is written as an intrinsic if there is one.
-inline Words widened(Bytes bytes) {
-#if defined(__AVX512F__)
-    return (Words)_mm512_cvtepu8_epi32((__m128i)bytes);
-#elif defined(__AVX2__)
-    const __m256i low = _mm256_cvtepu8_epi32((__m128i)bytes);
-    const __m256i high = _mm256_cvtepu8_epi32(_mm_unpackhi_epi64((__m128i)bytes, (__m128i)bytes));
-    Words words;
-    std::memcpy(&words, &low, sizeof(low));
-    std::memcpy((char*)&words + sizeof(low), &high, sizeof(high));
-    return words;
-#else
-    return __builtin_convertvector(bytes, Words);
-#endif
-}
-
-inline Words widened(Halves halves) {
-#if defined(__AVX512F__)
-    return (Words)_mm512_cvtepu16_epi32((__m256i)halves);
-#elif defined(__AVX2__)
-    __m128i parts[2];
-    std::memcpy(parts, &halves, sizeof(parts));
-    const __m256i low = _mm256_cvtepu16_epi32(parts[0]), high = _mm256_cvtepu16_epi32(parts[1]);
-    Words words;
-    std::memcpy(&words, &low, sizeof(low));
-    std::memcpy((char*)&words + sizeof(low), &high, sizeof(high));
-    return words;
-#else
-    return __builtin_convertvector(halves, Words);
-#endif
 }
 
 struct BFloat16 {
@@ -157,7 +125,7 @@ inline Register load_register(const float* from) { return load<Register>(from); 
 
 inline Register load_register(const BFloat16* from) {
 #if defined(__AVX512F__)
-    return (Register)(widened(load<Halves>(from)) << 16);
+    return (Register)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(from)), 16);
 #elif defined(__AVX2__)
     const __m128i halves = load<__m128i>(from);
     return (Register)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
@@ -273,6 +241,12 @@ inline Register sums_of_registers(const Register* vectors) {
         for (int lane = 0; lane < WIDTH; ++lane) sums[i] += vectors[i][lane];
     return sums;
 #endif
+}
+
+// The integers nearest to numbers between -2^22 and 2^22: their bits in the fraction of a float that has no smaller ones.
+inline IntRegister nearest_integers(Register numbers) {
+    const Register shifter = 12582912.0f - Register{};
+    return (IntRegister)(numbers + shifter) - (IntRegister)shifter;
 }
 
 // e^x for x <= 0, to within two units in the last place; 0 below -87.

@@ -10,9 +10,15 @@
 
 namespace {
 
+// As wide as registers are: compilers compare wider vectors element by element.
+#ifdef __AVX512F__
 constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
 inline Floats load(const float* from) {
     Floats vector;
@@ -26,10 +32,13 @@ inline Floats least(Floats a, Floats b) { return a < b ? a : b; }
 
 inline Floats most(Floats a, Floats b) { return a > b ? a : b; }
 
+// Halves with halves: one lane after the other would wait for as many additions as there are lanes.
 inline float sum(Floats vector) {
-    float total = 0;
-    for (int lane = 0; lane < LANES; ++lane) total += vector[lane];
-    return total;
+    float lanes[LANES];
+    std::memcpy(lanes, &vector, sizeof(lanes));
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+    return lanes[0];
 }
 
 }  // namespace
@@ -73,8 +82,17 @@ class Group {
         const float* from = search.states + index * search.size;
         std::copy(from, from + search.size, states.begin());
         std::fill(states.begin() + search.size, states.end(), from[0]);
-        const auto range = std::minmax_element(from, from + search.size);
-        const float lowest = *range.first, step = *range.second / top - lowest / top;
+        Floats lows = load(&states[0]), highs = lows;
+        for (int64_t at = LANES; at < padded; at += LANES) {
+            lows = least(lows, load(&states[at]));
+            highs = most(highs, load(&states[at]));
+        }
+        float lowest = lows[0], highest = highs[0];
+        for (int lane = 1; lane < LANES; ++lane) {
+            lowest = std::min(lowest, lows[lane]);
+            highest = std::max(highest, highs[lane]);
+        }
+        const float step = highest / top - lowest / top;
 
         Grid best = grid(step, lowest);
         if (search.clip_count > 1) {
@@ -198,8 +216,8 @@ class Group {
         for (int64_t at = 0; at < padded; at += LANES) {
             Floats codes, residues;
             code(on, at, &codes, &residues);
-            for (int64_t lane = 0; lane < std::min<int64_t>(LANES, search.size - at); ++lane)
-                to[at + lane] = uint8_t(codes[lane]);
+            const Bytes bytes = __builtin_convertvector(__builtin_convertvector(codes, Ints), Bytes);
+            std::memcpy(to + at, &bytes, std::min<int64_t>(LANES, search.size - at));
         }
     }
 };

@@ -61,7 +61,7 @@ into its exponential. The largest that was seen in any case of these is 0.5e-6."
 
 HALF_PRECISION_SUMS = 4e-5
 """As `SUMS`, for states in half precision: CPUs with AVX512-VNNI multiply packed codes by weights of 15 bits, each with
-an error of up to 2^-16 of the largest, and codes are all positive. The largest that was seen is 2.5e-5, and one rounding
+an error of up to 2^-16 of the largest, and codes are all positive. The largest that was seen is 2.5e-5. One rounding
 of a result to float16 is 50e-5."""
 
 

@@ -9,6 +9,7 @@ import transformers
 from typing_extensions import Self, override
 
 from kvlayers.caches.base import Cache
+from kvlayers.caches.fixed_scales import GivenScales, scales_of_layers
 from kvlayers.caches.from_config import packed_attention_layer, quantized_layers
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import OptionError
@@ -16,6 +17,7 @@ from kvlayers.layers import Checkpoints, Recall
 from kvlayers.layers.arguments import whole_number
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.layerwise_quantization import QuantizationOfLayers, quantization_of_layers
+from kvlayers.stores.quantization import SCALES
 from kvlayers.upstream import model_types
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.units import tokens
@@ -41,6 +43,7 @@ class QuantizedCacheConfig(dict[str, Any]):
         value_group_size: group size of the values, if it differs from `q_group_size`.
         sink_tokens: oldest tokens in full precision.
         quantize_sliding: whether windows are quantized as well.
+        scales: scales of float8 numbers that never change, such as "checkpoint".
 
     Raises:
         OptionError: an option that does not exist, or a value that the backend does not accept.
@@ -68,6 +71,7 @@ class QuantizedCacheConfig(dict[str, Any]):
         value_group_size: int | None = None,
         sink_tokens: int | None = None,
         quantize_sliding: bool | None = None,
+        scales: GivenScales | None = None,
     ) -> None:
         given = {
             "backend": backend,
@@ -82,9 +86,12 @@ class QuantizedCacheConfig(dict[str, Any]):
             "value_group_size": value_group_size,
             "sink_tokens": sink_tokens,
             "quantize_sliding": quantize_sliding,
+            "scales": scales,
         }
         super().__init__({name: value for name, value in given.items() if value is not None})
-        quantization_of_layers({name: value for name, value in self.items() if name != "quantize_sliding"})
+        quantization_of_layers(
+            {name: value for name, value in self.items() if name not in ("quantize_sliding", "scales")}
+        )
 
 
 @register_cache_class
@@ -121,6 +128,11 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         value_group_size: group size of the values, if it differs from `q_group_size`.
         sink_tokens: oldest tokens that stay in full precision.
         quantize_sliding: whether windows of sliding and chunked attention are quantized too.
+        scales: for fp8, scales of keys and values that never change, in place of one for each group of states:
+            "checkpoint" for those that the model's checkpoint was calibrated with (compressed-tensors and FP8
+            checkpoints with a `kv_cache_scheme`), the path or the Hub's name of another checkpoint, or a pair (keys,
+            values) for each layer, in which either is one number or has one for each KV head. States that exceed 448
+            times the scale are clipped.
         length_hint: the most tokens that are expected, if known, such as 4096 or "4k". Memory then grows to that number
             and no further, as long as no more tokens come.
         offloading: hold codes and states on the host, and on their device only while they are attended to.
@@ -134,7 +146,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
 
     Raises:
         OptionError: an option that does not exist, a value that the backend does not accept, bits for another number
-            of layers, or a backend whose package is missing.
+            of layers, a backend whose package is missing, or scales that are missing or have a wrong shape.
         ConfigError: the config does not describe the model's layers.
     """
 
@@ -156,6 +168,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         value_group_size: int | None = None,
         sink_tokens: int | None = None,
         quantize_sliding: bool = False,
+        scales: GivenScales | None = None,
         length_hint: int | str | None = None,
         offloading: bool = False,
         offload_only_non_sliding: bool = True,
@@ -188,9 +201,10 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
             "value_group_size": value_group_size,
             "sink_tokens": sink_tokens,
         }
-        self.quantization = quantization_of_layers(
-            {"backend": backend, **{name: value for name, value in given.items() if value is not None}}
-        )
+        options = {"backend": backend, **{name: value for name, value in given.items() if value is not None}}
+        self.quantization = quantization_of_layers(options)
+        if scales is not None:
+            self.quantization = quantization_of_layers({**options, **scales_of_layers(scales, backend, config)})
         placement = offloading, offload_only_non_sliding, offload_device, offload_directory
         if config is None:
             bare, make_layer = bare_layers(self.quantization, length_hint, self.recall)
@@ -226,7 +240,9 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
 
     @override
     def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
-        return QuantizedCache(**self.quantization.facts(), **self.offloading_options())
+        # Scales were measured in self-attention.
+        facts = {name: fact for name, fact in self.quantization.facts().items() if name not in SCALES}
+        return QuantizedCache(**facts, **self.offloading_options())
 
     @property
     def is_compileable(self) -> bool:

@@ -33,6 +33,8 @@ class CodeFormat:
         floating: whether codes are the bytes of float8 numbers (e4m3fn), without a zero.
         rotated: whether the states were rotated by `hadamard.rotate` before they were quantized.
         levels: the codebook: the number that each code stands for, before the scale. Empty if a code stands for itself.
+        fixed_scales: float32 factors of float8 numbers, before the scale of the group, that never change: one for all
+            KV heads or one for each. Empty if there are none.
     """
 
     bits: int
@@ -41,6 +43,7 @@ class CodeFormat:
     floating: bool = False
     rotated: bool = False
     levels: tuple[float, ...] = ()
+    fixed_scales: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = (self.group_tokens, self.group_channels)
@@ -51,6 +54,8 @@ class CodeFormat:
             )
         if self.floating and self.bits != 8:
             raise OptionError(f"Floating codes must have 8 bits, got {self.bits}.")
+        if self.fixed_scales and not self.floating:
+            raise OptionError("Only floating codes may have fixed scales.")
         if self.levels and (self.floating or self.bits > MOST_CODEBOOK_BITS or len(self.levels) != 1 << self.bits):
             raise OptionError(
                 f"A codebook must have a level for each code of at most {MOST_CODEBOOK_BITS} bits, got "
@@ -169,12 +174,14 @@ class SideOptions:
         nbits: bits of a code.
         axis: the axis option of a backend, `None` for the backend's default.
         group_size: states that share a scale, `None` for a size that suits the head_dim.
+        scales: scales that never change, one for all KV heads or one for each; empty if each group has its own.
     """
 
     side: Side
     nbits: int
     axis: int | None = None
     group_size: int | None = None
+    scales: tuple[float, ...] = ()
 
     @property
     def axis_name(self) -> str:
@@ -193,12 +200,14 @@ class Backend(ABC):
         widths: numbers of bits that it takes.
         axes: values of `axis_key` and `axis_value` that it takes; empty if it has no such option.
         default_axis: the axis that is used if none is given.
+        takes_scales: whether it takes scales that never change.
     """
 
     name: str
     widths: tuple[int, ...]
     axes: tuple[int, ...] = ()
     default_axis: int | None = None
+    takes_scales: bool = False
 
     def check(self, options: SideOptions) -> None:
         """Raise `OptionError` if the backend does not take the options, or its package is missing."""
@@ -215,6 +224,17 @@ class Backend(ABC):
         size = options.group_size
         if size is not None and (not _is_whole(size) or size < 1):
             raise OptionError(f"The group size must be at least 1, got {size!r} for {options.side}.")
+        if options.scales:
+            self.check_takes_scales()
+            if size is not None:
+                raise OptionError(f"With `scales`, a group size has no effect, got {size!r} for {options.side}.")
+
+    def check_takes_scales(self) -> None:
+        """Raise `OptionError` if the backend does not take scales that never change."""
+        if not self.takes_scales:
+            raise OptionError(
+                f"`scales` are of float8 numbers, which the {self.name} backend does not hold: use 'fp8'."
+            )
 
     @abstractmethod
     def quantizer(self, options: SideOptions, head_dim: int) -> Quantizer:

@@ -27,12 +27,18 @@ def dequantize(groups: QuantizedGroups, code_format: CodeFormat, dtype: torch.dt
 
 
 def numbers_of(codes: Tensor, code_format: CodeFormat) -> Tensor:
-    """What codes stand for before the scale, float32 of the same shape as the codes, which are uint8."""
+    """What codes stand for before the scale, float32 of the same shape as the codes, uint8 `[batch, kv_heads, ...]`."""
     if code_format.floating:
-        return codes.view(torch.float8_e4m3fn).float()
+        numbers = codes.view(torch.float8_e4m3fn).float()
+        return numbers * by_head(code_format.fixed_scales, codes) if code_format.fixed_scales else numbers
     if code_format.levels:
         return torch.tensor(code_format.levels, dtype=torch.float32, device=codes.device)[codes.int()]
     return codes.float()
+
+
+def by_head(scales: tuple[float, ...], states: Tensor) -> Tensor:
+    """Float32 scales, one for all KV heads or one for each, so that they broadcast over `[batch, kv_heads, ...]`."""
+    return torch.tensor(scales, dtype=torch.float32, device=states.device).view(-1, *(1,) * (states.dim() - 2))
 
 
 def _for_each_state(parameters: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Codes that are float8 numbers.
 
 The fp8 layer of transformers has one scale for a whole layer and never changes it. Here each group has its own scale,
-so no state is ever clipped.
+so no state is ever clipped, unless the scales are those of a checkpoint (`checkpoint_scales`).
 """
 
 import torch
@@ -18,6 +18,7 @@ from kvlayers.quantizers.contract import (
     SideOptions,
     channel_group,
 )
+from kvlayers.quantizers.dequantize import by_head
 from kvlayers.quantizers.grouping import (
     GROUP_DIMS,
     LARGEST_FLOAT8,
@@ -50,6 +51,21 @@ class Fp8Quantizer(Quantizer):
         return QuantizedGroups(ungrouped(codes.view(torch.uint8)), scale.squeeze(-1).squeeze(-2), None)
 
 
+class FixedScaleFp8Quantizer(Quantizer):
+    """Float8 (e4m3fn) codes of states divided by scales that never change. What exceeds the largest float8 is clipped.
+
+    Args:
+        code_format: the meaning of the codes, with `fixed_scales`. The scale of each group is 1.
+    """
+
+    def quantize(self, states: Tensor) -> QuantizedGroups:
+        """Quantize `[batch, kv_heads, tokens, head_dim]`. The codes are the bytes of float8 numbers."""
+        quotients = states.float() / by_head(self.format.fixed_scales, states)
+        codes = quotients.clamp_(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn).view(torch.uint8)
+        groups = grouped(states, self.format)
+        return QuantizedGroups(codes, torch.ones_like(groups[..., :1, :, :1]).squeeze(-1).squeeze(-2), None)
+
+
 def _rounded_up(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Positive float32 numbers in a dtype, rounded up, within the range that the dtype can hold."""
     nearest = numbers.to(dtype)
@@ -64,14 +80,18 @@ class Fp8Backend(Backend):
 
     name = "fp8"
     widths = (8,)
+    takes_scales = True
 
-    def quantizer(self, options: SideOptions, head_dim: int) -> Fp8Quantizer:
+    def quantizer(self, options: SideOptions, head_dim: int) -> Quantizer:
         """A quantizer for keys, or values, of a head_dim.
 
         Raises:
             OptionError: fp8 does not take the options.
         """
         self.check(options)
+        if options.scales:
+            group = (DEFAULT_GROUP_SIZE, 1) if options.side == "keys" else (1, head_dim)
+            return FixedScaleFp8Quantizer(CodeFormat(8, *group, floating=True, fixed_scales=options.scales))
         if options.side == "keys":
             return Fp8Quantizer(CodeFormat(8, options.group_size or DEFAULT_GROUP_SIZE, 1, floating=True))
         return Fp8Quantizer(CodeFormat(8, 1, channel_group(options, head_dim), floating=True))

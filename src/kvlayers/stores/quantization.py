@@ -1,12 +1,14 @@
 """Options of quantization: bits, groups, and which tokens stay in full precision."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from typing_extensions import Self
 
 from kvlayers.errors import OptionError
+from kvlayers.quantizers.checkpoint_scales import Scales, checked_scales
 from kvlayers.quantizers.contract import Backend, Quantizer, Side, SideOptions
 from kvlayers.quantizers.registry import backend as backend_called
 from kvlayers.quantizers.registry import quantizer_names
@@ -16,6 +18,9 @@ from kvlayers.utils.options import as_options, mapping_option
 DEFAULT_NBITS = 4
 DEFAULT_RESIDUAL_LENGTH = 128
 DEFAULT_SINK_TOKENS = 16
+SCALES = ("key_scales", "value_scales")
+"""Options that may be given for each layer, as bits may."""
+
 MINIMUM_BLOCK_TOKENS = 64
 """Fewest tokens in a block: the work for a block must outweigh the work of finding it."""
 
@@ -39,6 +44,10 @@ class Quantization:
             to the next one that does, with a warning.
         key_group_size: group size of the keys alone.
         value_group_size: group size of the values alone.
+        key_scales: scales of the keys that never change, one number or one for each KV head, for fp8; by default each
+            group of states has its own. A text has the numbers apart by spaces, as `facts` does. See `QuantizedCache`
+            for those of a checkpoint.
+        value_scales: the same for the values.
         residual_length: newest tokens that stay in full precision.
         sink_tokens: oldest tokens that stay in full precision, as attention sinks
             (https://arxiv.org/abs/2309.17453): the error of these few tokens would be most of the total error.
@@ -56,6 +65,8 @@ class Quantization:
     q_group_size: int | None = None
     key_group_size: int | None = None
     value_group_size: int | None = None
+    key_scales: Sequence[float] | str = ()
+    value_scales: Sequence[float] | str = ()
     residual_length: int = DEFAULT_RESIDUAL_LENGTH
     sink_tokens: int = DEFAULT_SINK_TOKENS
 
@@ -67,6 +78,8 @@ class Quantization:
             number = getattr(self, name)
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
                 raise OptionError(f"`{name}` must be a number of tokens, at least 0, got {number!r}.")
+        for name in SCALES:
+            object.__setattr__(self, name, _scales(getattr(self, name), name))
         for side in (self.keys, self.values):
             self._backend.check(side)
 
@@ -92,13 +105,17 @@ class Quantization:
     def keys(self) -> SideOptions:
         """Options of the keys."""
         size = self.q_group_size if self.key_group_size is None else self.key_group_size
-        return SideOptions("keys", self._nbits(self.key_nbits), self.axis_key, size)
+        return SideOptions(
+            "keys", self._nbits(self.key_nbits), self.axis_key, size, _scales(self.key_scales, "key_scales")
+        )
 
     @property
     def values(self) -> SideOptions:
         """Options of the values."""
         size = self.q_group_size if self.value_group_size is None else self.value_group_size
-        return SideOptions("values", self._nbits(self.value_nbits), self.axis_value, size)
+        return SideOptions(
+            "values", self._nbits(self.value_nbits), self.axis_value, size, _scales(self.value_scales, "value_scales")
+        )
 
     @property
     def axes(self) -> tuple[int | None, int | None]:
@@ -126,11 +143,13 @@ class Quantization:
     @classmethod
     def from_facts(cls, facts: Facts) -> Self:
         """The quantization with these `facts`, which may contain other facts too."""
-        options: dict[str, Any] = {name: facts[name] for name in cls().facts()}
+        scales = [name for name in SCALES if name in facts]
+        options: dict[str, Any] = {name: facts[name] for name in (*cls().facts(), *scales)}
         return cls(**options)
 
     def facts(self) -> dict[str, Any]:
-        """All resolved options as plain facts."""
+        """All resolved options as plain facts; scales only if there are some."""
+        scales = {name: " ".join(map(repr, getattr(self, name))) for name in SCALES if getattr(self, name)}
         keys, values = self.keys, self.values
         return {
             "backend": self.backend,
@@ -142,7 +161,17 @@ class Quantization:
             "value_group_size": values.group_size,
             "residual_length": self.residual_length,
             "sink_tokens": self.sink_tokens,
+            **scales,
         }
+
+
+def _scales(given: object, name: str) -> Scales:
+    if isinstance(given, str):
+        try:
+            given = tuple(map(float, given.split()))
+        except ValueError:
+            raise OptionError(f"`{name}` must be numbers, got {given!r}.") from None
+    return () if isinstance(given, Sequence) and not given else checked_scales(given, name, None)
 
 
 def block_tokens(quantizers: dict[Side, Quantizer]) -> int:

@@ -24,7 +24,7 @@ def checked_quantizers(quantization: Quantization, key_form: StateForm, value_fo
     """Quantizers for states of these forms.
 
     Raises:
-        StateMismatchError: keys and values do not match each other.
+        StateMismatchError: keys and values do not match each other, or the scales of the quantization.
     """
     check_one_batch(key_form, value_form)
     if (
@@ -41,6 +41,12 @@ def checked_quantizers(quantization: Quantization, key_form: StateForm, value_fo
             f"The dtype of states must be one of {', '.join(map(str, DTYPES))}, got {key_form.dtype}: convert the "
             "states first, or use a DynamicCache."
         )
+    for side in (quantization.keys, quantization.values):
+        if len(side.scales) > 1 and len(side.scales) != key_form.kv_heads:
+            raise StateMismatchError(
+                f"The scales of the {side.side} must be one number, or one for each of {key_form.kv_heads} KV heads, got "
+                f"{len(side.scales)}: pass those of the model's checkpoint."
+            )
     return quantization.quantizers(key_form.head_dim, value_form.head_dim)
 
 

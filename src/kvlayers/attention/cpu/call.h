@@ -23,6 +23,7 @@ struct Side {
     int64_t parameter_batch, parameter_head, parameter_block;
     int64_t bits, floating, rows, columns, row_group, column_group;
     const float* levels;  // of a codebook, one for each code, at most 16; null if there is none
+    const float* fixed_scales;  // [kv_heads], factors of all scales; null if there are none
 };
 
 struct Packed {

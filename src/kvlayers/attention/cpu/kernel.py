@@ -52,7 +52,7 @@ class _Side(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("code_batch", "code_head", "code_block")),
         *((name, ctypes.c_int64) for name in ("parameter_batch", "parameter_head", "parameter_block")),
         *((name, ctypes.c_int64) for name in ("bits", "floating", "rows", "columns", "row_group", "column_group")),
-        ("levels", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("levels", "fixed_scales")),
     ]
 
 
@@ -293,13 +293,16 @@ def _set_side(entry: _Side, side: PackedSide) -> None:
     entry.rows, entry.columns = side.rows, side.columns
     entry.row_group, entry.column_group = side.row_group, side.column_group
     if side.format.levels:
-        entry.levels = ctypes.addressof(_codebook(side.format.levels))
+        entry.levels = ctypes.addressof(_floats(side.format.levels))
+    if side.format.fixed_scales:
+        scales, kv_heads = side.format.fixed_scales, side.codes.shape[1]
+        entry.fixed_scales = ctypes.addressof(_floats(scales * kv_heads if len(scales) == 1 else scales))
 
 
 @functools.cache
-def _codebook(levels: tuple[float, ...]) -> Any:
-    """Levels as a C array, which lives as long as the process."""
-    return (ctypes.c_float * len(levels))(*levels)
+def _floats(numbers: tuple[float, ...]) -> Any:
+    """Numbers as a C array, which lives as long as the process."""
+    return (ctypes.c_float * len(numbers))(*numbers)
 
 
 def _set_mask(entry: _Mask, mask: Tensor) -> Tensor:

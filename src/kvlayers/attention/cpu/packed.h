@@ -323,6 +323,8 @@ void multiply(const Side& side, int64_t batch, int64_t head, int64_t block, int6
     buffers.parameters.resize(2 * count);
     float *scale = buffers.parameters.data(), *zero = scale + count;
     read_parameters(given, row_groups, column_groups, scale);
+    if (side.fixed_scales)
+        for (int64_t group = 0; group < count; ++group) scale[group] *= side.fixed_scales[head];
     if (has_zero) read_parameters(given + count, row_groups, column_groups, zero);
 
     if (side.row_group == 1 && groups_hold_whole_vectors(side)) {

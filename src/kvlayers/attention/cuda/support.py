@@ -52,7 +52,7 @@ def supports(
 
 
 def _supports_side(code_format: CodeFormat, side: Side, head_dim: int, block_tokens: int) -> bool:
-    if code_format.bits not in WIDTHS or code_format.levels or (code_format.floating and code_format.bits != 8):
+    if code_format.bits not in WIDTHS or code_format.levels or code_format.fixed_scales:
         return False
     if head_dim > LARGEST_HEAD_DIM or block_tokens % code_format.group_tokens or head_dim % code_format.group_channels:
         return False

@@ -248,6 +248,8 @@ def _form_obstacle(layout: BlockLayout, dtype: torch.dtype) -> str | None:
         return f"there is no kernel for codes of {layout.format.bits} bit"
     if layout.format.levels:
         return "codes look up their numbers in a codebook"
+    if layout.format.fixed_scales:
+        return "codes have scales that never change"
     if layout.head_dim > LARGEST_HEAD_DIM:
         return f"the head_dim is {layout.head_dim}, above {LARGEST_HEAD_DIM}"
     return None

@@ -44,8 +44,8 @@ def checked_quantizers(quantization: Quantization, key_form: StateForm, value_fo
     for side in (quantization.keys, quantization.values):
         if len(side.scales) > 1 and len(side.scales) != key_form.kv_heads:
             raise StateMismatchError(
-                f"The scales of the {side.side} must be one number, or one for each of {key_form.kv_heads} KV heads, got "
-                f"{len(side.scales)}: pass those of the model's checkpoint."
+                f"The scales of the {side.side} must be one number, or one for each of {key_form.kv_heads} KV heads, "
+                f"got {len(side.scales)}: pass those of the model's checkpoint."
             )
     return quantization.quantizers(key_form.head_dim, value_form.head_dim)
 

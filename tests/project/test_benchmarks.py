@@ -140,6 +140,24 @@ def test_fidelity_scores_a_cache_of_full_precision_at_zero(fidelity: Any, tmp_pa
     assert measured["bytes"]["transformers DynamicCache"]["bytes"] == 2 * 2 * 64 * 2 * 2
 
 
+def test_quantizers_are_compared_with_the_reference_beside_them(benchmark: Any, tmp_path: pathlib.Path) -> None:
+    import quantizers
+
+    output = tmp_path / "quick.json"
+    key = quantizers.Contender("kvlayers", "native", 4)
+    makers = {key: quantizers.MAKERS[key], key._replace(bits=8): lambda config: kvlayers.DynamicCache(config=config)}
+    assert quantizers.main(["--quick", "--output", str(output)], makers) == 0
+    reference, packed, exact = json.loads(output.read_text())["results"]
+    assert (reference["kl"], reference["step_ratio"], exact["kl"], exact["kl_outliers"]) == (0, 1, 0, 0)
+    assert packed["bytes"] < reference["bytes"] == exact["bytes"]
+    assert 0 < packed["kl"] < 0.01
+
+    def failing(config: Any) -> Any:
+        raise ValueError("no such cache")
+
+    assert quantizers.main(["--quick", "--output", str(output)], {key: failing}) == 1
+
+
 def test_fidelity_fails_where_full_precision_differs(fidelity: Any, tmp_path: pathlib.Path) -> None:
     arguments = ["--quick", "--output", str(tmp_path / "quick.json"), "--outlier", "0"]
     assert fidelity.main(arguments, {fidelity.EXACT: lambda config: OtherValues(config=config)}) == 1

@@ -74,17 +74,18 @@ MAKERS: dict[Contender, CacheMaker] = {
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", help="directory or hub name (the demo model)")
-    parser.add_argument("--context", type=int, help="tokens read before scoring begins, and behind a step (2048)")
+    parser.add_argument("--context", type=int, help="tokens read before scoring begins, and behind a step (1024)")
     parser.add_argument("--scored", type=int, help="tokens that are scored (512)")
     parser.add_argument("--steps", type=int, help="timed steps with each cache (15)")
     parser.add_argument("--threads", type=int, help="threads of torch")
     parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/quantizers-<date>.json)")
     parser.add_argument("--quick", action="store_true", help="a small random model and a short text")
     given = parser.parse_args(arguments)
-    given.context = given.context or (448 if given.quick else 2048)
+    given.context = given.context or (448 if given.quick else 1024)
     given.scored = given.scored or (64 if given.quick else 512)
     given.steps = given.steps or (2 if given.quick else 15)
-    given.chunk, given.passages, given.dtype = 64, 1, "float32"
+    # hqq takes seconds for each chunk.
+    given.chunk, given.passages, given.dtype = (64 if given.quick else 256), 1, "float32"
     given.model = given.model or ("random llama" if given.quick else default_model())
     given.output = given.output or report.output_path("quantizers")
     return given

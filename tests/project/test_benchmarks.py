@@ -149,7 +149,7 @@ def test_quantizers_are_compared_with_the_reference_beside_them(benchmark: Any, 
     assert quantizers.main(["--quick", "--output", str(output)], makers) == 0
     reference, packed, exact = json.loads(output.read_text())["results"]
     assert (reference["kl"], reference["step_ratio"], exact["kl"], exact["kl_outliers"]) == (0, 1, 0, 0)
-    assert packed["bytes"] < reference["bytes"] == exact["bytes"]
+    assert packed["bytes"] < reference["bytes"] <= exact["bytes"]
     assert 0 < packed["kl"] < 0.01
 
     def failing(config: Any) -> Any:

@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None, makers: dict[Contender, CacheMa
     with report.progress_bars(console) as progress:
         rows = measure(given, MAKERS if makers is None else makers, progress)
     console.print(table(rows))
-    report.write(console, given, environment, {"results": rows, "targets": []})
+    report.write(console, given, environment, {"results": {"quantizers": rows}, "targets": []})
     return 1 if any("failure" in row and row["library"] == "kvlayers" for row in rows) else 0
 
 

@@ -36,6 +36,15 @@ inline WordLanes<N> load_words(const uint8_t* from) {
     return __builtin_convertvector(load<typename Lanes<N>::Bytes>(from), WordLanes<N>);
 }
 
+// N / 2 bytes as words, and the same bytes again.
+template <int N>
+inline WordLanes<N> load_words_twice(const uint8_t* from) {
+    uint8_t bytes[N];
+    std::memcpy(bytes, from, N / 2);
+    std::memcpy(bytes + N / 2, from, N / 2);
+    return load_words<N>(bytes);
+}
+
 // How many rows of codes a word holds: one, or two as its halves, which are multiplied at once as integers.
 struct OneRow {
     static constexpr uint32_t IN_EACH = 1;
@@ -44,6 +53,13 @@ struct OneRow {
     static inline WordLanes<N> load(const uint8_t* from, int64_t) {
         return load_words<N>(from);
     }
+
+    template <int N>
+    static inline WordLanes<N> load_twice(const uint8_t* from, int64_t) {
+        return load_words_twice<N>(from);
+    }
+
+    static inline void prefetch(const uint8_t* from, int64_t) { __builtin_prefetch(from); }
 };
 
 struct TwoRows {
@@ -52,6 +68,16 @@ struct TwoRows {
     template <int N>
     static inline WordLanes<N> load(const uint8_t* from, int64_t row_bytes) {
         return load_words<N>(from) | load_words<N>(from + row_bytes) << 16;
+    }
+
+    template <int N>
+    static inline WordLanes<N> load_twice(const uint8_t* from, int64_t row_bytes) {
+        return load_words_twice<N>(from) | load_words_twice<N>(from + row_bytes) << 16;
+    }
+
+    static inline void prefetch(const uint8_t* from, int64_t row_bytes) {
+        __builtin_prefetch(from);
+        __builtin_prefetch(from + row_bytes);
     }
 };
 
@@ -84,6 +110,27 @@ struct Planes<FIRST, OTHERS...> {
         return words;
     }
 
+    // As `codes`, if the narrowest plane has N / 2 bytes: the N columns are those of two slots, 2 * SLOT and the next.
+    template <typename Rows, int N, int SLOT, int PLANE = 0, int BELOW = 0>
+    static inline WordLanes<N> codes_of_two(const uint8_t* from, int64_t row_bytes) {
+        constexpr int OF_PLANE = ALL_WIDTHS[PLANE], RATIO = OF_PLANE / NARROWEST;
+        constexpr int LOWEST = 2 * SLOT / RATIO * OF_PLANE;
+        constexpr uint32_t MASK = ((1u << OF_PLANE) - 1) * Rows::IN_EACH;
+        const uint8_t* of_plane = from + (BELOW / NARROWEST + 2 * SLOT % RATIO) * (N / 2);
+        WordLanes<N> words;
+        if constexpr (RATIO == 1) {
+            WordLanes<N> lowest;
+            for (int lane = 0; lane < N; ++lane) lowest[lane] = LOWEST + lane / (N / 2) * OF_PLANE;
+            words = Rows::template load_twice<N>(of_plane, row_bytes) >> lowest & MASK;
+        } else {
+            words = Rows::template load<N>(of_plane, row_bytes) >> LOWEST & MASK;
+        }
+        words = words << BELOW;
+        if constexpr (PLANE + 1 < WIDTH_COUNT)
+            words |= codes_of_two<Rows, N, SLOT, PLANE + 1, BELOW + OF_PLANE>(from, row_bytes);
+        return words;
+    }
+
     // The code of one column of a row.
     static inline uint32_t code(const uint8_t* row, int64_t column, int64_t narrowest_bytes) {
         uint32_t code = 0;
@@ -95,6 +142,17 @@ struct Planes<FIRST, OTHERS...> {
             below += width;
         }
         return code;
+    }
+};
+
+// A layout whose slots are two slots of another one, which are too narrow for registers.
+template <typename Layout>
+struct Folded {
+    static constexpr int SLOTS = Layout::SLOTS / 2;
+
+    template <typename Rows, int N, int SLOT>
+    static inline WordLanes<N> codes(const uint8_t* from, int64_t, int64_t row_bytes) {
+        return Layout::template codes_of_two<Rows, N, SLOT>(from, row_bytes);
     }
 };
 

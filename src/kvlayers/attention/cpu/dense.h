@@ -1,7 +1,7 @@
 // Sums of tokens in full or half precision.
 //
-// Tokens are read in the order of memory, a few rows at once: the prefetcher of a CPU follows them then, and does not
-// if sixteen rows are read side by side.
+// Tokens are read in the order of memory, a few rows at once. The prefetcher of a CPU follows them within a page of memory,
+// and begins anew with each page and with each run of keys or values, so that instructions fetch ahead as well.
 
 #pragma once
 
@@ -123,7 +123,11 @@ inline void score_tokens(const State* keys, int64_t token_stride, int64_t head_d
         for (int64_t channel = 0; channel < chunked; channel += CHANNELS) {
             typename Scoring<State>::States states[S];
 #pragma GCC unroll 4
-            for (int t = 0; t < S; ++t) states[t] = Scoring<State>::load(keys + (first + t) * token_stride + channel);
+            for (int t = 0; t < S; ++t) {
+                const State* from = keys + (first + t) * token_stride + channel;
+                prefetch_ahead(from);
+                states[t] = Scoring<State>::load(from);
+            }
 #pragma GCC unroll 4
             for (int i = 0; i < R; ++i) {
                 const auto row = Scoring<State>::load_query(query + i * query_stride + channel);
@@ -178,7 +182,11 @@ inline void combine_chunks(const State* values, int64_t token_stride, int64_t to
     for (int64_t token = 0; token < tokens; ++token) {
         Register states[C * REGISTERS];
 #pragma GCC unroll 4
-        for (int c = 0; c < C; ++c) Chunk::load(values + token * token_stride + c * CHANNELS, states + c * REGISTERS);
+        for (int c = 0; c < C; ++c) {
+            const State* from = values + token * token_stride + c * CHANNELS;
+            prefetch_ahead(from);
+            Chunk::load(from, states + c * REGISTERS);
+        }
 #pragma GCC unroll 4
         for (int i = 0; i < R; ++i) {
             const float weight = weights[i * weight_stride + token];
@@ -216,18 +224,14 @@ inline void combine_run(const State* values, int64_t token_stride, int64_t token
                     weights[i * weight_stride + token] * to_float(values[token * token_stride + rest]);
 }
 
-constexpr int64_t RUN_TOKENS = 32;  // their values stay in the nearest cache
+constexpr int64_t RUN_TOKENS = 32;  // their values stay in the nearest cache while each few of their channels are read
 
 template <int R, typename State>
 void dense_combine(const State* values, int64_t token_stride, int64_t tokens, int64_t head_dim, const float* weights,
                    int64_t weight_stride, float* acc, int64_t acc_stride) {
-    for (int64_t token = 0; token < tokens; token += RUN_TOKENS) {
-        const int64_t count = std::min(RUN_TOKENS, tokens - token);
-        const State* run = values + token * token_stride;
-        // A run is read once for each few of its channels, not in the order of memory.
-        bring_into_cache(run, token_stride * sizeof(State), count, head_dim * sizeof(State));
-        combine_run<R>(run, token_stride, count, head_dim, weights + token, weight_stride, acc, acc_stride);
-    }
+    for (int64_t token = 0; token < tokens; token += RUN_TOKENS)
+        combine_run<R>(values + token * token_stride, token_stride, std::min(RUN_TOKENS, tokens - token), head_dim,
+                       weights + token, weight_stride, acc, acc_stride);
 }
 
 }  // namespace

@@ -106,6 +106,8 @@ inline void accumulate_slots(const Products& products, const CodeRows<Products>&
     Lanes sums[R][VECTORS][COUNT] = {};
     const int64_t step = of.rows / of.weight_count * of.row_bytes;
     for (int64_t at = 0; at < of.weight_count; ++at, from += step) {
+        // The same rows of the next block.
+        Rows::prefetch(from + of.rows * of.row_bytes, of.row_bytes);
 #pragma GCC unroll 8
         for (int vector = 0; vector < VECTORS; ++vector) {
             const Lanes lanes[COUNT] = {products.template lanes<N>(Layout::template codes<Rows, N, FIRST + SLOTS>(
@@ -118,8 +120,12 @@ inline void accumulate_slots(const Products& products, const CodeRows<Products>&
                         sums[i][vector][slot], weights[slot][i * of.weight_count + at], lanes[slot]);
         }
     }
+    // Unrolled, because compilers keep sums in memory if a loop indexes them.
+#pragma GCC unroll 8
     for (int i = 0; i < R; ++i)
+#pragma GCC unroll 8
         for (int slot = 0; slot < COUNT; ++slot)
+#pragma GCC unroll 8
             for (int vector = 0; vector < VECTORS; ++vector) {
                 const FloatLanes<N> floats = products.template floats<N>(sums[i][vector][slot], i);
                 float* to = acc + i * acc_stride + (FIRST + slot) * of.narrowest_bytes + offset + vector * N;
@@ -179,6 +185,11 @@ void accumulate_layout(const Products& products, CodeRows<Products> of, float* a
 #if defined(__AVX512F__)
     if (of.narrowest_bytes % 16 == 0 && of.shares_groups(16))
         return accumulate_columns<Layout, R, 16>(products, of, acc, acc_stride);
+    if constexpr (Layout::SLOTS > 1)
+        if (of.narrowest_bytes == 8 && (of.column_group >= of.columns || of.column_group % 16 == 0)) {
+            of.narrowest_bytes = 16;
+            return accumulate_columns<Folded<Layout>, R, 16>(products, of, acc, acc_stride);
+        }
 #endif
     if constexpr (std::is_same<typename Products::Rows, OneRow>::value)
         if (of.narrowest_bytes < 8) return accumulate_narrow<Layout, R>(products.meaning, of, acc, acc_stride);

@@ -39,13 +39,10 @@ struct LineAllocator {
 
 typedef std::vector<float, LineAllocator<float>> FloatBuffer;
 
-// Reads a byte of each line of rows, in the order of memory. The prefetcher of a CPU follows such reads, and does not
-// follow instructions that prefetch.
-inline void bring_into_cache(const void* rows, int64_t row_stride, int64_t count, int64_t row_bytes) {
-    for (int64_t row = 0; row < count; ++row)
-        for (int64_t byte = 0; byte < row_bytes; byte += LINE_BYTES)
-            (void)*((const volatile char*)rows + row * row_stride + byte);
-}
+constexpr int64_t BYTES_AHEAD = 8192;  // two pages of memory: the prefetcher of a CPU begins anew with each
+
+// Fetches what is read soon if memory is read in its order.
+inline void prefetch_ahead(const void* from) { __builtin_prefetch((const char*)from + BYTES_AHEAD); }
 
 template <typename Vector, typename Element>
 inline Vector load(const Element* from) {

@@ -261,9 +261,7 @@ struct AttendUnit {
                 store_register(scores + token, weight);
                 total += weight;
             }
-            float sum_of_weights = 0.0f;
-            for (int lane = 0; lane < WIDTH; ++lane) sum_of_weights += total[lane];
-            partial.total[row + i] += std::isnan(highest) ? NAN : sum_of_weights;
+            partial.total[row + i] += std::isnan(highest) ? NAN : sum_of_lanes(total);
         }
         head.template combine<R>(unit, plain, rotated);
     }

@@ -244,14 +244,38 @@ bool groups_hold_whole_vectors(const Side& side) {
     return side.column_group % 8 == 0 && side.columns % 64 == 0;
 }
 
-inline float dot(const float* a, const float* b, int64_t count) {
-    FloatLanes<8> sums = {};
-    int64_t at = 0;
-    for (; at + 8 <= count; at += 8) sums += load<FloatLanes<8>>(a + at) * load<FloatLanes<8>>(b + at);
-    float total = 0;
-    for (int lane = 0; lane < 8; ++lane) total += sums[lane];
-    for (; at < count; ++at) total += a[at] * b[at];
-    return total;
+// weights[i][row] = factors[i][row] * scale[row] for i < R, totals[i] = the sum over rows of factors[i][row] * zero[row],
+// and highest[i] = the bits of the largest magnitude of a weight, or what it was before if that is more. Bits of
+// magnitudes are in the order of magnitudes, infinity and NaN the highest.
+template <int R>
+void fold_scales(const float* factors, int64_t factor_stride, const float* scale, const float* zero, int64_t rows,
+                 float* weights, float* totals, int32_t* highest) {
+    Register sums[R] = {};
+    IntRegister magnitudes[R] = {};
+    int64_t row = 0;
+    for (; row + WIDTH <= rows; row += WIDTH) {
+        const Register scales = load_register(scale + row), zeros = load_register(zero + row);
+#pragma GCC unroll 4
+        for (int i = 0; i < R; ++i) {
+            const Register factor = load_register(factors + i * factor_stride + row), weight = factor * scales;
+            store_register(weights + i * rows + row, weight);
+            sums[i] += factor * zeros;
+            const IntRegister magnitude = (IntRegister)weight & 0x7fffffff;
+            magnitudes[i] = magnitude > magnitudes[i] ? magnitude : magnitudes[i];
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < R; ++i) {
+        totals[i] = sum_of_lanes(sums[i]);
+        highest[i] = std::max(highest[i], highest_lane(magnitudes[i]));
+    }
+    for (; row < rows; ++row)
+        for (int i = 0; i < R; ++i) {
+            const float factor = factors[i * factor_stride + row], weight = factor * scale[row];
+            weights[i * rows + row] = weight;
+            totals[i] += factor * zero[row];
+            highest[i] = std::max<int32_t>(highest[i], bits_of(weight) & 0x7fffffff);
+        }
 }
 
 struct Buffers {
@@ -267,20 +291,16 @@ bool pairs_rows(const Side& side) {
 }
 
 // Float weights [groups][R][rows], with 2 * WIDTH more floats behind them, as pairs of integers [groups][R][rows / 2],
-// in units[i] for all groups of row i.
+// in units[i] for all groups of row i. `highest` is as in `fold_scales`.
 // False if that is not possible: a weight is not finite, or all of a row are too small.
 template <int R>
-bool round_to_pairs(const float* weights, int64_t groups, int64_t rows, int64_t largest_code, float* units,
-                    Buffers& buffers) {
+bool round_to_pairs(const float* weights, const int32_t* highest, int64_t groups, int64_t rows, int64_t largest_code,
+                    float* units, Buffers& buffers) {
     // The sum over all rows must stay below 2^31.
     const float limit = std::min<int64_t>(32767, INT32_MAX / (largest_code * rows));
     float in_units[R];
     for (int i = 0; i < R; ++i) {
-        uint32_t highest = 0;  // bits of magnitudes are in the order of magnitudes, infinity and NaN the highest
-        for (int64_t group = 0; group < groups; ++group)
-            for (int64_t row = 0; row < rows; ++row)
-                highest = std::max(highest, bits_of(weights[(group * R + i) * rows + row]) & 0x7fffffff);
-        const float magnitude = float_of(highest);
+        const float magnitude = float_of(highest[i]);
         if (!(magnitude > 1e-30f && magnitude < 1e30f)) return false;
         units[i] = magnitude / limit;
         in_units[i] = limit / magnitude;
@@ -336,29 +356,33 @@ void multiply(const Side& side, int64_t batch, int64_t head, int64_t block, int6
     read_parameters(given, row_groups, column_groups, scale);
     if (side.fixed_scales)
         for (int64_t group = 0; group < count; ++group) scale[group] *= side.fixed_scales[head];
-    if (has_zero) read_parameters(given + count, row_groups, column_groups, zero);
+    if (has_zero)
+        read_parameters(given + count, row_groups, column_groups, zero);
+    else
+        std::fill(zero, zero + count, 0.0f);
 
     if (side.row_group == 1 && groups_hold_whole_vectors(side)) {
         // Each row has a scale for each group of its columns: the scales are folded into the factors.
         const int64_t rows = end - begin;
         buffers.weights.resize(column_groups * rows * R + 2 * WIDTH);
         float* weights = buffers.weights.data();
-        for (int64_t group = 0; group < column_groups; ++group)
+        int32_t highest[R] = {};
+        for (int64_t group = 0; group < column_groups; ++group) {
+            float totals[R];
+            fold_scales<R>(factors + begin, factor_stride, scale + group * row_groups + begin,
+                           zero + group * row_groups + begin, rows, weights + group * R * rows, totals, highest);
+            if (!has_zero) continue;
             for (int i = 0; i < R; ++i) {
-                const float *factor = factors + i * factor_stride + begin, *of_row = scale + group * row_groups + begin;
-                float* weight = weights + (group * R + i) * rows;
-                for (int64_t row = 0; row < rows; ++row) weight[row] = factor[row] * of_row[row];
-                if (!has_zero) continue;
-                const float total = dot(factor, zero + group * row_groups + begin, rows);
                 float* to = acc + i * acc_stride + group * side.column_group;
-                for (int64_t column = 0; column < side.column_group; ++column) to[column] += total;
+                for (int64_t column = 0; column < side.column_group; ++column) to[column] += totals[i];
             }
+        }
         const uint8_t* first = codes + begin * row_bytes;
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
         if constexpr (!std::is_same<Parameter, float>::value) {
             float units[R];
             if (rows % 2 == 0 && pairs_rows(side) &&
-                round_to_pairs<R>(weights, column_groups, rows, (1 << side.bits) - 1, units, buffers))
+                round_to_pairs<R>(weights, highest, column_groups, rows, (1 << side.bits) - 1, units, buffers))
                 return accumulate_integers<R, PairProducts>(
                     {units}, side.bits,
                     {first, row_bytes, rows, side.columns, 0, side.column_group, buffers.pairs.data(), rows / 2}, acc,

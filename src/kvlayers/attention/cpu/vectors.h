@@ -210,6 +210,36 @@ inline Pair load_pair(const BFloat16* from) {
 #endif
 }
 
+inline float sum_of_lanes(Register vector) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)vector);
+#else
+    for (int half = WIDTH / 2; half; half /= 2)
+        for (int lane = 0; lane < half; ++lane) vector[lane] += vector[lane + half];
+    return vector[0];
+#endif
+}
+
+inline float highest_lane(Register vector) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)vector);
+#else
+    for (int half = WIDTH / 2; half; half /= 2)
+        for (int lane = 0; lane < half; ++lane) vector[lane] = std::max(vector[lane], vector[lane + half]);
+    return vector[0];
+#endif
+}
+
+inline int32_t highest_lane(IntRegister vector) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)vector);
+#else
+    for (int half = WIDTH / 2; half; half /= 2)
+        for (int lane = 0; lane < half; ++lane) vector[lane] = std::max(vector[lane], vector[lane + half]);
+    return vector[0];
+#endif
+}
+
 // The sums of WIDTH vectors, in their order.
 inline Register sums_of_registers(const Register* vectors) {
 #if defined(__AVX512F__)
@@ -287,12 +317,8 @@ inline float largest(const float* numbers, int64_t count) {
         highest = given > highest ? given : highest;
         is_nan |= given != given;
     }
-    float result = -INFINITY;
-    for (int lane = 0; lane < WIDTH; ++lane) {
-        if (is_nan[lane]) return NAN;
-        result = std::max(result, highest[lane]);
-    }
-    return result;
+    // Where a comparison is true, it is -1.
+    return highest_lane(-is_nan) ? NAN : highest_lane(highest);
 }
 
 }  // namespace

@@ -351,6 +351,9 @@ void multiply(const Side& side, int64_t batch, int64_t head, int64_t block, int6
     const int64_t row_groups = side.rows / side.row_group, column_groups = side.columns / side.column_group;
     const int64_t count = row_groups * column_groups;
     const bool has_zero = !side.floating && !side.levels;
+    // Those of the next block.
+    for (const Parameter* at = given; at < given + 2 * count; at += LINE_BYTES / sizeof(Parameter))
+        __builtin_prefetch(at + side.parameter_block);
     buffers.parameters.resize(2 * count);
     float *scale = buffers.parameters.data(), *zero = scale + count;
     read_parameters(given, row_groups, column_groups, scale);

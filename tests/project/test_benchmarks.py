@@ -441,7 +441,7 @@ def test_the_benchmark_of_scores_compares_them_with_each_pair_alone(
 
     output = tmp_path / "scoring.json"
     assert scoring.main(["--quick", "--output", str(output)]) == 0
-    results = json.loads(output.read_text())["results"]["quantizers"]
+    results = json.loads(output.read_text())["results"]
     assert {name: found["requests"] for name, found in results.items()} == {"choices": 16, "questions": 10}
     assert all(0 < found["most_apart"] < scoring.MOST_APART for found in results.values())
     assert len(results["choices"]["seconds"][scoring.KVLAYERS]) == 2
@@ -461,7 +461,7 @@ def test_the_benchmark_of_prefixes_times_steps_behind_a_hit_and_counts_what_a_br
 
     output = tmp_path / "prefix.json"
     assert prefix.main([*ONLY_BRANCHES, "--output", str(output)]) == 0
-    results = json.loads(output.read_text())["results"]["quantizers"]
+    results = json.loads(output.read_text())["results"]
     steps = results["decode_behind_hit"]
     assert set(steps) == {"32, float32", "32, bfloat16", "32, int4"}
     assert all(len(entry["seconds"]["behind a hit"][0]) == 8 for entry in steps.values())

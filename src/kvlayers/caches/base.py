@@ -320,7 +320,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             attended = layer.update_with_kwargs(key_states, value_states, cache_kwargs)
         if not compiling:
             following.at = layer_idx
-            if _are_latents(key_states, value_states):
+            if key_states.shape[1] == 1 and _are_latents(key_states, value_states):
                 return as_latents(*attended)
         return attended
 

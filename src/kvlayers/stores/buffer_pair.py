@@ -87,7 +87,9 @@ class BufferPair(TokenStore):
         if keys is None or values is None:
             keys, values = self._buffers()
         start = self._end - count
-        return keys.read(start, count), values.read(start, count)
+        if keys.tracks_gradients or values.tracks_gradients or torch.compiler.is_compiling():
+            return keys.read(start, count), values.read(start, count)
+        return keys.view(start, count), values.view(start, count)
 
     @override
     def caller_views(self) -> KVPair:

@@ -102,13 +102,13 @@ struct Head {
     const State* keys_of(const Unit& unit) const {
         const Dense& dense = unit.segment->dense;
         return (const State*)dense.keys + source_row(*unit.segment) * dense.key_batch + kv_head * dense.key_head +
-               unit.index * dense.key_token;
+               (unit.index + unit.begin) * dense.key_token;
     }
 
     const State* values_of(const Unit& unit) const {
         const Dense& dense = unit.segment->dense;
         return (const State*)dense.values + source_row(*unit.segment) * dense.value_batch + kv_head * dense.value_head +
-               unit.index * dense.value_token;
+               (unit.index + unit.begin) * dense.value_token;
     }
 
     // Scores of rows [row, row + R) for the unit's tokens, without the mask: scores[i][token within the unit].
@@ -121,8 +121,9 @@ struct Head {
                                buffers);
         } else {
             const Dense& dense = unit.segment->dense;
-            dense_scores<R>(keys_of(unit), dense.key_token, unit.end, call.key_dim, dense_query.data() + row * padded_key,
-                            padded_key, float(call.scale), scores.data(), padded_block);
+            dense_scores<R>(keys_of(unit), dense.key_token, unit.end - unit.begin, call.key_dim,
+                            dense_query.data() + row * padded_key, padded_key, float(call.scale),
+                            scores.data() + unit.begin, padded_block);
         }
     }
 
@@ -135,8 +136,8 @@ struct Head {
                                padded_block, packed.values_rotated ? rotated_sums : plain_sums, padded_value, buffers);
         } else {
             const Dense& dense = unit.segment->dense;
-            dense_combine<R>(values_of(unit), dense.value_token, unit.end, call.value_dim, scores.data(), padded_block,
-                             plain_sums, padded_value);
+            dense_combine<R>(values_of(unit), dense.value_token, unit.end - unit.begin, call.value_dim,
+                             scores.data() + unit.begin, padded_block, plain_sums, padded_value);
         }
     }
 
@@ -147,11 +148,12 @@ struct Head {
             store_register(row_scores + token, limit * hyperbolic_tangent(load_register(row_scores + token) / limit));
     }
 
-    // Reads the mask of rows [row, row + R) for the unit, and returns where the tokens end that any of them sees.
+    // Reads the mask of rows [row, row + R) for the unit, and returns its part from the first to the last token that at
+    // least one row sees. Packed blocks are read from their beginning.
     template <int R>
-    int64_t read_mask(const Unit& unit, int64_t row) {
+    Unit read_mask(const Unit& unit, int64_t row) {
         const Mask& mask = call.mask;
-        int64_t seen_end = unit.begin, previous = -1;
+        int64_t seen_begin = unit.end, seen_end = unit.begin, previous = -1;
         for (int i = 0; i < R; ++i) {
             const int64_t within = (row + i) % rows_of_reader, head = kv_head * call.groups + within / call.query_tokens;
             const int64_t base = readers[(row + i) / rows_of_reader] * mask.batch + head * mask.head +
@@ -167,9 +169,18 @@ struct Head {
             int64_t end = unit.end;
             while (end > seen_end && to[end - 1] == -INFINITY) --end;
             seen_end = end;
+            int64_t begin = unit.begin;
+            while (begin < seen_begin && to[begin] == -INFINITY) ++begin;
+            seen_begin = begin;
             previous = base;
         }
-        return seen_end;
+        Unit seen = unit;
+        seen.end = seen_end;
+        if (!unit.segment->is_packed) {
+            seen.begin = seen_begin;
+            seen.position += seen_begin - unit.begin;
+        }
+        return seen;
     }
 
     void add_mask(const Unit& unit, int i, float* row_scores) const {
@@ -221,9 +232,7 @@ struct AttendUnit {
     template <int R>
     void rows(int64_t row) {
         const Call& call = head.call;
-        // The tokens behind those that a row sees are not read.
-        Unit seen = unit;
-        if (call.mask.entries) seen.end = head.template read_mask<R>(unit, row);
+        const Unit seen = call.mask.entries ? head.template read_mask<R>(unit, row) : unit;
         if (seen.holds_tokens()) attend<R>(seen, row);
     }
 

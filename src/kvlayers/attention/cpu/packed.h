@@ -1,6 +1,5 @@
-// Sums of packed codes: the codes of a block are multiplied as floats, or as integers where the CPU adds up products of
-// integers (AVX512-VNNI), and the scales are folded into the other factor (the query for keys, the probabilities for
-// values).
+// Sums of packed codes: the codes of a block are multiplied as floats, or as integers on CPUs with AVX512-VNNI, and the
+// scales are folded into the other factor (the query for keys, the probabilities for values).
 
 #pragma once
 
@@ -46,8 +45,9 @@ struct FloatProducts {
 };
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-// Products of integers, of two rows at once. Weights are integers of 16 bits in units of their own for each of the R
-// rows of weights, so that their error is far below that of the half-precision states that they were made from.
+// Products of integers, of two rows at once. Weights are integers of 16 bits with a sign, in units of their own for each
+// of the R rows of weights: their error is at most 2^-16 of the largest weight of a row, where states in half precision
+// have errors of 2^-9 and 2^-12.
 struct PairProducts {
     typedef TwoRows Rows;
     typedef int32_t Weight;  // of one row in the lower half, of the next in the upper half
@@ -106,7 +106,7 @@ inline void accumulate_slots(const Products& products, const CodeRows<Products>&
     Lanes sums[R][VECTORS][COUNT] = {};
     const int64_t step = of.rows / of.weight_count * of.row_bytes;
     for (int64_t at = 0; at < of.weight_count; ++at, from += step) {
-        // The same rows of the next block.
+        // Fetches the same rows of the next block.
         Rows::prefetch(from + of.rows * of.row_bytes, of.row_bytes);
 #pragma GCC unroll 8
         for (int vector = 0; vector < VECTORS; ++vector) {
@@ -152,7 +152,7 @@ inline void accumulate_vectors(const Products& products, const CodeRows<Products
 // As `accumulate_slots`, for all columns. Rows have at least N bytes of the narrowest plane.
 template <typename Layout, int R, int N, typename Products>
 inline void accumulate_columns(const Products& products, const CodeRows<Products>& of, float* acc, int64_t acc_stride) {
-    // At most as many as rows of keys have in blocks of 64 tokens.
+    // No more vectors than a row of keys has in a block of 64 tokens.
     constexpr int VECTORS = std::max(1, std::min(MOST_SUMS / (R * Layout::SLOTS), 64 / (N * Layout::SLOTS)));
     const int64_t bytes = of.narrowest_bytes;
     int64_t offset = 0;
@@ -284,31 +284,33 @@ struct Buffers {
 };
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-// Whether rows of codes of a side are wide enough for `PairProducts`.
-bool pairs_rows(const Side& side) {
-    const int64_t narrowest = side.bits & -side.bits;
-    return !side.floating && !side.levels && padded_columns(side) * narrowest >= 64;
+constexpr float LARGEST_WEIGHT = 32767;
+
+// Whether rows of codes of a side are wide enough for `PairProducts`, and the sum over all rows stays below 2^31.
+bool fits_integers(const Side& side, int64_t rows) {
+    const int64_t narrowest = side.bits & -side.bits, largest_code = (1 << side.bits) - 1;
+    return !side.floating && !side.levels && padded_columns(side) * narrowest >= 64 &&
+           largest_code * rows * int64_t(LARGEST_WEIGHT) <= INT32_MAX;
 }
 
 // Float weights [groups][R][rows], with 2 * WIDTH more floats behind them, as pairs of integers [groups][R][rows / 2],
 // in units[i] for all groups of row i. `highest` is as in `fold_scales`.
-// False if that is not possible: a weight is not finite, or all of a row are too small.
+// False if that is not possible: a weight is not finite, or those of a row are too small or too large.
 template <int R>
-bool round_to_pairs(const float* weights, const int32_t* highest, int64_t groups, int64_t rows, int64_t largest_code,
-                    float* units, Buffers& buffers) {
-    // The sum over all rows must stay below 2^31.
-    const float limit = std::min<int64_t>(32767, INT32_MAX / (largest_code * rows));
+bool round_to_pairs(const float* weights, const int32_t* highest, int64_t groups, int64_t rows, float* units,
+                    Buffers& buffers) {
     float in_units[R];
     for (int i = 0; i < R; ++i) {
         const float magnitude = float_of(highest[i]);
-        if (!(magnitude > 1e-30f && magnitude < 1e30f)) return false;
-        units[i] = magnitude / limit;
-        in_units[i] = limit / magnitude;
+        // A row of zeros, such as one that is masked, must not change how the others are multiplied.
+        if (magnitude != 0 && !(magnitude > 1e-30f && magnitude < 1e30f)) return false;
+        units[i] = magnitude / LARGEST_WEIGHT;
+        in_units[i] = magnitude == 0 ? 0.0f : LARGEST_WEIGHT / magnitude;
     }
     const int64_t half = rows / 2;
     buffers.pairs.resize(groups * R * half + WIDTH);
     for (int64_t at = 0; at < groups * R; ++at)
-        // What is written behind a row, of floats behind it, is overwritten by the next.
+        // The last store of a row may write past its end: the next row overwrites that.
         for (int64_t pair = 0; pair < half; pair += WIDTH) {
             const Pair rounded = parted(weights + at * rows + 2 * pair);
             const IntRegister first = nearest_integers(rounded.even * in_units[at % R]);
@@ -320,7 +322,8 @@ bool round_to_pairs(const float* weights, const int32_t* highest, int64_t groups
 }
 #endif
 
-// Scales, or zeros, as floats: to[group of columns][group of rows]. Compilers make vectors of a stride that they know.
+// Scales, or zeros, as floats: to[group of columns][group of rows]. Compilers vectorize the loop only if the stride is a
+// constant.
 template <int COLUMN_GROUPS, typename Parameter>
 void read_strided(const Parameter* from, int64_t row_groups, float* to) {
     for (int64_t column = 0; column < COLUMN_GROUPS; ++column)
@@ -351,7 +354,7 @@ void multiply(const Side& side, int64_t batch, int64_t head, int64_t block, int6
     const int64_t row_groups = side.rows / side.row_group, column_groups = side.columns / side.column_group;
     const int64_t count = row_groups * column_groups;
     const bool has_zero = !side.floating && !side.levels;
-    // Those of the next block.
+    // Fetches the parameters of the next block.
     for (const Parameter* at = given; at < given + 2 * count; at += LINE_BYTES / sizeof(Parameter))
         __builtin_prefetch(at + side.parameter_block);
     buffers.parameters.resize(2 * count);
@@ -384,8 +387,8 @@ void multiply(const Side& side, int64_t batch, int64_t head, int64_t block, int6
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
         if constexpr (!std::is_same<Parameter, float>::value) {
             float units[R];
-            if (rows % 2 == 0 && pairs_rows(side) &&
-                round_to_pairs<R>(weights, highest, column_groups, rows, (1 << side.bits) - 1, units, buffers))
+            if (rows % 2 == 0 && fits_integers(side, rows) &&
+                round_to_pairs<R>(weights, highest, column_groups, rows, units, buffers))
                 return accumulate_integers<R, PairProducts>(
                     {units}, side.bits,
                     {first, row_bytes, rows, side.columns, 0, side.column_group, buffers.pairs.data(), rows / 2}, acc,

@@ -14,6 +14,7 @@ namespace {
 
 // Tokens. Fewer would part the reads of keys and of values into runs that are too short for the prefetcher of a CPU.
 constexpr int DENSE_UNIT = 256;
+constexpr int64_t MINIMUM_TOKENS = 256;  // of an item
 constexpr double MINIMUM_PIECES = 4;  // of an item of a gathered segment
 
 struct Unit {
@@ -72,7 +73,9 @@ int64_t splits_for(const Call& call, const Run& run, double share_of_work) {
     const int64_t heads = run.readers.size() * call.kv_heads;
     if (call.threads <= 1 || heads % call.threads == 0) return 1;
     const int64_t wanted = std::ceil(4 * call.threads * share_of_work / heads);
-    return std::max<int64_t>(1, std::min<int64_t>(wanted, run.units.size() / 4));
+    int64_t tokens = 0;
+    for (const Unit& unit : run.units) tokens += unit.end - unit.begin;
+    return std::max<int64_t>(1, std::min<int64_t>(wanted, tokens / MINIMUM_TOKENS));
 }
 
 struct Item {

@@ -308,7 +308,7 @@ inline Register hyperbolic_tangent(Register x) {
     return (Register)((IntRegister)result | sign);
 }
 
-// The largest number; not a number if any is not.
+// The largest number, or NaN if any number is NaN.
 inline float largest(const float* numbers, int64_t count) {
     Register highest = -INFINITY - Register{};
     IntRegister is_nan = {};
@@ -317,7 +317,7 @@ inline float largest(const float* numbers, int64_t count) {
         highest = given > highest ? given : highest;
         is_nan |= given != given;
     }
-    // Where a comparison is true, it is -1.
+    // A true comparison is -1 in its lane.
     return highest_lane(-is_nan) ? NAN : highest_lane(highest);
 }
 

@@ -204,7 +204,9 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         options = {"backend": backend, **{name: value for name, value in given.items() if value is not None}}
         self.quantization = quantization_of_layers(options)
         if scales is not None:
-            self.quantization = quantization_of_layers({**options, **scales_of_layers(scales, backend, config)})
+            self.quantization = quantization_of_layers(
+                {**options, **scales_of_layers(scales, backend, config, quantize_sliding)}
+            )
         placement = offloading, offload_only_non_sliding, offload_device, offload_directory
         if config is None:
             bare, make_layer = bare_layers(self.quantization, length_hint, self.recall)

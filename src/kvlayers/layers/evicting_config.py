@@ -76,14 +76,12 @@ class EvictingConfig:
         Raises:
             OptionError: a fact has a value that the cache does not take.
         """
-        config = cls(**{field.name: facts[field.name] for field in fields(cls)})
+        values = {field.name: facts[field.name] for field in fields(cls)}
+        quantization, padding = Quantization.of(facts["quantization"]), padding_of(facts["left_padding"])
+        config = cls(**{**values, "quantization": quantization, "left_padding": padding})
         check_amounts(config.keep, config.budget, config.sink_tokens, config.recent_tokens)
         check_layer_budgets(config.layer_budgets)
-        return replace(
-            config,
-            quantization=Quantization.of(facts["quantization"]),
-            left_padding=padding_of(facts["left_padding"]),
-        )
+        return config
 
     def layers(self, rotaries: Sequence[Rotary | None], scale: float | None) -> list[EvictingLayer]:
         """A layer for each layer of full attention of a model.

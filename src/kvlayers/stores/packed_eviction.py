@@ -22,7 +22,7 @@ from kvlayers.stores.ragged import RaggedStore
 
 
 def check_evictable(quantization: Quantization) -> None:
-    """Raise `OptionError` if KV heads have scales of their own: after an eviction, blocks are of no one head."""
+    """Raise `OptionError` if KV heads have scales of their own: an eviction puts the blocks of all heads together."""
     for side in (quantization.keys, quantization.values):
         if len(side.scales) > 1:
             raise OptionError(

@@ -65,8 +65,8 @@ class Quantization:
     q_group_size: int | None = None
     key_group_size: int | None = None
     value_group_size: int | None = None
-    key_scales: Sequence[float] | str = ()
-    value_scales: Sequence[float] | str = ()
+    key_scales: float | Sequence[float] | str = ()
+    value_scales: float | Sequence[float] | str = ()
     residual_length: int = DEFAULT_RESIDUAL_LENGTH
     sink_tokens: int = DEFAULT_SINK_TOKENS
 

@@ -1,6 +1,7 @@
 """Attention to pieces of segments, other ones for each head, against sums in float64 over the tokens of each head."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,11 +27,14 @@ from kvlayers.attention.packed_ops import packed_pair
 from kvlayers.attention.packed_tensor import Snapshot, Version
 from kvlayers.attention.segment_rows import SegmentRows
 from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment
-from kvlayers.errors import UnsupportedLayerError
+from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from random_states import SUMS, check
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SOURCES = ["dense", "flat", "packed 2", "packed 4", "packed 8", "packed fp8", "packed 3", "flat packed", "cut packed"]
+SOURCES = [
+    "dense", "flat", "packed 2", "packed 4", "packed 8", "packed fp8", "packed heads", "packed 3", "flat packed",
+    "cut packed",
+]  # fmt: skip
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
 
 
@@ -47,7 +51,7 @@ def source_of(
     if "packed" not in name:
         return dense_source(batch, 300, dtype, flat=name == "flat")
     width: int | str = name.split()[-1]
-    width = width if width == "fp8" else int(width) if width != "packed" else 4
+    width = width if width in ("fp8", "heads") else int(width) if width != "packed" else 4
     return packed_source(
         batch, 9, dtype, width=width, rotated=rotated, flat=name.startswith("flat"), first=5 if "cut" in name else 0
     )
@@ -152,7 +156,7 @@ def test_the_products_of_eager_attention(with_kernel: bool, dtype: torch.dtype, 
     check(sums, weights.double() @ values, weights.double() @ values.norm(dim=-1, keepdim=True))
 
 
-@pytest.mark.parametrize("name", ["dense", "flat", "packed 3", "packed fp8", "flat packed", "cut packed"])
+@pytest.mark.parametrize("name", [name for name in SOURCES if name not in ("packed 2", "packed 4", "packed 8")])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_queries(dtype: torch.dtype, name: str) -> None:
     for seed, group in ((5, 1), (6, 3)):
@@ -160,6 +164,21 @@ def test_many_queries(dtype: torch.dtype, name: str) -> None:
         query = held.query(group, kernel.CPU_MAXIMUM_ROWS // group + 1)
         for kind in MASKS[seed % 2 :: 2]:
             check_by_head(held, query, random_mask(kind, query, held))
+
+
+def test_fixed_scales_for_other_heads_are_refused(with_kernel: bool) -> None:
+    """Those of all heads beside the codes of one: the numbers would be wrong, or beside the memory."""
+    segment, _, _ = packed_source(1, 9, torch.float32, width="heads")
+    one = PackedSegment(
+        *(
+            replace(side, codes=side.codes[:, :1], parameters=side.parameters[:, :1])
+            for side in (segment.keys, segment.values)
+        )
+    )
+    with pytest.raises(StateMismatchError, match="one for each of 1 KV heads, got 2"):
+        dispatch.attend(torch.randn(1, 1, 1, 64), KVSegments((one,)), None, 0.2, PathCounter())
+    with pytest.raises(StateMismatchError, match="one for each of 1 KV heads, got 2"):
+        one.states("keys", torch.float32)
 
 
 def check_by_head(held: Mixed, query: Tensor, mask: Tensor | None) -> None:

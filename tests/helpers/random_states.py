@@ -19,13 +19,16 @@ def hadamard(head_dim: int) -> Tensor:
 
 
 def code_format(width: int | str, group: Rule, rotated: bool) -> CodeFormat:
-    """The format of a number of bits, of "fp8", or of a codebook: "codebook 4"."""
+    """The format of a number of bits, of "fp8", of "heads" (fp8 with fixed scales of two heads), or of "codebook 4"."""
     if str(width).startswith("codebook"):
         bits = int(str(width).split()[1])
         # In no order, and none is the number of another code.
         levels = tuple(float((7 * code + 3) % (1 << bits)) + code / 64 for code in range(1 << bits))
         return CodeFormat(bits, *group, rotated=rotated, levels=levels)
-    return CodeFormat(8 if width == "fp8" else int(width), *group, floating=width == "fp8", rotated=rotated)
+    if width in ("fp8", "heads"):
+        fixed = (0.75, 1.25) if width == "heads" else ()
+        return CodeFormat(8, *group, floating=True, rotated=rotated, fixed_scales=fixed)
+    return CodeFormat(int(width), *group, rotated=rotated)
 
 
 def packed_states(
@@ -46,6 +49,8 @@ def packed_states(
     exact = codes.view(torch.float8_e4m3fn).double() if form.floating else codes.double()
     if form.levels:
         exact = torch.tensor(form.levels, dtype=torch.float64)[codes.long()]
+    if form.fixed_scales:
+        exact = exact * torch.tensor(form.fixed_scales, dtype=torch.float64)[:, None, None]
     exact = exact * of_each_state(scale, form)
     exact = exact if zero is None else exact + of_each_state(zero, form)
     return packed, exact @ hadamard(head_dim) if form.rotated else exact

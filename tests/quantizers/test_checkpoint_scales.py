@@ -5,9 +5,12 @@ import json
 import pathlib
 from typing import Any
 
+import huggingface_hub
+import numpy as np
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -16,8 +19,14 @@ import models
 from kvlayers.errors import OptionError
 from kvlayers.quantizers import SideOptions, backend, dequantize
 from kvlayers.quantizers.checkpoint_scales import check_scheme, read_scales
+from kvlayers.quantizers.contract import CodeFormat
+from kvlayers.quantizers.dequantize import scales_by_head
+from kvlayers.stores import QuantizedStore
+from kvlayers.upstream import compat
+from kvlayers.upstream.model_layers import layer_specs
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 8
+OUT_OF_RANGE = r"must be from 1.2e-38 to 6.6e\+35"
 EXACT = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
 ALL = {"residual_length": 0, "sink_tokens": 0}
 
@@ -168,13 +177,13 @@ def test_scales_may_be_given_for_each_layer_and_each_head() -> None:
 )
 def test_spellings_of_checkpoints(name: str, tmp_path: pathlib.Path) -> None:
     path = checkpoint(tmp_path / "model", name=name)
-    keys, values = read_scales(path, [1], KV_HEADS)[0]
+    keys, values = read_scales(path, {1: KV_HEADS})[0]
     assert (keys, values) == tuple((torch.tensor(scale).item(),) for scale in scales(1))
 
 
 def test_one_scale_for_keys_and_values(tmp_path: pathlib.Path) -> None:
     tensors = {f"language_model.model.layers.{layer}.self_attn.kv_scale": torch.tensor(0.5) for layer in range(LAYERS)}
-    assert read_scales(checkpoint(tmp_path / "model", tensors), [0, 1], KV_HEADS) == [((0.5,), (0.5,))] * 2
+    assert read_scales(checkpoint(tmp_path / "model", tensors), {0: KV_HEADS, 1: KV_HEADS}) == [((0.5,), (0.5,))] * 2
 
 
 def without(layer: int, side: str) -> dict[str, Tensor]:
@@ -196,10 +205,11 @@ def without(layer: int, side: str) -> dict[str, Tensor]:
             r"or one for each of 2 KV heads, got \[3\]",
         ),
         (without(0, "k") | {"model.layers.0.self_attn.k_scale": torch.ones(0)}, "must be one number"),
-        (without(0, "k") | {"model.layers.0.self_attn.k_scale": torch.tensor(0.0)}, "must be positive and finite"),
-        (without(0, "k") | {"model.layers.0.self_attn.k_scale": torch.tensor(-1.0)}, "must be positive and finite"),
-        (without(0, "k") | {"model.layers.0.self_attn.k_scale": torch.tensor(float("nan"))}, "must be positive and"),
-        (without(0, "k") | {"model.layers.0.self_attn.k_scale": torch.tensor(float("inf"))}, "must be positive and"),
+        (without(0, "k") | {"model.layers.0.self_attn.k_scale": torch.tensor(0.0)}, OUT_OF_RANGE),
+        (without(0, "k") | {"model.layers.0.self_attn.k_scale": torch.tensor(-1.0)}, OUT_OF_RANGE),
+        (without(0, "k") | {"model.layers.0.self_attn.k_scale": torch.tensor(float("nan"))}, OUT_OF_RANGE),
+        (without(0, "k") | {"model.layers.0.self_attn.k_scale": torch.tensor(float("inf"))}, OUT_OF_RANGE),
+        (without(0, "k") | {"model.layers.0.self_attn.k_scale": torch.tensor(1e36)}, OUT_OF_RANGE),
         (
             without(9, "") | {"model.layers.0.self_attn.kv_scale": torch.tensor(0.1)},
             "two scales for the keys of layer 0",
@@ -223,6 +233,7 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: pathlib.Path) -> 
     refused("expected a directory, or a repository on the Hub, with model.safetensors")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"no such thing")
     refused("model.safetensors cannot be read")
+    (tmp_path / "model" / "model.safetensors").unlink()
     index = tmp_path / "model" / "model.safetensors.index.json"
     index.write_text("[]")
     refused("index.json cannot be read")
@@ -245,8 +256,191 @@ def test_another_scheme_is_named(wrong: dict[str, Any], tmp_path: pathlib.Path) 
     path = checkpoint(tmp_path / "model")
     kvlayers.QuantizedCache("fp8", config=config_of(path, kv_cache_scheme=EXACT), scales="checkpoint")
     check_scheme({**EXACT, "strategy": "attn_head"})
-    with pytest.raises(OptionError, match=f"kv_cache_scheme of the checkpoint must be .* got .*'{next(iter(wrong))}'"):
-        kvlayers.QuantizedCache("fp8", config=config_of(path, kv_cache_scheme={**EXACT, **wrong}), scales="checkpoint")
+    scheme = {**EXACT, **wrong}
+    for settings in ({"kv_cache_scheme": scheme}, {"quantization_config": {"kv_cache_scheme": scheme}}):
+        with pytest.raises(OptionError, match=f"kv_cache_scheme of the .* must be .* got .*'{next(iter(wrong))}'"):
+            kvlayers.QuantizedCache("fp8", config=config_of(path, **settings), scales="checkpoint")
+
+
+def test_a_scheme_may_be_a_word(tmp_path: pathlib.Path) -> None:
+    path = checkpoint(tmp_path / "model")
+    for settings in ({"kv_cache_scheme": "static"}, {"quantization_config": object()}, {"quantization_config": "fp8"}):
+        cache = kvlayers.QuantizedCache("fp8", config=config_of(path, **settings), scales="checkpoint")
+        assert cache.quantization.of_layer(1).keys.scales == (torch.tensor(scales(1)[0]).item(),)
+    for word in ("dynamic", 8):
+        with pytest.raises(OptionError, match=f"must be 'static' or a mapping, got {word!r}"):
+            kvlayers.QuantizedCache("fp8", config=config_of(path, kv_cache_scheme=word), scales="checkpoint")
+
+
+def test_the_config_of_a_named_checkpoint_is_checked(tmp_path: pathlib.Path) -> None:
+    path, config = checkpoint(tmp_path / "model"), config_of()
+    described = tmp_path / "model" / "config.json"
+    described.write_text(json.dumps({"quantization_config": {"kv_cache_scheme": EXACT}}))
+    kvlayers.QuantizedCache("fp8", config=config, scales=path)
+    described.write_text(json.dumps({"quantization_config": {"kv_cache_scheme": {**EXACT, "num_bits": 4}}}))
+    for given in (path, tmp_path / "model" / "model.safetensors"):
+        with pytest.raises(OptionError, match="kv_cache_scheme of the checkpoint must be .* got {'num_bits': 4}"):
+            kvlayers.QuantizedCache("fp8", config=config, scales=given)
+    described.write_text("{")
+    with pytest.raises(OptionError, match="config.json cannot be read"):
+        kvlayers.QuantizedCache("fp8", config=config, scales=path)
+
+
+def test_windows_get_scales_if_they_are_quantized(tmp_path: pathlib.Path) -> None:
+    config = copy.deepcopy(models.tiny_model("gemma2").config)
+    config.name_or_path = checkpoint(tmp_path / "model")
+    kinds = [spec.layer_type for spec in layer_specs(config)]
+    assert set(kinds) == {"sliding_attention", "full_attention"}
+    for quantize_sliding in (False, True):
+        cache = kvlayers.QuantizedCache(
+            "fp8", config=config, scales="checkpoint", quantize_sliding=quantize_sliding, residual_length=0
+        )
+        for layer, kind in enumerate(kinds):
+            expected = torch.tensor(scales(layer)).tolist() if quantize_sliding or kind == "full_attention" else []
+            held = cache.quantization.of_layer(layer)
+            assert [*held.keys.scales, *held.values.scales] == expected
+            if expected:
+                cache.update(*torch.randn(2, 1, KV_HEADS, 70, HEAD_DIM).unbind(), layer)
+                assert [*cache.layers[layer]._store.quantization.keys.scales] == expected[:1]
+
+
+def test_scales_for_no_layer_are_refused(tmp_path: pathlib.Path) -> None:
+    config = copy.deepcopy(models.tiny_model("mistral").config)
+    config.name_or_path = checkpoint(tmp_path / "model")
+    for given in ("checkpoint", [(0.1, 0.1)] * 2):
+        with pytest.raises(OptionError, match="layers of the model are sliding_attention: leave out `scales`"):
+            kvlayers.QuantizedCache("fp8", config=config, scales=given)
+    kvlayers.QuantizedCache("fp8", config=config, scales="checkpoint", quantize_sliding=True)
+
+
+def test_kv_heads_are_those_of_the_family() -> None:
+    config = transformers.FalconConfig(num_hidden_layers=1, num_attention_heads=4, multi_query=True, alibi=False)
+    kvlayers.QuantizedCache("fp8", config=config, scales=[(0.1, 0.1)])
+    with pytest.raises(OptionError, match="one for each of 1 KV heads, got 4"):
+        kvlayers.QuantizedCache("fp8", config=config, scales=[((0.1,) * 4, 0.1)])
+
+
+@pytest.mark.skipif(not compat.CACHES_LATENTS, reason="this version does not cache latents")
+def test_latents_and_rotated_keys_have_the_scale_of_the_keys(tmp_path: pathlib.Path) -> None:
+    config = copy.deepcopy(models.tiny_model("deepseek_v3").config)
+    only_keys = {f"model.layers.{layer}.self_attn.k_scale": torch.tensor(0.5) for layer in range(LAYERS)}
+    for tensors in (only_keys, without(9, "") | only_keys):
+        config.name_or_path = checkpoint(tmp_path / "model", tensors)
+        cache = kvlayers.QuantizedCache("fp8", config=config, scales="checkpoint")
+        assert cache.quantization.of_layer(0).values.scales == cache.quantization.of_layer(0).keys.scales == (0.5,)
+    config.name_or_path = checkpoint(tmp_path / "model", {})
+    with pytest.raises(OptionError, match="no scale for the keys of layer 0, nor 1 others"):
+        kvlayers.QuantizedCache("fp8", config=config, scales="checkpoint")
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+def test_scales_of_other_modules_are_not_read(shards: int, tmp_path: pathlib.Path) -> None:
+    others = ("vision_tower.vision_model.encoder", "audio_tower", "model.visual", "model.encoder", "mtp")
+    wrong = {f"{module}.layers.0.self_attn.k_scale": torch.zeros(3) for module in others}
+    wrong["model.layers.7.self_attn.k_scale"] = torch.zeros(3)
+    path = checkpoint(tmp_path / "model", without(9, "") | wrong, shards)
+    scale = torch.tensor(0.1).item()
+    assert read_scales(path, {0: KV_HEADS, 1: KV_HEADS}) == [((scale,), (scale,))] * 2
+
+
+def on_the_hub(monkeypatch: pytest.MonkeyPatch, path: str, failure: Exception | None = None) -> list[tuple[str, Any]]:
+    """Replace the Hub by a directory whose missing files raise `failure`; what was asked for is noted."""
+    asked = []
+    absent = failure or EntryNotFoundError("no such file")
+
+    def download(repo_id: str, filename: str, *, revision: str | None = None) -> str:
+        asked.append((filename, revision))
+        if not (pathlib.Path(path) / filename).is_file():
+            raise absent
+        return str(pathlib.Path(path) / filename)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    return asked
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+def test_files_of_the_hub_are_those_of_the_commit(
+    shards: int, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    asked = on_the_hub(monkeypatch, checkpoint(tmp_path / "model", shards=shards))
+    config = config_of("someone/some-model")
+    config._commit_hash = "abc"
+    for given, commit in (("checkpoint", "abc"), ("someone/some-model", "abc"), ("someone/another", None)):
+        asked.clear()
+        kvlayers.QuantizedCache("fp8", config=config, scales=given)
+        assert {revision for _, revision in asked} == {commit}
+        assert (("config.json", commit) in asked) == (given != "checkpoint")
+
+
+@pytest.mark.parametrize(
+    "failure", [LocalEntryNotFoundError("no network"), OSError("no access"), ValueError("no such name")]
+)
+def test_a_hub_out_of_reach_is_named(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    config = config_of("someone/some-model")
+    # The index is on disk, and whether there is a single file too is not known.
+    on_the_hub(monkeypatch, checkpoint(tmp_path / "model", shards=2), failure)
+    kvlayers.QuantizedCache("fp8", config=config, scales="checkpoint")
+    on_the_hub(monkeypatch, str(tmp_path / "nowhere"), failure)
+    with pytest.raises(OptionError, match=f"model.safetensors of 'someone/some-model' cannot be read: {failure}"):
+        kvlayers.QuantizedCache("fp8", config=config, scales="checkpoint")
+    on_the_hub(monkeypatch, str(tmp_path / "nowhere"))
+    with pytest.raises(OptionError, match="expected a directory, or a repository on the Hub, with"):
+        kvlayers.QuantizedCache("fp8", config=config, scales="checkpoint")
+
+
+def test_a_config_of_options_names_a_backend_that_takes_no_scales() -> None:
+    with pytest.raises(OptionError, match="which the native backend does not hold"):
+        kvlayers.QuantizedCacheConfig(backend="native", scales="checkpoint")
+    assert kvlayers.QuantizedCacheConfig(backend="FP8", scales="checkpoint")["scales"] == "checkpoint"
+    assert kvlayers.QuantizedCacheConfig(scales="checkpoint") == {"scales": "checkpoint"}
+
+
+SCALED = {"backend": "fp8", "key_scales": 0.03, "value_scales": 0.02, "residual_length": 0, "sink_tokens": 0}
+
+
+@pytest.mark.parametrize("name", ["sink", "evicting"])
+@torch.no_grad()
+def test_other_caches_are_saved_with_their_scales(name: str, tmp_path: pathlib.Path) -> None:
+    llama, ids, token = models.tiny_model("llama"), torch.randint(2, 97, (2, 230)), torch.randint(2, 97, (2, 1))
+    cache: Any
+    if name == "sink":
+        cache = kvlayers.SinkCache(200, config=llama.config, quantization=SCALED)
+    else:
+        cache = kvlayers.EvictingCache(llama.config, rule="knorm", keep=0.8, quantization=SCALED)
+    llama(ids, past_key_values=cache)
+    kvlayers.save_cache(cache, tmp_path / "cache.safetensors")
+    loaded = kvlayers.load_cache(tmp_path / "cache.safetensors", config=llama.config)
+    facts, expected_facts = (each.describe().get("evicting", each.describe()) for each in (loaded, cache))
+    assert facts["quantization"] == expected_facts["quantization"]
+    assert facts["quantization"]["key_scales"] == repr(torch.tensor(0.03).item())
+    expected = llama(token, past_key_values=cache).logits
+    assert torch.equal(llama(token, past_key_values=loaded).logits, expected)
+
+
+def test_caches_that_evict_refuse_scales_of_single_heads() -> None:
+    scaled = {**SCALED, "value_scales": (0.1, 0.2)}
+    for make in (
+        lambda: kvlayers.EvictingCache(quantization=scaled),
+        lambda: kvlayers.EvictingCache(models.tiny_model("llama").config, per_head=False, quantization=scaled),
+        lambda: kvlayers.EvictingLayer("knorm", 0.5, store=QuantizedStore(kvlayers.Quantization(**scaled))),
+    ):
+        with pytest.raises(OptionError, match="one scale for all KV heads, got 2 for the values"):
+            make()
+
+
+def test_scales_are_made_once_for_a_device() -> None:
+    code_format = CodeFormat(8, 1, 8, floating=True, fixed_scales=(0.1, 0.2))
+    states = torch.ones(1, 2, 4, 8)
+    with torch.inference_mode():
+        first = scales_by_head(code_format, states)
+    again = scales_by_head(code_format, states[0][None, :, :, None])
+    assert first.data_ptr() == again.data_ptr()
+    assert not first.is_inference()
+    assert (first.shape, again.shape) == ((2, 1, 1), (2, 1, 1, 1))
+    assert code_format.for_head(1).fixed_scales == (0.2,)
+    assert CodeFormat(8, 1, 8, floating=True, fixed_scales=(0.1,)).for_head(1).fixed_scales == (0.1,)
 
 
 @pytest.mark.parametrize(
@@ -261,8 +455,15 @@ def test_another_scheme_is_named(wrong: dict[str, Any], tmp_path: pathlib.Path) 
         ({"scales": ["ab"]}, r"must have a pair"),
         ({"scales": []}, "or a pair"),
         ({"scales": 0.5}, "or a pair"),
-        ({"scales": [(True, 0.1)]}, "must be positive and finite"),
-        ({"scales": [("1", 0.1)]}, "must be positive and finite"),
+        ({"scales": [(True, 0.1)]}, r"must be numbers, got True \(bool\)"),
+        ({"scales": [("1", 0.1)]}, r"must be numbers, got '1' \(str\)"),
+        (
+            {"scales": [([torch.tensor(0.1)] * 2, 0.1)]},
+            r"must be numbers, got tensor\(0.1000\) \(Tensor\)",
+        ),
+        ({"scales": [(np.float32(0.1), 0.1)]}, r"must be numbers, got .* \(float32\)"),
+        ({"scales": [(torch.ones(0), 0.1)]}, r"must be one number, or one for each KV head, got \[0\]"),
+        ({"scales": [(), ()]}, "for a layer at least"),
         ({"scales": [((0.1, 0.1, 0.1), 0.1)] * 2, "config": config_of()}, "one for each of 2 KV heads, got 3"),
     ],
 )

@@ -522,6 +522,11 @@ def test_other_backends_are_calibrated_by_their_own_bits(model: Any, ids: Tensor
         ({"budget": 300}, kvlayers.OptionError, "`budget` must be a BytesBudget or a DivergenceBudget, got a int"),
         ({"budget": kvlayers.BytesBudget(3)}, kvlayers.CapacityError, "`bytes_per_token` must be at least"),
         ({"budget": kvlayers.DivergenceBudget(1e-12)}, kvlayers.CapacityError, "most bits everywhere"),
+        (
+            {"quantization": kvlayers.Quantization(backend="fp8", key_scales=(0.1,))},
+            kvlayers.OptionError,
+            "`quantization` must have no `key_scales`",
+        ),
         ({"texts": []}, kvlayers.OptionError, "empty list"),
         ({"texts": "text"}, kvlayers.OptionError, "a list of texts"),
         ({"texts": ["text"]}, kvlayers.OptionError, "tokenizer"),

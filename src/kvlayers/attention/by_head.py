@@ -109,7 +109,8 @@ def _states(
         return source.keys[row, head], source.values[row, head]
     own = slice(row, row + 1), slice(head, head + 1)
     keys, values = (
-        replace(side, codes=side.codes[own], parameters=side.parameters[own]) for side in (source.keys, source.values)
+        replace(side, codes=side.codes[own], parameters=side.parameters[own], format=side.format.for_head(head))
+        for side in (source.keys, source.values)
     )
     chosen = PackedSegment(keys, values, source.first, source.ends)
     if blocks is not None:

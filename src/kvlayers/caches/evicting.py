@@ -65,7 +65,8 @@ class EvictingCache(Cache):
         rotary: how the model's keys are rotated, for a model that kvlayers does not know and a rule that needs it.
         left_padding: tokens of padding before each sequence, beams included. `generate()` under `install()` finds them.
         quantization: how kept tokens are held in packed codes: a `Quantization`, or a mapping of its options. Without
-            it, they are held in full precision.
+            it, they are held in full precision. Fixed scales of fp8 are its `key_scales` and `value_scales`, one number
+            for all layers and KV heads; it does not take the option `scales` of `QuantizedCache`.
         offloading: hold states on the host, and on their device only while they are attended to.
         offload_only_non_sliding: leave layers that attend within a window on the device.
         offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.

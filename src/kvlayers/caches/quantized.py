@@ -15,6 +15,7 @@ from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import OptionError
 from kvlayers.layers import Checkpoints, Recall
 from kvlayers.layers.arguments import whole_number
+from kvlayers.quantizers.registry import backend as backend_called
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.layerwise_quantization import QuantizationOfLayers, quantization_of_layers
 from kvlayers.stores.quantization import SCALES
@@ -46,7 +47,8 @@ class QuantizedCacheConfig(dict[str, Any]):
         scales: scales of float8 numbers that never change, such as "checkpoint".
 
     Raises:
-        OptionError: an option that does not exist, or a value that the backend does not accept.
+        OptionError: an option that does not exist, or a value that the backend does not accept. What depends on the
+            model, such as the scales of its checkpoint, is checked when the cache is made.
 
     Example:
         >>> import kvlayers
@@ -89,9 +91,12 @@ class QuantizedCacheConfig(dict[str, Any]):
             "scales": scales,
         }
         super().__init__({name: value for name, value in given.items() if value is not None})
-        quantization_of_layers(
+        quantization = quantization_of_layers(
             {name: value for name, value in self.items() if name not in ("quantize_sliding", "scales")}
         )
+        # Without a backend here, the name of the cache may choose it.
+        if scales is not None and backend is not None:
+            backend_called(quantization.of_layer(0).backend).check_takes_scales()
 
 
 @register_cache_class
@@ -132,7 +137,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
             "checkpoint" for those that the model's checkpoint was calibrated with (compressed-tensors and FP8
             checkpoints with a `kv_cache_scheme`), the path or the Hub's name of another checkpoint, or a pair (keys,
             values) for each layer, in which either is one number or has one for each KV head. States that exceed 448
-            times the scale are clipped.
+            times the scale are clipped. Files on the Hub that have scales in them are downloaded as a whole.
         length_hint: the most tokens that are expected, if known, such as 4096 or "4k". Memory then grows to that number
             and no further, as long as no more tokens come.
         offloading: hold codes and states on the host, and on their device only while they are attended to.
@@ -204,7 +209,8 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         options = {"backend": backend, **{name: value for name, value in given.items() if value is not None}}
         self.quantization = quantization_of_layers(options)
         if scales is not None:
-            self.quantization = quantization_of_layers({**options, **scales_of_layers(scales, backend, config)})
+            of_layers = scales_of_layers(scales, self.quantization.of_layer(0).backend, config, quantize_sliding)
+            self.quantization = quantization_of_layers({**options, **of_layers})
         placement = offloading, offload_only_non_sliding, offload_device, offload_directory
         if config is None:
             bare, make_layer = bare_layers(self.quantization, length_hint, self.recall)

@@ -51,7 +51,8 @@ class SinkCache(Cache):
         rotary: how the model's keys are rotated, for a model that kvlayers does not know.
         left_padding: tokens of padding before each sequence, beams included. `generate()` under `install()` finds them.
         quantization: how the window is held in packed codes: a `Quantization`, or a mapping of its options. Without it,
-            the window is held in full precision. The sinks always are.
+            the window is held in full precision. The sinks always are. Fixed scales of fp8 are its `key_scales` and
+            `value_scales`, the same for all layers; it does not take the option `scales` of `QuantizedCache`.
         offloading: hold states on the host, and on their device only while they are attended to.
         offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
         offload_directory: the directory of these files, for "disk".

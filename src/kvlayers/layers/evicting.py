@@ -30,6 +30,8 @@ from kvlayers.stores import TokenStore
 from kvlayers.stores.contract import Fidelity, KVPair
 from kvlayers.stores.dense import dense_in_small_steps
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
+from kvlayers.stores.packed_eviction import check_evictable
+from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.stores.ragged import RaggedStore
 from kvlayers.stores.ragged_state import is_ragged
 from kvlayers.utils.options import checks_options
@@ -93,6 +95,8 @@ class EvictingLayer(TokenLayer):
         store: TokenStore | None = None,
         left_padding: Sequence[int] | Tensor | None = None,
     ) -> None:
+        if isinstance(store, QuantizedStore):
+            check_evictable(store.quantization)
         settings = EvictionSettings.of(rule, keep, budget, sink_tokens, recent_tokens, per_head, rotary, scale)
         self.settings, self.rotary, self.scale = settings, rotary, scale
         self._empty = dense_in_small_steps() if store is None else store

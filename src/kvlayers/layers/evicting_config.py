@@ -13,6 +13,7 @@ from kvlayers.eviction.settings import check_amounts, name_of
 from kvlayers.layers.evicting import EvictingLayer
 from kvlayers.layers.sink_tokens import padding_of
 from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.packed_eviction import check_evictable
 from kvlayers.stores.quantization import Quantization
 from kvlayers.stores.quantized import QuantizedStore
 
@@ -31,6 +32,9 @@ class EvictingConfig:
         layer_budgets: how tokens are divided among layers; see `layer_keeps`.
         quantization: how kept tokens are held in packed codes, `None` for full precision.
         left_padding: tokens of padding before each sequence, int64 `[batch]`; `None` if there is no padding.
+
+    Raises:
+        OptionError: the quantization has more than one fixed scale for keys, or for values.
     """
 
     rule: str | EvictionRule
@@ -42,6 +46,10 @@ class EvictingConfig:
     layer_budgets: LayerBudgets = "uniform"
     quantization: Quantization | None = None
     left_padding: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.quantization is not None:
+            check_evictable(self.quantization)
 
     def with_padding(self, padding: Tensor | None) -> "EvictingConfig":
         """The same behind other padding."""
@@ -68,14 +76,12 @@ class EvictingConfig:
         Raises:
             OptionError: a fact has a value that the cache does not take.
         """
-        config = cls(**{field.name: facts[field.name] for field in fields(cls)})
+        values = {field.name: facts[field.name] for field in fields(cls)}
+        quantization, padding = Quantization.of(facts["quantization"]), padding_of(facts["left_padding"])
+        config = cls(**{**values, "quantization": quantization, "left_padding": padding})
         check_amounts(config.keep, config.budget, config.sink_tokens, config.recent_tokens)
         check_layer_budgets(config.layer_budgets)
-        return replace(
-            config,
-            quantization=Quantization.of(facts["quantization"]),
-            left_padding=padding_of(facts["left_padding"]),
-        )
+        return config
 
     def layers(self, rotaries: Sequence[Rotary | None], scale: float | None) -> list[EvictingLayer]:
         """A layer for each layer of full attention of a model.

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from kvlayers.errors import ConfigError
 from kvlayers.layers.shape import RecurrentShape
-from kvlayers.planning.config_numbers import ConfigNumbers
+from kvlayers.upstream.config_numbers import ConfigNumbers
 
 
 def recurrent_shape(numbers: ConfigNumbers) -> RecurrentShape:

@@ -8,9 +8,9 @@ from kvlayers.caches.from_config import HYBRID, RECURRENT, WINDOWED
 from kvlayers.errors import ConfigError
 from kvlayers.layers.shape import LayerShape
 from kvlayers.planning.attention_shapes import INDEXED, token_shape
-from kvlayers.planning.config_numbers import ConfigNumbers
 from kvlayers.planning.recurrent_shapes import recurrent_shape
 from kvlayers.upstream import compat, model_layers, model_types
+from kvlayers.upstream.config_numbers import ConfigNumbers
 from kvlayers.upstream.model_layers import LayerSpec
 
 HOLD_NOTHING = ("dummy", "moe", "mlp")

@@ -1,5 +1,7 @@
 """Dequantization of codes to states, in the simplest way."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -30,15 +32,27 @@ def numbers_of(codes: Tensor, code_format: CodeFormat) -> Tensor:
     """What codes stand for before the scale, float32 of the same shape as the codes, uint8 `[batch, kv_heads, ...]`."""
     if code_format.floating:
         numbers = codes.view(torch.float8_e4m3fn).float()
-        return numbers * by_head(code_format.fixed_scales, codes) if code_format.fixed_scales else numbers
+        return numbers * scales_by_head(code_format, codes) if code_format.fixed_scales else numbers
     if code_format.levels:
         return torch.tensor(code_format.levels, dtype=torch.float32, device=codes.device)[codes.int()]
     return codes.float()
 
 
-def by_head(scales: tuple[float, ...], states: Tensor) -> Tensor:
-    """Float32 scales, one for all KV heads or one for each, so that they broadcast over `[batch, kv_heads, ...]`."""
-    return torch.tensor(scales, dtype=torch.float32, device=states.device).view(-1, *(1,) * (states.dim() - 2))
+def scales_by_head(code_format: CodeFormat, states: Tensor) -> Tensor:
+    """The fixed scales of a format in float32, in a shape that broadcasts over states `[batch, kv_heads, ...]`.
+
+    Raises:
+        StateMismatchError: there are scales for another number of KV heads.
+    """
+    code_format.check_heads(states.shape[1])
+    return _on_device(code_format.fixed_scales, states.device).view(-1, *(1,) * (states.dim() - 2))
+
+
+@functools.lru_cache(maxsize=4096)
+def _on_device(scales: tuple[float, ...], device: torch.device) -> Tensor:
+    # A tensor of inference mode could not be used outside of it.
+    with torch.inference_mode(False):
+        return torch.tensor(scales, dtype=torch.float32, device=device)
 
 
 def _for_each_state(parameters: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from kvlayers.quantizers.contract import (
     SideOptions,
     channel_group,
 )
-from kvlayers.quantizers.dequantize import by_head
+from kvlayers.quantizers.dequantize import scales_by_head
 from kvlayers.quantizers.grouping import (
     GROUP_DIMS,
     LARGEST_FLOAT8,
@@ -60,7 +60,7 @@ class FixedScaleFp8Quantizer(Quantizer):
 
     def quantize(self, states: Tensor) -> QuantizedGroups:
         """Quantize `[batch, kv_heads, tokens, head_dim]`. The codes are the bytes of float8 numbers."""
-        quotients = states.float() / by_head(self.format.fixed_scales, states)
+        quotients = states.float() / scales_by_head(self.format, states)
         codes = quotients.clamp_(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn).view(torch.uint8)
         groups = grouped(states, self.format)
         return QuantizedGroups(codes, torch.ones_like(groups[..., :1, :, :1]).squeeze(-1).squeeze(-2), None)

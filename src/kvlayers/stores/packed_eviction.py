@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.errors import OptionError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.kept import KeptTokens
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores.buffer import form_of
@@ -19,6 +19,16 @@ from kvlayers.stores.quantization import Quantization, block_tokens
 from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.stores.quantized_checks import checked_quantizers
 from kvlayers.stores.ragged import RaggedStore
+
+
+def check_evictable(quantization: Quantization) -> None:
+    """Raise `OptionError` if KV heads have scales of their own: an eviction puts the blocks of all heads together."""
+    for side in (quantization.keys, quantization.values):
+        if len(side.scales) > 1:
+            raise OptionError(
+                f"`quantization` of a cache that evicts tokens must have one scale for all KV heads, got "
+                f"{len(side.scales)} for the {side.side}: pass one number, such as the largest."
+            )
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from typing_extensions import Self
 
@@ -65,8 +65,8 @@ class Quantization:
     q_group_size: int | None = None
     key_group_size: int | None = None
     value_group_size: int | None = None
-    key_scales: Sequence[float] | str = ()
-    value_scales: Sequence[float] | str = ()
+    key_scales: float | Sequence[float] | str = ()
+    value_scales: float | Sequence[float] | str = ()
     residual_length: int = DEFAULT_RESIDUAL_LENGTH
     sink_tokens: int = DEFAULT_SINK_TOKENS
 
@@ -105,17 +105,15 @@ class Quantization:
     def keys(self) -> SideOptions:
         """Options of the keys."""
         size = self.q_group_size if self.key_group_size is None else self.key_group_size
-        return SideOptions(
-            "keys", self._nbits(self.key_nbits), self.axis_key, size, _scales(self.key_scales, "key_scales")
-        )
+        scales = cast("Scales", self.key_scales)
+        return SideOptions("keys", self._nbits(self.key_nbits), self.axis_key, size, scales)
 
     @property
     def values(self) -> SideOptions:
         """Options of the values."""
         size = self.q_group_size if self.value_group_size is None else self.value_group_size
-        return SideOptions(
-            "values", self._nbits(self.value_nbits), self.axis_value, size, _scales(self.value_scales, "value_scales")
-        )
+        scales = cast("Scales", self.value_scales)
+        return SideOptions("values", self._nbits(self.value_nbits), self.axis_value, size, scales)
 
     @property
     def axes(self) -> tuple[int | None, int | None]:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.errors import StateMismatchError
-from kvlayers.quantizers.contract import Quantizer, Side
+from kvlayers.quantizers.contract import Quantizer, Side, fits_heads
 from kvlayers.stores.buffer import StateForm, form_of
 from kvlayers.stores.packed_blocks import PACKED_NAMES, check_packed_state
 from kvlayers.stores.quantization import Quantization, block_tokens
@@ -42,7 +42,7 @@ def checked_quantizers(quantization: Quantization, key_form: StateForm, value_fo
             "states first, or use a DynamicCache."
         )
     for side in (quantization.keys, quantization.values):
-        if len(side.scales) > 1 and len(side.scales) != key_form.kv_heads:
+        if side.scales and not fits_heads(len(side.scales), key_form.kv_heads):
             raise StateMismatchError(
                 f"The scales of the {side.side} must be one number, or one for each of {key_form.kv_heads} KV heads, "
                 f"got {len(side.scales)}: pass those of the model's checkpoint."

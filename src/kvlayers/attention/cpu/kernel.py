@@ -296,6 +296,7 @@ def _set_side(entry: _Side, side: PackedSide) -> None:
         entry.levels = ctypes.addressof(_floats(side.format.levels))
     if side.format.fixed_scales:
         scales, kv_heads = side.format.fixed_scales, side.codes.shape[1]
+        side.format.check_heads(kv_heads)
         entry.fixed_scales = ctypes.addressof(_floats(scales * kv_heads if len(scales) == 1 else scales))
 
 

@@ -53,9 +53,18 @@ def checked_config(model: Any) -> PretrainedConfig:
 
 
 def checked_quantization(quantization: Quantization | None) -> Quantization:
-    """The quantization, by default `Quantization()`. Raises `OptionError` if it is not a `Quantization`."""
+    """The quantization, by default `Quantization()`.
+
+    Raises:
+        OptionError: it is not a `Quantization`, or has scales, which are those of one number of bits.
+    """
     if quantization is not None and not isinstance(quantization, Quantization):
         raise OptionError(f"`quantization` must be a kvlayers.Quantization, got a {type(quantization).__name__}.")
+    if quantization is not None and (quantization.key_scales or quantization.value_scales):
+        raise OptionError(
+            "`quantization` must have no `key_scales` and no `value_scales`, as calibration compares numbers of bits, "
+            f"got {quantization.key_scales!r} and {quantization.value_scales!r}: leave them out."
+        )
     return quantization or Quantization()
 
 

@@ -228,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = [] if given.quick else promises(attention, steps)
     report.show_targets(console, asked)
     results = {"attention": attention, "steps": steps}
-    report.finish(console, given, environment, results, asked, rounded)
+    report.finish(console, given, environment, results, asked)
     same = all(agrees(measured) for measured in attention.values())
     if not same:
         console.print("[red]attention in full precision differs from transformers' by more than rounding[/]")

@@ -130,7 +130,7 @@ class NativeQuantizer(Quantizer):
         else:
             exact = exact.clamp(-limit, limit)
         bits, how = self.format.bits, self.range_search
-        if len(how.clips) > 1 and search.supports(states):
+        if search.supports(states):
             rows = one_group_a_row(exact, self.format)
             found = search.search(rows, bits, states.dtype, how.clips, how.refits, how.largest_stretch)
             return from_rows(*found, states.shape, self.format)

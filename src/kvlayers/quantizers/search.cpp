@@ -6,9 +6,15 @@
 #include <cstring>
 #include <vector>
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 #include "../utils/parallel.h"
 
 namespace {
+
+constexpr int CANDIDATES_AT_ONCE = 32;
 
 // As wide as registers are: compilers compare wider vectors element by element.
 #ifdef __AVX512F__
@@ -26,19 +32,47 @@ inline Floats load(const float* from) {
     return vector;
 }
 
+inline void store(float* to, Floats vector) { std::memcpy(to, &vector, sizeof(vector)); }
+
 inline Floats spread(float number) { return number - Floats{}; }
 
+// Compilers make two instructions of `a < b ? a : b`, where there is one that does the same.
+#if defined(__AVX512F__)
+inline Floats least(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
+
+inline Floats most(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX2__)
+inline Floats least(Floats a, Floats b) { return (Floats)_mm256_min_ps((__m256)a, (__m256)b); }
+
+inline Floats most(Floats a, Floats b) { return (Floats)_mm256_max_ps((__m256)a, (__m256)b); }
+#else
 inline Floats least(Floats a, Floats b) { return a < b ? a : b; }
 
 inline Floats most(Floats a, Floats b) { return a > b ? a : b; }
+#endif
+
+inline float least(float a, float b) { return std::min(a, b); }
+
+inline float most(float a, float b) { return std::max(a, b); }
+
+// The nearest number of bfloat16.
+inline Floats to_bfloat16(Floats numbers) {
+    Ints bits = (Ints)numbers;
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) & int32_t(0xffff0000);
+    return (Floats)bits;
+}
+
+inline float to_bfloat16(float number) { return to_bfloat16(spread(number))[0]; }
 
 // Halves with halves: one lane after the other would wait for as many additions as there are lanes.
 inline float sum(Floats vector) {
-    float lanes[LANES];
-    std::memcpy(lanes, &vector, sizeof(lanes));
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)vector);
+#else
     for (int half = LANES / 2; half > 0; half /= 2)
-        for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-    return lanes[0];
+        for (int lane = 0; lane < half; ++lane) vector[lane] += vector[lane + half];
+    return vector[0];
+#endif
 }
 
 }  // namespace
@@ -59,9 +93,13 @@ struct Search {
 
 namespace {
 
-struct Grid {
-    float scale, zero;
+template <typename Number>
+struct GridOf {
+    Number scale, zero;
 };
+
+typedef GridOf<float> Grid;
+typedef GridOf<Floats> Grids;
 
 // Means over a group: of the codes, of the residues, of their squares, and of their products.
 struct Moments {
@@ -76,6 +114,15 @@ class Group {
         for (int64_t i = 0; i < padded; ++i) weights[i] = i < search.size ? 1.0f : 0.0f;
         top = float((1 << search.bits) - 1);
         count = float(search.size);
+        for (int64_t below = 0; below < search.clip_count; ++below)
+            for (int64_t above = 0; above < search.clip_count; ++above) {
+                lower_clips.push_back(search.clips[below]);
+                upper_clips.push_back(search.clips[above]);
+            }
+        candidates = lower_clips.size();
+        const int64_t whole = (candidates + CANDIDATES_AT_ONCE - 1) / CANDIDATES_AT_ONCE * CANDIDATES_AT_ONCE;
+        lower_clips.resize(whole);
+        upper_clips.resize(whole);
     }
 
     void quantize(int64_t index) {
@@ -94,10 +141,20 @@ class Group {
         }
         const float step = highest / top - lowest / top;
 
-        Grid best = grid(step, lowest);
+        Grid best = grid<float>(step, lowest);
         if (search.clip_count > 1) {
             const float unit = best.scale;
-            float smallest = error(best, unit);
+            float smallest = INFINITY;
+            // A lane for each candidate: nothing has to be added up across lanes. The first has no clips.
+            for (int64_t first = 0; first < candidates; first += CANDIDATES_AT_ONCE) {
+                float scales[CANDIDATES_AT_ONCE], zeros[CANDIDATES_AT_ONCE], wrong[CANDIDATES_AT_ONCE];
+                errors(step, lowest, unit, first, scales, zeros, wrong);
+                for (int64_t at = 0; at < std::min<int64_t>(CANDIDATES_AT_ONCE, candidates - first); ++at)
+                    if (first + at == 0 || wrong[at] < smallest) {
+                        best = {scales[at], zeros[at]};
+                        smallest = wrong[at];
+                    }
+            }
             const auto consider = [&](Grid candidate) {
                 const float wrong = error(candidate, unit);
                 if (wrong < smallest) {
@@ -105,11 +162,6 @@ class Group {
                     smallest = wrong;
                 }
             };
-            for (int64_t below = 0; below < search.clip_count; ++below)
-                for (int64_t above = 0; above < search.clip_count; ++above) {
-                    const float low = search.clips[below], high = search.clips[above];
-                    if (below || above) consider(grid(step * (1 - low - high), lowest + step * (top * low)));
-                }
             Grid fitted = best;
             for (int64_t round = 0; round < search.refits; ++round) {
                 fitted = refit(fitted);
@@ -127,25 +179,24 @@ class Group {
    private:
     const Search& search;
     const int64_t padded;
-    std::vector<float> states, weights;
+    std::vector<float> states, weights, lower_clips, upper_clips;
+    int64_t candidates;
     float top, count;
 
-    float rounded(float number) const {
-        if (!search.is_bfloat16) return number;
-        uint32_t bits;
-        std::memcpy(&bits, &number, sizeof(bits));
-        bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
-        std::memcpy(&number, &bits, sizeof(bits));
-        return number;
+    template <typename Number>
+    Number rounded(Number number) const {
+        return search.is_bfloat16 ? to_bfloat16(number) : number;
     }
 
     // A grid as it is stored: its scale can be a divisor, and the dtype can hold its last state.
-    Grid grid(float scale, float zero) const {
-        const float largest_number = float(search.largest_number), epsilon = float(search.epsilon);
-        zero = rounded(std::min(std::max(zero, -largest_number), largest_number));
-        const float largest = (largest_number / top - std::max(zero, 0.0f) / top) * (1 - epsilon);
-        const float smallest = std::max(std::fabs(zero) * (epsilon / top / 8), float(search.smallest_scale));
-        return {rounded(std::max(std::min(scale, largest), smallest)), zero};
+    template <typename Number>
+    GridOf<Number> grid(Number scale, Number zero) const {
+        const Number largest_number = float(search.largest_number) - Number{};
+        const float epsilon = float(search.epsilon);
+        zero = rounded(least(most(zero, -largest_number), largest_number));
+        const Number largest = (largest_number / top - most(zero, Number{}) / top) * (1 - epsilon);
+        const Number smallest = most(most(zero, -zero) * (epsilon / top / 8), float(search.smallest_scale) - Number{});
+        return {rounded(most(least(scale, largest), smallest)), zero};
     }
 
     // Exact codes are clamped before they are rounded, which gives the same result and keeps them small.
@@ -168,6 +219,34 @@ class Group {
         }
         const float ratio = on.scale / unit;
         return sum(total) * ratio * ratio;
+    }
+
+    // The candidates from `first` on, and their errors.
+    void errors(float step, float lowest, float unit, int64_t first, float* scales, float* zeros, float* wrong) const {
+        constexpr int VECTORS = CANDIDATES_AT_ONCE / LANES;
+        const Floats shifter = spread(12582912.0f), highest = spread(top);
+        Grids grids[VECTORS];
+        Floats inverse[VECTORS], totals[VECTORS] = {};
+#pragma GCC unroll 4
+        for (int i = 0; i < VECTORS; ++i) {
+            const Floats low = load(&lower_clips[first + i * LANES]), high = load(&upper_clips[first + i * LANES]);
+            grids[i] = grid<Floats>(step * (1 - low - high), lowest + step * (top * low));
+            inverse[i] = 1 / grids[i].scale;
+        }
+        for (int64_t at = 0; at < search.size; ++at)
+#pragma GCC unroll 4
+            for (int i = 0; i < VECTORS; ++i) {
+                const Floats exact = (states[at] - grids[i].zero) * inverse[i];
+                const Floats residues = exact - ((least(most(exact, Floats{}), highest) + shifter) - shifter);
+                totals[i] += residues * residues;
+            }
+#pragma GCC unroll 4
+        for (int i = 0; i < VECTORS; ++i) {
+            const Floats ratio = grids[i].scale / unit;
+            store(scales + i * LANES, grids[i].scale);
+            store(zeros + i * LANES, grids[i].zero);
+            store(wrong + i * LANES, totals[i] * ratio * ratio);
+        }
     }
 
     Moments moments(Grid on) const {
@@ -195,7 +274,7 @@ class Group {
         const float zero = rounded(from.zero + from.scale * (of.residue - slope * of.code));
         const float moved = (from.zero - zero) / from.scale;
         const float growth = (of.products + moved * of.code) / std::max(of.code_squares, 1 / count);
-        return grid(from.scale * (1 + growth), zero);
+        return grid<float>(from.scale * (1 + growth), zero);
     }
 
     Grid stretched(Grid from) const {
@@ -206,9 +285,9 @@ class Group {
         const float stretch = (covariance + residue_variance) / std::max(variance + covariance, 1 / count);
         const float scale = from.scale * (1 + std::min(std::max(stretch, 0.0f), float(search.largest_stretch)));
         const float mean = from.scale * (of.code + of.residue);
-        const Grid stored = grid(scale, from.zero + (mean - scale * of.code));
+        const Grid stored = grid<float>(scale, from.zero + (mean - scale * of.code));
         const float exact = (mean + (from.zero - stored.zero)) / std::max(of.code, 1 / count);
-        return grid(std::min(std::max(exact, scale * 0.95f), scale * 1.05f), stored.zero);
+        return grid<float>(std::min(std::max(exact, scale * 0.95f), scale * 1.05f), stored.zero);
     }
 
     void write_codes(Grid on, int64_t index) const {

@@ -36,10 +36,11 @@ class Disagreements:
 
     Args:
         dtype: the models' dtype.
+        roundings_of: by how many roundings a logit may differ with a cache of some name.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, roundings_of: Callable[[str], int] = roundings) -> None:
+        self.dtype, self.roundings_of = dtype, roundings_of
         self.found: list[dict[str, Any]] = []
 
     @property
@@ -58,7 +59,7 @@ class Disagreements:
         if seen == greedy:
             return
         gap = float(expected[greedy] - expected[seen])
-        allowed = roundings(where["cache"])
+        allowed = self.roundings_of(where["cache"])
         tie = allowed > 0 and is_tie(expected, greedy, seen, self.dtype, allowed)
         self.found.append({**where, "expected": greedy, "seen": seen, "logit_gap": gap, "tie": tie})
 

@@ -124,6 +124,16 @@ def test_slots_behind_the_last_token_are_not_read(seen: int) -> None:
     assert torch.equal(dense.attend(query, keys, values, mask, None), expected)
 
 
+@pytest.mark.parametrize("hidden", [1, 63, 256, 300])
+def test_padding_in_front_is_not_read(hidden: int) -> None:
+    query, keys, values = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 600, 16), torch.randn(1, 2, 600, 16)
+    mask = (torch.arange(600) >= hidden).expand(1, 1, 1, 600)
+    expected = dense.attend(query, keys[:, :, hidden:], values[:, :, hidden:], None, None)
+    keys[:, :, :hidden], values[:, :, :hidden] = math.nan, math.nan
+    # Units of tokens begin elsewhere, so sums are in another order.
+    torch.testing.assert_close(dense.attend(query, keys, values, mask, None), expected, rtol=0, atol=1e-6)
+
+
 def test_rows_that_see_other_tokens_are_read_to_the_last_of_any() -> None:
     query, keys, values = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 600, 16), torch.randn(1, 2, 600, 16)
     mask = torch.arange(600) < torch.tensor([[300], [5], [290]])

@@ -207,6 +207,18 @@ def test_left_padding_and_queries_that_may_attend_to_nothing(attend: Callable[..
     assert torch.equal(seen[1, :, 1], torch.zeros_like(seen[1, :, 1]))
 
 
+@needs_compiler
+@pytest.mark.parametrize("width", [3, 4, 8])
+def test_a_row_that_sees_nothing_leaves_the_rows_beside_it_alone(width: int) -> None:
+    case = Case(width, "native", torch.bfloat16, batch=1, kv_heads=1)
+    query, mask = case.query(4), torch.ones(1, 4, 1, case.tokens, dtype=torch.bool)
+    expected = kernel.attend(query, case.segments, mask, 0.2)
+    mask[:, 1] = False
+    seen = kernel.attend(query, case.segments, mask, 0.2)
+    assert torch.equal(seen[:, [0, 2, 3]], expected[:, [0, 2, 3]])
+    assert not seen[:, 1].any()
+
+
 @pytest.mark.parametrize("attend", KERNELS)
 def test_a_finite_mask_that_is_as_low_as_it_gets_gives_all_tokens_one_weight(attend: Callable[..., Tensor]) -> None:
     case = Case()

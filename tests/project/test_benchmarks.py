@@ -507,3 +507,36 @@ def test_tokens_with_a_common_prefix_are_counted_once(benchmark: Any) -> None:
     from lib.prefix_memory import distinct_tokens
 
     assert distinct_tokens([[1, 2, 3], [1, 2, 4, 5], [2]]) == 6
+
+
+def test_the_benchmark_of_attention_compares_it_with_reading_the_states(
+    benchmark: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import attention
+
+    output = tmp_path / "attention.json"
+    arguments = ["--quick", "--threads", "1", "--output", str(output)]
+    assert attention.main(arguments) == 0
+    measured = json.loads(output.read_text())["results"]["attention"]["200"]
+    assert set(measured) == {*attention.CACHES, attention.READ}
+    assert 0 < measured[attention.bits(4)]["bytes"] < measured[attention.REFERENCE]["bytes"]
+    assert all(measured[name]["share"] > 0 for name in attention.CACHES)
+    other = {**attention.CACHES, attention.KVLAYERS: attention.CACHES[attention.bits(2)]}
+    monkeypatch.setattr(attention, "CACHES", other)
+    assert attention.main(arguments) == 1
+
+
+def test_the_benchmark_of_the_ordinary_case_compares_tokens(
+    benchmark: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ordinary
+
+    output = tmp_path / "ordinary.json"
+    assert ordinary.main(["--quick", "--threads", "1", "--output", str(output)]) == 0
+    results = json.loads(output.read_text())["results"]
+    assert set(results["steps"]) == set(results["prefill"]) == {"1x64", "2x96"}
+    assert results["generate"]["same_tokens"]
+    monkeypatch.setitem(ordinary.EXACT, ordinary.KVLAYERS, lambda config, length: OtherValues(config=config))
+    assert ordinary.main(["--quick", "--only", "prefill", "--threads", "1", "--output", str(output)]) == 1
+    with pytest.raises(SystemExit):
+        ordinary.main(["--only", "nothing"])

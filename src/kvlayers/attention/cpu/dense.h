@@ -85,7 +85,7 @@ struct Scoring {
 };
 
 #if defined(__AVX512BF16__)
-// The CPU multiplies bfloat16 numbers without an error and adds up in floats.
+// The CPU multiplies bfloat16 numbers without an error, but for subnormal ones, and adds up in floats.
 template <>
 struct Scoring<BFloat16> {
     typedef BFloat16 Query;

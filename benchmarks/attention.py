@@ -71,7 +71,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/attention-<date>.json)")
     parser.add_argument("--quick", action="store_true", help="a small model and few tokens")
     given = parser.parse_args(arguments)
-    given.lengths = given.lengths or ([200] if given.quick else [1024, 4096, 16384])
+    given.lengths = given.lengths or ([400] if given.quick else [1024, 4096, 16384])
     given.turns = given.turns or (3 if given.quick else 15)
     given.steps = given.steps or (2 if given.quick else 16)
     given.trials = given.trials or (1 if given.quick else 3)

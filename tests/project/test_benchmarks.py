@@ -517,7 +517,7 @@ def test_the_benchmark_of_attention_compares_it_with_reading_the_states(
     output = tmp_path / "attention.json"
     arguments = ["--quick", "--threads", "1", "--output", str(output)]
     assert attention.main(arguments) == 0
-    measured = json.loads(output.read_text())["results"]["attention"]["200"]
+    measured = json.loads(output.read_text())["results"]["attention"]["400"]
     assert set(measured) == {*attention.CACHES, attention.READ}
     assert 0 < measured[attention.bits(2)]["bytes"] < measured[attention.bits(8)]["bytes"]
     assert all(measured[name]["share"] > 0 for name in attention.CACHES)

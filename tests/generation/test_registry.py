@@ -241,7 +241,7 @@ def test_windows_are_quantized_by_name_where_that_is_asked_for(installed: None) 
     [
         ({"nbit": 4}, "did you mean 'nbits'"),
         ({"residual_len": 4}, "did you mean 'residual_length'"),
-        ({"nbits": 7}, "one of 2, 3, 4, 5, 6, 8, got 7"),
+        ({"nbits": 7}, "one of 1, 2, 3, 4, 5, 6, 8, got 7"),
         ({"backend": "quantoo"}, r"quantoo.*fp8, hqq, kivi, native, nf4, quanto, turboquant"),
         ({"backend": "fp8", "nbits": 4}, "one of 8, got 4"),
         ({"axis_key": 0}, "`axis_key` of the native backend must be left out"),

@@ -283,7 +283,7 @@ def test_without_a_file_the_text_is_that_of_pythons_help() -> None:
     ("arguments", "words"),
     [
         (["{model}", "--bits", "lots"], "`--bits` must be bits, such as 4.*got 'lots'"),
-        (["{model}", "--bits", "4,7"], "`--bits` .*one of 2, 3, 4, 5, 6, 8, got 7"),
+        (["{model}", "--bits", "4,7"], "`--bits` .*one of 1, 2, 3, 4, 5, 6, 8, got 7"),
         (["{model}", "--bits", "fp8:4"], "`--bits` of the fp8 backend must be one of 8, got 4"),
         (["{model}", "--context", "32q"], "a number of tokens.*got '32q'"),
         (["{model}", "--context", "100"], "multiples of `--chunk`, 32"),

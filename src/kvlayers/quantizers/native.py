@@ -42,6 +42,7 @@ from kvlayers.quantizers.hadamard import rotate, rotation_size
 from kvlayers.quantizers.registry import register_quantizer
 
 CLIPS = {
+    1: (0.0, 0.1, 0.2, 0.3, 0.4),
     2: (0.0, 0.07, 0.14, 0.21, 0.28),
     3: (0.0, 0.04, 0.08, 0.12, 0.16),
     4: (0.0, 0.03, 0.06, 0.09, 0.12),
@@ -246,10 +247,13 @@ class _GridSearch:
 
 @register_quantizer("native")
 class NativeBackend(Backend):
-    """Keys by 64 neighbouring tokens of a rotated channel, values by the rotated channels of a token."""
+    """Keys by 64 neighbouring tokens of a rotated channel, values by the rotated channels of a token.
+
+    One bit is for values of layers that hardly change the predictions, which `calibrate` finds.
+    """
 
     name = "native"
-    widths = (2, 3, 4, 5, 6, 8)
+    widths = (1, 2, 3, 4, 5, 6, 8)
 
     def quantizer(self, options: SideOptions, head_dim: int) -> NativeQuantizer:
         """A quantizer for keys, or values, of a head_dim.

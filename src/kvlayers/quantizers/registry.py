@@ -47,6 +47,6 @@ def backend(name: str) -> Backend:
     Example:
         >>> from kvlayers.quantizers import backend
         >>> backend("native").widths
-        (2, 3, 4, 5, 6, 8)
+        (1, 2, 3, 4, 5, 6, 8)
     """
     return _backends.make(name)

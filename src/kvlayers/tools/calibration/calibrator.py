@@ -71,7 +71,7 @@ def calibrate(
         budget: a `BytesBudget` or a `DivergenceBudget`.
         tokenizer: the model's tokenizer. By default it is loaded by the name of the model, if `texts` has texts.
         quantization: backend, group sizes, sinks and residual; its bits have no effect. By default `Quantization()`.
-        widths: bits to choose from. By default all bits of the backend, from 2 on.
+        widths: bits to choose from. By default all bits of the backend.
         passages: passages to read, taken from all texts in turn.
         context_length: tokens of a passage before the scored ones: 1024, or "1k".
         scored_tokens: tokens of a passage whose predictions are compared.

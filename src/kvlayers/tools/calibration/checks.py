@@ -20,9 +20,6 @@ from kvlayers.tools.measuring.text import check_known
 from kvlayers.upstream import model_types
 from kvlayers.utils.units import exact_bytes, tokens
 
-FEWEST_BITS = 2
-"""The fewest bits among the default widths: with 1 bit, models give different answers."""
-
 
 def check_budget(budget: Budget) -> None:
     """Raise `OptionError` if the budget is not a budget."""
@@ -87,7 +84,7 @@ def checked_widths(widths: Sequence[int] | None, quantization: Quantization) -> 
     """Bits to choose from, sorted. Raises `OptionError` if the backend lacks one, or if there are fewer than two."""
     known = backend(quantization.backend).widths
     if widths is None:
-        widths = [nbits for nbits in known if nbits >= FEWEST_BITS]
+        widths = list(known)
     if not isinstance(widths, list | tuple) or not all(nbits in known for nbits in widths):
         raise OptionError(f"`widths` must be a list of {', '.join(map(str, known))}, got {widths!r}.")
     if len(set(widths)) < 2:

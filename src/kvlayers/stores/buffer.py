@@ -149,17 +149,13 @@ class TokenBuffer:
         """Copy `states`, `[batch, kv_heads, tokens, head_dim]`, to the slots from `start` on."""
         tokens = states.shape[2]
         if tokens == 1 and not torch.compiler.is_compiling():
-            self.slot(start).copy_(states)
+            slot = start - self._first_slot
+            if not 0 <= slot < len(self._slots):
+                self._cut_slots(start)
+                slot = 0
+            self._slots[slot].copy_(states)
         else:
             self.read(start, tokens).copy_(states)
-
-    def slot(self, start: int) -> Tensor:
-        """View of one token to write to, `[batch, kv_heads, 1, head_dim]`, in code that is not compiled."""
-        index = start - self._first_slot
-        if 0 <= index < len(self._slots):
-            return self._slots[index]
-        self._cut_slots(start)
-        return self._slots[0]
 
     def _cut_slots(self, start: int) -> None:
         count = min(SLOTS_AT_ONCE, self.capacity - start)

@@ -109,12 +109,8 @@ class ContiguousStore(BufferPair):
         elif self._copy_on_write is not None and not self._may_write(self._end, self._end + tokens):
             self._leave_buffers(tokens)
         key_buffer, value_buffer = self._buffers()
-        if tokens == 1 and not torch.compiler.is_compiling():
-            key_buffer.slot(self._end).copy_(keys)
-            value_buffer.slot(self._end).copy_(values)
-        else:
-            key_buffer.write(self._end, keys)
-            value_buffer.write(self._end, values)
+        key_buffer.write(self._end, keys)
+        value_buffer.write(self._end, values)
         self._advance(tokens)
 
     def _advance(self, tokens: int) -> None:

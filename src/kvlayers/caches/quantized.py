@@ -134,10 +134,10 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         sink_tokens: oldest tokens that stay in full precision.
         quantize_sliding: whether windows of sliding and chunked attention are quantized too.
         scales: for fp8, scales of keys and values that never change, in place of one for each group of states:
-            "checkpoint" for those that the model's checkpoint was calibrated with (compressed-tensors and FP8
+            "checkpoint" for the scales that the model's checkpoint was calibrated with (compressed-tensors and FP8
             checkpoints with a `kv_cache_scheme`), the path or the Hub's name of another checkpoint, or a pair (keys,
-            values) for each layer, in which either is one number or has one for each KV head. States that exceed 448
-            times the scale are clipped. Files on the Hub that have scales in them are downloaded as a whole.
+            values) for each layer, each of them one number, or one for each KV head. States that exceed 448 times the
+            scale are clipped. Files on the Hub that have scales in them are downloaded as a whole.
         length_hint: the most tokens that are expected, if known, such as 4096 or "4k". Memory then grows to that number
             and no further, as long as no more tokens come.
         offloading: hold codes and states on the host, and on their device only while they are attended to.

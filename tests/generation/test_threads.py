@@ -21,7 +21,7 @@ import kvlayers
 import versions
 from drafts import draft_of, spread
 from kvlayers import DynamicLayer, PrefixStore
-from kvlayers.quantizers import search
+from kvlayers.quantizers.cpu import pack
 from kvlayers.utils import native_library
 from models import fresh_model, prompt
 from oracle import states
@@ -385,7 +385,7 @@ def test_threads_that_need_a_kernel_at_once_compile_it_once(monkeypatch: pytest.
             super().__init__(source)
 
     monkeypatch.setattr(native_library, "Compilation", Counted)
-    library = native_library.NativeLibrary(pathlib.Path(search.__file__).with_suffix(".cpp"), "kvlayers_search")
+    library = native_library.NativeLibrary(pathlib.Path(pack.__file__).with_suffix(".cpp"), "kvlayers_pack")
     in_threads(lambda index: seen.append(library.get()))
     assert len(asked) == 1
     assert len(seen) == THREADS

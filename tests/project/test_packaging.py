@@ -17,7 +17,7 @@ import pytest
 
 import kvlayers
 from kvlayers.attention.cpu import kernel
-from kvlayers.quantizers import search
+from kvlayers.quantizers.cpu import pack
 from kvlayers.utils.compilation import cpu_features
 from kvlayers.utils.native_builds import BUILDS, SOURCES, best_build
 
@@ -40,7 +40,7 @@ pytestmark = [
 PLATFORM = f"manylinux_2_17_{platform.machine()}"
 # A compiler that copies what the tests have compiled for this machine.
 STAND_IN = """#!/bin/sh
-case "$*" in *kernel.cpp*) made={kernel};; *) made={search};; esac
+case "$*" in *kernel.cpp*) made={kernel};; *) made={pack};; esac
 while [ "$1" != -o ]; do shift; done
 cp "$made" "$2"
 """
@@ -49,17 +49,18 @@ ATTEND = """
 import torch
 from kvlayers.attention.cpu import kernel
 from kvlayers.attention.segments import DenseSegment, KVSegments
-from kvlayers.quantizers import search
+from kvlayers.quantizers import SideOptions, backend, dequantize
+from kvlayers.quantizers.cpu import pack
 torch.manual_seed(0)
 query, keys, values = torch.randn(1, 4, 1, 16), *torch.randn(2, 1, 4, 300, 16)
 segments = KVSegments((DenseSegment(keys, values),))
 assert kernel.obstacle(query, segments) is None
 expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
 torch.testing.assert_close(kernel.attend(query, segments, None, 0.25), expected, rtol=1e-5, atol=1e-5)
-assert search.supports(keys)
-codes, scale, zero = search.search(keys[0, 0], 4, torch.float32, (0.0, 0.1), 1, 0.0)
-torch.testing.assert_close(codes * scale + zero, keys[0, 0], rtol=0, atol=1)
-print(kernel.library()._name, search.library()._name, sep="\\n")
+quantizer = backend("native").quantizer(SideOptions("values", 4), 16)
+back = dequantize(quantizer.quantize(keys), quantizer.format, torch.float32)
+torch.testing.assert_close(back, keys, rtol=0, atol=1)
+print(kernel.library()._name, pack.LIBRARY.get()._name, sep="\\n")
 """
 
 
@@ -199,7 +200,7 @@ def found_in(wheel: pathlib.Path, tmp_path: pathlib.Path) -> list[str]:
 
 @needs_build
 def test_a_wheel_of_a_platform_needs_no_compiler(tmp_path: pathlib.Path) -> None:
-    made = {name: library.get() for name, library in (("kernel", kernel.LIBRARY), ("search", search.LIBRARY))}
+    made = {name: library.get() for name, library in (("kernel", kernel.LIBRARY), ("pack", pack.LIBRARY))}
     script = tmp_path / "stand-in"
     script.write_text(STAND_IN.format(**{name: library and library._name for name, library in made.items()}))
     script.chmod(0o755)

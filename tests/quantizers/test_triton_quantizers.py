@@ -16,7 +16,8 @@ from kvlayers.quantizers.cuda import support
 from kvlayers.quantizers.cuda.support import pack_obstacle, read_obstacle
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
-from triton_quantizer_cases import PACKINGS, READINGS
+from packing_cases import PACKINGS
+from triton_quantizer_cases import READINGS
 
 with_triton = versions.interprets_kernels
 META = torch.device("meta")

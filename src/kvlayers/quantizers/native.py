@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvlayers.quantizers import search
+from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.contract import (
     DEFAULT_GROUP_SIZE,
     Backend,
@@ -26,19 +26,14 @@ from kvlayers.quantizers.contract import (
     KernelSearch,
     QuantizedGroups,
     Quantizer,
+    Side,
     SideOptions,
     channel_group,
 )
-from kvlayers.quantizers.grouping import (
-    GROUP_DIMS,
-    from_rows,
-    grouped,
-    one_group_a_row,
-    rounded,
-    smallest_positive,
-    ungrouped,
-)
+from kvlayers.quantizers.cpu.pack import pack_blocks, packs
+from kvlayers.quantizers.grouping import GROUP_DIMS, grouped, rounded, smallest_positive, ungrouped
 from kvlayers.quantizers.hadamard import rotate, rotation_size
+from kvlayers.quantizers.packed_side import unpack_side
 from kvlayers.quantizers.registry import register_quantizer
 
 CLIPS = {
@@ -112,6 +107,12 @@ class NativeQuantizer(Quantizer):
         by the square root of the number of channels that are mixed (8188 for float16 and head_dim 64).
         """
         tokens = states.shape[-2]
+        # The kernel packs whole blocks.
+        block_tokens = tokens if self.format.group_tokens == 1 else self.format.group_tokens
+        side: Side = "values" if self.format.group_tokens == 1 else "keys"
+        layout = BlockLayout(self.format, side, states.shape[-1], block_tokens)
+        if states.numel() and packs(layout, states):
+            return self._quantized_by_kernel(states, layout)
         at_once = CPU_STATES_AT_ONCE if states.device.type == "cpu" else ACCELERATOR_STATES_AT_ONCE
         step = at_once * tokens // max(1, states.numel())
         step = max(1, step // self.format.group_tokens) * self.format.group_tokens
@@ -122,21 +123,23 @@ class NativeQuantizer(Quantizer):
         codes, scale, zero = zip(*parts, strict=True)
         return QuantizedGroups(torch.cat(codes, -2), torch.cat(scale, -2), torch.cat(zero, -2))
 
+    def _quantized_by_kernel(self, states: Tensor, layout: BlockLayout) -> QuantizedGroups:
+        blocks = (*states.shape[:2], states.shape[2] // layout.block_tokens)
+        codes = torch.empty((*blocks, layout.code_bytes), dtype=torch.uint8, device="cpu")
+        parameters = torch.empty((*blocks, layout.parameters), dtype=states.dtype, device="cpu")
+        pack_blocks(states, states, codes, parameters, layout, self.range_search)
+        return unpack_side(codes, parameters, layout)
+
     def _quantize_piece(self, states: Tensor) -> QuantizedGroups:
         limit = min(torch.finfo(states.dtype).max, LARGEST_STATE)
-        # Models pass transposed states, whose rotation takes twice the time.
-        exact = states.to(torch.float32, memory_format=torch.contiguous_format)
+        exact = states.float()
         if self.format.rotated:
             limit /= rotation_size(states.shape[-1]) ** 0.5
             exact = rotate(exact.clamp(-limit, limit))
         else:
             exact = exact.clamp(-limit, limit)
-        bits, how = self.format.bits, self.range_search
-        if search.supports(states):
-            rows = one_group_a_row(exact, self.format)
-            found = search.search(rows, bits, states.dtype, how.clips, how.refits, how.largest_stretch)
-            return from_rows(*found, states.shape, self.format)
-        grid, float_codes = _GridSearch(grouped(exact, self.format), bits, states.dtype, how.clips).best()
+        clips = self.range_search.clips
+        grid, float_codes = _GridSearch(grouped(exact, self.format), self.format.bits, states.dtype, clips).best()
         codes = ungrouped(float_codes).to(torch.uint8)
         scale, zero = (numbers.squeeze(-1).squeeze(-2).to(states.dtype) for numbers in (grid.scale, grid.zero))
         return QuantizedGroups(codes, scale, zero)

@@ -12,7 +12,8 @@ from kvlayers.attention.segments import DenseSegment, PackedSegment
 from kvlayers.errors import StateMismatchError
 from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.contract import CodeFormat, Quantizer, Side, check_groups
-from kvlayers.quantizers.cuda.launch import pack_blocks
+from kvlayers.quantizers.cpu import pack as cpu_pack
+from kvlayers.quantizers.cuda import launch as cuda_launch
 from kvlayers.quantizers.cuda.support import pack_obstacle
 from kvlayers.quantizers.packed_side import PackedSide, pack_side, side_bytes
 from kvlayers.stores.buffer import StateForm, nbytes_of
@@ -111,10 +112,14 @@ class PackedBlocks:
         is_known = False
         for side, states, partner in zip(SIDES, (keys, values), (values, keys), strict=True):
             codes, parameters = self._packed[side].slots_ahead(skipped, blocks)
-            search = self._quantizers[side].kernel_search
-            if codes.device == states.device and search is not None and self.obstacle(side) is None:
-                pack_blocks(states, partner, codes, parameters, self._layouts[side], search)
-                continue
+            search, layout = self._quantizers[side].kernel_search, self._layouts[side]
+            if search is not None and codes.device == states.device:
+                if self.obstacle(side) is None:
+                    cuda_launch.pack_blocks(states, partner, codes, parameters, layout, search)
+                    continue
+                if cpu_pack.packs(layout, states):
+                    cpu_pack.pack_blocks(states, partner, codes, parameters, layout, search)
+                    continue
             if not is_known:
                 finite, is_known = _finite_tokens(keys, values), True
             found = self._quantized(side, states, finite)

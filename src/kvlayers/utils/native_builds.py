@@ -11,7 +11,7 @@ FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", 
 
 NATIVE = "-march=native"
 
-SOURCES = ("attention/cpu/kernel.cpp", "quantizers/search.cpp")
+SOURCES = ("attention/cpu/kernel.cpp", "quantizers/cpu/pack.cpp")
 """The files that are compiled, each to one library, relative to the package."""
 
 HEADERS = pathlib.Path(__file__).parent

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "vectors.h"
+#include "../../utils/vectors.h"
 
 namespace {
 

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "vectors.h"
+#include "../../utils/vectors.h"
 
 namespace {
 

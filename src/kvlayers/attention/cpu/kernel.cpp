@@ -13,11 +13,11 @@
 #include <vector>
 
 #include "../../utils/parallel.h"
+#include "../../utils/vectors.h"
 #include "call.h"
 #include "dense.h"
 #include "packed.h"
 #include "plan.h"
-#include "vectors.h"
 
 namespace {
 

@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
+#include "../../utils/vectors.h"
 #include "call.h"
 #include "codes.h"
-#include "vectors.h"
 
 namespace {
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <new>
+#include <utility>
 #include <vector>
 
 #ifdef __AVX2__
@@ -146,6 +147,103 @@ inline Register load_register(const Float16* from) {
 }
 
 inline void store_register(float* to, Register vector) { std::memcpy(to, &vector, sizeof(vector)); }
+
+inline Register spread(float number) { return number - Register{}; }
+
+// Compilers make two instructions of `a < b ? a : b`, where there is one that does the same.
+inline Register lower(Register a, Register b) {
+#if defined(__AVX512F__)
+    return (Register)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Register)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return a < b ? a : b;
+#endif
+}
+
+inline Register higher(Register a, Register b) {
+#if defined(__AVX512F__)
+    return (Register)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Register)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+// The whole numbers nearest to numbers between -2^22 and 2^22, halves to even.
+inline Register nearest(Register numbers) {
+#if defined(__AVX512F__)
+    return (Register)_mm512_roundscale_ps((__m512)numbers, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__AVX2__)
+    return (Register)_mm256_round_ps((__m256)numbers, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const Register shifter = spread(12582912.0f);
+    return (numbers + shifter) - shifter;
+#endif
+}
+
+// The lanes PLACE of two vectors, of which those of the second have places from its width on.
+template <int... PLACE, typename Vector>
+inline Vector lanes_of(Vector first, Vector second) {
+#ifdef __clang__
+    return __builtin_shufflevector(first, second, PLACE...);
+#else
+    return __builtin_shuffle(first, second, decltype(first < second){PLACE...});
+#endif
+}
+
+// The first rows and columns of a step of `transpose`: places where the bit STRIDE is set change with those where it isn't.
+template <int STRIDE, typename Vector, int... LANE>
+inline void exchange(Vector* rows, std::integer_sequence<int, LANE...>) {
+#pragma GCC unroll 16
+    for (int row = 0; row < WIDTH; ++row)
+        if (!(row & STRIDE)) {
+            const Vector one = rows[row], other = rows[row + STRIDE];
+            rows[row] = lanes_of<(LANE & STRIDE ? WIDTH + LANE - STRIDE : LANE)...>(one, other);
+            rows[row + STRIDE] = lanes_of<(LANE & STRIDE ? WIDTH + LANE : LANE + STRIDE)...>(one, other);
+        }
+}
+
+// Makes rows of columns. There are WIDTH rows of as many lanes.
+template <typename Vector>
+inline void transpose(Vector* rows) {
+    const auto lanes = std::make_integer_sequence<int, WIDTH>();
+    exchange<1>(rows, lanes);
+    exchange<2>(rows, lanes);
+    exchange<4>(rows, lanes);
+    if constexpr (WIDTH > 8) exchange<WIDTH / 2>(rows, lanes);
+}
+
+// Finite numbers, as a dtype holds them.
+template <typename State>
+inline Register rounded_to(Register numbers) {
+    State rounded[WIDTH];
+    for (int lane = 0; lane < WIDTH; ++lane) from_float(numbers[lane], &rounded[lane]);
+    return load_register(rounded);
+}
+
+template <>
+inline Register rounded_to<float>(Register numbers) {
+    return numbers;
+}
+
+template <>
+inline Register rounded_to<BFloat16>(Register numbers) {
+    const IntRegister bits = (IntRegister)numbers;
+    return (Register)((bits + 0x7fff + ((bits >> 16) & 1)) & int32_t(0xffff0000));
+}
+
+// Integers below 256 as bytes.
+inline void store_bytes(uint8_t* to, IntRegister numbers) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)numbers));
+#else
+    typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
+    const Bytes bytes = __builtin_convertvector(numbers, Bytes);
+    std::memcpy(to, &bytes, sizeof(bytes));
+#endif
+}
 
 // Numbers in even places, numbers in odd places.
 struct Pair {

@@ -1,0 +1,1 @@
+"""The C++ kernel that packs blocks on a CPU."""

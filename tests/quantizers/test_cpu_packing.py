@@ -1,0 +1,110 @@
+"""The C++ kernel that packs blocks on a CPU does what torch does."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import packing_cases
+from kvlayers.quantizers.cpu import pack
+from kvlayers.stores.packed_blocks import SIDES, PackedBlocks
+from kvlayers.utils.native_library import NativeLibrary
+from packing_cases import PACKINGS, Packing, codes_of, packed, squared_error
+
+needs_kernel = pytest.mark.skipif(pack.LIBRARY.get() is None, reason="no kernel here: it could not be compiled")
+
+CASES = {name: case for name, case in PACKINGS.items() if case.name == "native"} | {
+    "1 bit": Packing(bits=1),
+    "kivi": Packing("kivi", 2, torch.bfloat16),
+    "a token of ten thousand channels": Packing(head_dim=10_000, bits=8),
+}
+
+
+def packed_by_torch(case: Packing, keys: Tensor, values: Tensor) -> PackedBlocks:
+    with mock.patch.object(NativeLibrary, "get", return_value=None):
+        return packed(case, keys, values)
+
+
+def check(case: Packing, keys: Tensor, values: Tensor) -> None:
+    """Compare blocks that the kernel packed with blocks that torch packed."""
+    finite = keys.isfinite().all(-1) & values.isfinite().all(-1)
+    (found,), (expected,) = packed(case, keys, values).segments(), packed_by_torch(case, keys, values).segments()
+    for side, states in zip(SIDES, (keys, values), strict=True):
+        one, other = found.side(side), expected.side(side)
+        # A code differs where rounding moves a state over the border between two, or the search to another range.
+        assert float((codes_of(one) == codes_of(other)).double().mean()) > 0.998
+        errors = [squared_error(each, states, finite) for each in (one, other)]
+        assert errors[0] <= errors[1] * 1.002 + 1e-12
+        assert torch.equal(one.parameters.isnan(), other.parameters.isnan())
+        largest = [float(each.parameters.nan_to_num(0).double().abs().amax()) for each in (one, other)]
+        assert largest[0] == pytest.approx(largest[1], rel=0.1)
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_packs_the_codes_that_torch_packs(name: str) -> None:
+    case = CASES[name]
+    keys, values = packing_cases.states_of(case)
+    with mock.patch.object(pack, "pack_blocks", wraps=pack.pack_blocks) as packing:
+        blocks = packed(case, keys, values)
+    assert packing.call_count == 2 * min(case.blocks, 2)
+    assert bool(blocks.state()["values_parameters"].isnan().any()) == ("not_finite" in name)
+    check(case, keys, values)
+
+
+@needs_kernel
+@settings(max_examples=60, deadline=None)
+@given(
+    bits=st.sampled_from([1, 2, 3, 4, 5, 6, 8]),
+    dtype=st.sampled_from(packing_cases.DTYPES),
+    head_dims=st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2)),
+    key_group=st.sampled_from([None, 8, 32]),
+    lost=st.lists(st.integers(0, 63), max_size=3),
+)
+def test_the_kernel_packs_blocks_of_every_shape_as_well_as_torch(
+    bits: int,
+    dtype: torch.dtype,
+    head_dims: tuple[int, int],
+    sizes: tuple[int, int, int],
+    key_group: int | None,
+    lost: list[int],
+) -> None:
+    batch, kv_heads, blocks = sizes
+    case = Packing(
+        "native", bits, dtype, *head_dims, batch=batch, kv_heads=kv_heads, blocks=blocks, key_group=key_group
+    )
+    keys, values = packing_cases.states_of(case)
+    keys[-1, -1, lost, 0] = torch.nan
+    values[0, 0, lost, -1] = torch.inf
+    finite = keys.isfinite().all(-1) & values.isfinite().all(-1)
+    (found,), (expected,) = packed(case, keys, values).segments(), packed_by_torch(case, keys, values).segments()
+    for side, states in zip(SIDES, (keys, values), strict=True):
+        one, other = found.side(side), expected.side(side)
+        error, allowed = (squared_error(each, states, finite) for each in (one, other))
+        # A state that rounding moves over a border between codes changes few errors, and each by little.
+        assert error <= allowed * 1.02 + 1e-9
+        assert torch.equal(one.parameters.isnan(), other.parameters.isnan())
+
+
+@needs_kernel
+def test_every_layout_of_the_states_in_memory_gives_the_same_codes() -> None:
+    case = replace(CASES["several sequences, heads and blocks"], dtype=torch.bfloat16)
+    keys, values = packing_cases.states_of(case)
+    channels_first = [states.transpose(2, 3).contiguous().transpose(2, 3) for states in (keys, values)]
+    expected = packed(case, keys.contiguous(), values.contiguous()).state()
+    for one in (packed(case, keys, values), packed(case, *channels_first)):
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in one.state().items())
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", ["fp8", "nf4", "turboquant"])
+def test_the_kernel_leaves_other_formats_to_torch(name: str) -> None:
+    case = Packing(name, 8 if name == "fp8" else 4)
+    with mock.patch.object(pack, "pack_blocks") as packing:
+        packed(case, *packing_cases.states_of(case))
+    assert not packing.called

@@ -8,6 +8,7 @@ another order. transformers regroups in the same way if there is a mask (as with
 """
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,13 +37,21 @@ def grouped_for_one_query(keys: Tensor) -> Tensor:
     Args:
         keys: the keys that the one new token of each sequence attends to.
     """
-    if not keys.is_cpu or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or keys.shape[2] < first_grouped_length(keys):
         return keys
-    if keys.dtype.itemsize > 2 and keys.numel() < dense.CPU_MINIMUM_STATES:
-        batch, kv_heads, tokens, _ = keys.shape
-        if tokens < CPU_MINIMUM_FLOAT32_TOKENS or batch * kv_heads < 2 * torch.get_num_threads():
-            return keys
     return keys.as_subclass(GroupedKeys)
+
+
+def first_grouped_length(keys: Tensor) -> int:
+    """Tokens from which `grouped_for_one_query` marks keys that differ from these in the number of tokens alone."""
+    if not keys.is_cpu:
+        return sys.maxsize
+    if keys.dtype.itemsize <= 2:
+        return 0
+    batch, kv_heads, _, head_dim = keys.shape
+    length = -(-dense.CPU_MINIMUM_STATES // max(1, batch * kv_heads * head_dim))
+    shares_threads = batch * kv_heads < 2 * torch.get_num_threads()
+    return length if shares_threads else min(length, CPU_MINIMUM_FLOAT32_TOKENS)
 
 
 class GroupedKeys(Tensor):

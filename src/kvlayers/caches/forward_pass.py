@@ -33,7 +33,8 @@ class Followed(Protocol):
         """All layers, with the operations of kvlayers' layers."""
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: it is made at every pass, and the initialiser of a frozen one takes three times as long.
+@dataclass(slots=True)
 class PassStart:
     """Where a forward pass began.
 

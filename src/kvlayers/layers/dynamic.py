@@ -35,9 +35,7 @@ class DynamicLayer(TokenLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, object] | None = None
     ) -> tuple[Tensor, Tensor]:
-        store = self._store
-        store.validate(key_states, value_states)
-        return store.extend(key_states, value_states)
+        return self._store.take_in(key_states, value_states)
 
     @property
     @override

@@ -1,7 +1,7 @@
 """A tensor with room for tokens: the memory of keys, or of values."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -77,9 +77,6 @@ def nbytes_of(form: StateForm, tokens: int) -> int:
 MAXIMUM_PIECES = 8
 """Most pieces in which tokens are moved to the front. If it would take more, all tokens are copied at once."""
 
-SLOTS_AT_ONCE = 32
-"""Views of single tokens that are made together, in half the time of making each when it is needed."""
-
 
 class TokenBuffer:
     """A tensor `[batch, kv_heads, capacity, head_dim]` that is read and written by ranges of tokens.
@@ -89,11 +86,9 @@ class TokenBuffer:
 
     __slots__ = (
         "_batch",
-        "_first_slot",
         "_head_dim",
         "_kv_heads",
         "_offset",
-        "_slots",
         "_strides",
         "capacity",
         "tensor",
@@ -107,8 +102,6 @@ class TokenBuffer:
         self._strides = tensor.stride()
         self._offset: int | None = None
         self.tracks_gradients = tensor.requires_grad
-        self._slots: Sequence[Tensor] = ()
-        self._first_slot = 0
 
     def __reduce__(self) -> tuple[type["TokenBuffer"], tuple[Tensor]]:
         return TokenBuffer, (self.tensor,)
@@ -147,20 +140,7 @@ class TokenBuffer:
 
     def write(self, start: int, states: Tensor) -> None:
         """Copy `states`, `[batch, kv_heads, tokens, head_dim]`, to the slots from `start` on."""
-        tokens = states.shape[2]
-        if tokens == 1 and not torch.compiler.is_compiling():
-            slot = start - self._first_slot
-            if not 0 <= slot < len(self._slots):
-                self._cut_slots(start)
-                slot = 0
-            self._slots[slot].copy_(states)
-        else:
-            self.read(start, tokens).copy_(states)
-
-    def _cut_slots(self, start: int) -> None:
-        count = min(SLOTS_AT_ONCE, self.capacity - start)
-        self._slots = self.tensor.narrow(2, start, count).split(1, dim=2)  # type: ignore[no-untyped-call]
-        self._first_slot = start
+        self.read(start, states.shape[2]).copy_(states)
 
     def shift_to_front(self, start: int, count: int, free: int = 0) -> None:
         """Move `count` tokens from `start` to the front, after `free` slots, without overwriting unmoved ones."""

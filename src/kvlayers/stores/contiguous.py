@@ -2,12 +2,13 @@
 
 import copy
 from abc import abstractmethod
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvlayers.attention.gqa import first_grouped_length
 from kvlayers.attention.gqa_repeats import marked_for_sdpa
 from kvlayers.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.errors import InterruptedPassError
@@ -16,6 +17,23 @@ from kvlayers.stores.buffer_pair import BufferPair
 from kvlayers.stores.contract import KVPair
 from kvlayers.stores.validation import check_dense_state, check_one_batch, checked_forms, mismatch, no_room_for_tokens
 from kvlayers.upstream import compat
+
+
+@dataclass(frozen=True, slots=True)
+class ValidStates:
+    """New states that were valid.
+
+    Attributes:
+        facts: shapes, dtypes and devices of keys and values.
+        key_form: form of the held keys, the very object.
+        value_form: form of the held values, likewise.
+        first_grouped_length: tokens from which such keys are marked for SDPA, if there is one new token.
+    """
+
+    facts: tuple[object, ...]
+    key_form: StateForm | None
+    value_form: StateForm | None
+    first_grouped_length: int
 
 
 class ContiguousStore(BufferPair):
@@ -39,7 +57,7 @@ class ContiguousStore(BufferPair):
         super().__init__(prefix_room)
         self.limit = limit
         self._validated: tuple[StateForm, StateForm] | None = None
-        self._last_valid: tuple[Any, ...] | None = None
+        self._last_valid: ValidStates | None = None
 
     @abstractmethod
     def _make_room(self, tokens: int) -> None:
@@ -52,14 +70,20 @@ class ContiguousStore(BufferPair):
         self._validated = None
         if torch.compiler.is_compiling():
             return self._validate(keys, values)
-        # A step of decoding has the forms of the step before: one comparison tells. The held forms, which come last,
-        # are the same objects then.
-        given = keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
-        last = self._last_valid
-        if last is None or last[1] is not self._key_form or last[2] is not self._value_form or last[0] != given:
+        if not self._is_as_before(keys, values):
             self._validate(keys, values)
-            self._last_valid = None if self._validated else (given, self._key_form, self._value_form)
+            facts = keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
+            valid = ValidStates(facts, self._key_form, self._value_form, first_grouped_length(keys))
+            self._last_valid = None if self._validated else valid
         return keys.shape[2]
+
+    def _is_as_before(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether states are like those that were valid last: in a step of decoding, one comparison tells."""
+        last = self._last_valid
+        if last is None or last.key_form is not self._key_form or last.value_form is not self._value_form:
+            return False
+        facts = keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
+        return facts == last.facts
 
     def _validate(self, keys: Tensor, values: Tensor) -> int:
         key_form, value_form = checked_forms(keys, values)

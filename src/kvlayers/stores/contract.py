@@ -187,6 +187,11 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
             CapacityError: the store cannot hold that many tokens.
         """
 
+    def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
+        """`validate` states, then `extend` by them. A store may take a shorter way for one token."""
+        self.validate(keys, values)
+        return self.extend(keys, values)
+
     @abstractmethod
     def extend_and_evict(
         self, keys: Tensor, values: Tensor, past: int, kept: int, prefix_states: KVPair | None = None

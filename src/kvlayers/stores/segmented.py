@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.attention.gqa import GroupedKeys
 from kvlayers.attention.segments import DenseSegment, KVSegments
 from kvlayers.stores.buffer import TokenBuffer
 from kvlayers.stores.contiguous import ContiguousStore
@@ -84,6 +85,35 @@ class SegmentedStore(ContiguousStore):
     @override
     def attention_paths(self) -> Mapping[str, int]:
         return self._returned.paths.counts
+
+    # Taking in states
+
+    @override
+    def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
+        last = self._last_valid
+        if torch.compiler.is_compiling() or last is None or not self._takes_one_token(keys, values):
+            return super().take_in(keys, values)
+        key_buffer, value_buffer = self._buffers()
+        start, end = self._start, self._end
+        key_buffer.view(end, 1).copy_(keys)
+        value_buffer.view(end, 1).copy_(values)
+        self._end = end + 1
+        tokens = end + 1 - start
+        attended = key_buffer.view(start, tokens)
+        if tokens >= last.first_grouped_length:
+            attended = attended.as_subclass(GroupedKeys)
+        return attended, value_buffer.view(start, tokens)
+
+    def _takes_one_token(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether states are one token like the one before, there is room for it, and nobody else is concerned."""
+        if self._is_forked or self._copy_on_write is not None or self._end >= self._capacity:
+            return False
+        # Buffers of other kinds note what is written.
+        if type(self._keys) is not TokenBuffer or type(self._values) is not TokenBuffer:
+            return False
+        if self._tracks_gradients or keys.requires_grad or values.requires_grad:
+            return False
+        return self._is_as_before(keys, values) and keys.shape[2] == 1
 
     # Reading
 

@@ -6,7 +6,7 @@ costs next to nothing per token.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -42,9 +42,9 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Read once: another thread may uninstall kvlayers meanwhile.
         is_active = _is_active
-        if is_active is None:
-            return original(self, *args, **kwargs)
         past = kwargs.get(legacy_tuples.ARGUMENT)
+        if is_active is None or (not args and isinstance(past, Cache) and not _is_prompt(kwargs.get("input_ids"))):
+            return original(self, *args, **kwargs)
         if past is None:
             past = kwargs.get("cache_params")
         if isinstance(past, tuple | list):
@@ -72,7 +72,11 @@ def _forward_with_cache(
         kwargs = {**kwargs, legacy_tuples.ARGUMENT: registry.make_cache(past, model)}
     else:
         ids = kwargs.get("input_ids", args[0] if args else None)
-        # Only for prompts, since it would cost something at each token of a decode loop.
-        if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] > 1 and isinstance(past, Cache):
+        if _is_prompt(ids) and isinstance(past, Cache):
             return known_ids.record_forward(past, ids, functools.partial(forward, *args, **kwargs))
     return forward(*args, **kwargs)
+
+
+def _is_prompt(ids: Any) -> TypeGuard[Tensor]:
+    """Whether token ids are to be recorded: those of a prompt, since a decode loop would pay for it at each token."""
+    return isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] > 1

@@ -294,15 +294,16 @@ def test_tokens_are_rolled_back_only_within_the_tokens_that_every_head_holds() -
 
 
 def test_heads_that_hold_different_tokens_are_not_read_as_one_tensor() -> None:
+    # By chance all heads may keep one more token than the recent ones, but not as many again.
     store, lists = ragged()
     for read in (
         lambda: store.newest(store.length),
-        lambda: store.newest_keys(RECENT + 1),
+        lambda: store.newest_keys(2 * RECENT),
         lambda: store.newest_values(store.length),
         store.caller_views,
         lambda: store.drop_oldest(1),
         lambda: store.extend_and_evict(*states(2, 1), past=3, kept=4),
-        lambda: store.extend(*states(2, 1), past=RECENT + 1),
+        lambda: store.extend(*states(2, 1), past=2 * RECENT),
     ):
         with pytest.raises(UnsupportedLayerError, match="different tokens"):
             read()

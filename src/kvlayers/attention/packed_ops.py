@@ -142,9 +142,10 @@ def _obstacle(
     view = key.packed_view
     if view != value.packed_view or view.swapped or view.grouped or query.dim() != 4:
         return "keys and values do not have the shapes that attention takes"
-    heads, kv_heads = query.shape[1], key.shape[1]
+    batch, heads, _, head_dim = query.shape
+    key_batch, kv_heads, _, key_dim = key.shape
     whole_groups = heads == kv_heads or (enable_gqa and heads % kv_heads == 0)
-    if not whole_groups or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+    if not whole_groups or batch != key_batch or head_dim != key_dim:
         return "queries do not fit the keys"
     if (reason := _mismatch(query, key)) is not None:
         return reason

@@ -44,7 +44,8 @@ class Version:
         self.number += 1
 
 
-@dataclass(frozen=True, eq=False)
+# Not frozen: each layer makes one at each step, and the initialiser of a frozen one takes five times as long.
+@dataclass(eq=False)
 class Snapshot:
     """The tokens that the packed keys and values of one update stand for.
 
@@ -177,6 +178,7 @@ def implements_in_graphs(function: Any) -> Callable[[GraphImplementation], Graph
 class PackedStates(Tensor):
     """Keys or values `[batch, kv_heads, tokens, head_dim]` of a cache that holds them packed."""
 
+    known_shape: torch.Size
     snapshot: Snapshot
     side: Side
     packed_view: PackedView
@@ -189,6 +191,7 @@ class PackedStates(Tensor):
         states: PackedStates = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=snapshot.dtype, device=snapshot.device
         )
+        states.known_shape = torch.Size(shape)
         states.snapshot = snapshot
         states.side = side
         states.packed_view = view
@@ -196,6 +199,11 @@ class PackedStates(Tensor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The shape, without the detour by `__torch_function__`: models read it several times in each layer."""
+        return self.known_shape
 
     def dense(self) -> Tensor:
         """A copy of the states in full precision, of the same shape and dtype.

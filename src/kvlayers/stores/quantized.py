@@ -134,6 +134,19 @@ class QuantizedStore(TokenStore):
     # Taking in states
 
     @override
+    def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
+        parts = self._parts
+        residual = parts.residual
+        has_room = residual.length < self._room and not self._residual_may_move
+        if torch.compiler.is_compiling() or not has_room or not residual.append_one(keys, values):
+            return super().take_in(keys, values)
+        self._length += 1
+        self._validated = None
+        if not parts.old_tokens:
+            return self.newest(self._length)
+        return self._attended(self._segments(self._length))
+
+    @override
     def validate(self, keys: Tensor, values: Tensor) -> int:
         forms = in_one_dtype(*checked_forms(keys, values))
         self._validated = None
@@ -198,7 +211,9 @@ class QuantizedStore(TokenStore):
         self._apply_form()
         if self._residual_may_move:
             self._invalidate_snapshots()
-        keys, values = self._in_held_dtype(keys).detach(), self._in_held_dtype(values).detach()
+        keys, values = (
+            states.detach() if states.requires_grad else states for states in map(self._in_held_dtype, (keys, values))
+        )
         new = keys.shape[2]
         blocks = self._blocks_to_pack(new)
         if blocks:

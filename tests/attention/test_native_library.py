@@ -140,7 +140,6 @@ UNCOMPILABLE: dict[str, dict[str, str]] = {
     "a compiler that fails": {"CXX": "/bin/false"},
     "a compiler that fails later": {"CXX": "sh -c 'test $0 = --version'"},
     "no place to keep it": {"KVLAYERS_CACHE": "/proc/kvlayers"},
-    "it is not wanted": {"KVLAYERS_COMPILE": "never"},
 }
 
 
@@ -162,6 +161,18 @@ def test_what_hinders_the_compiler_is_one_warning(
         assert library.get() is None
     assert [record.name for record in caplog.records] == ["kvlayers.utils.native_library"]
     assert "install g++" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_library_that_is_not_wanted_is_no_warning(
+    library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setenv("KVLAYERS_CACHE", str(tmp_path))
+    monkeypatch.setenv("KVLAYERS_COMPILE", "never")
+    with caplog.at_level(logging.INFO):
+        assert library.get() is library.get() is None
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert library.obstacle == "is not compiled, as $KVLAYERS_COMPILE is never"
     assert not list(tmp_path.iterdir())
 
 
@@ -198,6 +209,9 @@ def test_an_unknown_way_to_compile_is_an_error(library: NativeLibrary, monkeypat
     monkeypatch.setenv("KVLAYERS_COMPILE", "later")
     with pytest.raises(kvlayers.OptionError, match="must be one of background, wait, never, got 'later'"):
         library.get()
+    # Before a generation begins.
+    with pytest.raises(kvlayers.OptionError, match="set it to one of these, or unset it"):
+        kvlayers.DynamicCache()
 
 
 @needs_compiler

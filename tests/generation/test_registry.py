@@ -305,6 +305,15 @@ def test_an_unknown_name_is_refused_with_those_that_exist(installed: None) -> No
             used_cache(cache_implementation=wrong)
 
 
+@pytest.mark.parametrize("name", ["kivi", "TurboQuant", "nf4", "native"])
+def test_the_name_of_a_backend_is_refused_with_the_way_to_get_it(name: str) -> None:
+    config = {"backend": name.lower()}
+    with pytest.raises(kvlayers.RegistryError) as error:
+        kvlayers.make_cache(name, tiny_model("llama"))
+    assert "use the name 'quantized' with " + f'cache_config={{"backend": "{name.lower()}"}}.' in str(error.value)
+    assert kvlayers.QuantizedCache(config=tiny_model("llama").config, **config).layers
+
+
 def test_a_static_cache_needs_a_size() -> None:
     with pytest.raises(kvlayers.OptionError, match="max_cache_len.* None"):
         kvlayers.make_cache("static", tiny_model("llama"))

@@ -1,5 +1,6 @@
 """The C++ kernel that packs blocks on a CPU does what torch does."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -8,8 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import packing_cases
+from kvlayers.quantizers import CodeFormat, NativeQuantizer
+from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.cpu import pack
 from kvlayers.stores.packed_blocks import SIDES, PackedBlocks
 from kvlayers.utils.native_library import NativeLibrary
@@ -108,3 +112,28 @@ def test_the_kernel_leaves_other_formats_to_torch(name: str) -> None:
     with mock.patch.object(pack, "pack_blocks") as packing:
         packed(case, *packing_cases.states_of(case))
     assert not packing.called
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    "disguise",
+    [torch._neg_view, lambda states: torch._efficientzerotensor(states.shape), lambda states: states[0], Tensor.double],
+    ids=["a negation that is only noted", "zeros without memory", "three dimensions", "float64"],
+)
+def test_states_that_are_not_what_lies_in_memory_are_left_to_torch(disguise: Callable[[Tensor], Tensor]) -> None:
+    states = torch.randn(1, 2, 64, 16)
+    layout = BlockLayout(CodeFormat(4, 64, 1, rotated=True), "keys", 16, 64)
+    assert pack.packs(layout, states, states)
+    assert not pack.packs(layout, states, disguise(states))
+    assert not pack.packs(layout, disguise(states), states)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert not pack.packs(layout, states, states)
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("code_format", "tokens"), [(CodeFormat(4, 64, 1), 100), (CodeFormat(4, 1, 64), 128), (CodeFormat(4, 1, 7), 64)]
+)
+def test_states_that_groups_do_not_divide_are_refused(code_format: CodeFormat, tokens: int) -> None:
+    with pytest.raises(RuntimeError):
+        NativeQuantizer(code_format).quantize(torch.randn(1, 2, tokens, 60))

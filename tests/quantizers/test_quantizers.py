@@ -396,8 +396,8 @@ def test_importing_the_quantizers_imports_no_package_of_theirs() -> None:
         ("native", {"nbits": 4, "axis": 0}, "`axis_key` of the native backend must be left out, got 0"),
         ("quanto", {"nbits": 4, "axis": 1}, "`axis_key` of the quanto backend must be one of 0, -1, got 1"),
         ("hqq", {"nbits": 4, "axis": -1}, "`axis_key` of the hqq backend must be one of 0, 1, got -1"),
-        ("native", {"nbits": 4, "group_size": 0}, "group size must be at least 1, got 0"),
-        ("native", {"nbits": 4, "group_size": 2.5}, "group size must be at least 1, got 2.5"),
+        ("native", {"nbits": 4, "group_size": 0}, "group size must be a whole number of at least 1, got 0"),
+        ("native", {"nbits": 4, "group_size": 2.5}, "group size must be a whole number of at least 1, got 2.5"),
     ],
 )
 def test_options_that_a_backend_does_not_take(name: str, options: dict[str, Any], message: str) -> None:

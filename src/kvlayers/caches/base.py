@@ -34,6 +34,7 @@ from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.upstream import generate_calls
 from kvlayers.utils import late
+from kvlayers.utils.native_library import compile_choice
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.registry import ClassRegistry
 
@@ -81,6 +82,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         offload_device: str = "cpu",
         offload_directory: str | os.PathLike[str] | None = None,
     ) -> None:
+        # Now, rather than when a kernel is first needed, which may be in the middle of a generation.
+        compile_choice()
         if (layers is None) == (layer_class_to_replicate is None):
             raise ConfigError(
                 "expected either layers or layer_class_to_replicate, but saw "
@@ -252,7 +255,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             >>> import kvlayers
             >>> kvlayers.DynamicCache().explain()
             prefix: no store was asked
-            attention: states are held in full precision, as torch reads them
+            attention: states are held in full precision, for torch or the compiled kernel to read
             compiled: no code that updates this cache
         """
         layers = [layer for layers in self._layers_by_use().values() for layer in layers]

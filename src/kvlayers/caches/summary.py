@@ -190,7 +190,7 @@ class Explanation:
         lines = [
             *(f"prefix: {note}" for note in self.prefixes or ("no store was asked",)),
             *(f"attention, {count} times: {way}" for way, count in ways),
-            *([] if ways else ["attention: states are held in full precision, as torch reads them"]),
+            *([] if ways else [f"attention: {FULL_PRECISION}"]),
             *(f"packing, {count} times: {way}" for way, count in packing),
             f"compiled: {_times(self.traces)}",
         ]
@@ -198,6 +198,9 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
+
+
+FULL_PRECISION = "states are held in full precision, for torch or the compiled kernel to read"
 
 
 def _times(traces: int) -> str:

@@ -12,6 +12,7 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.errors import OptionError, RegistryError
+from kvlayers.quantizers import quantizer_names
 from kvlayers.upstream import model_types
 from kvlayers.upstream.layer_devices import layer_devices
 from kvlayers.utils.options import checked_device, checked_dtype
@@ -211,6 +212,11 @@ def _factory(name: str) -> CacheFactory:
 
 def unknown_name(name: object) -> RegistryError:
     """The error for a name that is not registered, which lists the names that are."""
+    if str(name).lower() in quantizer_names():
+        return RegistryError(
+            f"{name!r} is no cache name but a backend of quantized caches: use the name 'quantized' with "
+            f'cache_config={{"backend": "{str(name).lower()}"}}.'
+        )
     return RegistryError(_factories.unknown(name))
 
 

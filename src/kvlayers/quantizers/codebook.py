@@ -22,7 +22,7 @@ def nearest_levels(groups: Tensor, scale: Tensor, code_format: CodeFormat) -> Qu
     levels = torch.tensor(code_format.levels, dtype=torch.float32, device=groups.device)
     # A group of zeros has the scale 0, which takes all levels to 0.
     units = groups / scale.float().clamp(min=smallest_positive(torch.float32))
-    codes = torch.bucketize(units, (levels[1:] + levels[:-1]) / 2)
+    codes = torch.bucketize(units.contiguous(), (levels[1:] + levels[:-1]) / 2)
     return QuantizedGroups(ungrouped(codes.to(torch.uint8)), scale.squeeze(-1).squeeze(-2), None)
 
 

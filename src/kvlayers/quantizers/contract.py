@@ -240,7 +240,7 @@ class Backend(ABC):
             )
         size = options.group_size
         if size is not None and (not _is_whole(size) or size < 1):
-            raise OptionError(f"The group size must be at least 1, got {size!r} for {options.side}.")
+            raise OptionError(f"The group size must be a whole number of at least 1, got {size!r} for {options.side}.")
         if options.scales:
             self.check_takes_scales()
             if size is not None:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -35,6 +35,10 @@ KVPair = tuple[Tensor, Tensor]
 
 BufferSwap = Callable[[TokenBuffer, int, int], TokenBuffer]
 """Called with a buffer and the start and end of its live tokens; returns the buffer to hold instead."""
+
+
+UPDATE_METHODS = ("validate", "append", "extend", "newest", "length", "count")
+"""What updates of a store are made of."""
 
 
 class TokenStore(DescribedByArguments, DescribesItself, ABC):
@@ -188,9 +192,17 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
         """
 
     def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
-        """`validate` states, then `extend` by them. A store may take a shorter way for one token."""
+        """`validate` states, then `extend` by them.
+
+        A store may take a shorter way for one token, if its class `keeps_updates_of` the class that knows the way.
+        """
         self.validate(keys, values)
         return self.extend(keys, values)
+
+    @classmethod
+    def keeps_updates_of(cls, ancestor: type[Any]) -> bool:
+        """Whether no method that an update calls has been overridden since an ancestor."""
+        return all(getattr(cls, name) is getattr(ancestor, name) for name in UPDATE_METHODS)
 
     @abstractmethod
     def extend_and_evict(

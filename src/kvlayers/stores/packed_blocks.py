@@ -117,7 +117,7 @@ class PackedBlocks:
                 if self.obstacle(side) is None:
                     cuda_launch.pack_blocks(states, partner, codes, parameters, layout, search)
                     continue
-                if cpu_pack.packs(layout, states):
+                if cpu_pack.packs(layout, states, partner):
                     cpu_pack.pack_blocks(states, partner, codes, parameters, layout, search)
                     continue
             if not is_known:

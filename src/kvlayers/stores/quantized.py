@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.attention.dispatch import PathCounter
+from kvlayers.attention.gqa_repeats import marked_for_sdpa
 from kvlayers.attention.packed_tensor import as_dense
 from kvlayers.attention.segments import DenseSegment, KVSegments, Segment
 from kvlayers.errors import StateMismatchError
@@ -49,6 +50,12 @@ class QuantizedStore(TokenStore):
     is_opaque = True
 
     hints = ("length_hint",)
+
+    _appends_one = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._appends_one = cls.keeps_updates_of(QuantizedStore)
 
     def __init__(self, quantization: Quantization, length_hint: int | None = None) -> None:
         self.quantization = quantization
@@ -137,14 +144,14 @@ class QuantizedStore(TokenStore):
     def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
         parts = self._parts
         residual = parts.residual
-        has_room = residual.length < self._room and not self._residual_may_move
-        if torch.compiler.is_compiling() or not has_room or not residual.append_one(keys, values):
+        fits = self._appends_one and residual.length < self._room and not self._residual_may_move
+        if torch.compiler.is_compiling() or not fits or not residual.append_one(keys, values):
             return super().take_in(keys, values)
         self._length += 1
         self._validated = None
-        if not parts.old_tokens:
-            return self.newest(self._length)
-        return self._attended(self._segments(self._length))
+        if parts.old_tokens:
+            return self._attended(self._segments(self._length))
+        return marked_for_sdpa(*residual.newest(self._length), 1)
 
     @override
     def validate(self, keys: Tensor, values: Tensor) -> int:
@@ -256,7 +263,7 @@ class QuantizedStore(TokenStore):
         if not differentiable and not self._blocks_to_pack(new):
             self.append(keys, values)
             if prefix_states is None:
-                return self.newest(past + new)
+                return marked_for_sdpa(*self.newest(past + new), new)
             return self._attended(self._segments(past + new).with_prefix(DenseSegment(*prefix_states)))
         segments = self._segments_with(keys, values, past, prefix_states)
         self.append(keys, values)

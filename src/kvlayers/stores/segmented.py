@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,12 @@ class SegmentedStore(ContiguousStore):
         minimum_growth: fewest tokens by which a buffer grows. A tail that others hold too becomes a segment from as
             many tokens on: a copy of a shorter one takes no more memory than the spare room of a new tail.
     """
+
+    _appends_one = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._appends_one = cls.keeps_updates_of(SegmentedStore)
 
     def __init__(self, prefix_room: int, maximum_segments: int, minimum_growth: int) -> None:
         super().__init__(prefix_room=prefix_room)
@@ -109,7 +116,9 @@ class SegmentedStore(ContiguousStore):
         Returns:
             Whether they were appended. If not, nothing has changed.
         """
-        if not self._is_as_before(keys, values) or keys.shape[2] != 1 or keys.requires_grad or values.requires_grad:
+        if not self._appends_one or not self._is_as_before(keys, values) or keys.shape[2] != 1:
+            return False
+        if keys.requires_grad or values.requires_grad:
             return False
         if self._is_forked or self._copy_on_write is not None or self._end >= self._capacity or self._tracks_gradients:
             return False

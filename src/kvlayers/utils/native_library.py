@@ -25,6 +25,21 @@ VARIABLE = "KVLAYERS_COMPILE"
 CHOICES = ("background", "wait", "never")
 
 
+def compile_choice() -> str:
+    """What `KVLAYERS_COMPILE` says.
+
+    Raises:
+        OptionError: it has another value than its three.
+    """
+    choice = os.environ.get(VARIABLE) or CHOICES[0]
+    if choice not in CHOICES:
+        raise OptionError(
+            f"The environment variable {VARIABLE} must be one of {', '.join(CHOICES)}, got {choice!r}: set it to one "
+            "of these, or unset it."
+        )
+    return choice
+
+
 class NativeLibrary:
     """A C++ source as a library, which is loaded when it is first asked for. Threads may ask at once.
 
@@ -44,6 +59,7 @@ class NativeLibrary:
         self._functions = functions
         self._loaded: ctypes.CDLL | None = None
         self._has_failed = False
+        self._is_unwanted = False
         self.forget_compilation()
         _libraries.add(self)
 
@@ -55,6 +71,8 @@ class NativeLibrary:
     @property
     def obstacle(self) -> str:
         """Why `get` has returned no library."""
+        if self._is_unwanted:
+            return f"is not compiled, as ${VARIABLE} is never"
         return "is still being compiled" if self._compilation else "could not be compiled (the log says why)"
 
     def get(self) -> ctypes.CDLL | None:
@@ -70,12 +88,12 @@ class NativeLibrary:
         return self._loaded
 
     def _look(self) -> None:
-        choice = os.environ.get(VARIABLE) or CHOICES[0]
-        if choice not in CHOICES:
-            raise OptionError(
-                f"The environment variable {VARIABLE} must be one of {', '.join(CHOICES)}, got {choice!r}"
-            )
+        choice = compile_choice()
         if self._compilation is None and self._load_built():
+            return
+        if choice == "never" and self._compilation is None:
+            self._has_failed, self._is_unwanted = True, True
+            logger.info("kvlayers does the work of %s in plain torch, as $%s is never", self._source.name, VARIABLE)
             return
         try:
             self._compile(choice)
@@ -105,8 +123,6 @@ class NativeLibrary:
 
     def _compile(self, choice: str) -> None:
         if self._compilation is None:
-            if choice == "never":
-                raise RuntimeError(f"${VARIABLE} is never")
             self._compilation = Compilation(self._source)
             if choice == "background":
                 self._compilation.yield_cores()

@@ -43,7 +43,11 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
         # Read once: another thread may uninstall kvlayers meanwhile.
         is_active = _is_active
         past = kwargs.get(legacy_tuples.ARGUMENT)
-        if is_active is None or (not args and isinstance(past, Cache) and not _is_prompt(kwargs.get("input_ids"))):
+        if is_active is None:
+            return original(self, *args, **kwargs)
+        # Eager code prepares caches before a model is compiled.
+        is_compiling = torch.compiler.is_compiling()
+        if not args and isinstance(past, Cache) and (is_compiling or not _is_prompt(kwargs.get("input_ids"))):
             return original(self, *args, **kwargs)
         if past is None:
             past = kwargs.get("cache_params")
@@ -52,8 +56,7 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
         for argument in args:
             if isinstance(argument, tuple | list):
                 return legacy_tuples.forward_with_tuples(original, self, args, kwargs)
-        # Eager code prepares caches before a model is compiled.
-        if past is None or torch.compiler.is_compiling() or not is_active():
+        if past is None or is_compiling or not is_active():
             return original(self, *args, **kwargs)
         return _forward_with_cache(functools.partial(original, self), self, past, args, kwargs)
 

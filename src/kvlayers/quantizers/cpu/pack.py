@@ -6,6 +6,7 @@ import pathlib
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.contract import KernelSearch
@@ -52,16 +53,32 @@ class _Pack(ctypes.Structure):
     ]
 
 
-def packs(layout: BlockLayout, states: Tensor) -> bool:
-    """Whether `pack_blocks` takes states `[batch, kv_heads, tokens, head_dim]`; not while it is being compiled."""
+def packs(layout: BlockLayout, *sides: Tensor) -> bool:
+    """Whether `pack_blocks` takes states `[batch, kv_heads, tokens, head_dim]`; not while it is being compiled.
+
+    Args:
+        layout: layout of the blocks.
+        sides: the states, and those of the other side.
+    """
     return (
-        states.is_cpu
-        and type(states) is Tensor
-        and states.dtype in DTYPES
+        all(map(_is_memory, sides))
+        and sides[0].dtype == sides[-1].dtype in DTYPES
+        and sides[0].shape[2] % layout.block_tokens == 0
         and layout.format.has_zero
         and layout.row_group == 1
+        and layout.columns % layout.column_group == 0
+        # Whoever follows each operation of torch would not see the call.
+        and _get_current_dispatch_mode() is None
+        and torch._C._get_tracing_state() is None
         and LIBRARY.get() is not None
     )
+
+
+def _is_memory(states: Tensor) -> bool:
+    """Whether states are what lies in memory of a CPU: not a negation, zeros or a batch that torch only notes."""
+    if type(states) is not Tensor or not states.is_cpu or states.dim() != 4 or states.is_neg():
+        return False
+    return not (states._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(states))
 
 
 def pack_blocks(

@@ -26,7 +26,6 @@ from kvlayers.quantizers.contract import (
     KernelSearch,
     QuantizedGroups,
     Quantizer,
-    Side,
     SideOptions,
     channel_group,
 )
@@ -107,10 +106,7 @@ class NativeQuantizer(Quantizer):
         by the square root of the number of channels that are mixed (8188 for float16 and head_dim 64).
         """
         tokens = states.shape[-2]
-        # The kernel packs whole blocks.
-        block_tokens = tokens if self.format.group_tokens == 1 else self.format.group_tokens
-        side: Side = "values" if self.format.group_tokens == 1 else "keys"
-        layout = BlockLayout(self.format, side, states.shape[-1], block_tokens)
+        layout = self._layout_of_kernel(states)
         if states.numel() and packs(layout, states):
             return self._quantized_by_kernel(states, layout)
         at_once = CPU_STATES_AT_ONCE if states.device.type == "cpu" else ACCELERATOR_STATES_AT_ONCE
@@ -122,6 +118,13 @@ class NativeQuantizer(Quantizer):
         parts = ((piece.codes, piece.scale, piece.zero) for piece in pieces)
         codes, scale, zero = zip(*parts, strict=True)
         return QuantizedGroups(torch.cat(codes, -2), torch.cat(scale, -2), torch.cat(zero, -2))
+
+    def _layout_of_kernel(self, states: Tensor) -> BlockLayout:
+        """Blocks in which the kernel, which packs whole ones, can quantize any number of groups."""
+        *_, tokens, head_dim = states.shape
+        if self.format.group_tokens == 1:
+            return BlockLayout(self.format, "values", head_dim, tokens)
+        return BlockLayout(self.format, "keys", head_dim, self.format.group_tokens)
 
     def _quantized_by_kernel(self, states: Tensor, layout: BlockLayout) -> QuantizedGroups:
         blocks = (*states.shape[:2], states.shape[2] // layout.block_tokens)

@@ -65,8 +65,6 @@ inline void rotate(float* channels, int64_t count, int64_t size) {
             }
 }
 
-inline int64_t whole_registers(int64_t count) { return (count + WIDTH - 1) / WIDTH * WIDTH; }
-
 // One block of one side. Its states lie by columns, so that a register holds the same column of WIDTH rows.
 template <typename State>
 class BlockPacker {
@@ -76,18 +74,18 @@ class BlockPacker {
           head_dim(call.states.head_dim),
           rows(call.is_keys ? head_dim : call.block_tokens),
           columns(call.is_keys ? call.block_tokens : head_dim),
-          row_stride(whole_registers(rows)),
+          row_stride(rounded_up(rows)),
           groups(columns / call.group),
           states(columns * row_stride),
-          tokens(WIDTH * whole_registers(head_dim)),
+          tokens(WIDTH * rounded_up(head_dim)),
           is_finite(call.block_tokens),
           codes((columns + 7) / 8 * 8 * WIDTH),
-          packed(whole_registers(call.row_bytes) * WIDTH),
+          packed(rounded_up(call.row_bytes) * WIDTH),
           search(call.search, call.group) {}
 
     void pack(int64_t batch, int64_t head, int64_t block) {
         for (int64_t token = 0; token < call.block_tokens; ++token) {
-            float* to = call.is_keys ? &states[token * row_stride] : &tokens[token % WIDTH * whole_registers(head_dim)];
+            float* to = call.is_keys ? &states[token * row_stride] : &tokens[token % WIDTH * rounded_up(head_dim)];
             is_finite[token] = load_token(batch, head, block * call.block_tokens + token, to);
             const bool is_last = token % WIDTH == WIDTH - 1 || token == call.block_tokens - 1;
             if (!call.is_keys && is_last) store_columns(token / WIDTH * WIDTH);
@@ -154,7 +152,7 @@ class BlockPacker {
         for (int64_t first = 0; first < head_dim; first += WIDTH) {
             Register square[WIDTH];
 #pragma GCC unroll 16
-            for (int i = 0; i < WIDTH; ++i) square[i] = load_register(&tokens[i * whole_registers(head_dim) + first]);
+            for (int i = 0; i < WIDTH; ++i) square[i] = load_register(&tokens[i * rounded_up(head_dim) + first]);
             transpose(square);
 #pragma GCC unroll 16
             for (int i = 0; i < WIDTH; ++i)

@@ -67,6 +67,9 @@ class Sinks:
         """
         if not keys.shape[2] or (self.keys is not None and seen >= self.last_start + self.num_tokens):
             return self
+        # None of the later tokens is a sink, and a prompt is long.
+        first = max(1, self.last_start + self.num_tokens - seen)
+        keys, values = keys[:, :, :first], values[:, :, :first]
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             return self._with_tokens(seen, keys, values)
         # Queries that require gradients could not attend to tensors that were made in inference mode.

@@ -192,7 +192,6 @@ def measure_steps(comparison: Comparison, steps: int) -> dict[str, dict[str, flo
 
 def measure_prefill(comparison: Comparison, turns: int) -> dict[str, dict[str, float]]:
     """Read the prompts into an empty cache of each kind in turn."""
-    turns = max(turns, min(TOKENS_IN_ALL // comparison.prompts.numel(), MOST_TURNS))
     with quiet_clock():
         for index in range(turns + 1):
             comparison.turn(index, lambda name: forward(comparison.model, comparison.prompts, comparison.cache(name)))
@@ -275,7 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             makers = {**reference, **EXACT, **QUANTIZED}
             for case in given.prefill_cases:
                 comparison = Comparison(workload, makers, list(EXACT), case, disagreements)
-                results["prefill"]["{}x{}".format(*case)] = measure_prefill(comparison, given.turns)
+                more = 0 if given.quick else min(TOKENS_IN_ALL // comparison.prompts.numel(), MOST_TURNS)
+                results["prefill"]["{}x{}".format(*case)] = measure_prefill(comparison, max(given.turns, more))
                 tick()
         if "generate" in given.only:
             tick = ticking("generate", len(given.generate_models))

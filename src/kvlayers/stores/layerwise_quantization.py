@@ -82,8 +82,8 @@ def check_count(quantization: QuantizationOfLayers, layers: int) -> None:
     """Raise `OptionError` if bits or scales were given for another number of layers."""
     if quantization.count not in (None, layers):
         raise OptionError(
-            "`nbits`, `key_nbits`, `value_nbits` and `scales` must be one for all layers, or one for each of the "
-            f"{layers} layers that have a cache, got {quantization.count}."
+            f"Bits and scales must be given for each of the {layers} layers of the model, got {quantization.count}: "
+            "give them for each layer that has a cache, or the same for all."
         )
 
 

@@ -1,6 +1,7 @@
 """The short way of one token into a store: it changes nothing that a caller could see."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -52,6 +53,18 @@ def test_what_a_subclass_overrides_sees_every_token(kind: Any) -> None:
         for tokens in (5, 1, 1, 1, 1):
             layer.update(*states(tokens))
     assert seen == {"validate": 5, "append": 5, "extend": 5}
+
+
+@pytest.mark.parametrize("tokens", [5, 250])
+@pytest.mark.parametrize("kind", STORES)
+def test_later_tokens_go_the_short_way(kind: Any, tokens: int) -> None:
+    layer = DynamicLayer(store=store_of(kind))
+    for count in (tokens, 1):
+        layer.update(*states(count))
+    with mock.patch.object(kind, "validate", side_effect=AssertionError("the long way")):
+        for _ in range(3):
+            layer.update(*states(1))
+    assert layer.get_seq_length() == tokens + 4
 
 
 @pytest.mark.parametrize("kind", STORES)

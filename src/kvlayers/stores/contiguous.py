@@ -36,6 +36,10 @@ class ValidStates:
     first_grouped_length: int
 
 
+def _facts_of(keys: Tensor, values: Tensor) -> tuple[object, ...]:
+    return keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
+
+
 class ContiguousStore(BufferPair):
     """Tokens from `_start` to `_end` of two buffers, one for keys and one for values.
 
@@ -72,18 +76,17 @@ class ContiguousStore(BufferPair):
             return self._validate(keys, values)
         if not self._is_as_before(keys, values):
             self._validate(keys, values)
-            facts = keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
+            facts = _facts_of(keys, values)
             valid = ValidStates(facts, self._key_form, self._value_form, first_grouped_length(keys))
             self._last_valid = None if self._validated else valid
         return keys.shape[2]
 
     def _is_as_before(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether states are like those that were valid last: in a step of decoding, one comparison tells."""
+        """Whether states have the shapes, dtypes and devices of the last valid states, and may follow them."""
         last = self._last_valid
         if last is None or last.key_form is not self._key_form or last.value_form is not self._value_form:
             return False
-        facts = keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
-        return facts == last.facts
+        return _facts_of(keys, values) == last.facts
 
     def _validate(self, keys: Tensor, values: Tensor) -> int:
         key_form, value_form = checked_forms(keys, values)

@@ -58,8 +58,7 @@ class NativeLibrary:
         self._source = source
         self._functions = functions
         self._loaded: ctypes.CDLL | None = None
-        self._has_failed = False
-        self._is_unwanted = False
+        self._failure: str | None = None
         self.forget_compilation()
         _libraries.add(self)
 
@@ -71,9 +70,7 @@ class NativeLibrary:
     @property
     def obstacle(self) -> str:
         """Why `get` has returned no library."""
-        if self._is_unwanted:
-            return f"is not compiled, as ${VARIABLE} is never"
-        return "is still being compiled" if self._compilation else "could not be compiled (the log says why)"
+        return self._failure or "is still being compiled"
 
     def get(self) -> ctypes.CDLL | None:
         """The library; `None` while it is compiled, and if that has failed. The reason is logged once.
@@ -81,9 +78,9 @@ class NativeLibrary:
         Raises:
             OptionError: the environment variable `KVLAYERS_COMPILE` has another value than its three.
         """
-        if self._loaded is None and not self._has_failed:
+        if self._loaded is None and self._failure is None:
             with self._lock:
-                if self._loaded is None and not self._has_failed:
+                if self._loaded is None and self._failure is None:
                     self._look()
         return self._loaded
 
@@ -92,14 +89,14 @@ class NativeLibrary:
         if self._compilation is None and self._load_built():
             return
         if choice == "never" and self._compilation is None:
-            self._has_failed, self._is_unwanted = True, True
+            self._failure = f"is not compiled, as ${VARIABLE} is never"
             logger.info("kvlayers does the work of %s in plain torch, as $%s is never", self._source.name, VARIABLE)
             return
         try:
             self._compile(choice)
         except (OSError, AttributeError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
             self._compilation = None
-            self._has_failed = True
+            self._failure = "could not be compiled (the log says why)"
             output = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
             logger.warning(
                 "kvlayers does the work of %s in plain torch, which is slower, because it could not be compiled: "

@@ -249,7 +249,7 @@ def test_segments_that_are_cut_are_read_bit_by_bit_as_one(threads: int) -> None:
     try:
         for dtype in (torch.float32, torch.bfloat16):
             packed, _, _ = packed_run(dtype, 12)
-            # Cut where units of dense tokens end (`DENSE_UNIT` of plan.h), as blocks do of packed ones.
+            # Cut where units of dense tokens end (`UNIT_TOKENS` of plan.h), as blocks do of packed ones.
             dense = random_states_of(2, 1280, dtype)
             whole = KVSegments((packed, dense))
             query = torch.randn(2, 6, 2, 64).to(dtype)

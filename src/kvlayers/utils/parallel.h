@@ -20,27 +20,29 @@ extern "C" void kvlayers_set_start_parallel(StartParallel start) { start_paralle
 
 namespace {
 
-template <typename Work>
+template <typename MakeWorker>
 struct Loop {
-    const Work& work;
+    const MakeWorker& make_worker;
     const int64_t count;
     std::atomic<int64_t> next{0};
 
     static void run(void* loop) {
         Loop& self = *(Loop*)loop;
-        for (int64_t index; (index = self.next.fetch_add(1, std::memory_order_relaxed)) < self.count;) self.work(index);
+        auto worker = self.make_worker();
+        for (int64_t index; (index = self.next.fetch_add(1, std::memory_order_relaxed)) < self.count;) worker(index);
     }
 };
 
-// Calls work(index) for each index below the count. A thread takes the next index when it is done with one.
-template <typename Work>
-void parallel_for(int64_t count, int64_t threads, const Work& work) {
-    Loop<Work> loop{work, count};
+// Calls worker(index) for each index below the count, with a worker that each thread makes of its own. A thread takes the
+// next index when it is done with one.
+template <typename MakeWorker>
+void parallel_for(int64_t count, int64_t threads, const MakeWorker& make_worker) {
+    Loop<MakeWorker> loop{make_worker, count};
     // As many threads as torch uses, even for fewer indices: libgomp ends the threads that a smaller team leaves out.
     if (start_parallel && threads > 1 && count > 1)
-        start_parallel(Loop<Work>::run, &loop, unsigned(threads), 0);
+        start_parallel(Loop<MakeWorker>::run, &loop, unsigned(threads), 0);
     else
-        Loop<Work>::run(&loop);
+        Loop<MakeWorker>::run(&loop);
 }
 
 }  // namespace

@@ -146,7 +146,21 @@ inline Register load_register(const Float16* from) {
 #endif
 }
 
+// The first `count` numbers, and zeros in the other lanes.
+template <typename State>
+inline Register load_first(const State* from, int64_t count) {
+    if (count >= WIDTH) return load_register(from);
+    State numbers[WIDTH] = {};
+    std::copy(from, from + count, numbers);
+    return load_register(numbers);
+}
+
 inline void store_register(float* to, Register vector) { std::memcpy(to, &vector, sizeof(vector)); }
+
+// Zeros from `to` on, at least `count`: up to a multiple of WIDTH.
+inline void fill_zeros(float* to, int64_t count) {
+    for (int64_t at = 0; at < count; at += WIDTH) store_register(to + at, Register{});
+}
 
 inline Register spread(float number) { return number - Register{}; }
 
@@ -338,6 +352,38 @@ inline int32_t highest_lane(IntRegister vector) {
 #endif
 }
 
+inline IntRegister higher(IntRegister a, IntRegister b) { return a > b ? a : b; }
+
+// Two vectors of half the lanes each: lanes where the bit STRIDE isn't set are of the first one.
+template <int STRIDE, typename Vector, typename Join, int... LANE>
+inline Vector halved(Vector first, Vector second, Join join, std::integer_sequence<int, LANE...>) {
+    return join(lanes_of<(LANE & STRIDE ? WIDTH + LANE - STRIDE : LANE)...>(first, second),
+                lanes_of<(LANE & STRIDE ? WIDTH + LANE : LANE + STRIDE)...>(first, second));
+}
+
+// All lanes of each of COUNT vectors joined to one, at once. COUNT is at most 4.
+template <int COUNT, typename Vector, typename Element, typename Join>
+inline void join_lanes(const Vector* vectors, Element* to, Join join) {
+    constexpr int HALF = WIDTH / 2, QUARTER = WIDTH / 4;
+    const auto lanes = std::make_integer_sequence<int, WIDTH>();
+    const Vector pair = halved<HALF>(vectors[0], vectors[COUNT > 1 ? 1 : 0], join, lanes);
+    const Vector other = COUNT > 2 ? halved<HALF>(vectors[COUNT > 2 ? 2 : 0], vectors[COUNT > 3 ? 3 : 0], join, lanes) : pair;
+    Vector joined = halved<QUARTER>(pair, other, join, lanes);
+    if constexpr (WIDTH > 8) joined = halved<2>(joined, joined, join, lanes);
+    joined = halved<1>(joined, joined, join, lanes);
+    for (int i = 0; i < COUNT; ++i) to[i] = joined[i % 2 * HALF + i / 2 * QUARTER];
+}
+
+template <int COUNT>
+inline void sums_of_lanes(const Register* vectors, float* to) {
+    join_lanes<COUNT>(vectors, to, [](Register a, Register b) { return a + b; });
+}
+
+template <int COUNT>
+inline void highest_lanes(const IntRegister* vectors, int32_t* to) {
+    join_lanes<COUNT>(vectors, to, [](IntRegister a, IntRegister b) { return higher(a, b); });
+}
+
 // The sums of WIDTH vectors, in their order.
 inline Register sums_of_registers(const Register* vectors) {
 #if defined(__AVX512F__)
@@ -404,6 +450,21 @@ inline Register hyperbolic_tangent(Register x) {
     const Register series = (((square * -0.0539682540f + 0.133333333f) * square - 0.333333333f) * square + 1.0f) * magnitude;
     const Register result = magnitude < 0.1f ? series : (1.0f - e) / (1.0f + e);
     return (Register)((IntRegister)result | sign);
+}
+
+// Whether a number is above the limit, or not comparable with it.
+inline bool exceeds(const float* numbers, int64_t count, float limit) {
+    const Register limits = spread(limit);
+#if defined(__AVX512F__)
+    __mmask16 found = 0;
+    for (int64_t i = 0; i < count; i += WIDTH)
+        found |= _mm512_cmp_ps_mask((__m512)load_register(numbers + i), (__m512)limits, _CMP_NLE_UQ);
+    return found;
+#else
+    IntRegister within = IntRegister{} - 1;
+    for (int64_t i = 0; i < count; i += WIDTH) within &= load_register(numbers + i) <= limits;
+    return highest_lane(within) == 0;
+#endif
 }
 
 // The largest number, or NaN if any number is NaN.

@@ -45,13 +45,14 @@ inline WordLanes<N> load_words_twice(const uint8_t* from) {
     return load_words<N>(bytes);
 }
 
-// How many rows of codes a word holds: one, or two as its halves, which are multiplied at once as integers.
+// How many rows of codes a word holds: one, or four as its bytes, which are multiplied at once as integers. A number of
+// adjacent `vectors` is read together, of which `load` returns the one at `vector`.
 struct OneRow {
     static constexpr uint32_t IN_EACH = 1;
 
-    template <int N>
-    static inline WordLanes<N> load(const uint8_t* from, int64_t) {
-        return load_words<N>(from);
+    template <int N, int VECTORS>
+    static inline WordLanes<N> load(const uint8_t* from, int vector, int64_t) {
+        return load_words<N>(from + vector * N);
     }
 
     template <int N>
@@ -59,27 +60,70 @@ struct OneRow {
         return load_words_twice<N>(from);
     }
 
-    static inline void prefetch(const uint8_t* from, int64_t) { __builtin_prefetch(from); }
+    static inline void prefetch_ahead(const uint8_t* from, int64_t) { ::prefetch_ahead(from); }
 };
 
-struct TwoRows {
-    static constexpr uint32_t IN_EACH = 0x10001;
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+struct FourRows {
+    static constexpr uint32_t IN_EACH = 0x01010101;
 
-    template <int N>
-    static inline WordLanes<N> load(const uint8_t* from, int64_t row_bytes) {
-        return load_words<N>(from) | load_words<N>(from + row_bytes) << 16;
+    template <int N, int VECTORS>
+    static inline WordLanes<N> load(const uint8_t* from, int vector, int64_t row_bytes) {
+        if constexpr (N == 8) {
+            return (WordLanes<N>)eight_columns(from + vector * N, row_bytes);
+        } else if constexpr (VECTORS % 2 == 0) {
+            // Compilers read the rows of two adjacent vectors once.
+            const uint8_t* of_two = from + vector / 2 * 2 * N;
+            const __m512i first = rows_of_32(of_two, of_two + row_bytes);
+            const __m512i second = rows_of_32(of_two + 2 * row_bytes, of_two + 3 * row_bytes);
+            const __m512i words = vector % 2 ? _mm512_set_epi32(31, 23, 15, 7, 30, 22, 14, 6, 29, 21, 13, 5, 28, 20, 12, 4)
+                                             : _mm512_set_epi32(27, 19, 11, 3, 26, 18, 10, 2, 25, 17, 9, 1, 24, 16, 8, 0);
+            return (WordLanes<N>)columns_of_quarters(_mm512_permutex2var_epi32(first, words, second));
+        } else {
+            const uint8_t* of_one = from + vector * N;
+            const __m512i rows = _mm512_inserti64x4(
+                _mm512_castsi256_si512(rows_of_16(of_one, of_one + row_bytes)),
+                rows_of_16(of_one + 2 * row_bytes, of_one + 3 * row_bytes), 1);
+            const __m512i words = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+            return (WordLanes<N>)columns_of_quarters(_mm512_permutexvar_epi32(words, rows));
+        }
     }
 
     template <int N>
     static inline WordLanes<N> load_twice(const uint8_t* from, int64_t row_bytes) {
-        return load_words_twice<N>(from) | load_words_twice<N>(from + row_bytes) << 16;
+        return (WordLanes<N>)_mm512_broadcast_i64x4(eight_columns(from, row_bytes));
     }
 
-    static inline void prefetch(const uint8_t* from, int64_t row_bytes) {
-        __builtin_prefetch(from);
-        __builtin_prefetch(from + row_bytes);
+    static inline void prefetch_ahead(const uint8_t* from, int64_t row_bytes) {
+        for (int row = 0; row < 4; ++row) ::prefetch_ahead(from + row * row_bytes);
+    }
+
+private:
+    static inline __m512i rows_of_32(const uint8_t* one, const uint8_t* other) {
+        return _mm512_inserti64x4(_mm512_castsi256_si512(::load<__m256i>(one)), ::load<__m256i>(other), 1);
+    }
+
+    static inline __m256i rows_of_16(const uint8_t* one, const uint8_t* other) {
+        return _mm256_inserti128_si256(_mm256_castsi128_si256(::load<__m128i>(one)), ::load<__m128i>(other), 1);
+    }
+
+    // Words with a byte of each row, of rows whose words follow each other in a quarter: [column][row] of [row][column].
+    static inline __m128i bytes_of_columns() {
+        return _mm_set_epi8(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    }
+
+    static inline __m512i columns_of_quarters(__m512i words) {
+        return _mm512_shuffle_epi8(words, _mm512_broadcast_i32x4(bytes_of_columns()));
+    }
+
+    static inline __m256i eight_columns(const uint8_t* from, int64_t row_bytes) {
+        const __m256i rows = _mm256_set_epi64x(::load<int64_t>(from + 3 * row_bytes), ::load<int64_t>(from + 2 * row_bytes),
+                                               ::load<int64_t>(from + row_bytes), ::load<int64_t>(from));
+        const __m256i words = _mm256_permutevar8x32_epi32(rows, _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0));
+        return _mm256_shuffle_epi8(words, _mm256_broadcastsi128_si256(bytes_of_columns()));
     }
 };
+#endif
 
 // Codes in planes of some of their bits, the lowest bits first and the narrowest plane last. Columns are read in as many
 // slots as a byte of the narrowest plane has: its column `j` of slot `s` is column `j + s * narrowest_bytes` of a row.
@@ -93,20 +137,21 @@ struct Planes<FIRST, OTHERS...> {
     static constexpr int NARROWEST = ALL_WIDTHS[WIDTH_COUNT - 1];
     static constexpr int SLOTS = 8 / NARROWEST;
 
-    static int64_t narrowest_bytes(int64_t columns) { return NARROWEST == 8 ? columns : (columns + 7) / 8 * NARROWEST; }
+    static int64_t slot_columns(int64_t narrowest_bytes) { return narrowest_bytes; }
 
-    // Codes of N columns of a slot. `from` is the byte of the first in the narrowest plane, if the row began with it.
-    template <typename Rows, int N, int SLOT, int PLANE = 0, int BELOW = 0>
-    static inline WordLanes<N> codes(const uint8_t* from, int64_t narrowest_bytes, int64_t row_bytes) {
+    // Codes of N columns of a slot, those of `vector` among VECTORS that are read together. `from` is the byte of the first
+    // column of them all in the narrowest plane, if the row began with it.
+    template <typename Rows, int N, int VECTORS, int SLOT, int PLANE = 0, int BELOW = 0>
+    static inline WordLanes<N> codes(const uint8_t* from, int vector, int64_t narrowest_bytes, int64_t row_bytes) {
         constexpr int OF_PLANE = ALL_WIDTHS[PLANE], RATIO = OF_PLANE / NARROWEST;
         constexpr int LOWEST = SLOT / RATIO * OF_PLANE;
         const uint8_t* of_plane = from + (BELOW / NARROWEST + SLOT % RATIO) * narrowest_bytes;
-        WordLanes<N> words = Rows::template load<N>(of_plane, row_bytes);
+        WordLanes<N> words = Rows::template load<N, VECTORS>(of_plane, vector, row_bytes);
         if constexpr (LOWEST > BELOW) words = words >> (LOWEST - BELOW);
         if constexpr (LOWEST < BELOW) words = words << (BELOW - LOWEST);
         if constexpr (OF_PLANE < 8) words &= (((1u << OF_PLANE) - 1) << BELOW) * Rows::IN_EACH;
         if constexpr (PLANE + 1 < WIDTH_COUNT)
-            words |= codes<Rows, N, SLOT, PLANE + 1, BELOW + OF_PLANE>(from, narrowest_bytes, row_bytes);
+            words |= codes<Rows, N, VECTORS, SLOT, PLANE + 1, BELOW + OF_PLANE>(from, vector, narrowest_bytes, row_bytes);
         return words;
     }
 
@@ -123,7 +168,7 @@ struct Planes<FIRST, OTHERS...> {
             for (int lane = 0; lane < N; ++lane) lowest[lane] = LOWEST + lane / (N / 2) * OF_PLANE;
             words = Rows::template load_twice<N>(of_plane, row_bytes) >> lowest & MASK;
         } else {
-            words = Rows::template load<N>(of_plane, row_bytes) >> LOWEST & MASK;
+            words = Rows::template load<N, 1>(of_plane, 0, row_bytes) >> LOWEST & MASK;
         }
         words = words << BELOW;
         if constexpr (PLANE + 1 < WIDTH_COUNT)
@@ -150,8 +195,10 @@ template <typename Layout>
 struct Folded {
     static constexpr int SLOTS = Layout::SLOTS / 2;
 
-    template <typename Rows, int N, int SLOT>
-    static inline WordLanes<N> codes(const uint8_t* from, int64_t, int64_t row_bytes) {
+    static int64_t slot_columns(int64_t narrowest_bytes) { return 2 * narrowest_bytes; }
+
+    template <typename Rows, int N, int, int SLOT>
+    static inline WordLanes<N> codes(const uint8_t* from, int, int64_t, int64_t row_bytes) {
         return Layout::template codes_of_two<Rows, N, SLOT>(from, row_bytes);
     }
 };

@@ -12,11 +12,12 @@
 #include <utility>
 #include <vector>
 
+#include "../../utils/hadamard.h"
 #include "../../utils/parallel.h"
 #include "../../utils/vectors.h"
+#include "block_product.h"
 #include "call.h"
 #include "dense.h"
-#include "packed.h"
 #include "plan.h"
 
 namespace {
@@ -41,41 +42,49 @@ State* out_row(const Call& call, int64_t sequence, int64_t kv_head, int64_t row)
     return row_of((State*)call.out, call, sequence, kv_head, row, call.out_batch, call.out_head, call.out_token);
 }
 
-// A kv head of one row of a run, with all query rows of its readers.
+// A kv head of one row of a run, with all query rows of its readers. A thread reads one after the other.
 template <typename State>
 struct Head {
     typedef typename Scoring<State>::Query Query;
 
     const Call& call;
-    const std::vector<int64_t>& readers;
-    int64_t segment_row, kv_head, rows_of_reader, rows, padded_key, padded_value, padded_block;
+    const std::vector<int64_t>* readers = nullptr;
+    int64_t segment_row = 0, kv_head = 0, rows = 0;
+    const int64_t rows_of_reader, padded_key, padded_value, padded_unit;
     // `query` and `rotated_query` are scaled; `dense_query` is as states in full precision are multiplied with it.
-    FloatBuffer query, rotated_query, scores, mask_rows;
+    FloatBuffer query, rotated_query;
+    FloatBuffer scores, mask_rows;  // [ROWS_AT_ONCE][padded_unit]
+    bool has_rotated_query = false;
     std::vector<Query, LineAllocator<Query>> dense_query;
-    Buffers buffers;
+    BlockProducts products;
 
-    Head(const Call& call, const Plan& plan, const Item& item)
+    Head(const Call& call, const Plan& plan)
         : call(call),
-          readers(item.run->readers[item.row]),
-          segment_row(item.row),
-          kv_head(item.kv_head),
           rows_of_reader(call.groups * call.query_tokens),
-          rows(readers.size() * rows_of_reader) {
-        padded_key = rounded_up(call.key_dim + 8);
-        padded_value = rounded_up(call.value_dim + 8);
-        padded_block = rounded_up(plan.largest_unit + 8);
-        scores.resize(ROWS_AT_ONCE * padded_block);
-        if (call.mask.entries) mask_rows.resize(ROWS_AT_ONCE * padded_block);
+          padded_key(rounded_up(call.key_dim + 8)),
+          padded_value(rounded_up(call.value_dim + 8)),
+          padded_unit(rounded_up(plan.largest_unit + 8)),
+          scores(ROWS_AT_ONCE * padded_unit),
+          mask_rows(call.mask.entries ? ROWS_AT_ONCE * padded_unit : 0) {}
+
+    void start(const Item& item) {
+        readers = &item.run->readers[item.row];
+        segment_row = item.row;
+        kv_head = item.kv_head;
+        rows = readers->size() * rows_of_reader;
     }
 
+    float* scores_of(int i) { return scores.data() + i * padded_unit; }
+
     const State* query_row(int64_t row) const {
-        return row_of((const State*)call.query, call, readers[row / rows_of_reader], kv_head, row % rows_of_reader,
+        return row_of((const State*)call.query, call, (*readers)[row / rows_of_reader], kv_head, row % rows_of_reader,
                       call.query_batch, call.query_head, call.query_token);
     }
 
     void read_query() {
         query.assign(rows * padded_key, 0.0f);
         dense_query.resize(rows * padded_key);
+        has_rotated_query = false;
         for (int64_t row = 0; row < rows; ++row) {
             const State* from = query_row(row);
             for (int64_t channel = 0; channel < call.key_dim; ++channel)
@@ -92,9 +101,11 @@ struct Head {
     const float* packed_query(const Segment& segment) {
         // Products stay the same if both sides are rotated, so the keys need not be rotated back.
         if (!segment.packed.keys_rotated) return query.data();
-        if (rotated_query.empty()) {
+        if (!has_rotated_query) {
             rotated_query = query;
-            for (int64_t row = 0; row < rows; ++row) rotate(rotated_query.data() + row * padded_key, call.key_dim);
+            for (int64_t row = 0; row < rows; ++row)
+                rotate(rotated_query.data() + row * padded_key, call.key_dim, rotation_size(call.key_dim));
+            has_rotated_query = true;
         }
         return rotated_query.data();
     }
@@ -115,15 +126,15 @@ struct Head {
     template <int R>
     void score(const Unit& unit, int64_t row) {
         if (unit.segment->is_packed) {
-            std::fill(scores.begin(), scores.begin() + R * padded_block, 0.0f);
-            multiply<R, State>(unit.segment->packed.keys, source_row(*unit.segment), kv_head, unit.index, 0, call.key_dim,
-                               packed_query(*unit.segment) + row * padded_key, padded_key, scores.data(), padded_block,
-                               buffers);
+            const Packed& packed = unit.segment->packed;
+            for (int i = 0; i < R; ++i) fill_zeros(scores_of(i), packed.block_tokens + 8);
+            products.template add<R, State>(packed.keys, source_row(*unit.segment), kv_head, unit.index, 0, call.key_dim,
+                                   packed_query(*unit.segment) + row * padded_key, padded_key, scores.data(), padded_unit);
         } else {
             const Dense& dense = unit.segment->dense;
             dense_scores<R>(keys_of(unit), dense.key_token, unit.end - unit.begin, call.key_dim,
                             dense_query.data() + row * padded_key, padded_key, float(call.scale),
-                            scores.data() + unit.begin, padded_block);
+                            scores.data() + unit.begin, padded_unit);
         }
     }
 
@@ -132,12 +143,13 @@ struct Head {
     void combine(const Unit& unit, float* plain_sums, float* rotated_sums) {
         if (unit.segment->is_packed) {
             const Packed& packed = unit.segment->packed;
-            multiply<R, State>(packed.values, source_row(*unit.segment), kv_head, unit.index, unit.begin, unit.end, scores.data(),
-                               padded_block, packed.values_rotated ? rotated_sums : plain_sums, padded_value, buffers);
+            products.template add<R, State>(packed.values, source_row(*unit.segment), kv_head, unit.index, unit.begin, unit.end,
+                                   scores.data(), padded_unit, packed.values_rotated ? rotated_sums : plain_sums,
+                                   padded_value);
         } else {
             const Dense& dense = unit.segment->dense;
             dense_combine<R>(values_of(unit), dense.value_token, unit.end - unit.begin, call.value_dim,
-                             scores.data() + unit.begin, padded_block, plain_sums, padded_value);
+                             scores.data() + unit.begin, padded_unit, plain_sums, padded_value);
         }
     }
 
@@ -156,12 +168,12 @@ struct Head {
         int64_t seen_begin = unit.end, seen_end = unit.begin, previous = -1;
         for (int i = 0; i < R; ++i) {
             const int64_t within = (row + i) % rows_of_reader, head = kv_head * call.groups + within / call.query_tokens;
-            const int64_t base = readers[(row + i) / rows_of_reader] * mask.batch + head * mask.head +
+            const int64_t base = (*readers)[(row + i) / rows_of_reader] * mask.batch + head * mask.head +
                                  within % call.query_tokens * mask.query + unit.position * mask.key;
-            float* to = mask_rows.data() + i * padded_block;
+            float* to = mask_rows.data() + i * padded_unit;
             // Heads often share a row of the mask.
             if (base == previous) {
-                std::copy(to - padded_block + unit.begin, to - padded_block + unit.end, to + unit.begin);
+                std::copy(to - padded_unit + unit.begin, to - padded_unit + unit.end, to + unit.begin);
                 continue;
             }
             for (int64_t token = unit.begin; token < unit.end; ++token)
@@ -184,21 +196,58 @@ struct Head {
     }
 
     void add_mask(const Unit& unit, int i, float* row_scores) const {
-        const float* entries = mask_rows.data() + i * padded_block;
+        const float* entries = mask_rows.data() + i * padded_unit;
         for (int64_t token = unit.begin; token < unit.end; ++token) row_scores[token] += entries[token];
     }
 };
 
-// Result of one item: sums over tokens weighted by e^(score - highest), for each row. Sums of rotated values are apart.
+// Result of one item, for each row: sums over tokens weighted by e^(score - highest). Sums of rotated values are apart.
 struct Partial {
-    FloatBuffer highest, total, plain, rotated;
+    int64_t padded_value;
+    float *highest, *total, *plain, *rotated;
 
-    void clear(int64_t rows, int64_t padded_value, float initial) {
-        highest.assign(rows, initial);
-        total.assign(rows, 0.0f);
-        plain.assign(rows * padded_value, 0.0f);
-        rotated.assign(rows * padded_value, 0.0f);
+    float* plain_of(int64_t row) const { return plain + row * padded_value; }
+    float* rotated_of(int64_t row) const { return rotated + row * padded_value; }
+
+    // Makes sums of one row those for another highest score.
+    void shrink(int64_t row, float factor) const {
+        total[row] *= factor;
+        for (int64_t channel = 0; channel < padded_value; ++channel) plain_of(row)[channel] *= factor;
+        for (int64_t channel = 0; channel < padded_value; ++channel) rotated_of(row)[channel] *= factor;
     }
+};
+
+// The results of all items, before any token.
+class Partials {
+   public:
+    Partials(const Call& call, const Plan& plan, float initial_highest)
+        : rows_of_reader(call.groups * call.query_tokens), padded_value(rounded_up(call.value_dim + 8)) {
+        int64_t count = 0;
+        for (const Item& item : plan.items) {
+            const int64_t rows = rows_of(item);
+            firsts.push_back(count);
+            count += 2 * rounded_up(rows) + 2 * rows * padded_value;
+        }
+        floats.resize(count);
+        for (const Item& item : plan.items) {
+            const Partial partial = of(plan, &item - plan.items.data());
+            std::fill(partial.highest, partial.highest + rows_of(item), initial_highest);
+        }
+    }
+
+    Partial of(const Plan& plan, int64_t item) {
+        const int64_t rows = rows_of(plan.items[item]);
+        float* total = floats.data() + firsts[item] + rounded_up(rows);
+        float* plain = total + rounded_up(rows);
+        return {padded_value, total - rounded_up(rows), total, plain, plain + rows * padded_value};
+    }
+
+   private:
+    const int64_t rows_of_reader, padded_value;
+    std::vector<int64_t> firsts;
+    FloatBuffer floats;
+
+    int64_t rows_of(const Item& item) const { return item.run->readers[item.row].size() * rows_of_reader; }
 };
 
 // Calls `work(unit)` for the units of an item that hold a token.
@@ -227,61 +276,70 @@ template <typename State>
 struct AttendUnit {
     Head<State>& head;
     const Unit& unit;
-    Partial& partial;
+    const Partial& partial;
 
     template <int R>
     void rows(int64_t row) {
-        const Call& call = head.call;
-        const Unit seen = call.mask.entries ? head.template read_mask<R>(unit, row) : unit;
+        const Unit seen = head.call.mask.entries ? head.template read_mask<R>(unit, row) : unit;
         if (seen.holds_tokens()) attend<R>(seen, row);
     }
 
     template <int R>
-    void attend(const Unit& unit, int64_t row) {
-        const Call& call = head.call;
-        head.template score<R>(unit, row);
-        const int64_t stride = head.padded_value;
-        float* plain = partial.plain.data() + row * stride;
-        float* rotated = partial.rotated.data() + row * stride;
+    void attend(const Unit& seen, int64_t row) {
+        head.template score<R>(seen, row);
+        const int64_t padded_end = rounded_up(seen.end);
+        Register sums[R] = {};
         for (int i = 0; i < R; ++i) {
-            float* scores = head.scores.data() + i * head.padded_block;
-            if (call.softcap) head.cap(unit, scores);
-            if (call.mask.entries) head.add_mask(unit, i, scores);
-            // Tokens before and after the valid ones must have no weight.
-            for (int64_t token = 0; token < unit.begin; ++token) scores[token] = -INFINITY;
-            const int64_t padded_end = rounded_up(unit.end);
-            for (int64_t token = unit.end; token < padded_end; ++token) scores[token] = -INFINITY;
-            const float previous = partial.highest[row + i], of_unit = largest(scores, padded_end);
-            const float highest = previous > of_unit || std::isnan(previous) ? previous : of_unit;
-            if (highest == -INFINITY) {
-                std::fill(scores, scores + padded_end, 0.0f);
-                continue;
-            }
-            if (highest != previous && previous != -INFINITY) {
-                const float shrink = std::exp(previous - highest);
-                partial.total[row + i] *= shrink;
-                for (int64_t channel = 0; channel < stride; ++channel) plain[i * stride + channel] *= shrink;
-                for (int64_t channel = 0; channel < stride; ++channel) rotated[i * stride + channel] *= shrink;
-            }
-            partial.highest[row + i] = highest;
-            Register total = {};
-            for (int64_t token = 0; token < padded_end; token += WIDTH) {
-                const Register weight = exponential(load_register(scores + token) - highest);
-                store_register(scores + token, weight);
-                total += weight;
-            }
-            partial.total[row + i] += std::isnan(highest) ? NAN : sum_of_lanes(total);
+            finish_scores(seen, i);
+            // A higher score is rare. Sums are in units of the highest one.
+            if (exceeds(head.scores_of(i), padded_end, partial.highest[row + i])) raise(seen, i, row + i);
+            sums[i] = weigh(head.scores_of(i), padded_end, partial.highest[row + i]);
         }
-        head.template combine<R>(unit, plain, rotated);
+        float totals[R];
+        sums_of_lanes<R>(sums, totals);
+        for (int i = 0; i < R; ++i) partial.total[row + i] += std::isnan(partial.highest[row + i]) ? NAN : totals[i];
+        head.template combine<R>(seen, partial.plain_of(row), partial.rotated_of(row));
+    }
+
+   private:
+    void finish_scores(const Unit& seen, int i) const {
+        float* scores = head.scores_of(i);
+        if (head.call.softcap) head.cap(seen, scores);
+        if (head.call.mask.entries) head.add_mask(seen, i, scores);
+        // Tokens before and after the valid ones must have no weight.
+        for (int64_t token = 0; token < seen.begin; ++token) scores[token] = -INFINITY;
+        for (int64_t token = seen.end; token < rounded_up(seen.end); ++token) scores[token] = -INFINITY;
+    }
+
+    void raise(const Unit& seen, int i, int64_t row) const {
+        const float previous = partial.highest[row], of_unit = largest(head.scores_of(i), rounded_up(seen.end));
+        const float highest = previous > of_unit || std::isnan(previous) ? previous : of_unit;
+        if (highest != previous && previous != -INFINITY) partial.shrink(row, std::exp(previous - highest));
+        partial.highest[row] = highest;
+    }
+
+    // Makes scores the weights of their tokens, and returns their sums in each lane.
+    static Register weigh(float* scores, int64_t padded_end, float highest) {
+        Register sums = {};
+        if (highest == -INFINITY) {
+            fill_zeros(scores, padded_end);
+            return sums;
+        }
+        for (int64_t token = 0; token < padded_end; token += WIDTH) {
+            const Register weight = exponential(load_register(scores + token) - highest);
+            store_register(scores + token, weight);
+            sums += weight;
+        }
+        return sums;
     }
 };
 
 // Merges the results of all items by their highest scores. Without `normalised`, the sums are only added up.
 template <typename State>
-void merge(const Call& call, const Plan& plan, const std::vector<Partial>& partials, bool normalised) {
+void merge(const Call& call, const Plan& plan, Partials& partials, bool normalised) {
     const int64_t rows = call.groups * call.query_tokens, stride = rounded_up(call.value_dim + 8);
     FloatBuffer plain(stride), rotated(stride);
-    std::vector<std::pair<const Partial*, int64_t>> parts;
+    std::vector<std::pair<Partial, int64_t>> parts;
     for (int64_t index = 0; index < call.batch * call.kv_heads * rows; ++index) {
         const int64_t sequence = index / rows / call.kv_heads, kv_head = index / rows % call.kv_heads;
         const int64_t row = index % rows;
@@ -291,8 +349,8 @@ void merge(const Call& call, const Plan& plan, const std::vector<Partial>& parti
         for (const Run& run : plan.runs) {
             const int64_t* items = &run.first_items[run.row[sequence] * call.kv_heads + kv_head];
             for (int64_t item = items[0]; item < items[1]; ++item) {
-                parts.push_back({&partials[item], run.place[sequence] * rows + row});
-                const float part = parts.back().first->highest[parts.back().second];
+                parts.push_back({partials.of(plan, item), run.place[sequence] * rows + row});
+                const float part = parts.back().first.highest[parts.back().second];
                 highest = std::max(highest, part);
                 is_nan |= std::isnan(part);
             }
@@ -307,14 +365,14 @@ void merge(const Call& call, const Plan& plan, const std::vector<Partial>& parti
         std::fill(rotated.begin(), rotated.end(), 0.0f);
         for (const auto& [part, at] : parts) {
             if (highest == -INFINITY) break;
-            const float weight = std::exp(part->highest[at] - highest);
-            total += weight * part->total[at];
+            const float weight = std::exp(part.highest[at] - highest);
+            total += weight * part.total[at];
             for (int64_t channel = 0; channel < call.value_dim; ++channel) {
-                plain[channel] += weight * part->plain[at * stride + channel];
-                rotated[channel] += weight * part->rotated[at * stride + channel];
+                plain[channel] += weight * part.plain_of(at)[channel];
+                rotated[channel] += weight * part.rotated_of(at)[channel];
             }
         }
-        if (plan.rotates_values) rotate(rotated.data(), call.value_dim);
+        if (plan.rotates_values) rotate(rotated.data(), call.value_dim, rotation_size(call.value_dim));
         State* out = out_row<State>(call, sequence, kv_head, row);
         for (int64_t channel = 0; channel < call.value_dim; ++channel) {
             float state = plain[channel] + rotated[channel];
@@ -325,19 +383,26 @@ void merge(const Call& call, const Plan& plan, const std::vector<Partial>& parti
     }
 }
 
+// Calls `work(head, item index)` for the items of a plan, with a head for each thread.
+template <typename State, typename Work>
+void for_items(const Call& call, const Plan& plan, Work work) {
+    parallel_for(plan.items.size(), call.threads, [&] {
+        return [&, head = Head<State>(call, plan)](int64_t index) mutable {
+            head.start(plan.items[index]);
+            work(head, index);
+        };
+    });
+}
+
 template <typename State>
 void attend(const Call& call) {
     const Plan plan(call);
-    const int64_t items = plan.items.size();
-    std::vector<Partial> partials(items);
-    parallel_for(items, call.threads, [&](int64_t index) {
-        const Item& item = plan.items[index];
-        Head<State> head(call, plan, item);
+    Partials partials(call, plan, -INFINITY);
+    for_items<State>(call, plan, [&](Head<State>& head, int64_t index) {
+        const Partial partial = partials.of(plan, index);
         head.read_query();
-        partials[index].clear(head.rows, head.padded_value, -INFINITY);
-        for_units(item, call.kv_heads, [&](const Unit& unit) {
-            for_rows(head.rows, AttendUnit<State>{head, unit, partials[index]});
-        });
+        for_units(plan.items[index], call.kv_heads,
+                  [&](const Unit& unit) { for_rows(head.rows, AttendUnit<State>{head, unit, partial}); });
     });
     merge<State>(call, plan, partials, true);
 }
@@ -352,10 +417,10 @@ struct WriteScores {
     void rows(int64_t row) {
         head.template score<R>(unit, row);
         for (int i = 0; i < R; ++i) {
-            const int64_t reader = head.readers[(row + i) / head.rows_of_reader];
+            const int64_t reader = (*head.readers)[(row + i) / head.rows_of_reader];
             State* out = out_row<State>(head.call, reader, head.kv_head, (row + i) % head.rows_of_reader);
             for (int64_t token = unit.begin; token < unit.end; ++token)
-                from_float(head.scores[i * head.padded_block + token], out + unit.position + token - unit.begin);
+                from_float(head.scores_of(i)[token], out + unit.position + token - unit.begin);
         }
     }
 };
@@ -363,12 +428,9 @@ struct WriteScores {
 template <typename State>
 void score(const Call& call) {
     const Plan plan(call);
-    const int64_t items = plan.items.size();
-    parallel_for(items, call.threads, [&](int64_t index) {
-        const Item& item = plan.items[index];
-        Head<State> head(call, plan, item);
+    for_items<State>(call, plan, [&](Head<State>& head, int64_t index) {
         head.read_query();
-        for_units(item, call.kv_heads,
+        for_units(plan.items[index], call.kv_heads,
                   [&](const Unit& unit) { for_rows(head.rows, WriteScores<State>{head, unit}); });
     });
 }
@@ -378,33 +440,27 @@ template <typename State>
 struct CombineUnit {
     Head<State>& head;
     const Unit& unit;
-    Partial& partial;
+    const Partial& partial;
 
     template <int R>
     void rows(int64_t row) {
         for (int i = 0; i < R; ++i) {
             const State* weights = head.query_row(row + i);
-            float* to = head.scores.data() + i * head.padded_block;
             for (int64_t token = unit.begin; token < unit.end; ++token)
-                to[token] = to_float(weights[unit.position + token - unit.begin]);
+                head.scores_of(i)[token] = to_float(weights[unit.position + token - unit.begin]);
         }
-        const int64_t first = row * head.padded_value;
-        head.template combine<R>(unit, partial.plain.data() + first, partial.rotated.data() + first);
+        head.template combine<R>(unit, partial.plain_of(row), partial.rotated_of(row));
     }
 };
 
 template <typename State>
 void combine(const Call& call) {
     const Plan plan(call);
-    const int64_t items = plan.items.size();
-    std::vector<Partial> partials(items);
-    parallel_for(items, call.threads, [&](int64_t index) {
-        const Item& item = plan.items[index];
-        Head<State> head(call, plan, item);
-        partials[index].clear(head.rows, head.padded_value, 0.0f);
-        for_units(item, call.kv_heads, [&](const Unit& unit) {
-            for_rows(head.rows, CombineUnit<State>{head, unit, partials[index]});
-        });
+    Partials partials(call, plan, 0.0f);
+    for_items<State>(call, plan, [&](Head<State>& head, int64_t index) {
+        const Partial partial = partials.of(plan, index);
+        for_units(plan.items[index], call.kv_heads,
+                  [&](const Unit& unit) { for_rows(head.rows, CombineUnit<State>{head, unit, partial}); });
     });
     merge<State>(call, plan, partials, false);
 }

@@ -13,7 +13,7 @@
 namespace {
 
 // Tokens. Fewer would part the reads of keys and of values into runs that are too short for the prefetcher of a CPU.
-constexpr int DENSE_UNIT = 256;
+constexpr int64_t UNIT_TOKENS = 256;
 constexpr int64_t MINIMUM_TOKENS = 256;  // of an item
 constexpr double MINIMUM_PIECES = 4;  // of an item of a gathered segment
 
@@ -51,8 +51,8 @@ struct Run {
 
 void add_units(const Segment& segment, int64_t& position, std::vector<Unit>& units) {
     if (!segment.is_packed) {
-        for (int64_t start = 0; start < segment.dense.tokens; start += DENSE_UNIT) {
-            const int64_t count = std::min<int64_t>(DENSE_UNIT, segment.dense.tokens - start);
+        for (int64_t start = 0; start < segment.dense.tokens; start += UNIT_TOKENS) {
+            const int64_t count = std::min(UNIT_TOKENS, segment.dense.tokens - start);
             units.push_back({&segment, start, 0, count, position});
             position += count;
         }
@@ -88,7 +88,7 @@ struct Item {
 struct Plan {
     std::vector<Run> runs;
     std::vector<Item> items;
-    int64_t largest_unit = DENSE_UNIT;
+    int64_t largest_unit = UNIT_TOKENS;
     bool rotates_values = false;
 
     explicit Plan(const Call& call) {

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "../../utils/hadamard.h"
 #include "../../utils/parallel.h"
 #include "../../utils/vectors.h"
 #include "search.h"
@@ -36,34 +37,6 @@ struct Pack {
 }
 
 namespace {
-
-// Sums and differences of the lanes that are STRIDE apart.
-template <int STRIDE, int... LANE>
-inline Register mixed(Register numbers, std::integer_sequence<int, LANE...>) {
-    const Register signs = {(LANE & STRIDE ? -1.0f : 1.0f)...};
-    return lanes_of<(LANE ^ STRIDE)...>(numbers, numbers) + numbers * signs;
-}
-
-// Rotates the channels of a token, as `hadamard.rotate` does.
-inline void rotate(float* channels, int64_t count, int64_t size) {
-    const auto lanes = std::make_integer_sequence<int, WIDTH>();
-    const Register norm = spread(1 / std::sqrt(float(size)));
-    for (int64_t at = 0; at < count; at += WIDTH) {
-        Register numbers = load_register(channels + at) * norm;
-        if (size > 1) numbers = mixed<1>(numbers, lanes);
-        if (size > 2) numbers = mixed<2>(numbers, lanes);
-        if (size > 4) numbers = mixed<4>(numbers, lanes);
-        if (WIDTH > 8 && size > 8) numbers = mixed<WIDTH / 2>(numbers, lanes);
-        store_register(channels + at, numbers);
-    }
-    for (int64_t stride = WIDTH; stride < size; stride *= 2)
-        for (int64_t first = 0; first < count; first += 2 * stride)
-            for (int64_t at = first; at < first + stride; at += WIDTH) {
-                const Register one = load_register(channels + at), other = load_register(channels + at + stride);
-                store_register(channels + at, one + other);
-                store_register(channels + at + stride, one - other);
-            }
-}
 
 // One block of one side. Its states lie by columns, so that a register holds the same column of WIDTH rows.
 template <typename State>
@@ -194,9 +167,11 @@ class BlockPacker {
 
 template <typename State>
 void pack(const Pack& call) {
-    parallel_for(call.batch * call.kv_heads * call.blocks, call.threads, [&](int64_t index) {
-        const int64_t heads = index / call.blocks;
-        BlockPacker<State>(call).pack(heads / call.kv_heads, heads % call.kv_heads, index % call.blocks);
+    parallel_for(call.batch * call.kv_heads * call.blocks, call.threads, [&] {
+        return [&, packer = BlockPacker<State>(call)](int64_t index) mutable {
+            const int64_t heads = index / call.blocks;
+            packer.pack(heads / call.kv_heads, heads % call.kv_heads, index % call.blocks);
+        };
     });
 }
 

@@ -364,7 +364,7 @@ def test_compiled_code_reads_segments(with_kernel: bool, compiled_anew: None, ki
     held = history(4, 6, kinds=kinds)
     version, paths, tokens = Version(), PathCounter(), held.segments.tokens
     snapshot = Snapshot(held.segments, torch.float32, torch.device("cpu"), version, version.number, tokens, paths)
-    query = held.query(2, 1)
+    query, shape = held.query(2, 1), (held.segments.batch, 2, tokens, 64)
     mask = torch.rand(query.shape[0], 1, 1, tokens) > 0.3
 
     @torch.compile(backend="eager", fullgraph=True)
@@ -372,5 +372,5 @@ def test_compiled_code_reads_segments(with_kernel: bool, compiled_anew: None, ki
         return scaled_dot_product_attention(query, keys, values, mask, scale=0.2, enable_gqa=True)
 
     with torch.no_grad():
-        held.check(query, mask, attend(query, *packed_pair(snapshot, 2, (64, 64)), mask))
+        held.check(query, mask, attend(query, *packed_pair(snapshot, shape, shape), mask))
     assert sum(paths.counts.values()) == 1

@@ -318,7 +318,8 @@ def test_models_read_pieces_by_both_implementations(with_kernel: bool) -> None:
     snapshot = Snapshot(
         held.segments, torch.float32, torch.device("cpu"), version, version.number, tokens, PathCounter()
     )
-    keys, values = packed_pair(snapshot, KV_HEADS, (64, 64))
+    shape = (held.segments.batch, KV_HEADS, tokens, 64)
+    keys, values = packed_pair(snapshot, shape, shape)
     query = held.query(1, 1)
     held.check(query, None, scaled_dot_product_attention(query, keys, values, scale=0.2))
     eager = ((query @ keys.transpose(2, 3)) * 0.2).softmax(-1) @ values

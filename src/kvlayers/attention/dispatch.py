@@ -59,9 +59,9 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
         mask = mask.expand(batch, heads, queries, segments.tokens)
     # Torch takes a tensor for a number, and a kernel would take it for an address.
     scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
+    if not fused.serves(query.device):
+        return _attend_on_cpu(query, segments, mask, scale, paths)
     with without_autocast(query.device):
-        if not fused.serves(query.device):
-            return _attend_on_cpu(query, segments, mask, scale, paths)
         obstacle = cuda_kernel.obstacle(query, segments, mask)
         if obstacle is None:
             paths.record(CUDA)
@@ -75,13 +75,17 @@ def _attend_on_cpu(
     query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float, paths: PathCounter
 ) -> Tensor:
     obstacle = cpu_kernel.obstacle(query, segments)
-    if obstacle is not None and reference.copying_pays(query, segments):
-        paths.record(f"{COPY}, as {obstacle}")
-        return reference.attend_to_copy(query, segments, mask, scale)
-    if obstacle is not None and by_head.pays(query, segments):
-        paths.record(f"{HEADS}, as {obstacle}")
-        return by_head.attend(query, segments, mask, scale)
-    return _cpu_means(segments, obstacle, paths).attend(query, segments, mask, scale)
+    if obstacle is None:
+        paths.record(CPU)
+        return cpu_kernel.attend(query, segments, mask, scale)
+    with without_autocast(query.device):
+        if reference.copying_pays(query, segments):
+            paths.record(f"{COPY}, as {obstacle}")
+            return reference.attend_to_copy(query, segments, mask, scale)
+        if by_head.pays(query, segments):
+            paths.record(f"{HEADS}, as {obstacle}")
+            return by_head.attend(query, segments, mask, scale)
+        return _cpu_means(segments, obstacle, paths).attend(query, segments, mask, scale)
 
 
 def scores(query: Tensor, segments: KVSegments, paths: PathCounter) -> Tensor:
@@ -106,9 +110,12 @@ class _Means(Protocol):
 
 def _cpu_means(segments: KVSegments, obstacle: str | None, paths: PathCounter) -> _Means:
     """What computes attention on a CPU, given the obstacle to the compiled kernel. It is counted."""
+    if obstacle is None:
+        paths.record(CPU)
+        return cpu_kernel
     shares = segments.shares_rows
-    paths.record(CPU if obstacle is None else f"{SHARED if shares else BLOCKS}, as {obstacle}")
-    return cpu_kernel if obstacle is None else shared_segments if shares else reference
+    paths.record(f"{SHARED if shares else BLOCKS}, as {obstacle}")
+    return shared_segments if shares else reference
 
 
 def _means_of_products(queries: Tensor, segments: KVSegments, paths: PathCounter) -> _Means:

@@ -4,7 +4,7 @@ They are attention, the two products that eager attention is written as, and the
 between.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,12 +29,16 @@ from kvlayers.attention.segments import DenseSegment, KVSegments
 from kvlayers.utils.autocast import autocast_dtype
 
 
-def packed_pair(snapshot: Snapshot, kv_heads: int, head_dims: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Keys and values that an update returns, each `[batch, kv_heads, tokens, head_dim]`."""
+def packed_pair(snapshot: Snapshot, key_shape: Sequence[int], value_shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Keys and values that an update returns, of shapes `[batch, kv_heads, tokens, head_dim]`."""
+    return PackedStates(snapshot, "keys", key_shape), PackedStates(snapshot, "values", value_shape)
+
+
+def packed_like(keys: Tensor, values: Tensor, snapshot: Snapshot) -> tuple[Tensor, Tensor]:
+    """As `packed_pair`, in the form of keys and values but with the tokens of the snapshot."""
     batch, tokens = snapshot.segments.batch, snapshot.segments.tokens
-    keys = PackedStates(snapshot, "keys", (batch, kv_heads, tokens, head_dims[0]))
-    values = PackedStates(snapshot, "values", (batch, kv_heads, tokens, head_dims[1]))
-    return keys, values
+    shapes = ((batch, states.shape[1], tokens, states.shape[3]) for states in (keys, values))
+    return packed_pair(snapshot, *shapes)
 
 
 def snapshot_of(
@@ -66,7 +70,7 @@ def observed(keys: Tensor, values: Tensor, observe: Callable[[Tensor], None]) ->
             not called by an attention function that reads the states in another way.
     """
     snapshot = replace(snapshot_of(keys, values), observe=observe)
-    return packed_pair(snapshot, keys.shape[1], (keys.shape[3], values.shape[3]))
+    return packed_like(keys, values, snapshot)
 
 
 def observer_of(keys: Tensor) -> Callable[[Tensor], None] | None:
@@ -91,7 +95,7 @@ def choosing(
         paths: counts the paths of attention on plain states.
     """
     snapshot = replace(snapshot_of(keys, values, version, paths), choose=choose)
-    return packed_pair(snapshot, keys.shape[1], (keys.shape[3], values.shape[3]))
+    return packed_like(keys, values, snapshot)
 
 
 NEEDS_GRADIENTS = "autograd follows what is computed"
@@ -108,15 +112,17 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | str:
-    _show(query, key)
     if (obstacle := _obstacle(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)) is not None:
+        _show(query, key)
         return obstacle
     snapshot: Snapshot = key.snapshot  # type: ignore[attr-defined]
+    if snapshot.observe is not None:
+        snapshot.observe(query)
     segments = snapshot.read_for(query, attn_mask)
     only = segments.only_dense
     if only is not None:
         return attend_dense(query, only.keys, only.values, attn_mask, is_causal, scale)
-    if _needs_gradients(query, *segments.dense_states(), *(() if attn_mask is None else (attn_mask,))):
+    if _needs_gradients(segments, query, attn_mask):
         return NEEDS_GRADIENTS
     if is_causal:
         attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
@@ -139,19 +145,19 @@ def _obstacle(
         return "keys and values are not those of one update"
     if dropout_p:
         return "there is dropout"
-    view = key.packed_view
-    if view != value.packed_view or view.swapped or view.grouped or query.dim() != 4:
+    view, of_value = key.packed_view, value.packed_view
+    if (view is not of_value and view != of_value) or view.swapped or view.grouped or query.dim() != 4:
         return "keys and values do not have the shapes that attention takes"
     batch, heads, _, head_dim = query.shape
     key_batch, kv_heads, _, key_dim = key.shape
     whole_groups = heads == kv_heads or (enable_gqa and heads % kv_heads == 0)
     if not whole_groups or batch != key_batch or head_dim != key_dim:
         return "queries do not fit the keys"
-    if (reason := _mismatch(query, key)) is not None:
+    if (reason := _mismatch(query, key.snapshot)) is not None:
         return reason
     if attn_mask is not None and (attn_mask.dtype not in (torch.bool, torch.float32, query.dtype) or is_causal):
         return f"the mask is {attn_mask.dtype}, or comes beside is_causal"
-    if attn_mask is not None and attn_mask.device != key.device:
+    if attn_mask is not None and attn_mask.device != key.snapshot.device:
         return "the mask is on another device"
     return None
 
@@ -170,7 +176,7 @@ def _attention_in_graph(
     if _obstacle(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa) is not None:
         return None
     snapshot: Snapshot = key.snapshot  # type: ignore[attr-defined]
-    if snapshot.follows_gradients or _needs_gradients(query, *(() if attn_mask is None else (attn_mask,))):
+    if _needs_gradients(snapshot.segments, query, attn_mask):
         return None
     number, version = snapshot.version.handle.number, snapshot.version_number
     attended: Tensor = attend_packed(number, version, query, key.shape[2], value.shape[3], attn_mask, is_causal, scale)
@@ -184,7 +190,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor | str:
         return "it is not a product of attention"
     if left.dim() != 4 or right.packed_view.grouped:
         return "keys and values do not have the shapes that attention takes"
-    if (reason := _mismatch(left, right)) is not None:
+    if (reason := _mismatch(left, right.snapshot)) is not None:
         return reason
     if left.shape[:2] != right.shape[:2] or left.shape[3] != right.shape[2]:
         return "queries do not fit the keys"
@@ -192,7 +198,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor | str:
     if is_of_queries:
         _show(left, right)
     segments = right.snapshot.read_for(left) if is_of_queries else right.snapshot.read()
-    if _needs_gradients(left, *segments.dense_states()):
+    if _needs_gradients(segments, left):
         return NEEDS_GRADIENTS
     if is_of_queries:
         return dispatch.scores(left, segments, right.snapshot.paths)
@@ -201,23 +207,23 @@ def _product(left: Tensor, right: Tensor) -> Tensor | str:
     return "it is not a product of attention"
 
 
-def _mismatch(states: Tensor, packed: Tensor) -> str | None:
+def _mismatch(states: Tensor, packed: Snapshot) -> str | None:
     """Why states cannot be multiplied with packed states as they are, `None` if they can."""
+    # Attributes of the packed states themselves would take the detour by `__torch_function__`.
     if states.dtype != packed.dtype:
         return f"queries are {states.dtype}, and the cache is {packed.dtype}"
     if states.device != packed.device:
         return "queries are on another device"
-    return "autocast computes in another dtype" if _autocast_converts(states) else None
+    if autocast_dtype(states.device) not in (None, states.dtype):
+        return "autocast computes in another dtype"
+    return None
 
 
-def _autocast_converts(states: Tensor) -> bool:
-    """Whether autocast would compute in a dtype other than that of the states."""
-    return autocast_dtype(states.device) not in (None, states.dtype)
-
-
-def _needs_gradients(*tensors: Tensor) -> bool:
-    """Whether autograd would follow what is computed from these tensors."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def _needs_gradients(segments: KVSegments, *tensors: Tensor | None) -> bool:
+    """Whether autograd would follow what is computed from segments and tensors."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(tensor is not None and tensor.requires_grad for tensor in (*tensors, *segments.dense_states()))
 
 
 UNKNOWN_VIEW = "attention takes no such view of keys or values"

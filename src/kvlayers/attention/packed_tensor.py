@@ -82,7 +82,8 @@ class Snapshot:
         Raises:
             StaleStatesError: the cache has changed since.
         """
-        return self._on_device(self._unchanged())
+        segments = self._unchanged()
+        return segments if self.bring is None else self.bring(segments)
 
     def read_for(self, query: Tensor, mask: Tensor | None = None) -> KVSegments:
         """The segments that queries attend to; raises as `read`.
@@ -92,7 +93,9 @@ class Snapshot:
             mask: mask of all tokens, broadcast to `[batch, heads, queries, tokens]`; `None` if it is not known yet.
         """
         segments = self._unchanged()
-        return self._on_device(segments if self.choose is None else self.choose(query, segments, mask))
+        if self.choose is not None:
+            segments = self.choose(query, segments, mask)
+        return segments if self.bring is None else self.bring(segments)
 
     def _unchanged(self) -> KVSegments:
         if self.version.number != self.version_number:
@@ -101,9 +104,6 @@ class Snapshot:
                 "states before the cache changes, clone() what is needed longer, or fork() the cache."
             )
         return self.segments
-
-    def _on_device(self, segments: KVSegments) -> KVSegments:
-        return segments if self.bring is None else self.bring(segments)
 
     def dense(self, side: Side) -> Tensor:
         """All keys, or values, in full precision, `[batch, kv_heads, tokens, head_dim]`; raises as `read`."""
@@ -197,9 +197,6 @@ class PackedStates(Tensor):
         states.packed_view = view
         return states
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """The shape, without the detour by `__torch_function__`: models read it several times in each layer."""
@@ -235,7 +232,8 @@ class PackedStates(Tensor):
             if torch.compiler.is_dynamo_compiling():
                 traced = _in_graphs[func](*args, **kwargs) if func in _in_graphs else None
                 return _call_in_graph(func, args, kwargs) if traced is None else traced
-            computed = _implementations[func](*args, **kwargs) if func in _implementations else NOT_IMPLEMENTED
+            implementation = _implementations.get(func)
+            computed = NOT_IMPLEMENTED if implementation is None else implementation(*args, **kwargs)
             return _call_on_dense(func, args, kwargs, computed) if isinstance(computed, str) else computed
 
     @classmethod

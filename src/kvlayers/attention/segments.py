@@ -28,9 +28,10 @@ class KernelCache(dict[str, Any]):
         return KernelCache, ()
 
 
-@dataclass(frozen=True, eq=False)
+# Not frozen, as `KVSegments`: each layer makes one at each step, and a frozen one takes twice as long.
+@dataclass(eq=False)
 class DenseSegment:
-    """Tokens in full precision.
+    """Tokens in full precision. It is never changed.
 
     Attributes:
         keys: `[batch, kv_heads, tokens, key_head_dim]`.
@@ -256,9 +257,9 @@ def with_full_blocks(segment: DenseSegment | PackedSegment) -> DenseSegment | Pa
 Segment = DenseSegment | PackedSegment | GatheredSegment
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class KVSegments:
-    """Segments in the order of their tokens, of any kinds in any order.
+    """Segments in the order of their tokens, of any kinds in any order. They are never changed.
 
     Attributes:
         in_order: the segments, at least one.

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvlayers.attention.packed_ops import packed_pair, snapshot_of
+from kvlayers.attention.packed_ops import packed_like, snapshot_of
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, Segment
 from kvlayers.stores.contract import KVPair, TokenStore
@@ -50,4 +50,4 @@ def _of_segments(states: KVPair, segments: tuple[Segment, ...]) -> KVPair:
     """The same states with other segments."""
     keys, values = states
     whole = replace(snapshot_of(keys, values), segments=KVSegments(segments))
-    return packed_pair(whole, keys.shape[1], (keys.shape[3], values.shape[3]))
+    return packed_like(keys, values, whole)

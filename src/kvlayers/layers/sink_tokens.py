@@ -71,17 +71,20 @@ class Sinks:
         first = max(1, self.last_start + self.num_tokens - seen)
         keys, values = keys[:, :, :first], values[:, :, :first]
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            return self._with_tokens(seen, keys, values)
+            return self._with_tokens(seen, keys.clone(), values.clone())
         # Queries that require gradients could not attend to tensors that were made in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             return self._with_tokens(seen, keys.clone(), values.clone())
 
     def _with_tokens(self, seen: int, keys: Tensor, values: Tensor) -> "Sinks":
         padding = None if self.padding is None else self.padding.to(keys.device)
-        place = torch.arange(self.num_tokens, device=keys.device)[None] - seen
-        place = place.expand(keys.shape[0], -1) if padding is None else place + padding[:, None]
-        taken_keys = _taken(keys, place, None if seen == 0 else self.keys)
-        taken_values = _taken(values, place, None if seen == 0 else self.values)
+        if padding is None and seen == 0 and keys.shape[2] == self.num_tokens:
+            taken_keys, taken_values = keys, values
+        else:
+            place = torch.arange(self.num_tokens, device=keys.device)[None] - seen
+            place = place.expand(keys.shape[0], -1) if padding is None else place + padding[:, None]
+            taken_keys = _taken(keys, place, None if seen == 0 else self.keys)
+            taken_values = _taken(values, place, None if seen == 0 else self.values)
         partner = None
         if self.rotary is not None:
             partner = self.rotary.partner(taken_keys)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvlayers.attention.packed_ops import packed_pair
+from kvlayers.attention.packed_ops import packed_like
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment, Segment
 from kvlayers.errors import UnsupportedLayerError
@@ -76,7 +76,7 @@ class PagedReads:
             self._add(new, keys.shape[2])
         bring = functools.partial(self._bring, page_tokens, functools.partial(prefetcher.carry, layer, device), device)
         snapshot = replace(keys.snapshot, device=device, bring=bring)
-        return packed_pair(snapshot, keys.shape[1], (keys.shape[3], values.shape[3]))
+        return packed_like(keys, values, snapshot)
 
     def _add(self, new: KVPair, length: int) -> None:
         """Keep the newest of `length` tokens on the device, if the one before it is there."""

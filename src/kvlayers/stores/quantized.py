@@ -145,13 +145,15 @@ class QuantizedStore(TokenStore):
         parts = self._parts
         residual = parts.residual
         fits = self._appends_one and residual.length < self._room and not self._residual_may_move
-        if torch.compiler.is_compiling() or not fits or not residual.append_one(keys, values):
+        newest = None if torch.compiler.is_compiling() or not fits else residual.append_one(keys, values)
+        if newest is None:
             return super().take_in(keys, values)
-        self._length += 1
+        length = self._length = self._length + 1
         self._validated = None
-        if parts.old_tokens:
-            return self._attended(self._segments(self._length))
-        return marked_for_sdpa(*residual.newest(self._length), 1)
+        if not parts.blocks:
+            return marked_for_sdpa(*newest, 1) if not parts.old_tokens else self._attended(self._segments(length))
+        segments = KVSegments((*self._all_old_segments(), DenseSegment(*newest)))
+        return self._returned.attended(segments, self._known_forms(), length, length)
 
     @override
     def validate(self, keys: Tensor, values: Tensor) -> int:
@@ -317,7 +319,7 @@ class QuantizedStore(TokenStore):
         forms = self._known_forms()
         if segments.are_dense and not self._parts.residual.has_segments:
             return segments.dense("keys", forms[0].dtype), segments.dense("values", forms[1].dtype)
-        return self._returned.attended(segments, forms, self.length)
+        return self._returned.attended(segments, forms, self.length, segments.tokens)
 
     def _known_forms(self) -> tuple[StateForm, StateForm]:
         if self._forms is None:
@@ -327,13 +329,14 @@ class QuantizedStore(TokenStore):
     def _segments(self, count: int) -> KVSegments:
         """The newest `count` tokens."""
         skipped = self.length - count
-        if skipped:
-            old = self._parts.old_segments(skipped)
-        else:
-            if self._old_segments is None:
-                self._old_segments = self._parts.old_segments()
-            old = self._old_segments
+        old = self._parts.old_segments(skipped) if skipped else self._all_old_segments()
         return self._parts.segments(old, count)
+
+    def _all_old_segments(self) -> tuple[Segment, ...]:
+        """Sinks and packed blocks, as they were read for the last token."""
+        if self._old_segments is None:
+            self._old_segments = self._parts.old_segments()
+        return self._old_segments
 
     def _segments_with(self, keys: Tensor, values: Tensor, past: int, prefix_states: KVPair | None) -> KVSegments:
         """The prefix (if any), the newest `past` held tokens, and the new tokens."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.attention.packed_ops import packed_pair
+from kvlayers.attention.packed_ops import packed_like
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segments import UNEVEN_HEADS, DenseSegment, KVSegments
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
@@ -203,12 +203,12 @@ class RaggedStore(TokenStore):
         before = (flat.gathered(),) if prefix_states is None else (DenseSegment(*prefix_states), flat.gathered())
         if not isinstance(keys, PackedStates):
             segments = KVSegments((*before, DenseSegment(keys.as_subclass(Tensor), values)))
-            return self._returned.attended(segments, self._forms(), self.length)
+            return self._returned.attended(segments, self._forms(), self.length, segments.tokens)
         # The tail knows when the states become stale, because the flat part never changes.
         snapshot = keys.snapshot
         segments = KVSegments((*before, *snapshot.segments.in_order))
         whole = replace(snapshot, segments=segments, length=self.length, paths=self._returned.paths)
-        return packed_pair(whole, keys.shape[1], (keys.shape[3], values.shape[3]))
+        return packed_like(keys, values, whole)
 
     def _forms(self) -> tuple[StateForm, StateForm]:
         key_form, value_form = self._tail.key_form, self._tail.value_form

@@ -28,13 +28,14 @@ class ReturnedStates:
     def __reduce__(self) -> tuple[type["ReturnedStates"], tuple[()]]:
         return ReturnedStates, ()
 
-    def attended(self, segments: KVSegments, forms: tuple[StateForm, StateForm], length: int) -> KVPair:
+    def attended(self, segments: KVSegments, forms: tuple[StateForm, StateForm], length: int, tokens: int) -> KVPair:
         """Keys and values of segments: packed states, or copies while code is compiled.
 
         Args:
             segments: the tokens.
             forms: the forms of keys and of values.
             length: tokens that the store holds.
+            tokens: tokens in the segments.
         """
         key_form, value_form = forms
         if torch.compiler.is_compiling():
@@ -42,7 +43,7 @@ class ReturnedStates:
         # Made late: forks are many, and few of them return states before they are forked again.
         version = self._version = Version() if self._version is None else self._version
         snapshot = Snapshot(segments, key_form.dtype, key_form.device, version, version.number, length, self.paths)
-        return _pair(snapshot, forms)
+        return _pair(snapshot, forms, tokens)
 
     def newest(
         self, count: int, attended: Callable[[int], KVPair], forms: tuple[StateForm, StateForm], length: int
@@ -59,7 +60,7 @@ class ReturnedStates:
         """
         snapshot = self._newest()
         if snapshot is not None and (snapshot.segments.tokens, snapshot.length) == (count, length):
-            return _pair(snapshot, forms)
+            return _pair(snapshot, forms, count)
         returned = attended(count)
         if isinstance(returned[0], PackedStates):
             # Whoever reads values after keys still has the keys.
@@ -77,8 +78,9 @@ class ReturnedStates:
         self._newest = _nothing
 
 
-def _pair(snapshot: Snapshot, forms: tuple[StateForm, StateForm]) -> KVPair:
-    return packed_pair(snapshot, forms[0].kv_heads, (forms[0].head_dim, forms[1].head_dim))
+def _pair(snapshot: Snapshot, forms: tuple[StateForm, StateForm], tokens: int) -> KVPair:
+    batch, kv_heads, key_dim, _, _ = forms[0]
+    return packed_pair(snapshot, (batch, kv_heads, tokens, key_dim), (batch, kv_heads, tokens, forms[1].head_dim))
 
 
 def _nothing() -> None:

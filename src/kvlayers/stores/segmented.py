@@ -98,38 +98,37 @@ class SegmentedStore(ContiguousStore):
     @override
     def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
         last = self._last_valid
-        if torch.compiler.is_compiling() or last is None or not self.append_one(keys, values):
+        attended = None if torch.compiler.is_compiling() or last is None else self.append_one(keys, values)
+        if attended is None or last is None:
             return super().take_in(keys, values)
-        key_buffer, value_buffer = self._buffers()
-        start = self._start
-        tokens = self._end - start
-        attended = key_buffer.view(start, tokens)
-        if tokens >= last.first_grouped_length:
-            attended = attended.as_subclass(GroupedKeys)
-        return attended, value_buffer.view(start, tokens)
+        if self._end - self._start >= last.first_grouped_length:
+            return attended[0].as_subclass(GroupedKeys), attended[1]
+        return attended
 
-    def append_one(self, keys: Tensor, values: Tensor) -> bool:
+    def append_one(self, keys: Tensor, values: Tensor) -> KVPair | None:
         """Append states if they are one token like the one before, it has room, and nobody else is concerned.
 
-        For code that is not being compiled. It takes less time than `validate` and `append`.
+        For code that is not being compiled. It takes less time than `validate` and `extend`.
 
         Returns:
-            Whether they were appended. If not, nothing has changed.
+            Views of all keys and values; `None` if nothing has changed.
         """
         if not self._appends_one or not self._is_as_before(keys, values) or keys.shape[2] != 1:
-            return False
+            return None
         if keys.requires_grad or values.requires_grad:
-            return False
-        if self._is_forked or self._copy_on_write is not None or self._end >= self._capacity or self._tracks_gradients:
-            return False
-        key_buffer, value_buffer = self._buffers()
+            return None
+        end = self._end
+        if self._is_forked or self._copy_on_write is not None or end >= self._capacity or self._tracks_gradients:
+            return None
+        key_buffer, value_buffer = self._keys, self._values
         # Buffers of other kinds note what is written.
         if type(key_buffer) is not TokenBuffer or type(value_buffer) is not TokenBuffer:
-            return False
-        key_buffer.view(self._end, 1).copy_(keys)
-        value_buffer.view(self._end, 1).copy_(values)
-        self._end += 1
-        return True
+            return None
+        key_buffer.view(end, 1).copy_(keys)
+        value_buffer.view(end, 1).copy_(values)
+        self._end = end + 1
+        start, tokens = self._start, end + 1 - self._start
+        return key_buffer.view(start, tokens), value_buffer.view(start, tokens)
 
     # Reading
 
@@ -149,7 +148,8 @@ class SegmentedStore(ContiguousStore):
 
     def _attended(self, count: int, *prefix: DenseSegment) -> KVPair:
         """Keys and values of a prefix, if there is one, and of the newest `count` tokens, which reach into segments."""
-        return self._returned.attended(KVSegments((*prefix, *self.pieces(count))), self._forms(), self._length)
+        segments = KVSegments((*prefix, *self.pieces(count)))
+        return self._returned.attended(segments, self._forms(), self._length, segments.tokens)
 
     def pieces(self, count: int) -> tuple[DenseSegment, ...]:
         """The newest `count` tokens as attention reads them: a piece for each segment, and one for the tail.

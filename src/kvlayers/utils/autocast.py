@@ -5,6 +5,8 @@ import functools
 
 import torch
 
+_UNCHANGED = contextlib.nullcontext()
+
 
 @functools.cache
 def _knows_autocast(kind: str) -> bool:
@@ -23,5 +25,5 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """A context in which matrix products on a device have the dtype of their operands."""
     if autocast_dtype(device) is None:
-        return contextlib.nullcontext()
+        return _UNCHANGED
     return torch.autocast(device.type, enabled=False)

@@ -1,4 +1,4 @@
-// The arguments of a call, as `kernel.py` describes them.
+// The arguments of a call, as `call.py` packs them.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 extern "C" {
 
-// The fields below match the ctypes structures in `kernel.py`, in the same order.
+// The fields of the structures below are those of the formats in `call.py`, in the same order.
 
 struct Dense {
     const void* keys;
@@ -55,7 +55,7 @@ struct Mask {
 
 enum Dtype { FLOAT32, BFLOAT16, FLOAT16 };
 
-struct Call {
+struct Arguments {
     const void* query;
     void* out;
     int64_t query_batch, query_head, query_token;
@@ -65,9 +65,12 @@ struct Call {
     double scale;
     double softcap;      // limit of the scores, 0 for no limit
     const float* sinks;  // [heads], scores of keys without a value; null for no sinks
-    Mask mask;
     int64_t segment_count;
-    const Segment* const* segments;
+    Mask mask;
+};
+
+struct Call : Arguments {
+    const Segment* segments;
     // For each segment: which of its sequences each sequence of the batch reads; null if each reads its own.
     const int64_t* const* rows;
 };

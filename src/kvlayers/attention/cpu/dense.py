@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.attention.cpu import kernel
+from kvlayers.attention.cpu.call import DTYPES
 
 CPU_MAXIMUM_QUERIES = 16
 """Queries of a sequence up to which the kernel takes less time than torch's attention, measured on a CPU."""
@@ -36,7 +37,7 @@ def takes(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> b
         return False
     if values.size()[:3] != keys.size()[:3] or not values.numel():
         return False
-    if not query.dtype == keys.dtype == values.dtype or query.dtype not in kernel.DTYPES:
+    if not query.dtype == keys.dtype == values.dtype or query.dtype not in DTYPES:
         return False
     if torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad):
         return False

@@ -15,7 +15,7 @@
 #include "../../utils/hadamard.h"
 #include "../../utils/parallel.h"
 #include "../../utils/vectors.h"
-#include "block_product.h"
+#include "block_products.h"
 #include "call.h"
 #include "dense.h"
 #include "plan.h"
@@ -469,27 +469,30 @@ void combine(const Call& call) {
 
 extern "C" {
 
-void kvlayers_attend(const Call* call) {
-    switch (call->dtype) {
-        case FLOAT32: return attend<float>(*call);
-        case BFLOAT16: return attend<BFloat16>(*call);
-        case FLOAT16: return attend<Float16>(*call);
+void kvlayers_attend(const Arguments* arguments, const Segment* segments, const int64_t* const* rows) {
+    const Call call{*arguments, segments, rows};
+    switch (call.dtype) {
+        case FLOAT32: return attend<float>(call);
+        case BFLOAT16: return attend<BFloat16>(call);
+        case FLOAT16: return attend<Float16>(call);
     }
 }
 
-void kvlayers_score(const Call* call) {
-    switch (call->dtype) {
-        case FLOAT32: return score<float>(*call);
-        case BFLOAT16: return score<BFloat16>(*call);
-        case FLOAT16: return score<Float16>(*call);
+void kvlayers_score(const Arguments* arguments, const Segment* segments, const int64_t* const* rows) {
+    const Call call{*arguments, segments, rows};
+    switch (call.dtype) {
+        case FLOAT32: return score<float>(call);
+        case BFLOAT16: return score<BFloat16>(call);
+        case FLOAT16: return score<Float16>(call);
     }
 }
 
-void kvlayers_combine(const Call* call) {
-    switch (call->dtype) {
-        case FLOAT32: return combine<float>(*call);
-        case BFLOAT16: return combine<BFloat16>(*call);
-        case FLOAT16: return combine<Float16>(*call);
+void kvlayers_combine(const Arguments* arguments, const Segment* segments, const int64_t* const* rows) {
+    const Call call{*arguments, segments, rows};
+    switch (call.dtype) {
+        case FLOAT32: return combine<float>(call);
+        case BFLOAT16: return combine<BFloat16>(call);
+        case FLOAT16: return combine<Float16>(call);
     }
 }
 }

@@ -94,7 +94,7 @@ struct Plan {
     explicit Plan(const Call& call) {
         int64_t position = 0;
         for (int64_t i = 0; i < call.segment_count; ++i) {
-            const Segment& segment = *call.segments[i];
+            const Segment& segment = call.segments[i];
             if (segment.is_packed) {
                 largest_unit = std::max(largest_unit, segment.packed.block_tokens);
                 rotates_values |= segment.packed.values_rotated != 0;

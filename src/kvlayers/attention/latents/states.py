@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from typing_extensions import override
 
 from kvlayers.attention.latents.expansion import expand
-from kvlayers.attention.packed_ops import packed_pair, snapshot_of
+from kvlayers.attention.packed_ops import packed_like, snapshot_of
 from kvlayers.attention.packed_tensor import PackedStates, Snapshot
 from kvlayers.utils.autocast import autocast_dtype
 
@@ -67,6 +67,5 @@ def as_latents(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     chooses = snapshot.observe is not None or snapshot.choose is not None or snapshot.segments.gathered
     if chooses or snapshot.follows_gradients:
         return keys, values
-    head_dims = keys.shape[3], values.shape[3]
-    rotated = values if isinstance(values, PackedStates) else packed_pair(snapshot, 1, head_dims)[1]
+    rotated = values if isinstance(values, PackedStates) else packed_like(keys, values, snapshot)[1]
     return LatentStates(snapshot, keys.shape), rotated

@@ -70,8 +70,8 @@ __attribute__((always_inline)) inline void store_quads(const float* weights, flo
 // groups of row i.
 // False if that is not possible: a weight is not finite, or those of a row are too small or too large.
 template <int R>
-__attribute__((always_inline)) inline bool round_to_quads(const float* weights, const IntRegister* magnitudes, int64_t groups, int64_t rows, float* units,
-                    uint8_t* quads) {
+__attribute__((always_inline)) inline bool round_to_quads(const float* weights, const IntRegister* magnitudes,
+                                                          int64_t groups, int64_t rows, float* units, uint8_t* quads) {
     float in_units[R];
     int32_t highest[R];
     highest_lanes<R>(magnitudes, highest);

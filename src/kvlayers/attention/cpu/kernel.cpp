@@ -42,30 +42,43 @@ State* out_row(const Call& call, int64_t sequence, int64_t kv_head, int64_t row)
     return row_of((State*)call.out, call, sequence, kv_head, row, call.out_batch, call.out_head, call.out_token);
 }
 
+// Memory that a thread keeps for later calls: getting it anew would take a tenth of the time of a short one.
+template <typename State>
+struct Memory {
+    typedef typename Scoring<State>::Query Query;
+
+    // `query` and `rotated_query` are scaled; `dense_query` is as states in full precision are multiplied with it.
+    FloatBuffer query, rotated_query;
+    std::vector<Query, LineAllocator<Query>> dense_query;
+    FloatBuffer scores, mask_rows;  // [ROWS_AT_ONCE][padded_unit]
+    BlockProducts products;
+
+    static Memory& of_thread() {
+        static thread_local Memory memory;
+        return memory;
+    }
+};
+
 // A kv head of one row of a run, with all query rows of its readers. A thread reads one after the other.
 template <typename State>
 struct Head {
-    typedef typename Scoring<State>::Query Query;
-
     const Call& call;
+    Memory<State>& memory;
     const std::vector<int64_t>* readers = nullptr;
     int64_t segment_row = 0, kv_head = 0, rows = 0;
     const int64_t rows_of_reader, padded_key, padded_value, padded_unit;
-    // `query` and `rotated_query` are scaled; `dense_query` is as states in full precision are multiplied with it.
-    FloatBuffer query, rotated_query;
-    FloatBuffer scores, mask_rows;  // [ROWS_AT_ONCE][padded_unit]
     bool has_rotated_query = false;
-    std::vector<Query, LineAllocator<Query>> dense_query;
-    BlockProducts products;
 
-    Head(const Call& call, const Plan& plan)
+    Head(const Call& call, const Plan& plan, Memory<State>& memory)
         : call(call),
+          memory(memory),
           rows_of_reader(call.groups * call.query_tokens),
           padded_key(rounded_up(call.key_dim + 8)),
           padded_value(rounded_up(call.value_dim + 8)),
-          padded_unit(rounded_up(plan.largest_unit + 8)),
-          scores(ROWS_AT_ONCE * padded_unit),
-          mask_rows(call.mask.entries ? ROWS_AT_ONCE * padded_unit : 0) {}
+          padded_unit(rounded_up(plan.largest_unit + 8)) {
+        memory.scores.resize(ROWS_AT_ONCE * padded_unit);
+        if (call.mask.entries) memory.mask_rows.resize(ROWS_AT_ONCE * padded_unit);
+    }
 
     void start(const Item& item) {
         readers = &item.run->readers[item.row];
@@ -74,7 +87,7 @@ struct Head {
         rows = readers->size() * rows_of_reader;
     }
 
-    float* scores_of(int i) { return scores.data() + i * padded_unit; }
+    float* scores_of(int i) { return memory.scores.data() + i * padded_unit; }
 
     const State* query_row(int64_t row) const {
         return row_of((const State*)call.query, call, (*readers)[row / rows_of_reader], kv_head, row % rows_of_reader,
@@ -82,14 +95,14 @@ struct Head {
     }
 
     void read_query() {
-        query.assign(rows * padded_key, 0.0f);
-        dense_query.resize(rows * padded_key);
+        memory.query.assign(rows * padded_key, 0.0f);
+        memory.dense_query.resize(rows * padded_key);
         has_rotated_query = false;
         for (int64_t row = 0; row < rows; ++row) {
             const State* from = query_row(row);
             for (int64_t channel = 0; channel < call.key_dim; ++channel)
-                query[row * padded_key + channel] = to_float(from[channel]) * float(call.scale);
-            Scoring<State>::read_query(from, call.key_dim, dense_query.data() + row * padded_key);
+                memory.query[row * padded_key + channel] = to_float(from[channel]) * float(call.scale);
+            Scoring<State>::read_query(from, call.key_dim, memory.dense_query.data() + row * padded_key);
         }
     }
 
@@ -100,14 +113,14 @@ struct Head {
 
     const float* packed_query(const Segment& segment) {
         // Products stay the same if both sides are rotated, so the keys need not be rotated back.
-        if (!segment.packed.keys_rotated) return query.data();
+        if (!segment.packed.keys_rotated) return memory.query.data();
         if (!has_rotated_query) {
-            rotated_query = query;
+            memory.rotated_query = memory.query;
             for (int64_t row = 0; row < rows; ++row)
-                rotate(rotated_query.data() + row * padded_key, call.key_dim, rotation_size(call.key_dim));
+                rotate(memory.rotated_query.data() + row * padded_key, call.key_dim, rotation_size(call.key_dim));
             has_rotated_query = true;
         }
-        return rotated_query.data();
+        return memory.rotated_query.data();
     }
 
     const State* keys_of(const Unit& unit) const {
@@ -128,13 +141,14 @@ struct Head {
         if (unit.segment->is_packed) {
             const Packed& packed = unit.segment->packed;
             for (int i = 0; i < R; ++i) fill_zeros(scores_of(i), packed.block_tokens + 8);
-            products.template add<R, State>(packed.keys, source_row(*unit.segment), kv_head, unit.index, 0, call.key_dim,
-                                   packed_query(*unit.segment) + row * padded_key, padded_key, scores.data(), padded_unit);
+            memory.products.template add<R, State>(
+                packed.keys, source_row(*unit.segment), kv_head, unit.index, 0, call.key_dim,
+                packed_query(*unit.segment) + row * padded_key, padded_key, memory.scores.data(), padded_unit);
         } else {
             const Dense& dense = unit.segment->dense;
             dense_scores<R>(keys_of(unit), dense.key_token, unit.end - unit.begin, call.key_dim,
-                            dense_query.data() + row * padded_key, padded_key, float(call.scale),
-                            scores.data() + unit.begin, padded_unit);
+                            memory.dense_query.data() + row * padded_key, padded_key, float(call.scale),
+                            memory.scores.data() + unit.begin, padded_unit);
         }
     }
 
@@ -143,13 +157,13 @@ struct Head {
     void combine(const Unit& unit, float* plain_sums, float* rotated_sums) {
         if (unit.segment->is_packed) {
             const Packed& packed = unit.segment->packed;
-            products.template add<R, State>(packed.values, source_row(*unit.segment), kv_head, unit.index, unit.begin, unit.end,
-                                   scores.data(), padded_unit, packed.values_rotated ? rotated_sums : plain_sums,
-                                   padded_value);
+            memory.products.template add<R, State>(
+                packed.values, source_row(*unit.segment), kv_head, unit.index, unit.begin, unit.end, memory.scores.data(),
+                padded_unit, packed.values_rotated ? rotated_sums : plain_sums, padded_value);
         } else {
             const Dense& dense = unit.segment->dense;
             dense_combine<R>(values_of(unit), dense.value_token, unit.end - unit.begin, call.value_dim,
-                             scores.data() + unit.begin, padded_unit, plain_sums, padded_value);
+                             memory.scores.data() + unit.begin, padded_unit, plain_sums, padded_value);
         }
     }
 
@@ -170,7 +184,7 @@ struct Head {
             const int64_t within = (row + i) % rows_of_reader, head = kv_head * call.groups + within / call.query_tokens;
             const int64_t base = (*readers)[(row + i) / rows_of_reader] * mask.batch + head * mask.head +
                                  within % call.query_tokens * mask.query + unit.position * mask.key;
-            float* to = mask_rows.data() + i * padded_unit;
+            float* to = memory.mask_rows.data() + i * padded_unit;
             // Heads often share a row of the mask.
             if (base == previous) {
                 std::copy(to - padded_unit + unit.begin, to - padded_unit + unit.end, to + unit.begin);
@@ -196,7 +210,7 @@ struct Head {
     }
 
     void add_mask(const Unit& unit, int i, float* row_scores) const {
-        const float* entries = mask_rows.data() + i * padded_unit;
+        const float* entries = memory.mask_rows.data() + i * padded_unit;
         for (int64_t token = unit.begin; token < unit.end; ++token) row_scores[token] += entries[token];
     }
 };
@@ -387,7 +401,7 @@ void merge(const Call& call, const Plan& plan, Partials& partials, bool normalis
 template <typename State, typename Work>
 void for_items(const Call& call, const Plan& plan, Work work) {
     parallel_for(plan.items.size(), call.threads, [&] {
-        return [&, head = Head<State>(call, plan)](int64_t index) mutable {
+        return [&, head = Head<State>(call, plan, Memory<State>::of_thread())](int64_t index) mutable {
             head.start(plan.items[index]);
             work(head, index);
         };

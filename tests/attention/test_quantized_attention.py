@@ -44,6 +44,7 @@ LAYOUTS: dict[str, tuple[int, int, int, Rule, Rule]] = {
     "smallest": (4, 4, 8, (8, 1), (1, 4)),
     "no multiple of anything": (6, 4, 8, (2, 1), (2, 1)),
     "largest": (256, 256, 64, ALONG_TOKENS, (1, 64)),
+    "columns behind whole vectors": (64, 80, 64, ALONG_TOKENS, (1, 80)),
 }
 
 
@@ -134,6 +135,33 @@ def test_attention_is_that_of_the_states_that_the_codes_stand_for(
         case = Case(width, layout, dtype, rotated, kv_heads=1)
         query = case.query(groups, queries)
         check(attend(query, case.segments, None, 0.1), *case.attended(query, None, 0.1))
+
+
+@needs_compiler
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("layout", ["native", "largest", "columns behind whole vectors"])
+def test_whole_blocks_in_half_precision_for_any_number_of_heads_that_share_keys(layout: str, width: int) -> None:
+    """The kernel multiplies these as integers, if the CPU can: other numbers of queries are other loops."""
+    for groups in range(1, 6):
+        case = Case(width, layout, torch.bfloat16, batch=1, kv_heads=1, cut=False)
+        query = case.query(groups)
+        check(kernel.attend(query, case.segments, None, 0.1), *case.attended(query, None, 0.1))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_of_a_call_is_left_for_the_next(dtype: torch.dtype) -> None:
+    """Threads keep their memory from one call to the next."""
+    case = Case(4, "native", dtype, cut=False)
+    query = case.query(2)
+    mask = full(torch.rand(2, 1, 1, case.tokens) > 0.3, query, case.tokens)
+    expected = [kernel.attend(query, case.segments, given, 0.1) for given in (None, mask)]
+    lost = torch.full((2, 2, 600, 64), torch.nan, dtype=dtype)
+    for given in (None, mask):
+        larger = KVSegments((*case.segments.in_order, DenseSegment(lost, lost)))
+        assert kernel.attend(query, larger, None, 0.1).isnan().all()
+        again = kernel.attend(query, case.segments, given, 0.1)
+        assert torch.equal(again, expected[0 if given is None else 1])
 
 
 @needs_compiler

@@ -30,7 +30,12 @@ _CALL = struct.Struct("@2P 6q 6q 2q 2d P q")
 _MASK = struct.Struct("@P 5q")
 
 
+_POINTER = struct.Struct("@P")
+
 NO_MASK = bytes(_MASK.size)
+
+NO_ROWS = bytes(_POINTER.size)
+"""Of a segment of which each sequence of the batch reads its own sequence."""
 
 
 def of_mask(mask: Tensor) -> bytes:
@@ -75,9 +80,11 @@ def of_call(
 
 def of_segments(segments: KVSegments, device: torch.device) -> tuple[bytes, bytes]:
     """The segments, and for each of them the address of its rows, or 0."""
-    in_order = segments.in_order
-    rows = [0 if segment.rows is None else segment.rows.on(device)[0].data_ptr() for segment in in_order]
-    return b"".join(map(_of_segment, in_order)), struct.pack(f"@{len(rows)}P", *rows)
+    described, rows = b"", b""
+    for segment in segments.in_order:
+        described += _of_segment(segment)
+        rows += NO_ROWS if segment.rows is None else _POINTER.pack(segment.rows.on(device)[0].data_ptr())
+    return described, rows
 
 
 def _of_segment(segment: Segment) -> bytes:

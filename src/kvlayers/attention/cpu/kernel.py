@@ -10,16 +10,13 @@ import torch
 from torch import Tensor
 
 from kvlayers.attention.cpu import call
-from kvlayers.attention.cpu.call import DTYPES, NO_MASK
+from kvlayers.attention.cpu.call import DTYPES, NO_MASK, NO_ROWS
 from kvlayers.attention.segments import KVSegments
 from kvlayers.utils.native_library import NativeLibrary
 
 LIBRARY = NativeLibrary(
     pathlib.Path(__file__).with_name("kernel.cpp"), "kvlayers_attend", "kvlayers_score", "kvlayers_combine"
 )
-
-NO_ROWS = bytes(ctypes.sizeof(ctypes.c_void_p))
-"""Rows of one segment of which each sequence of the batch reads its own."""
 
 CPU_MAXIMUM_ROWS = 128
 """Queries of one kv head, over all heads and sequences that share it, up to which the kernel beats matrix products on

@@ -28,7 +28,7 @@ class KernelCache(dict[str, Any]):
         return KernelCache, ()
 
 
-# Not frozen, as `KVSegments`: each layer makes one at each step, and a frozen one takes twice as long.
+# Not frozen, as `KVSegments`: each layer makes one at each step, and a frozen one takes three times as long.
 @dataclass(eq=False)
 class DenseSegment:
     """Tokens in full precision. It is never changed.

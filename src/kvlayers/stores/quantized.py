@@ -69,8 +69,6 @@ class QuantizedStore(TokenStore):
         self.packing = PathCounter()
         self._residual_may_move = False
         """Whether the residual has room at its front, to which the next tokens may move it."""
-        self._known_room = 0
-        """`_room`, as it was when the parts last changed."""
 
     @property
     @override
@@ -146,7 +144,7 @@ class QuantizedStore(TokenStore):
     def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
         parts = self._parts
         residual = parts.residual
-        fits = self._appends_one and residual.length < self._known_room and not self._residual_may_move
+        fits = self._appends_one and residual.length < self._room and not self._residual_may_move
         newest = None if torch.compiler.is_compiling() or not fits else residual.append_one(keys, values)
         if newest is None:
             return super().take_in(keys, values)
@@ -352,7 +350,6 @@ class QuantizedStore(TokenStore):
     @override
     def drop_oldest(self, count: int) -> None:
         from_residual = self._parts.drop_oldest(count)
-        self._known_room = self._room
         self._length -= count
         self._residual_may_move = self._residual_may_move or from_residual > 0
         # Returned states stay valid; only states that are returned from now on have fewer tokens.
@@ -408,10 +405,8 @@ class QuantizedStore(TokenStore):
         self._returned.forget()
         self._residual_may_move = False
         parts = self._parts
-        room = self._known_room = self._room
-        parts.residual.length_hint = residual_length_hint(
-            room, self.length_hint, parts.old_tokens, parts.residual.length
-        )
+        hint = residual_length_hint(self._room, self.length_hint, parts.old_tokens, parts.residual.length)
+        parts.residual.length_hint = hint
 
     # Copies and state
 

@@ -98,7 +98,7 @@ class SegmentedStore(ContiguousStore):
     @override
     def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
         last = self._last_valid
-        attended = None if torch.compiler.is_compiling() or last is None else self.append_one(keys, values)
+        attended = None if torch.compiler.is_compiling() else self.append_one(keys, values)
         if attended is None or last is None:
             return super().take_in(keys, values)
         if self._end - self._start >= last.first_grouped_length:

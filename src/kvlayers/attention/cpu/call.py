@@ -28,14 +28,17 @@ _DENSE = struct.Struct(f"@2q 2P 7q {_AFTER_DENSE}x")
 _NO_DENSE = bytes(_DENSE.size - _AFTER_DENSE - _KIND.size)
 _CALL = struct.Struct("@2P 6q 6q 2q 2d P q")
 _MASK = struct.Struct("@P 5q")
-
-
 _POINTER = struct.Struct("@P")
 
 NO_MASK = bytes(_MASK.size)
 
 NO_ROWS = bytes(_POINTER.size)
 """Of a segment of which each sequence of the batch reads its own sequence."""
+
+
+def readable(states: Tensor) -> Tensor:
+    """The states, or a copy of them, with a contiguous last axis."""
+    return states if states.stride(3) == 1 else states.contiguous()
 
 
 def of_mask(mask: Tensor) -> bytes:
@@ -57,7 +60,7 @@ def of_call(
     """The arguments of a call, without those of its segments.
 
     Args:
-        query: queries, or weights, `[batch, heads, queries, any]`, of which the last axis is contiguous.
+        query: queries, or weights, `[batch, heads, queries, any]`, `readable`.
         out: the result, `[batch, heads, queries, any]`, of which the last axis is contiguous.
         kv_heads: KV heads.
         head_dims: head_dim of the keys, and of the values.
@@ -106,7 +109,7 @@ def of_dense(keys: Tensor, values: Tensor) -> tuple[bytes, Any]:
     sides = keys, values
     strides = keys.stride() + values.stride()
     if strides[3] != 1 or strides[7] != 1:
-        sides = keys.contiguous(), values.contiguous()
+        sides = readable(keys), readable(values)
         strides = sides[0].stride() + sides[1].stride()
     addresses = sides[0].data_ptr(), sides[1].data_ptr()
     return _DENSE.pack(0, 0, *addresses, *strides[:3], *strides[4:7], keys.shape[2]), sides

@@ -69,9 +69,8 @@ struct FourRows {
 
     template <int N, int VECTORS>
     static inline WordLanes<N> load(const uint8_t* from, int vector, int64_t row_bytes) {
-        if constexpr (N == 8) {
-            return (WordLanes<N>)eight_columns(from + vector * N, row_bytes);
-        } else if constexpr (VECTORS % 2 == 0) {
+        static_assert(N == 16);
+        if constexpr (VECTORS % 2 == 0) {
             // Compilers read the rows of two adjacent vectors once.
             const uint8_t* of_two = from + vector / 2 * 2 * N;
             const __m512i first = rows_of_32(of_two, of_two + row_bytes);

@@ -237,34 +237,29 @@ void combine(const Call& call) {
     merge<State>(call, plan, partials, false);
 }
 
+// Calls `work(state, call)` with a state of the dtype of the call.
+template <typename Work>
+void with_dtype(const Call& call, Work work) {
+    switch (call.dtype) {
+        case FLOAT32: return work(float(), call);
+        case BFLOAT16: return work(BFloat16(), call);
+        case FLOAT16: return work(Float16(), call);
+    }
+}
+
 }  // namespace
 
 extern "C" {
 
 void kvlayers_attend(const Arguments* arguments, const Segment* segments, const int64_t* const* rows) {
-    const Call call{*arguments, segments, rows};
-    switch (call.dtype) {
-        case FLOAT32: return attend<float>(call);
-        case BFLOAT16: return attend<BFloat16>(call);
-        case FLOAT16: return attend<Float16>(call);
-    }
+    with_dtype({*arguments, segments, rows}, [](auto state, const Call& call) { attend<decltype(state)>(call); });
 }
 
 void kvlayers_score(const Arguments* arguments, const Segment* segments, const int64_t* const* rows) {
-    const Call call{*arguments, segments, rows};
-    switch (call.dtype) {
-        case FLOAT32: return score<float>(call);
-        case BFLOAT16: return score<BFloat16>(call);
-        case FLOAT16: return score<Float16>(call);
-    }
+    with_dtype({*arguments, segments, rows}, [](auto state, const Call& call) { score<decltype(state)>(call); });
 }
 
 void kvlayers_combine(const Arguments* arguments, const Segment* segments, const int64_t* const* rows) {
-    const Call call{*arguments, segments, rows};
-    switch (call.dtype) {
-        case FLOAT32: return combine<float>(call);
-        case BFLOAT16: return combine<BFloat16>(call);
-        case FLOAT16: return combine<Float16>(call);
-    }
+    with_dtype({*arguments, segments, rows}, [](auto state, const Call& call) { combine<decltype(state)>(call); });
 }
 }

@@ -54,7 +54,7 @@ def _maximum_rows(segments: KVSegments) -> int:
 
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention; arguments and result are those of `reference.attend`."""
-    query, head_dims = _readable(query), segments.head_dims
+    query, head_dims = call.readable(query), segments.head_dims
     out = _result(query, head_dims[1])
     mask = None if mask is None else _as_read(mask)
     of_mask = NO_MASK if mask is None else call.of_mask(mask)
@@ -83,7 +83,7 @@ def attend_dense(
         softcap: limit of the scores, `None` for no limit.
         sinks: `[heads]`, scores of keys without a value, or `None`.
     """
-    query, head_dims = _readable(query), (keys.shape[3], values.shape[3])
+    query, head_dims = call.readable(query), (keys.shape[3], values.shape[3])
     out = _result(query, head_dims[1])
     # Their memory must live until the kernel returns.
     mask = None if mask is None else _as_read(mask)
@@ -106,7 +106,7 @@ def attend_dense(
 
 def scores(query: Tensor, segments: KVSegments) -> Tensor:
     """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
-    query = _readable(query)
+    query = call.readable(query)
     # Nothing is written where a column of a gathered segment stands for no token.
     out = query.new_full((*query.shape[:3], segments.tokens), -torch.inf)
     _loaded().kvlayers_score(*_call_without_mask(query, out, segments))
@@ -115,7 +115,7 @@ def scores(query: Tensor, segments: KVSegments) -> Tensor:
 
 def combine(weights: Tensor, segments: KVSegments) -> Tensor:
     """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
-    weights = _readable(weights)
+    weights = call.readable(weights)
     out = weights.new_empty((*weights.shape[:3], segments.head_dims[1]))
     _loaded().kvlayers_combine(*_call_without_mask(weights, out, segments))
     return out
@@ -132,10 +132,6 @@ def _result(query: Tensor, value_dim: int) -> Tensor:
     batch, heads, queries, _ = query.shape
     strides = (heads * queries * value_dim, value_dim, heads * value_dim, 1)
     return query.new_empty_strided((batch, heads, queries, value_dim), strides)
-
-
-def _readable(query: Tensor) -> Tensor:
-    return query if query.stride(3) == 1 else query.contiguous()
 
 
 def _as_read(mask: Tensor) -> Tensor:

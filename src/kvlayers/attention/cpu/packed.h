@@ -66,10 +66,7 @@ struct QuadProducts {
 
     template <int N>
     static inline Lanes<N> sum(Lanes<N> sums, Weight weight, Lanes<N> codes) {
-        if constexpr (N == 16)
-            return (Lanes<N>)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(weight));
-        else
-            return (Lanes<N>)_mm256_dpbusd_epi32((__m256i)sums, (__m256i)codes, _mm256_set1_epi32(weight));
+        return (Lanes<N>)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(weight));
     }
 
     template <int N>

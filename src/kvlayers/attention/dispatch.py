@@ -59,7 +59,7 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
         mask = mask.expand(batch, heads, queries, segments.tokens)
     # Torch takes a tensor for a number, and a kernel would take it for an address.
     scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
-    if not fused.serves(query.device):
+    if not fused.serves(query):
         return _attend_on_cpu(query, segments, mask, scale, paths)
     with without_autocast(query.device):
         obstacle = cuda_kernel.obstacle(query, segments, mask)
@@ -120,7 +120,7 @@ def _cpu_means(segments: KVSegments, obstacle: str | None, paths: PathCounter) -
 
 def _means_of_products(queries: Tensor, segments: KVSegments, paths: PathCounter) -> _Means:
     """What computes a product of eager attention with queries, or weights, `[batch, heads, queries, any]`."""
-    if not fused.serves(queries.device):
+    if not fused.serves(queries):
         return _cpu_means(segments, cpu_kernel.obstacle(queries, segments), paths)
     shares = segments.shares_rows
     paths.record(f"{fused.PLAIN}, {SHARED}" if shares else f"{fused.PLAIN}, {SLABS}, as {PRODUCT}")

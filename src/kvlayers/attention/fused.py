@@ -43,9 +43,14 @@ FUSED = "torch's fused attention"
 PLAIN = "plain torch"
 
 
-def serves(device: torch.device) -> bool:
-    """Whether attention on a device runs here: on accelerators, and where their paths are tested."""
-    return device.type != "cpu" or runs_triton(device)
+def serves(queries: Tensor) -> bool:
+    """Whether attention of queries runs here: on accelerators, and where their paths are tested."""
+    return not queries.is_cpu or _is_tested_on_cpu()
+
+
+@functools.cache
+def _is_tested_on_cpu() -> bool:
+    return runs_triton(torch.device("cpu"))
 
 
 def description(query: Tensor, segments: KVSegments) -> str:

@@ -26,7 +26,7 @@ from kvlayers.attention.packed_tensor import (
     implements_in_graphs,
 )
 from kvlayers.attention.segments import DenseSegment, KVSegments
-from kvlayers.utils.autocast import autocast_dtype
+from kvlayers.utils.autocast import autocast_converts
 
 
 def packed_pair(snapshot: Snapshot, key_shape: Sequence[int], value_shape: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -149,7 +149,7 @@ def _obstacle(
     if (view is not of_value and view != of_value) or view.swapped or view.grouped or query.dim() != 4:
         return "keys and values do not have the shapes that attention takes"
     batch, heads, _, head_dim = query.shape
-    key_batch, kv_heads, _, key_dim = key.shape
+    key_batch, kv_heads, _, key_dim = key.known_shape
     whole_groups = heads == kv_heads or (enable_gqa and heads % kv_heads == 0)
     if not whole_groups or batch != key_batch or head_dim != key_dim:
         return "queries do not fit the keys"
@@ -214,7 +214,7 @@ def _mismatch(states: Tensor, packed: Snapshot) -> str | None:
         return f"queries are {states.dtype}, and the cache is {packed.dtype}"
     if states.device != packed.device:
         return "queries are on another device"
-    if autocast_dtype(states.device) not in (None, states.dtype):
+    if autocast_converts(states):
         return "autocast computes in another dtype"
     return None
 

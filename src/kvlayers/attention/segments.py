@@ -1,5 +1,6 @@
 """The tokens that the queries of one update attend to: segments, each in full precision or packed."""
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -28,41 +29,94 @@ class KernelCache(dict[str, Any]):
         return KernelCache, ()
 
 
-# Not frozen, as `KVSegments`: each layer makes one at each step, and a frozen one takes three times as long.
-@dataclass(eq=False)
 class DenseSegment:
-    """Tokens in full precision. It is never changed.
+    """Tokens in full precision, in all slots of two tensors or in some. It is never changed.
+
+    Views of some slots are made when something reads them. The CPU kernel needs addresses alone, and a view for each
+    layer and token would take a tenth of the time of its Python code.
+
+    Args:
+        key_slots: `[batch, kv_heads, slots, key_head_dim]`.
+        value_slots: `[batch, kv_heads, slots, value_head_dim]`.
+        rows: see the attributes.
+        start: first slot of the segment.
+        tokens: slots of the segment; all of them if it is not given.
 
     Attributes:
-        keys: `[batch, kv_heads, tokens, key_head_dim]`.
-        values: `[batch, kv_heads, tokens, value_head_dim]`.
+        key_slots: the slots that hold the keys.
+        value_slots: the slots that hold the values.
         rows: which sequence of the segment each sequence of the batch reads; `None` if each reads its own.
+        start: first slot of the segment.
         kernel_cache: what kernels have prepared for the segment.
     """
 
-    keys: Tensor
-    values: Tensor
-    rows: SegmentRows | None = None
-    kernel_cache: KernelCache = field(default_factory=KernelCache, init=False, repr=False)
+    def __init__(
+        self,
+        key_slots: Tensor,
+        value_slots: Tensor,
+        rows: SegmentRows | None = None,
+        start: int = 0,
+        tokens: int | None = None,
+    ) -> None:
+        self.key_slots = key_slots
+        self.value_slots = value_slots
+        self.rows = rows
+        self.start = start
+        self.kernel_cache = KernelCache()
+        self._tokens = tokens
+        self._states = (key_slots, value_slots) if tokens is None else None
 
     @property
     def tokens(self) -> int:
         """Tokens in the segment."""
-        return int(self.keys.shape[2])
+        return int(self.key_slots.shape[2]) if self._tokens is None else self._tokens
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """The keys and the values, `[batch, kv_heads, tokens, head_dim]`."""
+        if self._states is None:
+            slots = self.key_slots, self.value_slots
+            keys, values = (states.narrow(2, self.start, self.tokens) for states in slots)
+            self._states = keys, values
+        return self._states
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys, `[batch, kv_heads, tokens, key_head_dim]`."""
+        return self.tensors[0]
+
+    @property
+    def values(self) -> Tensor:
+        """The values, `[batch, kv_heads, tokens, value_head_dim]`."""
+        return self.tensors[1]
+
+    @property
+    def batch(self) -> int:
+        """Sequences of the segment."""
+        return self.key_slots.shape[0]
+
+    @functools.cached_property
+    def kv_heads(self) -> int:
+        """Heads that have keys and values."""
+        return self.key_slots.shape[1]
+
+    @functools.cached_property
+    def head_dims(self) -> tuple[int, int]:
+        """Channels of a key, and of a value."""
+        return self.key_slots.shape[3], self.value_slots.shape[3]
 
     def side(self, side: Side) -> Tensor:
         """Keys or values."""
         return self.keys if side == "keys" else self.values
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The states, `[batch, kv_heads, tokens, ...]`."""
-        return self.keys, self.values
-
     def with_tensors(self, tensors: Iterable[Tensor]) -> "DenseSegment":
         """The segment with other `tensors`, in the same order."""
         keys, values = tensors
-        return replace(self, keys=keys, values=values)
+        return DenseSegment(keys, values, self.rows)
+
+    def without_rows(self) -> "DenseSegment":
+        """The segment with as many sequences as it holds."""
+        return DenseSegment(*self.tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +138,21 @@ class PackedSegment:
     ends: tuple[int, ...] | None = None
     rows: SegmentRows | None = None
     kernel_cache: KernelCache = field(default_factory=KernelCache, init=False, repr=False)
+
+    @property
+    def batch(self) -> int:
+        """Sequences of the segment."""
+        return self.keys.codes.shape[0]
+
+    @functools.cached_property
+    def kv_heads(self) -> int:
+        """Heads that have keys and values."""
+        return self.keys.codes.shape[1]
+
+    @functools.cached_property
+    def head_dims(self) -> tuple[int, int]:
+        """Channels of a key, and of a value."""
+        return self.keys.head_dim, self.values.head_dim
 
     @property
     def blocks(self) -> int:
@@ -110,6 +179,10 @@ class PackedSegment:
         key_codes, key_parameters, codes, parameters = tensors
         keys = replace(self.keys, codes=key_codes, parameters=key_parameters)
         return replace(self, keys=keys, values=replace(self.values, codes=codes, parameters=parameters))
+
+    def without_rows(self) -> "PackedSegment":
+        """The segment with as many sequences as it holds."""
+        return replace(self, rows=None)
 
     def pieces(self, blocks: int) -> Iterator["PackedSegment"]:
         """The segment in pieces of at most `blocks` blocks."""
@@ -183,6 +256,25 @@ class GatheredSegment:
         return None
 
     @property
+    def batch(self) -> int:
+        """Sequences of the batch."""
+        return self.starts.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads that have keys and values."""
+        return self.starts.shape[1]
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Channels of a key, and of a value."""
+        return self.source.head_dims
+
+    def without_rows(self) -> "GatheredSegment":
+        """The segment itself."""
+        return self
+
+    @property
     def held(self) -> Tensor:
         """Which columns stand for a token, bool `[batch, kv_heads, width]`."""
         held = torch.zeros((*self.starts.shape[:2], self.width + 1), dtype=torch.bool, device=self.starts.device)
@@ -225,7 +317,7 @@ class GatheredSegment:
         """
         if not bool(self.held.all()):
             raise UnsupportedLayerError(UNEVEN_HEADS)
-        head_dim = _head_dims(self.source)[0 if side == "keys" else 1]
+        head_dim = self.head_dims[0 if side == "keys" else 1]
         shape = (*self.starts.shape[:2], self.width + 1, head_dim)
         states = torch.empty(shape, dtype=dtype, device=self.starts.device)
         for padded, columns in self.padded_pieces(self.width):
@@ -246,7 +338,7 @@ def _chosen(source: DenseSegment | PackedSegment, index: Tensor) -> DenseSegment
     batch, kv_heads, _ = index.shape
     own = torch.arange(batch, device=index.device) if source.rows is None else source.rows.on(index.device)[0]
     at = own[:, None, None], torch.arange(kv_heads, device=index.device)[None, :, None], index
-    return with_full_blocks(replace(source.with_tensors(states[at] for states in source.tensors), rows=None))
+    return with_full_blocks(source.with_tensors(states[at] for states in source.tensors).without_rows())
 
 
 def with_full_blocks(segment: DenseSegment | PackedSegment) -> DenseSegment | PackedSegment:
@@ -257,6 +349,7 @@ def with_full_blocks(segment: DenseSegment | PackedSegment) -> DenseSegment | Pa
 Segment = DenseSegment | PackedSegment | GatheredSegment
 
 
+# Not frozen: each layer makes one at each step, and a frozen one takes three times as long.
 @dataclass(eq=False)
 class KVSegments:
     """Segments in the order of their tokens, of any kinds in any order. They are never changed.
@@ -319,30 +412,24 @@ class KVSegments:
     @property
     def batch(self) -> int:
         """Sequences side by side."""
-        rows = self.in_order[0].rows
-        return self._shape()[0] if rows is None else len(rows)
+        first = self.in_order[0]
+        return first.batch if first.rows is None else len(first.rows)
 
     @property
     def kv_heads(self) -> int:
         """Heads that have keys and values."""
-        return self._shape()[1]
+        return self.in_order[0].kv_heads
 
     @property
     def head_dims(self) -> tuple[int, int]:
         """Channels of a key, and of a value."""
-        return _head_dims(_source(self.in_order[0]))
+        return self.in_order[0].head_dims
 
     @property
     def device(self) -> torch.device:
         """Device of the states."""
         first = _source(self.in_order[0])
-        return first.keys.device if isinstance(first, DenseSegment) else first.keys.codes.device
-
-    def _shape(self) -> torch.Size:
-        first = self.in_order[0]
-        if isinstance(first, GatheredSegment):
-            return first.starts.shape
-        return first.keys.shape if isinstance(first, DenseSegment) else first.keys.codes.shape
+        return first.key_slots.device if isinstance(first, DenseSegment) else first.keys.codes.device
 
     def dense_states(self) -> list[Tensor]:
         """All tensors in full precision."""
@@ -368,18 +455,6 @@ def _source(segment: Segment) -> DenseSegment | PackedSegment:
     return segment.source if isinstance(segment, GatheredSegment) else segment
 
 
-def _head_dims(segment: DenseSegment | PackedSegment) -> tuple[int, int]:
-    """Channels of a key, and of a value."""
-    if isinstance(segment, PackedSegment):
-        return segment.keys.head_dim, segment.values.head_dim
-    return segment.keys.shape[3], segment.values.shape[3]
-
-
-def without_rows(segment: Segment) -> Segment:
-    """The segment with as many sequences as it holds."""
-    return segment if isinstance(segment, GatheredSegment) else replace(segment, rows=None)
-
-
 def _of_sequence(segment: Segment, index: int) -> Segment:
     if isinstance(segment, GatheredSegment):
         raise ValueError("the sequences of a gathered segment are not shared: read all of them.")
@@ -388,4 +463,4 @@ def _of_sequence(segment: Segment, index: int) -> Segment:
             raise ValueError("index must be that of a sequence whose rows the host knows: read all sequences.")
         index = segment.rows.known[index]
     one = slice(index, index + 1)
-    return replace(segment.with_tensors(states[one] for states in segment.tensors), rows=None)
+    return segment.with_tensors(states[one] for states in segment.tensors).without_rows()

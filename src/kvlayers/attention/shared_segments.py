@@ -14,14 +14,14 @@ from torch import Tensor
 
 from kvlayers.attention import fused, reference
 from kvlayers.attention.segment_rows import SegmentRows
-from kvlayers.attention.segments import KVSegments, without_rows
+from kvlayers.attention.segments import KVSegments
 
 Compute = Callable[[KVSegments, Tensor, Tensor | None], Sequence[Tensor]]
 
 
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention; arguments and result are those of `reference.attend`."""
-    on_accelerator = fused.serves(query.device)
+    on_accelerator = fused.serves(query)
     if mask is not None and on_accelerator:
         # Nothing is copied for each head if the mask is the same for all.
         mask = fused.unexpanded(mask).expand(query.shape[0], -1, query.shape[2], -1)
@@ -41,14 +41,14 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
 
 def scores(query: Tensor, segments: KVSegments) -> Tensor:
     """Products with all keys; arguments and result are those of `reference.scores`."""
-    products_of = fused.scores if fused.serves(query.device) else reference.scores
+    products_of = fused.scores if fused.serves(query) else reference.scores
     parts = [part.read(query, None, lambda part, rows, _: (products_of(rows, part),))[0] for part in _parts(segments)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
 
 def combine(weights: Tensor, segments: KVSegments) -> Tensor:
     """Weighted sums of all values; arguments and result are those of `reference.combine`."""
-    on_accelerator = fused.serves(weights.device)
+    on_accelerator = fused.serves(weights)
     sums_of = fused.combine if on_accelerator else reference.combine
     # On a CPU, sums are in float32, and rounded once.
     rows = weights if on_accelerator else weights.float()
@@ -65,7 +65,7 @@ def _parts(segments: KVSegments) -> Iterator["_Part"]:
     for _, group in itertools.groupby(segments.in_order, lambda segment: id(segment.rows)):
         same_rows = tuple(group)
         rows = same_rows[0].rows
-        held = KVSegments(same_rows if rows is None else tuple(without_rows(segment) for segment in same_rows))
+        held = KVSegments(same_rows if rows is None else tuple(segment.without_rows() for segment in same_rows))
         start, position = position, position + held.tokens
         if position > start:
             yield _Part(held, rows, slice(start, position))
@@ -94,7 +94,7 @@ class _Part:
             grouped_mask = None if mask is None else _group(mask, rows.sequences)
             found = compute(self.segments, _group(queries, rows.sequences), grouped_mask)
             return [_ungroup(result, len(rows)) for result in found]
-        if fused.serves(queries.device):
+        if fused.serves(queries):
             return self._read_all(rows, queries, mask, compute)
         pieces: list[Sequence[Tensor]] = []
         order: list[int] = []

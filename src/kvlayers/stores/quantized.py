@@ -145,14 +145,15 @@ class QuantizedStore(TokenStore):
         parts = self._parts
         residual = parts.residual
         fits = self._appends_one and residual.length < self._room and not self._residual_may_move
-        newest = None if torch.compiler.is_compiling() or not fits else residual.append_one(keys, values)
-        if newest is None:
+        if not fits or torch.compiler.is_compiling() or not residual.append_one(keys, values):
             return super().take_in(keys, values)
         length = self._length = self._length + 1
         self._validated = None
         if not parts.blocks:
-            return marked_for_sdpa(*newest, 1) if not parts.old_tokens else self._attended(self._segments(length))
-        segments = KVSegments((*self._all_old_segments(), DenseSegment(*newest)))
+            if not parts.old_tokens:
+                return marked_for_sdpa(*residual.newest(length), 1)
+            return self._attended(self._segments(length))
+        segments = KVSegments((*self._all_old_segments(), residual.tail_segment()))
         return self._returned.attended(segments, self._known_forms(), length, length)
 
     @override

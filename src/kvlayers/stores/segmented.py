@@ -98,39 +98,46 @@ class SegmentedStore(ContiguousStore):
     @override
     def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
         last = self._last_valid
-        attended = None if torch.compiler.is_compiling() else self.append_one(keys, values)
-        if attended is None or last is None:
+        if last is None or torch.compiler.is_compiling() or not self.append_one(keys, values):
             return super().take_in(keys, values)
-        if self._end - self._start >= last.first_grouped_length:
-            return attended[0].as_subclass(GroupedKeys), attended[1]
-        return attended
+        key_buffer, value_buffer = self._buffers()
+        start, tokens = self._start, self._end - self._start
+        held_keys, held_values = key_buffer.view(start, tokens), value_buffer.view(start, tokens)
+        if tokens >= last.first_grouped_length:
+            return held_keys.as_subclass(GroupedKeys), held_values
+        return held_keys, held_values
 
-    def append_one(self, keys: Tensor, values: Tensor) -> KVPair | None:
+    def append_one(self, keys: Tensor, values: Tensor) -> bool:
         """Append states if they are one token like the one before, it has room, and nobody else is concerned.
 
         For code that is not being compiled. It takes less time than `validate` and `extend`.
 
         Returns:
-            Views of all keys and values; `None` if nothing has changed.
+            Whether the token was appended; if not, nothing has changed.
         """
         if not self._appends_one or not self._is_as_before(keys, values) or keys.shape[2] != 1:
-            return None
+            return False
         if keys.requires_grad or values.requires_grad:
-            return None
+            return False
         end = self._end
         if self._is_forked or self._copy_on_write is not None or end >= self._capacity or self._tracks_gradients:
-            return None
+            return False
         key_buffer, value_buffer = self._keys, self._values
         # Buffers of other kinds note what is written.
         if type(key_buffer) is not TokenBuffer or type(value_buffer) is not TokenBuffer:
-            return None
+            return False
         key_buffer.view(end, 1).copy_(keys)
         value_buffer.view(end, 1).copy_(values)
         self._end = end + 1
-        start, tokens = self._start, end + 1 - self._start
-        return key_buffer.view(start, tokens), value_buffer.view(start, tokens)
+        return True
 
     # Reading
+
+    def tail_segment(self) -> DenseSegment:
+        """The tokens in the buffers as attention reads them, for code that is not being compiled. They are in no other
+        memory."""
+        keys, values = self._buffers()
+        return DenseSegment(keys.tensor, values.tensor, None, self._start, self._end - self._start)
 
     @override
     def newest_keys(self, count: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -187,7 +186,7 @@ def _merged(first: SharedSegment, second: SharedSegment) -> SharedSegment:
     pieces, rows = (first.dense(), second.dense()), None
     if _read_alike(first, second):
         # Each sequence is copied once, however many sequences of the batch read it.
-        pieces, rows = (replace(pieces[0], rows=None), replace(pieces[1], rows=None)), first.rows
+        pieces, rows = (pieces[0].without_rows(), pieces[1].without_rows()), first.rows
     both = KVSegments(pieces)
     # Tensors that are made in inference mode could not be written to outside of it.
     with torch.inference_mode(False), torch.no_grad():

@@ -9,17 +9,23 @@ _UNCHANGED = contextlib.nullcontext()
 
 
 @functools.cache
-def _knows_autocast(kind: str) -> bool:
-    """Whether a kind of device knows autocast. To others torch raises if it is asked."""
-    return torch.amp.is_autocast_available(kind)
+def _kind_with_autocast(device: torch.device) -> str | None:
+    """The kind of a device, if it knows autocast. About others torch raises if it is asked."""
+    return device.type if torch.amp.is_autocast_available(device.type) else None
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that autocast computes in on a device, `None` if it is off, or if the device knows no autocast."""
-    kind = device.type
-    if not _knows_autocast(kind) or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
+    kind = _kind_with_autocast(device)
+    return torch.get_autocast_dtype(kind) if kind is not None and torch.is_autocast_enabled(kind) else None
+
+
+def autocast_converts(states: torch.Tensor) -> bool:
+    """Whether autocast converts states to another dtype before it computes with them."""
+    # Asked first, because attention on a CPU asks in each layer of each step. It is not about every kind of device.
+    if states.is_cpu and not torch._C._is_any_autocast_enabled():
+        return False
+    return autocast_dtype(states.device) not in (None, states.dtype)
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -99,20 +99,20 @@ def _of_segment(segment: Segment) -> bytes:
         elif isinstance(segment, PackedSegment):
             found = _of_packed(segment)
         else:
-            found = of_dense(segment.keys, segment.values)
+            found = of_dense(segment.key_slots, segment.value_slots, segment.start, segment.tokens)
         segment.kernel_cache["cpu"] = found
     return found[0]
 
 
-def of_dense(keys: Tensor, values: Tensor) -> tuple[bytes, Any]:
-    """States in full precision, and memory that must live as long as their description."""
-    sides = keys, values
+def of_dense(keys: Tensor, values: Tensor, start: int, tokens: int) -> tuple[bytes, Any]:
+    """`tokens` slots from `start` in full precision, and memory that must live as long as their description."""
     strides = keys.stride() + values.stride()
     if strides[3] != 1 or strides[7] != 1:
-        sides = readable(keys), readable(values)
-        strides = sides[0].stride() + sides[1].stride()
-    addresses = sides[0].data_ptr(), sides[1].data_ptr()
-    return _DENSE.pack(0, 0, *addresses, *strides[:3], *strides[4:7], keys.shape[2]), sides
+        keys, values = readable(keys), readable(values)
+        strides = keys.stride() + values.stride()
+    skipped = start * keys.itemsize
+    addresses = keys.data_ptr() + skipped * strides[2], values.data_ptr() + skipped * strides[6]
+    return _DENSE.pack(0, 0, *addresses, *strides[:3], *strides[4:7], tokens), (keys, values)
 
 
 def _of_packed(segment: PackedSegment) -> tuple[bytes, Any]:

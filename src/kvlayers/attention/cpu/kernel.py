@@ -33,7 +33,7 @@ another takes less time."""
 
 def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
     """Why the kernel cannot take queries, or weights, `[batch, heads, queries, any]`; `None` if it can."""
-    if rows.device.type != "cpu":
+    if not rows.is_cpu:
         return f"there is no kernel for {rows.device.type}"
     if rows.dtype not in DTYPES:
         return f"the kernel does not take {rows.dtype}"
@@ -88,7 +88,7 @@ def attend_dense(
     # Their memory must live until the kernel returns.
     mask = None if mask is None else _as_read(mask)
     sinks = None if sinks is None else sinks.float().contiguous()
-    segment, _kept = call.of_dense(keys, values)
+    segment, _kept = call.of_dense(keys, values, 0, keys.shape[2])
     arguments = call.of_call(
         query,
         out,

@@ -5,7 +5,7 @@ The score of a head is `q · (W_k c) + q_rot · k_rot`, with the latent `c` and 
 latents, as the query heads of one KV head (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -175,7 +175,7 @@ def by_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, sc
 def _latents(segments: KVSegments) -> KVSegments:
     """The latents of dense segments, as keys and as values."""
     dense = [segment for segment in segments.in_order if isinstance(segment, DenseSegment)]
-    return KVSegments(tuple(replace(segment, values=segment.keys) for segment in dense))
+    return KVSegments(tuple(DenseSegment(segment.keys, segment.keys, segment.rows) for segment in dense))
 
 
 def _parts(query: Tensor, keys: HeadWeights) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ import itertools
 import pickle
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def history(
             held = batch if rows is None else rows.sequences
             packed = "packed" in kinds and ("dense" not in kinds or random.random() < 0.5)
             segment, keys, values = (random_packed if packed else random_dense)(held, dtype, head_dim)
-            segments.append(replace(segment, rows=rows))
+            segments.append(segment.with_rows(rows))
             chosen = list(range(batch)) if rows is None else list(rows.known or ())
             exact.append((keys[chosen], values[chosen]))
     keys, values = (torch.cat(sides, 2) for sides in zip(*exact, strict=True))
@@ -221,9 +221,9 @@ def test_the_compiled_kernel_takes_what_it_is_fastest_for() -> None:
     assert not taken(limit + 1, packed, dense)
     assert taken(dense_limit, dense, dense)
     assert not taken(dense_limit + 1, dense, dense)
-    assert taken(limit // 3, replace(packed, rows=rows), own)
-    assert not taken(limit // 3 + 1, replace(packed, rows=rows), own)
-    assert taken(dense_limit + 1, replace(dense, rows=rows), own)
+    assert taken(limit // 3, packed.with_rows(rows), own)
+    assert not taken(limit // 3 + 1, packed.with_rows(rows), own)
+    assert taken(dense_limit + 1, dense.with_rows(rows), own)
 
 
 def test_states_in_full_precision_are_those_of_each_sequence() -> None:
@@ -310,7 +310,7 @@ def test_groups_are_read_in_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain torch reads a run of segments with the same even rows in one call, and others once for each sequence."""
     even, uneven = SegmentRows(2, (0, 0, 1, 1)), SegmentRows(3, (2, 0, 0, 2))
     shared = [
-        replace(random_states_of(sequences, 20, torch.float32), rows=rows)
+        random_states_of(sequences, 20, torch.float32).with_rows(rows)
         for sequences, rows in ((2, even), (2, even), (3, uneven), (2, even))
     ]
     segments = KVSegments((*shared, random_states_of(4, 7, torch.float32), random_states_of(4, 0, torch.float32)))
@@ -347,7 +347,7 @@ def test_another_segment_made_from_one_has_its_own_arguments() -> None:
     one = random_states_of(2, 30, torch.float32)
     query = torch.randn(2, 2, 1, 64)
     kernel.attend(query, KVSegments((one,)), None, 0.2)
-    other = replace(one, keys=torch.randn(2, 2, 30, 64))
+    other = one.with_tensors((torch.randn(2, 2, 30, 64), one.values))
     seen = kernel.attend(query, KVSegments((other,)), None, 0.2)
     History(KVSegments((other,)), other.keys.double(), other.values.double(), torch.float32).check(query, None, seen)
 

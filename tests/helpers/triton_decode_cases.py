@@ -316,7 +316,7 @@ def states_of(case: Case) -> KVSegments:
     shared = [*map(dense, case.before), *(segment for pair in around_cuts for segment in pair if segment is not None)]
     if case.rows:
         rows = SegmentRows(case.batch, case.rows)
-        shared = [replace(segment, rows=rows) for segment in shared]
+        shared = [segment.with_rows(rows) for segment in shared]
     return KVSegments((*shared, *(dense(tokens, len(case.rows) or case.batch) for tokens in case.after)))
 
 

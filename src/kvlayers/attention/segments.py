@@ -114,9 +114,9 @@ class DenseSegment:
         keys, values = tensors
         return DenseSegment(keys, values, self.rows)
 
-    def without_rows(self) -> "DenseSegment":
-        """The segment with as many sequences as it holds."""
-        return DenseSegment(*self.tensors)
+    def with_rows(self, rows: SegmentRows | None) -> "DenseSegment":
+        """The segment with other `rows`."""
+        return DenseSegment(self.key_slots, self.value_slots, rows, self.start, self._tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,9 +180,9 @@ class PackedSegment:
         keys = replace(self.keys, codes=key_codes, parameters=key_parameters)
         return replace(self, keys=keys, values=replace(self.values, codes=codes, parameters=parameters))
 
-    def without_rows(self) -> "PackedSegment":
-        """The segment with as many sequences as it holds."""
-        return replace(self, rows=None)
+    def with_rows(self, rows: SegmentRows | None) -> "PackedSegment":
+        """The segment with other `rows`."""
+        return replace(self, rows=rows)
 
     def pieces(self, blocks: int) -> Iterator["PackedSegment"]:
         """The segment in pieces of at most `blocks` blocks."""
@@ -270,10 +270,6 @@ class GatheredSegment:
         """Channels of a key, and of a value."""
         return self.source.head_dims
 
-    def without_rows(self) -> "GatheredSegment":
-        """The segment itself."""
-        return self
-
     @property
     def held(self) -> Tensor:
         """Which columns stand for a token, bool `[batch, kv_heads, width]`."""
@@ -338,7 +334,7 @@ def _chosen(source: DenseSegment | PackedSegment, index: Tensor) -> DenseSegment
     batch, kv_heads, _ = index.shape
     own = torch.arange(batch, device=index.device) if source.rows is None else source.rows.on(index.device)[0]
     at = own[:, None, None], torch.arange(kv_heads, device=index.device)[None, :, None], index
-    return with_full_blocks(source.with_tensors(states[at] for states in source.tensors).without_rows())
+    return with_full_blocks(source.with_tensors(states[at] for states in source.tensors).with_rows(None))
 
 
 def with_full_blocks(segment: DenseSegment | PackedSegment) -> DenseSegment | PackedSegment:
@@ -455,6 +451,11 @@ def _source(segment: Segment) -> DenseSegment | PackedSegment:
     return segment.source if isinstance(segment, GatheredSegment) else segment
 
 
+def without_rows(segment: Segment) -> Segment:
+    """The segment with as many sequences as it holds."""
+    return segment if isinstance(segment, GatheredSegment) else segment.with_rows(None)
+
+
 def _of_sequence(segment: Segment, index: int) -> Segment:
     if isinstance(segment, GatheredSegment):
         raise ValueError("the sequences of a gathered segment are not shared: read all of them.")
@@ -463,4 +464,4 @@ def _of_sequence(segment: Segment, index: int) -> Segment:
             raise ValueError("index must be that of a sequence whose rows the host knows: read all sequences.")
         index = segment.rows.known[index]
     one = slice(index, index + 1)
-    return segment.with_tensors(states[one] for states in segment.tensors).without_rows()
+    return segment.with_tensors(states[one] for states in segment.tensors).with_rows(None)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvlayers.attention import fused, reference
 from kvlayers.attention.segment_rows import SegmentRows
-from kvlayers.attention.segments import KVSegments
+from kvlayers.attention.segments import KVSegments, without_rows
 
 Compute = Callable[[KVSegments, Tensor, Tensor | None], Sequence[Tensor]]
 
@@ -65,7 +65,7 @@ def _parts(segments: KVSegments) -> Iterator["_Part"]:
     for _, group in itertools.groupby(segments.in_order, lambda segment: id(segment.rows)):
         same_rows = tuple(group)
         rows = same_rows[0].rows
-        held = KVSegments(same_rows if rows is None else tuple(segment.without_rows() for segment in same_rows))
+        held = KVSegments(same_rows if rows is None else tuple(without_rows(segment) for segment in same_rows))
         start, position = position, position + held.tokens
         if position > start:
             yield _Part(held, rows, slice(start, position))

@@ -186,7 +186,7 @@ def _merged(first: SharedSegment, second: SharedSegment) -> SharedSegment:
     pieces, rows = (first.dense(), second.dense()), None
     if _read_alike(first, second):
         # Each sequence is copied once, however many sequences of the batch read it.
-        pieces, rows = (pieces[0].without_rows(), pieces[1].without_rows()), first.rows
+        pieces, rows = (pieces[0].with_rows(None), pieces[1].with_rows(None)), first.rows
     both = KVSegments(pieces)
     # Tensors that are made in inference mode could not be written to outside of it.
     with torch.inference_mode(False), torch.no_grad():

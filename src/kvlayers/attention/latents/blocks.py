@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.attention import reference
-from kvlayers.attention.segments import KVSegments
+from kvlayers.attention.segments import KVSegments, without_rows
 from kvlayers.quantizers.hadamard import rotate
 
 
@@ -58,7 +58,7 @@ def _pieces(segments: KVSegments, rows: int) -> Iterator[tuple[int, reference.Fl
     """Segments in pieces, with the number of the first token. Each sequence of the batch has its own row."""
     position = 0
     for segment in segments.in_order:
-        for piece in reference.pieces(KVSegments((segment.without_rows(),)), rows):
+        for piece in reference.pieces(KVSegments((without_rows(segment),)), rows):
             first = position + piece.position
             if segment.rows is None:
                 yield first, piece

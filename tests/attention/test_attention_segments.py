@@ -97,11 +97,14 @@ def random_rows(batch: int) -> SegmentRows:
 
 def random_dense(batch: int, dtype: torch.dtype, head_dim: int) -> tuple[DenseSegment, Tensor, Tensor]:
     tokens = random.choice([0, 1, 5, 64, 70, 130])
-    # Views of larger buffers, as a store has them.
-    keys, values = (
-        torch.randn(batch, 2, tokens + 9, head_dim).to(dtype)[:, :, start : start + tokens] for start in (4, 2)
-    )
-    return DenseSegment(keys, values), keys.double(), values.double()
+    # In larger buffers, as a store has them: views, or the buffers themselves.
+    buffers = [torch.randn(batch, 2, tokens + 9, head_dim).to(dtype) for _ in SIDES]
+    start = random.randrange(9)
+    keys, values = (buffer[:, :, start : start + tokens] for buffer in buffers)
+    segment = DenseSegment(keys, values)
+    if random.random() < 0.5:
+        segment = DenseSegment(*buffers, start=start, tokens=tokens)
+    return segment, keys.double(), values.double()
 
 
 def random_packed(batch: int, dtype: torch.dtype, head_dim: int) -> tuple[PackedSegment, Tensor, Tensor]:

@@ -912,6 +912,30 @@ def test_a_decode_step_allocates_less_than_two_blocks_of_states(long_layer: kvla
         assert sum(sizes) - output < 2 * 64 * STATE_BYTES
 
 
+class Called(TorchDispatchMode):
+    """Names of the functions of torch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@needs_compiler
+def test_a_decode_step_writes_its_token_and_makes_no_view_of_the_others() -> None:
+    # Just after a block was packed, so that the next tokens are not.
+    layer = filled_layer(LONG + QUANTIZATION.sink_tokens + QUANTIZATION.residual_length + 1, batch=1)
+    layer.update(*some_states(1, batch=1))
+    for _ in range(3):
+        states, query = some_states(1, batch=1), torch.randn(1, 4, 1, KEY_DIM)
+        with Called() as called:
+            with_gqa(query, *layer.update(*states))
+        assert called.names == ["as_strided", "copy_", "as_strided", "copy_", "new_empty_strided"]
+
+
 @needs_compiler
 def test_an_eager_decode_step_allocates_scores_and_no_states(long_layer: kvlayers.QuantizedLayer) -> None:
     sizes = created_by(long_layer.fork(), 1, "eager")

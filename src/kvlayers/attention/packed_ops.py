@@ -223,7 +223,7 @@ def _needs_gradients(segments: KVSegments, *tensors: Tensor | None) -> bool:
     """Whether autograd would follow what is computed from segments and tensors."""
     if not torch.is_grad_enabled():
         return False
-    return any(tensor is not None and tensor.requires_grad for tensor in (*tensors, *segments.dense_states()))
+    return segments.requires_grad or any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 UNKNOWN_VIEW = "attention takes no such view of keys or values"

@@ -116,7 +116,7 @@ class Snapshot:
     @property
     def follows_gradients(self) -> bool:
         """Whether autograd follows what is computed from the states."""
-        return torch.is_grad_enabled() and any(states.requires_grad for states in self.segments.dense_states())
+        return torch.is_grad_enabled() and self.segments.requires_grad
 
 
 @dataclass(frozen=True)

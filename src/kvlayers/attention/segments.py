@@ -91,6 +91,11 @@ class DenseSegment:
         return self.tensors[1]
 
     @property
+    def requires_grad(self) -> bool:
+        """Whether autograd follows the keys or the values."""
+        return self.key_slots.requires_grad or self.value_slots.requires_grad
+
+    @property
     def batch(self) -> int:
         """Sequences of the segment."""
         return self.key_slots.shape[0]
@@ -427,11 +432,11 @@ class KVSegments:
         first = _source(self.in_order[0])
         return first.key_slots.device if isinstance(first, DenseSegment) else first.keys.codes.device
 
-    def dense_states(self) -> list[Tensor]:
-        """All tensors in full precision."""
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd follows states in full precision. Codes it never follows."""
         sources = map(_source, self.in_order)
-        dense = [segment for segment in sources if isinstance(segment, DenseSegment)]
-        return [states for segment in dense for states in (segment.keys, segment.values)]
+        return any(segment.requires_grad for segment in sources if isinstance(segment, DenseSegment))
 
     def dense(self, side: Side, dtype: torch.dtype) -> Tensor:
         """All states of one side in full precision, `[batch, kv_heads, tokens, head_dim]`.

@@ -22,11 +22,14 @@ from gathered_states import (
 )
 from kvlayers.attention import dispatch, fused, reference
 from kvlayers.attention.cpu import kernel
+from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
+from kvlayers.attention.gathered_segment import GatheredSegment
 from kvlayers.attention.packed_ops import packed_pair
+from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.attention.packed_tensor import Snapshot, Version
 from kvlayers.attention.segment_rows import SegmentRows
-from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment
+from kvlayers.attention.segments import KVSegments
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from random_states import SUMS, check
 

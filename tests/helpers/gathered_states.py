@@ -5,7 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment, Segment
+from kvlayers.attention.dense_segment import DenseSegment
+from kvlayers.attention.gathered_segment import GatheredSegment
+from kvlayers.attention.packed_segment import PackedSegment
+from kvlayers.attention.segments import KVSegments, Segment
 from random_states import check, code_format, packed_states
 
 BLOCK = 16

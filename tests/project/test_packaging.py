@@ -48,7 +48,8 @@ cp "$made" "$2"
 ATTEND = """
 import torch
 from kvlayers.attention.cpu import kernel
-from kvlayers.attention.segments import DenseSegment, KVSegments
+from kvlayers.attention.dense_segment import DenseSegment
+from kvlayers.attention.segments import KVSegments
 from kvlayers.quantizers import SideOptions, backend, dequantize
 from kvlayers.quantizers.cpu import pack
 torch.manual_seed(0)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvlayers import Quantization, QuantizedStore, StaleStatesError
+from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.segments import PackedSegment
 from kvlayers.stores.dense import DenseStore
 from kvlayers.stores.packed_blocks import PackedBlocks
 from kvlayers.utils.tensor_memory import storages_of

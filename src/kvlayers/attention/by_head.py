@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.fused import unexpanded
-from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment
+from kvlayers.attention.gathered_segment import GatheredSegment
+from kvlayers.attention.packed_segment import PackedSegment
+from kvlayers.attention.segments import KVSegments
 
 Runs = list[tuple[int, int]]
 """Begin and end of consecutive tokens, or columns."""

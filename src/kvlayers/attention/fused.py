@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.fused_kernels import ALIGNED_NUMBERS, attend_dense, kernels_for
+from kvlayers.attention.gathered_segment import GatheredSegment
+from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.attention.piece_columns import PieceColumns
-from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment
+from kvlayers.attention.segments import KVSegments
 from kvlayers.quantizers.contract import Side
 from kvlayers.utils.triton_support import TritonKernel, runs_triton
 

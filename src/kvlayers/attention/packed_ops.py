@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.attention import dispatch
+from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.gqa import attend_dense, kv_head_copies
 from kvlayers.attention.packed_operators import attend_packed
@@ -25,7 +26,7 @@ from kvlayers.attention.packed_tensor import (
     implements,
     implements_in_graphs,
 )
-from kvlayers.attention.segments import DenseSegment, KVSegments
+from kvlayers.attention.segments import KVSegments
 from kvlayers.utils.autocast import autocast_converts
 
 

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvlayers.attention.dense_segment import DenseSegment
+from kvlayers.attention.gathered_segment import GatheredSegment
+from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.attention.piece_columns import PieceColumns
-from kvlayers.attention.segments import DenseSegment, GatheredSegment, KVSegments, PackedSegment
+from kvlayers.attention.segments import KVSegments
 from kvlayers.quantizers.hadamard import rotate
 
 CPU_SCORES_AT_ONCE = 1 << 15

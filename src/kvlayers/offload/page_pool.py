@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvlayers.attention.segments import DenseSegment, PackedSegment, with_full_blocks
+from kvlayers.attention.dense_segment import DenseSegment
+from kvlayers.attention.gathered_segment import with_full_blocks
+from kvlayers.attention.packed_segment import PackedSegment
 
 Carry = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Brings contiguous tensors of the host to the device, for all work that is queued there from now on."""

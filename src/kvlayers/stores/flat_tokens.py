@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.attention.segments import DENSE_PIECE_TOKENS, DenseSegment, GatheredSegment, PackedSegment
+from kvlayers.attention.dense_segment import DENSE_PIECE_TOKENS, DenseSegment
+from kvlayers.attention.gathered_segment import GatheredSegment
+from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import BufferSwap, KVPair
 from kvlayers.stores.dense import DenseStore, without_spare_room

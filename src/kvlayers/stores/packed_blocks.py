@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.attention.segments import DenseSegment, PackedSegment
+from kvlayers.attention.dense_segment import DenseSegment
+from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.errors import StateMismatchError
 from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.contract import CodeFormat, Quantizer, Side, check_groups

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.gqa_repeats import marked_for_sdpa
 from kvlayers.attention.packed_tensor import as_dense
-from kvlayers.attention.segments import DenseSegment, KVSegments, Segment
+from kvlayers.attention.segments import KVSegments, Segment
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores import quantized_plan as plan
 from kvlayers.stores.buffer import StateForm, form_of

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.attention.segments import DenseSegment, KVSegments, Segment
+from kvlayers.attention.dense_segment import DenseSegment
+from kvlayers.attention.segments import KVSegments, Segment
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores.buffer import form_of
 from kvlayers.stores.contract import BufferSwap, KVPair

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.gqa import GroupedKeys
-from kvlayers.attention.segments import DenseSegment, KVSegments
+from kvlayers.attention.segments import KVSegments
 from kvlayers.stores.buffer import TokenBuffer
 from kvlayers.stores.contiguous import ContiguousStore
 from kvlayers.stores.contract import BufferSwap, KVPair, TokenStore

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.attention.segments import GatheredSegment, KVSegments, PackedSegment, Segment
+from kvlayers.attention.gathered_segment import GatheredSegment
+from kvlayers.attention.packed_segment import PackedSegment
+from kvlayers.attention.segments import KVSegments, Segment
 from kvlayers.quantizers.packed_side import PackedSide
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

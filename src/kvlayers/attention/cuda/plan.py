@@ -19,7 +19,8 @@ from kvlayers.attention.cuda.specs import (
     warps_of_program,
 )
 from kvlayers.attention.cuda.support import DTYPES, LARGEST_HEAD_DIM, supports
-from kvlayers.attention.segments import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment
+from kvlayers.attention.dense_segment import DENSE_PIECE_TOKENS, DenseSegment
+from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.utils.triton_support import TritonKernel, device_obstacle, multiprocessors, shared_memory_limit
 
 

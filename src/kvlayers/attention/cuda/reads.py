@@ -13,8 +13,11 @@ from kvlayers.attention.cuda.plan import (
     plan_of,
     rows_of_channels,
 )
+from kvlayers.attention.dense_segment import DENSE_PIECE_TOKENS, DenseSegment
+from kvlayers.attention.gathered_segment import GatheredSegment
+from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.attention.segment_rows import SegmentRows
-from kvlayers.attention.segments import DENSE_PIECE_TOKENS, DenseSegment, GatheredSegment, KVSegments, PackedSegment
+from kvlayers.attention.segments import KVSegments
 
 DenseArguments = tuple[Tensor, Tensor, tuple[int, ...], int, int]
 """Keys, values, batch, head and token strides of both, the number of tokens, and their first column of a mask."""

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from kvlayers.attention import dispatch
+from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.latents import blocks
 from kvlayers.attention.packed_tensor import Snapshot
-from kvlayers.attention.segments import DenseSegment, KVSegments
+from kvlayers.attention.segments import KVSegments
 from kvlayers.utils.autocast import without_autocast
 
 CPU_MINIMUM_ROWS = 32

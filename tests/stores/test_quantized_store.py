@@ -16,6 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 from kvlayers import OptionError, Quantization, QuantizedLayer, QuantizedStore, StateMismatchError
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.segments import Segment
 from kvlayers.quantizers import Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions, dequantize
 from kvlayers.stores.dense import DenseStore
 from models import prompt, tiny_model
@@ -159,6 +161,26 @@ def test_a_store_goes_on_after_a_crop_to_any_length(length: int) -> None:
             assert torch.equal(states[:, :, -tokens:], new)
         length += tokens
         assert store.length == length
+
+
+def test_a_rollback_within_the_residual_keeps_the_segments_before_it() -> None:
+    store, *_ = filled(SMALL, 150)
+    old = attended_segments(store)[:-1]
+    assert len(old) == 2
+    for length in (155, 153, store.parts.old_tokens):
+        add(store, *some_states(7))
+        store.truncate(length)
+        assert attended_segments(store)[:-1] == old
+    # One token that is packed is dropped too.
+    store.truncate(store.parts.old_tokens - 1)
+    assert attended_segments(store)[1] is not old[1]
+
+
+def attended_segments(store: QuantizedStore) -> tuple[Segment, ...]:
+    """The segments to which the next token attends."""
+    attended = store.take_in(*some_states(1))
+    assert isinstance(attended[0], PackedStates)
+    return attended[0].snapshot.segments.in_order
 
 
 def test_forks_do_not_notice_each_other() -> None:

@@ -360,9 +360,12 @@ class QuantizedStore(TokenStore):
 
     @override
     def truncate(self, length: int) -> None:
+        # A rollback of a draft reaches no further than into the residual.
+        unchanged = self._old_segments if length >= self._parts.old_tokens else None
         self._parts.truncate(length)
         self._length = self._parts.tokens
         self._invalidate_snapshots()
+        self._old_segments = unchanged
 
     @override
     def reserve(self, tokens: int) -> None:

@@ -105,7 +105,7 @@ def random_dense(batch: int, dtype: torch.dtype, head_dim: int) -> tuple[DenseSe
     keys, values = (buffer[:, :, start : start + tokens] for buffer in buffers)
     segment = DenseSegment(keys, values)
     if random.random() < 0.5:
-        segment = DenseSegment(*buffers, start=start, tokens=tokens)
+        segment = DenseSegment(*buffers, slots=(start, tokens))
     return segment, keys.double(), values.double()
 
 

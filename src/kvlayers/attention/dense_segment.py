@@ -28,7 +28,7 @@ DENSE_PIECE_TOKENS = 64
 
 
 class DenseSegment:
-    """Tokens in full precision, in all slots of two tensors or in some. It is never changed.
+    """Tokens in full precision, in all slots of two tensors or in some. They are never changed.
 
     If they are in some slots, `keys` and `values` are views, which are made when they are first read. The CPU kernel
     takes addresses instead: two views for each layer would make an update a fifth slower.
@@ -37,8 +37,7 @@ class DenseSegment:
         key_slots: `[batch, kv_heads, slots, key_head_dim]`.
         value_slots: `[batch, kv_heads, slots, value_head_dim]`.
         rows: see the attributes.
-        start: first slot of the segment.
-        tokens: slots of the segment; all of them if it is not given.
+        slots: first slot of the segment, and how many it has; all slots if it is not given.
 
     Attributes:
         key_slots: the slots that hold the keys.
@@ -53,21 +52,20 @@ class DenseSegment:
         key_slots: Tensor,
         value_slots: Tensor,
         rows: SegmentRows | None = None,
-        start: int = 0,
-        tokens: int | None = None,
+        slots: tuple[int, int] | None = None,
     ) -> None:
         self.key_slots = key_slots
         self.value_slots = value_slots
         self.rows = rows
-        self.start = start
+        self.start = 0 if slots is None else slots[0]
         self.kernel_cache = KernelCache()
-        self._tokens = tokens
-        self._states = (key_slots, value_slots) if tokens is None else None
+        self._slots = slots
+        self._states = (key_slots, value_slots) if slots is None else None
 
     @property
     def tokens(self) -> int:
         """Tokens in the segment."""
-        return int(self.key_slots.shape[2]) if self._tokens is None else self._tokens
+        return int(self.key_slots.shape[2]) if self._slots is None else self._slots[1]
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -119,4 +117,4 @@ class DenseSegment:
 
     def with_rows(self, rows: SegmentRows | None) -> "DenseSegment":
         """The segment with other `rows`."""
-        return DenseSegment(self.key_slots, self.value_slots, rows, self.start, self._tokens)
+        return DenseSegment(self.key_slots, self.value_slots, rows, self._slots)

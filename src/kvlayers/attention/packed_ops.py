@@ -28,6 +28,7 @@ from kvlayers.attention.packed_tensor import (
 )
 from kvlayers.attention.segments import KVSegments
 from kvlayers.utils.autocast import autocast_converts
+from kvlayers.utils.transforms import transforms_run
 
 
 def packed_pair(snapshot: Snapshot, key_shape: Sequence[int], value_shape: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -217,6 +218,8 @@ def _mismatch(states: Tensor, packed: Snapshot) -> str | None:
         return "queries are on another device"
     if autocast_converts(states):
         return "autocast computes in another dtype"
+    if transforms_run():
+        return "torch transforms the computation"
     return None
 
 

@@ -57,6 +57,7 @@ class Snapshot:
         version_number: number of that version when the segments were returned.
         length: tokens that the store held at that time.
         paths: counts the paths that attention on the segments takes.
+        store: the store. It lives as long as the states, so that no other store writes to the memory that they read.
         observe: called with the queries that attend, `[batch, heads, queries, head_dim]`, before attention is computed.
         choose: given queries, the segments and the mask, the segments that these queries attend to.
         bring: given segments whose states are in other memory, the same segments on the device.
@@ -69,6 +70,7 @@ class Snapshot:
     version_number: int
     length: int
     paths: PathCounter
+    store: object = None
     observe: Callable[[Tensor], None] | None = None
     choose: Callable[[Tensor, KVSegments, Tensor | None], KVSegments] | None = None
     bring: Callable[[KVSegments], KVSegments] | None = None

@@ -1,6 +1,6 @@
 """Buffers in offloaded memory, and the copies of them that a device works on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -39,9 +39,9 @@ class HostBuffer(TokenBuffer):
         self.memory = memory
         self.device = device
 
-    def __reduce__(self) -> tuple[type[TokenBuffer], tuple[Tensor]]:
+    def __reduce__(self) -> tuple[Callable[[Tensor], TokenBuffer], tuple[Tensor]]:
         # Without the spare room of its memory.
-        return TokenBuffer, (self.tensor.clone(),)
+        return TokenBuffer(self.tensor.clone()).__reduce__()
 
     @classmethod
     def like(cls, buffer: TokenBuffer, memory: HomeMemory, device: torch.device) -> "HostBuffer":

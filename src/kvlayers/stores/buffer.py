@@ -103,8 +103,8 @@ class TokenBuffer:
         self._offset: int | None = None
         self.tracks_gradients = tensor.requires_grad
 
-    def __reduce__(self) -> tuple[type["TokenBuffer"], tuple[Tensor]]:
-        return TokenBuffer, (self.tensor,)
+    def __reduce__(self) -> tuple[Callable[[Tensor], "TokenBuffer"], tuple[Tensor]]:
+        return _restored, (self.tensor,)
 
     @classmethod
     def allocate(cls, form: StateForm, capacity: int, create: Callable[..., Tensor] = torch.empty) -> "TokenBuffer":
@@ -183,3 +183,9 @@ class TokenBuffer:
     def first_sequences(self, batch_size: int) -> "TokenBuffer":
         """A buffer over the same memory, for the first `batch_size` sequences only."""
         return self if batch_size == self._batch else TokenBuffer(self.tensor[:batch_size])
+
+
+def _restored(tensor: Tensor) -> TokenBuffer:
+    """A buffer over an unpickled tensor. One of inference mode is copied: it could not be written to outside of it."""
+    with torch.inference_mode(False):
+        return TokenBuffer(tensor.clone() if tensor.is_inference() else tensor)

@@ -186,6 +186,11 @@ class BufferPair(TokenStore):
 
     # Sharing
 
+    def retire(self) -> None:
+        """Stop holding tokens. Nobody writes where they are, as states that were returned may still read them."""
+        if self._copy_on_write is not None:
+            self._copy_on_write.leave(self)
+
     def reads(self, start: int, end: int) -> bool:
         """Whether any held token is in the slots from `start` to `end`."""
         return start < self._end and self._start < end
@@ -193,7 +198,7 @@ class BufferPair(TokenStore):
     def _may_write(self, start: int, end: int) -> bool:
         """Whether no other store and no caller uses the slots from `start` to `end`. No other store may from now on."""
         sharing = self._copy_on_write
-        if sharing is None or (sharing.has_one_holder and not sharing.is_viewed):
+        if sharing is None or sharing.is_over:
             self._copy_on_write = None
             return True
         return sharing.claim(self, start, end)

@@ -30,6 +30,9 @@ class CopyOnWrite:
     A store that grows writes after its tokens. The first one to do so becomes the writer, and stays it as long as no
     other holder reads those slots; all others go on in memory of their own. Each store may be used by another thread.
 
+    If the writer goes on in other memory, states that it has returned may still read what it wrote, so nobody writes to
+    those slots again.
+
     Nobody can tell how long a caller keeps a view, so slots that a caller has seen are never written again. Buffers
     that a caller has views of belong to one store: the caller may write to a view, and no other store may see that.
 
@@ -43,6 +46,10 @@ class CopyOnWrite:
         self._lock = threading.Lock()
         self._holders: weakref.WeakSet[BufferHolder] = weakref.WeakSet()
         self._writer: weakref.ref[BufferHolder] | None = None
+        self._written_end = 0
+        """End of the slots that a writer has claimed."""
+        self._kept_end = 0
+        """End of the slots that nobody may write to, because a writer that wrote there has left."""
         self._viewed: tuple[int, int] | None = None
 
     def join(self, holder: BufferHolder) -> None:
@@ -55,7 +62,7 @@ class CopyOnWrite:
         with self._lock:
             self._holders.discard(holder)
             if self._writer is not None and self._writer() is holder:
-                self._writer = None
+                self._writer, self._kept_end = None, self._written_end
 
     def claim(self, holder: BufferHolder, start: int, end: int) -> bool:
         """Whether a store may write to the slots from `start` to `end`. If so, no other store may from now on."""
@@ -65,9 +72,11 @@ class CopyOnWrite:
                 return False
             if self._viewed is not None and start < self._viewed[1] and self._viewed[0] < end:
                 return False
+            if start < self._kept_end:
+                return False
             if any(other is not holder and other.reads(start, end) for other in self._holders):
                 return False
-            self._writer = weakref.ref(holder)
+            self._writer, self._written_end = weakref.ref(holder), max(self._written_end, end)
             return True
 
     def record_view(self, start: int, end: int) -> None:
@@ -85,6 +94,11 @@ class CopyOnWrite:
     def is_viewed(self) -> bool:
         """Whether a caller has a view."""
         return self._viewed is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a single holder is left, which may write wherever it wants to."""
+        return self.has_one_holder and not self.is_viewed and not self._kept_end
 
     @property
     def has_one_holder(self) -> bool:

@@ -68,8 +68,6 @@ class QuantizedStore(TokenStore):
         self._old_segments: tuple[Segment, ...] | None = None
         self._returned = ReturnedStates()
         self.packing = PathCounter()
-        self._residual_may_move = False
-        """Whether the residual has room at its front, to which the next tokens may move it."""
 
     @property
     @override
@@ -145,7 +143,7 @@ class QuantizedStore(TokenStore):
     def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
         parts = self._parts
         residual = parts.residual
-        fits = self._appends_one and residual.length < self._room and not self._residual_may_move
+        fits = self._appends_one and residual.length < self._room
         if not fits or torch.compiler.is_compiling() or not residual.append_one(keys, values):
             return super().take_in(keys, values)
         length = self._length = self._length + 1
@@ -155,7 +153,7 @@ class QuantizedStore(TokenStore):
                 return marked_for_sdpa(*residual.newest(length), 1)
             return self._attended(self._segments(length))
         segments = KVSegments((*self._all_old_segments(), residual.tail_segment()))
-        return self._returned.attended(segments, self._known_forms(), length, length)
+        return self._returned.attended(self, segments, self._known_forms(), length, length)
 
     @override
     def validate(self, keys: Tensor, values: Tensor) -> int:
@@ -220,21 +218,20 @@ class QuantizedStore(TokenStore):
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
         self._apply_form()
-        if self._residual_may_move:
-            self._invalidate_snapshots()
         keys, values = (
             states.detach() if states.requires_grad else states for states in map(self._in_held_dtype, (keys, values))
         )
         new = keys.shape[2]
         blocks = self._blocks_to_pack(new)
         if blocks:
-            residual_stays = self._parts.pack(
+            self._parts.pack(
                 keys, values, blocks, self._missing_sinks, self.quantization.residual_length, self.length_hint
             )
             self._forget_segments()
-            self._residual_may_move = residual_stays
             self._count_packing()
         else:
+            # If it must move, it goes to other memory: states that were returned, or are about to be, read this one.
+            self._parts.residual.reserve(self._parts.residual.length + new)
             append_states(self._parts.residual, (keys, values))
         self._length += new
 
@@ -321,7 +318,7 @@ class QuantizedStore(TokenStore):
         forms = self._known_forms()
         if segments.are_dense and not self._parts.residual.has_segments:
             return segments.dense("keys", forms[0].dtype), segments.dense("values", forms[1].dtype)
-        return self._returned.attended(segments, forms, self.length, segments.tokens)
+        return self._returned.attended(self, segments, forms, self.length, segments.tokens)
 
     def _known_forms(self) -> tuple[StateForm, StateForm]:
         if self._forms is None:
@@ -351,9 +348,8 @@ class QuantizedStore(TokenStore):
 
     @override
     def drop_oldest(self, count: int) -> None:
-        from_residual = self._parts.drop_oldest(count)
+        self._parts.drop_oldest(count)
         self._length -= count
-        self._residual_may_move = self._residual_may_move or from_residual > 0
         # Returned states stay valid; only states that are returned from now on have fewer tokens.
         self._old_segments = None
         self._returned.forget()
@@ -408,7 +404,6 @@ class QuantizedStore(TokenStore):
         """Build segments again for states that are returned from now on. Returned states stay valid."""
         self._old_segments = None
         self._returned.forget()
-        self._residual_may_move = False
         parts = self._parts
         hint = residual_length_hint(self._room, self.length_hint, parts.old_tokens, parts.residual.length)
         parts.residual.length_hint = hint

@@ -71,7 +71,7 @@ class QuantizedParts:
 
     def pack(
         self, keys: Tensor, values: Tensor, count: int, sinks: int, residual_length: int, length_hint: int | None
-    ) -> bool:
+    ) -> None:
         """Take in states, and pack `count` blocks of the oldest full-precision tokens after the new sinks.
 
         A residual that is shared goes on where it is, without those tokens. Any other is copied, which frees them.
@@ -83,9 +83,6 @@ class QuantizedParts:
             sinks: tokens at the front of the residual that become sinks.
             residual_length: tokens that stay in the residual at least.
             length_hint: the most tokens that the store is expected to hold, if known.
-
-        Returns:
-            Whether the residual stays where it is, and so may have room at its front.
         """
         blocks = self.blocks
         if blocks is None:
@@ -105,8 +102,7 @@ class QuantizedParts:
             append_states(new_sinks, _tokens_of(states, 0, sinks))
         rest = held + keys.shape[2] - packed
         hint = residual_length_hint(residual_length + size, length_hint, self.old_tokens + packed, rest)
-        stays = packed < held and self.residual.is_shared
-        if stays:
+        if packed < held and self.residual.is_shared:
             residual = self.residual.fork()
             residual.drop_oldest(packed)
             residual.length_hint = hint
@@ -125,8 +121,8 @@ class QuantizedParts:
             # Interrupted: the residual still holds these tokens, so no block may hold them too, nor one side of it.
             blocks.truncate(before)
             raise
-        self.sinks, self.residual = new_sinks, residual
-        return stays
+        retired, self.sinks, self.residual = self.residual, new_sinks, residual
+        retired.retire()
 
     # Reading
 
@@ -142,17 +138,15 @@ class QuantizedParts:
 
     # Dropping, cropping and the batch
 
-    def drop_oldest(self, count: int) -> int:
-        """Forget the oldest `count` tokens; return how many of them were in the residual."""
+    def drop_oldest(self, count: int) -> None:
+        """Forget the oldest `count` tokens."""
         from_sinks = min(count, self.sinks.length)
         self.sinks.drop_oldest(from_sinks)
         from_blocks = 0
         if self.blocks:
             from_blocks = min(count - from_sinks, self.blocks.tokens)
             self.blocks.drop_oldest(from_blocks)
-        from_residual = count - from_sinks - from_blocks
-        self.residual.drop_oldest(from_residual)
-        return from_residual
+        self.residual.drop_oldest(count - from_sinks - from_blocks)
 
     def truncate(self, length: int) -> None:
         """Forget all but the oldest `length` tokens."""

@@ -205,7 +205,7 @@ class RaggedStore(TokenStore):
         before = (flat.gathered(),) if prefix_states is None else (DenseSegment(*prefix_states), flat.gathered())
         if not isinstance(keys, PackedStates):
             segments = KVSegments((*before, DenseSegment(keys.as_subclass(Tensor), values)))
-            return self._returned.attended(segments, self._forms(), self.length, segments.tokens)
+            return self._returned.attended(self, segments, self._forms(), self.length, segments.tokens)
         # The tail knows when the states become stale, because the flat part never changes.
         snapshot = keys.snapshot
         segments = KVSegments((*before, *snapshot.segments.in_order))

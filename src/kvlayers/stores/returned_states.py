@@ -28,21 +28,27 @@ class ReturnedStates:
     def __reduce__(self) -> tuple[type["ReturnedStates"], tuple[()]]:
         return ReturnedStates, ()
 
-    def attended(self, segments: KVSegments, forms: tuple[StateForm, StateForm], length: int, tokens: int) -> KVPair:
-        """Keys and values of segments: packed states, or copies while code is compiled.
+    def attended(
+        self, store: object, segments: KVSegments, forms: tuple[StateForm, StateForm], length: int, tokens: int
+    ) -> KVPair:
+        """Keys and values of segments: packed states, or copies while code is compiled or if their dtypes differ.
 
         Args:
+            store: the store that returns them.
             segments: the tokens.
             forms: the forms of keys and of values.
             length: tokens that the store holds.
             tokens: tokens in the segments.
         """
         key_form, value_form = forms
-        if torch.compiler.is_compiling():
+        # Packed states have one dtype, as attention does.
+        if torch.compiler.is_compiling() or key_form.dtype != value_form.dtype:
             return segments.dense("keys", key_form.dtype), segments.dense("values", value_form.dtype)
         # Made late: forks are many, and few of them return states before they are forked again.
         version = self._version = Version() if self._version is None else self._version
-        snapshot = Snapshot(segments, key_form.dtype, key_form.device, version, version.number, length, self.paths)
+        snapshot = Snapshot(
+            segments, key_form.dtype, key_form.device, version, version.number, length, self.paths, store
+        )
         return _pair(snapshot, forms, tokens)
 
     def newest(

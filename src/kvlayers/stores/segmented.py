@@ -135,10 +135,9 @@ class SegmentedStore(ContiguousStore):
     # Reading
 
     def tail_segment(self) -> DenseSegment:
-        """The tokens in the buffers as attention reads them, for code that is not being compiled. They are in no other
-        memory."""
+        """The tokens in the buffers as attention reads them. Only for code that is not being compiled."""
         keys, values = self._buffers()
-        return DenseSegment(keys.tensor, values.tensor, None, self._start, self._end - self._start)
+        return DenseSegment(keys.tensor, values.tensor, None, (self._start, self._end - self._start))
 
     @override
     def newest_keys(self, count: int) -> Tensor:
@@ -157,7 +156,7 @@ class SegmentedStore(ContiguousStore):
     def _attended(self, count: int, *prefix: DenseSegment) -> KVPair:
         """Keys and values of a prefix, if there is one, and of the newest `count` tokens, which reach into segments."""
         segments = KVSegments((*prefix, *self.pieces(count)))
-        return self._returned.attended(segments, self._forms(), self._length, segments.tokens)
+        return self._returned.attended(self, segments, self._forms(), self._length, segments.tokens)
 
     def pieces(self, count: int) -> tuple[DenseSegment, ...]:
         """The newest `count` tokens as attention reads them: a piece for each segment, and one for the tail.
@@ -306,6 +305,8 @@ class SegmentedStore(ContiguousStore):
         self._shared_tokens -= dropped
         self._start += count - dropped
         self._length -= count
+        # The next tokens may make as many as there were before.
+        self._returned.forget()
 
     @override
     def truncate(self, length: int) -> None:

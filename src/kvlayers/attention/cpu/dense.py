@@ -5,6 +5,8 @@ from torch import Tensor
 
 from kvlayers.attention.cpu import kernel
 from kvlayers.attention.cpu.call import DTYPES
+from kvlayers.utils.autocast import autocast_converts
+from kvlayers.utils.transforms import transforms_run
 
 CPU_MAXIMUM_QUERIES = 16
 """Queries of a sequence up to which the kernel takes less time than torch's attention, measured on a CPU."""
@@ -45,6 +47,8 @@ def takes(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> b
     if type(query) is not Tensor or not values.is_cpu or torch._C._get_tracing_state() is not None:
         return False
     if mask is not None and not _takes_mask(mask, query, keys.size(2)):
+        return False
+    if transforms_run() or autocast_converts(query):
         return False
     return kernel.library() is not None
 

@@ -40,12 +40,20 @@ State* out_row(const Call& call, int64_t sequence, int64_t kv_head, int64_t row)
 template <typename State>
 struct Memory {
     typedef typename Scoring<State>::Query Query;
+    static constexpr size_t MOST_KEPT = 1 << 18;  // numbers of a buffer
 
     // `query` and `rotated_query` are scaled; `dense_query` is as states in full precision are multiplied with it.
     FloatBuffer query, rotated_query;
     std::vector<Query, LineAllocator<Query>> dense_query;
     FloatBuffer scores, mask_rows;  // [ROWS_AT_ONCE][padded_unit]
     BlockProducts products;
+
+    // Frees what many queries needed.
+    void free_large() {
+        if (query.size() <= MOST_KEPT) return;
+        query = rotated_query = FloatBuffer();
+        dense_query = std::vector<Query, LineAllocator<Query>>();
+    }
 
     static Memory& of_thread() {
         static thread_local Memory memory;
@@ -73,6 +81,9 @@ struct Head {
         memory.scores.resize(ROWS_AT_ONCE * padded_unit);
         if (call.mask.entries) memory.mask_rows.resize(ROWS_AT_ONCE * padded_unit);
     }
+
+    Head(const Head&) = delete;
+    ~Head() { memory.free_large(); }
 
     void start(const Item& item) {
         readers = &item.run->readers[item.row];

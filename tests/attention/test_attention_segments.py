@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.attention import dispatch, reference, shared_segments
-from kvlayers.attention.cpu import kernel
+from kvlayers.attention.cpu import call, kernel
 from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_ops import packed_pair
@@ -345,6 +345,15 @@ def test_a_copy_of_a_segment_is_read_at_its_own_address(duplicate: Callable[[KVS
             segment.keys.parameters.fill_(torch.nan)
     held.check(query, None, kernel.attend(query, copied, None, 0.2))
     assert kernel.attend(query, held.segments, None, 0.2).isnan().all()
+
+
+def test_the_kernel_is_given_as_many_bytes_as_its_structures_have() -> None:
+    # The numbers are those of `call.h`, where a compiler checks them.
+    query = torch.randn(1, 2, 1, 64)
+    assert len(call.of_call(query, query, 2, (64, 64), 1, 1.0)) == 208
+    for make in (random_dense, random_packed):
+        segments = KVSegments((make(1, torch.float32, 64)[0],))
+        assert [len(part) for part in call.of_segments(segments, query.device)] == [440, 8]
 
 
 @needs_compiler

@@ -18,17 +18,17 @@ from models import ATTENDING, CONFIGS, tiny_model
 
 @pytest.mark.parametrize(
     ("package", "version"),
-    [("transformers", "4.56.2"), ("transformers", "6.0.0"), ("transformers", "6.0.0.dev0"), ("torch", "2.5.1+cu124")],
+    [("transformers", "4.56.2"), ("transformers", "5.24.0"), ("transformers", "5.24.0.dev0"), ("torch", "2.5.1+cu124")],
 )
 def test_a_version_that_is_not_supported_is_refused_at_import(package: str, version: str) -> None:
     script = f"import {package}; {package}.__version__ = {version!r}; import kvlayers"
     run = fresh_process.run(script)
-    supported = {"transformers": "<6,>=4.57", "torch": ">=2.6"}[package]
+    supported = {"transformers": "<5.24,>=4.57", "torch": ">=2.6"}[package]
     last_line = run.stderr.strip().splitlines()[-1]
     assert last_line.startswith(f"ImportError: expected {package} {supported}, but saw {version}: install")
 
 
-@pytest.mark.parametrize("version", ["4.57.0", "4.57.6", "5.0.0rc1", "5.24.0.dev0", "5.99"])
+@pytest.mark.parametrize("version", ["4.57.0", "4.57.6", "5.0.0rc1", "5.23.0.dev0", "5.23.9"])
 def test_versions_in_the_range_are_taken(version: str) -> None:
     assert check_supported("transformers", version).release[0] in (4, 5)
 

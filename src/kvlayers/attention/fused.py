@@ -48,11 +48,12 @@ PLAIN = "plain torch"
 
 def serves(queries: Tensor) -> bool:
     """Whether attention of queries runs here: on accelerators, and where their paths are tested."""
-    return not queries.is_cpu or _is_tested_on_cpu()
+    return not queries.is_cpu or _triton_runs_on_cpu()
 
 
 @functools.cache
-def _is_tested_on_cpu() -> bool:
+def _triton_runs_on_cpu() -> bool:
+    """Whether Triton interprets its kernels on the CPU (`TRITON_INTERPRET=1`), as tests let it."""
     return runs_triton(torch.device("cpu"))
 
 

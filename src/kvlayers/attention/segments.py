@@ -48,8 +48,9 @@ class KVSegments:
     def only_dense(self) -> DenseSegment | None:
         """The segment, if there is only one, in full precision, and each sequence reads its own part of it."""
         first = self.in_order[0]
-        is_only = len(self.in_order) == 1 and isinstance(first, DenseSegment) and first.rows is None
-        return first if is_only and isinstance(first, DenseSegment) else None
+        if isinstance(first, DenseSegment) and first.rows is None and len(self.in_order) == 1:
+            return first
+        return None
 
     @property
     def shares_rows(self) -> bool:

@@ -1,5 +1,5 @@
-// Products of a packed side of blocks with other factors: the query for keys, the weights of tokens for values. The scales of
-// codes are folded into the factors, so that no block is ever written out in full precision.
+// Products of a packed side of blocks with other factors: the query for keys, the weights of tokens for values. The scales
+// of codes are folded into the factors, so that no block is ever written out in full precision.
 
 #pragma once
 
@@ -16,13 +16,13 @@
 namespace {
 
 // weights[i][row] = factors[i][row] * scale[row] for i < R, and zeros up to a multiple of WIDTH rows. totals[i] = the sum of
-// factors[i][row] * zero[row]. magnitudes[i] has the largest bits of a magnitude of a weight, in all its lanes and what it
-// had before: they are in the order of magnitudes, infinity and NaN the highest.
+// factors[i][row] * zero[row]. magnitudes[i] becomes the larger of itself and of the bits of |weights[i]|, lane by lane. Such
+// bits are in the order of the numbers, and then come infinity and NaN.
 template <int R, typename Parameter>
 inline void fold_scales(const float* factors, int64_t factor_stride, const Parameter* scale, const Parameter* zero,
                         int64_t rows, float* weights, float* totals, IntRegister* magnitudes) {
     Register sums[R] = {};
-    IntRegister highest[R];  // in registers
+    IntRegister highest[R];  // a copy, because compilers would write to magnitudes each time
     for (int i = 0; i < R; ++i) highest[i] = magnitudes[i];
     for (int64_t row = 0; row < rows; row += WIDTH) {
         const int64_t count = rows - row;
@@ -39,7 +39,7 @@ inline void fold_scales(const float* factors, int64_t factor_stride, const Param
     sums_of_lanes<R>(sums, totals);
 }
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#if defined(MULTIPLIES_BYTES)
 constexpr float LARGEST_WEIGHT = 127 * 256 + 127;
 static_assert(255 * ROWS_OF_WEIGHTS * int64_t(LARGEST_WEIGHT) <= INT32_MAX);
 
@@ -130,7 +130,7 @@ class BlockProducts {
         for (const Parameter* at = given; at < given + 2 * count; at += LINE_BYTES / sizeof(Parameter))
             __builtin_prefetch(at + of.parameter_block);
         const bool folds = of.row_group == 1 && groups_hold_whole_vectors(of);
-        // States in full precision have smaller errors than rounded weights.
+        // States in float32 have smaller errors than rounded weights.
         constexpr bool AS_INTEGERS = !std::is_same<Parameter, float>::value;
         if (folds && column_groups == 1 && has_zeros() && !of.fixed_scales)
             return add_folded<R, AS_INTEGERS>(given, given + count, begin, end, factors, factor_stride, acc, acc_stride);
@@ -180,7 +180,7 @@ class BlockProducts {
                                zero + group * row_groups + row, rows, &weights[group * R * ROWS_OF_WEIGHTS],
                                &totals[group * R], magnitudes);
             const uint8_t* of_rows = codes + row * columns.row_bytes;
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#if defined(MULTIPLIES_BYTES)
             if constexpr (AS_INTEGERS) {
                 quads.resize(column_groups * R * 2 * ROWS_OF_WEIGHTS);
                 float units[R];

@@ -69,6 +69,9 @@ struct Arguments {
     Mask mask;
 };
 
+// `call.py` packs as many bytes, as a test says.
+static_assert(sizeof(void*) == 8 && sizeof(Segment) == 440 && sizeof(Arguments) == 208);
+
 struct Call : Arguments {
     const Segment* segments;
     // For each segment: which of its sequences each sequence of the batch reads; null if each reads its own.

@@ -7,6 +7,11 @@
 
 #include "../../utils/vectors.h"
 
+// Whether four rows of codes are multiplied at once, as bytes.
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define MULTIPLIES_BYTES
+#endif
+
 namespace {
 
 template <int N>
@@ -63,7 +68,7 @@ struct OneRow {
     static inline void prefetch_ahead(const uint8_t* from, int64_t) { ::prefetch_ahead(from); }
 };
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#if defined(MULTIPLIES_BYTES)
 struct FourRows {
     static constexpr uint32_t IN_EACH = 0x01010101;
 
@@ -97,7 +102,7 @@ struct FourRows {
         for (int row = 0; row < 4; ++row) ::prefetch_ahead(from + row * row_bytes);
     }
 
-private:
+ private:
     static inline __m512i rows_of_32(const uint8_t* one, const uint8_t* other) {
         return _mm512_inserti64x4(_mm512_castsi256_si512(::load<__m256i>(one)), ::load<__m256i>(other), 1);
     }

@@ -30,6 +30,8 @@ CPU_MAXIMUM_GATHERED_ROWS = 32
 """As `CPU_MAXIMUM_DENSE_ROWS`, if each KV head reads its own tokens: with more, torch's attention on one KV head after
 another takes less time."""
 
+_ALWAYS_TAKEN = min(CPU_MAXIMUM_ROWS, CPU_MAXIMUM_DENSE_ROWS, CPU_MAXIMUM_GATHERED_ROWS)
+
 
 def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
     """Why the kernel cannot take queries, or weights, `[batch, heads, queries, any]`; `None` if it can."""
@@ -37,9 +39,10 @@ def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
         return f"there is no kernel for {rows.device.type}"
     if rows.dtype not in DTYPES:
         return f"the kernel does not take {rows.dtype}"
-    # At most all heads of all sequences read one, so that a step of decoding need not look closer.
+    # No KV head has more queries than all heads of all sequences together. If these are few, as in a decode step,
+    # nothing else is looked at.
     batch, heads, queries, _ = rows.shape
-    if batch * heads * queries > CPU_MAXIMUM_GATHERED_ROWS and not (segments.are_dense and segments.shares_rows):
+    if batch * heads * queries > _ALWAYS_TAKEN and not (segments.are_dense and segments.shares_rows):
         maximum = _maximum_rows(segments)
         if heads // segments.kv_heads * queries * segments.most_readers > maximum:
             return f"there are more than {maximum} queries for a kv head, as in a prompt"
@@ -53,7 +56,7 @@ def _maximum_rows(segments: KVSegments) -> int:
 
 
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
-    """Softmax attention; arguments and result are those of `reference.attend`."""
+    """Softmax attention; arguments and result are those of `reference.attend`. States have the dtype of the query."""
     query, head_dims = call.readable(query), segments.head_dims
     out = _result(query, head_dims[1])
     mask = None if mask is None else _as_read(mask)
@@ -135,6 +138,7 @@ def _result(query: Tensor, value_dim: int) -> Tensor:
 
 
 def _as_read(mask: Tensor) -> Tensor:
+    """The mask as the kernel reads it: bool or float32."""
     return mask if mask.dtype == torch.bool else mask.float()
 
 

@@ -46,9 +46,9 @@ struct FloatProducts {
     }
 };
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-// Products of integers, of four rows at once. Weights are integers of 16 bits with a sign, in units of their own for each
-// of the R rows of weights: their error is at most 2^-16 of the largest weight of a row, where states in half precision
+#if defined(MULTIPLIES_BYTES)
+// Products of integers, of four rows at once. Weights are integers of 15 bits and a sign, in units of their own for each
+// of the R rows of weights: their error is at most a 65,000th of the largest weight of a row, where states in half precision
 // have errors of 2^-9 and 2^-12. Each is a low and a high byte with signs, because codes are multiplied as bytes.
 struct QuadProducts {
     typedef FourRows Rows;

@@ -264,6 +264,8 @@ def test_layers_that_recorded_go_on_with_chunks_when_they_record_no_more() -> No
         lambda: kvlayers.Buckets().sizes(2.5),
         lambda: kvlayers.StaticCache(LLAMA, 8, compiled="no"),
         lambda: kvlayers.StaticCache(LLAMA, 8, grow="yes"),
+        lambda: kvlayers.DynamicCache(config=LLAMA, offloading="no"),
+        lambda: kvlayers.QuantizedCache(config=LLAMA, offloading=True, offload_only_non_sliding=2),
         lambda: kvlayers.StaticCache(LLAMA, 8).early_initialization(-1, 2, 8, torch.float32, "cpu"),
     ],
 )

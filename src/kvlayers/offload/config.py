@@ -55,8 +55,12 @@ class Offloading:
         """The offloading options of a cache as one value, `None` if nothing is offloaded.
 
         Raises:
-            OptionError: as for `Offloading`, or a directory is given without offloading.
+            OptionError: as for `Offloading`, or a directory is given without offloading, or a flag is not a bool.
         """
+        flags = {"offloading": offloading, "offload_only_non_sliding": offload_only_non_sliding}
+        for name, given in flags.items():
+            if not isinstance(given, bool):
+                raise OptionError(f"`{name}` must be True or False, got {given!r}.")
         placement = cls(offload_only_non_sliding, offload_device, offload_directory)
         if placement.offload_directory is not None and not offloading:
             raise OptionError("`offloading` must be True with offload_device='disk', got False.")

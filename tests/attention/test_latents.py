@@ -245,6 +245,19 @@ def expanded(latents: torch.Tensor, rotated: torch.Tensor, weight: torch.Tensor)
     return keys, values
 
 
+@pytest.mark.parametrize("tokens", [60, 3000])
+def test_vmap_over_queries_of_latents_gives_what_a_loop_gives(tokens: int) -> None:
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 1, tokens, RANK), torch.randn(2, 1, tokens, ROPE)
+    queries, weight = torch.randn(3, 2, HEADS, 1, NOPE + ROPE), torch.randn(HEADS * (NOPE + VALUE), RANK)
+
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(query, *expanded(*as_latents(keys, values), weight))
+
+    seen = torch.func.vmap(attend)(queries)
+    torch.testing.assert_close(seen, torch.stack([attend(query) for query in queries]), **NEAR)
+
+
 def latents_and_weight() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 1, 30, RANK), (2, 1, 30, ROPE), (HEADS * (NOPE + VALUE), RANK))

@@ -1,7 +1,10 @@
-"""Whether torch transforms what is computed: kernels that read memory would compute the values alone."""
+"""Whether torch changes what is computed, which kernels that read memory would not notice."""
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
+
+from kvlayers.utils.autocast import autocast_converts
 
 
 def transforms_run() -> bool:
@@ -10,3 +13,8 @@ def transforms_run() -> bool:
     if torch.compiler.is_compiling():
         return False
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_changed_by_torch(states: Tensor) -> bool:
+    """Whether autocast converts states before torch computes with them, or the computation is transformed."""
+    return autocast_converts(states) or transforms_run()

@@ -5,8 +5,7 @@ from torch import Tensor
 
 from kvlayers.attention.cpu import kernel
 from kvlayers.attention.cpu.call import DTYPES
-from kvlayers.utils.autocast import autocast_converts
-from kvlayers.utils.transforms import transforms_run
+from kvlayers.utils.transforms import is_changed_by_torch
 
 CPU_MAXIMUM_QUERIES = 16
 """Queries of a sequence up to which the kernel takes less time than torch's attention, measured on a CPU."""
@@ -48,9 +47,7 @@ def takes(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> b
         return False
     if mask is not None and not _takes_mask(mask, query, keys.size(2)):
         return False
-    if transforms_run() or autocast_converts(query):
-        return False
-    return kernel.library() is not None
+    return not is_changed_by_torch(query) and kernel.library() is not None
 
 
 def _takes_mask(mask: Tensor, query: Tensor, tokens: int) -> bool:

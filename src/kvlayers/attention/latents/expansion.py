@@ -16,7 +16,7 @@ from kvlayers.attention.latents import absorption
 from kvlayers.attention.latents.absorption import HeadWeights, Projection
 from kvlayers.attention.latents.deferred import DeferredTensor, implemented_in
 from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.utils.autocast import autocast_converts
+from kvlayers.utils.transforms import is_changed_by_torch
 
 Axes = Literal["projected", "by token", "by head"]
 
@@ -295,7 +295,7 @@ def _product(left: Any, right: Any) -> Any:
         return NotImplemented
     if left.dtype != right.dtype or left.device != right.device or _needs_gradients(left):
         return NotImplemented
-    if left.shape[3] != right.shape[2] or autocast_converts(left):
+    if left.shape[3] != right.shape[2] or is_changed_by_torch(left):
         return NotImplemented
     if isinstance(right, AssembledKeys):
         keys = right.of_heads(swapped=True)
@@ -325,7 +325,7 @@ def _fits(query: Any, key: AssembledKeys) -> bool:
         return False
     if query.shape[3] != key.shape[3] or query.dtype != key.dtype or query.device != key.device:
         return False
-    return not _needs_gradients(query) and not autocast_converts(query)
+    return not _needs_gradients(query) and not is_changed_by_torch(query)
 
 
 def _needs_gradients(states: Tensor) -> bool:

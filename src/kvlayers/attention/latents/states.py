@@ -12,7 +12,7 @@ from typing_extensions import override
 from kvlayers.attention.latents.expansion import expand
 from kvlayers.attention.packed_ops import packed_like, snapshot_of
 from kvlayers.attention.packed_tensor import PackedStates, Snapshot
-from kvlayers.utils.autocast import autocast_dtype
+from kvlayers.utils.transforms import is_changed_by_torch
 
 
 class LatentStates(PackedStates):
@@ -49,8 +49,7 @@ def _linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     snapshot = states.snapshot
     is_plain = type(weight) in (Tensor, Parameter) and weight.dtype == states.dtype and weight.is_contiguous()
     follows = snapshot.follows_gradients or (torch.is_grad_enabled() and weight.requires_grad)
-    converts = autocast_dtype(snapshot.device) not in (None, states.dtype)
-    if bias is None and is_plain and not follows and not converts and weight.device == states.device:
+    if bias is None and is_plain and not follows and not is_changed_by_torch(states) and weight.device == states.device:
         return expand(states, weight)
     return linear(snapshot.read().dense("keys", snapshot.dtype), weight, bias)
 

@@ -13,7 +13,7 @@ MODEL = ROOT / ".models" / "SmolLM2-135M-Instruct"
 SCRIPTS = ROOT / "scripts"
 WHOLE, NARROWED = (ROOT / ".nox" / "results" / name for name in ("whole", "narrowed"))
 
-VERSIONS = ("4.57.6", "5.0.0", "5.6.2", "5.12.1", "5.17.0", "5.23.0")
+VERSIONS = ("4.57.6", "5.0.0", "5.6.2", "5.12.1", "5.17.0", "5.23.0", "5.24.0")
 """The oldest and the newest supported version of transformers, and versions between them with large changes."""
 
 CORE = (

@@ -58,6 +58,10 @@ class InterruptedPassError(KVLayersError, RuntimeError):
     """An interrupted forward pass has left layers that have seen different tokens: crop or reset the cache."""
 
 
+class UnusedCacheError(KVLayersError, RuntimeError):
+    """A cache was passed to `generate()`, but the model never updated it."""
+
+
 class StaleStatesError(KVLayersError, RuntimeError):
     """States that a cache has returned are read after the cache has changed."""
 

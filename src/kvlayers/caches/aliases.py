@@ -236,7 +236,7 @@ class _RecurrentStates(DynamicCache):
 
 @register_cache_class
 class MambaCache(_RecurrentStates):
-    """A `DynamicCache` for mamba and falcon_mamba, by the name of transformers 4. Models take it as `cache_params`.
+    """A `DynamicCache` for mamba and falcon_mamba, by the name of transformers 4.
 
     Memory is taken when the first tokens come, for as many sequences as they are, in their dtype and on their device.
 

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +14,7 @@ from typing_extensions import Self, override
 from kvlayers.attention.latents.states import as_latents
 from kvlayers.caches.forward_pass import ForwardPassFollower, interruption
 from kvlayers.caches.from_config import dynamic_layers, placed, share_mask_extents
+from kvlayers.caches.given_cache import GivenToGenerate, unused_cache
 from kvlayers.caches.legacy_api import LegacySurface
 from kvlayers.caches.operations import CacheState, LayerwiseOperations
 from kvlayers.caches.recurrent import RecurrentSurface
@@ -32,7 +32,7 @@ from kvlayers.layers.graph_operators import GraphHandle, calls_operators, update
 from kvlayers.offload import Offloading, Prefetcher, TrafficMeter
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.description import DescriptionContext
-from kvlayers.upstream import generate_calls
+from kvlayers.upstream import compat
 from kvlayers.utils import late
 from kvlayers.utils.native_library import compile_choice
 from kvlayers.utils.options import checks_options
@@ -71,6 +71,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     _traces: Mapping[int, int] = MappingProxyType({})
     """For each layer index, how often code that updates the layer was traced."""
     _prefetcher: Prefetcher | None = None
+    _given: GivenToGenerate | None = None
+    _outlives_generate = False
 
     @checks_options
     def __init__(
@@ -278,7 +280,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         key_states: Tensor,
         value_states: Tensor,
         layer_idx: int,
-        cache_kwargs: Mapping[str, object] | None = None,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Append the states of new tokens to a layer, and return the states that their queries attend to.
 
@@ -286,8 +289,9 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             key_states: `[batch, kv_heads, new, key_head_dim]`.
             value_states: `[batch, kv_heads, new, value_head_dim]`.
             layer_idx: index of the model's layer.
-            cache_kwargs: further arguments of models written for transformers before 5.4. Only transformers' layers
-                read them, and only there.
+            *args: handed on to the layer. Models pass further arguments, which change with the version of
+                transformers; only transformers' own layers read any of them.
+            **kwargs: handed on in the same way.
 
         Returns:
             Keys and values `[batch, kv_heads, attended, head_dim]`; see `CacheLayer.update`.
@@ -299,7 +303,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             InterruptedPassError: an earlier forward pass ended before this layer, which therefore lacks tokens.
         """
         if not 0 <= layer_idx < len(self.layers):
-            return self._update_new_layer(key_states, value_states, layer_idx)
+            return self._update_new_layer(key_states, value_states, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx]
         if layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
             layer = self.adapted_layer(layer_idx)
@@ -316,25 +320,23 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
                 return updated(handle, layer, layer_idx, key_states, value_states)
         elif not following.at < layer_idx <= following.in_step:
             following.follow(self, layer_idx, key_states.shape[-2])
-        attended: tuple[Tensor, Tensor]
-        if cache_kwargs is None:
-            attended = layer.update(key_states, value_states)
-        else:
-            attended = layer.update_with_kwargs(key_states, value_states, cache_kwargs)
+        attended: tuple[Tensor, Tensor] = layer.update(key_states, value_states, *args, **kwargs)
         if not compiling:
             following.at = layer_idx
             if key_states.shape[1] == 1 and _are_latents(key_states, value_states):
                 return as_latents(*attended)
         return attended
 
-    def _update_new_layer(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def _update_new_layer(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         if self.layer_class_to_replicate is None or layer_idx < 0:
             raise self._no_layer(layer_idx)
         compiling = torch.compiler.is_compiling()
         if not compiling:
             self._pass.follow(self, layer_idx, key_states.shape[-2])
         layers = self.layers_for(layer_idx + 1)
-        attended: tuple[Tensor, Tensor] = layers[layer_idx].update(key_states, value_states)
+        attended: tuple[Tensor, Tensor] = layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         self.layers.extend(layers[len(self.layers) :])
         # Now, so that compiled code does not find out: what it sees for the first time it is compiled for.
         self.adapted_layers()
@@ -361,6 +363,32 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     @override
     def forget_pass(self) -> None:
         self._pass.forget()
+        self._given = None
+
+    # What transformers (from 5.17 on) sets if a call of generate() is given a cache, and reads to return it
+
+    @property
+    def _is_user_defined(self) -> bool:
+        return self._outlives_generate
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, is_user_defined: bool) -> None:
+        began, seen, before = self.self_attention._pass.began, self._token_count(), self._given
+        if before is not None and not before.is_updated(began, seen):
+            raise unused_cache()
+        self._given = GivenToGenerate(began, seen)
+        self._outlives_generate = is_user_defined
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate()` may compile the forward pass around the cache.
+
+        Raises:
+            UnusedCacheError: `generate()` goes on asking, and the model does not update the cache.
+        """
+        if self._given is not None and not torch.compiler.is_compiling():
+            self._given.count_question(self.self_attention._pass.began)
+        return bool(super().is_compileable)
 
     @override
     def layers_for(self, count: int) -> list[Any]:
@@ -390,8 +418,19 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         # transformers' layers may count in a tensor, and in compiled code all static layers do.
         if compiling:
             return seen
-        in_prefill = generate_calls.is_prefill_of_generate(sys._getframe(1).f_code)
-        return SeenTokens.of(self, seen) if in_prefill else int(seen)
+        if self._is_in_prefill():
+            return SeenTokens.of(self, seen)
+        return int(seen)
+
+    def _is_in_prefill(self) -> bool:
+        """Whether `generate()` may be asking, to find the tokens of its sequence that are new."""
+        if not compat.MARKS_GIVEN_CACHES:
+            return compat.PREFILL_SUBTRACTS_LENGTHS
+        given = self._given
+        if given is None or given.is_measured:
+            return False
+        given.is_measured = True
+        return True
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Length of the states that the next update of a layer returns, and the position of its first token.
@@ -403,6 +442,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         """
         if isinstance(query_length, Tensor):
             query_length = query_length.shape[0]
+        if self._given is not None and not torch.compiler.is_compiling():
+            self._given.questions = 0
         if layer_idx >= len(self.layers):
             return query_length, 0
         asked = self._attending(layer_idx)
@@ -414,7 +455,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the next token in a layer."""
-        return self.get_seq_length(layer_idx)
+        seen = self.get_seq_length(layer_idx)
+        return seen if torch.compiler.is_compiling() else int(seen)
 
     # Placement
 

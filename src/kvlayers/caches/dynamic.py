@@ -32,7 +32,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         >>> config = transformers.LlamaConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=2)
         >>> model = transformers.LlamaForCausalLM(config)
         >>> cache = kvlayers.DynamicCache(config=model, length_hint="1k")
-        >>> output = model(torch.ones(1, 8, dtype=torch.int64), past_key_values=cache)
+        >>> output = kvlayers.generate(model, torch.ones(1, 8, dtype=torch.int64), cache=cache, max_new_tokens=1)
         >>> cache
         DynamicCache(2 x DynamicLayer, 8 tokens, batch 1, 4.00 KiB)
         >>> cache.crop(-2)

@@ -155,7 +155,8 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         key_states: Tensor,
         value_states: Tensor,
         layer_idx: int,
-        cache_kwargs: Mapping[str, object] | None = None,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Refuse: models with cross-attention update one of the two caches.
 

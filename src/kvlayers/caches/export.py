@@ -11,7 +11,7 @@ from kvlayers.caches.from_config import WINDOWED
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.layers import StaticLayer
 from kvlayers.layers.static import check_reserved
-from kvlayers.upstream import compat, model_layers
+from kvlayers.upstream import cache_argument, compat, model_layers
 
 
 class ExportableDecoder(nn.Module):
@@ -68,7 +68,7 @@ class ExportableDecoder(nn.Module):
         with torch.no_grad():
             # A forward pass shows the shapes of the states, which a config may not tell.
             token: Any = torch.zeros((batch_size, 1), dtype=torch.int64, device=next(model.parameters()).device)
-            model(token, past_key_values=self.cache)
+            model(token, **{cache_argument.name_for(model): self.cache})
         self.cache.reset()
         for index, layer in enumerate(self.cache.layers):
             for name, tensor in layer.tensors().items():
@@ -101,5 +101,6 @@ class ExportableDecoder(nn.Module):
         else:
             self.cache.truncate(int(cache_position[0]))
         told = {"cache_position": cache_position} if compat.MASKS_BY_CACHE_POSITION else {}
-        logits: Tensor = self.model(input_ids, past_key_values=self.cache, **told).logits
+        passed = {cache_argument.name_for(self.model): self.cache}
+        logits: Tensor = self.model(input_ids, **passed, **told).logits
         return logits

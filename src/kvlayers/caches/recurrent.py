@@ -89,6 +89,12 @@ class RecurrentSurface(LayerList):
         layer = self._recurrent(layer_idx)
         return layer.recurrent_state(state_idx) if self._state(layer.has_previous_state, state_idx) else None
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the layers hold recurrent states alone, so that no layer keeps tokens."""
+        is_linear = self.is_linear
+        return bool(is_linear) and all(is_linear)
+
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **layer_options: Any
     ) -> Tensor:

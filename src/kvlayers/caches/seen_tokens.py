@@ -1,5 +1,6 @@
 """Refuses a prompt of `generate()` without new tokens."""
 
+import weakref
 from typing import Protocol
 
 from typing_extensions import Self
@@ -40,21 +41,47 @@ def check_is_new(cache: Counted, held: int, given: int) -> None:
 
 
 class SeenTokens(int):
-    """The length of a cache, as the prefill of `generate()` is told it.
+    """Tokens that a cache has seen: an `int` that can tell what is left of a sequence from a number of new tokens.
 
-    The prefill subtracts it from the number of tokens that it was given, and takes the difference from their end. If no
-    token is new, it would take all tokens, or tokens that the cache has seen.
+    `generate()` subtracts it from the length of a sequence, and slices the new tokens from the end of the sequence by
+    the negative of the difference. If no token is new, such a slice has all tokens, or tokens that the cache has seen.
     """
 
-    cache: Counted
+    cache: "weakref.ref[Counted]"
 
     @classmethod
     def of(cls, cache: Counted, seen: int) -> Self:
-        """The length `seen` of a cache."""
+        """The length `seen` of a cache, to which it refers weakly."""
         tokens = cls(seen)
-        tokens.cache = cache
+        tokens.cache = weakref.ref(cache)
         return tokens
 
     def __rsub__(self, given: int) -> int:
-        check_is_new(self.cache, int(self), given)
-        return given - int(self)
+        new = given - int(self)
+        return new if new > 0 else NoNewTokens.of(self, given)
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
+class NoNewTokens(int):
+    """What is left of a sequence of which a cache has seen every token: not positive, and no end of a slice."""
+
+    seen: SeenTokens
+    given: int
+
+    @classmethod
+    def of(cls, seen: SeenTokens, given: int) -> Self:
+        """The difference of the length of a sequence, `given`, and of the tokens that a cache has seen."""
+        none = cls(given - int(seen))
+        none.seen, none.given = seen, given
+        return none
+
+    def __neg__(self) -> int:
+        cache = self.seen.cache()
+        if cache is not None:
+            check_is_new(cache, int(self.seen), self.given)
+        return -int(self)
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)

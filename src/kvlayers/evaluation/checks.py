@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from kvlayers.caches.base import Cache
 from kvlayers.errors import CapacityError, ConfigError, OptionError
 from kvlayers.evaluation.requests import ScoringRequest
-from kvlayers.upstream import model_layers, model_types
+from kvlayers.upstream import cache_argument, model_layers, model_types
 
 
 def check_model(model: Any) -> None:
@@ -30,7 +30,7 @@ def check_model(model: Any) -> None:
             f"`model` must be a model without an encoder, got {name}: a continuation is scored behind its context by a "
             "decoder alone."
         )
-    if not _takes(model, model_types.cache_argument(model)):
+    if not _takes(model, cache_argument.name_for(model)):
         raise ConfigError(f"`model` must take a cache, got {name}: pass a causal language model.")
     if not model.can_generate():
         raise ConfigError(f"`model` must predict next tokens, got {name}: pass a causal language model.")

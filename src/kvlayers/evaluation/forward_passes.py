@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvlayers.upstream import model_types
+from kvlayers.upstream import cache_argument, model_types
 
 LOGITS_AT_ONCE = 2**27
 """Logits of one pass: half a gigabyte in float32, and as much again where they are normalized."""
@@ -62,7 +62,7 @@ def scored_logits(
     Yields:
         For each pass that has such tokens, the index of the first one, and logits `[rows, tokens, vocab]`.
     """
-    name = model_types.cache_argument(model)
+    name = cache_argument.name_for(model)
     for begin, end in sizes.spans(ids.shape[1], seen, scored_from):
         kept = end - max(begin, scored_from)
         limit = model_types.newest_logits_only(model, max(kept, 1))

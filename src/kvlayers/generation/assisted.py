@@ -20,7 +20,7 @@ from kvlayers.caches.legacy_api import crop_argument
 from kvlayers.errors import RollbackError
 from kvlayers.generation.chunked_prefill import pass_limit, pass_tokens, without_last
 from kvlayers.layers.arguments import crop_target
-from kvlayers.upstream import compat, model_types
+from kvlayers.upstream import cache_argument, compat, model_types
 
 MAX_REPLAYED_WITH_DRAFT = 32
 """Tokens that are passed again together with the next draft. For more tokens, a checkpoint is worth a pass."""
@@ -116,10 +116,10 @@ def check_rollback(model: Any, cache: Any) -> None:
     if not model._is_stateful:
         return
     name = type(model).__name__
-    if model_types.cache_argument(model) != "past_key_values":
+    if cache_argument.is_lost_by_drafting(model):
         raise RollbackError(
-            f"expected a model that takes past_key_values, but {name} takes cache_params, which transformers' loop "
-            "over drafts does not pass: leave out the assistance."
+            f"expected a model to which transformers' loop over drafts passes its cache, but {name} calls it "
+            f"{cache_argument.name_for(model)}: leave out the assistance, or install a newer transformers."
         )
     layers = cache.adapted_layers() if isinstance(cache, Cache) else []
     holds_all = not any(layer.is_upstream and (layer.attends or layer.is_recurrent) for layer in layers)
@@ -127,7 +127,7 @@ def check_rollback(model: Any, cache: Any) -> None:
     if states_elsewhere or not holds_all or not isinstance(cache, Cache) or not cache.recurrent_parts():
         raise RollbackError(
             f"expected a cache of kvlayers that holds the states of {name}, so that drafts can be rolled back, but saw "
-            f"{cache!r}: leave out past_key_values, or make it from the config of the model. A model that keeps states "
+            f"{cache!r}: leave out the cache, or make it from the config of the model. A model that keeps states "
             "outside its cache cannot be assisted."
         )
     if pass_limit(cache) is not None:
@@ -149,7 +149,8 @@ def decode(original: Callable[..., Any], model: Any, input_ids: Tensor, kwargs: 
     Returns:
         What `original` returns.
     """
-    cache = kwargs.get("past_key_values")
+    name = cache_argument.name_in_generate(model)
+    cache = kwargs.get(name)
     check_rollback(model, cache)
     if isinstance(cache, Cache) and not compat.RECORDS_BEFORE_DRAFTS:
         cache.activate_past_recording()
@@ -157,11 +158,11 @@ def decode(original: Callable[..., Any], model: Any, input_ids: Tensor, kwargs: 
         return original(_view_for_filled_cache(model, cache, input_ids, kwargs), input_ids, **kwargs)
     replay = _Replay(model, cache, kwargs["generation_config"])
     view = ModelView(model, prepare_inputs_for_generation=replay.prepare_inputs)
-    output = original(view, input_ids, **{**kwargs, "past_key_values": replay.cache})
+    output = original(view, input_ids, **{**kwargs, name: replay.cache})
     is_output = isinstance(output, ModelOutput)
     replay.complete(output.sequences if is_output else output)
     if is_output:
-        output["past_key_values"] = cache
+        cache_argument.replace_in_output(output, cache)
     return output
 
 
@@ -202,7 +203,7 @@ class _Replay:
 
     def __init__(self, model: Any, cache: Cache, generation_config: Any) -> None:
         self.cache = RollbackCache(cache)
-        self._model = model
+        self._model, self._name = model, cache_argument.name_in_generate(model)
         # Outputs with one entry per token must be those of the draft alone.
         per_token = generation_config.output_hidden_states or generation_config.output_attentions
         self._max_with_draft = 0 if per_token else MAX_REPLAYED_WITH_DRAFT
@@ -216,7 +217,7 @@ class _Replay:
         **kwargs: Any,
     ) -> Any:
         """Replaces the model's `prepare_inputs_for_generation`."""
-        if kwargs.get("past_key_values") is self.cache:
+        if kwargs.get(self._name) is self.cache:
             self._last = input_ids.shape[1], kwargs
             seen = self.cache.get_seq_length()
             missing = input_ids.shape[1] - seen

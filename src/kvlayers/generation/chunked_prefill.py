@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import StateMismatchError
-from kvlayers.upstream import generate_calls, model_types
+from kvlayers.upstream import cache_argument, generate_calls
 
 PER_TOKEN_ARGUMENTS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 """Arguments of a model that have one entry per token in their last dimension."""
@@ -80,12 +80,11 @@ def check_no_padding(mask: Tensor | None, tokens: int) -> None:
 def prefill_in_chunks(model: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
     """The prefill of prompts that the single forward pass of transformers would get wrong; `None` for other prompts.
 
-    There are two such cases: new tokens after a filled cache, if the model's scan over several tokens
-    starts from zero; and a whole sequence, if the model does not call its cache `past_key_values`, since transformers
-    does not ask such a cache how many tokens it has seen.
+    There are two such cases: new tokens after a filled cache, if the model's scan over several tokens starts from zero;
+    and a whole sequence, if the cache holds recurrent states alone, since transformers does not ask such a cache how
+    many tokens it has seen.
     """
-    name = model_types.cache_argument(model)
-    cache = model_kwargs.get(name)
+    cache = model_kwargs.get(cache_argument.name_in_generate(model))
     mask = model_kwargs.get("attention_mask")
     is_unusual = model_kwargs.get("inputs_embeds") is not None or (isinstance(mask, Tensor) and mask.dim() != 2)
     if not isinstance(cache, Cache) or is_unusual or not cache.recurrent_parts():
@@ -96,16 +95,16 @@ def prefill_in_chunks(model: Any, input_ids: Tensor, generation_config: Any, mod
         if chunk is not None and isinstance(mask, Tensor):
             # These models ignore the mask for single tokens, so the first pass must contain all padding.
             chunk = max(chunk, int(mask.ne(0).to(torch.int8).argmax(dim=1).max()) + 1)
-        if chunk is None or limit is None or chunk >= tokens or name == "cache_params":
+        if chunk is None or limit is None or chunk >= tokens or cache.is_recurrent:
             return None
         check_no_padding(mask, tokens - chunk)
         pass_tokens(model, input_ids[:, :chunk], without_last(model_kwargs, tokens - chunk), cache, 0, chunk)
         return pass_tokens(model, input_ids, model_kwargs, cache, chunk)
     is_whole = mask is None or mask.shape[1] == tokens
     start = seen if is_whole else 0
-    if limit is not None or name == "cache_params":
+    if limit is not None or cache.is_recurrent:
         check_no_padding(mask, tokens - start)
     fits_in_one = limit is None or tokens - start <= limit
-    if start >= tokens or (fits_in_one and name != "cache_params"):
+    if start >= tokens or (fits_in_one and not cache.is_recurrent):
         return None
     return pass_tokens(model, input_ids, model_kwargs, cache, start)

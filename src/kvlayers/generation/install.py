@@ -13,6 +13,8 @@ While kvlayers is installed, these are replaced (see `hooks/` for what each repl
   dropped, and uses a prefix store (`prefixes/`).
 * `PreTrainedModel.__call__`, so that models take and return legacy tuples (`legacy_tuples.py`), empty caches of
   transformers get layers of kvlayers (`empty_caches.py`), and caches remember the ids of prompts (`known_ids.py`).
+* `prepare_inputs_for_generation` of models that keep an older name of the cache argument, so that they get the cache
+  (`hooks/old_names.py`).
 * `GenerationConfig.save_pretrained` and `GenerationConfig.__init__`, so that a config with a name that only kvlayers
   knows can be loaded without kvlayers.
 * `ALL_CACHE_IMPLEMENTATIONS`, the names that a `GenerationConfig` accepts, which gets the names of the registry.
@@ -36,7 +38,7 @@ from transformers.generation.utils import GenerationMixin
 from kvlayers.caches.pytrees import register_export_support
 from kvlayers.errors import OptionError
 from kvlayers.generation import empty_caches, known_ids, registry, static_pool, transformers4_names
-from kvlayers.generation.hooks import attention_interface, generation_config, generation_mixin, model_call
+from kvlayers.generation.hooks import attention_interface, generation_config, generation_mixin, model_call, old_names
 from kvlayers.generation.patching import Activation, Method, Patch
 from kvlayers.generation.prefixes import active_store
 from kvlayers.prefix import PrefixStore
@@ -139,7 +141,8 @@ def installed(
         >>> options = {"max_new_tokens": 4, "return_dict_in_generate": True}
         >>> with kvlayers.installed():
         ...     output = model.generate(ids, cache_implementation="int8", **options)
-        >>> type(output.past_key_values).__name__, kvlayers.is_installed()
+        >>> sequences, cache = output.to_tuple()
+        >>> type(cache).__name__, kvlayers.is_installed()
         ('QuantizedCache', False)
     """
     active = active_store.optional_store(prefix_store, namespace)
@@ -270,6 +273,7 @@ def _remove_patches() -> None:
     for patch in _PATCHES:
         patch.remove()
     model_call.remove_patch()
+    old_names.remove_patches()
     attention_interface.remove()
     _accept_names()
     static_pool.free_reservations()

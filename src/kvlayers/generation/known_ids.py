@@ -165,8 +165,11 @@ def _length(cache: Cache) -> int:
 
 
 def _records_ids(cache: object) -> TypeGuard[Cache]:
-    """Whether the ids of a call are those of the tokens that a cache sees. The decoder of a pair sees other ones."""
-    return isinstance(cache, Cache) and not cache.is_pair
+    """Whether the ids of a call are those of the tokens that a cache sees. The decoder of a pair sees other ones.
+
+    Recurrent states alone do not say how many tokens they have seen.
+    """
+    return isinstance(cache, Cache) and not cache.is_pair and not cache.is_recurrent
 
 
 def _compare(cache: Cache, known: Tensor, prompt: Tensor, mask: Tensor | None) -> None:

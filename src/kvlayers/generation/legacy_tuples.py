@@ -16,10 +16,8 @@ from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.caches.nested_tuples import LegacyStates
 from kvlayers.errors import LegacyFormatError, StateMismatchError
 from kvlayers.layers import CacheLayer
-from kvlayers.upstream import model_types
+from kvlayers.upstream import cache_argument, model_types
 from kvlayers.upstream.deprecation import warn_of_old_use
-
-ARGUMENT = "past_key_values"
 
 
 def forward_with_tuples(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -37,16 +35,17 @@ def forward_with_tuples(original: Callable[..., Any], model: Any, args: tuple[An
     Raises:
         LegacyFormatError: as `cache_for_forward`.
     """
-    position = None if ARGUMENT in kwargs else _position(model)
-    past = kwargs.get(ARGUMENT) if position is None else args[position : position + 1]
+    argument = cache_argument.name_for(model)
+    position = None if argument in kwargs else cache_argument.position_in(model)
+    past = kwargs.get(argument) if position is None else args[position : position + 1]
     if position is not None:
         past = past[0] if past else None
     if not isinstance(past, tuple | list) or _reads_tuples_itself(model):
         return original(model, *args, **kwargs)
-    warn_of_tuples(ARGUMENT)
+    warn_of_tuples(argument)
     cache = cache_for_forward(model.config, past)
     if position is None:
-        kwargs = {**kwargs, ARGUMENT: cache}
+        kwargs = {**kwargs, argument: cache}
     else:
         args = (*args[:position], cache, *args[position + 1 :])
     try:
@@ -66,12 +65,6 @@ def warn_of_tuples(argument: str) -> None:
     )
 
 
-def _position(model: Any) -> int | None:
-    """Index of the cache among the positional arguments of a model's forward pass, if it is one."""
-    names = list(inspect.signature(model.forward).parameters)
-    return names.index(ARGUMENT) if ARGUMENT in names else None
-
-
 def _reads_tuples_itself(model: Any) -> bool:
     """Whether a model is code from a model repository that is older than caches and reads its own form of tuples."""
     of_repository = inspect.unwrap(type(model).forward).__module__.startswith("transformers_modules.")
@@ -81,9 +74,9 @@ def _reads_tuples_itself(model: Any) -> bool:
 
 def _with_tuples(output: Any, config: object) -> Any:
     if isinstance(output, ModelOutput):
-        cache = output.get(ARGUMENT)
-        if isinstance(cache, transformers.Cache):
-            output[ARGUMENT] = PastTuples.of(cache, config)
+        cache = cache_argument.in_output(output)
+        if cache is not None:
+            cache_argument.replace_in_output(output, PastTuples.of(cache, config))
         return output
     if type(output) is tuple:
         return tuple(PastTuples.of(item, config) if isinstance(item, transformers.Cache) else item for item in output)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvlayers.caches.base import Cache
 from kvlayers.generation.call_arguments import sequences_per_prompt
-from kvlayers.upstream import compat, model_types
+from kvlayers.upstream import cache_argument, compat, model_types
 
 MIN_TOKENS = 32
 """A shorter prompt is not worth holding separately from what follows it."""
@@ -32,7 +32,7 @@ def prefill_once(
         The output of the prefill for all repeats; `None` if the prompt cannot be prefilled in this way.
     """
     repeats = sequences_per_prompt(generation_config)
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(cache_argument.name_in_generate(model))
     if repeats == 1 or not _can_expand_later(model, cache, input_ids, generation_config, model_kwargs):
         return None
     rows = input_ids.shape[0]

@@ -11,7 +11,7 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.preparation import left_padding_of
 from kvlayers.caches.seen_tokens import check_is_new
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError
-from kvlayers.upstream import compat, generate_calls, model_types
+from kvlayers.upstream import compat, generate_calls
 from kvlayers.upstream.model_layers import layer_specs
 
 
@@ -74,8 +74,8 @@ def validate(
             left_padding_of(attention_mask)
         if not self_attention.get_seq_length():
             self_attention.prepare(model.config, attention_mask)
-    # Models that take their cache under another name (mamba) get the new tokens only.
-    gets_whole_sequence = model_types.cache_argument(model) == "past_key_values" and not model.config.is_encoder_decoder
+    # transformers does not count what a cache of recurrent states has seen: such a model gets the new tokens only.
+    gets_whole_sequence = not self_attention.is_recurrent and not model.config.is_encoder_decoder
     if total_tokens is not None and gets_whole_sequence and self_attention.layers:
         check_is_new(self_attention, self_attention.get_seq_length(), total_tokens)
 

@@ -25,12 +25,16 @@ class CacheLayer(TransformersNames, CacheLayerMixin):  # type: ignore[misc]
         pass
 
     @abstractmethod
-    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Append the states of new tokens, and return the states that their queries attend to.
 
         Args:
             key_states: `[batch, kv_heads, new, key_head_dim]`.
             value_states: `[batch, kv_heads, new, value_head_dim]`.
+            *args: ignored. Caches and models of transformers pass further arguments, which change with its versions.
+            **kwargs: ignored, for the same reason.
 
         Returns:
             Keys `[batch, kv_heads, attended, key_head_dim]` and values `[batch, kv_heads, attended, value_head_dim]`.

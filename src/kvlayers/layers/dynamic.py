@@ -1,7 +1,5 @@
 """A layer that keeps every token."""
 
-from collections.abc import Mapping
-
 from torch import Tensor
 from typing_extensions import override
 
@@ -33,7 +31,7 @@ class DynamicLayer(TokenLayer):
 
     @override
     def update(
-        self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, object] | None = None
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         return self._store.take_in(key_states, value_states)
 

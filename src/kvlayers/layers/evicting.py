@@ -110,7 +110,7 @@ class EvictingLayer(TokenLayer):
         self._announced, self._awaited = 0, NOTHING
 
     @override
-    def update(self, key_states: Tensor, value_states: Tensor) -> KVPair:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KVPair:
         self._check_settled()
         store, account, settings = self._store, self._progress.account, self.settings
         tokens = store.validate(key_states, value_states)

@@ -68,8 +68,10 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     # Attention
 
     @override
-    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        return self.wrapped.update(key_states, value_states)
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        return self.wrapped.update(key_states, value_states, *args, **kwargs)
 
     @property
     def is_opaque(self) -> bool:  # type: ignore[override]

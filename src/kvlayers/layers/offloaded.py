@@ -81,7 +81,9 @@ class OffloadedLayer(WrapperLayer):
     # Taking in states
 
     @override
-    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         attended: tuple[Tensor, Tensor] = self._update(key_states, value_states)
         return attended
 

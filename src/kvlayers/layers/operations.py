@@ -349,19 +349,15 @@ class LayerOperations(DescribesItself, ABC):
         """
         return
 
-    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """See `CacheLayer.update`. A layer that does not attend refuses keys and values.
 
         Raises:
             UnsupportedLayerError: the layer does not attend.
         """
         raise self._does_not_attend()
-
-    def update_with_kwargs(
-        self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        """As `update`. Only transformers' layers before 5.4 read the further arguments, such as `cache_position`."""
-        return self.update(key_states, value_states)
 
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         """See `CacheLayer.mask_sizes`.

@@ -93,7 +93,7 @@ class RecallLayer(DynamicLayer):
 
     @override
     def update(
-        self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, object] | None = None
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         store, bounds, pages = self._store, self._bounds, self.recall.pages
         new = store.validate(key_states, value_states)

@@ -84,7 +84,7 @@ class SinkLayer(TokenLayer):
         self._seen = 0
 
     @override
-    def update(self, key_states: Tensor, value_states: Tensor) -> KVPair:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KVPair:
         store, seen = self._store, self._seen
         tokens = store.validate(key_states, value_states)
         self._sinks.check_batch(key_states.shape[0])

@@ -1,7 +1,5 @@
 """A layer that keeps a window of the newest tokens."""
 
-from collections.abc import Mapping
-
 from torch import Tensor
 from typing_extensions import Self, override
 
@@ -58,7 +56,7 @@ class SlidingLayer(TokenLayer):
 
     @override
     def update(
-        self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, object] | None = None
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         store, seen = self._store, self._seen
         tokens = store.validate(key_states, value_states)

@@ -1,6 +1,5 @@
 """A layer that keeps a window of the newest tokens in memory that is reserved once."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -80,7 +79,7 @@ class StaticSlidingLayer(SlidingLayer):
 
     @override
     def update(
-        self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, object] | None = None
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         if self._store.mask_extent.mode.uses_buckets:
             return self._update_compiled(key_states, value_states)

@@ -80,6 +80,9 @@ PREFILL_SUBTRACTS_LENGTHS = Version("5.4") <= TRANSFORMERS
 """From 5.4 on, `_prefill` takes the newest tokens, as many as the sequence has beyond the length of the cache, and all
 tokens if it has none. Before, it took them by their positions, and found none in this case."""
 
+MARKS_GIVEN_CACHES = Version("5.17") <= TRANSFORMERS
+"""From 5.17 on, `generate()` sets an attribute of a cache that it is given, before it asks for its length."""
+
 RESERVES_AHEAD = Version("5.13") <= TRANSFORMERS
 """From 5.13 on, a model says for which states a static cache is reserved."""
 

@@ -1,11 +1,8 @@
 """What the `generate()` of the installed version of transformers passes around, and expects from a cache."""
 
-import os
-from types import CodeType
 from typing import Any
 
 import torch
-import transformers
 from packaging.version import Version
 
 from kvlayers.upstream.compat import (
@@ -13,18 +10,10 @@ from kvlayers.upstream.compat import (
     KNOWS_FIRST_ITERATION,
     LOOPS_COUNT_CACHE_POSITION,
     MAKES_STATIC_CACHE,
-    PREFILL_SUBTRACTS_LENGTHS,
     RESERVES_AHEAD,
     SLICES_BY_CACHE_POSITION,
     TRANSFORMERS,
 )
-
-_GENERATE_FILE = os.path.join(os.path.dirname(transformers.__file__), "generation", "utils.py")
-
-
-def is_prefill_of_generate(code: CodeType) -> bool:
-    """Whether `code` is the `_prefill` of `generate()` in a version that subtracts the length of the cache."""
-    return code.co_name == "_prefill" and PREFILL_SUBTRACTS_LENGTHS and code.co_filename == _GENERATE_FILE
 
 
 def sequence_length(generation_config: Any, attention_mask: torch.Tensor | None) -> int | None:

@@ -94,11 +94,6 @@ def tokens_at_once(config: object) -> int | None:
     return 1 if decoder_config(config).model_type in SCANS_FROM_ZERO else None
 
 
-def cache_argument(model: Any) -> str:
-    """Name of the argument in which `model` takes its cache, derived from its class as transformers does."""
-    return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
-
-
 def newest_logits_only(model: Any, tokens: int = 1) -> dict[str, int]:
     """Arguments of a model's forward pass that limit the logits to the newest tokens; empty if it has no such argument.
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-# Models of transformers 5.24 pass their cache by another name, and further arguments to its update.
-SUPPORTED = {"transformers": SpecifierSet(">=4.57,<5.24"), "torch": SpecifierSet(">=2.6")}
+SUPPORTED = {"transformers": SpecifierSet(">=4.57"), "torch": SpecifierSet(">=2.6")}
 
 
 def check_supported(package: str, version: str) -> Version:

@@ -22,9 +22,9 @@ from kvlayers.generation import (
     validate_cache,
 )
 from kvlayers.generation.hooks import generation_config as config_hooks
-from kvlayers.generation.hooks import make_cache
+from kvlayers.generation.hooks import make_cache, old_names
 from kvlayers.generation.prefixes import active_store, prefixed_call
-from kvlayers.upstream import compat, generate_calls, model_types
+from kvlayers.upstream import cache_argument, compat, generate_calls
 
 Method = Callable[..., Any]
 
@@ -33,7 +33,9 @@ def generate(original: Method) -> Method:
     """For `generate`: takes cache names, legacy tuples and caches, and uses the active prefix store."""
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        registry.move_name_to_option(model_types.cache_argument(self), kwargs)
+        kwargs = cache_argument.respelled_for_generate(self, kwargs)
+        old_names.hand_over_cache(self)
+        registry.move_name_to_option(cache_argument.name_in_generate(self), kwargs)
         active = active_store.CURRENT.get()
         if active is None:
             return generate_without_store(self, *args, **kwargs)
@@ -44,11 +46,11 @@ def generate(original: Method) -> Method:
         # A draft model gets the same cache several times within one call, and rolls it back in between.
         is_assistant = config is not None and config.is_assistant
         returns_tuples = _pop_return_legacy_cache(self, config, kwargs)
-        cache_argument = model_types.cache_argument(self)
-        past = kwargs.get(cache_argument)
+        name = cache_argument.name_in_generate(self)
+        past = kwargs.get(name)
         if isinstance(past, tuple | list):
-            legacy_tuples.warn_of_tuples(cache_argument)
-            past = kwargs[cache_argument] = legacy_tuples.cache_for_generate(self.config, past)
+            legacy_tuples.warn_of_tuples(name)
+            past = kwargs[name] = legacy_tuples.cache_for_generate(self.config, past)
         input_ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
         if compat.LOOPS_COUNT_CACHE_POSITION and isinstance(past, Cache) and not self.config.is_encoder_decoder:
             validate_cache.check_whole_sequence(past, input_ids)
@@ -60,8 +62,7 @@ def generate(original: Method) -> Method:
         mask_mode = make_cache.mask_mode(past)
         was_compiled = mask_mode is not None and mask_mode.compiled
         cache_sees_ids = (
-            cache_argument == "past_key_values"
-            and not self.config.is_encoder_decoder
+            not self.config.is_encoder_decoder
             and not is_assistant
             and kwargs.get("inputs_embeds") is None
             and not prefixed_call.is_from_store(past)
@@ -73,12 +74,12 @@ def generate(original: Method) -> Method:
         finally:
             if mask_mode is not None:
                 mask_mode.compiled = was_compiled
-        cache = output.get(cache_argument) if isinstance(output, ModelOutput) else past
+        cache = cache_argument.in_output(output) if isinstance(output, ModelOutput) else past
         if isinstance(cache, Cache) and not was_recording and not is_assistant:
             cache.deactivate_past_recording()
         record.end(output, cache)
         if returns_tuples and isinstance(output, ModelOutput) and cache is not None:
-            output[cache_argument] = legacy_tuples.to_tuples(cache)
+            cache_argument.replace_in_output(output, legacy_tuples.to_tuples(cache))
         static_pool.remember_lengths(self, acquired)
         if isinstance(output, Tensor):
             # Nobody but the pool refers to the caches now.
@@ -124,7 +125,7 @@ def prepare_generation_config(original: Method) -> Method:
         prepared, model_kwargs = original(self, generation_config, *args, **kwargs)
         if name is not None and prepared.cache_implementation is None:
             prepared.cache_implementation = name
-        if model_kwargs.get(model_types.cache_argument(self)) is None:
+        if model_kwargs.get(cache_argument.name_in_generate(self)) is None:
             config_hooks.use_saved_name(prepared)
         return prepared, model_kwargs
 
@@ -142,8 +143,8 @@ def prepare_cache_for_generation(original: Method) -> Method:
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        cache_argument = model_types.cache_argument(self)
-        past = model_kwargs.get(cache_argument)
+        argument = cache_argument.name_in_generate(self)
+        past = model_kwargs.get(argument)
         name = generation_config.cache_implementation or "dynamic"
         _prepare_passed_cache(self, past, generation_config, model_kwargs)
         mask_mode = make_cache.mask_mode(past)
@@ -166,7 +167,7 @@ def prepare_cache_for_generation(original: Method) -> Method:
             # transformers refuses to verify drafts with a static name, since its static caches cannot be rolled back.
             generation_config.cache_implementation = None
         prefixed_call.explain_bypass(cache)
-        model_kwargs[cache_argument] = cache
+        model_kwargs[argument] = cache
 
     return prepare_cache_for_generation
 

@@ -12,7 +12,7 @@ from kvlayers.caches.from_config import fixed_layers
 from kvlayers.generation import assisted, registry, static_pool, validate_cache
 from kvlayers.generation.call_arguments import sequences_per_prompt
 from kvlayers.stores.masking import MaskMode
-from kvlayers.upstream import compat, generate_calls, model_types
+from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
 from kvlayers.upstream.layer_devices import layer_devices
 
 COMPILED_MODES = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
@@ -123,7 +123,7 @@ def will_be_compiled(
         generation_config.compile_config._compile_all_devices = True
     was_compiled, mode.compiled = mode.compiled, True
     try:
-        arguments = {model_types.cache_argument(model): cache}
+        arguments = {cache_argument.name_in_generate(model): cache}
         return bool(model._valid_auto_compile_criteria(arguments, generation_config)) and (
             # Some models ask for their forward pass uncompiled.
             model.get_compiled_call(generation_config.compile_config) != model.__call__

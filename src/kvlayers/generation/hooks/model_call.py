@@ -15,6 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from kvlayers.caches.base import Cache
 from kvlayers.generation import empty_caches, known_ids, legacy_tuples, registry
 from kvlayers.generation.patching import Patch
+from kvlayers.upstream import cache_argument
 
 _is_active: Callable[[], bool] | None = None
 
@@ -42,15 +43,14 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Read once: another thread may uninstall kvlayers meanwhile.
         is_active = _is_active
-        past = kwargs.get(legacy_tuples.ARGUMENT)
         if is_active is None:
             return original(self, *args, **kwargs)
+        kwargs = cache_argument.respelled(self, kwargs)
+        past = kwargs.get(cache_argument.name_for(self))
         # Eager code prepares caches before a model is compiled.
         is_compiling = torch.compiler.is_compiling()
         if not args and isinstance(past, Cache) and (is_compiling or not _is_prompt(kwargs.get("input_ids"))):
             return original(self, *args, **kwargs)
-        if past is None:
-            past = kwargs.get("cache_params")
         if isinstance(past, tuple | list):
             return legacy_tuples.forward_with_tuples(original, self, args, kwargs)
         for argument in args:
@@ -72,7 +72,7 @@ def _forward_with_cache(
     if type(past) in empty_caches.CLASSES:
         empty_caches.replace_layers(past, model)
     elif isinstance(past, str):
-        kwargs = {**kwargs, legacy_tuples.ARGUMENT: registry.make_cache(past, model)}
+        kwargs = {**kwargs, cache_argument.name_for(model): registry.make_cache(past, model)}
     else:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if _is_prompt(ids) and isinstance(past, Cache):

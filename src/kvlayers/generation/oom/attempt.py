@@ -13,9 +13,10 @@ from transformers.utils import ModelOutput
 
 from kvlayers.generation.call_arguments import bind_arguments, full_generation_config, uses_transformers_generate
 from kvlayers.generation.install import call_with_kvlayers
+from kvlayers.generation.legacy_tuples import kvlayers_view
 from kvlayers.generation.oom.ladder import AS_REQUESTED, Rung
 from kvlayers.generation.oom.resume import OncePerToken, ResumableLoop
-from kvlayers.upstream import model_types
+from kvlayers.upstream import cache_argument
 
 RESUMABLE_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 """Decoding modes whose whole state is the tokens so far."""
@@ -33,7 +34,7 @@ class GenerateCall:
 
     def __init__(self, model: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
         self._model = model
-        self._cache_name = model_types.cache_argument(model)
+        self._cache_name = cache_argument.name_in_generate(model)
         self._unnamed, self._arguments = bind_arguments(model, args, arguments)
         self._config = None
         if uses_transformers_generate(model, arguments):
@@ -140,11 +141,11 @@ def _processes() -> int:
 def _no_other_cache_reason(model: Any, config: Any, arguments: Mapping[str, Any]) -> str | None:
     if _option("use_cache", config, arguments) is False:
         return "use_cache=False leaves no cache to make smaller"
-    past = arguments.get(model_types.cache_argument(model))
+    past = cache_argument.passed_in(arguments)
     if past is None:
         return None
     elsewhere = "the prompt is not complete: only the cache that was passed knows its beginning"
-    if not isinstance(past, transformers.Cache) or model_types.cache_argument(model) != "past_key_values":
+    if not isinstance(past, transformers.Cache) or kvlayers_view(past).is_recurrent:
         return elsewhere
     seen = past.get_seq_length()
     if model.config.is_encoder_decoder:

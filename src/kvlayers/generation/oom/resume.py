@@ -14,7 +14,7 @@ from transformers.generation.utils import (
     GenerationMixin,
 )
 
-from kvlayers.upstream import generate_calls, model_types
+from kvlayers.upstream import cache_argument, generate_calls
 
 
 class OncePerToken(BaseStreamer):  # type: ignore[misc]
@@ -162,4 +162,5 @@ class ResumableLoop:
         if not config.return_dict_in_generate:
             return sequences
         output = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
-        return output(sequences=sequences, past_key_values=model_kwargs.get(model_types.cache_argument(model)))
+        cache = model_kwargs.get(cache_argument.name_in_generate(model))
+        return output(sequences=sequences, **cache_argument.as_field(output, cache))

@@ -1,7 +1,6 @@
 """Which calls of `generate()` can use a prefix store: those whose states depend on tokens alone."""
 
 import dataclasses
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from kvlayers.generation.call_arguments import uses_transformers_generate
 from kvlayers.generation.prompt_batch import PromptBatch, is_token_ids
 from kvlayers.persistence.format import canonical
 from kvlayers.rope.from_config import depends_on_length
-from kvlayers.upstream import compat, generate_calls, model_layers, model_types
+from kvlayers.upstream import cache_argument, compat, generate_calls, model_layers, model_types
 
 MODES = (
     GenerationMode.GREEDY_SEARCH,
@@ -54,7 +53,7 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
         raise IneligibleError(f"the states of {name} depend on an encoder's input")
     if model_types.decoder_config(model.config) is not model.config or type(model.config).sub_configs:
         raise IneligibleError(f"the states of {name} may depend on more than tokens")
-    if model_types.cache_argument(model) not in inspect.signature(model.forward).parameters:
+    if not cache_argument.is_taken_by(model):
         raise IneligibleError(f"{name} takes no cache")
     _check_modules(model)
     if not model._supports_default_dynamic_cache():
@@ -66,7 +65,7 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
     if len({parameter.device for parameter in model.parameters()}) > 1:
         # Neither a file nor a config says which device the states of a layer belong to.
         raise IneligibleError(f"the weights of {name} are on several devices")
-    if arguments.get(model_types.cache_argument(model)) is not None:
+    if cache_argument.passed_in(arguments) is not None:
         raise IneligibleError("it is given a cache")
 
 

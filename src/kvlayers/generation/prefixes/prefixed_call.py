@@ -39,7 +39,7 @@ from kvlayers.generation.prefixes.model_identity import model_identity
 from kvlayers.generation.prefixes.stored_caches import StoredCaches, depends_on_chunks
 from kvlayers.generation.shared_prefill import MIN_TOKENS
 from kvlayers.prefix import Hit
-from kvlayers.upstream import generate_calls, model_types
+from kvlayers.upstream import cache_argument, generate_calls, model_types
 
 _cache_from_store: ContextVar[Cache | None] = ContextVar("the cache that the current call starts from", default=None)
 
@@ -110,7 +110,7 @@ class PrefixedCall:
 
     def __init__(self, active: ActiveStore, model: Any, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
         self._model = model
-        self._cache_name = model_types.cache_argument(model)
+        self._cache_name = cache_argument.name_in_generate(model)
         self.unnamed, self._arguments = bind_arguments(model, args, dict(arguments))
         check_model(model, self._arguments)
         self._config, model_kwargs = full_generation_config(model, self._arguments)

@@ -15,7 +15,7 @@ from kvlayers.generation import registry
 from kvlayers.generation.chunked_prefill import pass_limit, pass_tokens
 from kvlayers.generation.prefixes.eligibility import IneligibleError
 from kvlayers.prefix import Hit, PrefixStore
-from kvlayers.upstream import model_types
+from kvlayers.upstream import cache_argument, model_types
 
 ROOM_FOR_ANSWER = 256
 """Tokens of an answer for which memory is reserved at first. Stored caches keep the reservation, and most answers end
@@ -54,7 +54,7 @@ class StoredCaches:
     ) -> None:
         self._model, self._store, self._key = model, store, key
         self._name, self._options, self._config, self._prompt_tokens = name, options, config, prompt_tokens
-        self._cache_name = model_types.cache_argument(model)
+        self._cache_name = cache_argument.name_in_generate(model)
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.notes: list[str] = []
 

@@ -1,6 +1,6 @@
 """Transformers' layers behind an adapter, which gives them the contract of kvlayers' layers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -106,16 +106,12 @@ class TransformersLayer(LayerOperations):
     # Attention
 
     @override
-    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        return self.update_with_kwargs(key_states, value_states, {})
-
-    @override
-    def update_with_kwargs(
-        self, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, Any]
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         if not self.attends:
             raise self._does_not_attend()
-        return calls.update(self.layer, key_states, value_states, cache_kwargs)
+        return calls.update(self.layer, key_states, value_states, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Take in the indexer keys of new tokens, `[batch, new, index_head_dim]`, and return those of all tokens."""

@@ -1,6 +1,5 @@
 """How transformers' layers are called, in the installed version."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,21 +9,20 @@ from kvlayers.stores.validation import no_room_for_tokens
 from kvlayers.upstream import compat
 
 
-def update(
-    layer: Any, key_states: Tensor, value_states: Tensor, cache_kwargs: Mapping[str, Any] | None
-) -> tuple[Tensor, Tensor]:
-    """`update` of transformers' layer. Before 5.4, static layers wrote to slot 0 unless they were told another slot."""
+def update(layer: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """`update` of transformers' layer, which is handed what the model has passed besides the states.
+
+    Before 5.4, static layers wrote to slot 0 unless a dict of arguments told them another slot.
+    """
     if is_checked_on_host(layer, key_states):
         check_room(layer, key_states.shape[-2])
-    if compat.UPDATES_BY_CACHE_POSITION:
-        told = dict(cache_kwargs or {})
-        if told.get("cache_position") is None:
-            seen = int(layer.get_seq_length())
-            told["cache_position"] = torch.arange(seen, seen + key_states.shape[2], device=key_states.device)
-        attended: tuple[Tensor, Tensor] = layer.update(key_states, value_states, told)
-    else:
-        attended = layer.update(key_states, value_states)
-    return attended
+    if not compat.UPDATES_BY_CACHE_POSITION:
+        return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+    told = dict((args[0] if args else kwargs.get("cache_kwargs")) or {})
+    if told.get("cache_position") is None:
+        seen = int(layer.get_seq_length())
+        told["cache_position"] = torch.arange(seen, seen + key_states.shape[2], device=key_states.device)
+    return layer.update(key_states, value_states, told)  # type: ignore[no-any-return]
 
 
 def update_indexer(layer: Any, indexer_key_states: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from kvlayers.generation.generate import generate
 from kvlayers.prefix import PrefixStore
 from kvlayers.tools.measuring.nbytes import cache_nbytes
 from kvlayers.tools.measuring.predictions import is_tie
-from kvlayers.upstream import model_types
+from kvlayers.upstream import cache_argument
 
 STORE_BYTES = 4 * 2**30
 
@@ -63,7 +63,11 @@ def continue_text(model: Any, ids: Tensor, tokens: int, cache: Any, streamer: An
     """Continue a prompt, int64 `[1, tokens]`, greedily by up to `tokens` tokens with `cache`; `streamer` gets them."""
     ids = ids.to(model.device)
     model.generate(
-        ids, **_options(ids, tokens), do_sample=False, streamer=streamer, **{model_types.cache_argument(model): cache}
+        ids,
+        **_options(ids, tokens),
+        do_sample=False,
+        streamer=streamer,
+        **{cache_argument.name_in_generate(model): cache},
     )
 
 
@@ -84,7 +88,7 @@ def sample(model: Any, ids: Tensor, tokens: int, count: int, with_kvlayers: bool
     call = _with_kvlayers if with_kvlayers else _alone
     output = call(model, ids, **options, return_dict_in_generate=True)
     seconds = time.perf_counter() - begin
-    return Samples(seconds, cache_nbytes(output.past_key_values), output.sequences.cpu())
+    return Samples(seconds, cache_nbytes(cache_argument.in_output(output)), output.sequences.cpu())
 
 
 def second_turn(model: Any, first: Tensor, question: Tensor, tokens: int) -> tuple[Tensor, Answer, Answer]:

@@ -15,7 +15,7 @@ from kvlayers.tools.measuring.interleave import quiet_clock, there_and_back
 from kvlayers.tools.measuring.nbytes import cache_nbytes
 from kvlayers.tools.measuring.predictions import divergences, is_tie
 from kvlayers.tools.measuring.scoring import ReadingError
-from kvlayers.upstream import model_types
+from kvlayers.upstream import cache_argument, model_types
 
 WARM_UP_TOKENS = 512
 """Tokens enough for a quantized cache to pack blocks, so that the code for packed blocks is compiled before timing."""
@@ -235,7 +235,7 @@ class _Decoder:
     def __init__(self, model: Any, cache: Any) -> None:
         self.cache = cache
         self._model = model
-        self._inputs = {model_types.cache_argument(model): cache, "use_cache": True}
+        self._inputs = {cache_argument.name_for(model): cache, "use_cache": True}
 
     def timed(self, ids: Tensor, **options: int) -> tuple[float, Tensor]:
         """Seconds of a forward pass over tokens `[batch, tokens]`, and its last logits `[batch, vocab]`."""

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.upstream import model_types
+from kvlayers.upstream import cache_argument, model_types
 
 
 def newest_logits(model: Any, ids: Tensor, cache: Any, newest: int) -> Tensor:
     """Feed tokens `[1, tokens]` to a model with a cache: logits `[newest, vocab]` of the newest ones."""
     inputs = {
-        model_types.cache_argument(model): cache,
+        cache_argument.name_for(model): cache,
         "use_cache": True,
         **model_types.newest_logits_only(model, newest),
     }

@@ -1,0 +1,165 @@
+"""The argument in which models take their cache, and the field in which they return it. Only this file names them.
+
+From transformers 5.24 on, every model calls it `cache`. Before, models call it `past_key_values`, and mamba
+`cache_params`; models that were written then keep these names.
+"""
+
+import functools
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers.utils import ModelOutput
+
+from kvlayers.errors import OptionError
+
+SPELLINGS = ("cache", "past_key_values", "cache_params")
+"""All names of the argument, the newest first."""
+
+
+def name_for(model: Any) -> str:
+    """Name of the argument in which the forward pass of a model takes its cache, or the usual one if it names none."""
+    name: str = _name_in_forward(type(model))
+    return name
+
+
+def name_in_generate(model: Any) -> str:
+    """Name by which `generate()` hands the cache to its loops and to `prepare_inputs_for_generation` of a model."""
+    usual = usual_name()
+    return usual if usual == SPELLINGS[0] else name_for(model)
+
+
+def keeps_an_old_name(model: Any) -> bool:
+    """Whether a model was written for a name of the argument that `generate()` does not use any more."""
+    return name_for(model) != name_in_generate(model)
+
+
+def usual_name() -> str:
+    """Name by which the installed transformers passes caches to its own models."""
+    usual: str = _usual_name()
+    return usual
+
+
+def is_taken_by(model: Any) -> bool:
+    """Whether the forward pass of a model names an argument for a cache."""
+    return bool(_has_parameter(type(model), name_for(model)))
+
+
+def is_lost_by_drafting(model: Any) -> bool:
+    """Whether transformers' loop over drafts does not find the cache of a model, as it has another name than usual."""
+    return name_in_generate(model) != usual_name()
+
+
+def position_in(model: Any) -> int | None:
+    """Index of the cache among the positional arguments of a model's forward pass, `None` if it is not one of them."""
+    names = list(inspect.signature(model.forward).parameters)
+    name = name_for(model)
+    return names.index(name) if name in names else None
+
+
+def respelled(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a forward pass with the cache by the name that the model takes, whichever name it was passed by.
+
+    Args:
+        model: the model.
+        arguments: arguments by name, which are not changed.
+
+    Returns:
+        `arguments` itself if the cache has the right name, or if there is none.
+
+    Raises:
+        OptionError: two names have different caches.
+    """
+    return _respelled(type(model), arguments, name_for(model))
+
+
+def respelled_for_generate(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """As `respelled`, for arguments of `generate()`."""
+    return _respelled(type(model), arguments, name_in_generate(model))
+
+
+def passed_in(arguments: Mapping[str, Any]) -> Any:
+    """What was passed in the place of a cache, by any of its names; `None` if nothing was."""
+    return next((arguments[name] for name in SPELLINGS if arguments.get(name) is not None), None)
+
+
+@functools.cache
+def _spellings_here() -> tuple[str, ...]:
+    """The names by which the installed transformers passes caches. A model may use the word `cache` for a dict."""
+    # Imported late, since generate() takes long to import, and not every use of a cache needs it.
+    from transformers.generation.utils import ALL_CACHE_NAMES
+
+    return tuple(name for name in SPELLINGS if name in ALL_CACHE_NAMES)
+
+
+# While code is traced for compilation, it is asked once.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _usual_name() -> str:
+    return _spellings_here()[0]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _name_in_forward(model_class: Any) -> str:
+    return _accepted_name(model_class)
+
+
+@functools.lru_cache(maxsize=1024)
+def _accepted_name(model_class: Any) -> str:
+    here = _spellings_here()
+    # A model that was written for older versions keeps their names, which newer versions do not list.
+    accepted = (*here, *(name for name in SPELLINGS[1:] if name not in here))
+    return next((name for name in accepted if name in _parameters(model_class)), here[0])
+
+
+@functools.lru_cache(maxsize=1024)
+def _parameters(model_class: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(model_class.forward).parameters)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_parameter(model_class: type, name: str) -> bool:
+    return name in _parameters(model_class)
+
+
+def _respelled(model_class: type, arguments: dict[str, Any], name: str) -> dict[str, Any]:
+    for other in SPELLINGS:
+        # Some models take another thing by a name that is not that of their cache.
+        if other != name and other in arguments and not _has_parameter(model_class, other):
+            return _respelled(model_class, _renamed(arguments, other, name), name)
+    return arguments
+
+
+def _renamed(arguments: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    past, present = arguments[old], arguments.get(new)
+    if past is not None and present is not None and present is not past:
+        raise OptionError(
+            f"`{old}` and `{new}` must be the same cache, got a {type(past).__name__} and a {type(present).__name__}: "
+            f"pass one cache, as `{new}`."
+        )
+    rest = {name: value for name, value in arguments.items() if name != old}
+    return rest if past is None else {**rest, new: past}
+
+
+def in_output(output: Any) -> Any:
+    """The cache in what a forward pass or `generate()` returned, found by its type; `None` if there is none."""
+    return next((value for value in _values(output) if isinstance(value, transformers.Cache)), None)
+
+
+def replace_in_output(output: Any, replacement: Any) -> None:
+    """Put `replacement` where an output has its cache."""
+    for name, value in list(output.items()):
+        if isinstance(value, transformers.Cache):
+            output[name] = replacement
+
+
+def as_field(output_class: Any, cache: Any) -> dict[str, Any]:
+    """The argument by which a class of outputs, a dataclass, takes a cache."""
+    return {name: cache for name in SPELLINGS if name in output_class.__dataclass_fields__}
+
+
+def _values(output: Any) -> Iterable[Any]:
+    if isinstance(output, ModelOutput):
+        return output.values()  # type: ignore[no-any-return]
+    return output if type(output) is tuple else ()

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         StaleStatesError,
         StateMismatchError,
         UnsupportedLayerError,
+        UnusedCacheError,
     )
     from kvlayers.evaluation.requests import ContinuationScore
     from kvlayers.evaluation.score import score
@@ -184,6 +185,7 @@ _NAMES = {
         "StaleStatesError",
         "StateMismatchError",
         "UnsupportedLayerError",
+        "UnusedCacheError",
     ),
     "evaluation.requests": ("ContinuationScore",),
     "evaluation.score": ("score",),
@@ -356,6 +358,7 @@ __all__ = [
     "Traffic",
     "TrafficMeter",
     "UnsupportedLayerError",
+    "UnusedCacheError",
     "__version__",
     "cache_class_names",
     "cache_names",

@@ -126,6 +126,8 @@ def test_a_model_may_draft_for_itself(installed: None, rounds: dict[str, int]) -
 def test_models_whose_drafts_cannot_be_taken_back_are_refused_by_name(installed: None, family: str) -> None:
     if family == "recurrent_gemma":
         versions.need_since("5.17", "drafts for recurrent_gemma up to where they are refused")
+    if family == "mamba2":
+        versions.need_until("5.24", "drafts of which the model does not get its cache")
     model = spread(family)
     with pytest.raises(kvlayers.RollbackError, match="leave out the assistance|cannot be assisted"):
         generated(model, prompt_lookup_num_tokens=4)

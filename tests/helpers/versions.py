@@ -102,6 +102,12 @@ def need_since(version: str, what: str) -> None:
         pytest.skip(f"transformers {TRANSFORMERS} does not run {what}, as {version} does")
 
 
+def need_until(version: str, what: str) -> None:
+    """Skip a test of `what` from the version on that has it no longer."""
+    if Version(version) <= TRANSFORMERS:
+        pytest.skip(f"transformers {TRANSFORMERS} has no {what}, which ended with {version}")
+
+
 def need_model_class(class_name: str) -> None:
     """Skip a test of a family that the installed transformers does not have."""
     if class_name not in dir(transformers):

@@ -1,4 +1,4 @@
-"""What is read of a version of transformers is what that version itself does; other versions are refused at import."""
+"""What is read of a version of transformers is what that version does itself; what it lacks is found at import."""
 
 from typing import Any
 
@@ -11,26 +11,56 @@ import fresh_process
 import kvlayers
 import versions
 from kvlayers.layers.upstream_adapter import calls
-from kvlayers.upstream import compat, model_layers
-from kvlayers.upstream.supported import check_supported
+from kvlayers.upstream import compat, model_layers, probes
+from kvlayers.upstream.supported import NEWEST_TESTED, check_supported
 from models import ATTENDING, CONFIGS, tiny_model
 
 
 @pytest.mark.parametrize(
     ("package", "version"),
-    [("transformers", "4.56.2"), ("transformers", "5.24.0"), ("transformers", "5.24.0.dev0"), ("torch", "2.5.1+cu124")],
+    [("transformers", "4.56.2"), ("torch", "2.5.1+cu124")],
 )
-def test_a_version_that_is_not_supported_is_refused_at_import(package: str, version: str) -> None:
+def test_a_version_that_is_too_old_is_refused_at_import(package: str, version: str) -> None:
     script = f"import {package}; {package}.__version__ = {version!r}; import kvlayers"
     run = fresh_process.run(script)
-    supported = {"transformers": "<5.24,>=4.57", "torch": ">=2.6"}[package]
+    supported = {"transformers": ">=4.57", "torch": ">=2.6"}[package]
     last_line = run.stderr.strip().splitlines()[-1]
     assert last_line.startswith(f"ImportError: expected {package} {supported}, but saw {version}: install")
 
 
-@pytest.mark.parametrize("version", ["4.57.0", "4.57.6", "5.0.0rc1", "5.23.0.dev0", "5.23.9"])
+def test_what_an_unknown_version_lacks_is_named_at_import() -> None:
+    script = (
+        "import transformers; from transformers import cache_utils; transformers.__version__ = '9.1.0'\n"
+        "del cache_utils.StaticLayer; cache_utils.DynamicCache.__init__ = lambda self, states: None\n"
+        "import kvlayers; kvlayers.DynamicCache"
+    )
+    last_line = fresh_process.run(script).stderr.strip().splitlines()[-1]
+    assert last_line == (
+        "ImportError: transformers 9.1.0 lacks what kvlayers relies on "
+        "(transformers.cache_utils.DynamicCache(..., config=), transformers.cache_utils.StaticLayer): install a "
+        f"version that kvlayers was tested with ('transformers>=4.57,<={NEWEST_TESTED}'), or a newer kvlayers."
+    )
+
+
+def test_an_unknown_version_that_lacks_nothing_is_used_with_one_line_in_the_log() -> None:
+    script = (
+        "import transformers; transformers.__version__ = '9.1.0'\n"
+        "import kvlayers; kvlayers.DynamicCache(); kvlayers.install(); print('used')"
+    )
+    run = fresh_process.run(script)
+    assert run.stdout.strip() == "used", run.stderr
+    lines = [line for line in run.stderr.splitlines() if "kvlayers" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"transformers 9.1.0 is newer than {NEWEST_TESTED}")
+
+
+def test_this_version_lacks_nothing() -> None:
+    assert [name for probe in (*probes.OF_CACHES, *probes.OF_GENERATE) for name in probe.missing()] == []
+
+
+@pytest.mark.parametrize("version", ["4.57.0", "4.57.6", "5.0.0rc1", "5.24.0", "6.0.0.dev0"])
 def test_versions_in_the_range_are_taken(version: str) -> None:
-    assert check_supported("transformers", version).release[0] in (4, 5)
+    assert check_supported("transformers", version).release[0] in (4, 5, 6)
 
 
 @pytest.mark.parametrize("family", ATTENDING)

@@ -363,7 +363,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     @override
     def forget_pass(self) -> None:
         self._pass.forget()
-        self._given = None
+        self.forget_call()
 
     # What transformers (from 5.17 on) sets if a call of generate() is given a cache, and reads to return it
 
@@ -378,6 +378,10 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             raise unused_cache()
         self._given = GivenToGenerate(began, seen)
         self._outlives_generate = is_user_defined
+
+    def forget_call(self) -> None:
+        """Take the call of `generate()` that the cache was given to for one that ended."""
+        self._given = None
 
     @property
     def is_compileable(self) -> bool:

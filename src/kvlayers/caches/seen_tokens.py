@@ -11,6 +11,9 @@ from kvlayers.errors import InterruptedPassError, StateMismatchError
 class Counted(Protocol):
     """What a count of tokens needs to know of its cache."""
 
+    def forget_call(self) -> None:
+        """Take the call of `generate()` that the cache was given to for one that ended."""
+
     def interruption(self) -> InterruptedPassError | None:
         """The error for layers that have seen different numbers of tokens, `None` if they have seen as many."""
 
@@ -80,6 +83,7 @@ class NoNewTokens(int):
     def __neg__(self) -> int:
         cache = self.seen.cache()
         if cache is not None:
+            cache.forget_call()
             check_is_new(cache, int(self.seen), self.given)
         return -int(self)
 

@@ -38,6 +38,11 @@ class RollbackCache(Cache):
     def __init__(self, cache: Cache) -> None:
         self.__dict__ = cache.__dict__
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether drafts can be rolled back, as they always can: transformers asks after the prefill."""
+        return True
+
     def crop(self, tokens_to_remove: int | None = None, *, max_length: int | None = None) -> None:
         """Roll back as `truncate` does, to a length that is given as for `Cache.crop`."""
         self.truncate(crop_target(crop_argument(tokens_to_remove, max_length), self._token_count()))

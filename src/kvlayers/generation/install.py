@@ -42,7 +42,7 @@ from kvlayers.generation.hooks import attention_interface, generation_config, ge
 from kvlayers.generation.patching import Activation, Method, Patch
 from kvlayers.generation.prefixes import active_store
 from kvlayers.prefix import PrefixStore
-from kvlayers.upstream import compat
+from kvlayers.upstream import compat, probes
 
 _lock = threading.RLock()
 """Held while `install` and `uninstall` make several changes, and while an `installed` block starts."""
@@ -258,6 +258,7 @@ def _patches() -> list[Patch]:
     return [Patch(GenerationMixin, "generate", _wrap_generate), *patches]
 
 
+probes.check(probes.OF_GENERATE, compat.TRANSFORMERS)
 _PATCHES = _patches()
 
 

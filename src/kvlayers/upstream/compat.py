@@ -10,10 +10,14 @@ import torch
 import transformers
 from packaging.version import Version
 
-from kvlayers.upstream.supported import check_supported
+from kvlayers.upstream import probes
+from kvlayers.upstream.supported import check_supported, note_untested
 
 TRANSFORMERS = check_supported("transformers", transformers.__version__)
 TORCH = check_supported("torch", torch.__version__)
+
+probes.check(probes.OF_CACHES, transformers.__version__)
+note_untested(TRANSFORMERS)
 
 # Only now, since an unsupported version may lack what is imported from here.
 import transformers.cache_utils as upstream  # noqa: E402

@@ -1,21 +1,27 @@
-"""The supported versions of transformers and torch. They are checked first, as others may lack what is imported."""
+"""The supported versions of transformers and torch. They are checked first, as older ones may lack what is imported."""
 
 import contextlib
 import importlib.metadata
+import logging
 import sys
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+logger = logging.getLogger(__name__)
+
 SUPPORTED = {"transformers": SpecifierSet(">=4.57"), "torch": SpecifierSet(">=2.6")}
+
+NEWEST_TESTED = Version("5.24.0")
+"""The newest transformers that the tests have run on. What a newer one lacks is found by probes (`probes.py`)."""
 
 
 def check_supported(package: str, version: str) -> Version:
     """The release of `version`, without development and local parts.
 
     Raises:
-        ImportError: the release is not supported.
+        ImportError: the release is older than the oldest supported one.
     """
     release = Version(Version(version).base_version)
     if release not in SUPPORTED[package]:
@@ -24,6 +30,17 @@ def check_supported(package: str, version: str) -> Version:
             "or another version of kvlayers."
         )
     return release
+
+
+def note_untested(transformers: Version) -> None:
+    """Log one line if transformers is newer than any version that was tested."""
+    if transformers > NEWEST_TESTED:
+        logger.warning(
+            "transformers %s is newer than %s, the newest version that kvlayers was tested with: it has all that "
+            "kvlayers relies on, but compare what you generate.",
+            transformers,
+            NEWEST_TESTED,
+        )
 
 
 def check_installed() -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.attention.latents.states import as_latents
-from kvlayers.caches.forward_pass import ForwardPassFollower, interruption
+from kvlayers.caches.forward_pass import ForwardPassFollower, PassStart, interruption
 from kvlayers.caches.from_config import dynamic_layers, placed, share_mask_extents
-from kvlayers.caches.given_cache import GivenToGenerate, unused_cache
+from kvlayers.caches.given_cache import GivenToGenerate
 from kvlayers.caches.legacy_api import LegacySurface
 from kvlayers.caches.operations import CacheState, LayerwiseOperations
 from kvlayers.caches.recurrent import RecurrentSurface
@@ -186,6 +186,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     def _fork(self) -> Self:
         twin = super()._fork()
         twin._pass = self._pass.copy()
+        twin._given = None
         if self._prefetcher is not None:
             # A prefetcher belongs to one thread, and the two caches may be used in two.
             twin._prefetcher = self._prefetcher.for_another_cache()
@@ -373,26 +374,22 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
 
     @_is_user_defined.setter
     def _is_user_defined(self, is_user_defined: bool) -> None:
-        began, seen, before = self.self_attention._pass.began, self._token_count(), self._given
-        if before is not None and not before.is_updated(began, seen):
-            raise unused_cache()
-        self._given = GivenToGenerate(began, seen)
+        before = self._given
+        self.forget_call()
+        if before is not None:
+            before.check_previous()
+        self._given = GivenToGenerate(self)
         self._outlives_generate = is_user_defined
 
     def forget_call(self) -> None:
         """Take the call of `generate()` that the cache was given to for one that ended."""
-        self._given = None
+        if self._given is not None:
+            self._given.end()
+            self._given = None
 
-    @property
-    def is_compileable(self) -> bool:
-        """Whether `generate()` may compile the forward pass around the cache.
-
-        Raises:
-            UnusedCacheError: `generate()` goes on asking, and the model does not update the cache.
-        """
-        if self._given is not None and not torch.compiler.is_compiling():
-            self._given.count_question(self.self_attention._pass.began)
-        return bool(super().is_compileable)
+    def newest_pass(self) -> PassStart | None:
+        """Where the newest forward pass began, as far as it was not compiled; `None` before the first one."""
+        return self.self_attention._pass.began
 
     @override
     def layers_for(self, count: int) -> list[Any]:
@@ -446,8 +443,6 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         """
         if isinstance(query_length, Tensor):
             query_length = query_length.shape[0]
-        if self._given is not None and not torch.compiler.is_compiling():
-            self._given.questions = 0
         if layer_idx >= len(self.layers):
             return query_length, 0
         asked = self._attending(layer_idx)

@@ -1,56 +1,90 @@
-"""Notices that a model never updates the cache that a call of `generate()` was given."""
+"""Notices that a model never updates the cache that a call of `generate()` was given.
 
-from dataclasses import dataclass
+A model that was written for an older version of transformers takes its cache by another name than `generate()` passes
+it by. If it ignores arguments that it does not know, it decodes each token without those before it.
+"""
+
+import threading
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from kvlayers.caches.forward_pass import PassStart
 from kvlayers.errors import UnusedCacheError
-
-MOST_QUESTIONS = 4
-"""How often `generate()` may ask whether it can compile around a cache before the model updates it, or makes a mask for
-it. It asks once for the call and once for each token."""
+from kvlayers.upstream import cache_argument
 
 
-@dataclass(slots=True)
+class Given(Protocol):
+    """What is asked of a cache that `generate()` was given."""
+
+    def newest_pass(self) -> PassStart | None:
+        """Where the newest forward pass began, as far as it was not compiled; `None` before the first one."""
+
+    def _token_count(self) -> int: ...
+
+
 class GivenToGenerate:
-    """What a cache knows of the call of `generate()` that it was given to.
+    """A call of `generate()` that was given a cache.
+
+    Until the first forward pass of the model has ended, a hook on torch's modules looks at what the pass returns.
+
+    Args:
+        cache: the cache.
 
     Attributes:
-        began: the newest forward pass before the call.
-        seen: tokens seen before the call.
-        questions: how often it was asked in a row whether the model can be compiled around it.
-        is_measured: whether the call has asked for its length, which it does to find the new tokens.
+        is_measured: whether the call has asked for the length of the cache, which it does to find the new tokens.
     """
 
-    began: PassStart | None
-    seen: int
-    questions: int = 0
-    is_measured: bool = False
+    def __init__(self, cache: Given) -> None:
+        self.is_measured = False
+        self._cache = weakref.ref(cache)
+        self._began, self._seen = cache.newest_pass(), cache._token_count()
+        self._thread = threading.get_ident()
+        self._passes: dict[int, Any] = {}
+        self._hook = register_module_forward_hook(self._after_module) if cache_argument.HAS_OLD_NAMES else None
 
-    def is_updated(self, began: PassStart | None, seen: int) -> bool:
-        """Whether the model has updated the cache.
+    def __deepcopy__(self, memo: object) -> None:
+        """Nothing: a copy was not given to the call."""
 
-        Args:
-            began: the newest forward pass now. It is not known of passes that were compiled.
-            seen: tokens seen now.
-        """
-        return began is not self.began or seen != self.seen
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
-    def count_question(self, began: PassStart | None) -> None:
-        """Count a question that `generate()` asks for each token.
+    def check_previous(self) -> None:
+        """Raise `UnusedCacheError` if a model has not updated the cache since it was given."""
+        if not self._is_updated():
+            raise _unused()
 
-        Raises:
-            UnusedCacheError: there were too many of them for a model that uses the cache.
-        """
-        self.questions += 1
-        if self.questions > MOST_QUESTIONS and began is self.began:
-            raise unused_cache()
+    def end(self) -> None:
+        """Look at no further pass."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _is_updated(self) -> bool:
+        cache = self._cache()
+        return cache is None or cache.newest_pass() is not self._began or cache._token_count() != self._seen
+
+    # A draft model may run first. It decodes with one cache of its own, and returns the same one each time.
+    def _after_module(self, module: nn.Module, args: object, output: object) -> None:
+        if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
+            return
+        if not cache_argument.is_output_of_generator(module, output):
+            return
+        if self._is_updated():
+            self.end()
+            return
+        returned = cache_argument.in_output(output)
+        if id(module) in self._passes and (returned is None or returned is not self._passes[id(module)]):
+            self.end()
+            raise _unused()
+        self._passes[id(module)] = returned
 
 
-def unused_cache() -> UnusedCacheError:
-    """The error for a cache that was passed to `generate()`, and that the model has not updated."""
+def _unused() -> UnusedCacheError:
     return UnusedCacheError(
-        "`generate()` was given this cache, but the model has not updated it, so the tokens are those of a model that "
-        "sees one token at a time, or of one that has no cache: call kvlayers.install(), by which models written for "
-        "another version of transformers get their cache, or update the model's code. If the call ended by an error "
-        "of its own, reset() the cache."
+        "`generate()` must be given a cache that the model updates, got a model that ignores it and sees no token "
+        "before the newest: call kvlayers.install(), by which models written for another version of transformers get "
+        "their cache. If an earlier call with this cache failed, reset() the cache."
     )

@@ -19,6 +19,10 @@ SPELLINGS = ("cache", "past_key_values", "cache_params")
 """All names of the argument, the newest first."""
 
 
+HAS_OLD_NAMES = bool(vars(ModelOutput).keys() & set(SPELLINGS))
+"""Whether transformers knows old names of the argument: outputs have them as properties, beside the new name."""
+
+
 def name_for(model: Any) -> str:
     """Name of the argument in which the forward pass of a model takes its cache, or the usual one if it names none."""
     name: str = _name_in_forward(type(model))
@@ -140,6 +144,15 @@ def _renamed(arguments: dict[str, Any], old: str, new: str) -> dict[str, Any]:
         )
     rest = {name: value for name, value in arguments.items() if name != old}
     return rest if past is None else {**rest, new: past}
+
+
+def is_output_of_generator(module: object, output: object) -> bool:
+    """Whether an output is that of the forward pass of a model that generates."""
+    if not isinstance(output, ModelOutput):
+        return False
+    from transformers.generation.utils import GenerationMixin
+
+    return isinstance(module, GenerationMixin)
 
 
 def in_output(output: Any) -> Any:

@@ -1,13 +1,15 @@
 """Checks and measures kvlayers on a CUDA device, within a budget of seconds.
 
+    python benchmarks/gpu.py first --budget 420 --output results   # what is worth most, where time is short
     python benchmarks/gpu.py check --budget 540 --output results   # is it right?
     python benchmarks/gpu.py speed --budget 540 --output results   # kernels and decoding beside transformers' caches
     python benchmarks/gpu.py rest --budget 540 --output results    # offloading, compiled caches, memory that runs out
     python benchmarks/gpu.py check --device cpu --quick --output results   # tiny shapes, to see that it runs
 
-Steps run in order of value. A step whose predicted seconds no longer fit the budget is skipped and named. Each result
-is saved to the stage's JSON file as it comes, so that an interrupted run keeps what it has. Contenders take turns in
-one process; figures are medians of the trials; outputs are compared before a time is reported.
+Steps run in order of value. A step whose first figures no longer fit the budget is skipped and named; one of several
+shapes ends with those that there is time for. What is found is saved to the stage's JSON file as it comes, so that an
+interrupted run keeps what it has. Contenders take turns; figures are medians; outputs are compared before a time is
+reported.
 
 Weights are random and made on the device: nothing is downloaded. It needs torch, triton, transformers and, for the
 tests that `check` runs, pytest and hypothesis. kvlayers need not be installed: `PYTHONPATH=src` is enough.
@@ -16,6 +18,8 @@ The exit code is the number of steps that failed or found something wrong.
 """
 
 import argparse
+import functools
+import gc
 import json
 import math
 import sys
@@ -29,14 +33,19 @@ import torch  # noqa: E402
 
 # The references that the tests compare with.
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
-from lib import gpu_check, gpu_rest, gpu_speed  # noqa: E402
+from lib import gpu_check, gpu_first, gpu_rest, gpu_speed  # noqa: E402
 from lib.gpu_environment import facts  # noqa: E402
-from lib.gpu_stage import NO_DEVICE, Setup, Stage, run_part  # noqa: E402
+from lib.gpu_stage import NO_DEVICE, Findings, Setup, Stage, run_part  # noqa: E402
 
 # The name by which steps in processes of their own find this file, also if it is run as a script.
 sys.modules.setdefault("gpu", sys.modules[__name__])
 
-STAGES = {"check": gpu_check.STEPS, "speed": gpu_speed.STEPS, "rest": gpu_rest.STEPS}
+STAGES = {
+    "first": gpu_first.STEPS,
+    "check": gpu_check.STEPS,
+    "speed": gpu_speed.STEPS,
+    "rest": gpu_rest.STEPS,
+}
 MOST_FAILURES = 100
 """Largest exit code: some larger ones mean that a process was stopped."""
 
@@ -72,6 +81,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
+def write_findings(path: Path, found: Findings) -> None:
+    """Write findings whole, as the process may be stopped meanwhile."""
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(found.plain()))
+    beside.replace(path)
+
+
 def main(arguments: Sequence[str] | None = None, started: float | None = None) -> int:
     """Run a stage; return the number of steps that failed or found something wrong.
 
@@ -87,8 +103,11 @@ def main(arguments: Sequence[str] | None = None, started: float | None = None) -
     setup = Setup(device, given.quick, began + given.budget)
     steps = [step for step in STAGES[given.stage] if given.only is None or step.name in given.only]
     torch.manual_seed(0)
+    # Memory is collected before each contender: not among all that was imported.
+    gc.freeze()
     if given.findings is not None:
-        given.findings.write_text(json.dumps(run_part(steps[0], setup, given.part).plain()))
+        setup.save = functools.partial(write_findings, given.findings)
+        setup.save(run_part(steps[0], setup, given.part))
         return 0
     described = {"budget": given.budget, "quick": given.quick, **facts(device)}
     failures = Stage(given.stage, steps, setup, given.output, described).run()

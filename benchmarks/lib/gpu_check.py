@@ -1,12 +1,13 @@
-"""Steps that check kvlayers on a device: kernels against float64, codes against the CPU's, and the tests for CUDA."""
+"""Steps that check kvlayers on a device: caches and codes beside the CPU's, kernels beside float64, tests for CUDA."""
 
 import functools
 import itertools
 import os
 import re
-import subprocess
 import sys
+import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+import cuda_device
 import grouped_backend
+from cuda_caches import KINDS, Kind, on_device
 from kvlayers import Quantization, QuantizedStore
 from kvlayers.attention.dispatch import CUDA
+from kvlayers.upstream.model_types import cache_argument
 from kvlayers.utils.triton_support import runs_triton
 from lib.gpu_environment import ceilings
-from lib.gpu_stage import PROCESSES, Findings, Setup, Step
+from lib.gpu_model import guarded
+from lib.gpu_stage import PROCESSES, STOPPED, Ended, Findings, Setup, Step, run_process
+from models import prompt
 from packed_reference import (
     attention,
     counted_launches,
@@ -74,6 +80,11 @@ CASES = [
     Case("float32", 5, "added", True),
 ]
 QUICK_CASES = [Case("bfloat16", 1, None, False), Case("float32", 5, "bool", True)]
+CACHES_AT_ONCE = 7
+CACHES = {
+    f"caches, {part + 1} of {CACHES_AT_ONCE}": list(KINDS)[part::CACHES_AT_ONCE] for part in range(CACHES_AT_ONCE)
+}
+"""Kinds of caches by the part of the step in which they decode."""
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -86,26 +97,27 @@ def quantization_of(setup: Setup) -> Quantization:
     return Quantization(**QUANTIZATIONS[setup.part], residual_length=32, sink_tokens=16)
 
 
-def numerics(setup: Setup) -> Findings:
+def numerics(setup: Setup, cases: Sequence[Case] = CASES) -> Findings:
     """Errors of attention to packed states, relative to the norm of what float64 gives."""
     found, worst, paths = Findings(), dict.fromkeys(DTYPES, 0.0), set()
+
+    def check(case: Case) -> None:
+        begin = time.monotonic()
+        error, path = _error(setup, case)
+        allowed = 4 * rounding(DTYPES[case.dtype])
+        seconds = time.monotonic() - begin
+        found.details[str(case)] = {"error": error, "allowed": allowed, "path": path, "seconds": seconds}
+        found.expect(error < allowed, f"{case}: the error is {error:.1e}, and {allowed:.1e} is allowed")
+        found.expect(
+            path == CUDA or not runs_triton(setup.device) or case.dtype == "float32",
+            f"{case}: attention went another way: {path}",
+        )
+        worst[case.dtype] = max(worst[case.dtype], error)
+        paths.add(path)
+
     with grouped_backend.registered():
-        for case in setup.choose(CASES, QUICK_CASES):
-            try:
-                error, path = _error(setup, case)
-            except Exception as raised:
-                found.wrong.append(f"{case}: {type(raised).__name__}: {raised}")
-                setup.synchronize()
-                continue
-            allowed = 4 * rounding(DTYPES[case.dtype])
-            found.details[str(case)] = {"error": error, "allowed": allowed, "path": path}
-            found.expect(error < allowed, f"{case}: the error is {error:.1e}, and {allowed:.1e} is allowed")
-            found.expect(
-                path == CUDA or not runs_triton(setup.device) or case.dtype == "float32",
-                f"{case}: attention went another way: {path}",
-            )
-            worst[case.dtype] = max(worst[case.dtype], error)
-            paths.add(path)
+        for case in setup.in_time(found, setup.choose(cases, QUICK_CASES)):
+            guarded(found, str(case), functools.partial(check, case))
     for dtype, error in worst.items():
         if error:
             found.add(f"largest error, {dtype}", error, "")
@@ -124,7 +136,8 @@ def _error(setup: Setup, case: Case) -> tuple[float, str]:
         store.truncate(store.length - 64 - 25)
         extended(store, random_pair(**shape, tokens=90, seed=1))
         store.drop_oldest(16 + 64 + 17)
-    held = dense_states(on_cpu(store))
+    # Plain torch dequantizes on the CPU; float64 has no kernel of ours.
+    held = [states.to(setup.device) for states in dense_states(on_cpu(store))]
     new = random_pair(**shape, tokens=case.queries, seed=2)
     query = torch.randn(batch, case.queries, heads, head_dim, device=setup.device, dtype=dtype).transpose(1, 2)
     tokens = store.length + case.queries
@@ -137,12 +150,44 @@ def _error(setup: Setup, case: Case) -> tuple[float, str]:
     keys, values = extended(store, new)
     out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
     path = ", ".join(Counter(store.attention_paths) - before) or "torch's attention"
-    expected = attention(
-        query.cpu(),
-        *(torch.cat([before, after.cpu()], 2) for before, after in zip(held, new, strict=True)),
-        None if mask is None else mask.cpu(),
-    )
-    return relative_error(out.cpu(), expected), path
+    expected = attention(query, *(torch.cat(both, 2) for both in zip(held, new, strict=True)), mask)
+    return relative_error(out, expected), path
+
+
+def caches(setup: Setup) -> Findings:
+    """Logits of a prompt, of steps behind it and of a second turn, with caches of each kind, beside the CPU's."""
+    found = Findings()
+
+    def check(name: str) -> None:
+        kind = KINDS[name]
+        begin = time.monotonic()
+        error = _error_of_cache(setup, kind)
+        found.add(name, error, "")
+        found.details[name] = {"allowed": kind.tolerance, "seconds": time.monotonic() - begin}
+        found.expect(error < kind.tolerance, f"{name}: logits differ from the CPU's by {error:.1e} of their norm")
+
+    with cuda_device.exact_products():
+        for name in setup.in_time(found, CACHES[setup.part][: setup.choose(None, 1)]):
+            guarded(found, name, functools.partial(check, name))
+    return found
+
+
+def _error_of_cache(setup: Setup, kind: Kind) -> float:
+    """The largest difference of logits from the CPU's, relative to their norm."""
+    model = kind.model()
+    models = model, on_device(model, setup.device)
+    held = [kind.make(model.config) for _ in models]
+    # The prompt fills a block of packed codes, and the turn another one.
+    ids, (first, step, last) = prompt(2, 170, seed=3), (100, 106, 160)
+    bounds = [0, *range(first, step + 1), *(range(step + 1, last) if kind.one_by_one else ()), last]
+    worst = 0.0
+    for start, end in itertools.pairwise(bounds):
+        expected, seen = (
+            model(input_ids=ids[:, start:end].to(model.device), use_cache=True, **{cache_argument(model): cache}).logits
+            for model, cache in zip(models, held, strict=True)
+        )
+        worst = max(worst, relative_error(seen.cpu(), expected))
+    return worst
 
 
 def codes(setup: Setup) -> Findings:
@@ -183,45 +228,45 @@ def tests(setup: Setup) -> Findings:
     found = Findings()
     files = sorted((REPOSITORY / "tests" / "cuda").glob("test_*.py"))
     with ThreadPoolExecutor(PROCESSES if setup.on_cuda else 1) as threads:
-        outcomes = list(threads.map(functools.partial(_run_tests, setup), files[: setup.choose(None, 1)]))
-    totals = Counter[str]()
-    for file, (code, output) in zip(files, outcomes, strict=False):
-        found.details[file.name] = {"exit code": code, "output": output[-8000:]}
-        for count, name in re.findall(r"(\d+) (passed|failed|skipped|error|tests? collected)", output):
-            totals[name] += int(count)
-        failed = re.findall(r"^(?:FAILED|ERROR) .*", output, re.MULTILINE)
-        found.wrong += failed
-        found.expect(code == 0 or bool(failed), f"{file.name}: pytest ended with {code}: {output[-1000:]}")
+        outcomes = threads.map(functools.partial(_run_tests, setup), files[: setup.choose(None, 1)])
+        totals = Counter[str]()
+        for file, ended in zip(files, outcomes, strict=False):
+            found.details[file.name] = {"exit code": ended.code, "output": ended.output[-8000:]}
+            totals.update(word.lower() for word in re.findall(r"::.* (PASSED|FAILED|SKIPPED|ERROR)\b", ended.output))
+            totals.update(
+                {"collected": len(re.findall(r"^\S+::\S", ended.output, re.MULTILINE))} if setup.quick else {}
+            )
+            failed = sorted(
+                {
+                    line.strip()
+                    for line in re.findall(
+                        r"^\S+::.* (?:FAILED|ERROR)\b|^(?:FAILED|ERROR) .*", ended.output, re.MULTILINE
+                    )
+                }
+            )
+            found.wrong += failed
+            if ended.code == STOPPED:
+                found.cut.append(f"the rest of {file.name}")
+            else:
+                found.expect(ended.code == 0 or bool(failed), f"{file.name}: {ended.code}: {ended.output[-1000:]}")
+            setup.save(found)
     for name, count in totals.items():
         found.add(name, count, "tests")
     return found
 
 
-def _run_tests(setup: Setup, file: Path) -> tuple[int, str]:
-    """Exit code and output of pytest for a file. Where shapes are tiny, tests are only collected."""
-    command = [sys.executable, "-m", "pytest", str(file), "-m", "cuda", "-q", "-rfE", "--durations=8", "--tb=short"]
+def _run_tests(setup: Setup, file: Path) -> Ended:
+    """How pytest ended for a file. Where shapes are tiny, tests are only collected."""
+    command = [sys.executable, "-m", "pytest", str(file), "-m", "cuda", "-rfE", "--durations=8", "--tb=short"]
     # The options in pyproject.toml need plugins that may not be there.
-    command += ["-o", "addopts=", "-p", "no:cacheprovider", *(["--collect-only"] if setup.quick else [])]
+    command += ["-o", "addopts=", "-p", "no:cacheprovider", *(["--collect-only", "-q"] if setup.quick else ["-v"])]
     path = os.pathsep.join([str(REPOSITORY / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    try:
-        ran = subprocess.run(
-            command,
-            cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=max(setup.seconds_left, 30),
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        return 124, f"it did not end in time: {error.stdout!r}"
-    return ran.returncode, ran.stdout
+    return run_process(command, setup.seconds_left, {"PYTHONPATH": path}, REPOSITORY)
 
 
-STEPS = (
-    Step("ceilings", 15, ceilings),
-    Step("attention over packed states", 150, numerics, isolated=True, parts=tuple(QUANTIZATIONS)),
-    Step("codes", 60, codes, isolated=True, parts=tuple(QUANTIZATIONS)),
-    Step("tests for CUDA", 150, tests),
-)
+CEILINGS = Step("ceilings", 3, ceilings)
+NUMERICS = Step("attention over packed states", 80, numerics, isolated=True, parts=tuple(QUANTIZATIONS), least=30)
+CODES = Step("codes", 40, codes, isolated=True, parts=tuple(QUANTIZATIONS))
+TESTS = Step("tests for CUDA", 150, tests, least=60)
+
+STEPS = (CEILINGS, NUMERICS, CODES, Step("caches", 40, caches, isolated=True, parts=tuple(CACHES)), TESTS)

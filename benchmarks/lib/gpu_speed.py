@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.nn.functional import scaled_dot_product_attention
 import kvlayers
 from kvlayers import Quantization, QuantizedStore
 from kvlayers.attention.packed_tensor import as_dense
-from lib.compiling import INDUCTOR, Compiled, nothing_in_memory, options_of
 from lib.gpu_check import BITS, QUANTIZATIONS
 from lib.gpu_gathered import evicted_attention, recalled_attention
 from lib.gpu_model import (
@@ -23,14 +22,15 @@ from lib.gpu_model import (
     INT4,
     INT8,
     REFERENCE,
-    STATIC,
     TRANSFORMERS_QUANTIZED,
-    TRANSFORMERS_STATIC,
     compare_logits,
     eight_billion,
-    fill_with_random,
+    expected_logits,
+    filled,
     measure_decoding,
+    newest_logits,
     token_ids,
+    twin_of,
     usable,
 )
 from lib.gpu_stage import Findings, Setup, Step
@@ -48,7 +48,7 @@ CLOSE = 4 * torch.finfo(torch.bfloat16).eps
 def attention_beside_flash(setup: Setup, formats: Iterable[str], shapes: Iterable[tuple[int, int]]) -> Findings:
     """Attention of one query token to packed states beside flash attention to the same number of dense ones."""
     found = Findings()
-    for batch, tokens in shapes:
+    for batch, tokens in setup.in_time(found, shapes):
         _measure_attention(setup, found, formats, batch, tokens)
         setup.free_memory()
     return found
@@ -121,21 +121,13 @@ def flash(setup: Setup) -> AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.FLASH_ATTENTION) if setup.on_cuda else nullcontext()
 
 
-def decoding(setup: Setup, tokens: int, names: Iterable[str]) -> Findings:
-    """Decode steps of an 8B shape behind `tokens` tokens."""
+def decoding(setup: Setup, shapes: Sequence[tuple[int, int]], names: Iterable[str]) -> Findings:
+    """Decode steps of an 8B shape behind so many tokens of so many sequences."""
     found = Findings()
     model = eight_billion(setup)
-    makers, missing = usable({name: {**CACHES, **TRANSFORMERS_QUANTIZED}[name] for name in names}, model.config)
-    found.details["missing"] = missing
-    for name, reason in missing.items():
-        print(f"          without {name}: {reason}", flush=True)
-    tokens = setup.choose(tokens, 256)
-
-    def prepare(cache: Any) -> Any:
-        fill_with_random(setup, model.config, cache, tokens)
-        return cache
-
-    measure_decoding(setup, model, makers, prepare, tokens + 256, 1, {}, found)
+    makers, found.missing = usable({name: {**CACHES, **TRANSFORMERS_QUANTIZED}[name] for name in names}, model.config)
+    for tokens, batch in setup.in_time(found, setup.choose(shapes, ((256, 1), (320, 2)))):
+        measure_decoding(setup, model, makers, tokens, batch, found)
     return found
 
 
@@ -146,12 +138,11 @@ def first_token(setup: Setup) -> Findings:
     prompt = token_ids(setup, model.config, 1, setup.choose(8192, 256))
     names, trials = (REFERENCE, DYNAMIC, INT4, INT8, FP8), setup.choose(4, 2)
     times: dict[str, list[float]] = {name: [] for name in names}
-    logits: dict[str, list[Any]] = {name: [] for name in names}
+    logits: dict[str, Any] = {}
     launches: dict[str, Any] = {}
 
     def prefill(name: str) -> None:
-        cache = CACHES[name](model.config, prompt.shape[1])
-        logits[name] = [model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1]]
+        logits[name] = newest_logits(model, CACHES[name](model.config, prompt.shape[1]), prompt)
 
     for trial in range(trials):
         for name in names:
@@ -160,13 +151,13 @@ def first_token(setup: Setup) -> Findings:
             launches[name] = counted
             # The first one compiles kernels.
             times[name] += [took] if trial else []
+    expected, allowed = expected_logits(model, lambda: CACHES[REFERENCE](model.config, 0), prompt)
     for name in names:
         # A prompt attends to its own states in full precision, whatever the cache holds afterwards.
-        compare_logits(found, DYNAMIC if name != REFERENCE else REFERENCE, logits[REFERENCE], logits[name])
+        compare_logits(found, name, expected, logits[name], allowed)
         found.add(f"{name}: first token of {prompt.shape[1]:,}", median(times[name]), "ms")
     found.details |= {"ms": times, "Triton launches": launches}
-    extra = median(times[INT4]) - median(times[DYNAMIC])
-    found.add("  int4, more than dynamic", extra, "ms", "20,000 with the quantizer of version 0.1")
+    found.add("  int4, more than dynamic", median(times[INT4]) - median(times[DYNAMIC]), "ms")
     return found
 
 
@@ -176,8 +167,7 @@ def packing(setup: Setup) -> Findings:
     model = eight_billion(setup)
     period, rounds = 64, setup.choose(3, 1)
     for name in (DYNAMIC, INT4):
-        cache = CACHES[name](model.config, 0)
-        fill_with_random(setup, model.config, cache, setup.choose(8192, 256))
+        cache = filled(setup, model.config, CACHES[name], setup.choose(8192, 256), 1)
         ids = token_ids(setup, model.config, 1, period * (rounds + 1))
 
         def step(index: int, cache: Any = cache, ids: Any = ids) -> None:
@@ -188,8 +178,7 @@ def packing(setup: Setup) -> Findings:
         rest = times[period:]
         slowest = median([max(rest[start : start + period]) for start in range(0, len(rest), period)])
         found.add(f"{name}: a step", median(rest), "ms")
-        predicted = "300 more with the quantizer of version 0.1" if name == INT4 else ""
-        found.add(f"{name}: the slowest step of {period}", slowest, "ms", predicted)
+        found.add(f"{name}: the slowest step of {period}", slowest, "ms")
         found.details[name] = {"ms": times}
     return found
 
@@ -198,10 +187,9 @@ def samples(setup: Setup) -> Findings:
     """A step of eight samples of one prompt."""
     found = Findings()
     model = eight_billion(setup)
-    tokens = setup.choose(32768, 256)
 
-    def prepare(cache: Any) -> Any:
-        fill_with_random(setup, model.config, cache, tokens)
+    def prepare(make: Any, length: int) -> Any:
+        cache = filled(setup, model.config, make, length, 1)
         if isinstance(cache, kvlayers.Cache):
             cache.expand(8)
         else:
@@ -209,7 +197,7 @@ def samples(setup: Setup) -> Findings:
         return cache
 
     makers = {name: CACHES[name] for name in (REFERENCE, DYNAMIC, INT4)}
-    measure_decoding(setup, model, makers, prepare, tokens + 256, 8, {}, found)
+    measure_decoding(setup, model, makers, setup.choose(32768, 256), 8, found, prepare)
     return found
 
 
@@ -221,79 +209,56 @@ def second_turn(setup: Setup) -> Findings:
     ids = token_ids(setup, model.config, 1, setup.choose(512, 64))
     names = (REFERENCE, DYNAMIC, INT4)
     times: dict[str, list[float]] = {name: [] for name in names}
-    logits: dict[str, list[Any]] = {}
+    logits: dict[str, Any] = {}
 
     def turn(name: str, cache: Any) -> None:
-        logits[name] = [model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]]
+        logits[name] = newest_logits(model, cache, ids)
+
+    def made(name: str) -> Any:
+        return filled(setup, model.config, CACHES[name], tokens, 1)
 
     for trial in range(trials):
         for name in names:
-            cache = CACHES[name](model.config, tokens)
-            fill_with_random(setup, model.config, cache, tokens)
-            took = milliseconds(setup, functools.partial(turn, name, cache))
+            took = milliseconds(setup, functools.partial(turn, name, made(name)))
             times[name] += [took] if trial else []
+    expected, allowed = expected_logits(model, lambda: made(REFERENCE), ids)
+    of_int4 = newest_logits(model, twin_of(made(INT4), model.config), ids)
     for name in names:
-        compare_logits(found, name, logits[REFERENCE], logits[name])
+        compare_logits(found, name, of_int4 if name == INT4 else expected, logits[name], allowed)
         found.add(f"{name}: {ids.shape[1]} tokens behind {tokens:,}", median(times[name]), "ms")
     found.details["ms"] = times
     return found
-
-
-def compiled_decoding(setup: Setup) -> Findings:
-    """Decode steps of the 8B shape with static caches, compiled with CUDA graphs."""
-    found = Findings()
-    model = eight_billion(setup)
-    tokens = setup.choose(8192, 256)
-    backend = INDUCTOR if setup.on_cuda else "eager"
-    makers = {name: CACHES[name] for name in (REFERENCE, STATIC, TRANSFORMERS_STATIC)}
-
-    def prepare(cache: Any) -> Any:
-        fill_with_random(setup, model.config, cache, tokens)
-        return cache
-
-    with nothing_in_memory(backend, setup.device):
-        forwards = {
-            name: Compiled(model, options_of(backend, "reduce-overhead")) for name in (STATIC, TRANSFORMERS_STATIC)
-        }
-        measure_decoding(setup, model, makers, prepare, tokens + 256, 1, forwards, found)
-        for name, forward in forwards.items():
-            found.add(f"{name}: graphs", forward.graphs, "graphs")
-            found.add(f"{name}: compiling", forward.seconds, "s")
-    return found
-
-
-LONG, SHORT = 131072, 8192
-ALL = (REFERENCE, DYNAMIC, INT4, INT8, FP8, STATIC, TRANSFORMERS_STATIC, *TRANSFORMERS_QUANTIZED)
 
 
 def _shapes(setup: Setup, *shapes: tuple[int, int]) -> tuple[tuple[int, int], ...]:
     return setup.choose(shapes, ((1, 256),))
 
 
+DECODING = (*CACHES, *TRANSFORMERS_QUANTIZED)
+FIRST_TOKEN = Step("first token of 8k", 8, first_token)
+
 STEPS = (
     Step(
         "attention, int4, one sequence",
-        40,
+        5,
         lambda setup: attention_beside_flash(setup, ["int4"], _shapes(setup, (1, 8192), (1, 32768), (1, 131072))),
     ),
-    Step("decoding behind 32k", 75, lambda setup: decoding(setup, 32768, ALL)),
-    Step("first token of 8k", 35, first_token),
-    Step("attention to evicted tokens", 20, evicted_attention),
-    Step("attention to recalled pages", 25, recalled_attention),
-    Step("packing", 25, packing),
-    Step("eight samples of 32k", 40, samples),
-    Step("second turn behind 32k", 25, second_turn),
+    Step("decoding", 60, lambda setup: decoding(setup, ((32768, 1), (8192, 1)), DECODING), least=20),
+    FIRST_TOKEN,
+    Step("attention to evicted tokens", 4, evicted_attention),
+    Step("attention to recalled pages", 4, recalled_attention),
+    Step("packing", 22, packing),
+    Step("eight samples of 32k", 15, samples),
+    Step("second turn behind 32k", 7, second_turn),
     Step(
         "attention, int4, eight sequences",
-        25,
+        5,
         lambda setup: attention_beside_flash(setup, ["int4"], _shapes(setup, (8, 8192), (8, 32768), (8, 131072))),
     ),
-    Step("decoding behind 128k", 40, lambda setup: decoding(setup, LONG, (REFERENCE, DYNAMIC, INT4, INT8))),
+    Step("decoding behind 128k", 15, lambda setup: decoding(setup, ((131072, 1),), (REFERENCE, DYNAMIC, INT4, INT8))),
     Step(
         "attention, other formats",
-        60,
+        15,
         lambda setup: attention_beside_flash(setup, ["int8", "fp8", "int2"], _shapes(setup, (1, 32768), (8, 8192))),
     ),
-    Step("decoding behind 8k", 20, lambda setup: decoding(setup, SHORT, (REFERENCE, DYNAMIC, INT4, STATIC))),
-    Step("compiled static caches", 140, compiled_decoding),
 )

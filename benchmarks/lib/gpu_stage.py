@@ -1,27 +1,38 @@
-"""Stages of steps: each runs while its predicted seconds fit the budget, and its result is saved as it comes."""
+"""Stages of steps: each runs if its first figures fit the budget, and what it finds is saved as it comes."""
 
 import gc
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+Item = TypeVar("Item")
 
 NO_DEVICE = "needs a CUDA device"
 QUICK_FACTOR = 20
 """How many times as long as the quick form a step is predicted to take."""
 
-PROCESSES = 6
-"""Parts of a step that run at the same time: each compiles kernels on a core or two."""
+CORES = os.cpu_count() or 1
+PROCESSES = min(max(CORES - 2, 1), 12)
+"""Parts of a step that run at the same time: each compiles kernels on a core."""
+
+STOPPED = 124
+"""Exit code of a process that did not end in time."""
+
+CLOSING_SECONDS = 4
+"""How much earlier than it is stopped a process ends by itself."""
 
 
 @dataclass
@@ -33,12 +44,14 @@ class Figure:
         value: the figure.
         unit: its unit.
         predicted: what was predicted, empty if nothing was.
+        column: the column of the table in which it stands, empty if it stands in a line of its own.
     """
 
     what: str
     value: float
     unit: str
     predicted: str = ""
+    column: str = ""
 
     def __str__(self) -> str:
         predicted = f"   predicted {self.predicted}" if self.predicted else ""
@@ -52,16 +65,20 @@ class Findings:
     Attributes:
         figures: what the table shows.
         wrong: one line for each result that is not what it must be.
+        missing: why a contender has no figures, by its name.
+        cut: what there was no time for.
         details: everything else, for the file.
     """
 
     figures: list[Figure] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    cut: list[str] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, what: str, value: float, unit: str, predicted: str = "") -> None:
+    def add(self, what: str, value: float, unit: str, predicted: str = "", column: str = "") -> None:
         """Add a figure."""
-        self.figures.append(Figure(what, float(value), unit, predicted))
+        self.figures.append(Figure(what, float(value), unit, predicted, column))
 
     def expect(self, is_right: bool, otherwise: str) -> None:
         """Add a line to `wrong` unless something is right."""
@@ -72,17 +89,19 @@ class Findings:
         """Add what a part of the step found."""
         self.figures += [replace(each, what=f"{name}: {each.what}") for each in other.figures]
         self.wrong += [f"{name}: {line}" for line in other.wrong]
+        self.missing |= {f"{name}: {each}": reason for each, reason in other.missing.items()}
+        self.cut += [f"{name}: {each}" for each in other.cut]
         self.details[name] = other.details
 
     def plain(self) -> dict[str, Any]:
         """Everything as JSON holds it."""
-        return {"figures": list(map(vars, self.figures)), "wrong": self.wrong, "details": _plain(self.details)}
+        return {**vars(self), "figures": list(map(vars, self.figures)), "details": _plain(self.details)}
 
     @classmethod
     def from_json(cls, text: str) -> "Findings":
         """The findings that another process wrote with `plain`."""
         written = json.loads(text)
-        return cls([Figure(**figure) for figure in written["figures"]], written["wrong"], written["details"])
+        return cls(**{**written, "figures": [Figure(**figure) for figure in written["figures"]]})
 
 
 @dataclass
@@ -95,6 +114,8 @@ class Setup:
         deadline: when the budget ends, by `time.monotonic()`.
         part: the part of the step that is to run, empty if it has no parts.
         kept: what steps keep for one another, such as a model.
+        step_deadline: when the step that runs must end.
+        save: saves what a step has found so far.
     """
 
     device: torch.device
@@ -102,6 +123,8 @@ class Setup:
     deadline: float
     part: str = ""
     kept: dict[str, Any] = field(default_factory=dict)
+    step_deadline: float = math.inf
+    save: Callable[["Findings"], None] = lambda found: None
 
     @property
     def on_cuda(self) -> bool:
@@ -110,8 +133,23 @@ class Setup:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds of the budget that are left."""
-        return self.deadline - time.monotonic()
+        """Seconds that are left to the step that runs."""
+        return min(self.deadline, self.step_deadline) - time.monotonic()
+
+    def in_time(self, found: "Findings", items: Iterable[Item]) -> Iterator[Item]:
+        """What a step goes through, while there is time for one more that takes as long as the longest.
+
+        What was found is saved after each. What there is no time for is named in `found.cut`.
+        """
+        longest = 0.0
+        for number, item in enumerate(items):
+            if number and (found.cut or longest > self.seconds_left):
+                found.cut.append(str(item))
+                continue
+            begin = time.monotonic()
+            yield item
+            longest = max(longest, time.monotonic() - begin)
+            self.save(found)
 
     def choose(self, usual: Any, quick: Any) -> Any:
         """The first of two values, or the second one if shapes are tiny."""
@@ -143,11 +181,12 @@ class Step:
 
     Attributes:
         name: its name.
-        seconds: how long it is predicted to take on an H200, with compilation.
+        seconds: how long it takes on an H200 with 16 cores, with compilation.
         run: measures.
         isolated: whether it runs in a process of its own on a GPU: an error in a kernel leaves the process without the
             device.
         parts: names of parts that run at the same time, in a process each.
+        least: seconds of its first figures, if it can be cut short: `Setup.in_time`.
     """
 
     name: str
@@ -155,11 +194,56 @@ class Step:
     run: Callable[[Setup], Findings]
     isolated: bool = False
     parts: tuple[str, ...] = ()
+    least: float | None = None
+
+    @property
+    def most(self) -> float:
+        """Seconds after which it must end, so that others have their turn: half as many again."""
+        return max(1.5 * self.seconds, self.seconds + 15)
 
 
 def predicted_seconds(step: Step, setup: Setup) -> float:
     """How long a step takes."""
     return step.seconds / (QUICK_FACTOR if setup.quick else 1)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended: its exit code, which is `STOPPED` if it was stopped, and what it printed."""
+
+    code: int
+    output: str
+
+
+def run_process(command: Sequence[str], seconds: float, environment: Mapping[str, str], folder: Path) -> Ended:
+    """Run a command on its share of the cores; after some seconds, stop it and whatever it has started.
+
+    Args:
+        command: the command.
+        seconds: when it is stopped.
+        environment: what its environment has beside this one's.
+        folder: the folder in which it runs.
+    """
+    threads = str(max(CORES // PROCESSES, 1))
+    shared = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), threads)
+    # A pipe would be open for as long as the compilers that a stopped process has started.
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, **shared, "PYTHONUNBUFFERED": "1", **environment},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(max(seconds, 1))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            code = STOPPED
+        output.seek(0)
+        return Ended(code, output.read().decode(errors="replace"))
 
 
 class Stage:
@@ -188,53 +272,68 @@ class Stage:
             predicted = predicted_seconds(step, self.setup)
             head = f"[{time.monotonic() - started:5.0f} s] {number}/{len(self.steps)} {step.name}"
             print(f"{head}, predicted {predicted:.0f} s", flush=True)
-            entry = {"name": step.name, "predicted_seconds": predicted, **self._entry(step, predicted)}
+            entry = {"name": step.name, "predicted_seconds": predicted, "status": "running"}
             self._written["steps"].append(entry)
+            self._run_step(step, entry)
             self._save()
             print(f"          {entry['status']} in {entry['seconds']:.1f} s{_reason(entry)}", flush=True)
         self._show()
         return sum(entry["status"] in ("failed", "wrong") for entry in self._written["steps"])
 
-    def _entry(self, step: Step, predicted: float) -> dict[str, Any]:
-        """Run a step unless there is a reason not to."""
+    def _run_step(self, step: Step, entry: dict[str, Any]) -> None:
+        """Run a step unless there is a reason not to; write what it finds into its entry as it comes."""
         begin = time.monotonic()
+        self.setup.step_deadline = begin + step.most
         found, status, error = Findings(), "done", ""
-        if predicted > self.setup.seconds_left:
+
+        def save(found: Findings) -> None:
+            entry.update(seconds=time.monotonic() - begin, error="", **found.plain())
+            self._save()
+
+        self.setup.save = save
+        save(found)
+        least = (step.seconds if step.least is None else step.least) / (QUICK_FACTOR if self.setup.quick else 1)
+        if least > self.setup.seconds_left:
             status, error = "skipped", f"{max(self.setup.seconds_left, 0):.0f} s of the budget are left"
         else:
             try:
                 found = self._findings(step)
-                status = "wrong" if found.wrong else "done"
+                status = "wrong" if found.wrong else "cut short" if found.cut else "done"
             except Exception as raised:
-                # One failure must not stop the rest.
+                # One failure must not stop the rest, nor take what was found before it.
                 status, error = "failed", f"{type(raised).__name__}: {raised}\n{traceback.format_exc()}"
                 traceback.clear_frames(raised.__traceback__)
             self._clean_up()
-        return {"status": status, "seconds": time.monotonic() - begin, "error": error, **found.plain()}
+        entry.update(status=status, seconds=time.monotonic() - begin, error=error)
+        if status != "failed":
+            entry.update(found.plain())
 
     def _findings(self, step: Step) -> Findings:
         alone = (step.isolated and self.setup.on_cuda) or self._device_is_lost
         parts = self.setup.choose(step.parts, step.parts[:2]) or ("",)
         if not alone:
-            return merged(parts, (run_part(step, self.setup, part) for part in parts))
+            return merged(parts, (run_part(step, self.setup, part) for part in parts), self.setup)
         with ThreadPoolExecutor(PROCESSES) as threads:
-            return merged(parts, threads.map(lambda part: self._in_own_process(step, part), parts))
+            return merged(parts, threads.map(lambda part: self._in_own_process(step, part), parts), self.setup)
 
     def _in_own_process(self, step: Step, part: str) -> Findings:
         """Run a part of a step in another process, which may lose the device."""
-        seconds = max(self.setup.seconds_left, 1)
+        begin, seconds = time.monotonic(), self.setup.seconds_left
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "findings.json"
             command = [sys.executable, str(Path(sys.modules["gpu"].__file__ or "")), self.name, "--only", step.name]
             command += ["--part", part, "--findings", str(result), "--device", str(self.setup.device)]
-            command += ["--budget", f"{seconds:.0f}", "--output", folder, *(["--quick"] if self.setup.quick else [])]
-            try:
-                ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-            except subprocess.TimeoutExpired:
-                return Findings(wrong=[f"it did not end within the {seconds:.0f} s that were left"])
-            if result.exists():
-                return Findings.from_json(result.read_text())
-            return Findings(wrong=[f"the process ended with {ran.returncode}: {(ran.stderr or ran.stdout)[-3000:]}"])
+            command += ["--budget", f"{max(seconds - CLOSING_SECONDS, 1):.0f}", "--output", folder]
+            command += ["--quick"] if self.setup.quick else []
+            # What a CPU computes is the reference: by plain torch, which is not what is checked.
+            ended = run_process(command, seconds, {"KVLAYERS_COMPILE": "never"}, Path.cwd())
+            found = Findings.from_json(result.read_text()) if result.exists() else Findings()
+        found.add("the process took", time.monotonic() - begin, "s")
+        if ended.code == STOPPED:
+            found.wrong.append(f"it did not end within the {seconds:.0f} s that were left: {ended.output[-1000:]}")
+        elif ended.code:
+            found.wrong.append(f"the process ended with {ended.code}: {ended.output[-3000:]}")
+        return found
 
     def _clean_up(self) -> None:
         """Free memory, and find out whether the device still answers."""
@@ -257,27 +356,50 @@ class Stage:
         print(f"\n{self.name} on {self._written['device']}")
         for entry in self._written["steps"]:
             print(f"\n{entry['name']}: {entry['status']}, {entry['seconds']:.0f} s{_reason(entry)}")
-            for figure in entry["figures"]:
-                print(f"  {Figure(**figure)}")
+            figures = [Figure(**figure) for figure in entry["figures"]]
+            for figure in figures:
+                if not figure.column:
+                    print(f"  {figure}")
+            for line in table([figure for figure in figures if figure.column]):
+                print(f"  {line}")
+            for name, reason in entry["missing"].items():
+                print(f"  missing {name}: {reason}")
             for line in entry["wrong"]:
                 print(f"  WRONG {line}")
+            if entry["cut"]:
+                print(f"  no time for {'; '.join(entry['cut'])}")
         print(f"\n{self.path}", flush=True)
+
+
+def table(figures: Sequence[Figure]) -> Iterator[str]:
+    """Lines of figures that stand in columns: a table for each unit."""
+    for unit in dict.fromkeys(figure.unit for figure in figures):
+        cells = {(figure.what, figure.column): figure.value for figure in figures if figure.unit == unit}
+        columns = list(dict.fromkeys(column for _, column in cells))
+        yield f"{unit:34}" + "".join(f"{column:>12}" for column in columns)
+        for row in dict.fromkeys(row for row, _ in cells):
+            values = (cells.get((row, column)) for column in columns)
+            yield f"{row:34}" + "".join(f"{'-' if value is None else format(value, ',.4g'):>12}" for value in values)
 
 
 def run_part(step: Step, setup: Setup, part: str) -> Findings:
     """Run a part of a step in this process."""
     setup.part = part
+    begin = time.monotonic()
     with torch.no_grad():
-        return step.run(setup)
+        found = step.run(setup)
+    found.details["seconds"] = time.monotonic() - begin
+    return found
 
 
-def merged(parts: Iterable[str], found: Iterable[Findings]) -> Findings:
-    """The findings of all parts of a step."""
+def merged(parts: Iterable[str], found: Iterable[Findings], setup: Setup) -> Findings:
+    """The findings of all parts of a step, saved as they come."""
     whole = Findings()
     for part, findings in zip(parts, found, strict=True):
         if not part:
             return findings
         whole.merge(part, findings)
+        setup.save(whole)
     return whole
 
 

@@ -43,7 +43,7 @@ def microseconds(
             for turn in range(count):
                 call(turn)
 
-        runs[name] = _recorded(in_a_row) if in_graph else in_a_row
+        runs[name] = recorded(in_a_row) if in_graph else in_a_row
         runs[name]()
     found: dict[str, list[float]] = {name: [] for name in calls}
     for trial in range(trials):
@@ -52,7 +52,7 @@ def microseconds(
     return found
 
 
-def _recorded(in_a_row: Callable[[], None]) -> Callable[[], None]:
+def recorded(in_a_row: Callable[[], None]) -> Callable[[], None]:
     """Calls in a row as a CUDA graph. Before it is recorded they run once, as kernels may prepare for each call."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -55,7 +55,7 @@ def test_every_check_passes_on_the_interpreted_kernels(tmp_path: Path) -> None:
     assert steps["tests for CUDA"]["figures"][0]["value"] > 0
 
 
-@pytest.mark.parametrize("stage", ["speed", "rest"])
+@pytest.mark.parametrize("stage", ["first", "speed", "rest"])
 def test_every_measurement_runs(gpu: Any, stage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([stage, *ON_CPU, "--output", str(tmp_path)]) == 0
     steps = steps_in(tmp_path, stage)
@@ -127,7 +127,7 @@ def test_a_failure_does_not_stop_the_rest(stages: Any) -> None:
     assert code == 3
     assert entries["fails"]["error"].startswith("RuntimeError: the kernel is missing")
     assert entries["has parts"]["wrong"] == ["one: the error is 0.5", "two: the error is 0.5"]
-    assert entries["is wrong"]["details"] == {"launches": {"kernel": 2, "('a', 'tuple')": "torch.float16"}}
+    assert entries["is wrong"]["details"]["launches"] == {"kernel": 2, "('a', 'tuple')": "torch.float16"}
 
 
 def test_a_step_that_does_not_fit_the_budget_is_skipped(stages: Any) -> None:
@@ -142,6 +142,33 @@ def test_a_step_that_does_not_fit_the_budget_is_skipped(stages: Any) -> None:
     assert code == 0
 
 
+def test_a_step_of_several_shapes_is_cut_short(stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = stages.stage
+    now = [0.0]
+    monkeypatch.setattr(stage.time, "monotonic", lambda: now[0])
+
+    def shapes(setup: Any) -> Any:
+        found = stage.Findings()
+        for shape in setup.in_time(found, [10, 20, 40, 80]):
+            now[0] += shape
+            found.add("a step", shape, "ms", column=f"{shape} x 1")
+        return found
+
+    entries, code = stages(stage.Step("shapes", 60, shapes, least=10), budget=75)
+    assert entries["shapes"]["status"] == "cut short"
+    assert [figure["column"] for figure in entries["shapes"]["figures"]] == ["10 x 1", "20 x 1", "40 x 1"]
+    assert entries["shapes"]["cut"] == ["80"]
+    assert code == 0
+
+
+def test_a_process_that_is_stopped_takes_those_that_it_started_with_it(stages: Any, tmp_path: Path) -> None:
+    script = (
+        "import subprocess, sys; print('begun'); subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    )
+    ended = stages.stage.run_process([sys.executable, "-u", "-c", script], 3, {}, tmp_path)
+    assert ended == stages.stage.Ended(stages.stage.STOPPED, "begun\n")
+
+
 def test_a_process_without_its_device_lets_others_go_on(stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = stages.stage
     asked = []
@@ -149,15 +176,16 @@ def test_a_process_without_its_device_lets_others_go_on(stages: Any, monkeypatch
     def lost(setup: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def ran_elsewhere(command: list[str], **options: Any) -> Any:
+    def ran_elsewhere(command: list[str], *options: Any) -> Any:
         asked.append(command)
         if "second" in command:
             findings = Path(command[command.index("--findings") + 1])
-            findings.write_text(json.dumps({"figures": [], "wrong": [], "details": {"part": "elsewhere"}}))
-        return subprocess.CompletedProcess(command, 1, "", "no device either")
+            findings.write_text(json.dumps({"figures": [], "details": {"part": "elsewhere"}}))
+            return stage.Ended(0, "")
+        return stage.Ended(1, "no device either")
 
     monkeypatch.setattr(stage.Setup, "synchronize", lost)
-    monkeypatch.setattr(stage.subprocess, "run", ran_elsewhere)
+    monkeypatch.setattr(stage, "run_process", ran_elsewhere)
     steps = [stage.Step(name, 1, lambda setup: stage.Findings()) for name in ("first", "second", "third")]
     entries, code = stages(*steps)
     assert [entry["status"] for entry in entries.values()] == ["done", "done", "wrong"]
@@ -171,20 +199,38 @@ def test_a_step_runs_in_a_process_of_its_own(gpu: Any, tmp_path: Path) -> None:
     findings = tmp_path / "findings.json"
     arguments = ["check", *ON_CPU, "--only", "codes", "--part", "int4", "--findings", str(findings)]
     assert gpu.main([*arguments, "--output", str(tmp_path)]) == 0
-    assert {"figures", "wrong", "details"} == set(json.loads(findings.read_text()))
+    assert {"figures", "wrong", "missing", "cut", "details"} == set(json.loads(findings.read_text()))
 
 
 def test_a_cache_with_other_logits_is_named(gpu: Any) -> None:
     from lib import gpu_model, gpu_stage
 
-    expected = [torch.randn(2, 50)]
-    for name, seen, lines in (
-        (gpu_model.DYNAMIC, expected[0], 0),
-        (gpu_model.DYNAMIC, -expected[0], 2),
-        (gpu_model.DYNAMIC, torch.full((2, 50), torch.nan), 2),
-        (gpu_model.INT4, -expected[0], 1),
-        ("transformers quanto", -expected[0], 0),
-    ):
+    expected = torch.randn(2, 50)
+    for seen, lines in ((expected, 0), (1.02 * expected, 0), (-expected, 1), (torch.full((2, 50), torch.nan), 1)):
         found = gpu_stage.Findings()
-        gpu_model.compare_logits(found, name, expected, [seen])
+        gpu_model.compare_logits(found, gpu_model.DYNAMIC, expected, seen, 0.05)
         assert len(found.wrong) == lines, found.wrong
+
+
+@pytest.mark.parametrize("name", ["kvlayers int4", "kvlayers int8", "kvlayers fp8"])
+def test_a_packed_cache_is_compared_with_the_states_that_it_gives_back(gpu: Any, name: str) -> None:
+    from lib import gpu_model, gpu_stage
+
+    setup = gpu_stage.Setup(torch.device("cpu"), True, 1e9)
+    model = gpu_model.llama(setup, gpu_model.QUICK)
+
+    def wrong(factor: float) -> list[str]:
+        def prepare(make: Any, length: int) -> Any:
+            cache = gpu_model.filled(setup, model.config, make, length, 1)
+            if make is gpu_model.CACHES[name]:
+                packed = gpu_model.as_dense
+                monkey.setattr(gpu_model, "as_dense", lambda states: factor * packed(states))
+            return cache
+
+        found = gpu_stage.Findings()
+        with pytest.MonkeyPatch.context() as monkey, torch.no_grad():
+            gpu_model.check_decoding(setup, model, {name: gpu_model.CACHES[name]}, 300, 1, prepare, found)
+        return found.wrong
+
+    assert not wrong(1)
+    assert "logits differ" in wrong(1.5)[0]

@@ -16,6 +16,7 @@ from lib.gpu_model import (
     failure_of,
     filled,
     newest_logits,
+    note_failure,
     token_ids,
 )
 from lib.gpu_rest import OFFLOADING
@@ -82,8 +83,7 @@ def graphs(setup: Setup) -> Findings:
             if name != WITHOUT_CUDNN:
                 reason = failure_of(functools.partial(measure, name))
                 if reason is not None:
-                    found.missing[f"{name}, {column}"] = reason.splitlines()[-1]
-                    found.details.setdefault("errors", {})[f"{name}, {column}"] = reason
+                    note_failure(found, f"{name}, {column}", reason, is_missing=True)
                 setup.free_memory()
         for name, each in times.items():
             found.add(name, median(each), "ms a step in a graph", column=column)

@@ -1,5 +1,6 @@
 """Models with random weights on a device, the caches they decode with, and what they decode."""
 
+import functools
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -274,10 +275,12 @@ def measure_decoding(
     failed: set[str] = set()
     for trial in range(trials):
         for name in interleaved(list(makers), trial):
-            if name not in failed and not guarded(
-                findings, f"{name}, {column}", lambda name=name: turn(name, next(lengths))
-            ):
+            if name in failed:
+                continue
+            reason = failure_of(functools.partial(turn, name, next(lengths)))
+            if reason is not None:
                 failed.add(name)
+                note_failure(findings, f"{name}, {column}", reason, is_missing=name in TRANSFORMERS_QUANTIZED)
             setup.free_memory()
     base = times[next(iter(makers))]
     for name in makers:
@@ -320,7 +323,7 @@ def check_decoding(
         # How good transformers' quantized caches are, is not what is asked here.
         for name in makers:
             if name not in TRANSFORMERS_QUANTIZED:
-                guarded(findings, f"{name}, {column}", lambda name=name: check(name))
+                guarded(findings, f"{name}, {column}", functools.partial(check, name))
                 setup.free_memory()
 
 
@@ -334,9 +337,18 @@ def guarded(findings: Findings, what: str, call: Callable[[], None]) -> bool:
     reason = failure_of(call)
     if reason is None:
         return True
-    findings.wrong.append(f"{what}: {reason.strip().splitlines()[-1]}")
-    findings.details.setdefault("errors", {})[what] = reason
+    note_failure(findings, what, reason, is_missing=False)
     return False
+
+
+def note_failure(findings: Findings, what: str, reason: str, *, is_missing: bool) -> None:
+    """Note what `failure_of` returned: as wrong, or as missing where others may fail."""
+    line = reason.strip().splitlines()[-1]
+    findings.details.setdefault("errors", {})[what] = reason
+    if is_missing:
+        findings.missing[what] = line
+    else:
+        findings.wrong.append(f"{what}: {line}")
 
 
 def failure_of(call: Callable[[], None]) -> str | None:

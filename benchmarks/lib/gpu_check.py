@@ -22,7 +22,7 @@ import grouped_backend
 from cuda_caches import KINDS, Kind, on_device
 from kvlayers import Quantization, QuantizedStore
 from kvlayers.attention.dispatch import CUDA
-from kvlayers.upstream.model_types import cache_argument
+from kvlayers.upstream.cache_argument import name_for
 from kvlayers.utils.triton_support import runs_triton
 from lib.gpu_environment import ceilings
 from lib.gpu_model import guarded
@@ -183,7 +183,7 @@ def _error_of_cache(setup: Setup, kind: Kind) -> float:
     worst = 0.0
     for start, end in itertools.pairwise(bounds):
         expected, seen = (
-            model(input_ids=ids[:, start:end].to(model.device), use_cache=True, **{cache_argument(model): cache}).logits
+            model(input_ids=ids[:, start:end].to(model.device), use_cache=True, **{name_for(model): cache}).logits
             for model, cache in zip(models, held, strict=True)
         )
         worst = max(worst, relative_error(seen.cpu(), expected))

@@ -16,7 +16,7 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 import kvlayers
 from kvlayers.attention.packed_tensor import as_dense
 from kvlayers.tools.measuring.interleave import interleaved
-from kvlayers.upstream.model_types import cache_argument
+from kvlayers.upstream.cache_argument import name_for, name_in_generate
 from lib.contenders import Maker, fill
 from lib.gpu_stage import Findings, Setup
 from lib.gpu_timing import Memory, median
@@ -167,7 +167,7 @@ def twin_of(cache: Any, config: Any) -> Any:
 
 def newest_logits(model: Any, cache: Any, ids: Tensor) -> Tensor:
     """Logits `[batch, vocab]` behind the tokens `[batch, tokens]`, which a cache takes in."""
-    logits: Tensor = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_argument(model): cache}).logits
+    logits: Tensor = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{name_for(model): cache}).logits
     return logits[:, -1]
 
 
@@ -261,11 +261,11 @@ def measure_decoding(
             model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
                 max_new_tokens=WARM + steps + 1,
                 do_sample=False,
                 disable_compile=True,
                 stopping_criteria=StoppingCriteriaList([clock]),
+                **{name_in_generate(model): cache},
             )
         times[name] += clock.milliseconds()
         peaks[name] = max(peaks[name], held.held + memory.peak)

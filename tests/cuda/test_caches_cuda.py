@@ -10,7 +10,7 @@ import cuda_device
 import kvlayers
 from cuda_caches import KINDS, Kind, on_device
 from cuda_device import DEVICE
-from kvlayers.upstream.model_types import cache_argument
+from kvlayers.upstream.cache_argument import name_for
 from models import prompt, tiny_model
 from packed_reference import relative_error
 
@@ -36,7 +36,7 @@ class Pair:
         """Feed tokens `[batch, tokens]` to both; the logits must agree."""
         with torch.no_grad():
             expected, seen = (
-                model(input_ids=ids.to(model.device), use_cache=True, **{cache_argument(model): cache}).logits
+                model(input_ids=ids.to(model.device), use_cache=True, **{name_for(model): cache}).logits
                 for model, cache in zip(self.models, self.caches, strict=True)
             )
         error = relative_error(seen.cpu(), expected)

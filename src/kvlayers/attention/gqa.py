@@ -1,10 +1,12 @@
-"""Grouped-query attention of a single query token on a CPU, without reading the keys once for each query head.
+"""Attention of a single query token by other means than those torch would choose.
 
 transformers leaves grouped-query attention to `scaled_dot_product_attention(..., enable_gqa=True)`, which on a CPU
-walks through the keys once for every query head. The query heads of a group attend to the same keys, so the compiled
-kernel reads these once (`cpu/dense.py`), and where torch takes less time they are rows of one product:
-`[batch, heads, 1, head_dim]` becomes `[batch, kv_heads, heads / kv_heads, head_dim]`. The sums are the same, at most in
-another order. transformers regroups in the same way if there is a mask (as with its static cache).
+walks through the keys once for every query head. The query heads of a group attend to the same keys, so the compiled kernel reads these once (`cpu/dense.py`), and where
+torch takes less time they are rows of one product: `[batch, heads, 1, head_dim]` becomes
+`[batch, kv_heads, heads / kv_heads, head_dim]`. The sums are the same, at most in another order. transformers regroups
+in the same way if there is a mask (as with its static cache).
+
+On some GPUs, torch would prepare a plan of cuDNN for each number of tokens (`cuda/flash.py`).
 """
 
 import copy
@@ -19,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
 from kvlayers.attention.cpu import dense
+from kvlayers.attention.cuda import flash
 
 CPU_MINIMUM_FLOAT32_TOKENS = 128
 """Tokens from which grouping saves time in float32, measured on a CPU."""
@@ -30,9 +33,9 @@ CPU_MINIMUM_FLOAT32_GROUP = 4
 def grouped_for_one_query(keys: Tensor) -> Tensor:
     """View of `keys`, `[batch, kv_heads, tokens, head_dim]`, marked for SDPA if that saves time.
 
-    From some tokens on, the compiled kernel takes less time than torch. With fewer, torch multiplies half-precision
-    rows one by one so slowly that grouping wins at every length. In float32, grouping wins once every thread has two
-    heads to read and there are enough tokens.
+    On a CPU, from some tokens on, the compiled kernel takes less time than torch. With fewer, torch multiplies
+    half-precision rows one by one so slowly that grouping wins at every length. In float32, grouping wins once every
+    thread has two heads to read and there are enough tokens.
 
     Args:
         keys: the keys that the one new token of each sequence attends to.
@@ -45,7 +48,7 @@ def grouped_for_one_query(keys: Tensor) -> Tensor:
 def first_grouped_length(keys: Tensor) -> int:
     """Tokens from which `grouped_for_one_query` marks keys that differ from these in the number of tokens alone."""
     if not keys.is_cpu:
-        return sys.maxsize
+        return 0 if flash.replaces_cudnn(keys) else sys.maxsize
     if keys.dtype.itemsize <= 2:
         return 0
     batch, kv_heads, _, head_dim = keys.shape
@@ -55,7 +58,7 @@ def first_grouped_length(keys: Tensor) -> int:
 
 
 class GroupedKeys(Tensor):
-    """Keys that SDPA reads once for all query heads of a group. To every other function, a plain tensor."""
+    """Keys for which SDPA takes another way, if there is one query. To every other function, a plain tensor."""
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -93,7 +96,9 @@ def attend_in_kernel(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor | None:
-    """Attention by the compiled kernel for states in full precision, or `None` if it does not take the call.
+    """Attention by the compiled kernel for states in full precision on a CPU, or by flash attention in place of cuDNN.
+
+    It is `None` if neither takes the call.
 
     Args:
         query: `[batch, heads, queries, head_dim]`, whose groups of heads share a KV head.
@@ -104,9 +109,11 @@ def attend_in_kernel(
         is_causal: whether a query attends to the tokens up to its own number alone.
         scale: factor of the scores, `1 / sqrt(head_dim)` if `None`.
     """
-    if is_causal or dropout_p or not dense.takes(query, keys, values, mask):
+    if is_causal or dropout_p:
         return None
-    return dense.attend(query, keys, values, mask, scale)
+    if keys.is_cpu:
+        return dense.attend(query, keys, values, mask, scale) if dense.takes(query, keys, values, mask) else None
+    return flash.attend(query, keys, values, scale) if mask is None and flash.takes(query, keys, values) else None
 
 
 def attend_dense(
@@ -148,7 +155,7 @@ def _attend(
             return attended
     group = _group_of_one_query(query.size(), key.size(), value.size(), enable_gqa)
     slower = group < CPU_MINIMUM_FLOAT32_GROUP and query.dtype.itemsize > 2
-    if not group or slower or attn_mask is not None or is_causal or dropout_p:
+    if not group or slower or attn_mask is not None or is_causal or dropout_p or not key.is_cpu:
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

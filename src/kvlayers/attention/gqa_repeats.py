@@ -42,11 +42,11 @@ def marked_for_sdpa(keys: Tensor, values: Tensor, queries: int) -> tuple[Tensor,
         queries: new tokens of each sequence.
     """
     # First, because a tracer would specialize a program on the sizes that are compared.
-    if torch.compiler.is_compiling() or type(keys) is not Tensor or not keys.is_cpu:
+    if torch.compiler.is_compiling() or type(keys) is not Tensor:
         return keys, values
     if queries == 1:
         return grouped_for_one_query(keys), values
-    if queries > dense.CPU_MAXIMUM_QUERIES or keys.numel() < dense.CPU_MINIMUM_STATES:
+    if not keys.is_cpu or queries > dense.CPU_MAXIMUM_QUERIES or keys.numel() < dense.CPU_MINIMUM_STATES:
         return keys, values
     return keys.as_subclass(SharedStates), values.as_subclass(SharedStates)
 

@@ -25,7 +25,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def autocast_converts(states: torch.Tensor) -> bool:
     """Whether autocast converts states to another dtype before it computes with them."""
     # Asked first, because attention on a CPU asks in each layer of each step. It does not know every type of device.
-    if states.is_cpu and not torch._C._is_any_autocast_enabled():
+    if (states.is_cpu or states.is_cuda) and not torch._C._is_any_autocast_enabled():
         return False
     return autocast_dtype(states.device) not in (None, states.dtype)
 

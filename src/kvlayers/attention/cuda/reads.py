@@ -102,7 +102,11 @@ def _reads_of(segments: KVSegments, launch: Launch) -> list[Read] | str:
         column += segment.tokens
     reads = packed + gathered
     if not reads:
-        return "no token is packed yet"
+        if not dense:
+            return "there are no tokens"
+        # A launch without blocks, with the plan that any of the segments would have.
+        segment, _, readers, rows = dense[0]
+        reads = [Read(dense_plan_of(segment, launch), 0, 0, readers, rows, None, [])]
     for read in reads:
         if read.plan.obstacle is not None:
             return read.plan.obstacle

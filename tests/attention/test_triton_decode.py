@@ -92,7 +92,8 @@ def test_kernels_are_launched_on_the_device_of_the_query(interpreted: dict[str, 
 def test_states_and_queries_that_the_kernel_does_not_take_are_named(interpreted: dict[str, Any]) -> None:
     assert interpreted["refusals"]["said"] == {
         "taken": None,
-        "nothing packed": "no token is packed yet",
+        "nothing packed": None,
+        "no tokens": "there are no tokens",
         "prompt": "there are more than 256 queries for a kv head, as in a prompt",
         "batch": "there are more than 65535 kv heads in all sequences",
         "dtype": "queries are torch.bfloat16, and scales torch.float32",

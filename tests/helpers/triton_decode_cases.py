@@ -42,7 +42,8 @@ class Case:
     """States and queries of a case.
 
     `before` and `after` are the tokens of the dense segments on both sides of the packed ones. `cuts` are blocks before
-    which the packed run is cut in two, and `between` the tokens of a dense segment at each cut.
+    which the packed run is cut in two, and `between` the tokens of a dense segment at each cut. Without blocks, all
+    segments are dense.
     """
 
     keys: CodeFormat
@@ -87,6 +88,23 @@ AROUND: dict[str, Any] = {"before": (5,), "after": (70,)}
 """Blocks of which whole groups of 16 and 32 tokens are not part of the history, at both ends."""
 
 CASES: dict[str, Case] = {
+    "only dense": Case(**native(4), blocks=0, kv_heads=2, after=(300,), batch=2),
+    "only dense, five queries, a mask": Case(
+        **native(4), blocks=0, groups=4, before=(7,), after=(90,), q_tokens=5, mask_shape=(1, 1, 5)
+    ),
+    "only dense, additive mask, bfloat16": Case(
+        **native(4),
+        blocks=0,
+        batch=2,
+        after=(130,),
+        mask_shape=(2, 1, 1),
+        mask_dtype=torch.bfloat16,
+        dtype=torch.bfloat16,
+    ),
+    "only dense, a shared prefix": Case(**native(4), blocks=0, kv_heads=2, before=(100,), after=(20,), rows=(0, 0, 0)),
+    "only dense, a shared prefix of two sequences": Case(
+        **native(4), blocks=0, batch=2, before=(100,), after=(20,), rows=(1, 0, 1)
+    ),
     "2 bits": Case(**native(2), batch=2, kv_heads=2),
     "4 bits": Case(**native(4), key_dim=128, value_dim=128, kv_heads=2),
     "8 bits": Case(**native(8), value_dim=128, kv_heads=2),
@@ -293,8 +311,6 @@ def quantized(code_format: CodeFormat, side: Side, head_dim: int, case: Case) ->
 
 def states_of(case: Case) -> KVSegments:
     """Random states of a case."""
-    keys = quantized(case.keys, "keys", case.key_dim, case)
-    values = quantized(case.values, "values", case.value_dim, case)
 
     def dense(tokens: int, batch: int = case.batch) -> DenseSegment:
         # A view of what projections give: `[batch, tokens, kv_heads, head_dim]`.
@@ -305,6 +321,9 @@ def states_of(case: Case) -> KVSegments:
         return DenseSegment(*sides)
 
     first, ends = case.options.get("first", 0), case.options.get("ends")
+    if case.blocks:
+        keys = quantized(case.keys, "keys", case.key_dim, case)
+        values = quantized(case.values, "values", case.value_dim, case)
 
     def packed(start: int, stop: int) -> PackedSegment:
         sides = (
@@ -313,7 +332,7 @@ def states_of(case: Case) -> KVSegments:
         )
         return PackedSegment(*sides, 0 if start else first, None if ends is None else ends[start:stop])
 
-    pieces = itertools.starmap(packed, itertools.pairwise((0, *case.cuts, case.blocks)))
+    pieces = itertools.starmap(packed, itertools.pairwise((0, *case.cuts, case.blocks)) if case.blocks else ())
     around_cuts = itertools.zip_longest(pieces, map(dense, case.between))
     shared = [*map(dense, case.before), *(segment for pair in around_cuts for segment in pair if segment is not None)]
     if case.rows:
@@ -592,6 +611,7 @@ def check_refusals() -> dict[str, Any]:
     said = {
         "taken": kernel.obstacle(query, segments, None),
         "nothing packed": kernel.obstacle(query, KVSegments((before, after)), None),
+        "no tokens": kernel.obstacle(query, KVSegments((before.with_tensors([before.keys[:, :, :0]] * 2),)), None),
         "prompt": kernel.obstacle(torch.randn(1, 4, 65, 128), segments, None),
         "batch": kernel.obstacle(query.expand(65536, -1, -1, -1), segments, None),
         "dtype": kernel.obstacle(query.bfloat16(), segments, None),

@@ -1,10 +1,10 @@
 """Attention of a single query token by other means than those torch would choose.
 
 transformers leaves grouped-query attention to `scaled_dot_product_attention(..., enable_gqa=True)`, which on a CPU
-walks through the keys once for every query head. The query heads of a group attend to the same keys, so the compiled kernel reads these once (`cpu/dense.py`), and where
-torch takes less time they are rows of one product: `[batch, heads, 1, head_dim]` becomes
-`[batch, kv_heads, heads / kv_heads, head_dim]`. The sums are the same, at most in another order. transformers regroups
-in the same way if there is a mask (as with its static cache).
+walks through the keys once for every query head. The query heads of a group attend to the same keys, so the compiled
+kernel reads these once (`cpu/dense.py`), and where torch takes less time they are rows of one product:
+`[batch, heads, 1, head_dim]` becomes `[batch, kv_heads, heads / kv_heads, head_dim]`. The sums are the same, at most in
+another order. transformers regroups in the same way if there is a mask (as with its static cache).
 
 On some GPUs, torch would prepare a plan of cuDNN for each number of tokens (`cuda/flash.py`).
 """

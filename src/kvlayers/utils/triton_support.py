@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from packaging.version import Version
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,27 @@ def launching_on(device: torch.device) -> contextlib.AbstractContextManager[obje
     return torch.cuda.device(device)
 
 
+MOST_KEPT_KERNELS = 256
+"""Compiled kernels that are kept for the same constants, before all are forgotten."""
+
+
+class KeptConstants(dict[str, Any]):
+    """Compile-time constants of many launches on one device, which keep the kernels that were compiled for them.
+
+    At each launch, triton looks at every argument and option to find the kernel, which takes longer than launching it.
+
+    Args:
+        **constants: the constants, `num_warps` and `num_stages`.
+
+    Attributes:
+        kernels: the compiled kernels with the constants that they are called with, by what triton specialises for.
+    """
+
+    def __init__(self, **constants: Any) -> None:
+        super().__init__(constants)
+        self.kernels: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
 class TritonKernel:
     """A kernel by the name of its function. Its module, which imports triton, is imported at the first use.
 
@@ -139,10 +161,47 @@ class TritonKernel:
             device: device of the tensors.
             grid: programs in each dimension.
             arguments: tensors and numbers, in the order of the kernel's parameters.
-            constants: compile-time constants, `num_warps` and `num_stages`.
+            constants: compile-time constants, `num_warps` and `num_stages`. If they are `KeptConstants`, no tensor is
+                within a tuple.
         """
         with launching_on(device):
+            if isinstance(constants, KeptConstants):
+                self._launch_kept(grid, arguments, constants)
+            else:
+                self.function[grid](*arguments, **constants)
+
+    @functools.cached_property
+    def _growing(self) -> tuple[bool, ...]:
+        """For each parameter, whether triton compiles the kernel once for all its values."""
+        return tuple(getattr(parameter, "do_not_specialize", True) for parameter in self.function.params)
+
+    def _launch_kept(self, grid: tuple[int, ...], arguments: Sequence[Any], constants: KeptConstants) -> None:
+        if is_interpreted():
             self.function[grid](*arguments, **constants)
+            return
+        key: list[Any] = []
+        values: list[Any] = []
+        for argument, grows in zip(arguments, self._growing, strict=False):
+            if isinstance(argument, Tensor):
+                address = argument.data_ptr()
+                key += argument.dtype, address % 16
+                values.append(address)
+                continue
+            values.append(argument)
+            if isinstance(argument, float):
+                continue
+            # Of a number that grows, only how many bits it needs.
+            key.append(argument >> 31 if grows else argument)
+        found = constants.kernels.get(tuple(key))
+        if found is None:
+            compiled = self.function[grid](*arguments, **constants)
+            if len(constants.kernels) >= MOST_KEPT_KERNELS:
+                constants.kernels.clear()
+            names = self.function.arg_names[len(arguments) :]
+            constants.kernels[tuple(key)] = compiled, tuple(constants[name] for name in names)
+            return
+        compiled, compiled_for = found
+        compiled[(*grid, 1, 1)[:3]](*values, *compiled_for)
 
     def shared_memory(
         self, device: torch.device, grid: tuple[int, ...], arguments: Sequence[Any], constants: Mapping[str, Any]

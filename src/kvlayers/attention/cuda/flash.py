@@ -6,15 +6,17 @@ for a plan. Flash attention takes any length at once.
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.backends import cuda as settings
 from torch.nn.attention import SDPBackend
 
 from kvlayers.utils.transforms import is_changed_by_torch
 
 _DTYPES = (torch.float16, torch.bfloat16)
+
+_settings: Any = torch.backends.cuda
 
 
 def replaces_cudnn(states: Tensor) -> bool:
@@ -24,16 +26,16 @@ def replaces_cudnn(states: Tensor) -> bool:
     if not states.is_cuda or states.dtype not in _DTYPES:
         return False
     # What is allowed may change: a context such as `sdpa_kernel` ends.
-    allowed = settings.flash_sdp_enabled(), settings.cudnn_sdp_enabled()
-    return all(allowed) and _replaces_cudnn(states.device, states.dtype, states.size(3))
+    allowed = _settings.flash_sdp_enabled() and _settings.cudnn_sdp_enabled()
+    return bool(allowed and _replaces_cudnn(states.device, states.dtype, states.size(3)))
 
 
 @functools.lru_cache(maxsize=64)
-def _replaces_cudnn(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+def _replaces_cudnn(device: torch.device, dtype: torch.dtype, head_dim: int) -> Any:
     some = torch.empty((1, 1, 8, head_dim), dtype=dtype, device=device)
     if torch._fused_sdp_choice(some, some, some) != SDPBackend.CUDNN_ATTENTION.value:
         return False
-    return settings.can_use_flash_attention(settings.SDPAParams(some, some, some, None, 0.0, False, False))
+    return _settings.can_use_flash_attention(_settings.SDPAParams(some, some, some, None, 0.0, False, False))
 
 
 def takes(query: Tensor, keys: Tensor, values: Tensor) -> bool:

@@ -21,7 +21,13 @@ from kvlayers.attention.cuda.specs import (
 from kvlayers.attention.cuda.support import DTYPES, LARGEST_HEAD_DIM, supports
 from kvlayers.attention.dense_segment import DENSE_PIECE_TOKENS, DenseSegment
 from kvlayers.attention.packed_segment import PackedSegment
-from kvlayers.utils.triton_support import TritonKernel, device_obstacle, multiprocessors, shared_memory_limit
+from kvlayers.utils.triton_support import (
+    KeptConstants,
+    TritonKernel,
+    device_obstacle,
+    multiprocessors,
+    shared_memory_limit,
+)
 
 
 @dataclass(frozen=True)
@@ -68,12 +74,12 @@ class Variant:
         warps = launch.warps or warps_of_program(spec, dtype)
         # Fused multiply-add is not the default of every version of triton.
         self._options = {"num_warps": warps, "num_stages": launch.stages, "enable_fp_fusion": True}
-        self.constants: dict[str, Any] | None = None
+        self.constants: KeptConstants | None = None
         self.obstacle: str | None = None
 
     def fit(self, device: torch.device, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         """Find out with how many stages the device has enough shared memory. This compiles the kernel."""
-        constants: dict[str, Any] = {"SPEC": self._spec, **self._options}
+        constants = KeptConstants(SPEC=self._spec, **self._options)
         self.obstacle = ATTEND_SPLIT.obstacle(device, grid, arguments, constants)
         while self.obstacle is not None and constants["num_stages"] > 1:
             constants["num_stages"] -= 1
@@ -118,7 +124,7 @@ class SplitKernels:
         self._kv_heads, self._block_tokens = kv_heads, block_tokens
         self._packed, self._first, self._ends = packed, first, ends
         self._variants: dict[tuple[int, int, int, int, bool, bool], Variant] = {}
-        self._merges: dict[tuple[int, bool, bool], dict[str, Any]] = {}
+        self._merges: dict[tuple[int, bool, bool], KeptConstants] = {}
 
     def variant(self, heads: int, q_tokens: int, mask: int, readers: int, indexed: bool, gathered: bool) -> Variant:
         """The split kernel.
@@ -154,12 +160,12 @@ class SplitKernels:
             self._variants[heads, q_tokens, mask, readers, indexed, gathered] = variant
         return variant
 
-    def merge(self, heads: int, logsumexp: bool, gaps: bool) -> dict[str, Any]:
+    def merge(self, heads: int, logsumexp: bool, gaps: bool) -> KeptConstants:
         """The constants of the merge kernel for a number of query heads; see `MergeSpec`."""
         constants = self._merges.get((heads, logsumexp, gaps))
         if constants is None:
             spec: MergeSpec = merge_spec(heads, self._sides[1], logsumexp, gaps)
-            constants = {"SPEC": spec, "num_warps": 4, "enable_fp_fusion": True}
+            constants = KeptConstants(SPEC=spec, num_warps=4, enable_fp_fusion=True)
             self._merges[heads, logsumexp, gaps] = constants
         return constants
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest
-from kvlayers.upstream import model_types
+from kvlayers.upstream import cache_argument
 
 
 def alone(model: Any, request: ScoringRequest) -> ContinuationScore:
@@ -38,7 +38,7 @@ def _passes(model: Any, ids: tuple[int, ...], cache: Any, chunk: int) -> Tensor:
     found = []
     for piece in torch.tensor([ids]).split(chunk, dim=1):
         with torch.no_grad():
-            found.append(model(input_ids=piece, use_cache=True, **{model_types.cache_argument(model): cache}).logits[0])
+            found.append(model(input_ids=piece, use_cache=True, **{cache_argument.name_for(model): cache}).logits[0])
     return torch.cat(found)
 
 

@@ -11,7 +11,7 @@ import transformers
 import kvlayers
 from families import FAMILIES, model_and_inputs
 from kvlayers import Checkpoints, RollbackError
-from kvlayers.upstream import model_types
+from kvlayers.upstream import cache_argument, model_types
 from models import CONFIGS, fresh_model, prompt
 from versions import RECURRENT_FAMILIES
 
@@ -41,7 +41,7 @@ class Decoder:
     def __init__(self, family: str) -> None:
         self.model = model_of(family)
         self.config = self.model.config
-        self._name = model_types.cache_argument(self.model)
+        self._name = cache_argument.name_for(self.model)
         self.one_by_one = model_types.tokens_at_once(self.config) is not None
 
     @torch.no_grad()
@@ -178,7 +178,7 @@ def test_generate_goes_on_from_what_a_rollback_left(family: str) -> None:
     decoder.pass_on(cache, ids[:, :PROMPT])
     decoder.decode(cache, prompt(2, 7, seed=5))
     assert cache.truncate(12) == 2
-    name = model_types.cache_argument(decoder.model)
+    name = cache_argument.name_for(decoder.model)
     with kvlayers.installed():
         seen = decoder.model.generate(ids, attention_mask=torch.ones_like(ids), **{name: cache}, **how)
     assert torch.equal(seen, expected)
@@ -247,7 +247,7 @@ def test_compiled_code_is_compiled_once_and_counts(family: str) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(decoder.model.forward, backend=backend)
-    name = model_types.cache_argument(decoder.model)
+    name = cache_argument.name_for(decoder.model)
     for one in (cache, other):
         decoder.pass_on(one, ids[:, :PROMPT])
     with torch.no_grad():
@@ -292,7 +292,7 @@ def test_padding_behind_tokens_is_refused_where_the_model_would_read_it(family: 
     mask = torch.ones_like(ids)
     mask[0, 9:12] = 0
     cache = kvlayers.DynamicCache(config=model.config)
-    name = model_types.cache_argument(model)
+    name = cache_argument.name_for(model)
     with kvlayers.installed():
         model.generate(ids[:, :8], **{name: cache}, max_new_tokens=1, do_sample=False)
         seen = cache.get_seq_length()

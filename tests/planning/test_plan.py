@@ -17,7 +17,7 @@ from kvlayers.eviction import BUILTIN_RULES
 from kvlayers.generation import registry
 from kvlayers.generation.name_options import named_cache
 from kvlayers.layers import LayerOperations, TokenLayer
-from kvlayers.upstream import model_layers, model_types
+from kvlayers.upstream import cache_argument, model_layers
 from models import COMMON, CONFIGS, WINDOW, fresh_model, prompt, tiny_model
 from pairwise import in_turn
 
@@ -40,7 +40,7 @@ def filled(model: Any, name: str, inputs: dict[str, torch.Tensor]) -> Any:
     )
     cache = registry.cache_for(name, request)
     with torch.no_grad():
-        model(**inputs, **{model_types.cache_argument(model): cache}, use_cache=True)
+        model(**inputs, **{cache_argument.name_for(model): cache}, use_cache=True)
     return cache
 
 

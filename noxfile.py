@@ -20,7 +20,7 @@ CORE = (
     *("caches/test_bad_input", "caches/test_legacy", "caches/test_old_documents", "generation/test_families"),
     *("generation/test_generate", "generation/test_legacy_names", "generation/test_legacy_tuples"),
     *("generation/test_registry", "layers/test_sink", "persistence/test_persistence", "rope/test_rotary"),
-    *("upstream/test_compat", "upstream/test_upstream"),
+    *("upstream/test_cache_argument", "upstream/test_compat", "upstream/test_upstream"),
 )
 """Files with tests of what versions of transformers differ in, which `oldest` runs without the slow tests."""
 
@@ -55,6 +55,14 @@ def oldest(session: nox.Session) -> None:
     """The core of the suite on the oldest version, as CI runs it; `-- ARGUMENTS` goes to pytest."""
     # triton is a gigabyte, and what is tested of it is the same on every version.
     install(session, VERSIONS[0], extras="test")
+    run_tests(session, "-m", "not slow", *(f"tests/{name}.py" for name in CORE), *session.posargs)
+
+
+@nox.session(reuse_venv=True, default=False)
+def main(session: nox.Session) -> None:
+    """The core of the suite on transformers' main branch, as it is today; `-- ARGUMENTS` goes to pytest."""
+    session.install("-c", str(CONSTRAINTS), "-e", ".[test]")
+    session.install("--upgrade", "git+https://github.com/huggingface/transformers")
     run_tests(session, "-m", "not slow", *(f"tests/{name}.py" for name in CORE), *session.posargs)
 
 

@@ -9,6 +9,7 @@ import transformers
 
 import kvlayers
 import versions
+from respelling import respelled
 
 ROOT = pathlib.Path(__file__).parents[2]
 MODEL = pathlib.Path(os.environ.get("KVLAYERS_DEMO_MODEL", ROOT / ".models" / "SmolLM2-135M-Instruct"))
@@ -78,7 +79,7 @@ def test_the_python_of_a_page_runs(
         code = code.replace(MODEL_OF_PAGES, str(directory))
     names, quantizers = kvlayers.cache_names(), kvlayers.quantizer_names()
     try:
-        exec(compile(code, page.name, "exec"), {"__name__": "__main__"})
+        exec(compile(respelled(code), page.name, "exec"), {"__name__": "__main__"})
     finally:
         kvlayers.uninstall()
         for name in set(kvlayers.cache_names()) - set(names):

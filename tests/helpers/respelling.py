@@ -1,0 +1,34 @@
+"""Code of pages, which call the cache's argument as the newest transformers does, for versions that do not."""
+
+import ast
+
+from kvlayers.upstream import cache_argument
+
+NEWEST = "cache"
+
+
+class _Respelling(ast.NodeTransformer):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if not ast.unparse(node.func).startswith("kvlayers."):
+            for keyword in node.keywords:
+                keyword.arg = self.name if keyword.arg == NEWEST else keyword.arg
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if node.attr == NEWEST and ast.unparse(node.value) == "output":
+            node.attr = self.name
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        return ast.Constant(self.name) if node.value == NEWEST else node
+
+
+def respelled(code: str) -> str:
+    """Code for the installed transformers; the same code if this is a version that it was written for."""
+    name = cache_argument.usual_name()
+    return code if name == NEWEST else ast.unparse(_Respelling(name).visit(ast.parse(code)))

@@ -290,9 +290,9 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             key_states: `[batch, kv_heads, new, key_head_dim]`.
             value_states: `[batch, kv_heads, new, value_head_dim]`.
             layer_idx: index of the model's layer.
-            *args: handed on to the layer. Models pass further arguments, which change with the version of
-                transformers; only transformers' own layers read any of them.
-            **kwargs: handed on in the same way.
+            *args: further arguments of models, which change with the version of transformers. They are handed on to
+                transformers' own layers, and ignored by others.
+            **kwargs: the same.
 
         Returns:
             Keys and values `[batch, kv_heads, attended, head_dim]`; see `CacheLayer.update`.
@@ -304,7 +304,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             InterruptedPassError: an earlier forward pass ended before this layer, which therefore lacks tokens.
         """
         if not 0 <= layer_idx < len(self.layers):
-            return self._update_new_layer(key_states, value_states, layer_idx, *args, **kwargs)
+            return self._update_new_layer(key_states, value_states, layer_idx)
         layer = self.layers[layer_idx]
         if layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
             layer = self.adapted_layer(layer_idx)
@@ -321,23 +321,25 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
                 return updated(handle, layer, layer_idx, key_states, value_states)
         elif not following.at < layer_idx <= following.in_step:
             following.follow(self, layer_idx, key_states.shape[-2])
-        attended: tuple[Tensor, Tensor] = layer.update(key_states, value_states, *args, **kwargs)
+        attended: tuple[Tensor, Tensor]
+        if layer.is_upstream:
+            attended = layer.update(key_states, value_states, *args, **kwargs)
+        else:
+            attended = layer.update(key_states, value_states)
         if not compiling:
             following.at = layer_idx
             if key_states.shape[1] == 1 and _are_latents(key_states, value_states):
                 return as_latents(*attended)
         return attended
 
-    def _update_new_layer(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def _update_new_layer(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         if self.layer_class_to_replicate is None or layer_idx < 0:
             raise self._no_layer(layer_idx)
         compiling = torch.compiler.is_compiling()
         if not compiling:
             self._pass.follow(self, layer_idx, key_states.shape[-2])
         layers = self.layers_for(layer_idx + 1)
-        attended: tuple[Tensor, Tensor] = layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        attended: tuple[Tensor, Tensor] = layers[layer_idx].update(key_states, value_states)
         self.layers.extend(layers[len(self.layers) :])
         # Now, so that compiled code does not find out: what it sees for the first time it is compiled for.
         self.adapted_layers()
@@ -374,10 +376,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
 
     @_is_user_defined.setter
     def _is_user_defined(self, is_user_defined: bool) -> None:
-        before = self._given
         self.forget_call()
-        if before is not None:
-            before.check_previous()
         self._given = GivenToGenerate(self)
         self._outlives_generate = is_user_defined
 
@@ -430,7 +429,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         given = self._given
         if given is None or given.is_measured:
             return False
-        given.is_measured = True
+        given.measure()
         return True
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:

@@ -71,7 +71,7 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        return self.wrapped.update(key_states, value_states, *args, **kwargs)
+        return self.wrapped.update(key_states, value_states)
 
     @property
     def is_opaque(self) -> bool:  # type: ignore[override]

@@ -146,10 +146,8 @@ def _renamed(arguments: dict[str, Any], old: str, new: str) -> dict[str, Any]:
     return rest if past is None else {**rest, new: past}
 
 
-def is_output_of_generator(module: object, output: object) -> bool:
-    """Whether an output is that of the forward pass of a model that generates."""
-    if not isinstance(output, ModelOutput):
-        return False
+def is_generator(module: object) -> bool:
+    """Whether a module is a model that `generate()` can run."""
     from transformers.generation.utils import GenerationMixin
 
     return isinstance(module, GenerationMixin)

@@ -159,6 +159,9 @@ def prepare_cache_for_generation(original: Method) -> Method:
             or generate_calls.makes_own_static_cache(self, name)
         ):
             original(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+            if isinstance(past, Cache):
+                # What the cache would look at by itself has been checked here.
+                past.forget_call()
             return
         cache = make_cache.for_call(
             self, name, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length

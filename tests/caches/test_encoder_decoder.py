@@ -18,6 +18,7 @@ import kvlayers
 import versions
 from agreement import bytes_reached
 from families import FAMILIES as OTHERS
+from kvlayers.upstream import cache_argument
 from models import CONFIGS, prompt, tiny_model
 
 Pair = kvlayers.EncoderDecoderCache
@@ -152,7 +153,7 @@ def test_a_name_gives_a_pair_of_its_kinds(family: str, name: str, installed: Non
     decoder = model_of(family).get_decoder()
     # Whisper takes the cache apart before it returns it.
     hook = decoder.register_forward_pre_hook(
-        lambda _, args, kwargs: used.append(kwargs["past_key_values"]), with_kwargs=True
+        lambda _, args, kwargs: used.append(cache_argument.passed_in(kwargs)), with_kwargs=True
     )
     expected = {way: tokens_of_transformers(family, way) for way in WAYS}
     # Where nothing is packed yet, what is quantized is what it was.

@@ -15,6 +15,7 @@ import kvlayers
 import versions
 from counted_graphs import COUNTS, CUDA_GRAPHS, MODELS, backend, graphs, recording_backend
 from kvlayers import Buckets, CapacityError, KVLayersError, OptionError, StateMismatchError, StaticCache
+from kvlayers.upstream import cache_argument
 from models import WINDOW, bare, fresh_model, prompt
 
 pytestmark = pytest.mark.slow
@@ -57,7 +58,7 @@ def compiled(family: str, model: Any = None, **options: Any) -> Callable[..., An
 
     def run(*args: Any, **kwargs: Any) -> Any:
         before = COUNTS["runs"]
-        output = forward(*args, **{**versions.positions(args[0], kwargs["past_key_values"]), **kwargs})
+        output = forward(*args, **{**versions.positions(args[0], cache_argument.passed_in(kwargs)), **kwargs})
         assert COUNTS["runs"] > before or "backend" in options, "TorchDynamo has given up, and ran eager code"
         return output
 

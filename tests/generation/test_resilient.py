@@ -23,6 +23,7 @@ from kvlayers.generation.oom import resilient
 from kvlayers.generation.oom.ladder import AS_REQUESTED, DEFAULT_LADDER, Rung
 from kvlayers.generation.oom.resilient import SteppedDownWarning, is_out_of_memory, resilient_generate
 from kvlayers.stores.buffer import TokenBuffer
+from kvlayers.upstream import cache_argument
 from models import CONFIGS, ENCODER_DECODERS, fresh_model, prompt
 
 NEW_TOKENS = 8
@@ -755,7 +756,7 @@ def test_a_failed_attempt_leaves_no_memory_behind() -> None:
     caches: list[weakref.ref[Any]] = []
 
     def watch(model: Any, args: Any, kwargs: Any) -> None:
-        cache = kwargs["past_key_values"]
+        cache = cache_argument.passed_in(kwargs)
         if all(known() is not cache for known in caches):
             caches.append(weakref.ref(cache))
             alive.append(sum(known() is not None for known in caches))

@@ -26,7 +26,7 @@ class OracleCache(tf.Cache):
         super().__init__(layers=[])
         self.oracles = [EvictionOracle(eviction_rule(rule), **options) for _ in range(layers)]
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -1,6 +1,7 @@
 """Why a test is skipped on some version of transformers: named conditions, each with its reason."""
 
 import contextlib
+import inspect
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +12,7 @@ import transformers
 from packaging.version import Version
 
 import kvlayers
-from kvlayers.upstream import compat
+from kvlayers.upstream import cache_argument, compat
 from kvlayers.utils.triton_support import MINIMUM_VERSION, triton_version
 
 TRANSFORMERS = Version(Version(transformers.__version__).base_version)
@@ -106,6 +107,13 @@ def need_until(version: str, what: str) -> None:
     """Skip a test of `what` from the version on that has it no longer."""
     if Version(version) <= TRANSFORMERS:
         pytest.skip(f"transformers {TRANSFORMERS} has no {what}, which ended with {version}")
+
+
+def peft_passes_prefixes() -> bool:
+    """Whether PEFT passes the states of a trained prefix by the name that the models of transformers take."""
+    import peft.peft_model
+
+    return f'"{cache_argument.usual_name()}"' in inspect.getsource(peft.peft_model.PeftModelForCausalLM)
 
 
 def need_model_class(class_name: str) -> None:

@@ -59,7 +59,7 @@ class PaperCache(kvlayers.DynamicCache):
         one, other = keys.chunk(2, dim=-1)
         return keys * cos + torch.cat([-other, one], dim=-1) * sin
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, cache_kwargs: Any = None) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         first, new = self.seen[layer_idx], keys.shape[2]
         keys = self.rotate(keys, -torch.arange(first, first + new))
         if layer_idx in self.plain:

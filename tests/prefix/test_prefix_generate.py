@@ -18,7 +18,7 @@ import kvlayers
 import versions
 from kvlayers import OptionError, PrefixStore
 from kvlayers.generation.prefixes.active_store import CURRENT
-from kvlayers.upstream import compat
+from kvlayers.upstream import cache_argument, compat
 from models import WINDOW, fresh_model, prompt, tiny_model
 from pairwise import in_turn
 
@@ -269,7 +269,7 @@ def caches_passed(model: Any) -> Iterator[list[Any]]:
     caches: list[Any] = []
 
     def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        caches.append(kwargs["past_key_values"])
+        caches.append(cache_argument.passed_in(kwargs))
 
     handle = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
@@ -879,6 +879,8 @@ def test_a_penalty_on_repetition_is_that_of_a_plain_call() -> None:
 @pytest.mark.parametrize("way", ["lora", "rows of several adapters", "prompt tuning", "prefix tuning"])
 def test_what_peft_does_to_a_model_is_seen(way: str) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    if way == "prefix tuning" and not versions.peft_passes_prefixes():
+        pytest.skip("this PEFT passes its prefix by a name that this transformers ignores beside the new one")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     config = {
         "prompt tuning": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),

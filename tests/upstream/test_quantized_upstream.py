@@ -406,7 +406,9 @@ def test_a_crop_of_transformers_goes_on_from_wrong_states(backend: str) -> None:
     theirs.update(*states(64), 0)
     for _ in range(3):
         theirs.update(*states(1), 0)
-    assert not versions.SAYS_WHAT_IT_CAN_CROP or theirs.is_croppable
+    # From 5.24 on it says so, and crops all the same.
+    says_so = versions.TRANSFORMERS.release >= (5, 24)
+    assert not versions.SAYS_WHAT_IT_CAN_CROP or theirs.is_croppable != says_so
     theirs.crop(-5)
     wrong = theirs.update(*states(1), 0)[0].shape[2] != 63 or theirs.get_seq_length() != 63
     assert wrong, "transformers has mended this: drop the comparison"
@@ -513,7 +515,8 @@ def looked_up(ids: torch.Tensor, tokens: int | None, **how: Any) -> Any:
 def test_prompt_lookup_with_a_quantized_cache_of_transformers_fails() -> None:
     needs("quanto")
     ids = torch.cat([prompt(1, 16, seed=3)] * 6, dim=1)
-    with pytest.raises(IndexError):
+    # From 5.24 on it is refused.
+    with pytest.raises((IndexError, ValueError), match="index|cropped"):
         looked_up(ids, 5, cache_implementation="quantized", cache_config={"q_group_size": 8})
 
 

@@ -127,7 +127,8 @@ DIFFERENCES = [
     ),
     Difference(
         "cache.is_linear", HYBRID, tuple(STAGES), "true for hybrid layers that are static or sliding", "false",
-        "hybrid layers attend; transformers itself says so for the other hybrid layers", compat.MODELS_PASS_COLUMNS,
+        "hybrid layers attend; transformers itself says so for the other hybrid layers",
+        compat.MODELS_PASS_COLUMNS and versions.TRANSFORMERS.release < (5, 24),
     ),
     Difference(
         "cache.is_compileable", ALL, tuple(STAGES), "true for static and recurrent layers",

@@ -12,9 +12,10 @@ from torch import Tensor
 
 import kvlayers
 from kvlayers import DynamicCache, UnsupportedLayerError
-from kvlayers.upstream import compat
+from kvlayers.upstream import cache_argument, compat
 from models import WINDOW, fresh_model, prompt, tiny_model
 
+NAME = cache_argument.usual_name()
 PROMPT = 12
 """More than the window of 8."""
 LENGTH = 20
@@ -56,17 +57,17 @@ def small_model(family: str) -> Any:
 
 def filled(model: Any, ids: Tensor) -> DynamicCache:
     cache = DynamicCache(config=model.config)
-    model(ids, past_key_values=cache)
+    model(ids, **{NAME: cache})
     return cache
 
 
 def step_program(model: Any, cache: DynamicCache, dynamic_shapes: Any = None) -> Any:
     """A program that decodes one token behind however many a cache like `cache` holds."""
-    inputs = {"input_ids": torch.tensor([[3]]), "past_key_values": cache, "use_cache": True}
+    inputs = {"input_ids": torch.tensor([[3]]), NAME: cache, "use_cache": True}
     if dynamic_shapes is None:
         held = len(pytree.tree_leaves(cache)) // 2
         tokens = [[{2: AUTO} for _ in range(held)] for _ in range(2)]
-        dynamic_shapes = {"input_ids": None, "past_key_values": tokens, "use_cache": None}
+        dynamic_shapes = {"input_ids": None, NAME: tokens, "use_cache": None}
     return torch.export.export(model, (), inputs, dynamic_shapes=dynamic_shapes, strict=False)
 
 
@@ -74,12 +75,12 @@ def check_decoding(program: Any, model: Any, ids: Tensor) -> None:
     """Each program's cache is the next one's input; the last is decoded with by eager code."""
     cache, decode, logits = filled(model, ids[:, :PROMPT]), program.module(), []
     for position in range(PROMPT, LENGTH):
-        output = decode(input_ids=ids[:, position : position + 1], past_key_values=cache, use_cache=True)
+        output = decode(input_ids=ids[:, position : position + 1], **{NAME: cache}, use_cache=True)
         cache = output.past_key_values
         assert type(cache) is DynamicCache
         assert cache.get_seq_length() == position + 1
         logits.append(output.logits)
-    logits.append(model(ids[:, LENGTH:], past_key_values=cache).logits)
+    logits.append(model(ids[:, LENGTH:], **{NAME: cache}).logits)
     torch.testing.assert_close(torch.cat(logits, dim=1), model(ids).logits[:, PROMPT:], atol=TOLERANCE, rtol=0)
 
 
@@ -111,10 +112,10 @@ def test_a_program_takes_a_prompt_in_and_returns_its_cache() -> None:
     model, ids = small_model("gemma2"), prompt(1, PROMPT + 3)
     inputs = {"input_ids": ids[:, :PROMPT], "use_cache": True}
     empty = DynamicCache(config=model.config)
-    prefill = torch.export.export(model, (), {**inputs, "past_key_values": empty}, strict=False).module()
-    output = prefill(**inputs, past_key_values=DynamicCache(config=model.config))
+    prefill = torch.export.export(model, (), {**inputs, NAME: empty}, strict=False).module()
+    output = prefill(**inputs, **{NAME: DynamicCache(config=model.config)})
     assert empty.get_seq_length() == 0, "what is traced is not taken in"
-    behind = model(ids[:, PROMPT:], past_key_values=output.past_key_values).logits
+    behind = model(ids[:, PROMPT:], **{NAME: output.past_key_values}).logits
     logits = torch.cat([output.logits, behind], dim=1)
     torch.testing.assert_close(logits, model(ids).logits, atol=TOLERANCE, rtol=0)
 
@@ -124,11 +125,11 @@ def test_a_pair_is_a_tree_of_its_parts() -> None:
     encoded = model.get_encoder()(prompt(1, 9, seed=2)).last_hidden_state
     cache = kvlayers.EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
     expected = model(encoder_outputs=(encoded,), decoder_input_ids=ids).logits
-    model(encoder_outputs=(encoded,), decoder_input_ids=ids[:, :3], past_key_values=cache)
+    model(encoder_outputs=(encoded,), decoder_input_ids=ids[:, :3], **{NAME: cache})
     leaves, spec = pytree.tree_flatten(cache)
     assert len(leaves) == 4 * model.config.num_layers
     twin = pytree.tree_unflatten([leaf.clone() for leaf in leaves], spec)
-    step = model(encoder_outputs=(encoded,), decoder_input_ids=ids[:, 3:], past_key_values=twin).logits
+    step = model(encoder_outputs=(encoded,), decoder_input_ids=ids[:, 3:], **{NAME: twin}).logits
     # T5 does not scale the products, so that its logits are larger, and round by more.
     torch.testing.assert_close(step, expected[:, 3:], atol=1e-4, rtol=0)
 
@@ -138,8 +139,8 @@ def test_what_is_made_of_leaves_is_independent() -> None:
     cache = filled(model, ids[:, :5])
     twin = pytree.tree_map(lambda leaf: leaf, cache)
     twin.crop(-2)
-    model(prompt(2, 4, seed=9), past_key_values=twin)
-    seen = model(ids[:, 5:], past_key_values=cache).logits
+    model(prompt(2, 4, seed=9), **{NAME: twin})
+    seen = model(ids[:, 5:], **{NAME: cache}).logits
     torch.testing.assert_close(seen, model(ids).logits[:, 5:], atol=TOLERANCE, rtol=0)
 
 
@@ -173,7 +174,7 @@ def test_caches_that_are_no_trees_are_refused(name: str, options: dict[str, Any]
     model = tiny_model("llama")
     cache = kvlayers.make_cache(name, model, **options)
     with pytest.raises(UnsupportedLayerError, match=says):
-        torch.export.export(model, (), {"input_ids": prompt(1, 3), "past_key_values": cache}, strict=False)
+        torch.export.export(model, (), {"input_ids": prompt(1, 3), NAME: cache}, strict=False)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -185,7 +186,7 @@ def test_a_program_cannot_contain_a_cache_that_evicts(strict: bool) -> None:
             self.cache = kvlayers.EvictingCache(self.model, rule="knorm", keep=0.5)
 
         def forward(self, ids: Tensor) -> Tensor:
-            logits: Tensor = self.model(ids, past_key_values=self.cache).logits
+            logits: Tensor = self.model(ids, **{NAME: self.cache}).logits
             return logits
 
     with pytest.raises(Exception, match="A cache that evicts cannot be part of an exported program") as caught:
@@ -225,9 +226,9 @@ def test_exporters_of_transformers_take_the_caches_of_generate() -> None:
     with kvlayers.installed():
         parts = decompose_prefill_decode(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
         copied, inputs = parts["decode"]
-        cache = inputs["past_key_values"]
+        cache = inputs[NAME]
         assert type(cache) is DynamicCache
-        expected = model(inputs["input_ids"], past_key_values=cache.fork()).logits
+        expected = model(inputs["input_ids"], **{NAME: cache.fork()}).logits
         program = DynamoExporter().export(copied, dict(inputs), {"dynamic": False})
     inputs = {name: value for name, value in inputs.items() if isinstance(value, Tensor | DynamicCache)}
     output = program(**inputs)
@@ -250,11 +251,11 @@ def test_exporters_of_transformers_refuse_caches_that_are_no_trees(make_cache: A
     model = fresh_model("llama")  # the exporter leaves an attribute on it
     cache = filled_by(model, make_cache(model.config), prompt(1, PROMPT))
     with kvlayers.installed(), pytest.raises(UnsupportedLayerError, match=says):
-        DynamoExporter().export(model, {"input_ids": prompt(1, 1), "past_key_values": cache}, {"dynamic": False})
+        DynamoExporter().export(model, {"input_ids": prompt(1, 1), NAME: cache}, {"dynamic": False})
     assert cache.get_seq_length() == PROMPT
 
 
 def filled_by(model: Any, cache: Any, ids: Tensor) -> Any:
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **{NAME: cache})
     return cache

@@ -22,6 +22,10 @@ LEAVES_THE_CACHE_TO_MODELS = Version("5.0") <= TRANSFORMERS < Version("5.1")
 """Whether `generate()` leaves it to the model to make a cache of no name, so that it cannot prefill in chunks."""
 
 
+CROPS_STATIC_LAYERS = Version("5.24") <= TRANSFORMERS
+"""Whether transformers' own static layers can be cropped."""
+
+
 def _since(version: str, what: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(
         Version(version) > TRANSFORMERS,

@@ -900,3 +900,17 @@ def test_what_peft_does_to_a_model_is_seen(way: str) -> None:
     with model.disable_adapter(), kvlayers.installed():
         assert torch.equal(model.generate(input_ids=ids, **OPTIONS), base)
     assert (store.statistics.bypassed >= 2) == (way != "lora")
+
+
+def test_a_model_that_was_asked_for_hidden_states_goes_by_the_store_all_the_same() -> None:
+    """transformers leaves hooks on its layers, which take what they return in calls that ask for it."""
+    model, store, ids = fresh_model("llama"), PrefixStore(ROOM), prompt(tokens=DOCUMENT)
+    with torch.no_grad():
+        model(ids, output_hidden_states=True)
+    with kvlayers.installed():
+        expected = model.generate(ids, **OPTIONS)
+    for _ in range(2):
+        with kvlayers.installed(prefix_store=store):
+            assert torch.equal(model.generate(ids, **OPTIONS), expected)
+    assert store.statistics.bypassed == 0
+    assert store.statistics.hits == 1

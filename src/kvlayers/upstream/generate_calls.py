@@ -1,8 +1,10 @@
 """What the `generate()` of the installed version of transformers passes around, and expects from a cache."""
 
+from types import FunctionType
 from typing import Any
 
 import torch
+import transformers
 from packaging.version import Version
 
 from kvlayers.upstream.compat import (
@@ -83,6 +85,14 @@ def model_inputs(model: Any, input_ids: torch.Tensor, new_tokens: int, model_kwa
         arguments["next_sequence_length"] = new_tokens
     inputs: dict[str, Any] = type(model).prepare_inputs_for_generation(model, input_ids, **arguments, **model_kwargs)
     return inputs
+
+
+def only_captures_outputs(hook: Any) -> bool:
+    """Whether a hook of a module is one that transformers leaves there once hidden states or attention were asked for.
+
+    It keeps what a module returns in calls that ask for it again, and changes nothing.
+    """
+    return isinstance(hook, FunctionType) and hook.__module__ == f"{transformers.__name__}.utils.output_capturing"
 
 
 def makes_own_static_cache(model: Any, name: str) -> bool:

@@ -82,8 +82,9 @@ def _check_modules(model: Any) -> None:
         # accelerate replaces forward() to load weights, and sets `_hf_hook`.
         if "forward" in attributes and "_hf_hook" not in attributes:
             raise IneligibleError(f"forward() of {path or 'the model'} is not the one of its class")
-        # Hooks of the model as a whole do not change its states.
-        if module is not model and (module._forward_hooks or module._forward_pre_hooks):
+        # Hooks of the model as a whole do not change its states, nor do those that only take outputs.
+        hooks = [] if module is model else [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if not all(map(generate_calls.only_captures_outputs, hooks)):
             raise IneligibleError(f"{path} has hooks, on which states may depend")
 
 

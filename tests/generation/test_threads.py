@@ -22,6 +22,7 @@ import versions
 from drafts import draft_of, spread
 from kvlayers import DynamicLayer, PrefixStore
 from kvlayers.quantizers.cpu import pack
+from kvlayers.upstream import compat
 from kvlayers.utils import native_library
 from models import fresh_model, prompt
 from oracle import states
@@ -254,13 +255,14 @@ def test_threads_may_generate_in_every_mode_with_one_model(installed: None, fami
 
 # Installing and uninstalling
 
-METHODS = ("generate", "_prepare_generation_config", "_prepare_cache_for_generation", "_validate_generation_mode")
+METHODS = ("generate", "_prepare_cache_for_generation", *(["_prefill"] if compat.PREFILLS_APART else []))
 
 
 @pytest.fixture
 def _leaving_transformers_as_it_was() -> Iterator[None]:
     def found() -> list[Any]:
-        methods = [vars(GenerationMixin)[name] for name in (*METHODS, "_assisted_decoding")]
+        methods = [vars(GenerationMixin)[name] for name in METHODS]
+        assert "kvlayers" not in vars(transformers.GenerationConfig)
         return [*methods, transformers.PreTrainedModel.__call__, configuration.ALL_CACHE_IMPLEMENTATIONS]
 
     before = found()

@@ -13,14 +13,19 @@ from typing import Any
 
 import transformers
 from torch import Tensor
+from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
 from kvlayers.caches.base import Cache
 from kvlayers.caches.legacy_api import crop_argument
 from kvlayers.errors import RollbackError
+from kvlayers.generation.call_arguments import full_generation_config
 from kvlayers.generation.chunked_prefill import pass_limit, pass_tokens, without_last
 from kvlayers.layers.arguments import crop_target
-from kvlayers.upstream import cache_argument, compat, model_types
+from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
+
+ASKS_FOR_DRAFTS = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp")
+"""Arguments of `generate()`, and options of its config, without which it decodes without drafts."""
 
 MAX_REPLAYED_WITH_DRAFT = 32
 """Tokens that are passed again together with the next draft. For more tokens, a checkpoint is worth a pass."""
@@ -103,17 +108,59 @@ class ModelView:
         return type(self.__model)
 
 
-def view_for_mode_check(model: Any, generation_config: Any) -> Any:
-    """A model as transformers' check of the decoding mode sees it: as one without recurrent states.
+@functools.cache
+def _class_of_views() -> type[ModelView]:
+    """The class of models as `generate()` sees them while it decodes with drafts.
+
+    `generate()` takes the loop from the class of what it sees as the model, and reads the names of its arguments.
+    """
+    name = generate_calls.loop_name(GenerationMode.ASSISTED_GENERATION)
+
+    @functools.wraps(getattr(GenerationMixin, name))
+    def loop(view: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+        return view.decoding(input_ids, kwargs)
+
+    return type("AssistedModel", (ModelView,), {name: loop})
+
+
+def _assisted_view(model: Any) -> ModelView:
+    loop = getattr(type(model), generate_calls.loop_name(GenerationMode.ASSISTED_GENERATION))
+    return _class_of_views()(
+        model,
+        decoding=functools.partial(decode, loop, model),
+        _validate_generation_mode=functools.partial(_check_mode, model),
+    )
+
+
+def view_for_generate(model: Any, arguments: Mapping[str, Any]) -> Any:
+    """What `generate()` gets in the place of a model: the model itself, except for decoding with drafts.
+
+    Args:
+        model: the model.
+        arguments: arguments of `generate()` by their names.
+    """
+    given, assistant = arguments.get("generation_config"), arguments.get("assistant_model")
+    options = (arguments, vars(model.generation_config), {} if given is None else vars(given))
+    asks = any(
+        source.get(name) is not None and source[name] is not False for source in options for name in ASKS_FOR_DRAFTS
+    )
+    # A draft model decodes without drafts, whatever its config says.
+    if not asks or arguments.get("custom_generate") is not None or (given is not None and given.is_assistant):
+        return model
+    mode = full_generation_config(model, arguments)[0].get_generation_mode(assistant)
+    return _assisted_view(model) if mode == GenerationMode.ASSISTED_GENERATION else model
+
+
+def _check_mode(model: Any, mode: Any, generation_config: Any, *args: Any, **kwargs: Any) -> None:
+    """transformers' check of the decoding mode, for a model without recurrent states.
 
     kvlayers can roll recurrent states back. `check_rollback` later looks at the cache itself.
     """
     needs_hidden_states = getattr(generation_config, "use_mtp", None) or (
         getattr(generation_config, "speculation_type", None) is not None
     )
-    if not model._is_stateful or needs_hidden_states:
-        return model
-    return ModelView(model, _is_stateful=False)
+    view = model if needs_hidden_states else ModelView(model, _is_stateful=False)
+    type(model)._validate_generation_mode(view, mode, generation_config, *args, **kwargs)
 
 
 def check_rollback(model: Any, cache: Any) -> None:
@@ -146,7 +193,7 @@ def decode(original: Callable[..., Any], model: Any, input_ids: Tensor, kwargs: 
     """Run transformers' assisted decoding, with rollbacks that it does not know about.
 
     Args:
-        original: `GenerationMixin._assisted_decoding`.
+        original: the loop of the model's class.
         model: the model.
         input_ids: the prompt, `[1, tokens]`.
         kwargs: its other arguments.

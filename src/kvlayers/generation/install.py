@@ -2,25 +2,27 @@
 
 While kvlayers is installed, these are replaced (see `hooks/` for what each replacement does):
 
+* `GenerationMixin.generate`, so that it takes legacy tuples and `return_legacy_cache=True`, which transformers 5
+  dropped, keeps the name of a cache that it is asked for, and uses a prefix store (`prefixes/`). To decode with drafts
+  it gets a view of the model (`assisted.py`): transformers refuses models with recurrent states, which kvlayers'
+  caches can roll back, and its loop passes the whole sequence again, although the cache has seen a part of it.
 * `GenerationMixin._prepare_cache_for_generation`, which makes the cache that a name asks for.
-* `GenerationMixin._prepare_generation_config`, which drops the name "hybrid" even if the user gave it.
-* `GenerationMixin._validate_generation_mode` and `_assisted_decoding`, which refuse models with recurrent states.
-  kvlayers' caches can roll these back. `_assisted_decoding` also passes the whole sequence again, although the cache
-  has seen a part of it (`assisted.py`).
 * `GenerationMixin._prefill`, which ignores what a cache has seen if the model's scan starts from zero
   (`chunked_prefill.py`).
-* `GenerationMixin.generate`, so that it takes legacy tuples and `return_legacy_cache=True`, which transformers 5
-  dropped, and uses a prefix store (`prefixes/`).
 * `PreTrainedModel.__call__`, so that models take and return legacy tuples (`legacy_tuples.py`), empty caches of
   transformers get layers of kvlayers (`empty_caches.py`), and caches remember the ids of prompts (`known_ids.py`).
+* `GenerationConfig.save_pretrained`, so that a config with a name that only kvlayers knows can be loaded without
+  kvlayers.
+* `HfExporter.__init__`, so that torch takes kvlayers' caches apart before the exporter does it differently.
 * `prepare_inputs_for_generation` of models that keep an older name of the cache argument, so that they get the cache
   (`hooks/old_names.py`).
-* `GenerationConfig.save_pretrained` and `GenerationConfig.__init__`, so that a config with a name that only kvlayers
-  knows can be loaded without kvlayers.
+
+These are added to:
+
+* `GenerationConfig` gets an attribute, `kvlayers`, through which a config that is loaded takes over such a name.
 * `ALL_CACHE_IMPLEMENTATIONS`, the names that a `GenerationConfig` accepts, which gets the names of the registry.
 * `AttentionInterface` and `AttentionMaskInterface` get the attention function "kvlayers", for
   `attn_implementation="kvlayers"`.
-* `HfExporter.__init__`, so that torch takes kvlayers' caches apart before the exporter does it differently.
 * With `legacy_names=True`, names of transformers 4 that later versions lack (`transformers4_names.py`).
 """
 
@@ -241,11 +243,7 @@ def _export_support_first(original: Method) -> Method:
 
 def _patches() -> list[Patch]:
     hooks: list[tuple[type, str, Callable[[Method], Method]]] = [
-        (GenerationMixin, "_prepare_generation_config", generation_mixin.prepare_generation_config),
         (GenerationMixin, "_prepare_cache_for_generation", generation_mixin.prepare_cache_for_generation),
-        (GenerationMixin, "_validate_generation_mode", generation_mixin.validate_generation_mode),
-        (GenerationMixin, "_assisted_decoding", generation_mixin.assisted_decoding),
-        (GenerationConfig, "__init__", generation_config.init),
         (GenerationConfig, "save_pretrained", generation_config.save_pretrained),
     ]
     if compat.PREFILLS_APART:
@@ -258,7 +256,13 @@ def _patches() -> list[Patch]:
     return [Patch(GenerationMixin, "generate", _wrap_generate), *patches]
 
 
-probes.check(probes.OF_GENERATE, compat.TRANSFORMERS)
+_PROBES = (
+    *probes.OF_GENERATE,
+    *(probes.OF_PREFILLS if compat.PREFILLS_APART else ()),
+    *(probes.OF_STATIC_CACHES if compat.STATIC_CACHES_MADE_APART else ()),
+    *(probes.OF_EXPORTERS if compat.HAS_EXPORTERS else ()),
+)
+probes.check(_PROBES, compat.TRANSFORMERS)
 _PATCHES = _patches()
 
 
@@ -267,6 +271,7 @@ def _apply_patches() -> None:
         patch.apply()
     model_call.apply_patch(_uses_kvlayers)
     attention_interface.add()
+    generation_config.add_field(lambda: is_installed() and _in_call.get() is None)
     _accept_names()
 
 
@@ -276,6 +281,7 @@ def _remove_patches() -> None:
     model_call.remove_patch()
     old_names.remove_patches()
     attention_interface.remove()
+    generation_config.remove_field()
     _accept_names()
     static_pool.free_reservations()
 

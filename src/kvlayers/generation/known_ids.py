@@ -34,12 +34,17 @@ class PromptMismatchWarning(UserWarning):
 class TokenRecord:
     """What one call of `generate()` knows of the tokens that its cache sees.
 
+    Attributes:
+        total_tokens: as passed.
+
     Args:
         input_ids: the ids that the call was given, `[prompts, tokens]`; `None` if the cache sees other ones.
         mask: the attention mask that it was given, `[prompts, tokens]`, if any.
+        total_tokens: length of the whole sequence, including tokens that a cache has seen, if known.
     """
 
-    def __init__(self, input_ids: object, mask: object) -> None:
+    def __init__(self, input_ids: object, mask: object, total_tokens: int | None = None) -> None:
+        self.total_tokens = total_tokens
         is_ids = isinstance(input_ids, Tensor) and input_ids.dim() == 2 and not input_ids.is_floating_point()
         self._ids: Tensor | None = input_ids if is_ids else None  # type: ignore[assignment]
         # The ids are either the whole sequence, or only the tokens that the cache has not seen.

@@ -67,8 +67,8 @@ def model_record(config: object | None, is_pair: bool, weights_id: str | None) -
     if config is None:
         return ModelRecord(weights_id=weights_id)
     fields = model_fields(config, is_pair)
-    said = vars(config_of(config))
-    name, commit = said.get("_name_or_path"), said.get("_commit_hash")
+    said = config_of(config)
+    name, commit = said.name_or_path, vars(said).get("_commit_hash")
     known = isinstance(name, str) and name != "" and not os.path.exists(name) and not os.path.isabs(name)
     return ModelRecord(fields, name if known else None, commit if isinstance(commit, str) else None, weights_id)
 

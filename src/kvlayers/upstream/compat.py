@@ -88,7 +88,7 @@ MARKS_GIVEN_CACHES = Version("5.17") <= TRANSFORMERS
 """From 5.17 on, `generate()` sets an attribute of a cache that it is given, before it asks for its length."""
 
 RESERVES_AHEAD = Version("5.13") <= TRANSFORMERS
-"""From 5.13 on, a model says for which states a static cache is reserved."""
+"""From 5.13 on, the memory of a static cache is reserved before a prefill that is compiled."""
 
 ROPE_HAS_ONE_DICT = Version("5.0") <= TRANSFORMERS
 """From 5.0 on, a config has all that it says about RoPE in `rope_parameters`; before, in `rope_theta`, `rope_scaling`
@@ -132,8 +132,8 @@ HAS_EXPORTERS = Version("5.14") <= TRANSFORMERS
 TELLS_OF_LOADING = Version("5.4") <= TRANSFORMERS
 """From 5.4 on, transformers' progress bars can be observed (`set_tqdm_hook`)."""
 
-MAKES_STATIC_CACHE = "_prepare_static_cache" if Version("5.1") <= TRANSFORMERS else "_get_cache"
-"""Name of the method of a model that makes static caches."""
+STATIC_CACHES_MADE_APART = Version("5.1") <= TRANSFORMERS
+"""From 5.1 on, models may have a method of their own that makes static caches, `_prepare_static_cache`."""
 
 BLOOM_MASKS_RESERVATION = Version("5.21") > TRANSFORMERS
 """Before 5.21, BLOOM always pads its mask to the length of a static cache; since then only if it is compiled."""

@@ -1,29 +1,24 @@
 """What the `generate()` of the installed version of transformers passes around, and expects from a cache."""
 
-from types import FunctionType
+import functools
+from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
-from packaging.version import Version
 
 from kvlayers.upstream.compat import (
     BLOOM_MASKS_RESERVATION,
     KNOWS_FIRST_ITERATION,
     LOOPS_COUNT_CACHE_POSITION,
-    MAKES_STATIC_CACHE,
-    RESERVES_AHEAD,
     SLICES_BY_CACHE_POSITION,
-    TRANSFORMERS,
+    STATIC_CACHES_MADE_APART,
 )
-
-
-def sequence_length(generation_config: Any, attention_mask: torch.Tensor | None) -> int | None:
-    """Tokens of the whole sequence that `generate()` was given, including tokens that a cache has seen, if known.
-
-    Some versions (5.23 and a few before) drop a mask without padding, and store its length in the config.
-    """
-    return attention_mask.shape[1] if attention_mask is not None else vars(generation_config).get("_mask_length")
+from kvlayers.upstream.config_numbers import ConfigNumbers
+from kvlayers.upstream.kv_heads import kv_heads
+from kvlayers.upstream.model_layers import layer_configs, layer_specs
+from kvlayers.upstream.model_types import head_dims
 
 
 def model_kwargs_after(
@@ -41,7 +36,8 @@ def model_kwargs_after(
     from transformers.utils import ModelOutput
 
     if LOOPS_COUNT_CACHE_POSITION:
-        model_kwargs = model._get_initial_cache_position(input_ids.shape[1], input_ids.device, model_kwargs)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        model_kwargs = {**model_kwargs, "cache_position": positions}
     # One token at a time, as in the loop, since each step repeats the last entry.
     for _ in range(tokens):
         model_kwargs = GenerationMixin._update_model_kwargs_for_generation(
@@ -51,28 +47,65 @@ def model_kwargs_after(
     return {name: value for name, value in model_kwargs.items() if name != "cache_position"}
 
 
+def loop_name(mode: Any) -> str:
+    """Name of the method of a model that decodes in a `GenerationMode`."""
+    from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+    name: str = GENERATION_MODES_MAPPING[mode]
+    return name
+
+
+def sampling_loop(owner: type) -> Callable[..., Any]:
+    """The loop with which the models of a class decode token by token."""
+    from transformers.generation.utils import GenerationMode
+
+    loop: Callable[..., Any] = getattr(owner, loop_name(GenerationMode.SAMPLE))
+    return loop
+
+
+def has_own_loop(model: Any) -> bool:
+    """Whether a model decodes token by token in another way than `GenerationMixin`."""
+    from transformers.generation.utils import GenerationMixin
+
+    owner = type(model)
+    updates = owner._update_model_kwargs_for_generation, GenerationMixin._update_model_kwargs_for_generation
+    return sampling_loop(owner) is not sampling_loop(GenerationMixin) or updates[0] is not updates[1]
+
+
 def most_tokens(generation_config: Any, max_cache_length: int) -> int:
     """Tokens that a call of `generate()` reserves. Since transformers 5.13, a config may ask for more than needed."""
     return max(max_cache_length, vars(generation_config).get("max_cache_len") or 0)
 
 
+@functools.cache
 def default_generation_options() -> dict[str, Any]:
-    """The default of each option of `generate()`.
+    """The default of each option of `generate()`: what it takes for a model that sets none.
 
     From transformers 5 on, most options of a `GenerationConfig` are `None`, and their defaults are stored elsewhere.
     """
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, PretrainedConfig
+    from transformers.generation.utils import GenerationMixin
 
-    defaults: dict[str, Any] = dict(vars(GenerationConfig()))
-    if Version("5.0") <= TRANSFORMERS:
-        defaults |= GenerationConfig._get_default_generation_params()
-    return defaults
+    model = SimpleNamespace(config=PretrainedConfig(), generation_config=GenerationConfig())
+    config, _ = GenerationMixin._prepare_generation_config(model, None)
+    return dict(vars(config))
 
 
-def static_shape(model: Any) -> tuple[Any, Any] | None:
-    """kv_heads and head_dim of the states of a static cache, if the model tells; otherwise `None`."""
-    shape: tuple[Any, Any] | None = model._get_static_cache_init_shape() if RESERVES_AHEAD else None
-    return shape
+def static_shape(model: Any) -> tuple[list[int], list[int]] | None:
+    """kv_heads and head_dim of each layer of a static cache; `None` if the config does not say what a device holds."""
+    devices = set(vars(model).get("hf_device_map", {}).values())
+    is_divided = len(devices) > 1 or (model.tp_size or 1) > 1
+    if is_divided:
+        return None
+    heads, dims = [], []
+    # There are fewer specs than configs if the last layers read what earlier ones hold.
+    for spec, own in zip(layer_specs(model.config), layer_configs(model.config), strict=False):
+        found = head_dims(own)
+        if found is None:
+            return None
+        heads.append(kv_heads(ConfigNumbers(own), spec.layer_type))
+        dims.append(found[0])
+    return heads, dims
 
 
 def model_inputs(model: Any, input_ids: torch.Tensor, new_tokens: int, model_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +141,10 @@ def makes_own_static_cache(model: Any, name: str) -> bool:
 
     if name not in ALL_STATIC_CACHE_IMPLEMENTATIONS:
         return False
-    overridden = getattr(type(model), MAKES_STATIC_CACHE) is not getattr(GenerationMixin, MAKES_STATIC_CACHE)
+    # Before 5.1 no model had its own.
+    overridden = (
+        STATIC_CACHES_MADE_APART and type(model)._prepare_static_cache is not GenerationMixin._prepare_static_cache
+    )
     return overridden or masks_the_whole_reservation(model)
 
 

@@ -45,6 +45,28 @@ class Probe:
         return [f"{self}(..., {name}=)" for name in self.parameters if name not in taken]
 
 
+@dataclass(frozen=True)
+class LoopProbe:
+    """A decoding loop, whose name transformers itself lists.
+
+    Attributes:
+        mode: the value of a `GenerationMode`.
+        parameters: as for `Probe`.
+    """
+
+    mode: str
+    parameters: tuple[str, ...]
+
+    def missing(self) -> list[str]:
+        """What the installed version lacks: nothing, the loop, or parameters."""
+        try:
+            utils = importlib.import_module("transformers.generation.utils")
+            name = utils.GENERATION_MODES_MAPPING[utils.GenerationMode(self.mode)]
+        except (ImportError, AttributeError, KeyError, ValueError):
+            return [f"transformers.generation.utils.GENERATION_MODES_MAPPING[{self.mode!r}]"]
+        return Probe("generation.utils", f"GenerationMixin.{name}", self.parameters).missing()
+
+
 OF_CACHES = (
     Probe("cache_utils", "Cache.update", ("key_states", "value_states", "layer_idx")),
     Probe("cache_utils", "Cache.get_seq_length", ("layer_idx",)),
@@ -73,18 +95,33 @@ OF_GENERATE = (
         "GenerationMixin._prepare_cache_for_generation",
         ("generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length"),
     ),
-    Probe("generation.utils", "GenerationMixin._assisted_decoding", ("input_ids",)),
-    Probe("generation.utils", "GenerationMixin._sample", ("input_ids", "logits_processor", "stopping_criteria")),
+    Probe("generation.utils", "GenerationMixin._prepare_generation_config", ("generation_config",)),
+    Probe("generation.utils", "GenerationMixin._validate_generation_mode", ("generation_mode", "generation_config")),
+    Probe("generation.utils", "GenerationMixin._supports_default_dynamic_cache"),
+    Probe("generation.utils", "GenerationMixin._update_model_kwargs_for_generation", ("is_encoder_decoder",)),
+    Probe("generation.utils", "GenerationMixin._valid_auto_compile_criteria", ("model_kwargs", "generation_config")),
+    LoopProbe("assisted_generation", ("input_ids",)),
+    LoopProbe("sample", ("input_ids", "logits_processor", "stopping_criteria")),
     Probe("generation.utils", "GenerationMixin.prepare_inputs_for_generation", ("input_ids",)),
     Probe("generation.configuration_utils", "ALL_CACHE_IMPLEMENTATIONS"),
     Probe("generation.configuration_utils", "GenerationConfig.save_pretrained"),
+    Probe("generation.configuration_utils", "CompileConfig._compile_all_devices"),
+    Probe("configuration_utils", "PretrainedConfig._attn_implementation"),
     Probe("modeling_utils", "PreTrainedModel.__call__"),
+    Probe("modeling_utils", "PreTrainedModel._is_stateful"),
     Probe("masking_utils", "AttentionMaskInterface"),
 )
 """What `install()` and `kvlayers.generate()` rely on, looked at when they are first used."""
 
+OF_PREFILLS = (
+    Probe("generation.utils", "GenerationMixin._prefill", ("input_ids", "generation_config", "model_kwargs")),
+)
+OF_STATIC_CACHES = (Probe("generation.utils", "GenerationMixin._prepare_static_cache"),)
+OF_EXPORTERS = (Probe("exporters.base", "HfExporter.__init__"),)
+"""The same, in versions that have prefills apart, static caches made apart, and exporters."""
 
-def check(probes: Iterable[Probe], version: object) -> None:
+
+def check(probes: Iterable[Probe | LoopProbe], version: object) -> None:
     """Look at names of transformers.
 
     Args:

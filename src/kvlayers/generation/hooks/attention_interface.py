@@ -1,5 +1,7 @@
 """The attention function "kvlayers" among those of transformers, for `attn_implementation="kvlayers"`."""
 
+from typing import Any
+
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -20,6 +22,11 @@ def add() -> None:
 def remove() -> None:
     """Take the attention function back, unless somebody else has replaced it."""
     for interface, function in _ADDED:
-        functions = interface._global_mapping
-        if functions.get(model_attention.NAME) is function:
-            del functions[model_attention.NAME]
+        for functions in _mappings(interface):
+            if functions.get(model_attention.NAME) is function:
+                del functions[model_attention.NAME]
+
+
+def _mappings(interface: type) -> list[dict[str, Any]]:
+    """The dicts of a class: one has what `register` has added, which has no inverse."""
+    return [value for owner in interface.__mro__ for value in vars(owner).values() if type(value) is dict]

@@ -6,12 +6,13 @@ cache, are therefore saved in a separate field, which transformers loads and ign
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import transformers.generation.configuration_utils as configuration
 
 from kvlayers.generation import registry
+from kvlayers.generation.scoped_value import ScopedValue
 from kvlayers.upstream.deprecation import warn_the_caller
 
 FIELD = "kvlayers"
@@ -21,6 +22,9 @@ OPTIONS = ("cache_implementation", "cache_config")
 
 CONTINUOUS_BATCHING = "paged"
 """A name that asks `generate()` for another way of batching, rather than for a cache."""
+
+REQUESTED_NAME: ScopedValue[str | None] = ScopedValue("requested cache name of the current call of generate()", None)
+"""What `requested_name` said of the call of `generate()` that runs in this context."""
 
 _added_names: tuple[str, ...] = ()
 _lock = threading.Lock()
@@ -45,17 +49,81 @@ def check_name(name: str) -> None:
         raise registry.unknown_name(name)
 
 
-def init(original: Callable[..., None]) -> Callable[..., None]:
-    """For `GenerationConfig.__init__`: take over the name in the separate field."""
+def requested_name(arguments: Mapping[str, Any]) -> str | None:
+    """The cache name that a call of `generate()` asks for itself, by an argument or in the config that it is given.
 
-    def init(self: Any, **kwargs: Any) -> None:
-        original(self, **kwargs)
-        name, options = _saved(self)
-        if name is not None and registry.is_registered(name):
-            del vars(self)[FIELD]
-            _use(self, name, options)
+    Args:
+        arguments: arguments of `generate()` by their names.
 
-    return init
+    Raises:
+        RegistryError: `generate()` does not know the name.
+    """
+    name: str | None = arguments.get("cache_implementation")
+    given = arguments.get("generation_config")
+    if name is None and given is not None:
+        name = given.cache_implementation
+    if name is not None:
+        check_name(name)
+    return name
+
+
+def resolve_name(config: Any, requested: str | None, is_given_a_cache: bool) -> None:
+    """Let the config that transformers has made for a call say which cache the call gets.
+
+    transformers drops the name "hybrid" even if the call asks for it, and does not know of the separate field.
+
+    Args:
+        config: the `GenerationConfig` of the call, which is changed.
+        requested: as `requested_name` returned it.
+        is_given_a_cache: whether the call has a cache already.
+
+    Raises:
+        RegistryError: the saved name is not registered.
+    """
+    if config.cache_implementation is None:
+        config.cache_implementation = requested
+    if not is_given_a_cache:
+        _use_saved_name(config)
+
+
+class SavedName:
+    """The separate field as an attribute of `GenerationConfig`: a config that is loaded takes over the name in it.
+
+    Args:
+        takes_over: whether a config whose field is set now takes over the name.
+    """
+
+    def __init__(self, takes_over: Callable[[], bool]) -> None:
+        self._takes_over = takes_over
+
+    def __get__(self, config: Any, owner: type) -> Any:
+        if config is None:
+            return self
+        try:
+            return vars(config)[FIELD]
+        except KeyError:
+            raise AttributeError(FIELD) from None
+
+    def __set__(self, config: Any, field: Any) -> None:
+        vars(config)[FIELD] = field
+        name, options = _saved(config)
+        if name is not None and registry.is_registered(name) and self._takes_over():
+            del vars(config)[FIELD]
+            _use(config, name, options)
+
+    def __delete__(self, config: Any) -> None:
+        del vars(config)[FIELD]
+
+
+def add_field(takes_over: Callable[[], bool]) -> None:
+    """From now on, let configs take over the names in their separate fields. See `SavedName`."""
+    setattr(configuration.GenerationConfig, FIELD, SavedName(takes_over))
+
+
+def remove_field() -> None:
+    """Undo `add_field`."""
+    if isinstance(vars(configuration.GenerationConfig).get(FIELD), SavedName):
+        delattr(configuration.GenerationConfig, FIELD)
 
 
 def save_pretrained(original: Callable[..., None]) -> Callable[..., None]:
@@ -68,8 +136,10 @@ def save_pretrained(original: Callable[..., None]) -> Callable[..., None]:
             return
         moved = {option: vars(self)[option] for option in OPTIONS if vars(self)[option] is not None}
         written = copy.copy(self)
-        # transformers loads a config that comes from a model config without fields that it does not know.
-        vars(written).update({**dict.fromkeys(OPTIONS), FIELD: moved, "_from_model_config": False})
+        # transformers loads a config that comes from a model config without fields that it does not know. So what it
+        # notes of the origin of a config is taken from one that comes from nowhere.
+        origin = {note: value for note, value in vars(type(self)()).items() if note.startswith("_")}
+        vars(written).update({**origin, **dict.fromkeys(OPTIONS), FIELD: moved})
         original(written, *args, **kwargs)
         warn_the_caller(
             f"transformers does not know the cache {name!r}, so the saved GenerationConfig has this name in the field "
@@ -80,12 +150,8 @@ def save_pretrained(original: Callable[..., None]) -> Callable[..., None]:
     return save_pretrained
 
 
-def use_saved_name(config: Any) -> None:
-    """Apply the separate field of a config that was loaded before kvlayers was installed.
-
-    Raises:
-        RegistryError: the name is not registered.
-    """
+def _use_saved_name(config: Any) -> None:
+    """Apply the separate field of a config that was loaded before kvlayers was installed."""
     name, options = _saved(config)
     if name is not None and config.cache_implementation is None:
         if not registry.is_registered(name):

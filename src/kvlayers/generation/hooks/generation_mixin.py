@@ -1,6 +1,7 @@
 """What replaces methods of `GenerationMixin`. Each function makes a replacement from the method that it replaces."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -32,14 +33,20 @@ Method = Callable[..., Any]
 def generate(original: Method) -> Method:
     """For `generate`: takes cache names, legacy tuples and caches, and uses the active prefix store."""
 
+    names = list(inspect.signature(original).parameters)[1:]
+
+    def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs = cache_argument.respelled_for_generate(self, kwargs)
         old_names.hand_over_cache(self)
         registry.move_name_to_option(cache_argument.name_in_generate(self), kwargs)
-        active = active_store.CURRENT.get()
-        if active is None:
-            return generate_without_store(self, *args, **kwargs)
-        return prefixed_call.generate(active, functools.partial(generate_without_store, self), self, args, kwargs)
+        with config_hooks.REQUESTED_NAME.override(config_hooks.requested_name(by_name(args, kwargs))):
+            active = active_store.CURRENT.get()
+            if active is None:
+                return generate_without_store(self, *args, **kwargs)
+            return prefixed_call.generate(active, functools.partial(generate_without_store, self), self, args, kwargs)
 
     def generate_without_store(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
@@ -67,10 +74,12 @@ def generate(original: Method) -> Method:
             and kwargs.get("inputs_embeds") is None
             and not prefixed_call.is_from_store(past)
         )
-        record = known_ids.TokenRecord(input_ids if cache_sees_ids else None, kwargs.get("attention_mask"))
+        mask = kwargs.get("attention_mask")
+        total_tokens = _total_tokens(self, input_ids, kwargs) if isinstance(past, Cache) else None
+        record = known_ids.TokenRecord(input_ids if cache_sees_ids else None, mask, total_tokens)
         try:
             with static_pool.tracking() as acquired, known_ids.recording(record):
-                output = original(self, *args, **kwargs)
+                output = original(assisted.view_for_generate(self, by_name(args, kwargs)), *args, **kwargs)
         finally:
             if mask_mode is not None:
                 mask_mode.compiled = was_compiled
@@ -88,6 +97,17 @@ def generate(original: Method) -> Method:
         return output
 
     return generate
+
+
+def _total_tokens(model: Any, input_ids: Any, kwargs: dict[str, Any]) -> int | None:
+    """Tokens of the whole sequence of a call, which transformers takes from its mask, or counts if there is none."""
+    mask = kwargs.get("attention_mask")
+    if mask is not None:
+        return mask.shape[1] if mask.dim() == 2 else None
+    if "attention_mask" not in inspect.signature(model.forward).parameters:
+        return None
+    inputs = [given for given in (input_ids, kwargs.get("inputs_embeds")) if isinstance(given, Tensor)]
+    return next((given.shape[1] for given in inputs if given.dim() > 1 and given.shape[1]), None)
 
 
 def _pop_return_legacy_cache(model: Any, config: Any, kwargs: dict[str, Any]) -> bool:
@@ -113,25 +133,6 @@ def _is_recording(cache: Any) -> bool:
     return isinstance(cache, Cache) and any(layer.is_recording for layer in cache.adapted_layers())
 
 
-def prepare_generation_config(original: Method) -> Method:
-    """For `_prepare_generation_config`: keeps the name "hybrid", which transformers drops even if the user gave it."""
-
-    def prepare_generation_config(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        name = kwargs.get("cache_implementation")
-        if name is None and generation_config is not None:
-            name = generation_config.cache_implementation
-        if name is not None:
-            config_hooks.check_name(name)
-        prepared, model_kwargs = original(self, generation_config, *args, **kwargs)
-        if name is not None and prepared.cache_implementation is None:
-            prepared.cache_implementation = name
-        if model_kwargs.get(cache_argument.name_in_generate(self)) is None:
-            config_hooks.use_saved_name(prepared)
-        return prepared, model_kwargs
-
-    return prepare_generation_config
-
-
 def prepare_cache_for_generation(original: Method) -> Method:
     """For `_prepare_cache_for_generation`: checks the cache that the user passed, or makes a cache by name."""
 
@@ -145,6 +146,7 @@ def prepare_cache_for_generation(original: Method) -> Method:
     ) -> None:
         argument = cache_argument.name_in_generate(self)
         past = model_kwargs.get(argument)
+        config_hooks.resolve_name(generation_config, config_hooks.REQUESTED_NAME.get(), past is not None)
         name = generation_config.cache_implementation or "dynamic"
         _prepare_passed_cache(self, past, generation_config, model_kwargs)
         mask_mode = make_cache.mask_mode(past)
@@ -187,36 +189,16 @@ def _prepare_passed_cache(model: Any, past: Any, generation_config: Any, model_k
     # A draft model gets its own cache several times within one call.
     outputs = None if generation_config.is_assistant else model_kwargs.get("encoder_outputs")
     encoded = None if outputs is None else outputs[0]
-    total_tokens = generate_calls.sequence_length(generation_config, attention_mask)
-    validate_cache.validate(model, past, attention_mask, total_tokens, encoded)
     record = known_ids.current_record()
+    total_tokens = None if record is None else record.total_tokens
+    if attention_mask is not None:
+        total_tokens = attention_mask.shape[1]
+    validate_cache.validate(model, past, attention_mask, total_tokens, encoded)
     if record is not None:
         record.begin(past, generation_config, attention_mask)
     if compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.get_seq_length():
         # The new tokens are read in one pass instead.
         generation_config.prefill_chunk_size = None
-
-
-def validate_generation_mode(original: Method) -> Method:
-    """For `_validate_generation_mode`: admits assisted decoding for models whose states kvlayers can roll back."""
-
-    def validate_generation_mode(
-        self: Any, generation_mode: Any, generation_config: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
-        model = assisted.view_for_mode_check(self, generation_config) if is_assisted else self
-        original(model, generation_mode, generation_config, *args, **kwargs)
-
-    return validate_generation_mode
-
-
-def assisted_decoding(original: Method) -> Method:
-    """For `_assisted_decoding`: see `assisted`."""
-
-    def assisted_decoding(self: Any, input_ids: Tensor, **kwargs: Any) -> Any:
-        return assisted.decode(original, self, input_ids, kwargs)
-
-    return assisted_decoding
 
 
 def prefill(original: Method) -> Method:

@@ -101,7 +101,8 @@ def mask_mode(cache: Any) -> MaskMode | None:
 
 def _reserve_early(model: Any, cache: Any, request: registry.CacheRequest) -> bool:
     """Reserve memory before a compiled prefill, which would otherwise own the memory, and return whether it worked."""
-    shape = None if request.config.is_encoder_decoder else generate_calls.static_shape(model)
+    reserves = compat.RESERVES_AHEAD and not request.config.is_encoder_decoder
+    shape = generate_calls.static_shape(model) if reserves else None
     if shape is None or request.batch_size is None:
         return False
     cache.early_initialization(request.batch_size, *shape, model.dtype, model.device)

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 import transformers
 from transformers import GenerationConfig
-from transformers.generation.utils import GenerationMixin, GenerationMode
+from transformers.generation.utils import GenerationMode
 from transformers.utils import ModelOutput
 
 from kvlayers.generation.call_arguments import bind_arguments, full_generation_config, uses_transformers_generate
-from kvlayers.generation.install import call_with_kvlayers
+from kvlayers.generation.hooks.generation_config import requested_name, resolve_name
+from kvlayers.generation.install import call_with_kvlayers, is_installed
 from kvlayers.generation.legacy_tuples import kvlayers_view
 from kvlayers.generation.oom.ladder import AS_REQUESTED, Rung
 from kvlayers.generation.oom.resume import OncePerToken, ResumableLoop
-from kvlayers.upstream import cache_argument
+from kvlayers.upstream import cache_argument, generate_calls
 
 RESUMABLE_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 """Decoding modes whose whole state is the tokens so far."""
@@ -38,7 +39,7 @@ class GenerateCall:
         self._unnamed, self._arguments = bind_arguments(model, args, arguments)
         self._config = None
         if uses_transformers_generate(model, arguments):
-            self._config = full_generation_config(model, arguments)[0]
+            self._config = _config_of_call(model, arguments)
         self._started = time.monotonic()
         self.restart_reason = _restart_reason(model, self._config, arguments)
         self.no_other_cache = _no_other_cache_reason(model, self._config, arguments)
@@ -84,6 +85,16 @@ class GenerateCall:
         self._arguments.pop(self._cache_name, None)
 
 
+def _config_of_call(model: Any, arguments: Mapping[str, Any]) -> Any:
+    if not is_installed():
+        return full_generation_config(model, arguments)[0]
+    requested = requested_name(arguments)
+    with call_with_kvlayers():
+        config = full_generation_config(model, arguments)[0]
+    resolve_name(config, requested, cache_argument.passed_in(arguments) is not None)
+    return config
+
+
 def _option(option: str, config: Any, arguments: Mapping[str, Any]) -> Any:
     return arguments.get(option) if config is None else vars(config)[option]
 
@@ -115,8 +126,7 @@ def _restart_reason(model: Any, config: Any, arguments: Mapping[str, Any]) -> st
     mode = config.get_generation_mode(arguments.get("assistant_model"))
     if mode not in RESUMABLE_MODES:
         return f"the state of {mode.value} is more than its tokens"
-    loop = (GenerationMixin._sample, GenerationMixin._update_model_kwargs_for_generation)
-    if (type(model)._sample, type(model)._update_model_kwargs_for_generation) != loop:
+    if generate_calls.has_own_loop(model):
         return f"{type(model).__name__} has its own decoding loop"
     if _processes() > 1:
         return "several processes generate together"

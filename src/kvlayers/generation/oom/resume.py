@@ -67,14 +67,21 @@ class _RecordingCriteria(StoppingCriteriaList):  # type: ignore[misc]
 class _PadEnded(LogitsProcessor):  # type: ignore[misc]
     """Allows only the padding token in sequences that have ended."""
 
-    def __init__(self, ended: Tensor, padding: Tensor) -> None:
+    def __init__(self, ended: Tensor, padding: int) -> None:
         self._ended, self._padding = ended, padding
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        only_padding = torch.full_like(scores, -float("inf")).index_fill_(
-            1, self._padding.reshape(1).to(scores.device), 0
-        )
+        only_padding = torch.full_like(scores, -float("inf"))
+        only_padding[:, self._padding] = 0
         return torch.where(self._ended.to(scores.device)[:, None], only_padding, scores)
+
+
+def _padding_token(generation_config: Any) -> int | None:
+    """The token with which `generate()` pads: the first that ends a sequence, if there is no other."""
+    token = generation_config.pad_token_id
+    if token is None and generation_config.eos_token_id is not None:
+        token = generation_config.eos_token_id
+    return None if token is None else int(torch.as_tensor(token).reshape(-1)[0])
 
 
 class ResumableLoop:
@@ -136,9 +143,11 @@ class ResumableLoop:
             model_kwargs = generate_calls.model_kwargs_after(model, prompt, model_kwargs, self.new_tokens)
             # As in the loop: without such a criterion, sequences that have ended continue until all have ended.
             if any(getattr(criterion, "eos_token_id", None) is not None for criterion in stopping_criteria):
-                padding = _PadEnded(ended, generation_config._pad_token_tensor)
-                logits_processor = LogitsProcessorList([*logits_processor, padding])
-        return GenerationMixin._sample(
+                # Without a padding token, the loop refuses to start.
+                padding = _padding_token(generation_config)
+                processors = [] if padding is None else [_PadEnded(ended, padding)]
+                logits_processor = LogitsProcessorList([*logits_processor, *processors])
+        return generate_calls.sampling_loop(GenerationMixin)(
             model,
             input_ids,
             logits_processor=logits_processor,

@@ -21,6 +21,7 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.stacking import can_be_stacked, stack
 from kvlayers.errors import ConfigError
 from kvlayers.generation.call_arguments import bind_arguments, full_generation_config, sequences_per_prompt
+from kvlayers.generation.hooks.generation_config import requested_name, resolve_name
 from kvlayers.generation.prefixes import active_store
 from kvlayers.generation.prefixes.active_store import ActiveStore
 from kvlayers.generation.prefixes.eligibility import (
@@ -114,6 +115,7 @@ class PrefixedCall:
         self.unnamed, self._arguments = bind_arguments(model, args, dict(arguments))
         check_model(model, self._arguments)
         self._config, model_kwargs = full_generation_config(model, self._arguments)
+        resolve_name(self._config, requested_name(self._arguments), is_given_a_cache=False)
         check_options(self._config, self._arguments, model_kwargs)
         self._prompts = prompts_of(self._config, self._arguments)
         self._repeats = sequences_per_prompt(self._config)
@@ -220,7 +222,7 @@ class PrefixedCall:
         options = {name: value for name, value in vars(config).items() if not name.startswith("_")}
         changed = {name for name, value in options.items() if value != defaults.get(name)}
         has_id_readers = any(self._arguments.get(name) for name in ID_READERS)
-        uses_mask = model._supports_attention_backend and model.config.model_type not in model_types.SCALES_BY_SLOT
+        uses_mask = model.is_backend_compatible() and model.config.model_type not in model_types.SCALES_BY_SLOT
         if has_id_readers or changed - PADDING_INDEPENDENT_OPTIONS:
             return False
         return self._caches.takes_positions and uses_mask

@@ -71,9 +71,9 @@ def _tokenizer_of(model: Any) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model.config._name_or_path)
+        return AutoTokenizer.from_pretrained(model.config.name_or_path)
     except (OSError, ValueError, TypeError) as error:
         raise OptionError(
             f"`tokenizer` is missing, and it cannot be loaded by the name of the model, "
-            f"{model.config._name_or_path!r}: pass it, or pass token ids as `texts`."
+            f"{model.config.name_or_path!r}: pass it, or pass token ids as `texts`."
         ) from error

@@ -138,7 +138,7 @@ def save_pretrained(original: Callable[..., None]) -> Callable[..., None]:
         written = copy.copy(self)
         # transformers loads a config that comes from a model config without fields that it does not know. So what it
         # notes of the origin of a config is taken from one that comes from nowhere.
-        origin = {note: value for note, value in vars(type(self)()).items() if note.startswith("_")}
+        origin = {note: value for note, value in vars(configuration.GenerationConfig()).items() if note.startswith("_")}
         vars(written).update({**origin, **dict.fromkeys(OPTIONS), FIELD: moved})
         original(written, *args, **kwargs)
         warn_the_caller(

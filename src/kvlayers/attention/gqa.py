@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from kvlayers.attention.cpu import dense
 from kvlayers.attention.cuda import flash
+from kvlayers.utils.sending import sent_by_value
 
 CPU_MINIMUM_FLOAT32_TOKENS = 128
 """Tokens from which grouping saves time in float32, measured on a CPU."""
@@ -57,6 +58,7 @@ def first_grouped_length(keys: Tensor) -> int:
     return length if shares_threads else min(length, CPU_MINIMUM_FLOAT32_TOKENS)
 
 
+@sent_by_value
 class GroupedKeys(Tensor):
     """Keys for which SDPA takes another way, if there is one query. To every other function, a plain tensor."""
 

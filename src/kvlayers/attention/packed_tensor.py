@@ -23,6 +23,7 @@ from kvlayers.attention.segments import KVSegments
 from kvlayers.errors import ReadOnlyStatesError, StaleStatesError, UnsupportedLayerError
 from kvlayers.quantizers.contract import Side
 from kvlayers.utils.autocast import without_autocast
+from kvlayers.utils.sending import sent_by_value
 
 
 class Version:
@@ -177,6 +178,7 @@ def implements_in_graphs(function: Any) -> Callable[[GraphImplementation], Graph
     return register
 
 
+@sent_by_value
 class PackedStates(Tensor):
     """Keys or values `[batch, kv_heads, tokens, head_dim]` of a cache that holds them packed."""
 

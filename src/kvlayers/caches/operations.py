@@ -23,9 +23,11 @@ from kvlayers.layers.arguments import (
 )
 from kvlayers.layers.upstream_adapter.adapter import adapted
 from kvlayers.utils.registry import DescribesItself
+from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.tensor_memory import Storages, storages_of
 
 
+@sent_by_value
 @dataclass(frozen=True)
 class CacheState:
     """Everything that a cache needs to go on decoding elsewhere.

@@ -18,9 +18,11 @@ from kvlayers.stores.contract import Fidelity, lacks_member
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.static import StaticStore
 from kvlayers.utils.registry import ClassRegistry, DescribesItself
+from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.tensor_memory import storages_of
 
 
+@sent_by_value
 @dataclass(frozen=True)
 class LayerState:
     """Everything that a layer needs to go on decoding elsewhere.

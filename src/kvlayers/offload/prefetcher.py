@@ -86,7 +86,12 @@ class Prefetcher:
         return self._queues[device]
 
     def offloads(self, device: torch.device | None) -> bool:
-        """Whether states that are computed on a device are held in other memory between updates."""
+        """Whether states that are computed on a device are held in other memory between updates.
+
+        Raises:
+            UnsupportedLayerError: they are held in files of a process that has forked this one.
+        """
+        self.memory.check_process()
         return device is not None and (self.queue(device) is not None or self.memory.holds_host_states)
 
     def fetch(self, layer: OffloadTarget, device: torch.device) -> None:

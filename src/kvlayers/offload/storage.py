@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvlayers.errors import CapacityError, OptionError
+from kvlayers.errors import CapacityError, OptionError, UnsupportedLayerError
 from kvlayers.upstream import compat
 from kvlayers.utils.units import exact_bytes
 
@@ -44,6 +44,10 @@ class HomeMemory(ABC):
             length: the new size of the first dimension.
         """
         return None
+
+    def check_process(self) -> None:
+        """Raise `UnsupportedLayerError` if the tensors are memory of another process too, which forked this one."""
+        return
 
     @property
     @abstractmethod
@@ -102,12 +106,17 @@ class DiskMemory(HomeMemory):
     ends. On other systems it is removed with its tensor. Its space is allocated when it is made, so that a full disk is
     an error then, and not a crash later.
 
+    A forked process writes to the same files, unlike to other memory, so only the process that has made them uses them.
+
     Args:
         directory: directory for the files; it must exist.
 
     Raises:
         OptionError: no file can be made there.
     """
+
+    _process: int | None = None
+    """The process that has made files."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory).expanduser()
@@ -134,6 +143,7 @@ class DiskMemory(HomeMemory):
                 _allocate_space(file.fileno(), elements * dtype.itemsize)
             with torch.inference_mode(False):
                 mapped = torch.from_file(name, shared=True, size=elements, dtype=dtype)
+            self._process = os.getpid()
         except (OSError, RuntimeError) as error:
             Path(name).unlink()
             raise _no_memory(shape, dtype, f"on disk in {self.directory}", str(error)) from error
@@ -142,6 +152,19 @@ class DiskMemory(HomeMemory):
         else:
             Path(name).unlink()
         return mapped.view(shape)
+
+    @override
+    def check_process(self) -> None:
+        if self._process not in (None, os.getpid()):
+            raise UnsupportedLayerError(
+                f"expected the process {self._process}, whose files in {self.directory} hold the states, but saw the "
+                f"process {os.getpid()}, which was forked from it and would change them in both: make a cache in this "
+                "process, or let the other one send it as an argument of a spawned process."
+            )
+
+    def __getstate__(self) -> dict[str, object]:
+        # A copy in another process makes files of its own.
+        return {"directory": self.directory}
 
     @property
     @override

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from typing_extensions import override
 
 from kvlayers.errors import OptionError, RegistryError
+from kvlayers.utils.sending import sent_by_value
 
 Entry = TypeVar("Entry", bound=Callable[..., Any])
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -193,7 +194,11 @@ class FactoryRegistry(Registry[Callable[..., Made]], Generic[Made]):
 
 
 class DescribesItself:
-    """Base of the classes in a `ClassRegistry`."""
+    """Base of the classes in a `ClassRegistry`. Their objects are sent to other processes by value."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        sent_by_value(cls)
 
     @classmethod
     def check_description(cls) -> None:

@@ -12,9 +12,11 @@ from typing_extensions import override
 from kvlayers.attention.latents.expansion import expand
 from kvlayers.attention.packed_ops import packed_like, snapshot_of
 from kvlayers.attention.packed_tensor import PackedStates, Snapshot
+from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.transforms import is_changed_by_torch
 
 
+@sent_by_value
 class LatentStates(PackedStates):
     """Latents `[batch, 1, tokens, latent_dim]` that a linear layer expands when the result is read.
 

@@ -126,7 +126,8 @@ def test_nothing_of_a_cache_is_sent_as_shared_memory() -> None:
 
 
 def test_a_cache_goes_on_after_its_keys_were_sent_as_torch_sends_tensors() -> None:
-    caches = filled(kind for kind in KINDS if KINDS[kind][0] in ("llama", "gemma2"))
+    # Heads of different lengths have no keys in one tensor.
+    caches = filled(("dynamic", "sliding", "static", "static sliding", "packed", "sink", "evicting", "recall"))
     copies = values_of(caches)
     for name, cache in caches.items():
         held = [sent(states) for layer in cache.layers for states in (layer.keys, layer.values)]

@@ -65,7 +65,7 @@ def _heads_of_layers(config: object, quantize_sliding: bool) -> dict[int, int]:
     for spec, own in zip(specs, model_layers.layer_configs(config), strict=False):
         attention = HYBRID.get(spec.layer_type, spec.layer_type)
         if attention == FULL or (quantize_sliding and attention in WINDOWED):
-            found[spec.index] = 1 if has_latents else kv_heads(ConfigNumbers(own), attention)
+            found[spec.index] = 1 if has_latents else kv_heads(ConfigNumbers(own, spec.index), attention)
     if not found:
         raise OptionError(
             "`scales` are for layers of full attention, and for windows with quantize_sliding=True, but the layers of "

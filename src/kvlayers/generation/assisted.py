@@ -7,8 +7,9 @@ A rejected draft is rolled back to a checkpoint, and the tokens between the chec
 together with the next draft if they are few, else in a pass of their own, which leaves a checkpoint.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import transformers
@@ -189,6 +190,23 @@ def check_rollback(model: Any, cache: Any) -> None:
         )
 
 
+@contextlib.contextmanager
+def _restoring_layers(model: Any, generation_config: Any) -> Iterator[None]:
+    """Leave the config of a model as it is if a draft by its first layers fails.
+
+    transformers sets the number of layers for each draft, and puts it back only behind one that succeeds.
+    """
+    if generation_config.assistant_early_exit is None:
+        yield
+        return
+    config = getattr(model, model.base_model_prefix).config
+    layers = config.num_hidden_layers
+    try:
+        yield
+    finally:
+        config.num_hidden_layers = layers
+
+
 def decode(original: Callable[..., Any], model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> Any:
     """Run transformers' assisted decoding, with rollbacks that it does not know about.
 
@@ -201,6 +219,11 @@ def decode(original: Callable[..., Any], model: Any, input_ids: Tensor, kwargs: 
     Returns:
         What `original` returns.
     """
+    with _restoring_layers(model, kwargs["generation_config"]):
+        return _decode(original, model, input_ids, kwargs)
+
+
+def _decode(original: Callable[..., Any], model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> Any:
     name = cache_argument.name_in_generate(model)
     cache = kwargs.get(name)
     check_rollback(model, cache)

@@ -20,7 +20,7 @@ def token_shape(numbers: ConfigNumbers, layer_type: str) -> TokenShape:
         return _latent(numbers, layer_type)
     head_dim = _head_dim(numbers, layer_type)
     value_head_dim = numbers.number_or_none("v_head_dim") or head_dim
-    heads = numbers.number_or_none("num_attention_heads")
+    heads = numbers.number_or_none("num_attention_heads_per_layer", "num_attention_heads")
     return TokenShape(kv_heads(numbers, layer_type), head_dim, value_head_dim, heads=heads)
 
 

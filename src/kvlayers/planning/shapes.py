@@ -45,7 +45,7 @@ def layer_shapes(config: object, batch_size: int, dtype: torch.dtype) -> list[La
 
 
 def _shape_of(spec: LayerSpec, config: Any, batch_size: int, dtype: torch.dtype) -> LayerShape:
-    numbers, layer_type = ConfigNumbers(config), spec.layer_type
+    numbers, layer_type = ConfigNumbers(config, spec.index), spec.layer_type
     if layer_type in HOLD_NOTHING:
         return LayerShape(batch_size, dtype)
     attends = layer_type in ("full_attention", *WINDOWED, *INDEXED, *HYBRID)

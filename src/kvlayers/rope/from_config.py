@@ -15,7 +15,7 @@ from kvlayers.errors import ConfigError
 from kvlayers.rope.rotary import Layout, Rotary
 from kvlayers.upstream import compat
 from kvlayers.upstream.model_layers import LayerSpec, layer_specs
-from kvlayers.upstream.model_types import decoder_config
+from kvlayers.upstream.model_types import decoder_config, listed_per_layer
 
 # A config says how fast a model rotates its keys, but not which dimensions it rotates together. That is in the model's
 # code, and a wrong guess gives wrong text without an error. So this list has only model types whose code was read:
@@ -77,17 +77,17 @@ def _in_windows_if_any(config: PretrainedConfig, index: int, layer_type: str) ->
 
 
 def _in_windows_or_dense(config: PretrainedConfig, index: int, layer_type: str) -> bool:
-    dense = config.mlp_layer_types[index] == "dense" and config.prefix_dense_sliding_window_pattern == 1
-    return dense or layer_type == "sliding_attention"
+    dense = listed_per_layer(config, "mlp_layer_types")[index] == "dense"
+    return (dense and config.prefix_dense_sliding_window_pattern == 1) or layer_type == "sliding_attention"
 
 
 def _where_listed(config: PretrainedConfig, index: int, layer_type: str) -> bool:
     # Despite its name, the list has a 1 for each layer that does rotate its keys.
-    return bool(config.no_rope_layers[index])
+    return bool(listed_per_layer(config, "no_rope_layers")[index])
 
 
 def _where_theta_is_set(config: PretrainedConfig, index: int, layer_type: str) -> bool:
-    return bool(config.layer_rope_theta[index])
+    return bool(listed_per_layer(config, "layer_rope_theta")[index])
 
 
 _ROTATES: dict[str, _LayerRule] = {
@@ -187,7 +187,11 @@ def _check(decoder: PretrainedConfig, specs: list[LayerSpec]) -> None:
         )
     if model_type not in HALVES | PAIRS:
         raise _unknown(decoder)
-    if model_type == "llama4_text" and decoder.attn_temperature_tuning and not all(decoder.no_rope_layers):
+    if (
+        model_type == "llama4_text"
+        and decoder.attn_temperature_tuning
+        and not all(listed_per_layer(decoder, "no_rope_layers"))
+    ):
         raise _scaled_by_position(model_type, "attn_temperature_tuning")
     unknown = sorted({spec.layer_type for spec in specs} - {*WITH_KEYS, *WITHOUT_KEYS})
     if unknown:

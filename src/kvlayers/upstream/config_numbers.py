@@ -3,6 +3,7 @@
 from typing import Any
 
 from kvlayers.errors import ConfigError
+from kvlayers.upstream.model_types import listed_per_layer
 
 
 class ConfigNumbers:
@@ -12,10 +13,12 @@ class ConfigNumbers:
 
     Args:
         config: config of the decoder, or of one of its layers.
+        layer: index of the layer, for fields that list a number for each layer.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, layer: int = 0) -> None:
         self._config = config
+        self._layer = layer
 
     def get(self, name: str) -> Any:
         """A field, `None` if the config does not have it."""
@@ -25,7 +28,7 @@ class ConfigNumbers:
         """The first of these fields that is a number.
 
         Raises:
-            ConfigError: no field is a number.
+            ConfigError: no field is a number, or one lists numbers for fewer layers than there are.
         """
         found = self.number_or_none(*names)
         if found is None:
@@ -39,6 +42,8 @@ class ConfigNumbers:
         """The first of these fields that is a number, `None` if no field is."""
         for name in names:
             found = self.get(name)
+            if isinstance(found, list | tuple):
+                found = listed_per_layer(self._config, name)[self._layer]
             if isinstance(found, int | float) and not isinstance(found, bool):
                 return int(found)
         return None

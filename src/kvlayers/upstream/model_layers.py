@@ -19,7 +19,7 @@ from kvlayers.upstream.compat import (
     STATES_BY_INDEX,
     TRANSFORMERS,
 )
-from kvlayers.upstream.model_types import decoder_config
+from kvlayers.upstream.model_types import decoder_config, listed_per_layer
 
 INDEXED = "deepseek_sparse_attention"
 """The layer type with an indexer."""
@@ -73,19 +73,26 @@ def layer_specs(config: object) -> list[LayerSpec]:
             f"'{decoder.model_type}' make a cache of their own: leave it to generate(){newer}."
         )
     try:
+        if getattr(decoder, "layer_types", None) is not None:
+            listed_per_layer(decoder, "layer_types")
         layer_types, options = _LAYER_TYPES_OF(decoder)
-    # Before 5.0, a config may have a word in the place of a number.
-    except (AttributeError, TypeError) as missing:
+    except ConfigError:
+        raise
+    # Before 5.0, a config may have a word in the place of a number. Since 5.23, lists of layers that share keys and
+    # values are compared with one another.
+    except (AttributeError, TypeError, ValueError, IndexError) as wrong:
         raise ConfigError(
             f"expected a config that describes its layers (num_hidden_layers, and layer_types, sliding_window or "
-            f"attention_chunk_size if layers differ), but in {type(decoder).__name__} {missing}: pass the config of "
+            f"attention_chunk_size if layers differ), but in {type(decoder).__name__} {wrong}: pass the config of "
             "the model itself, or make the cache without a config."
-        ) from missing
-    per_layer = options if isinstance(options, list) else [options] * len(layer_types)
+        ) from wrong
+    options_of = options if isinstance(options, list) else [options] * len(layer_types)
     shared = {"config": decoder} if LAYER_CLASSES_TAKE_CONFIG else {}
+    # A config may list more layers than the model has.
+    layer_types = layer_types[: decoder.num_hidden_layers]
     return [
         LayerSpec(layer_type, {**_without_window(layer_type, layer_options), **shared}, index)
-        for index, (layer_type, layer_options) in enumerate(zip(layer_types, per_layer, strict=True))
+        for index, (layer_type, layer_options) in enumerate(zip(layer_types, options_of, strict=False))
     ]
 
 
@@ -115,8 +122,9 @@ def _described_layers(decoder: Any) -> tuple[list[str], list[dict[str, Any]]]:
     if found is None:
         only_type = "full_attention" if sliding_window is chunk is None else "sliding_attention"
         found = [only_type] * decoder.num_hidden_layers
-    # The last layers of some models read what earlier layers hold.
-    found = found[: len(found) - (getattr(decoder, "num_kv_shared_layers", None) or 0)]
+    # The last layers of some models read what earlier layers hold, unless all layers would.
+    own_states = decoder.num_hidden_layers - (getattr(decoder, "num_kv_shared_layers", None) or 0)
+    found = found[: own_states if own_states > 0 else decoder.num_hidden_layers]
     layer_types = [_OLD_LAYER_TYPES.get(layer_type, layer_type) for layer_type in found]
     window = {"sliding_window": sliding_window or chunk}
     options = [window if layer_type in ("sliding_attention", "chunked_attention") else {} for layer_type in layer_types]

@@ -28,6 +28,10 @@ KEEPS_STATES_IN_MODULES = ("recurrent_gemma",)
 """Model types whose recurrent states are attributes of their modules, which no cache can reach."""
 
 
+HAS_A_LAYER_FOR_EACH_TYPE = ("zamba", "zamba2")
+"""Model types with as many layers as `layer_types` has entries, whatever `num_hidden_layers` says."""
+
+
 def config_of(model_or_config: object) -> PretrainedConfig:
     """The config of a model, or the config itself.
 
@@ -56,10 +60,34 @@ def decoder_config(model_or_config: object) -> PretrainedConfig:
     decoder = config.get_text_config(decoder=True)
     # T5 has another name for the number of its decoder layers, which transformers overlooks.
     layers = vars(config).get("num_decoder_layers") if config.is_encoder_decoder else None
+    if decoder.model_type in HAS_A_LAYER_FOR_EACH_TYPE:
+        layers = len(decoder.layers_block_type)
     if isinstance(layers, int) and decoder.num_hidden_layers != layers:
         decoder = copy.copy(decoder)
         decoder.num_hidden_layers = layers
     return decoder
+
+
+def listed_per_layer(decoder: PretrainedConfig, field: str) -> list[Any]:
+    """The entry of each layer in a field of a config that lists them.
+
+    A list may have more entries than the model has layers, as if only the first layers of a checkpoint were loaded.
+
+    Args:
+        decoder: config of the decoder, see `decoder_config`.
+        field: name of the field.
+
+    Raises:
+        ConfigError: the list has fewer entries than the model has layers.
+    """
+    listed, layers = getattr(decoder, field), decoder.num_hidden_layers
+    if len(listed) < layers:
+        raise ConfigError(
+            f"`{field}` of {type(decoder).__name__} must have an entry for each of its {layers} layers "
+            f"(num_hidden_layers), got {len(listed)}: set num_hidden_layers to at most {len(listed)}, or list "
+            "the other layers too."
+        )
+    return list(listed[:layers])
 
 
 def head_dims(config: object) -> tuple[int, int] | None:
@@ -121,7 +149,7 @@ def goes_by_columns(config: object) -> bool:
         decoder.model_type in BIASED_BY_COLUMN
         or bool(fields.get("alibi"))
         or "relative_attention_num_buckets" in fields
-        or "local" in fields.get("attention_layers", ())
+        or ("attention_layers" in fields and "local" in listed_per_layer(decoder, "attention_layers"))
     )
 
 

@@ -38,8 +38,9 @@ def check_is_new(cache: Counted, held: int, given: int) -> None:
             raise interruption
         raise StateMismatchError(
             f"expected more than the {held} tokens that the cache has seen already, but saw {given}: pass the whole "
-            "sequence as input_ids, or new tokens alone with an attention_mask for all (a cache with a window needs no "
-            "cropped input); or crop() or reset() the cache to begin another sequence."
+            "sequence as input_ids or inputs_embeds, or the input_ids of new tokens alone with an attention_mask for "
+            "all (a cache with a window needs no cropped input); or crop() or reset() the cache to begin another "
+            "sequence."
         )
 
 

@@ -27,6 +27,7 @@ def validate(
     attention_mask: torch.Tensor | None,
     total_tokens: int | None,
     encoded: torch.Tensor | None = None,
+    inputs_embeds: torch.Tensor | None = None,
 ) -> None:
     """Check that generation can continue from a cache, and tell an empty cache what it must know.
 
@@ -36,10 +37,11 @@ def validate(
         attention_mask: mask of the whole sequence, `[batch, tokens]`, if any of it is padding.
         total_tokens: length of the whole sequence, if known.
         encoded: output of the encoder, `[batch, tokens, hidden]`, if there is an encoder and it is to be checked.
+        inputs_embeds: embeddings `[batch, tokens, hidden]` that the call was given instead of ids.
 
     Raises:
-        StateMismatchError: the sequence is no longer than what the cache has seen, or cross-attention has states of
-            another encoder output.
+        StateMismatchError: the sequence is no longer than what the cache has seen, its embeddings are not those of all
+            tokens, or cross-attention has states of another encoder output.
         CapacityError: too little is reserved for cross-attention.
         OptionError: the model has cross-attention, but the cache does not.
         ConfigError: as `check_windows`, `check_rope_dtype` and `SinkCache.prepare`; or the cache is static, and the
@@ -76,8 +78,23 @@ def validate(
             self_attention.prepare(model.config, attention_mask)
     # transformers does not count what a cache of recurrent states has seen: such a model gets the new tokens only.
     gets_whole_sequence = not self_attention.is_recurrent and not model.config.is_encoder_decoder
-    if total_tokens is not None and gets_whole_sequence and self_attention.layers:
-        check_is_new(self_attention, self_attention.get_seq_length(), total_tokens)
+    if gets_whole_sequence and self_attention.layers:
+        seen = self_attention.get_seq_length()
+        if total_tokens is not None:
+            check_is_new(self_attention, seen, total_tokens)
+        if inputs_embeds is not None:
+            _check_whole_embeddings(inputs_embeds.shape[1], seen, total_tokens)
+
+
+def _check_whole_embeddings(given: int, seen: int, total_tokens: int | None) -> None:
+    """Raise `StateMismatchError` if embeddings are those of new tokens alone: transformers would drop some of them."""
+    if seen and (given <= seen or given < (total_tokens or 0)):
+        raise StateMismatchError(
+            f"expected inputs_embeds of the whole sequence, of which the cache has seen {seen} tokens, but saw "
+            f"embeddings of {given}{'' if total_tokens is None else f' of its {total_tokens} tokens'}: pass embeddings "
+            "of all tokens (any will do for those that were seen), or the input_ids of new tokens alone with an "
+            "attention_mask for all; or crop() or reset() the cache to begin another sequence."
+        )
 
 
 def check_windows(model: Any, cache: Cache) -> None:

@@ -20,6 +20,7 @@ from kvlayers.generation import (
     registry,
     shared_prefill,
     static_pool,
+    static_room,
     validate_cache,
 )
 from kvlayers.generation.hooks import generation_config as config_hooks
@@ -77,9 +78,13 @@ def generate(original: Method) -> Method:
         mask = kwargs.get("attention_mask")
         total_tokens = _total_tokens(self, input_ids, kwargs) if isinstance(past, Cache) else None
         record = known_ids.TokenRecord(input_ids if cache_sees_ids else None, mask, total_tokens)
+        given = by_name(args, kwargs)
+        stopping = static_room.stopping(
+            bool(given.get("stopping_criteria")) or given.get("custom_generate") is not None
+        )
         try:
-            with static_pool.tracking() as acquired, known_ids.recording(record):
-                output = original(assisted.view_for_generate(self, by_name(args, kwargs)), *args, **kwargs)
+            with static_pool.tracking() as acquired, known_ids.recording(record), stopping:
+                output = original(assisted.view_for_generate(self, given), *args, **kwargs)
         finally:
             if mask_mode is not None:
                 mask_mode.compiled = was_compiled
@@ -148,7 +153,7 @@ def prepare_cache_for_generation(original: Method) -> Method:
         past = model_kwargs.get(argument)
         config_hooks.resolve_name(generation_config, config_hooks.REQUESTED_NAME.get(), past is not None)
         name = generation_config.cache_implementation or "dynamic"
-        _prepare_passed_cache(self, past, generation_config, model_kwargs)
+        _prepare_passed_cache(self, past, generation_config, model_kwargs, max_cache_length)
         mask_mode = make_cache.mask_mode(past)
         # A cache of transformers does not say itself whether it is compiled around.
         if mask_mode is not None and (generation_config.compile_config is not None or not isinstance(past, Cache)):
@@ -177,7 +182,9 @@ def prepare_cache_for_generation(original: Method) -> Method:
     return prepare_cache_for_generation
 
 
-def _prepare_passed_cache(model: Any, past: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+def _prepare_passed_cache(
+    model: Any, past: Any, generation_config: Any, model_kwargs: dict[str, Any], max_cache_length: int
+) -> None:
     """Check the cache that a call was given, and adapt the call to it."""
     if prefixed_call.is_from_store(past):
         # The name has been applied already, when this cache was made.
@@ -193,7 +200,12 @@ def _prepare_passed_cache(model: Any, past: Any, generation_config: Any, model_k
     total_tokens = None if record is None else record.total_tokens
     if attention_mask is not None:
         total_tokens = attention_mask.shape[1]
-    validate_cache.validate(model, past, attention_mask, total_tokens, encoded)
+    validate_cache.validate(model, past, attention_mask, total_tokens, encoded, model_kwargs.get("inputs_embeds"))
+    new_tokens = generation_config.max_new_tokens
+    if new_tokens is not None and total_tokens is not None and not model.config.is_encoder_decoder:
+        # The new tokens may have been passed alone, with a mask for all.
+        max_cache_length = max(max_cache_length, total_tokens + new_tokens - 1)
+    static_room.check_room(past, generation_config, max_cache_length)
     if record is not None:
         record.begin(past, generation_config, attention_mask)
     if compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.get_seq_length():

@@ -9,7 +9,7 @@ from transformers.generation.utils import GenerationMode
 
 from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import fixed_layers
-from kvlayers.generation import assisted, registry, static_pool, validate_cache
+from kvlayers.generation import assisted, registry, static_pool, static_room, validate_cache
 from kvlayers.generation.call_arguments import sequences_per_prompt
 from kvlayers.stores.masking import MaskMode
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
@@ -40,6 +40,7 @@ def for_call(
         max_cache_length: most tokens that the call may reach.
 
     Raises:
+        CapacityError: the options reserve fewer tokens than the call needs.
         KVLayersError: as `registry.make_cache` and `validate_cache.check_rope_dtype`.
     """
     drafts = generation_mode == GenerationMode.ASSISTED_GENERATION
@@ -61,6 +62,7 @@ def for_call(
         layer_devices=layer_devices(model),
     )
     cache = _acquire(model, name, request, generation_config, generation_mode)
+    static_room.check_room(cache, generation_config, max_cache_length)
     if isinstance(cache, Cache) and cache.rotates_keys:
         validate_cache.check_rope_dtype(model)
     if generation_config.is_assistant:

@@ -1,0 +1,43 @@
+"""generate() from embeddings instead of ids, behind tokens that a cache has seen."""
+
+import pytest
+import torch
+
+import kvlayers
+from kvlayers.upstream import compat
+from models import prompt, tiny_model
+
+
+@pytest.mark.parametrize("seen", [5, 10])
+def test_embeddings_of_new_tokens_alone_are_refused_with_what_to_pass_instead(seen: int) -> None:
+    """transformers would take the last of them for the new ones, and generate other tokens."""
+    model, ids = tiny_model("llama"), prompt(1, 16)
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False)[:, 16:]
+    embeddings = model.get_input_embeddings()(ids)
+    mask = torch.ones_like(ids)
+
+    def started() -> kvlayers.DynamicCache:
+        cache = kvlayers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(ids[:, :seen], past_key_values=cache)
+        return cache
+
+    def generated(cache: kvlayers.DynamicCache, embeds: torch.Tensor) -> torch.Tensor:
+        how = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 5, "do_sample": False}
+        output: torch.Tensor = model.generate(inputs_embeds=embeds, **how)
+        return output
+
+    with kvlayers.installed():
+        cache = started()
+        new = 16 - seen
+        with pytest.raises(
+            kvlayers.StateMismatchError, match=rf"inputs_embeds.*seen {seen} .*{new} of its 16.*all tokens"
+        ):
+            generated(cache, embeddings[:, seen:])
+        # What the message says: embeddings of all, of which those of seen tokens are not read.
+        unread = torch.cat([torch.full_like(embeddings[:, :seen], torch.nan), embeddings[:, seen:]], dim=1)
+        assert torch.equal(generated(cache, unread), expected)
+    if compat.PREFILL_SUBTRACTS_LENGTHS and seen > new:
+        # Without install() only the numbers of tokens are known.
+        with pytest.raises(kvlayers.StateMismatchError, match="whole sequence as input_ids or inputs_embeds"):
+            generated(started(), embeddings[:, seen:])

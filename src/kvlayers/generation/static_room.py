@@ -72,7 +72,7 @@ def _reserved_tokens(cache: object) -> int | None:
         return None
     limits: list[int | None] = []
     for layer in cache.self_attention.adapted_layers():
-        attention = layer.parts[0].unwrapped
+        attention: Any = layer.parts[0].unwrapped
         if attention.reserved is not None and not attention.reserved.grow:
             limits.append(attention.token_limit if attention.is_sliding else attention.capacity)
     return min((limit for limit in limits if limit is not None), default=None)

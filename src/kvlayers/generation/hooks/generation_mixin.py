@@ -79,11 +79,9 @@ def generate(original: Method) -> Method:
         total_tokens = _total_tokens(self, input_ids, kwargs) if isinstance(past, Cache) else None
         record = known_ids.TokenRecord(input_ids if cache_sees_ids else None, mask, total_tokens)
         given = by_name(args, kwargs)
-        stopping = static_room.stopping(
-            bool(given.get("stopping_criteria")) or given.get("custom_generate") is not None
-        )
+        may_be_stopped = bool(given.get("stopping_criteria")) or given.get("custom_generate") is not None
         try:
-            with static_pool.tracking() as acquired, known_ids.recording(record), stopping:
+            with static_pool.tracking() as acquired, known_ids.recording(record), static_room.stopping(may_be_stopped):
                 output = original(assisted.view_for_generate(self, given), *args, **kwargs)
         finally:
             if mask_mode is not None:

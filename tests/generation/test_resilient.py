@@ -62,7 +62,7 @@ class RunningOut:
 
     def _begin(self, model: Any, args: Any, kwargs: Any) -> None:
         self.passes += 1
-        cache = type(kwargs.get("past_key_values", kwargs.get("cache_params")))
+        cache = type(cache_argument.passed_in(kwargs))
         if not self.caches or self.caches[-1] is not cache:
             self.caches.append(cache)
 

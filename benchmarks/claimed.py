@@ -413,15 +413,16 @@ def readme_table(record: Mapping[str, Any]) -> str:
 
 def with_tables(page: str, record: Mapping[str, Any]) -> str:
     """docs/choosing.md with the tables of a record between its markers."""
-    return _between(page, BEGIN, END, tables(record))
+    return between(page, BEGIN, END, tables(record))
 
 
 def with_readme_table(page: str, record: Mapping[str, Any]) -> str:
     """README.md with the table of a record between its markers."""
-    return _between(page, BEGIN_TABLE, END_TABLE, readme_table(record))
+    return between(page, BEGIN_TABLE, END_TABLE, readme_table(record))
 
 
-def _between(page: str, begin: str, end: str, content: str) -> str:
+def between(page: str, begin: str, end: str, content: str) -> str:
+    """A page with other text between two markers."""
     before, _, rest = page.partition(begin)
     _, _, after = rest.partition(end)
     return f"{before}{begin}\n\n{content}\n\n{end}{after}"

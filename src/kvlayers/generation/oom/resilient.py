@@ -12,6 +12,7 @@ import torch
 from kvlayers.generation.oom.attempt import GenerateCall
 from kvlayers.generation.oom.ladder import DEFAULT_LADDER, Rung, RungLike, first_line, suitable_rungs
 from kvlayers.generation.static_pool import free_reservations
+from kvlayers.upstream import cache_argument
 
 OUT_OF_MEMORY_PHRASES = (
     "out of memory",
@@ -70,6 +71,8 @@ def resilient_generate(
         torch.Size([1, 7])
     """
     rungs, unsuitable = suitable_rungs(ladder, model)
+    # Nothing else may hold a cache that the call leaves behind.
+    kwargs = cache_argument.respelled_for_generate(model, kwargs)
     call = GenerateCall(model, args, kwargs)
     rung, *below = call.rungs_to_try(rungs)
     history: list[_Failure] = []

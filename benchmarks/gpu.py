@@ -7,7 +7,7 @@
     python benchmarks/gpu.py check --device cpu --quick --output results   # tiny shapes, to see that it runs
 
 Steps run in order of value. A step whose first figures no longer fit the budget is skipped and named; one of several
-shapes ends with those that there is time for. What is found is saved to the stage's JSON file as it comes, so that an
+shapes ends with those for which time is left. What is found is saved to the stage's JSON file as it comes, so that an
 interrupted run keeps what it has. Contenders take turns; figures are medians; outputs are compared before a time is
 reported.
 

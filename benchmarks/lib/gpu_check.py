@@ -136,7 +136,7 @@ def _error(setup: Setup, case: Case) -> tuple[float, str]:
         store.truncate(store.length - 64 - 25)
         extended(store, random_pair(**shape, tokens=90, seed=1))
         store.drop_oldest(16 + 64 + 17)
-    # Plain torch dequantizes on the CPU; float64 has no kernel of ours.
+    # Plain torch dequantizes on the CPU, and no kernel of kvlayers takes float64.
     held = [states.to(setup.device) for states in dense_states(on_cpu(store))]
     new = random_pair(**shape, tokens=case.queries, seed=2)
     query = torch.randn(batch, case.queries, heads, head_dim, device=setup.device, dtype=dtype).transpose(1, 2)

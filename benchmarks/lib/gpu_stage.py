@@ -139,7 +139,7 @@ class Setup:
     def in_time(self, found: "Findings", items: Iterable[Item]) -> Iterator[Item]:
         """What a step goes through, while there is time for one more that takes as long as the longest.
 
-        What was found is saved after each. What there is no time for is named in `found.cut`.
+        What was found is saved after each. Items without time are named in `found.cut`.
         """
         longest = 0.0
         for number, item in enumerate(items):

@@ -50,7 +50,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is from transformers 4:Depreca
 
 def surface() -> dict[Any, dict[str, Any]]:
     """All that old names may be put into: modules and classes."""
-    owners: list[Any] = [*map(importlib.import_module, HOMES)] + [
+    owners: list[Any] = [
+        *map(importlib.import_module, HOMES),
         kvlayers.Cache,
         LegacySurface,
         transformers.Cache,

@@ -17,7 +17,9 @@ TOO_SMALL = {"cache_implementation": "static", "cache_config": {"max_cache_len":
 def generated(model: Any, tokens: int = 20, **how: Any) -> torch.Tensor:
     """12 tokens of a prompt and 20 new ones, of which the last is never passed: 31 tokens."""
     with kvlayers.installed():
-        output: torch.Tensor = model.generate(prompt(1, 12), max_new_tokens=tokens, do_sample=False, **how)
+        output: torch.Tensor = model.generate(
+            prompt(1, 12), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, **how
+        )
     return output
 
 
@@ -57,7 +59,11 @@ def test_a_cache_that_is_passed_is_checked_as_well() -> None:
             model(ids[:, :8], past_key_values=cache)
         with kvlayers.installed(), pytest.raises(kvlayers.CapacityError, match=NEEDED):
             model.generate(
-                ids[:, begin:], attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=20
+                ids[:, begin:],
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                max_new_tokens=20,
+                min_new_tokens=20,
             )
         assert cache.get_seq_length() == 8
 

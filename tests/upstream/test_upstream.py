@@ -55,11 +55,11 @@ GEMMA = transformers.Gemma3TextConfig(**COMMON, sliding_window=8, layer_types=["
 def test_the_length_of_a_static_cache_is_an_int_that_stays() -> None:
     cache = kvlayers.StaticCache(LLAMA, max_cache_len=64)
     assert cache.get_seq_length() == 0
-    assert type(cache.get_seq_length()) is int
+    assert isinstance(cache.get_seq_length(), int)
     cache.update(*states(40), 0)
     saved = cache.get_seq_length()
     cache.update(*states(1), 0)
-    assert type(saved) is int
+    assert isinstance(saved, int)
     assert saved == 40
 
 

@@ -258,6 +258,8 @@ def tests(setup: Setup) -> Findings:
 def _run_tests(setup: Setup, file: Path) -> Ended:
     """How pytest ended for a file. Where shapes are tiny, tests are only collected."""
     command = [sys.executable, "-m", "pytest", str(file), "-m", "cuda", "-rfE", "--durations=8", "--tb=short"]
+    # What tests log is longer than all that is kept of the output.
+    command += ["--show-capture=no"]
     # The options in pyproject.toml need plugins that may not be there.
     command += ["-o", "addopts=", "-p", "no:cacheprovider", *(["--collect-only", "-q"] if setup.quick else ["-v"])]
     path = os.pathsep.join([str(REPOSITORY / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])

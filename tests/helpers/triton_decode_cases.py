@@ -157,6 +157,8 @@ CASES: dict[str, Case] = {
     "negative scale": Case(**native(4), options={"scale": -0.1}),
     "no scale": Case(**native(4), options={"scale": 0.0}),
     "mask": Case(**native(4), batch=2, mask_shape=(2, 4, 2), q_tokens=2, kv_heads=2),
+    "mask, 2 bits": Case(**native(2), **AROUND, batch=2, mask_shape=(2, 4, 2), q_tokens=2, kv_heads=2),
+    "mask of sequences, 2 bits": Case(**native(2), batch=2, mask_shape=(2, 1, 1), q_tokens=2, options={"first": 5}),
     "mask of sequences": Case(**native(4), batch=2, mask_shape=(2, 1, 1), q_tokens=2, options={"first": 5}),
     "mask and ends": Case(**native(4), batch=2, mask_shape=(2, 1, 1), blocks=3, options={"ends": ENDS, "first": 5}),
     "added mask": Case(
@@ -535,6 +537,36 @@ def check_resources() -> dict[str, Any]:
     return found
 
 
+def check_wrong_code() -> dict[str, Any]:
+    """How often a kernel that was broken is launched, and the paths of attention."""
+    launches, found = 0, []
+    launch = plan.ATTEND_SPLIT.launch
+
+    def wrong(device: Any, grid: Any, arguments: tuple[Any, ...], constants: Any) -> None:
+        nonlocal launches
+        launches += 1
+        launch(device, grid, (*arguments[:-1], 30 * arguments[-1]), constants)
+
+    def forget() -> None:
+        plan._variants.clear()
+        plan.split_kernels.cache_clear()
+
+    forget()
+    with mock.patch.object(plan.ATTEND_SPLIT, "launch", wrong):
+        # Several segments of the same kind. Of the first query, the expected result is nan.
+        for blocks, number in ((2, torch.nan), (2, 1.0), (3, 1.0), (5, 1.0)):
+            torch.manual_seed(0)
+            segments, query = states_of(Case(**native(4), **AROUND, blocks=blocks)), torch.randn(1, 2, 1, 64)
+            query[0, 0, 0, 3] = number
+            paths = PathCounter()
+            out = dispatch.attend(query, segments, None, 0.125, paths)
+            found += paths.counts
+            if number == number:
+                torch.testing.assert_close(out, plain.attend(query, segments, None, 0.125))
+    forget()
+    return {"launches": launches, "paths": found}
+
+
 def check_cache(backend: str, nbits: int) -> dict[str, Any]:
     """A cache that decodes while blocks are packed: attention to its states, against the dense reference."""
     config = LlamaConfig(
@@ -648,6 +680,7 @@ if __name__ == "__main__":
         "device": check_device(),
         "refusals": check_refusals(),
         "resources": check_resources(),
+        "wrong code": check_wrong_code(),
         "caches": {"int4": check_cache("native", 4), "fp8": check_cache("fp8", 8)},
     }
     json.dump(found, sys.stdout)

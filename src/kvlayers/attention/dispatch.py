@@ -64,11 +64,20 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
     with without_autocast(query.device):
         obstacle = cuda_kernel.obstacle(query, segments, mask)
         if obstacle is None:
-            paths.record(CUDA)
-            return cuda_kernel.attend(query, segments, mask, scale)
+            out = cuda_kernel.attend(query, segments, mask, scale)
+            to_compare = cuda_kernel.variants_to_compare(query, segments, mask)
+            if not to_compare:
+                paths.record(CUDA)
+                return out
         shares = segments.shares_rows
+        expected = (shared_segments.attend if shares else fused.attend)(query, segments, mask, scale)
+        if obstacle is None:
+            obstacle = cuda_kernel.compare(to_compare, out, expected)
+            if obstacle is None:
+                paths.record(CUDA)
+                return out
         paths.record(f"{fused.description(query, segments)}, {SHARED if shares else SLABS}, as {obstacle}")
-        return (shared_segments.attend if shares else fused.attend)(query, segments, mask, scale)
+        return expected
 
 
 def _attend_on_cpu(

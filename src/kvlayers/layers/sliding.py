@@ -86,6 +86,8 @@ class SlidingLayer(TokenLayer):
 
     def activate_past_recording(self) -> None:
         """Hold every token between one `truncate` or `crop` and the next, which may then go back to any of them."""
+        if not self.record_past:
+            self._drop_beyond_window()
         self.record_past = True
 
     @override
@@ -140,7 +142,9 @@ class SlidingLayer(TokenLayer):
     @override
     def check_truncate(self, length: int) -> None:
         check_rollback(length, self._seen)
-        dropped = self._seen - self._store.length
+        # What has left the window may still be in memory, which depends on the device: it is gone all the same.
+        held = self._store.length if self.record_past else self.attended_past(self._store.length)
+        dropped = self._seen - held
         needed = max(length - self.sliding_window + 1, 0)
         if length and needed < dropped:
             raise RollbackError(

@@ -1,17 +1,28 @@
 """Attention on a CUDA device to packed and gathered segments, and to dense ones around them: a launch each, a merge."""
 
+import logging
+import math
+
 import torch
 from torch import Tensor
 
 from kvlayers.attention.cuda.launch import SplitCall, kind_of, variant_of
-from kvlayers.attention.cuda.plan import DEFAULT_LAUNCH, Launch
+from kvlayers.attention.cuda.plan import DEFAULT_LAUNCH, Launch, Variant
 from kvlayers.attention.cuda.reads import Read, reads_of
-from kvlayers.attention.cuda.specs import MAXIMUM_ROWS as ROWS_OF_A_PROGRAM
 from kvlayers.attention.segments import KVSegments
 from kvlayers.errors import StateMismatchError
 
-MAXIMUM_ROWS = 4 * ROWS_OF_A_PROGRAM
+logger = logging.getLogger(__name__)
+
+MAXIMUM_ROWS = 256
 """Queries of one kv head, over all heads that share it, up to which reading packed codes pays."""
+
+LARGEST_ERROR = 0.1
+"""Norm of the difference from torch's result, relative to that, from which on a result is wrong.
+
+Both round to the dtype of the states, which makes a difference below 0.01; code that multiplies wrong numbers makes one
+of about 1.
+"""
 
 MAXIMUM_HEADS = 65535
 """Kv heads of all sequences up to which CUDA can launch the kernel, in the second dimension of a grid."""
@@ -40,6 +51,39 @@ def obstacle(query: Tensor, segments: KVSegments, mask: Tensor | None, launch: L
         if variant.obstacle is not None:
             return variant.obstacle
     return None
+
+
+def variants_to_compare(
+    query: Tensor, segments: KVSegments, mask: Tensor | None, launch: Launch = DEFAULT_LAUNCH
+) -> list[Variant]:
+    """The compiled variants that take these queries, of which no result has been compared with that of torch.
+
+    Comparing waits for the device, so there are none while a CUDA graph is recorded.
+    """
+    kind, (_, heads, queries, _) = kind_of(mask), query.shape
+    variants = [variant_of(read, heads, queries, kind) for read in _reads(segments, launch)]
+    if all(variant.compared for variant in variants) or not query.numel() or query.is_meta:
+        return []
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        return []
+    return [variant for variant in variants if not variant.compared]
+
+
+def compare(variants: list[Variant], seen: Tensor, expected: Tensor) -> str | None:
+    """Why the variants that gave a result are never launched again, `None` if it is the expected one.
+
+    Nothing is decided if the expected result is not finite.
+    """
+    error, size = torch.stack([(seen.float() - expected.float()).norm(), expected.float().norm()]).tolist()
+    if not math.isfinite(size):
+        return None
+    found: str | None = None
+    if not error <= LARGEST_ERROR * size:
+        found = f"the first result of the kernel was {error:.2g} from that of torch, whose norm is {size:.2g}"
+        logger.warning("triton's code is wrong on %s, so another path is taken: %s", seen.device, found)
+    for variant in variants:
+        variant.compared, variant.obstacle = True, found
+    return found
 
 
 def attend(

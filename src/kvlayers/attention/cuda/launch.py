@@ -18,6 +18,7 @@ from torch import Tensor
 from kvlayers.attention.cuda.plan import ATTEND_SPLIT, DENSE_TOKENS, MERGE_SPLITS, SegmentPlan, Variant
 from kvlayers.attention.cuda.reads import Read
 from kvlayers.attention.cuda.specs import ADDED_MASK, BOOL_MASK, NO_MASK
+from kvlayers.attention.fused import unexpanded
 
 _LOG2_E = math.log2(math.e)
 _NO_STRIDES = (0,) * 6
@@ -66,9 +67,11 @@ class SplitCall:
 
         mask_strides: tuple[int, ...] = (0, 0, 0, 0)
         if mask is not None:
+            if any(division[0].wide_mask for division in divisions):
+                mask = unexpanded(mask).to(torch.int16)
             mask = mask.expand(batch, heads, q_tokens, mask.shape[3])
             mask_strides = mask.stride()
-            entries = mask.view(torch.uint8) if kind == BOOL_MASK else mask
+            entries = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
         results = batch * heads * q_tokens
         partials = query.new_empty(results * splits * (plan.value_dim + 1), dtype=torch.float32)

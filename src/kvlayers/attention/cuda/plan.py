@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.attention.cuda.specs import (
+    BOOL_MASK,
     MergeSpec,
     SideSpec,
     SplitSpec,
@@ -63,19 +64,25 @@ class Variant:
 
     Attributes:
         rows: rows of queries that a program takes.
+        wide_mask: whether it needs bool masks in numbers of two bytes.
         constants: its compile-time constants; `None` until `fit`.
         obstacle: why it cannot be launched, `None` if it can.
+        compared: whether a result of it has been compared with that of torch.
     """
 
-    __slots__ = ("_options", "_spec", "constants", "obstacle", "rows")
+    __slots__ = ("_options", "_spec", "compared", "constants", "obstacle", "rows", "wide_mask")
 
     def __init__(self, spec: SplitSpec, launch: Launch, dtype: torch.dtype) -> None:
         self._spec, self.rows = spec, spec.rows
+        # Triton lays out the operands of products by the narrowest number that goes into them, halved by a join: with a
+        # byte, a thread would hold more tokens than a part has, and count each of them twice.
+        self.wide_mask = spec.joined and spec.mask == BOOL_MASK
         warps = launch.warps or warps_of_program(spec, dtype)
         # Fused multiply-add is not the default of every version of triton.
         self._options = {"num_warps": warps, "num_stages": launch.stages, "enable_fp_fusion": True}
         self.constants: KeptConstants | None = None
         self.obstacle: str | None = None
+        self.compared = False
 
     def fit(self, device: torch.device, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         """Find out with how many stages the device has enough shared memory. This compiles the kernel."""

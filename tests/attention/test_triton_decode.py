@@ -1,6 +1,7 @@
 """The kernel for packed states gives the attention of the states that they stand for. Run by Triton's interpreter."""
 
 import itertools
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -177,6 +178,44 @@ def test_drafts_and_histories_of_all_lengths_share_a_few_compiled_kernels(monkey
             kernel.attend(query, segments, given, 0.1)
     # 16 or 32 rows of queries, with and without a mask.
     assert {name: len(variants) for name, variants in compiled.items()} == {"attend_split": 4, "merge_splits": 1}
+
+
+@pytest.mark.slow
+@with_triton
+@pytest.mark.parametrize(("bits", "queries"), [(2, 1), (4, 16)])
+def test_operands_of_products_have_each_number_once(monkeypatch: pytest.MonkeyPatch, bits: int, queries: int) -> None:
+    """On Hopper, where the interpreter tells nothing of layouts: four threads share a row of numbers to multiply."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    layouts: list[str] = []
+
+    def launch(
+        kernel: TritonKernel, device: object, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: Any
+    ) -> None:
+        if kernel.name == "attend_split":
+            layouts.append(kernel.function.warmup(*arguments, grid=grid, **constants).asm["ttgir"])
+
+    offline = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 90,
+        get_current_stream=lambda device: 0,
+    )
+    monkeypatch.setattr(driver, "_active", offline)
+    monkeypatch.setattr(triton_support, "device_facts", lambda device: triton_support.DeviceFacts(None, 132))
+    monkeypatch.setattr(TritonKernel, "launch", launch)
+    keys, values = CodeFormat(bits, 64, 1, rotated=True), CodeFormat(bits, 1, 64, rotated=True)
+    segments = empty_segments(keys, values, 5, before=4, after=9)
+    query = torch.empty(1, queries, 8, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    mask = torch.empty(1, 1, queries, segments.tokens, dtype=torch.bool, device="meta")
+    assert kernel.obstacle(query, segments, mask) is None
+    kernel.attend(query, segments, mask, 0.1)
+    (layout,) = layouts
+    assert "warp_group_dot" not in layout
+    operands = set(re.findall(r"tensor<(\d+)x(\d+)x\w+, #ttg.dot_op<{opIdx = (\d), [^{}]*kWidth = (\d+)", layout))
+    assert len(operands) > 4
+    for rows, columns, is_second, of_a_thread in operands:
+        assert int(rows if int(is_second) else columns) >= 4 * int(of_a_thread)
 
 
 def empty_segments(

@@ -141,9 +141,10 @@ BLOOM_MASKS_RESERVATION = Version("5.21") > TRANSFORMERS
 COMPILES_TENSOR_SUBCLASSES = Version("2.13") <= TORCH
 """From torch 2.13 on, TorchDynamo can trace the tensor subclass of `attention/packed_tensor.py`."""
 
-OUTSIDE_CUDA_GRAPHS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if COMPILES_TENSOR_SUBCLASSES else {}
-"""Options of an operator that runs Python at each call, so that torch records no CUDA graph with it. Operators of
-compiled code are called from torch 2.13 on."""
+OUTSIDE_CUDA_GRAPHS: dict[str, Any] = (
+    {"tags": (torch.Tag.cudagraph_unsafe,)} if "cudagraph_unsafe" in torch.Tag.__members__ else {}
+)
+"""Options of an operator that runs Python at each call, so that torch records no CUDA graph with it."""
 
 # torch 2.6 calls them current_device_idx and set_device_idx, which are deprecated from 2.7 on.
 _NAMES_ITS_INDEX = Version("2.7") <= TORCH

@@ -339,6 +339,19 @@ def test_tokens_are_taken_back_between_compiled_steps() -> None:
     assert graphs() == compiled_once
 
 
+@pytest.mark.parametrize("reads_buckets", [False, True])
+def test_a_full_window_is_not_taken_back_on_any_device(reads_buckets: bool) -> None:
+    """Masks of buckets are made on GPUs, where tokens that have left the window are dropped later."""
+    family = "hybrid"
+    inputs, expected = reference(family, steps=40)
+    model, cache = small_model(family), static_cache(family, compiled=reads_buckets)
+    check(decode(model, cache, inputs[:1]), expected[:1])
+    for step in range(1, 40):
+        with pytest.raises(kvlayers.RollbackError, match="have left the window of 8"):
+            cache.crop(-1)
+        check(decode(model, cache, inputs[step : step + 1]), expected[step : step + 1])
+
+
 def test_tokens_of_a_window_are_taken_back_while_it_records() -> None:
     family = "hybrid"
     inputs, expected = reference(family, steps=50)

@@ -86,8 +86,6 @@ class SlidingLayer(TokenLayer):
 
     def activate_past_recording(self) -> None:
         """Hold every token between one `truncate` or `crop` and the next, which may then go back to any of them."""
-        if not self.record_past:
-            self._drop_beyond_window()
         self.record_past = True
 
     @override
@@ -142,9 +140,7 @@ class SlidingLayer(TokenLayer):
     @override
     def check_truncate(self, length: int) -> None:
         check_rollback(length, self._seen)
-        # What has left the window may still be in memory, which depends on the device: it is gone all the same.
-        held = self._store.length if self.record_past else self.attended_past(self._store.length)
-        dropped = self._seen - held
+        dropped = self._seen - self._tokens_to_return_to()
         needed = max(length - self.sliding_window + 1, 0)
         if length and needed < dropped:
             raise RollbackError(
@@ -153,6 +149,10 @@ class SlidingLayer(TokenLayer):
                 f"{self.sliding_window}: call activate_past_recording() before the tokens that may be taken back, or "
                 "fork() the cache."
             )
+
+    def _tokens_to_return_to(self) -> int:
+        """How many of the newest tokens a rollback may need."""
+        return self._store.length
 
     @override
     def truncate(self, length: int) -> None:

@@ -159,6 +159,12 @@ class StaticSlidingLayer(SlidingLayer):
         self.make_room(tokens)
         return store.extend(key_states, value_states, past)
 
+    @override
+    def _tokens_to_return_to(self) -> int:
+        # Where compiled code may run, tokens that have left the window stay for a while: eager code on a CPU has dropped
+        # them, and what a program may do shall not depend on the device.
+        return self._past if self._store.mask_extent.mode.compileable else super()._tokens_to_return_to()
+
     @property
     @override
     def capacity(self) -> int | None:

@@ -1,8 +1,9 @@
-"""generate() with static caches: the tokens of eager code, few graphs, and memory that the next call uses again."""
+"""generate() with static caches: the tokens of eager code, few graphs, and memory that a compiled call uses again."""
 
 import copy
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -235,12 +236,10 @@ def test_a_config_that_asks_for_no_compilation_is_not_compiled(counted: None, in
 # Memory
 
 
-@pytest.mark.parametrize(
-    ("name", "compiled"), [*((name, False) for name in CLASSES), ("static", True), ("sliding_window", True)]
-)
-def test_the_next_call_uses_the_same_memory(installed: None, name: str, compiled: bool) -> None:
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_next_compiled_call_uses_the_same_memory(installed: None, name: str) -> None:
     model, ids = new_model("hybrid"), prompt(2, PROMPT)
-    how = {**(compiling() if compiled else {}), "cache_implementation": name}
+    how = {**compiling(), "cache_implementation": name}
     shorter = prompt(2, 5, seed=1)
     expected, of_shorter = generate(model, ids), generate(model, shorter, max_new_tokens=9)
     caches = Caches(model)
@@ -279,7 +278,7 @@ def test_fewer_sequences_use_a_part_and_more_ones_take_new_memory(installed: Non
     expected = {batch: generate(model, prompt(batch, PROMPT)) for batch in (1, 2, 3)}
     caches = Caches(model)
     for batch in (2, 1, 2, 3, 1, 2):
-        assert torch.equal(generate(model, prompt(batch, PROMPT), **STATIC), expected[batch]), batch
+        assert torch.equal(generate(model, prompt(batch, PROMPT), **compiling()), expected[batch]), batch
     # Two, one and two sequences in one cache; and three, one and two in the next, which replaces it.
     assert len(caches.used) == 2
     assert caches.used[0]() is None
@@ -291,7 +290,7 @@ def test_a_longer_call_takes_new_memory_and_a_shorter_one_uses_it(installed: Non
     expected = {tokens: generate(model, ids, max_new_tokens=tokens) for tokens in (10, 50)}
     caches = Caches(model)
     for tokens in (10, 50, 10, 50):
-        assert torch.equal(generate(model, ids, max_new_tokens=tokens, **STATIC), expected[tokens])
+        assert torch.equal(generate(model, ids, max_new_tokens=tokens, **compiling()), expected[tokens])
     assert len(caches.used) == 2
     assert caches.alive() == 1
 
@@ -309,7 +308,7 @@ def test_a_longer_call_takes_new_memory_and_a_shorter_one_uses_it(installed: Non
 def test_a_cache_of_another_kind_is_made_anew(installed: None, other: dict[str, Any]) -> None:
     model, ids = new_model("hybrid"), prompt(1, PROMPT)
     expected, caches = generate(model, ids), Caches(model)
-    for how in (STATIC, {**STATIC, **other}, {**STATIC, **other}, STATIC):
+    for how in (compiling(), {**compiling(), **other}, {**compiling(), **other}, compiling()):
         assert torch.equal(generate(model, ids, **how), expected)
     assert len(caches.used) == 3
 
@@ -396,7 +395,7 @@ def test_models_do_not_share_memory(installed: None) -> None:
     caches = [Caches(model) for model in (one, other)]
     for _ in range(3):
         for model, tokens in zip((one, other), expected, strict=True):
-            assert torch.equal(generate(model, ids, **STATIC), tokens)
+            assert torch.equal(generate(model, ids, **compiling()), tokens)
     assert [len(seen.used) for seen in caches] == [1, 1]
     assert caches[0].used[0]() is not caches[1].used[0]()
     twin = copy.deepcopy(tiny_model("qwen2"))
@@ -507,16 +506,16 @@ def test_memory_is_let_go_of_when_it_is_asked_for() -> None:
     model, ids = new_model("hybrid"), prompt(2, PROMPT)
     with kvlayers.installed():
         caches = Caches(model)
-        generate(model, ids, **STATIC)
+        generate(model, ids, **compiling())
         assert caches.alive() == 1
         kvlayers.free_reservations()
         assert caches.alive() == 0
-        generate(model, ids, **STATIC)
+        generate(model, ids, **compiling())
         assert caches.alive() == 1
         kvlayers.uninstall()
         assert caches.alive() == 0
     kvlayers.install()
-    generate(model, ids, **STATIC)
+    generate(model, ids, **compiling())
     kvlayers.uninstall()
     assert caches.alive() == 0
     kvlayers.free_reservations()
@@ -530,11 +529,64 @@ def test_dynamic_caches_are_not_kept(installed: None) -> None:
     assert caches.alive() == 0
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_model_is_collected_although_its_memory_was_kept(counted: None, installed: None, compiled: bool) -> None:
+def live_nbytes() -> int:
+    """Bytes of all tensors that Python can reach, each piece of memory once."""
+    with warnings.catch_warnings():
+        # Looking at every object wakes deprecated ones.
+        warnings.simplefilter("ignore")
+        tensors = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
+
+
+RESERVED = 4096
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *((family, name) for family in ("qwen2", "jamba", "t5") for name in ("static", "hybrid", "offloaded_static")),
+        *(("hybrid", name) for name in (*CLASSES, "offloaded_static")),
+    ],
+)
+def test_eager_calls_keep_no_byte_for_a_call_that_may_never_come(installed: None, family: str, name: str) -> None:
+    model, ids = new_model(family), prompt(1, PROMPT)
+    how = {"cache_implementation": name, "max_new_tokens": 8, "cache_config": {"max_cache_len": RESERVED}}
+    expected = generate(model, ids, max_new_tokens=8)
+    # What torch and transformers make once.
+    assert torch.equal(generate(model, ids, **how), expected)
+    held: list[int] = []
+    processors = transformers.LogitsProcessorList([Calling(lambda: held.append(live_nbytes()))])
+    gc.collect()
+    before = live_nbytes()
+    gc.disable()
+    try:
+        assert torch.equal(generate(model, ids, logits_processor=processors, **how), expected)
+        after = live_nbytes()
+    finally:
+        gc.enable()
+    # Within the call there is the reservation, or that of the windows, and behind it there is none.
+    assert held[0] > before
+    if family == "qwen2":
+        shape = 2 * model.config.num_hidden_layers * model.config.num_key_value_heads * RESERVED
+        assert held[0] - before >= shape * model.config.head_dim * 4
+    assert after == before
+
+
+def test_eager_calls_leave_the_memory_of_a_compiled_program_alone(installed: None) -> None:
+    model, ids = new_model("hybrid"), prompt(2, PROMPT)
+    expected, caches = generate(model, ids), Caches(model)
+    for how in (compiling(), STATIC, compiling(), {**STATIC, "cache_config": {"max_cache_len": 300}}, compiling()):
+        assert torch.equal(generate(model, ids, **how), expected)
+    kept = [cache() for cache in caches.used]
+    assert kept[0] is kept[2] is kept[4] is not None
+    assert kept[1] is kept[3] is None
+
+
+def test_a_model_is_collected_although_its_memory_was_kept(counted: None, installed: None) -> None:
     model, ids = new_model("hybrid"), prompt(2, PROMPT)
     caches = Caches(model)
-    generate(model, ids, **(compiling() if compiled else STATIC))
+    generate(model, ids, **compiling())
     known = weakref.ref(model)
     assert caches.alive() == 1
     del model

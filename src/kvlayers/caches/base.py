@@ -29,6 +29,7 @@ from kvlayers.errors import (
 )
 from kvlayers.layers import LayerOperations
 from kvlayers.layers.graph_operators import GraphHandle, calls_operators, updated
+from kvlayers.layers.in_step import in_step
 from kvlayers.offload import Offloading, Prefetcher, TrafficMeter
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.description import DescriptionContext
@@ -435,10 +436,16 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Length of the states that the next update of a layer returns, and the position of its first token.
 
+        No memory is taken, and no token is moved or counted. There is one exception: if compiled code takes the tokens
+        in, it can do neither, so layers that read buckets do it now.
+
         Args:
             query_length: tokens of the next update; or their positions, int64 `[query_length]`, as models and decode
                 loops written for transformers before 5.4 pass.
             layer_idx: index of the model's layer.
+
+        Raises:
+            CapacityError: the tokens do not fit in this layer.
         """
         if isinstance(query_length, Tensor):
             query_length = query_length.shape[0]
@@ -446,10 +453,16 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
             return query_length, 0
         asked = self._attending(layer_idx)
         if asked.capacity is not None:
-            # Every layer, before any layer takes the tokens in.
-            for layer in self.adapted_layers():
-                layer.make_room(query_length)
+            layers = self.adapted_layers()
+            for index in self._in_step_with(layer_idx):
+                layers[index].make_room(query_length)
         return asked.mask_sizes(query_length)
+
+    # Its result is read while torch traces, and not by the code that it makes: lengths would be constants of that code.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _in_step_with(self, layer_idx: int) -> tuple[int, ...]:
+        """Layers that make room together with a layer that is asked how its next tokens are masked."""
+        return in_step(self._attending(layer_idx), self.adapted_layers())
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the next token in a layer."""

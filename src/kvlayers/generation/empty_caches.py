@@ -55,6 +55,15 @@ def replace_layers(cache: Any, model: Any) -> None:
             _replace_layers(part, model)
 
 
+def leave_on_host(cache: Any, model: Any) -> None:
+    """Turn off the offloading of a cache that transformers has made for a model on a CPU.
+
+    Its states are on the host in any case, and transformers' offloading raises where there is no CUDA device.
+    """
+    if type(cache) in _WITH_LAYERS and cache.offloading and model.device.type == "cpu":
+        cache.offloading = False
+
+
 def _replace_layers(cache: Any, model: Any) -> None:
     layers = cache.layers
     if layers and isinstance(layers[0], LayerOperations):

@@ -1,4 +1,8 @@
-"""The memory of static caches, reused by the next call of `generate()` on the same model."""
+"""The memory of static caches that models are compiled around, reused by the next compiled call of `generate()`.
+
+A compiled program goes on with the same addresses. Eager code takes any memory, so its caches are not kept: the next
+call may never come.
+"""
 
 import gc
 import sys
@@ -48,7 +52,7 @@ def tracking() -> Iterator[list[Acquired]]:
 
 
 def acquire(model: Any, new: Cache, request: CacheRequest) -> Cache:
-    """The empty cache that an earlier call on `model` has released, if it can replace `new`; otherwise `new`."""
+    """The empty cache that an earlier compiled call on `model` has released, if it can replace `new`; else `new`."""
     with _lock:
         idle = _idle.pop(model, None)
     cache = new
@@ -77,7 +81,7 @@ def release(model: Any, acquired: list[Acquired]) -> None:
         cache, request = acquired.pop()
         if _static_parts(cache) is None:
             continue
-        if sys.getrefcount(cache) > SOLE_REFERENCES and _was_compiled_around(cache):
+        if sys.getrefcount(cache) > SOLE_REFERENCES:
             # Compiling leaves reference cycles that contain the cache.
             gc.collect()
         is_unshared = sys.getrefcount(cache) <= SOLE_REFERENCES
@@ -104,10 +108,6 @@ def _static_parts(cache: object) -> list[Any] | None:
     parts = [pair.self_attention_cache, pair.cross_attention_cache] if cache.is_pair else [cache]
     all_static = all(fixed_layers(part.layers) == list(part.layers) for part in parts)
     return parts if all_static and type(parts[0]) in REUSABLE else None
-
-
-def _was_compiled_around(cache: Cache) -> bool:
-    return any(layer.reserved.mask_extent.mode.is_compiled for layer in fixed_layers(cache.self_attention.layers))
 
 
 def _can_replace(idle: Cache, new: Cache, request: CacheRequest) -> bool:

@@ -8,6 +8,7 @@ from typing_extensions import Self, override
 
 from kvlayers.errors import CapacityError, OptionError, StateMismatchError
 from kvlayers.layers.dynamic import DynamicLayer
+from kvlayers.layers.in_step import in_step
 from kvlayers.layers.registry import register_layer
 from kvlayers.stores import Buckets, StaticStore
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
@@ -146,10 +147,15 @@ class StaticLayer(DynamicLayer):
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         self.make_room(query_length)
-        for layer in self.followers:
-            layer.make_room(query_length)
+        for index in self._followers_in_step():
+            self.followers[index].make_room(query_length)
         bucket = self._store.choose_extent(query_length)
         return (self._store.length + query_length if bucket is None else bucket), 0
+
+    # A constant of compiled code, in which lengths would be constants otherwise.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _followers_in_step(self) -> tuple[int, ...]:
+        return in_step(self, self.followers)
 
     @override
     def get_seq_length(self) -> int:

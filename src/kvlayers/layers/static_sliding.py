@@ -7,6 +7,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.errors import CapacityError, StateMismatchError
+from kvlayers.layers.in_step import in_step
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.sliding import SlidingLayer, check_window, window_room
@@ -129,12 +130,17 @@ class StaticSlidingLayer(SlidingLayer):
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         self.make_room(query_length)
-        for layer in self.followers:
-            layer.make_room(query_length)
+        for index in self._followers_in_step():
+            self.followers[index].make_room(query_length)
         bucket = self._store.choose_extent(query_length)
         if bucket is None:
             return super().mask_sizes(query_length)
         return bucket, self._store.mask_offset  # type: ignore[return-value]
+
+    # A constant of compiled code, in which lengths would be constants otherwise.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _followers_in_step(self) -> tuple[int, ...]:
+        return in_step(self, self.followers)
 
     @override
     def get_seq_length(self) -> int:

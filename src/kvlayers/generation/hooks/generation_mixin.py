@@ -167,6 +167,8 @@ def prepare_cache_for_generation(original: Method) -> Method:
             if isinstance(past, Cache):
                 # What the cache would look at by itself has been checked here.
                 past.forget_call()
+            elif past is None:
+                empty_caches.leave_on_host(model_kwargs.get(argument), self)
             return
         cache = make_cache.for_call(
             self, name, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length

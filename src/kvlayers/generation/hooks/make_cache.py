@@ -78,11 +78,12 @@ def _acquire(
     if mask_mode(cache) is None:
         return cache
     compiled = will_be_compiled(model, generation_config, generation_mode, cache)
-    if compiled and request.length_hint is not None:
-        # Another length would have another shape, for which the model would be compiled again.
-        longest = static_pool.longest_length(model, request)
-        cache = registry.cache_for(name, dataclasses.replace(request, length_hint=longest))
-    cache = static_pool.acquire(model, cache, request)
+    if compiled:
+        if request.length_hint is not None:
+            # Another length would have another shape, for which the model would be compiled again.
+            longest = static_pool.longest_length(model, request)
+            cache = registry.cache_for(name, dataclasses.replace(request, length_hint=longest))
+        cache = static_pool.acquire(model, cache, request)
     if compiled and generation_config.prefill_chunk_size is not None:
         compiled = _reserve_early(model, cache, request)
     mode = mask_mode(cache)

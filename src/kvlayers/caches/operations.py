@@ -11,7 +11,7 @@ from typing_extensions import Self
 from kvlayers.caches.from_config import share_mask_extents
 from kvlayers.caches.layer_list import LayerList
 from kvlayers.caches.legacy_api import crop_argument
-from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError
+from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.layers import LayerOperations, LayerState
 from kvlayers.layers.arguments import (
     BatchIndices,
@@ -135,12 +135,11 @@ class LayerwiseOperations(DescribesItself, LayerList):
 
     def _remove(self, removals: list[tuple[LayerOperations, int]]) -> None:
         held = self._token_count()
-        for layer, tokens in removals:
-            if 0 < tokens < held and layer.is_recurrent and not layer.attends and layer.length == 0:
-                raise RollbackError(
-                    "expected recurrent layers that have seen the same tokens as the others, but one has seen nothing: "
-                    "the model keeps its states elsewhere, or a forward pass was interrupted; reset() the cache."
-                )
+        if any(0 < tokens < held for _, tokens in removals) and self._lacks_recurrent_states():
+            raise RollbackError(
+                "expected recurrent layers that have seen the same tokens as the others, but one has seen nothing: the "
+                "model keeps its states elsewhere, or a forward pass was interrupted; reset() the cache."
+            )
         for layer, tokens in removals:
             layer.check_removal(tokens)
         for layer, tokens in removals:
@@ -148,6 +147,20 @@ class LayerwiseOperations(DescribesItself, LayerList):
         if self.known_ids is not None:
             self.known_ids = self.known_ids[:, : self._token_count()]
         self.forget_pass()
+
+    def _lacks_recurrent_states(self) -> bool:
+        """Whether a recurrent layer has seen nothing, while others have: the model may keep its states elsewhere."""
+        layers = self.adapted_layers()
+        empty = any(layer.is_recurrent and not layer.attends and layer.length == 0 for layer in layers)
+        return empty and self._token_count() > 0
+
+    def _check_holds_states(self) -> None:
+        if self._lacks_recurrent_states():
+            raise UnsupportedLayerError(
+                "expected recurrent layers that have seen the same tokens as the others, but one has seen nothing, so "
+                "that a copy would lack its states: the model keeps them elsewhere, or a forward pass was interrupted; "
+                "compute the tokens again for each continuation."
+            )
 
     def _token_count(self) -> int:
         return max((layer.length or 0 for layer in self.adapted_layers()), default=0)
@@ -306,6 +319,7 @@ class LayerwiseOperations(DescribesItself, LayerList):
 
         Raises:
             OptionError: `n` is not a whole number, or less than 1.
+            UnsupportedLayerError: a recurrent layer has seen nothing, while others have: its states are elsewhere.
         """
         if n is None:
             return self._fork()
@@ -315,6 +329,7 @@ class LayerwiseOperations(DescribesItself, LayerList):
         return [self._fork() for _ in range(count)]
 
     def _fork(self) -> Self:
+        self._check_holds_states()
         twin = copy.copy(self)
         twin._adapted = [layer.fork() for layer in self.adapted_layers()]
         twin.layers = [layer.original for layer in twin._adapted]
@@ -336,7 +351,12 @@ class LayerwiseOperations(DescribesItself, LayerList):
         return sum(self.storages().values())
 
     def state(self) -> CacheState:
-        """Copies of the live tensors of all layers, and the facts that belong to them."""
+        """Copies of the live tensors of all layers, and the facts that belong to them.
+
+        Raises:
+            UnsupportedLayerError: a recurrent layer has seen nothing, while others have: its states are elsewhere.
+        """
+        self._check_holds_states()
         return CacheState(self.kind, tuple(layer.state() for layer in self.adapted_layers()))
 
     def load_state(self, state: CacheState) -> None:

@@ -12,6 +12,7 @@ from kvlayers.caches.base import Cache
 from kvlayers.errors import CapacityError, ConfigError, OptionError
 from kvlayers.evaluation.requests import ScoringRequest
 from kvlayers.upstream import cache_argument, model_layers, model_types
+from kvlayers.upstream.module_states import kept_states
 
 
 def check_model(model: Any) -> None:
@@ -34,8 +35,10 @@ def check_model(model: Any) -> None:
         raise ConfigError(f"`model` must take a cache, got {name}: pass a causal language model.")
     if not model.can_generate():
         raise ConfigError(f"`model` must predict next tokens, got {name}: pass a causal language model.")
-    own = (*model_types.KEEPS_STATES_IN_MODULES, *model_layers.MODELS_WITH_OWN_CACHE)
-    if model_types.decoder_config(config).model_type in own:
+    decoder = model_types.decoder_config(config)
+    # A model of several modalities keeps offsets of positions, which it does not read if it is given positions.
+    keeps_states = decoder is config and kept_states(model) is not None
+    if keeps_states or decoder.model_type in model_layers.MODELS_WITH_OWN_CACHE:
         raise ConfigError(f"`model` must keep all of its states in the cache that it is given, got {name}.")
     if _has_learned_prompt(model):
         raise ConfigError(f"`model` must not put a learned prompt before the context, got {name} with such an adapter.")

@@ -23,7 +23,8 @@ from kvlayers.errors import RollbackError
 from kvlayers.generation.call_arguments import full_generation_config
 from kvlayers.generation.chunked_prefill import pass_limit, pass_tokens, without_last
 from kvlayers.layers.arguments import crop_target
-from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
+from kvlayers.upstream import cache_argument, compat, generate_calls
+from kvlayers.upstream.module_states import kept_states
 
 ASKS_FOR_DRAFTS = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp")
 """Arguments of `generate()`, and options of its config, without which it decodes without drafts."""
@@ -176,14 +177,13 @@ def check_rollback(model: Any, cache: Any) -> None:
         )
     layers = cache.adapted_layers() if isinstance(cache, Cache) else []
     holds_all = not any(layer.is_upstream and (layer.attends or layer.is_recurrent) for layer in layers)
-    states_elsewhere = model.config.model_type in model_types.KEEPS_STATES_IN_MODULES
-    if states_elsewhere or not holds_all or not isinstance(cache, Cache) or not cache.recurrent_parts():
+    if kept_states(model) is not None or not holds_all or not isinstance(cache, Cache) or not cache.recurrent_parts():
         raise RollbackError(
             f"expected a cache of kvlayers that holds the states of {name}, so that drafts can be rolled back, but saw "
             f"{cache!r}: leave out the cache, or make it from the config of the model. A model that keeps states "
             "outside its cache cannot be assisted."
         )
-    if pass_limit(cache) is not None:
+    if pass_limit(model, cache) is not None:
         raise RollbackError(
             f"expected a model that can verify several tokens at once, but the scan of {name} starts from zero: leave "
             "out the assistance. (It can be used as the draft model of another one.)"

@@ -7,14 +7,16 @@ from torch import Tensor
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import StateMismatchError
-from kvlayers.upstream import cache_argument, generate_calls
+from kvlayers.upstream import cache_argument, generate_calls, model_types
 
 PER_TOKEN_ARGUMENTS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 """Arguments of a model that have one entry per token in their last dimension."""
 
 
-def pass_limit(cache: Any) -> int | None:
+def pass_limit(model: Any, cache: Any) -> int | None:
     """The most new tokens that a model can take in one pass after a filled cache; `None` for no limit."""
+    if model_types.decodes_one_token(model.config):
+        return 1
     parts = cache.recurrent_parts() if isinstance(cache, Cache) else []
     limits = [part.tokens_at_once for part in parts if part.tokens_at_once is not None]
     return min(limits, default=None)
@@ -48,7 +50,7 @@ def pass_tokens(
         The output of the last forward pass.
     """
     end = input_ids.shape[1]
-    limit = pass_limit(cache) if chunk is None else chunk
+    limit = pass_limit(model, cache) if chunk is None else chunk
     step = end - start if limit is None else limit
     output = None
     for begin in range(start, end, step):
@@ -80,16 +82,18 @@ def check_no_padding(mask: Tensor | None, tokens: int) -> None:
 def prefill_in_chunks(model: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
     """The prefill of prompts that the single forward pass of transformers would get wrong; `None` for other prompts.
 
-    There are two such cases: new tokens after a filled cache, if the model's scan over several tokens starts from zero;
-    and a whole sequence, if the cache holds recurrent states alone, since transformers does not ask such a cache how
-    many tokens it has seen.
+    There are two such cases: new tokens after a filled cache, if the model takes them one by one, as its scan over
+    several tokens starts from zero or it has no mask for them; and a whole sequence, if the cache holds recurrent
+    states alone, since transformers does not ask such a cache how many tokens it has seen.
     """
     cache = model_kwargs.get(cache_argument.name_in_generate(model))
     mask = model_kwargs.get("attention_mask")
     is_unusual = model_kwargs.get("inputs_embeds") is not None or (isinstance(mask, Tensor) and mask.dim() != 2)
-    if not isinstance(cache, Cache) or is_unusual or not cache.recurrent_parts():
+    if not isinstance(cache, Cache) or is_unusual or model.config.is_encoder_decoder:
         return None
-    limit, chunk, tokens = pass_limit(cache), generation_config.prefill_chunk_size, input_ids.shape[1]
+    limit, chunk, tokens = pass_limit(model, cache), generation_config.prefill_chunk_size, input_ids.shape[1]
+    if limit is None and not cache.recurrent_parts():
+        return None
     seen = cache.get_seq_length()
     if seen == 0:
         if chunk is not None and isinstance(mask, Tensor):

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvlayers.caches.base import Cache
 from kvlayers.generation.call_arguments import sequences_per_prompt
 from kvlayers.upstream import cache_argument, compat, model_types
+from kvlayers.upstream.module_states import kept_states
 
 MIN_TOKENS = 32
 """A shorter prompt is not worth holding separately from what follows it."""
@@ -63,7 +64,8 @@ def _can_expand_later(
         return False
     returns_more = generation_config.output_attentions or generation_config.output_hidden_states
     shares = any(layer.attends and layer.reserved is None for layer in cache.adapted_layers())
-    return shares and not returns_more and not cache.is_static
+    # States in modules would have one row for each prompt, where the next pass has one for each sample.
+    return shares and not returns_more and not cache.is_static and kept_states(model) is None
 
 
 def _every(step: int, value: Any, rows: int) -> Any:

@@ -167,8 +167,8 @@ class StaticSlidingLayer(SlidingLayer):
 
     @override
     def _tokens_to_return_to(self) -> int:
-        # Where compiled code may run, tokens that have left the window stay for a while. Eager code on a CPU has dropped
-        # them, and what a program may do must not depend on the device.
+        # Where compiled code may run, tokens that have left the window stay for a while. Eager code on a CPU has
+        # dropped them, and what a program may do must not depend on the device.
         return self._past if self._store.mask_extent.mode.compileable else super()._tokens_to_return_to()
 
     @property

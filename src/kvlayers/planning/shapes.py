@@ -20,6 +20,9 @@ UNDESCRIBED = ("cpmant", "dots3_note_text", "hy_v4", "mllama_text_model", "opena
 """Model types whose configs do not say what their layers hold: tokens that are not those of the text, indexers in some
 layers only, or nothing."""
 
+HIDES_RECURRENT_LAYERS = ("recurrent_gemma",)
+"""Model types whose configs may describe recurrent layers as layers that attend."""
+
 
 def layer_shapes(config: object, batch_size: int, dtype: torch.dtype) -> list[LayerShape]:
     """The shape of each layer that has a cache, in order.
@@ -29,9 +32,7 @@ def layer_shapes(config: object, batch_size: int, dtype: torch.dtype) -> list[La
     """
     model_type, specs = model_types.decoder_config(config).model_type, model_layers.layer_specs(config)
     # Until a recent version a config did not say which layers those are.
-    hides_states = model_type in model_types.KEEPS_STATES_IN_MODULES and all(
-        spec.layer_type not in RECURRENT for spec in specs
-    )
+    hides_states = model_type in HIDES_RECURRENT_LAYERS and all(spec.layer_type not in RECURRENT for spec in specs)
     if model_type in UNDESCRIBED or hides_states:
         raise ConfigError(
             f"A config of type '{model_type}' does not say what its layers hold: make the cache, run the model, and "

@@ -151,3 +151,24 @@ def makes_own_static_cache(model: Any, name: str) -> bool:
 def masks_the_whole_reservation(model: Any) -> bool:
     """Whether `generate()` makes masks for all slots of a static cache of this model, in eager code as well."""
     return bool(model.config.model_type == "bloom" and BLOOM_MASKS_RESERVATION)
+
+
+def gives_windows_full_masks(model: Any) -> bool:
+    """Whether the masks that `generate()` makes before a compiled pass show layers with a window every token.
+
+    transformers' table has the mask of full attention for windows beside a recurrent state (inkling2, in 5.23). A model
+    may make its masks itself.
+    """
+    from transformers import masking_utils
+
+    table: dict[str, Any] = vars(masking_utils).get("LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING", {})
+    window = "sliding_attention"
+    wrong = {
+        layer_type
+        for layer_type, masks in table.items()
+        if isinstance(masks, dict) and masks.get(window) is masking_utils.create_causal_mask
+    }
+    # As transformers asks.
+    makes_its_own = getattr(model, "create_masks_for_generate", None) is not None
+    layer_types = vars(model.config.get_text_config(decoder=True)).get("layer_types")
+    return not makes_its_own and not wrong.isdisjoint(layer_types or ())

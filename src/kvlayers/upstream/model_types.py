@@ -15,6 +15,9 @@ from kvlayers.upstream import compat
 SCANS_FROM_ZERO = ("falcon_mamba", "jamba", "mamba", "zamba")
 """Model types whose scan over several tokens cannot start from a state: later tokens are passed one by one."""
 
+DECODES_ONE_TOKEN = ("prophetnet", "xlm-prophetnet")
+"""Model types that refuse several tokens behind others, since they have no mask for them."""
+
 HAS_RELATIVE_POSITIONS = ("bloom", "mpt")
 """Model types without `position_ids`: their attention depends on the distance between tokens (ALiBi)."""
 
@@ -23,9 +26,6 @@ BIASED_BY_COLUMN = ("bloom", "mpt", "prophetnet", "xlm-prophetnet")
 
 SCALES_BY_SLOT = ("llama4_text",)
 """Model types that scale queries by their slots in the sequence, whatever their `position_ids`."""
-
-KEEPS_STATES_IN_MODULES = ("recurrent_gemma",)
-"""Model types whose recurrent states are attributes of their modules, which no cache can reach."""
 
 
 HAS_A_LAYER_FOR_EACH_TYPE = ("zamba", "zamba2")
@@ -118,8 +118,13 @@ def most_positions(config: object) -> int | None:
 
 
 def tokens_at_once(config: object) -> int | None:
-    """The most tokens that recurrent layers can take in one pass behind earlier ones, `None` for any number."""
-    return 1 if decoder_config(config).model_type in SCANS_FROM_ZERO else None
+    """The most tokens that a model can take in one pass behind earlier ones, `None` for any number."""
+    return 1 if decoder_config(config).model_type in SCANS_FROM_ZERO or decodes_one_token(config) else None
+
+
+def decodes_one_token(config: object) -> bool:
+    """Whether a model attends differently to the same tokens if they come one by one, and takes them no other way."""
+    return decoder_config(config).model_type in DECODES_ONE_TOKEN
 
 
 def newest_logits_only(model: Any, tokens: int = 1) -> dict[str, int]:

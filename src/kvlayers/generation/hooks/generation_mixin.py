@@ -153,8 +153,9 @@ def prepare_cache_for_generation(original: Method) -> Method:
         name = generation_config.cache_implementation or "dynamic"
         _prepare_passed_cache(self, past, generation_config, model_kwargs, max_cache_length)
         mask_mode = make_cache.mask_mode(past)
-        # A cache of transformers does not say itself whether it is compiled around.
-        if mask_mode is not None and (generation_config.compile_config is not None or not isinstance(past, Cache)):
+        # A cache of transformers does not say whether it is compiled around, and no cache whether its masks are right.
+        must_ask = not isinstance(past, Cache) or generate_calls.gives_windows_full_masks(self)
+        if mask_mode is not None and (generation_config.compile_config is not None or must_ask):
             mask_mode.compiled = make_cache.will_be_compiled(self, generation_config, generation_mode, past)
         if (
             past is not None

@@ -119,6 +119,8 @@ def will_be_compiled(
     mode = mask_mode(cache)
     if mode is None or model_types.counts_on_the_whole_reservation(model.config):
         return False
+    if generate_calls.gives_windows_full_masks(model):
+        return False
     if generation_mode not in COMPILED_MODES and generation_config.prefill_chunk_size is None:
         return False
     if generation_config.compile_config is not None:

@@ -14,6 +14,7 @@ from kvlayers.generation.prompt_batch import PromptBatch, is_token_ids
 from kvlayers.persistence.format import canonical
 from kvlayers.rope.from_config import depends_on_length
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_layers, model_types
+from kvlayers.upstream.module_states import kept_states
 
 MODES = (
     GenerationMode.GREEDY_SEARCH,
@@ -58,8 +59,11 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
     _check_modules(model)
     if not model._supports_default_dynamic_cache():
         raise IneligibleError(f"{name} makes its own cache")
-    if model.config.model_type in model_types.KEEPS_STATES_IN_MODULES:
-        raise IneligibleError(f"{name} keeps states outside its cache")
+    kept = kept_states(model)
+    if kept is not None:
+        raise IneligibleError(f"{name} keeps states outside its cache, in {kept}")
+    if model_types.decodes_one_token(model.config):
+        raise IneligibleError(f"{name} computes other states for tokens that come one by one")
     if depends_on_length(model.config):
         raise IneligibleError(f"the rotation of the keys of {name} depends on the length of the prompt (its rope_type)")
     if len({parameter.device for parameter in model.parameters()}) > 1:

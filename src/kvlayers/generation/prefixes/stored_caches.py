@@ -102,8 +102,12 @@ class StoredCaches:
         return self.empty() if hit.cache is None else usable_cache(hit.cache, self._model.device, self.empty)
 
     def compute(self, ids: Tensor, cache: Cache, length: int) -> None:
-        """Pass the first `length` tokens of `ids`, `[1, tokens]`, that `cache` has not seen, and store snapshots."""
-        begin, limit = cache.get_seq_length(), pass_limit(cache)
+        """Pass the first `length` tokens of `ids`, `[1, tokens]`, that `cache` has not seen, and store snapshots.
+
+        Raises:
+            IneligibleError: the cache has not counted these tokens.
+        """
+        begin, limit = cache.get_seq_length(), pass_limit(self._model, cache)
         ids, positions = ids.to(self._model.device), torch.arange(length, device=self._model.device)[None]
         for stop in self._snapshot_lengths(cache, begin, length):
             # A model that takes tokens one by one does so only behind others. Otherwise chunks are those of generate().
@@ -113,6 +117,8 @@ class StoredCaches:
             if self.takes_positions:
                 model_kwargs["position_ids"] = positions[:, :stop]
             pass_tokens(self._model, ids[:, :stop], model_kwargs, cache, begin, chunk)
+            if cache.get_seq_length() != stop:
+                raise IneligibleError(f"{type(self._model).__name__} puts other tokens into its cache than it is given")
             self.insert(ids[:, :stop], cache)
             begin = stop
 
@@ -123,7 +129,7 @@ class StoredCaches:
         # A cache that cannot be rolled back does not serve prompts that diverge in between. With a model that takes
         # tokens one by one, snapshots in between would take long.
         every = self._store.snapshot_tokens
-        if cache.keeps_every_token or pass_limit(cache) is not None or every is None:
+        if cache.keeps_every_token or pass_limit(self._model, cache) is not None or every is None:
             return [length]
         return [*range(begin - begin % every + every, length, every), length]
 

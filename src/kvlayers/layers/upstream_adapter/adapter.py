@@ -298,7 +298,7 @@ class TransformersLayer(LayerOperations):
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether `remove_newest` can put the layer back as it was."""
-        return calls.is_croppable(self.layer)
+        return calls.is_croppable(self.layer) and rollback.crops_every_state(self.layer)
 
     @override
     def nearest_restorable(self, length: int) -> int:

@@ -25,6 +25,25 @@ def records_past(layer: Any) -> bool:
     return bool(vars(layer).get("record_past", False))
 
 
+def crops_every_state(layer: Any) -> bool:
+    """Whether `crop` knows of every state that a layer holds: a class that adds states must define it anew.
+
+    DeepSeek-V4 adds compressed states to a window, and inherits a `crop` that rolls the window back alone.
+    """
+    known = ("keys", "values", "cumulative_length")
+    holds_more = any(
+        isinstance(held, Tensor) and held.dim() and name.partition(".")[0] not in known
+        for name, value in saved_states.entries(layer)
+        for held in (value if isinstance(value, list | tuple) else (value,))
+    )
+    for owner in type(layer).__mro__:
+        if "crop" in vars(owner):
+            return True
+        if holds_more and not {"__init__", "reorder_cache"}.isdisjoint(vars(owner)):
+            return False
+    return False
+
+
 def check_removal(layer: Any, tokens: int) -> None:
     """Raise `RollbackError` if the newest `tokens` tokens cannot be removed from a layer exactly."""
     if saved_states.is_empty(layer) or tokens == 0:
@@ -41,6 +60,11 @@ def check_removal(layer: Any, tokens: int) -> None:
         )
     if not isinstance(layer, _Croppable):
         raise RollbackError(f"expected a layer that can be rolled back, but {name} cannot: fork() the cache before.")
+    if not crops_every_state(layer):
+        raise RollbackError(
+            f"expected a layer whose states can all be rolled back, but {name} has states beside its keys and values "
+            "that its crop() leaves as they are: fork() the cache before the tokens that may be taken back."
+        )
     if isinstance(layer, compat.LINEAR_LAYER):
         _check_recurrent_removal(layer, tokens)
     if length is not None and tokens > length:

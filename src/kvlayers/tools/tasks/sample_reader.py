@@ -15,7 +15,8 @@ from kvlayers.evaluation.cache_copies import fork
 from kvlayers.tools.measuring.predictions import newest_logits
 from kvlayers.tools.tasks.contract import TaskSample
 from kvlayers.upstream import model_layers
-from kvlayers.upstream.model_types import KEEPS_STATES_IN_MODULES, config_of, decoder_config, tokens_at_once
+from kvlayers.upstream.model_types import config_of, tokens_at_once
+from kvlayers.upstream.module_states import kept_states
 
 DECIDE_BY_STATES = ("kvlayers", "transformers")
 """Packages whose caches decide what to keep by the states that `update` gets, and by the queries that attend to the
@@ -159,10 +160,10 @@ class SampleReader:
         return self._contexts[compute]
 
 
-def has_only_keys_and_values(model_or_config: object) -> bool:
+def has_only_keys_and_values(model: Any) -> bool:
     """Whether a pass changes a cache by `update(keys, values, layer)` only, and nothing else that later passes read."""
-    config = config_of(model_or_config)
-    if config.is_encoder_decoder or decoder_config(config).model_type in KEEPS_STATES_IN_MODULES:
+    config = config_of(model)
+    if config.is_encoder_decoder or kept_states(model) is not None:
         return False
     try:
         specs = model_layers.layer_specs(config)

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from transformers.modeling_outputs import BaseModelOutput
 
 import kvlayers
-from kvlayers.upstream import compat
+from kvlayers.upstream import cache_argument, compat
 from models import ENCODER_DECODERS, WINDOW, prompt, tiny_model
 
 PROMPT, STEPS, ROOM, ENCODED = 80, 6, 128, 9
@@ -70,7 +70,7 @@ def read(family: str, cache: Any, ids: Tensor) -> Tensor:
         hidden = torch.randn(BATCH, ENCODED, 32, generator=torch.Generator().manual_seed(0))
         given = {"decoder_input_ids": ids, "encoder_outputs": BaseModelOutput(hidden)}
     with torch.no_grad():
-        logits: Tensor = model(**given, past_key_values=cache, use_cache=True).logits
+        logits: Tensor = model(**given, use_cache=True, **{cache_argument.name_for(model): cache}).logits
     return logits
 
 
@@ -93,6 +93,7 @@ def filled(kinds: Iterable[str] = KINDS) -> dict[str, kvlayers.Cache]:
         cache = caches[kind] = make(tiny_model(family).config)
         read(family, cache, prompt(BATCH, PROMPT))
         go_on(kind, cache, seed=1)
+        assert cache.batch_size == BATCH
         if kind in FORKED:
             caches[f"{kind}, forked"] = fork = cache.fork()
             go_on(kind, cache, seed=2)

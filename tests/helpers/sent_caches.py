@@ -13,7 +13,7 @@ import kvlayers
 from kvlayers.upstream import cache_argument, compat
 from models import ENCODER_DECODERS, WINDOW, prompt, tiny_model
 
-PROMPT, STEPS, ROOM, ENCODED = 80, 6, 128, 9
+PROMPT, STEPS, ROOM, ENCODED = 80, 4, 128, 9
 BATCH = 2
 
 CODES: dict[str, Any] = {"residual_length": 8, "sink_tokens": 4}

@@ -1,13 +1,15 @@
-"""Decode steps on a GPU whose torch prefers cuDNN call flash attention. On meta tensors: which operator is called."""
+"""Decode steps on a GPU call flash attention in place of cuDNN, and with a mask the Triton kernel: on meta tensors."""
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvlayers
-from kvlayers.attention.cuda import flash
+from kvlayers.attention.cuda import few_queries, flash
+from kvlayers.attention.segments import KVSegments
 
 FLASH = "aten._scaled_dot_product_flash_attention.default"
 KV_HEADS, HEADS, HEAD_DIM = 2, 8, 64
@@ -23,15 +25,19 @@ def states(tokens: int, heads: int = KV_HEADS) -> Tensor:
 
 
 class Operators(TorchDispatchMode):
-    """Notes which operators are called."""
+    """Notes which operators are called, and the most numbers that one copies."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.most_copied = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.clone.default:
+            self.most_copied = max(self.most_copied, result.numel())
+        return result
 
 
 def calls_flash(keys: Tensor, values: Tensor, queries: int = 1, **options: object) -> bool:
@@ -82,3 +88,58 @@ def test_a_prompt_and_states_of_other_gpus_are_left_to_torch(monkeypatch: pytest
     keys, values = cache.update(states(1), states(1), 0)
     assert type(keys) is Tensor
     assert not calls_flash(keys, values)
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the query, of the keys and of the mask in each call of the Triton kernel."""
+    seen = []
+
+    def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
+        (segment,) = segments.in_order
+        seen.append((tuple(query.shape), tuple(segment.keys.shape), None if mask is None else tuple(mask.shape), scale))
+        batch, heads, queries, _ = query.shape
+        return query.new_empty((batch, queries, heads, segment.values.shape[3])).transpose(1, 2)
+
+    monkeypatch.setattr(few_queries, "serves", lambda states: states.is_meta)
+    monkeypatch.setattr(few_queries.kernel, "obstacle", lambda query, segments, mask: None)
+    monkeypatch.setattr(few_queries.kernel, "attend", attend)
+    return seen
+
+
+def module() -> torch.nn.Module:
+    layer = torch.nn.Module()
+    layer.num_key_value_groups = HEADS // KV_HEADS
+    layer.is_causal = True
+    return layer
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("name", CACHES)
+def test_few_queries_with_a_mask_go_to_the_triton_kernel(
+    name: str, queries: int, kernel_calls: list[tuple[int, ...]]
+) -> None:
+    cache = CACHES[name]()
+    cache.update(states(10), states(10), 0)
+    keys, values = cache.update(states(queries), states(queries), 0)
+    tokens = keys.shape[2]
+    mask = torch.ones(2, 1, queries, tokens, dtype=torch.bool, device="meta")
+    with Operators() as operators:
+        out, _ = sdpa_attention_forward(module(), states(queries, HEADS), keys, values, mask, scaling=0.5)
+    assert out.shape == (2, queries, HEADS, HEAD_DIM)
+    # transformers may take the query heads of a group for queries itself, if there is one.
+    ((query, of_keys, of_mask, scale),) = kernel_calls
+    assert (query[0], query[1] * query[2], query[3]) == (2, HEADS * queries, HEAD_DIM)
+    assert of_keys == (2, KV_HEADS, tokens, HEAD_DIM)
+    assert of_mask == (*query[:3], tokens)
+    assert scale == 0.5
+    # The result may be copied, but no key or value is repeated.
+    assert operators.most_copied <= out.numel()
+
+
+def test_a_prompt_with_a_mask_is_left_to_torch(kernel_calls: list[tuple[int, ...]]) -> None:
+    cache = kvlayers.DynamicCache()
+    keys, values = cache.update(states(40), states(40), 0)
+    mask = torch.ones(2, 1, 40, 40, dtype=torch.bool, device="meta")
+    sdpa_attention_forward(module(), states(40, HEADS), keys, values, mask)
+    assert not kernel_calls

@@ -6,7 +6,7 @@ kernel reads these once (`cpu/dense.py`), and where torch takes less time they a
 `[batch, heads, 1, head_dim]` becomes `[batch, kv_heads, heads / kv_heads, head_dim]`. The sums are the same, at most in
 another order. transformers regroups in the same way if there is a mask (as with its static cache).
 
-On some GPUs, torch would prepare a plan of cuDNN for each number of tokens (`cuda/flash.py`).
+On a GPU, `cuda/flash.py` and `cuda/few_queries.py` say what torch would do.
 """
 
 import copy
@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
 from kvlayers.attention.cpu import dense
-from kvlayers.attention.cuda import flash
+from kvlayers.attention.cuda import few_queries, flash
 from kvlayers.utils.sending import sent_by_value
 
 CPU_MINIMUM_FLOAT32_TOKENS = 128
@@ -41,15 +41,15 @@ def grouped_for_one_query(keys: Tensor) -> Tensor:
     Args:
         keys: the keys that the one new token of each sequence attends to.
     """
-    if torch.compiler.is_compiling() or keys.shape[2] < first_grouped_length(keys):
+    if torch.compiler.is_compiling() or not keys.is_cpu or keys.shape[2] < first_grouped_length(keys):
         return keys
     return keys.as_subclass(GroupedKeys)
 
 
 def first_grouped_length(keys: Tensor) -> int:
-    """Tokens from which `grouped_for_one_query` marks keys that differ from these in the number of tokens alone."""
+    """Tokens from which keys that differ from these in the number of tokens alone are marked, if there is one query."""
     if not keys.is_cpu:
-        return 0 if flash.replaces_cudnn(keys) else sys.maxsize
+        return 0 if flash.replaces_cudnn(keys) or few_queries.serves(keys) else sys.maxsize
     if keys.dtype.itemsize <= 2:
         return 0
     batch, kv_heads, _, head_dim = keys.shape
@@ -98,9 +98,9 @@ def attend_in_kernel(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor | None:
-    """Attention by the compiled kernel for states in full precision on a CPU, or by flash attention in place of cuDNN.
+    """Attention by the compiled kernel for states in full precision on a CPU, or by a kernel of `cuda/` on a GPU.
 
-    It is `None` if neither takes the call.
+    It is `None` if none takes the call.
 
     Args:
         query: `[batch, heads, queries, head_dim]`, whose groups of heads share a KV head.
@@ -115,7 +115,9 @@ def attend_in_kernel(
         return None
     if keys.is_cpu:
         return dense.attend(query, keys, values, mask, scale) if dense.takes(query, keys, values, mask) else None
-    return flash.attend(query, keys, values, scale) if mask is None and flash.takes(query, keys, values) else None
+    if mask is None and flash.takes(query, keys, values):
+        return flash.attend(query, keys, values, scale)
+    return few_queries.attend(query, keys, values, mask, scale)
 
 
 def attend_dense(

@@ -1,4 +1,4 @@
-"""Grouped-query attention of few query tokens on a CPU, without copies of the keys and values for each query head.
+"""Grouped-query attention of few query tokens, without copies of the keys and values for each query head.
 
 If there is a mask, transformers repeats keys and values for every query head of a group (`repeat_kv`) before it calls
 `scaled_dot_product_attention`: for several query tokens, and in compiled code, which always has a mask. That copies all
@@ -8,6 +8,7 @@ for it, and let the query heads of a group read the keys together, as `gqa` does
 TorchDynamo traces this code: nothing of it is left when the compiled function runs.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +18,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
 from kvlayers.attention.cpu import dense
-from kvlayers.attention.gqa import attend_grouped, attend_in_kernel, grouped_for_one_query, kv_head_copies
+from kvlayers.attention.cuda import few_queries
+from kvlayers.attention.gqa import (
+    GroupedKeys,
+    attend_grouped,
+    attend_in_kernel,
+    first_grouped_length,
+    kv_head_copies,
+)
 from kvlayers.upstream import compat
+from kvlayers.utils.sending import sent_by_value
 
 
 def shared_in_graph(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,12 +54,22 @@ def marked_for_sdpa(keys: Tensor, values: Tensor, queries: int) -> tuple[Tensor,
     if torch.compiler.is_compiling() or type(keys) is not Tensor:
         return keys, values
     if queries == 1:
-        return grouped_for_one_query(keys), values
-    if not keys.is_cpu or queries > dense.CPU_MAXIMUM_QUERIES or keys.numel() < dense.CPU_MINIMUM_STATES:
-        return keys, values
+        return marked_for_one_query(keys, values) if keys.shape[2] >= first_grouped_length(keys) else (keys, values)
+    if keys.is_cpu:
+        pays = queries <= dense.CPU_MAXIMUM_QUERIES and keys.numel() >= dense.CPU_MINIMUM_STATES
+    else:
+        pays = queries <= few_queries.MAXIMUM_QUERIES and few_queries.serves(keys)
+    return (keys.as_subclass(SharedStates), values.as_subclass(SharedStates)) if pays else (keys, values)
+
+
+def marked_for_one_query(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """As `marked_for_sdpa`, of at least `first_grouped_length` tokens, for one new token of each sequence."""
+    if keys.is_cpu:
+        return keys.as_subclass(GroupedKeys), values
     return keys.as_subclass(SharedStates), values.as_subclass(SharedStates)
 
 
+@sent_by_value
 class SharedStates(Tensor):
     """States `[batch, kv_heads, tokens, head_dim]`, or `[batch, kv_heads, n, ...]` while they are being repeated."""
 
@@ -67,7 +86,7 @@ class SharedStates(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func is scaled_dot_product_attention:
                 return _attend(*args, **kwargs)
-            states = args[0]
+            states = args[0] if args else next(iter(kwargs.values()))
             if func is Tensor.reshape and states.dim() == 5 and _merges_heads(states, args[1:]):
                 # Through an operation, since a marked tensor cannot be marked otherwise.
                 return states.expand(states.size()).as_subclass(RepeatedStates)
@@ -76,6 +95,12 @@ class SharedStates(Tensor):
                 repeats = result.dim() == 5 and kv_head_copies(states.size(), result.size())
                 return result.as_subclass(SharedStates) if repeats else result
             return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.as_subclass(Tensor), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _merges_heads(states: Tensor, shape: tuple[Any, ...]) -> bool:
@@ -100,7 +125,9 @@ class RepeatedStates(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func is scaled_dot_product_attention:
                 return _attend(*args, **kwargs)
-            if func is Tensor.shape.__get__:  # type: ignore[attr-defined]
+            shape: Any = Tensor.shape.__get__  # type: ignore[attr-defined]
+            # Python makes another object at each access, which is equal; TorchDynamo knows a single one.
+            if func is shape or (not torch.compiler.is_compiling() and func == shape):
                 batch, kv_heads, repeats, tokens, head_dim = args[0].size()
                 return torch.Size((batch, kv_heads * repeats, tokens, head_dim))
             return func(*map(_written_out, args), **{name: _written_out(value) for name, value in kwargs.items()})
@@ -136,7 +163,13 @@ def _attend(
         if attended is not None:
             return attended
     group = heads // kv_heads
-    one_query = queries == 1 and not is_causal and not dropout_p and (keys.size(0), values.size(1)) == (batch, kv_heads)
+    one_query = (
+        queries == 1
+        and keys.is_cpu
+        and not is_causal
+        and not dropout_p
+        and (keys.size(0), values.size(1)) == (batch, kv_heads)
+    )
     if not one_query or (attn_mask is not None and (attn_mask.dim() != 4 or attn_mask.size(1) not in (1, heads))):
         return scaled_dot_product_attention(
             query,

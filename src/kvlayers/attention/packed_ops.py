@@ -57,7 +57,7 @@ def snapshot_of(
     """
     if isinstance(keys, PackedStates):
         return keys.snapshot
-    segments = KVSegments((DenseSegment(keys.as_subclass(Tensor), values),))
+    segments = KVSegments((DenseSegment(keys.as_subclass(Tensor), values.as_subclass(Tensor)),))
     version, paths = version or Version(), paths or PathCounter()
     return Snapshot(segments, keys.dtype, keys.device, version, version.number, keys.shape[2], paths)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.attention.dense_segment import DenseSegment
-from kvlayers.attention.gqa import GroupedKeys
+from kvlayers.attention.gqa_repeats import marked_for_one_query
 from kvlayers.attention.segments import KVSegments
 from kvlayers.stores.buffer import TokenBuffer
 from kvlayers.stores.contiguous import ContiguousStore
@@ -105,7 +105,7 @@ class SegmentedStore(ContiguousStore):
         start, tokens = self._start, self._end - self._start
         held_keys, held_values = key_buffer.view(start, tokens), value_buffer.view(start, tokens)
         if tokens >= last.first_grouped_length:
-            return held_keys.as_subclass(GroupedKeys), held_values
+            return marked_for_one_query(held_keys, held_values)
         return held_keys, held_values
 
     def append_one(self, keys: Tensor, values: Tensor) -> bool:

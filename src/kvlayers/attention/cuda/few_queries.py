@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvlayers.attention import fused
 from kvlayers.attention.cuda import kernel
 from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.segments import KVSegments
@@ -50,7 +51,12 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sca
     segments = KVSegments((DenseSegment(keys, values),))
     if kernel.obstacle(query, segments, mask) is not None:
         return None
-    return kernel.attend(query, segments, mask, query.size(3) ** -0.5 if scale is None else float(scale))
+    scale = query.size(3) ** -0.5 if scale is None else float(scale)
+    out = kernel.attend(query, segments, mask, scale)
+    to_compare = kernel.variants_to_compare(query, segments, mask) if query.is_cuda else []
+    if to_compare and kernel.compare(to_compare, out, fused.attend(query, segments, mask, scale)) is not None:
+        return None
+    return out
 
 
 def _takes(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> bool:

@@ -38,7 +38,6 @@ def test_kernels_compile_for_every_architecture(compiled: list[dict[str, Any]]) 
         (90, "pack_block"),
         (90, "read_block"),
         (90, "merge_splits"),
-        (90, "merge_parts"),
         (120, "read_block"),
     } <= found
 

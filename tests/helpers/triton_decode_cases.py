@@ -43,7 +43,7 @@ class Case:
 
     `before` and `after` are the tokens of the dense segments on both sides of the packed ones. `cuts` are blocks before
     which the packed run is cut in two, and `between` the tokens of a dense segment at each cut. Without blocks, all
-    segments are dense.
+    segments are dense, or the only one is packed and empty.
     """
 
     keys: CodeFormat
@@ -323,7 +323,8 @@ def states_of(case: Case) -> KVSegments:
         return DenseSegment(*sides)
 
     first, ends = case.options.get("first", 0), case.options.get("ends")
-    if case.blocks:
+    has_packed = case.blocks or not (case.before or case.after)
+    if has_packed:
         keys = quantized(case.keys, "keys", case.key_dim, case)
         values = quantized(case.values, "values", case.value_dim, case)
 
@@ -334,7 +335,7 @@ def states_of(case: Case) -> KVSegments:
         )
         return PackedSegment(*sides, 0 if start else first, None if ends is None else ends[start:stop])
 
-    pieces = itertools.starmap(packed, itertools.pairwise((0, *case.cuts, case.blocks)) if case.blocks else ())
+    pieces = itertools.starmap(packed, itertools.pairwise((0, *case.cuts, case.blocks)) if has_packed else ())
     around_cuts = itertools.zip_longest(pieces, map(dense, case.between))
     shared = [*map(dense, case.before), *(segment for pair in around_cuts for segment in pair if segment is not None)]
     if case.rows:

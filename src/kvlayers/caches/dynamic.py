@@ -34,7 +34,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         >>> cache = kvlayers.DynamicCache(config=model, length_hint="1k")
         >>> output = kvlayers.generate(model, torch.ones(1, 8, dtype=torch.int64), cache=cache, max_new_tokens=1)
         >>> cache
-        DynamicCache(2 x DynamicLayer, 8 tokens, batch 1, 4.00 KiB)
+        DynamicCache(2 x DynamicLayer, 8 tokens, batch 1, ...)
         >>> cache.crop(-2)
         >>> cache.get_seq_length()
         6

@@ -13,7 +13,7 @@ from flash_stand_in import flash_attention as flash_attention
 from kvlayers import UnsupportedLayerError
 from kvlayers.attention import dense_reads
 from kvlayers.upstream import compat
-from models import fresh_model, prompt
+from models import fresh_model, given, prompt
 
 QUANTIZATION = {"nbits": 4, "residual_length": 8}
 WINDOW = {"window_length": 90, "num_sink_tokens": 4}
@@ -47,7 +47,7 @@ def logits(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None)
             [
                 model(
                     ids[:, start:end],
-                    past_key_values=cache,
+                    **given(cache),
                     **({} if mask is None else {"attention_mask": mask[:, :end]}),
                 ).logits
                 for start, end in parts

@@ -15,7 +15,7 @@ from kvlayers import Prefetcher, StaleStatesError
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segments import KVSegments
 from kvlayers.upstream import compat
-from models import COMMON, bare, prompt
+from models import COMMON, bare, given, prompt
 from recording_transfers import RecordingTransfers
 
 pytestmark = [
@@ -160,9 +160,9 @@ def test_no_layer_is_compiled_for_on_its_own_and_caches_copy_what_they_are_hande
     with torch.no_grad():
         for start, end in [(0, tokens), *((step, step + 1) for step in range(tokens, tokens + steps))]:
             part = ids[:, start:end]
-            logits = forward(part, past_key_values=cache).logits
+            logits = forward(part, **given(cache)).logits
             # What is summed in another order in compiled code, a few units in the last place of float32.
-            torch.testing.assert_close(logits, model(part, past_key_values=eager).logits, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(logits, model(part, **given(eager)).logits, rtol=1e-4, atol=1e-5)
             assert cache.get_seq_length() == end
     # The keys and the values of each of two layers; what holds states in full precision is traced through.
     assert set(overwritten) == ({0} if kind == "dense" else {4})
@@ -184,14 +184,14 @@ def test_another_cache_and_its_operations_go_on_in_the_same_graphs(make_cache: C
     ids = prompt(2, 120)
 
     def decoded(run: Any, cache: Any) -> torch.Tensor:
-        model(ids[:, :90], past_key_values=cache)
-        logits = [run(ids[:, step : step + 1], past_key_values=cache).logits for step in range(90, 94)]
+        model(ids[:, :90], **given(cache))
+        logits = [run(ids[:, step : step + 1], **given(cache)).logits for step in range(90, 94)]
         twin = cache.fork()
         cache.crop(85)
         cache.reorder_cache(torch.tensor([1, 0]))
-        logits += [run(ids[:, step : step + 1], past_key_values=cache).logits for step in range(94, 97)]
+        logits += [run(ids[:, step : step + 1], **given(cache)).logits for step in range(94, 97)]
         # The fork is called by a handle of its own.
-        logits += [run(ids[:, step : step + 1], past_key_values=twin).logits for step in range(94, 97)]
+        logits += [run(ids[:, step : step + 1], **given(twin)).logits for step in range(94, 97)]
         assert (cache.get_seq_length(), twin.get_seq_length()) == (88, 97)
         return torch.cat(logits, 1)
 
@@ -205,21 +205,21 @@ def test_another_cache_and_its_operations_go_on_in_the_same_graphs(make_cache: C
 def shared(model: Any) -> Any:
     """Three sequences that go on from one prompt."""
     cache = kvlayers.DynamicCache(config=model.config)
-    model(prompt(1, 40, seed=1), past_key_values=cache)
+    model(prompt(1, 40, seed=1), **given(cache))
     cache.expand(3)
     return cache
 
 
 def packed_and_expanded(model: Any) -> Any:
     cache = packed(model)
-    model(prompt(1, 100, seed=1), past_key_values=cache)
+    model(prompt(1, 100, seed=1), **given(cache))
     cache.expand(3)
     return cache
 
 
 def sinks_and_expanded(model: Any) -> Any:
     cache = kvlayers.SinkCache(config=model.config, window_length=101, num_sink_tokens=4)
-    model(prompt(1, 80, seed=1), past_key_values=cache)
+    model(prompt(1, 80, seed=1), **given(cache))
     cache.expand(3)
     return cache
 
@@ -231,13 +231,13 @@ def test_branches_with_blocks_of_their_own_go_on_in_the_same_graphs(read_in_full
 
     def decoded(run: Any) -> torch.Tensor:
         cache = packed(model)
-        model(ids[:, :85], past_key_values=cache)
+        model(ids[:, :85], **given(cache))
         branches = [cache, *cache.fork(2)]
         logits = []
         for step in range(85, 100):
             for number, branch in enumerate(branches):
                 part = (ids[:, step : step + 1] + number) % 97
-                logits.append(run(part, past_key_values=branch).logits)
+                logits.append(run(part, **given(branch)).logits)
         return torch.cat(logits, 1)
 
     with torch.no_grad():
@@ -261,8 +261,8 @@ def test_sequences_that_go_on_from_one_prompt(make_cache: Callable[[Any], Any], 
                 for each in (cache, eager):
                     each.crop(each.get_seq_length() - 4)
             part = ids[:, step : step + 1]
-            logits = (model if step == 15 else forward)(part, past_key_values=cache).logits
-            torch.testing.assert_close(logits, model(part, past_key_values=eager).logits, rtol=1e-4, atol=1e-5)
+            logits = (model if step == 15 else forward)(part, **given(cache)).logits
+            torch.testing.assert_close(logits, model(part, **given(eager)).logits, rtol=1e-4, atol=1e-5)
             assert cache.get_seq_length() == eager.get_seq_length()
     assert len(graphs) <= 2
     assert not read_in_full
@@ -282,13 +282,13 @@ def test_two_updates_in_one_graph_attend_each_to_what_it_was_given(make_cache: C
     ids = prompt(1, 100)
 
     def two(cache: Any) -> torch.Tensor:
-        first = model(ids[:, 90:93], past_key_values=cache).logits
-        return torch.cat([first, model(ids[:, 93:94], past_key_values=cache).logits], 1)
+        first = model(ids[:, 90:93], **given(cache)).logits
+        return torch.cat([first, model(ids[:, 93:94], **given(cache)).logits], 1)
 
     caches = [make_cache(model) for _ in range(2)]
     with torch.no_grad():
         for cache in caches:
-            model(ids[:, :90], past_key_values=cache)
+            model(ids[:, :90], **given(cache))
         seen = torch.compile(two, backend="aot_eager", fullgraph=True)(caches[0])
         torch.testing.assert_close(seen, two(caches[1]), rtol=1e-4, atol=1e-5)
     assert caches[0].get_seq_length() == caches[1].get_seq_length() == 94
@@ -307,8 +307,8 @@ def test_padded_batches_and_attention_in_plain_torch(attention: str, installed: 
     with torch.no_grad():
         for start, end in ((0, 90), (90, 91), (91, 96)):
             options = {"attention_mask": mask[:, :end]}
-            logits = forward(ids[:, start:end], past_key_values=cache, **options).logits
-            expected = model(ids[:, start:end], past_key_values=eager, **options).logits
+            logits = forward(ids[:, start:end], **given(cache), **options).logits
+            expected = model(ids[:, start:end], **given(eager), **options).logits
             torch.testing.assert_close(logits[1], expected[1], rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(logits[0, -1], expected[0, -1], rtol=1e-4, atol=1e-5)
     assert not read_in_full
@@ -325,7 +325,7 @@ def test_soft_caps_in_compiled_code(installed: None, read_in_full: list[str]) ->
         for start, end in ((0, 90), (90, 91), (91, 92), (92, 96)):
             part = ids[:, start:end]
             logits, expected = (
-                run(part, past_key_values=cache).logits for run, cache in zip((forward, model), caches, strict=True)
+                run(part, **given(cache)).logits for run, cache in zip((forward, model), caches, strict=True)
             )
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
     assert not read_in_full
@@ -343,8 +343,8 @@ def test_gradients_of_queries_alone(attention: str) -> None:
     for forward in (torch.compile(model.forward, backend="aot_eager"), model):
         cache = packed(model)
         with torch.no_grad():
-            model(ids[:, :90], past_key_values=cache)
-        loss = forward(ids[:, 90:], past_key_values=cache).logits.square().mean()
+            model(ids[:, :90], **given(cache))
+        loss = forward(ids[:, 90:], **given(cache)).logits.square().mean()
         found.append(torch.autograd.grad(loss, weight)[0])
     torch.testing.assert_close(*found)
 

@@ -20,8 +20,7 @@ from kvlayers import (
     StateMismatchError,
     UnsupportedLayerError,
 )
-from kvlayers.upstream import cache_argument
-from models import bare, fresh_model, prompt, tiny_model
+from models import bare, fresh_model, given, prompt, tiny_model
 
 OPTIONS: dict[str, Any] = {"keep": 0.4, "sink_tokens": 2, "recent_tokens": 8}
 READ, TOKENS = 60, 8
@@ -62,9 +61,9 @@ def test_wrong_options_are_refused(case: str) -> None:
 def read(model: Any, cache: Any, ids: Tensor, prefill: int = READ) -> Tensor:
     """Logits behind a prompt, and of the tokens after it, which come one by one."""
     with torch.no_grad():
-        logits = [model(ids[:, :prefill], **{cache_argument.usual_name(): cache}).logits[:, -1]] if prefill else []
+        logits = [model(ids[:, :prefill], **given(cache)).logits[:, -1]] if prefill else []
         for at in range(prefill, ids.shape[1]):
-            logits.append(model(ids[:, at : at + 1], **{cache_argument.usual_name(): cache}).logits[:, -1])
+            logits.append(model(ids[:, at : at + 1], **given(cache)).logits[:, -1])
     return torch.stack(logits, 1)
 
 

@@ -12,7 +12,7 @@ import kvlayers
 from families import model_and_inputs
 from kvlayers import InterruptedPassError, RollbackError
 from kvlayers.stores.buffer import TokenBuffer
-from models import COMMON, bare, fresh_model, prompt
+from models import COMMON, bare, fresh_model, given, prompt
 from versions import need_recurrent_layers
 
 LAYERS, SEEN = 3, 7
@@ -78,7 +78,7 @@ def model_of(family: str, **changes: Any) -> Any:
 @torch.no_grad()
 def passed(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
     """Logits of ids that are passed to a model, `[batch, tokens, vocabulary]`."""
-    logits: torch.Tensor = model(ids, past_key_values=cache, use_cache=True).logits
+    logits: torch.Tensor = model(ids, **given(cache), use_cache=True).logits
     return logits
 
 

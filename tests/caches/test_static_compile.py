@@ -16,7 +16,7 @@ import versions
 from counted_graphs import COUNTS, CUDA_GRAPHS, MODELS, backend, graphs, recording_backend
 from kvlayers import Buckets, CapacityError, KVLayersError, OptionError, StateMismatchError, StaticCache
 from kvlayers.upstream import cache_argument
-from models import WINDOW, bare, fresh_model, prompt
+from models import WINDOW, bare, fresh_model, given, prompt
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +87,7 @@ def reference(
     cache, inputs, logits = transformers.DynamicCache(config=model.config), [step], []
     with torch.no_grad():
         for _ in range(steps + 1):
-            logits.append(model(step, past_key_values=cache).logits[:, -1])
+            logits.append(model(step, **given(cache)).logits[:, -1])
             step = logits[-1].argmax(-1, keepdim=True)
             inputs.append(step)
     return tuple(inputs[:-1]), torch.stack(logits)
@@ -100,7 +100,7 @@ def decode(forward: Callable[..., Any], cache: StaticCache, inputs: Inputs, pref
         for index, ids in enumerate(inputs):
             run = prefill if prefill is not None and not index else forward
             told = versions.positions(ids, cache)
-            logits.append(run(ids, past_key_values=cache, **told).logits[:, -1].clone())
+            logits.append(run(ids, **given(cache), **told).logits[:, -1].clone())
             seen += ids.shape[1]
             assert type(cache.get_seq_length()) is int
             assert cache.get_seq_length() == seen
@@ -266,7 +266,7 @@ def test_several_tokens_at_once_and_single_ones_may_follow_each_other() -> None:
         forward, cache, ids = shared("hybrid"), static_cache("hybrid"), prompt(2, sum(parts))
         with torch.no_grad():
             whole = small_model("hybrid")(ids).logits
-            seen = [forward(chunk, past_key_values=cache).logits for chunk in ids.split(parts, dim=1)]
+            seen = [forward(chunk, **given(cache)).logits for chunk in ids.split(parts, dim=1)]
         # Chunks change the order of sums in a matrix product, by a few units in the last place.
         torch.testing.assert_close(torch.cat(seen, dim=1), whole, rtol=1e-4, atol=1e-4)
         assert cache.get_seq_length() == sum(parts)
@@ -281,8 +281,8 @@ def test_left_padded_batches_decode_as_in_eager_code() -> None:
         for index in range(20):
             position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, -step.shape[1] :]
             how = {"attention_mask": mask, "position_ids": position_ids}
-            expected = model(step, past_key_values=upstream, **how).logits[:, -1]
-            check((forward if index else model)(step, past_key_values=cache, **how).logits[:, -1], expected)
+            expected = model(step, **given(upstream), **how).logits[:, -1]
+            check((forward if index else model)(step, **given(cache), **how).logits[:, -1], expected)
             step = expected.argmax(-1, keepdim=True)
             mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
 
@@ -333,7 +333,7 @@ def test_tokens_are_taken_back_between_compiled_steps() -> None:
         # Drafts that are wrong: written, and taken back.
         with torch.no_grad():
             for ids in prompt(2, 3, seed=length).split(1, dim=1):
-                forward(ids.contiguous(), past_key_values=cache)
+                forward(ids.contiguous(), **given(cache))
         cache.crop(-3)
         check(decode(forward, cache, inputs[first + 8 : first + 12]), expected[first + 8 : first + 12])
     assert graphs() == compiled_once
@@ -362,7 +362,7 @@ def test_tokens_of_a_window_are_taken_back_while_it_records() -> None:
         cache.activate_past_recording()
         for ids in prompt(2, 5, seed=1).split([3, 1, 1], dim=1):
             with torch.no_grad():
-                model(ids, past_key_values=cache)
+                model(ids, **given(cache))
         cache.crop(-5)
         check(decode(model, cache, inputs[26:30]), expected[26:30])
         cache.crop(-2)
@@ -377,7 +377,7 @@ def test_a_cache_that_reads_buckets_outside_of_compiled_code_gives_the_same_logi
     check(decode(small_model(family), static_cache(family, compiled=True), inputs), expected)
     # With gradients on, masks are those of the tokens that are there.
     cache = static_cache(family, compiled=True)
-    seen = [small_model(family)(ids, past_key_values=cache).logits[:, -1].detach() for ids in inputs[:30]]
+    seen = [small_model(family)(ids, **given(cache)).logits[:, -1].detach() for ids in inputs[:30]]
     check(torch.stack(seen), expected[:30])
 
 
@@ -389,8 +389,8 @@ def test_sequences_are_reordered_between_compiled_steps(family: str) -> None:
     address = None
     with torch.no_grad():
         for index, ids in enumerate(inputs):
-            expected = model(ids, past_key_values=upstream).logits[:, -1]
-            check((forward if index else model)(ids, past_key_values=cache).logits[:, -1], expected)
+            expected = model(ids, **given(upstream)).logits[:, -1]
+            check((forward if index else model)(ids, **given(cache)).logits[:, -1], expected)
             if index in (5, 14, 15, 30, 36):
                 rows = torch.tensor([[1, 0], [0, 0], [1, 1]][index % 3])
                 upstream.reorder_cache(rows)
@@ -450,7 +450,7 @@ def test_inference_mode_and_no_grad_may_take_turns() -> None:
         logits = []
         for index, ids in enumerate(inputs[:20]):
             with prefill() if not index else torch.inference_mode() if index // 3 % 2 else torch.no_grad():
-                logits.append((run if index else model)(ids, past_key_values=cache).logits[:, -1].clone())
+                logits.append((run if index else model)(ids, **given(cache)).logits[:, -1].clone())
         check(torch.stack(logits), expected[:20])
         # Outside of inference mode everything can still be done to what was written in it.
         cache.reorder_cache(torch.tensor([1, 0]))
@@ -467,7 +467,7 @@ def test_compiled_steps_go_on_from_what_autograd_followed() -> None:
         cache, logits = static_cache(family), []
         for index, ids in enumerate(inputs[:20]):
             with torch.enable_grad() if index < followed else steps():
-                logits.append((model if index < followed else forward)(ids, past_key_values=cache).logits[:, -1])
+                logits.append((model if index < followed else forward)(ids, **given(cache)).logits[:, -1])
         check(torch.stack(logits).detach(), expected[:20])
 
 
@@ -504,7 +504,7 @@ def test_a_full_cache_in_a_compiled_loop_says_so_and_stays_as_it_was(counted: No
     before = held(cache)
     for _ in range(2):
         with torch.no_grad(), pytest.raises(Exception, match=r"at most 20 tokens.*20 held and 1 new") as raised:
-            forward(inputs[fitting], past_key_values=cache)
+            forward(inputs[fitting], **given(cache))
         assert isinstance(raised.value, CapacityError | RuntimeError)
         check_unchanged(cache, before)
     if grow:
@@ -548,7 +548,7 @@ def test_a_cache_that_is_full_after_others_of_another_size_says_so_too(counted: 
     decode(small_model("qwen2"), cache, inputs[:1])
     before = held(cache)
     with torch.no_grad(), pytest.raises(Exception, match=r"at most 20 tokens.*20 held and 1 new"):
-        forward(inputs[1], past_key_values=cache)
+        forward(inputs[1], **given(cache))
     check_unchanged(cache, before)
 
 
@@ -716,12 +716,12 @@ def test_generate_compiles_around_a_cache_that_is_passed(counted: None, family: 
     config = transformers.CompileConfig(backend=backend, mode=None)
     config._compile_all_devices = True
     cache = static_cache(family, compiled=True)
-    assert torch.equal(generated(family, past_key_values=cache, compile_config=config), expected)
+    assert torch.equal(generated(family, **given(cache), compile_config=config), expected)
     compiled_once = graphs()
     assert 0 < compiled_once <= most_graphs(family, reached=2)
     assert cache.get_seq_length() == expected.shape[1] - 1
     cache.reset()
-    assert torch.equal(generated(family, past_key_values=cache, compile_config=config), expected)
+    assert torch.equal(generated(family, **given(cache), compile_config=config), expected)
     assert graphs() == compiled_once
 
 
@@ -732,7 +732,7 @@ def test_generate_does_not_compile_around_a_cache_that_says_so(family: str) -> N
     config._compile_all_devices = True
     cache = static_cache(family, compiled=False)
     before = graphs()
-    assert torch.equal(generated(family, past_key_values=cache, compile_config=config), expected)
+    assert torch.equal(generated(family, **given(cache), compile_config=config), expected)
     assert graphs() == before
 
 
@@ -747,7 +747,7 @@ def test_generate_with_a_full_cache_raises_before_anything_is_written(family: st
     full = 20 if family != "mistral" else 0
     says = "at most 20 tokens.*20 held and 1 new" if full else "at most 6 tokens.*0 held and 9 new"
     with pytest.raises(CapacityError, match=says):
-        generated(family, past_key_values=cache, **how)
+        generated(family, **given(cache), **how)
     assert {layer.length for layer in cache.layers} == {full}
     if full:
         cache.crop(full - 1) if family == "qwen2" else cache.reset()
@@ -762,7 +762,7 @@ def test_a_cache_that_may_grow_grows_in_generate(family: str, compile_config: bo
     how = {"compile_config": config} if compile_config else {}
     for capacity in (PROMPT - 2, PROMPT, 20):
         cache = static_cache(family, max_cache_len=capacity, grow=True, compiled=True)
-        assert torch.equal(generated(family, past_key_values=cache, **how), expected), capacity
+        assert torch.equal(generated(family, **given(cache), **how), expected), capacity
 
 
 @pytest.mark.parametrize("family", ["qwen2", "hybrid", "llama4"])
@@ -773,8 +773,8 @@ def test_drafts_are_verified_with_a_cache_that_reads_buckets(family: str) -> Non
     model = small_model(family)
     expected = model.generate(ids, **how)
     cache = static_cache(family, compiled=True)
-    assert torch.equal(model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=4, **how), expected)
+    assert torch.equal(model.generate(ids, **given(cache), prompt_lookup_num_tokens=4, **how), expected)
     name, changes = MODELS[family]
     draft = fresh_model(name, seed=1, **changes)
     cache = static_cache(family, compiled=True)
-    assert torch.equal(model.generate(ids, past_key_values=cache, assistant_model=draft, **how), expected)
+    assert torch.equal(model.generate(ids, **given(cache), assistant_model=draft, **how), expected)

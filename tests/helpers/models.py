@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 
 import versions
+from kvlayers.upstream import cache_argument
 
 COMMON: dict[str, Any] = {
     "vocab_size": 97,
@@ -157,6 +158,11 @@ def bare(model: Any) -> Any:
     for module in (model, model.model):
         module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)
     return model
+
+
+def given(cache: Any) -> dict[str, Any]:
+    """A cache as the argument of a forward pass, by the name that models take it by: bare ones know no other."""
+    return {cache_argument.usual_name(): cache}
 
 
 def prompt(batch: int = 1, tokens: int = 12, seed: int = 0) -> torch.Tensor:

@@ -24,9 +24,6 @@ class _Respelling(ast.NodeTransformer):
             node.attr = self.name
         return node
 
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        return ast.Constant(self.name) if node.value == NEWEST else node
-
 
 def respelled(code: str) -> str:
     """Code for the installed transformers; the same code if this is a version that it was written for."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from respelling import respelled
+
 ROOT = pathlib.Path(__file__).parents[2]
 TOUR = ROOT / "docs" / "tour.ipynb"
 MODEL = pathlib.Path(os.environ.get("KVLAYERS_DEMO_MODEL", ROOT / ".models" / "SmolLM2-135M-Instruct"))
@@ -60,6 +62,8 @@ def test_it_runs_and_shows_what_is_stored(stored: Any, tmp_path: pathlib.Path, m
     # tqdm asks for widgets, which would be one more package for a bar that is not drawn.
     monkeypatch.setenv("PYTHONWARNINGS", "ignore:IProgress")
     notebook = nbformat.read(TOUR, as_version=4)
+    for cell in code_cells(notebook):
+        cell["source"] = respelled(cell["source"])
     how = {"timeout": 250, "kernel_name": "python3", "record_timing": False, "coalesce_streams": True}
     nbclient.NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}, **how).execute()
     if os.environ.get("KVLAYERS_WRITE_DOCS"):

@@ -121,6 +121,8 @@ def test_few_queries_with_a_mask_go_to_the_triton_kernel(
 ) -> None:
     cache = CACHES[name]()
     cache.update(states(10), states(10), 0)
+    # As models do that make the mask.
+    cache.get_mask_sizes(queries, 0)
     keys, values = cache.update(states(queries), states(queries), 0)
     tokens = keys.shape[2]
     mask = torch.ones(2, 1, queries, tokens, dtype=torch.bool, device="meta")

@@ -6,6 +6,9 @@ import torch
 
 from kvlayers.stores.slots import Slot
 
+UNKNOWN = -1
+"""In place of a position in compiled code."""
+
 
 class MaskMode:
     """Facts on which all layers of a cache agree, because the masks of all layers are made alike.
@@ -63,10 +66,21 @@ class MaskExtent:
     def __init__(self, mode: MaskMode | None = None) -> None:
         self.mode = MaskMode() if mode is None else mode
         self._slot: Slot | None = None
+        self._chosen_at: int | None = None
 
-    def choose(self, slot: Slot | None) -> None:
-        """Choose the bucket of `slot` if the mode uses buckets, else (or for `None`) the held tokens."""
+    def choose(self, slot: Slot | None, position: int) -> None:
+        """Choose the bucket of `slot` if the mode uses buckets, else (or for `None`) the held tokens.
+
+        Args:
+            slot: where the next token goes, if it is a single one.
+            position: of the next token, `UNKNOWN` in compiled code, for which it would be a constant.
+        """
         self._slot = slot if slot is not None and self.mode.uses_buckets else None
+        self._chosen_at = position
+
+    def was_chosen_at(self, position: int) -> bool:
+        """Whether a mask for the token of this position on was asked for, so that it is not the caller's own."""
+        return self._chosen_at in (position, UNKNOWN)
 
     def is_bucket_of(self, slot: Slot) -> bool:
         """Whether the bucket of `slot` was chosen."""
@@ -74,7 +88,7 @@ class MaskExtent:
 
     def forget(self) -> None:
         """Forget the choice, because the tokens that it was made for have changed."""
-        self._slot = None
+        self._slot = self._chosen_at = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_slot": None}
+        return {**self.__dict__, "_slot": None, "_chosen_at": None}

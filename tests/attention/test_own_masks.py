@@ -1,0 +1,185 @@
+"""Masks that callers make for a static cache, of its whole reservation or of the tokens that are held."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import kvlayers
+import versions
+from kvlayers.upstream import compat
+from models import WINDOW, fresh_model, given, prompt
+
+RESERVED = 32
+PARTS = (9, 1, 1, 3, 1, 1)
+"""Tokens of each forward pass."""
+HIDDEN = 2
+"""A token that no later token sees, so that the mask is not the one that a model would make."""
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+"""Attention over states in full precision adds up the same float32 numbers in another order."""
+
+MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bool": lambda seen: seen,
+    "additive": lambda seen: torch.where(seen, 0.0, torch.finfo(torch.float32).min),
+}
+
+
+def mask_of(form: str, start: int, queries: int, columns: int) -> Tensor:
+    """`[1, 1, queries, columns]`, for queries of the tokens from `start` on."""
+    query, key = torch.arange(start, start + queries)[:, None], torch.arange(columns)
+    return MASKS[form](((key <= query) & ((key != HIDDEN) | (query == HIDDEN)))[None, None])
+
+
+def decoded(
+    model: Any, cache: Any, ids: Tensor, form: str, columns: int | None, forward: Any = None, parts: Any = PARTS
+) -> Tensor:
+    """Logits `[batch, tokens, vocabulary]`. The masks have `columns`, or those of the held and the new tokens."""
+    logits = []
+    with torch.no_grad():
+        for part in parts:
+            start = int(cache.get_seq_length())
+            how = {**versions.positions(ids[:, start : start + part], cache), **given(cache)}
+            how["position_ids"] = torch.arange(start, start + part)[None]
+            mask = mask_of(form, start, part, start + part if columns is None else columns)
+            run = model if forward is None else forward
+            logits.append(run(ids[:, start : start + part], attention_mask=mask, **how).logits)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("columns", [None, RESERVED], ids=["held", "reserved"])
+@pytest.mark.parametrize(("implementation", "form"), [("sdpa", "bool"), ("sdpa", "additive"), ("eager", "additive")])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
+def test_both_lengths_give_the_logits_of_a_cache_that_grows(
+    family: str, implementation: str, form: str, columns: int | None
+) -> None:
+    model, ids = fresh_model(family), prompt(2, sum(PARTS))
+    model.set_attn_implementation(implementation)
+    expected = decoded(model, transformers.DynamicCache(), ids, form, None)
+    cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED)
+    torch.testing.assert_close(decoded(model, cache, ids, form, columns), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("columns", [None, RESERVED], ids=["held", "reserved"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_both_lengths_serve_the_attention_of_kvlayers(family: str, columns: int | None, installed: None) -> None:
+    # gemma2 has soft caps.
+    model, ids = fresh_model(family, layer_types=["full_attention"] * 2), prompt(2, sum(PARTS))
+    model.set_attn_implementation("eager")
+    expected = decoded(model, transformers.DynamicCache(), ids, "additive", None)
+    model.set_attn_implementation("kvlayers")
+    cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED)
+    torch.testing.assert_close(decoded(model, cache, ids, "additive", columns), expected, **TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not compat.COMPILES_TENSOR_SUBCLASSES, reason="TorchDynamo is known to trace marked keys from torch 2.13"
+)
+@pytest.mark.parametrize("columns", [None, RESERVED], ids=["held", "reserved"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_both_lengths_serve_compiled_code_in_few_graphs(implementation: str, columns: int | None) -> None:
+    model, ids, graphs = fresh_model("llama", num_hidden_layers=1), prompt(2, 30), []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model.set_attn_implementation(implementation)
+    parts = (9, *[1] * 12)
+    expected = decoded(model, transformers.DynamicCache(), ids, "additive", None, parts=parts)
+    cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED)
+    torch._dynamo.reset()
+    try:
+        forward = torch.compile(model.forward, backend=counting, fullgraph=True)
+        logits = decoded(model, cache, ids, "additive", columns, forward, parts)
+    finally:
+        torch._dynamo.reset()
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
+    # The prompt, a single token, and single tokens of any length.
+    assert len(graphs) == 3
+
+
+@pytest.mark.parametrize("columns", [None, RESERVED], ids=["held", "reserved"])
+@pytest.mark.parametrize("options", [{"offloading": True}, {"grow": True}, {"max_batch_size": 3}], ids=str)
+def test_a_cache_with_options_takes_both_lengths(options: dict[str, Any], columns: int | None) -> None:
+    model, ids = fresh_model("llama"), prompt(2, sum(PARTS))
+    expected = decoded(model, transformers.DynamicCache(), ids, "additive", None)
+    cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED, **options)
+    torch.testing.assert_close(decoded(model, cache, ids, "additive", columns), expected, **TOLERANCE)
+
+
+def test_own_masks_and_those_of_the_model_may_take_turns() -> None:
+    model, ids = fresh_model("llama"), prompt(2, sum(PARTS))
+    cache, reference = (
+        kvlayers.StaticCache(model.config, max_cache_len=RESERVED),
+        transformers.DynamicCache(config=model.config),
+    )
+    for columns in (RESERVED, None):
+        for index, at in enumerate(range(9, 15)):
+            if not index:
+                for each in (cache, reference):
+                    each.reset()
+                    decoded(model, each, ids, "additive", columns if each is cache else None, parts=(9,))
+            step = ids[:, at : at + 1]
+            with torch.no_grad():
+                if at % 2:
+                    seen, expected = (model(step, **given(each)).logits for each in (cache, reference))
+                else:
+                    seen = decoded(model, cache, ids, "additive", columns, parts=(1,))
+                    expected = decoded(model, reference, ids, "additive", None, parts=(1,))
+            torch.testing.assert_close(seen, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("then", ["crop", "fork", "pickle"])
+def test_it_goes_on_after_operations(then: str) -> None:
+    model, ids = fresh_model("llama"), prompt(2, sum(PARTS))
+    expected = decoded(model, transformers.DynamicCache(), ids, "additive", None)
+    cache: Any = kvlayers.StaticCache(model.config, max_cache_len=RESERVED)
+    decoded(model, cache, ids, "additive", RESERVED, parts=(9, 1, 1, 3))
+    if then == "crop":
+        cache.crop(11)
+    else:
+        cache.crop(11)
+        cache = cache.fork() if then == "fork" else pickle.loads(pickle.dumps(cache))
+    logits = decoded(model, cache, ids, "additive", RESERVED, parts=(3, 1, 1))
+    torch.testing.assert_close(logits, expected[:, 11:], **TOLERANCE)
+
+
+def test_a_window_takes_masks_of_as_many_columns_as_it_attends_to() -> None:
+    model, ids = fresh_model("mistral"), prompt(2, WINDOW)
+    expected = decoded(model, transformers.DynamicCache(), ids, "additive", None, parts=(4, 1, 3))
+    cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED)
+    assert cache.layers[0].is_sliding
+    torch.testing.assert_close(decoded(model, cache, ids, "additive", WINDOW, parts=(4, 1, 3)), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("columns", [RESERVED - 1, RESERVED + 1, 7])
+def test_a_mask_of_another_length_is_refused_by_torch(implementation: str, columns: int) -> None:
+    model, ids = fresh_model("llama"), prompt(2, 9)
+    model.set_attn_implementation(implementation)
+    cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED)
+    with pytest.raises(RuntimeError, match="size|expand"):
+        decoded(model, cache, ids, "additive", columns, parts=(9,))
+
+
+def test_states_of_a_loop_without_a_model_are_plain_in_what_is_computed_of_them() -> None:
+    cache = kvlayers.StaticCache(transformers.LlamaConfig(num_hidden_layers=1), max_cache_len=RESERVED)
+    states = torch.randn(2, 2, 9, 8)
+    keys, values = cache.update(states, -states, 0)
+    assert type(values) is Tensor
+    query = torch.randn(2, 2, 3, 8)
+    weights = torch.softmax(query @ keys.transpose(2, 3) / 8**0.5, dim=-1)
+    assert type(weights) is Tensor
+    expected = scaled_dot_product_attention(query, states, -states)
+    torch.testing.assert_close(weights @ values, expected)
+    torch.testing.assert_close(scaled_dot_product_attention(query, keys, values), expected)
+    for twin in (pickle.loads(pickle.dumps(keys)), copy.deepcopy(keys)):
+        assert type(twin) is Tensor
+        assert torch.equal(twin, states)

@@ -97,17 +97,25 @@ class ContiguousStore(BufferPair):
                     "tokens again."
                 )
             if self.length:
-                raise mismatch((key_form, value_form), (self._key_form, self._value_form), self.length)
+                return self._validate_other_form(keys, (key_form, value_form))
             check_one_batch(key_form, value_form)
             self._validated = key_form, value_form
         return keys.shape[2]
+
+    def _validate_other_form(self, keys: Tensor, forms: tuple[StateForm, StateForm]) -> int:
+        """As `_validate`, for forms that differ from those of the held tokens."""
+        raise mismatch(forms, (self._key_form, self._value_form), self.length)
 
     def _apply_form(self, tokens: int) -> None:
         """Take on the form that was validated, if `tokens` of that form fit."""
         if self._validated is not None:
             self.check_room(tokens)
-            self.reserve_form(*self._validated)
-            self._validated = None
+            forms, self._validated = self._validated, None
+            self._take_on(*forms)
+
+    def _take_on(self, key_form: StateForm, value_form: StateForm) -> None:
+        """Take on forms that were validated."""
+        self.reserve_form(key_form, value_form)
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:

@@ -9,6 +9,7 @@ from kvlayers.stores.contract import Fidelity, KVPair
 from kvlayers.stores.registry import register_store
 from kvlayers.stores.returned_states import ReturnedStates
 from kvlayers.stores.segmented import GROWTH_DIVISOR, MAXIMUM_SEGMENTS, SegmentedStore
+from kvlayers.stores.validation import promoted_forms
 
 MINIMUM_GROWTH = 128
 """Fewest tokens by which a buffer grows, so that short sequences are not moved every few tokens."""
@@ -83,6 +84,33 @@ class DenseStore(SegmentedStore):
     def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
         capacity = self.capacity_for(tokens, sized_for) + self.prefix_room if tokens else 0
         return nbytes_of(key_form, capacity) + nbytes_of(value_form, capacity)
+
+    # States of another dtype
+
+    @override
+    def _validate_other_form(self, keys: Tensor, forms: tuple[StateForm, StateForm]) -> int:
+        held = self._forms()
+        promoted = promoted_forms(forms, held)
+        if promoted is None:
+            return super()._validate_other_form(keys, forms)
+        # What is written to a buffer takes on its dtype.
+        self._validated = None if promoted == held else promoted
+        return keys.shape[2]
+
+    @override
+    def _take_on(self, key_form: StateForm, value_form: StateForm) -> None:
+        self.promote(key_form, value_form)
+
+    def promote(self, key_form: StateForm, value_form: StateForm) -> None:
+        """Hold all tokens in the dtypes of these forms, which hold them without rounding."""
+        if not self.length:
+            self.reserve_form(key_form, value_form)
+            return
+        states = zip(self._plain(self.length), (key_form, value_form), strict=True)
+        keys, values = (held.to(form.dtype, copy=True, memory_format=torch.contiguous_format) for held, form in states)
+        self._release()
+        self._key_form, self._value_form = key_form, value_form
+        self._adopt(keys, values)
 
     # Memory
 

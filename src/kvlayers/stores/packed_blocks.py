@@ -77,6 +77,12 @@ class PackedBlocks:
     def __len__(self) -> int:
         return len(self._ends)
 
+    def promote(self, forms: tuple[StateForm, StateForm]) -> None:
+        """Give back states in the dtype of these forms, in which the parameters are held without rounding."""
+        for side, form in zip(SIDES, forms, strict=True):
+            self._packed[side].promote(*packed_forms(self._quantizers[side].format, side, form, self.block_tokens))
+        self.dtype = forms[0].dtype
+
     @property
     def tokens(self) -> int:
         """Tokens held."""

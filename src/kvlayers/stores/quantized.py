@@ -24,7 +24,7 @@ from kvlayers.stores.quantized_checks import check_quantized_state, checked_quan
 from kvlayers.stores.quantized_parts import QuantizedParts, append_states, residual_after_blocks, residual_length_hint
 from kvlayers.stores.registry import register_store
 from kvlayers.stores.returned_states import ReturnedStates
-from kvlayers.stores.validation import checked_forms, mismatch
+from kvlayers.stores.validation import checked_forms, mismatch, promoted_forms
 
 
 @register_store
@@ -161,7 +161,13 @@ class QuantizedStore(TokenStore):
         self._validated = None
         if forms != self._forms:
             if self.length and self._forms is not None:
-                raise mismatch(forms, self._forms, self.length)
+                promoted = promoted_forms(forms, self._forms)
+                if promoted is None:
+                    raise mismatch(forms, self._forms, self.length)
+                if promoted == self._forms:
+                    # The states are converted when they are taken in.
+                    return int(keys.shape[2])
+                forms = promoted
             checked_quantizers(self.quantization, *forms)
             self._validated = forms
         return int(keys.shape[2])
@@ -175,8 +181,13 @@ class QuantizedStore(TokenStore):
     def _apply_form(self) -> None:
         """Take on the form that was validated."""
         if self._validated is not None:
-            self._start_over(self._validated)
-            self._validated = None
+            forms, self._validated = self._validated, None
+            if self.length:
+                self._parts.promote(forms)
+                self._forms = forms
+                self._forget_segments()
+            else:
+                self._start_over(forms)
 
     def _start_over(self, forms: tuple[StateForm, StateForm]) -> None:
         """Hold no tokens, in memory of which nobody has a view."""

@@ -9,7 +9,7 @@ from typing_extensions import Self
 from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.segments import KVSegments, Segment
 from kvlayers.errors import StateMismatchError
-from kvlayers.stores.buffer import form_of
+from kvlayers.stores.buffer import StateForm, form_of
 from kvlayers.stores.contract import BufferSwap, KVPair
 from kvlayers.stores.dense import DenseStore
 from kvlayers.stores.packed_blocks import PackedBlocks
@@ -66,6 +66,13 @@ class QuantizedParts:
     def tokens(self) -> int:
         """Tokens in all parts."""
         return self.old_tokens + self.residual.length
+
+    def promote(self, forms: tuple[StateForm, StateForm]) -> None:
+        """Hold all tokens in the dtypes of these forms, which hold them without rounding."""
+        for part in (self.sinks, self.residual):
+            part.promote(*forms)
+        if self.blocks is not None:
+            self.blocks.promote(forms)
 
     # Packing
 

@@ -167,14 +167,17 @@ class RaggedStore(TokenStore):
     def validate(self, keys: Tensor, values: Tensor) -> int:
         if self._flat is not None and torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             raise UnsupportedLayerError(UNEVEN_HEADS)
-        if self._flat is not None and not self._tail.length:
-            # The tail is empty, and would take any form.
+        # The tail would take on any form if it is empty, and another dtype in any case, without the other tokens.
+        if self._flat is not None and (not self._tail.length or self._changes_dtype(keys, values)):
             forms, held = checked_forms(keys, values), self._forms()
             if self._tail.bits is not None:
                 forms = in_one_dtype(*forms)
             if forms != held:
                 raise mismatch(forms, held, self.length)
         return self._tail.validate(keys, values)
+
+    def _changes_dtype(self, keys: Tensor, values: Tensor) -> bool:
+        return any(states.dtype != form.dtype for states, form in zip((keys, values), self._forms(), strict=True))
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:

@@ -2,12 +2,17 @@
 
 from operator import index
 
+import torch
 from torch import Tensor
 
 from kvlayers.errors import CapacityError, StateMismatchError
 from kvlayers.stores.buffer import StateForm, form_of
 
 _FORM_PARTS = ("batch size", "kv_heads", "head_dim", "dtype", "device")
+_OTHER_BATCH = (
+    "select or repeat the cache's sequences (batch_select_indices, batch_repeat_interleave), or reset the cache first"
+)
+_REMEDIES = {"dtype": "run all passes under autocast, or none, or reset the cache first"}
 
 
 def checked_forms(keys: Tensor, values: Tensor) -> tuple[StateForm, StateForm]:
@@ -39,6 +44,20 @@ def check_one_batch(key_form: StateForm, value_form: StateForm) -> None:
         )
 
 
+def promoted_forms(
+    seen: tuple[StateForm, StateForm], held: tuple[StateForm, StateForm]
+) -> tuple[StateForm, StateForm] | None:
+    """Forms with dtypes that hold states of both forms without rounding, as `torch.cat` chooses them.
+
+    It is `None` if the forms differ in more than the dtype.
+    """
+    promoted = tuple(
+        old._replace(dtype=torch.promote_types(new.dtype, old.dtype)) for new, old in zip(seen, held, strict=True)
+    )
+    alike = all(new._replace(dtype=form.dtype) == form for new, form in zip(seen, promoted, strict=True))
+    return (promoted[0], promoted[1]) if alike else None
+
+
 def mismatch(
     seen: tuple[StateForm, StateForm], held: tuple[StateForm | None, StateForm | None], length: int
 ) -> StateMismatchError:
@@ -47,13 +66,10 @@ def mismatch(
         for part, new, old in zip(_FORM_PARTS, new_form, held_form or (), strict=False):
             if new != old:
                 held_already = f"the {length} held tokens" if length else "the reserved memory"
-                remedy = (
-                    "select or repeat the cache's sequences (batch_select_indices, batch_repeat_interleave), or reset "
-                    "the cache first"
-                )
+                remedy = f"or {_REMEDIES.get(part, _OTHER_BATCH)}" if length else "or make another cache"
                 return StateMismatchError(
                     f"The {side} must have {part} {old}, like {held_already}, got {part} {new}: convert the states, "
-                    f"{remedy if length else 'or make another cache'}."
+                    f"{remedy}."
                 )
     return StateMismatchError("The states do not match the held ones: reset the cache first.")
 

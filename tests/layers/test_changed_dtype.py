@@ -1,0 +1,150 @@
+"""States whose dtype changes between two passes, as under autocast for the prompt only: promoted, as by `torch.cat`."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import kvlayers
+from kvlayers import StateMismatchError
+from models import fresh_model, given, prompt
+
+LAYERS = 1
+WINDOW = 24
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CHANGES = list(itertools.permutations(DTYPES, 2))
+
+
+def config(**changes: Any) -> Any:
+    return transformers.LlamaConfig(num_hidden_layers=LAYERS, **changes)
+
+
+EXACT = {
+    "dynamic": lambda: kvlayers.DynamicCache(config=config()),
+    "sliding": lambda: kvlayers.DynamicCache(
+        config=transformers.MistralConfig(num_hidden_layers=LAYERS, sliding_window=WINDOW)
+    ),
+    "offloaded": lambda: kvlayers.OffloadedCache(config=config()),
+    "to be packed": lambda: kvlayers.QuantizedCache(config=config(), nbits=4, residual_length=128),
+}
+
+
+def states(tokens: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(2, 2, tokens, 32, generator=generator).to(dtype) for _ in range(2))  # type: ignore[return-value]
+
+
+def attended(pair: tuple[Tensor, Tensor]) -> list[Tensor]:
+    return [side + 0 for side in pair]
+
+
+@pytest.mark.parametrize(("first", "then"), CHANGES, ids=str)
+@pytest.mark.parametrize("name", EXACT)
+def test_tokens_are_promoted_as_concatenation_does(name: str, first: torch.dtype, then: torch.dtype) -> None:
+    cache, expected = EXACT[name](), [torch.zeros(2, 2, 0, 32, dtype=first)] * 2
+    for index, (tokens, dtype) in enumerate([(9, first), (1, first), (3, then), (1, then), (1, first), (30, then)]):
+        new = states(tokens, dtype, index)
+        expected = [torch.cat(sides, dim=2) for sides in zip(expected, new, strict=True)]
+        seen = attended(cache.update(*new, 0))
+        for side, whole in zip(seen, expected, strict=True):
+            assert side.dtype == whole.dtype == (torch.promote_types(first, then) if index > 1 else first)
+            count = side.shape[2]
+            assert torch.equal(side, whole[:, :, whole.shape[2] - count :])
+        assert cache.get_seq_length() == expected[0].shape[2]
+    if name != "sliding":
+        cache.crop(12)
+        assert torch.equal(cache.layers[0].keys + 0, expected[0][:, :, :12])
+
+
+@pytest.mark.parametrize(("first", "then"), CHANGES, ids=str)
+def test_forks_go_their_own_ways(first: torch.dtype, then: torch.dtype) -> None:
+    cache = kvlayers.DynamicCache(config=config())
+    held = states(200, first)
+    cache.update(*held, 0)
+    twin = cache.fork()
+    new = states(3, then, 1)
+    for side, old, added in zip(attended(twin.update(*new, 0)), held, new, strict=True):
+        assert torch.equal(side, torch.cat([old, added], dim=2))
+    more = states(1, first, 2)
+    for side, old, added in zip(attended(cache.update(*more, 0)), held, more, strict=True):
+        assert side.dtype == first
+        assert torch.equal(side, torch.cat([old, added], dim=2))
+    assert twin.get_seq_length() == 203
+
+
+@pytest.mark.parametrize("forked", [False, True])
+@pytest.mark.parametrize(("first", "then"), CHANGES, ids=str)
+@pytest.mark.parametrize("nbits", [2, 4, 8])
+def test_packed_tokens_stay_what_they_are(nbits: int, first: torch.dtype, then: torch.dtype, forked: bool) -> None:
+    cache = kvlayers.QuantizedCache(config=config(), nbits=nbits, residual_length=8, sink_tokens=4)
+    cache.update(*states(200, first), 0)
+    before = attended((cache.layers[0].keys, cache.layers[0].values))
+    original, cache = cache, cache.fork() if forked else cache
+    new, promoted = states(5, then, 1), torch.promote_types(first, then)
+    for side, old, added in zip(attended(cache.update(*new, 0)), before, new, strict=True):
+        assert side.dtype == promoted
+        # Codes are turned to numbers in the dtype, so the old ones are rounded less than they were.
+        torch.testing.assert_close(
+            side[:, :, :200], old.to(promoted), rtol=4 * torch.finfo(first).eps, atol=4 * torch.finfo(first).eps
+        )
+        assert torch.equal(side[:, :, 200:], added.to(promoted))
+    # Blocks are packed, and saved, as ever.
+    more = states(150, then, 2)
+    keys = cache.update(*more, 0)[0] + 0
+    assert keys.dtype == promoted
+    torch.testing.assert_close(keys[:, :, -8:], more[0][:, :, -8:].to(promoted), rtol=0, atol=0)
+    twin = cache.fork()
+    twin.crop(-3)
+    assert (twin.get_seq_length(), cache.get_seq_length()) == (352, 355)
+    if forked:
+        for side, old in zip((original.layers[0].keys, original.layers[0].values), before, strict=True):
+            assert torch.equal(side + 0, old)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "int4"])
+def test_autocast_on_the_prompt_only(name: str) -> None:
+    model, ids = fresh_model("llama"), prompt(2, 40)
+    own = (
+        kvlayers.DynamicCache(config=model.config)
+        if name == "dynamic"
+        else kvlayers.QuantizedCache(config=model.config, nbits=4, residual_length=128)
+    )
+    logits = []
+    for cache in (own, transformers.DynamicCache(config=model.config)):
+        with torch.no_grad():
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                model(ids[:, :30], **given(cache))
+            steps = [model(ids[:, at : at + 1], **given(cache)).logits for at in range(30, 40)]
+        logits.append(torch.cat(steps, dim=1))
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_go_through_what_is_promoted() -> None:
+    cache = kvlayers.DynamicCache(config=config())
+    first = [side.requires_grad_() for side in states(4, torch.bfloat16)]
+    cache.update(*first, 0)
+    keys, values = cache.update(*states(2, torch.float32, 1), 0)
+    (keys.sum() + 2 * values.sum()).backward()
+    assert torch.equal(first[0].grad, torch.ones_like(first[0]))
+    assert torch.equal(first[1].grad, 2 * torch.ones_like(first[1]))
+
+
+@pytest.mark.parametrize(("first", "then"), CHANGES, ids=str)
+def test_a_reservation_says_what_to_do(first: torch.dtype, then: torch.dtype) -> None:
+    cache = kvlayers.StaticCache(config(), max_cache_len=32)
+    cache.update(*states(9, first), 0)
+    with pytest.raises(StateMismatchError, match=rf"dtype {first}.*got dtype {then}: .*all passes under autocast"):
+        cache.update(*states(1, then, 1), 0)
+    assert cache.get_seq_length() == 9
+    assert torch.equal(cache.layers[0].keys, states(9, first)[0])
+
+
+def test_another_batch_of_another_dtype_is_still_refused() -> None:
+    cache = kvlayers.DynamicCache(config=config())
+    cache.update(*states(9, torch.float32), 0)
+    with pytest.raises(StateMismatchError, match="batch size 2, like the 9 held tokens"):
+        cache.update(*(side[:1] for side in states(1, torch.bfloat16)), 0)
+    assert cache.get_seq_length() == 9

@@ -330,6 +330,21 @@ def test_what_is_pinned_stays() -> None:
         store.pin(ids_of(2, 0, 0), model="m")
 
 
+def test_what_was_pinned_is_unpinned_though_another_entry_begins_with_its_tokens() -> None:
+    store = PrefixStore(ROOM)
+    store.insert(ids_of(3, 4, 5), filled([3, 4, 5]), model="m")
+    store.pin(ids_of(3), model="m")
+    store.insert(ids_of(3, 9), filled([3, 9]), model="m")
+    store.pin(ids_of(3, 9), model="m")
+    store.unpin(ids_of(3), model="m")
+    assert store.evict() > 0
+    assert len(store) == 1
+    assert store.lookup(ids_of(3, 9, 1), model="m").covered == 2
+    store.unpin(ids_of(3, 9), model="m")
+    with pytest.raises(PrefixError, match="not pinned"):
+        store.unpin(ids_of(3, 9), model="m")
+
+
 def test_a_pinned_prefix_is_not_dropped_for_a_longer_one() -> None:
     store = PrefixStore(ROOM)
     store.insert(ids_of(1, 2), filled([1, 2]), model="m")

@@ -362,7 +362,6 @@ BAD: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "head counts that differ": lambda k, v: (k[:, :2], v),
     "another head_dim": lambda k, v: (k[..., :4], v[..., :4]),
     "another head_dim of values alone": lambda k, v: (k, v[..., :4]),
-    "another dtype": lambda k, v: (k.bfloat16(), v.bfloat16()),
     "another dtype of values alone": lambda k, v: (k, v.double()),
     "another device": lambda k, v: (k.to("meta"), v.to("meta")),
     "three dimensions": lambda k, v: (k[0], v[0]),

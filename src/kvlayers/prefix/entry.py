@@ -1,5 +1,6 @@
 """An entry of a prefix store: one sequence of tokens, and its cache."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -24,7 +25,7 @@ class PrefixEntry:
         last_use: a counter that grows with each use of the store.
         used: time of the last use in seconds since 1970; `None` if it was not used since the store was made.
         hits: look-ups that it has served.
-        pins: how many calls of `pin` no `unpin` has undone.
+        pins: how many calls of `pin` no `unpin` has undone, by the number of tokens that they were for.
         boundaries: lengths that the entry serves: its own, and those of the entries that it has replaced.
         is_leaving: whether it has been evicted, and leaves memory as soon as it is in a file.
         is_being_written: whether it is being written to a file, which holds its memory.
@@ -39,7 +40,7 @@ class PrefixEntry:
     last_use: int = 0
     used: float | None = None
     hits: int = 0
-    pins: int = 0
+    pins: Counter[int] = field(default_factory=Counter)
     boundaries: set[int] = field(default_factory=set)
     is_leaving: bool = False
     is_being_written: bool = False

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -152,11 +153,19 @@ class EntryIndex:
             entry.is_leaving = False
             self._staying.add(entry.storages)
 
-    def pin(self, entry: PrefixEntry, change: int) -> None:
-        """Add to the pins of an entry. A pinned entry that was leaving memory stays."""
-        entry.pins += change
-        if entry.pins:
-            self._stay(entry)
+    def entries_with(self, label: str, ids: Tokens) -> Iterator[PrefixEntry]:
+        """All entries that begin with these tokens, in memory or not; that of exactly these tokens first."""
+        return (found.value for found in self.tree(label).nearest(ids) if found.tokens == len(ids))
+
+    def pin(self, entry: PrefixEntry, tokens: int) -> None:
+        """Pin an entry for the sake of its first tokens. If it was leaving memory, it stays."""
+        entry.pins[tokens] += 1
+        self._stay(entry)
+
+    def unpin(self, entry: PrefixEntry, tokens: int) -> None:
+        """Undo one `pin`."""
+        entry.pins[tokens] -= 1
+        entry.pins += Counter()  # which leaves out what is 0
 
     def set_stuck(self, entry: PrefixEntry) -> None:
         """Make room elsewhere from now on, since writing this entry takes too long."""

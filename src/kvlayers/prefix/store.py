@@ -20,6 +20,7 @@ from kvlayers.prefix.entry_eviction import EvictionPolicy, LeastRecentlyUsed
 from kvlayers.prefix.index import EntryIndex
 from kvlayers.prefix.keys import checked_cache, label_of, tokens_of
 from kvlayers.prefix.lookup import Hit
+from kvlayers.prefix.radix_tree import Tokens
 from kvlayers.prefix.statistics import PrefixStatistics
 from kvlayers.prefix.tree import PrefixTree, TreeEntry, tree_of
 from kvlayers.prefix.write_queue import WriteQueue
@@ -196,7 +197,13 @@ class PrefixStore:
             PrefixError: there is no such entry.
             OptionError: as `lookup`.
         """
-        self._pin(input_ids, label_of(config, model, namespace), 1)
+        label, ids = label_of(config, model, namespace), tokens_of(input_ids)
+        with self._lock:
+            exact = self._index.tree(label).get(ids)
+            entry = exact if exact is not None else self._index.entry_covering(label, ids)
+            if entry is None:
+                raise _no_entry(ids)
+            self._index.pin(entry, len(ids))
 
     def unpin(
         self, input_ids: Tensor, config: object | None = None, namespace: str = "", model: str | None = None
@@ -207,21 +214,18 @@ class PrefixStore:
             PrefixError: there is no such entry, or it is not pinned.
             OptionError: as `lookup`.
         """
-        self._pin(input_ids, label_of(config, model, namespace), -1)
-
-    def _pin(self, input_ids: Tensor, label: str, change: int) -> None:
-        ids = tokens_of(input_ids)
+        label, ids = label_of(config, model, namespace), tokens_of(input_ids)
         with self._lock:
-            tree = self._index.tree(label)
-            exact = tree.get(ids)
-            entry = exact if exact is not None else self._index.entry_covering(label, ids)
-            if entry is None:
-                raise PrefixError(f"the store has no entry for these {len(ids)} tokens: insert() one first.")
-            if entry.pins + change < 0:
+            # Another entry may have come since that begins with these tokens too.
+            entries = list(self._index.entries_with(label, ids))
+            pinned = next((entry for entry in entries if entry.pins[len(ids)]), None)
+            if not entries:
+                raise _no_entry(ids)
+            if pinned is None:
                 raise PrefixError(
                     f"the entry for these {len(ids)} tokens is not pinned: call unpin() once for each pin()."
                 )
-            self._index.pin(entry, change)
+            self._index.unpin(pinned, len(ids))
 
     def evict(self, nbytes: int | str | None = None) -> int:
         """Evict entries until at least `nbytes` bytes of memory are free, or all that are not pinned.
@@ -378,6 +382,10 @@ class PrefixStore:
         now = self.statistics
         used, most = readable_bytes(now.bytes), readable_bytes(self._index.max_bytes)
         return f"PrefixStore({now.entries} entries, {used} of {most})"
+
+
+def _no_entry(ids: Tokens) -> PrefixError:
+    return PrefixError(f"the store has no entry for these {len(ids)} tokens: insert() one first.")
 
 
 def _check_count(name: str, value: object, unit: str) -> None:

@@ -92,7 +92,7 @@ def _check_whole_embeddings(given: int, seen: int, total_tokens: int | None) -> 
         raise StateMismatchError(
             f"expected inputs_embeds of the whole sequence, of which the cache has seen {seen} tokens, but saw "
             f"embeddings of {given}{'' if total_tokens is None else f' of its {total_tokens} tokens'}: pass embeddings "
-            "of all tokens (any will do for those that were seen), or the input_ids of new tokens alone with an "
+            "of all tokens (seen tokens may have any embeddings), or the input_ids of new tokens alone with an "
             "attention_mask for all; or crop() or reset() the cache to begin another sequence."
         )
 

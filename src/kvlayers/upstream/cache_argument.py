@@ -71,7 +71,7 @@ def respelled(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         arguments: arguments by name, which are not changed.
 
     Returns:
-        `arguments` itself if the cache has the right name, or if there is none.
+        `arguments` itself if the cache has the right name, or if no cache is passed.
 
     Raises:
         OptionError: two names have different caches.
@@ -154,7 +154,7 @@ def is_generator(module: object) -> bool:
 
 
 def in_output(output: Any) -> Any:
-    """The cache in what a forward pass or `generate()` returned, found by its type; `None` if there is none."""
+    """The cache in what a forward pass or `generate()` returned, found by its type; `None` without a cache."""
     return next((value for value in _values(output) if isinstance(value, transformers.Cache)), None)
 
 

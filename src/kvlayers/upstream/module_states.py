@@ -68,7 +68,7 @@ def _codes(module_class: type, name: str) -> Iterator[types.CodeType]:
 
 
 def _attributes_of_self(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """The attributes of its first argument that code reads, and those that it assigns."""
+    """Attributes of its first argument: the names that code reads, and the names that it assigns."""
     if not code.co_varnames:
         return set(), set()
     own_name, loaded = code.co_varnames[0], None

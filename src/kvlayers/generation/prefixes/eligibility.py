@@ -86,7 +86,7 @@ def _check_modules(model: Any) -> None:
         # accelerate replaces forward() to load weights, and sets `_hf_hook`.
         if "forward" in attributes and "_hf_hook" not in attributes:
             raise IneligibleError(f"forward() of {path or 'the model'} is not the one of its class")
-        # Hooks of the model as a whole do not change its states, nor do those that only take outputs.
+        # Hooks of the model as a whole do not change its states, and hooks that only take outputs do not either.
         hooks = [] if module is model else [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if not all(map(generate_calls.only_captures_outputs, hooks)):
             raise IneligibleError(f"{path} has hooks, on which states may depend")

@@ -103,7 +103,7 @@ def generate(original: Method) -> Method:
 
 
 def _total_tokens(model: Any, input_ids: Any, kwargs: dict[str, Any]) -> int | None:
-    """Tokens of the whole sequence of a call. transformers reads them off its mask, or counts them if it has no mask."""
+    """Tokens of the whole sequence of a call. transformers reads them off its mask, or counts them without one."""
     mask = kwargs.get("attention_mask")
     if mask is not None:
         return mask.shape[1] if mask.dim() == 2 else None

@@ -49,7 +49,7 @@ docs: $(VENV)/docs-installed ## The documentation, in site/; a warning is an err
 
 dist: $(VENV)/installed ## The wheels and the sdist, in dist/, checked; the same files from the same sources
 	rm -rf dist
-	$(BIN)/python -m build --no-isolation
+	KVLAYERS_WHEEL=any $(BIN)/python -m build --no-isolation
 	for platform in $(PLATFORMS); do \
 		KVLAYERS_WHEEL=$$platform $(BIN)/python -m build --no-isolation --wheel || exit 1; done
 	$(BIN)/twine check --strict dist/*

@@ -1,13 +1,17 @@
-"""Puts compiled kernels into the wheel, if `KVLAYERS_WHEEL` names the platform that it is for. See CONTRIBUTING.md.
+"""Puts compiled kernels into the wheel. See CONTRIBUTING.md.
 
-The compiler is that of `ziglang`, which compiles for every platform on every machine. `KVLAYERS_WHEEL_CXX` is the
-command of another one, which takes the options of g++.
+`pip install .` makes a wheel for this machine: with g++ or clang++ (or `$CXX`), if there is one. `KVLAYERS_WHEEL` names
+another platform, whose wheel has the kernels for all of its kinds of CPU, or is `any` for a wheel without kernels. The
+compiler of such a wheel is that of `ziglang`, which compiles for every platform on every machine. `KVLAYERS_WHEEL_CXX`
+is the command of another one, which takes the options of g++.
 """
 
 import os
 import pathlib
+import platform
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +23,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 PACKAGE = pathlib.Path(__file__).parent / "src" / "kvlayers"
 PLATFORMS = {"manylinux_2_17_x86_64": "x86_64", "manylinux_2_17_aarch64": "aarch64"}
 """The tag of a wheel, and the machine that it is for. manylinux_2_17 means glibc 2.17 and newer."""
+ANY = "any"
+NATIVE_BUILDS = SimpleNamespace(**runpy.run_path(str(PACKAGE / "utils" / "native_builds.py")))
 
 
 class KernelHook(BuildHookInterface):
@@ -26,26 +32,52 @@ class KernelHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Add the libraries to the wheel, and give it the tag of its platform."""
-        platform = os.environ.get("KVLAYERS_WHEEL")
-        if self.target_name != "wheel" or version == "editable" or not platform:
+        wanted = os.environ.get("KVLAYERS_WHEEL")
+        if self.target_name != "wheel" or version == "editable" or wanted == ANY:
             return
-        if platform not in PLATFORMS:
-            raise ValueError(f"KVLAYERS_WHEEL must be one of {', '.join(PLATFORMS)}, got {platform!r}")
+        if wanted and wanted not in PLATFORMS:
+            raise ValueError(f"KVLAYERS_WHEEL must be one of {', '.join((ANY, *PLATFORMS))}, got {wanted!r}")
         self.scratch = tempfile.TemporaryDirectory()
-        builds = SimpleNamespace(**runpy.run_path(str(PACKAGE / "utils" / "native_builds.py")))
-        for build in builds.BUILDS:
-            if build.machine != PLATFORMS[platform]:
-                continue
-            for name in builds.SOURCES:
-                source = PACKAGE / name
-                library = pathlib.Path(self.scratch.name) / build.library(source).name
-                command = [*compiler(build), *builds.FLAGS, "-s", name, "-o", str(library)]
+        if wanted:
+            commands = {build: compiler(build) for build in NATIVE_BUILDS.BUILDS if build.machine == PLATFORMS[wanted]}
+            libraries = self.compile(commands)
+        else:
+            libraries = self.compile_for_this_machine()
+        if libraries:
+            build_data["force_include"].update(libraries)
+            build_data["tag"] = f"py3-none-{wanted or f'linux_{platform.machine()}'}"
+            build_data["pure_python"] = False
+
+    def compile_for_this_machine(self) -> dict[str, str]:
+        """As `compile`, by this machine's compiler; nothing where it has none, or where that fails."""
+        found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+        build = NATIVE_BUILDS.best_build(platform.machine(), NATIVE_BUILDS.cpu_features().split())
+        if not found or build is None or platform.system() != "Linux":
+            return {}
+        cpu, *extensions = build.cpu.split("+")
+        command = [*shlex.split(found), f"-march={cpu}", *(f"-m{extension}" for extension in extensions)]
+        try:
+            return self.compile({build: command})
+        except (OSError, subprocess.CalledProcessError) as error:
+            self.app.display_warning(f"The kernels are not in the wheel, as they cannot be compiled: {error}")
+            return {}
+
+    def compile(self, commands: dict[Any, list[str]]) -> dict[str, str]:
+        """Compile the sources for kinds of CPU, given the command of the compiler for each.
+
+        Returns:
+            For each file that was made, where it is in the wheel.
+        """
+        libraries = {}
+        for build, compiler_command in commands.items():
+            for name in NATIVE_BUILDS.SOURCES:
+                library = pathlib.Path(self.scratch.name) / build.library(PACKAGE / name).name
+                command = [*compiler_command, *NATIVE_BUILDS.FLAGS, "-s", name, "-o", str(library)]
                 self.app.display_info(shlex.join(command))
                 # With a relative path, so that the same sources give the same file in every directory.
                 subprocess.run(command, check=True, cwd=PACKAGE)
-                build_data["force_include"][str(library)] = build.library(pathlib.PurePath("kvlayers", name)).as_posix()
-        build_data["tag"] = f"py3-none-{platform}"
-        build_data["pure_python"] = False
+                libraries[str(library)] = build.library(pathlib.PurePath("kvlayers", name)).as_posix()
+        return libraries
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove what was compiled: it is in the wheel."""

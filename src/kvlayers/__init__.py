@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         CapacityError,
         ConfigError,
         InterruptedPassError,
+        KernelError,
         KVLayersError,
         LayerIndexError,
         LegacyFormatError,
@@ -130,6 +131,7 @@ if TYPE_CHECKING:
         Sensitivity,
         calibrate,
     )
+    from kvlayers.tools.kernels import compile_kernels
 
 late.provide("DynamicCache", "kvlayers.caches.dynamic:DynamicCache")
 late.provide("save_cache", "kvlayers.persistence.save:save_cache")
@@ -162,6 +164,7 @@ _NAMES = {
         "Sensitivity",
         "calibrate",
     ),
+    "tools.kernels": ("compile_kernels",),
     "caches.dynamic": ("DynamicCache",),
     "caches.registry": ("cache_class_names", "register_cache_class", "unregister_cache_class"),
     "caches.encoder_decoder": ("EncoderDecoderCache",),
@@ -173,6 +176,7 @@ _NAMES = {
         "ConfigError",
         "InterruptedPassError",
         "KVLayersError",
+        "KernelError",
         "LayerIndexError",
         "LegacyFormatError",
         "ModelMismatchError",
@@ -304,6 +308,7 @@ __all__ = [
     "HybridMambaAttentionDynamicCache",
     "InterruptedPassError",
     "KVLayersError",
+    "KernelError",
     "LayerIndexError",
     "LayerOperations",
     "LayerState",
@@ -363,6 +368,7 @@ __all__ = [
     "cache_class_names",
     "cache_names",
     "calibrate",
+    "compile_kernels",
     "eviction_rule_names",
     "free_reservations",
     "generate",

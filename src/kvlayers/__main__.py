@@ -33,6 +33,7 @@ def make_app() -> "typer.Typer":
 
     from kvlayers.tools.cli.bench import bench
     from kvlayers.tools.cli.calibrate import calibrate
+    from kvlayers.tools.cli.compile import compile_command
     from kvlayers.tools.cli.demo import demo
     from kvlayers.tools.cli.fidelity import fidelity
     from kvlayers.tools.cli.inspect import inspect
@@ -57,6 +58,7 @@ def make_app() -> "typer.Typer":
 
     for command in (plan, bench, fidelity, calibrate, inspect, demo):
         app.command()(command)
+    app.command("compile")(compile_command)
     app.command("lm-eval", context_settings=FOR_THE_HARNESS)(lm_eval)
     return app
 

@@ -58,6 +58,10 @@ class InterruptedPassError(KVLayersError, RuntimeError):
     """An interrupted forward pass has left layers that have seen different tokens: crop or reset the cache."""
 
 
+class KernelError(KVLayersError, RuntimeError):
+    """A kernel cannot be compiled for this machine."""
+
+
 class UnusedCacheError(KVLayersError, RuntimeError):
     """A cache was passed to `generate()`, but the model never updated it."""
 

@@ -6,6 +6,7 @@ import os
 import pathlib
 import platform
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -14,12 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from typer.testing import CliRunner
 
 import kvlayers
+from kvlayers.__main__ import make_app
 from kvlayers.attention.cpu import kernel
+from kvlayers.tools import kernels
 from kvlayers.utils import compilation, native_library
-from kvlayers.utils.compilation import cpu_features
-from kvlayers.utils.native_builds import BUILDS, best_build, headers
+from kvlayers.utils.native_builds import BUILDS, best_build, cpu_features, headers
 from kvlayers.utils.native_library import NativeLibrary
 
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
@@ -39,7 +42,7 @@ cp {made} "$2"
 @pytest.fixture
 def library() -> NativeLibrary:
     """The kernel, as in a process that has not looked for it yet."""
-    return NativeLibrary(SOURCE, "kvlayers_attend", "kvlayers_score", "kvlayers_combine")
+    return NativeLibrary(SOURCE, "kvlayers_attend", "kvlayers_score", "kvlayers_combine", purpose="attention")
 
 
 @pytest.fixture
@@ -109,7 +112,7 @@ def test_the_library_of_a_wheel_needs_no_compiler_and_no_cache(
     shutil.copy(loaded_from(), build.library(tmp_path / "kernel.cpp"))
     for name, value in {**NO_COMPILER, "KVLAYERS_CACHE": "/proc/kvlayers"}.items():
         monkeypatch.setenv(name, value)
-    loaded = NativeLibrary(tmp_path / "kernel.cpp", "kvlayers_attend").get()
+    loaded = NativeLibrary(tmp_path / "kernel.cpp", "kvlayers_attend", purpose="attention").get()
     assert loaded is not None
     assert loaded._name == str(tmp_path / f"kernel-{build.name}.so")
 
@@ -122,7 +125,7 @@ def test_a_damaged_library_of_a_wheel_is_compiled_instead(
     shutil.copy(SOURCE, tmp_path)
     for build in BUILDS:
         build.library(tmp_path / SOURCE.name).write_bytes(b"half of a")
-    loaded = NativeLibrary(tmp_path / SOURCE.name, "kvlayers_attend").get()
+    loaded = NativeLibrary(tmp_path / SOURCE.name, "kvlayers_attend", purpose="attention").get()
     assert loaded is not None
     assert pathlib.Path(loaded._name).parent == cache
 
@@ -159,9 +162,12 @@ def test_what_hinders_the_compiler_is_one_warning(
         assert library.get() is None
         until(lambda: library.get() is None and library.obstacle.startswith("could not"))
         assert library.get() is None
-    assert [record.name for record in caplog.records] == ["kvlayers.utils.native_library"]
-    assert "install g++" in caplog.text
-    assert not list(tmp_path.iterdir())
+    *begun, failed = [record.getMessage() for record in caplog.records]
+    assert [message.partition(" on this CPU")[0] for message in begun] == [
+        "kvlayers compiles its kernel for attention"
+    ] * (case == "a compiler that fails later")
+    assert "install g++" in failed
+    assert {path.name for path in tmp_path.iterdir()} <= {compilation.LOCK}
 
 
 def test_a_library_that_is_not_wanted_is_no_warning(
@@ -182,7 +188,7 @@ def test_a_file_that_is_no_library_is_a_warning(
     (tmp_path / "broken").write_bytes(b"half of a")
     stand_in(monkeypatch, tmp_path, tmp_path / "broken")
     assert library.get() is None
-    assert len(caplog.records) == 1
+    assert ["install g++" in record.getMessage() for record in caplog.records] == [False, True]
 
 
 @needs_compiler
@@ -215,16 +221,89 @@ def test_an_unknown_way_to_compile_is_an_error(library: NativeLibrary, monkeypat
 
 
 @needs_compiler
-def test_two_that_compile_at_once_both_have_the_library(
-    gate: pathlib.Path, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+def test_of_two_that_compile_at_once_one_runs_the_compiler_and_both_have_the_library(
+    gate: pathlib.Path, caplog: pytest.LogCaptureFixture, tmp_path: pathlib.Path
 ) -> None:
-    first, second = compilation.Compilation(SOURCE), compilation.Compilation(SOURCE)
+    with caplog.at_level(logging.INFO):
+        first, second = compilation.Compilation(SOURCE), compilation.Compilation(SOURCE)
     assert not first.is_done()
     assert not second.is_done()
     gate.touch()
-    first.wait()
     second.wait()
-    assert list((tmp_path / "cache").iterdir()) == [first.library]
+    first.wait()
+    assert caplog.text.count("kvlayers runs") == 1
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {first.library.name, compilation.LOCK}
+
+
+@needs_compiler
+def test_another_process_goes_on_if_a_compiler_is_killed(
+    gate: pathlib.Path, caplog: pytest.LogCaptureFixture, tmp_path: pathlib.Path
+) -> None:
+    first, second = compilation.Compilation(SOURCE), compilation.Compilation(SOURCE)
+    assert first._process is not None
+    os.killpg(first._process.pid, signal.SIGKILL)
+    (tmp_path / "cache" / f"{first.library.stem}-1.part").touch()
+    gate.touch()
+    with caplog.at_level(logging.INFO):
+        second.wait()
+    assert caplog.text.count("kvlayers runs") == 1
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {first.library.name, compilation.LOCK}
+    with pytest.raises(RuntimeError, match="the compiler failed"):
+        first.wait()
+
+
+@needs_compiler
+def test_it_is_compiled_when_a_cache_is_made_and_one_line_says_so(
+    library: NativeLibrary, gate: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernel, "LIBRARY", library)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    for _ in range(2):
+        kvlayers.DynamicCache()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "kvlayers compiles its kernel for attention on this CPU, once, in the background"
+    )
+    assert "`kvlayers compile`" in record.getMessage()
+    gate.touch()
+    until(library.get)
+
+
+@needs_compiler
+def test_a_process_that_waits_does_so_where_a_cache_is_made(
+    library: NativeLibrary, gate: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "LIBRARY", library)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setenv("KVLAYERS_COMPILE", "wait")
+    gate.touch()
+    kvlayers.DynamicCache()
+    assert library._loaded is not None
+
+
+@needs_compiler
+def test_it_can_be_compiled_ahead_of_time(
+    library: NativeLibrary, gate: pathlib.Path, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr(kernels, "LIBRARIES", {"attention": library})
+    monkeypatch.setenv("KVLAYERS_COMPILE", "never")
+    gate.touch()
+    assert kvlayers.compile_kernels()["attention"].parent == tmp_path / "cache"
+    assert CliRunner().invoke(make_app(), ["compile"]).output.count(str(tmp_path / "cache")) == 1
+
+
+@pytest.mark.parametrize("case", UNCOMPILABLE)
+def test_what_hinders_the_compiler_ahead_of_time_is_an_error(
+    case: str, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    for name, value in {"KVLAYERS_CACHE": str(tmp_path), **UNCOMPILABLE[case]}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(kernels, "LIBRARIES", {"attention": library})
+    for _ in range(2):
+        with pytest.raises(kvlayers.KernelError, match="kernel for attention must be compiled"):
+            kvlayers.compile_kernels()
+    ran = CliRunner().invoke(make_app(), ["compile"])
+    assert ran.exit_code == 1
 
 
 # In the background
@@ -272,7 +351,7 @@ def test_a_compilation_outlives_the_process_that_began_it(gate: pathlib.Path, tm
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     gate.touch()
-    until(lambda: [path.suffix for path in (tmp_path / "cache").iterdir()] == [".so"])
+    until(lambda: {path.suffix for path in (tmp_path / "cache").iterdir()} == {".so", ".lock"})
     assert compilation.Compilation(SOURCE).was_kept
 
 

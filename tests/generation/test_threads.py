@@ -382,12 +382,14 @@ def test_threads_that_need_a_kernel_at_once_compile_it_once(monkeypatch: pytest.
     asked: list[pathlib.Path] = []
 
     class Counted(native_library.Compilation):
-        def __init__(self, source: pathlib.Path) -> None:
+        def __init__(self, source: pathlib.Path, niceness: int) -> None:
             asked.append(source)
-            super().__init__(source)
+            super().__init__(source, niceness)
 
     monkeypatch.setattr(native_library, "Compilation", Counted)
-    library = native_library.NativeLibrary(pathlib.Path(pack.__file__).with_suffix(".cpp"), "kvlayers_pack")
+    library = native_library.NativeLibrary(
+        pathlib.Path(pack.__file__).with_suffix(".cpp"), "kvlayers_pack", purpose="packing"
+    )
     in_threads(lambda index: seen.append(library.get()))
     assert len(asked) == 1
     assert len(seen) == THREADS

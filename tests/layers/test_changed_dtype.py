@@ -142,6 +142,39 @@ def test_a_reservation_says_what_to_do(first: torch.dtype, then: torch.dtype) ->
     assert torch.equal(cache.layers[0].keys, states(9, first)[0])
 
 
+@pytest.mark.parametrize(("first", "then"), CHANGES, ids=str)
+def test_pages_are_found_by_promoted_keys(first: torch.dtype, then: torch.dtype) -> None:
+    layer = kvlayers.RecallLayer(kvlayers.Recall(pages=4, page_tokens=16, sink_tokens=0, recent_tokens=1))
+    # As if all had come in the wider dtype.
+    promoted = torch.promote_types(first, then)
+    expected = kvlayers.RecallLayer(kvlayers.Recall(pages=4, page_tokens=16, sink_tokens=0, recent_tokens=1))
+    for index, (tokens, dtype) in enumerate([(200, first), (200, then), (1, then)]):
+        new = states(tokens, dtype, index)
+        seen, wanted = layer.update(*new), expected.update(*(side.to(promoted) for side in new))
+    query = torch.randn(2, 2, 1, 32).to(promoted)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    assert torch.equal(attend(query, *seen), attend(query, *wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_dtypes_that_are_not_promoted_are_refused(dtype: torch.dtype) -> None:
+    cache = kvlayers.DynamicCache(config=config())
+    cache.update(*states(9, torch.float32), 0)
+    with pytest.raises(StateMismatchError, match="must have dtype torch.float32"):
+        cache.update(*(side.to(dtype) for side in states(1, torch.float32)), 0)
+    assert cache.get_seq_length() == 9
+
+
+def test_states_promoted_in_inference_mode_go_on_outside_of_it() -> None:
+    cache = kvlayers.QuantizedCache(config=config(), nbits=4, residual_length=8)
+    cache.update(*states(100, torch.bfloat16), 0)
+    with torch.inference_mode():
+        cache.update(*states(3, torch.float32, 1), 0)
+    cache.crop(-2)
+    keys, _ = cache.update(*states(90, torch.float32, 2), 0)
+    assert torch.equal(keys[:, :, -8:] + 0, states(90, torch.float32, 2)[0][:, :, -8:])
+
+
 def test_another_batch_of_another_dtype_is_still_refused() -> None:
     cache = kvlayers.DynamicCache(config=config())
     cache.update(*states(9, torch.float32), 0)

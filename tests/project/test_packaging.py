@@ -18,8 +18,7 @@ import pytest
 import kvlayers
 from kvlayers.attention.cpu import kernel
 from kvlayers.quantizers.cpu import pack
-from kvlayers.utils.compilation import cpu_features
-from kvlayers.utils.native_builds import BUILDS, SOURCES, best_build
+from kvlayers.utils.native_builds import BUILDS, SOURCES, best_build, cpu_features
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOT_SOURCES = (
@@ -80,8 +79,9 @@ def copy_of_sources(sources: pathlib.Path, year: int) -> None:
 def built_from(sources: pathlib.Path, *options: str, **variables: str) -> dict[str, bytes]:
     """What `build` makes of sources, by name."""
     output = sources.with_name(f"{sources.name}-dist")
-    outside = ("SOURCE_DATE_EPOCH", "KVLAYERS_WHEEL", "KVLAYERS_WHEEL_CXX")
-    environment = {name: value for name, value in os.environ.items() if name not in outside} | variables
+    outside = ("SOURCE_DATE_EPOCH", "KVLAYERS_WHEEL_CXX")
+    kept = {name: value for name, value in os.environ.items() if name not in outside}
+    environment = {**kept, "KVLAYERS_WHEEL": "any", **variables}
     command = [sys.executable, "-m", "build", "--no-isolation", *options, "--outdir", str(output), str(sources)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=2000)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -199,14 +199,38 @@ def found_in(wheel: pathlib.Path, tmp_path: pathlib.Path) -> list[str]:
     return [pathlib.Path(library).relative_to(tmp_path / "site" / "kvlayers").as_posix() for library in libraries]
 
 
-@needs_build
-def test_a_wheel_of_a_platform_needs_no_compiler(tmp_path: pathlib.Path) -> None:
+def stand_in(folder: pathlib.Path) -> pathlib.Path:
     made = {name: library.get() for name, library in (("kernel", kernel.LIBRARY), ("pack", pack.LIBRARY))}
-    script = tmp_path / "stand-in"
+    script = folder / "stand-in"
     script.write_text(STAND_IN.format(**{name: library and library._name for name, library in made.items()}))
     script.chmod(0o755)
+    return script
+
+
+@needs_build
+def test_pip_compiles_for_this_machine_where_it_installs(tmp_path: pathlib.Path) -> None:
     copy_of_sources(tmp_path / "kvlayers", 2021)
-    options = {"KVLAYERS_WHEEL": PLATFORM, "KVLAYERS_WHEEL_CXX": str(script)}
+    ((name, content),) = built_from(
+        tmp_path / "kvlayers", "--wheel", KVLAYERS_WHEEL="", CXX=str(stand_in(tmp_path))
+    ).items()
+    assert name == f"kvlayers-{kvlayers.__version__}-py3-none-linux_{platform.machine()}.whl"
+    (tmp_path / name).write_bytes(content)
+    best = best_build(platform.machine(), cpu_features().split())
+    assert best is not None
+    assert found_in(tmp_path / name, tmp_path) == [best.library(pathlib.Path(source)).as_posix() for source in SOURCES]
+
+
+@pytest.mark.parametrize("compiler", ["/bin/false", "/no/compiler"])
+def test_a_compiler_that_fails_does_not_hinder_an_installation(compiler: str, tmp_path: pathlib.Path) -> None:
+    copy_of_sources(tmp_path / "kvlayers", 2021)
+    (name,) = built_from(tmp_path / "kvlayers", "--wheel", KVLAYERS_WHEEL="", CXX=compiler)
+    assert name == f"kvlayers-{kvlayers.__version__}-py3-none-any.whl"
+
+
+@needs_build
+def test_a_wheel_of_a_platform_needs_no_compiler(tmp_path: pathlib.Path) -> None:
+    copy_of_sources(tmp_path / "kvlayers", 2021)
+    options = {"KVLAYERS_WHEEL": PLATFORM, "KVLAYERS_WHEEL_CXX": str(stand_in(tmp_path))}
     ((name, content),) = built_from(tmp_path / "kvlayers", "--wheel", **options).items()
     assert name == f"kvlayers-{kvlayers.__version__}-py3-none-{PLATFORM}.whl"
     (tmp_path / name).write_bytes(content)
@@ -226,7 +250,10 @@ def test_an_unknown_platform_is_refused(tmp_path: pathlib.Path) -> None:
     environment = {**os.environ, "KVLAYERS_WHEEL": "win_amd64"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=100)
     assert done.returncode
-    assert "must be one of manylinux_2_17_x86_64, manylinux_2_17_aarch64, got 'win_amd64'" in done.stdout + done.stderr
+    assert (
+        "must be one of any, manylinux_2_17_x86_64, manylinux_2_17_aarch64, got 'win_amd64'"
+        in done.stdout + done.stderr
+    )
 
 
 @needs_build

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvlayers.attention import own_masks
+from kvlayers.attention import custom_masks
 from kvlayers.attention.cpu import dense
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import ConfigError
@@ -65,7 +65,7 @@ def attention(
                 f"{type(module).__name__} passes `{name}` to its attention, which the attention {NAME!r} cannot "
                 "compute: load the model with attn_implementation='sdpa' or 'eager'."
             )
-    attention_mask = own_masks.cut(attention_mask, key)
+    attention_mask = custom_masks.cut(attention_mask, key)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]:
         attention_mask = _of_newest(query.shape[2], key.shape[2], query.device)

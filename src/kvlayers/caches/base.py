@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.attention.cpu import kernel
 from kvlayers.attention.latents.states import as_latents
 from kvlayers.caches.forward_pass import ForwardPassFollower, PassStart, interruption
 from kvlayers.caches.from_config import dynamic_layers, placed, share_mask_extents
@@ -35,7 +36,6 @@ from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.upstream import compat
 from kvlayers.utils import late
-from kvlayers.utils.native_library import compile_choice
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.registry import ClassRegistry
 
@@ -86,7 +86,7 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
         offload_directory: str | os.PathLike[str] | None = None,
     ) -> None:
         # Now, rather than when a kernel is first needed, which may be in the middle of a generation.
-        compile_choice()
+        kernel.LIBRARY.begin()
         if (layers is None) == (layer_class_to_replicate is None):
             raise ConfigError(
                 "expected either layers or layer_class_to_replicate, but saw "

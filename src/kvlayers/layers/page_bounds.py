@@ -114,10 +114,13 @@ class PageBounds:
         """Make room for more pages, in memory that nobody else reads."""
         count, held = sum(part.shape[2] for part in bounds), len(self._ends)
         buffer = self._buffer
-        if buffer is None:
+        dtype = bounds[0].dtype if buffer is None else torch.promote_types(bounds[0].dtype, buffer.tensor.dtype)
+        if buffer is None or dtype != buffer.tensor.dtype:
             batch, kv_heads, _, width = bounds[0].shape
-            form = StateForm(batch, kv_heads, width, bounds[0].dtype, bounds[0].device)
-            self._buffer = TokenBuffer.allocate(form, _capacity_for(count))
+            form = StateForm(batch, kv_heads, width, dtype, bounds[0].device)
+            self._buffer = TokenBuffer.allocate(form, _capacity_for(held + count))
+            if buffer is not None:
+                self._buffer.write(0, buffer.read(0, held))
         elif held + count > buffer.capacity or self._is_shared:
             self._buffer = buffer.reallocated(0, held, _capacity_for(held + count))
         self._is_shared = False
@@ -171,9 +174,10 @@ class PageBounds:
         batch, _, _, head_dim = query.shape
         bounds = self._buffer.read(first, last - first)
         rows = query.reshape(batch, bounds.shape[1], -1, head_dim)
-        if query.device.type == "cpu":
-            # Torch multiplies half precision so slowly on many CPUs that the conversion pays.
-            rows, bounds = rows.float(), bounds.float()
+        # Torch multiplies half precision so slowly on many CPUs that the conversion pays.
+        is_cpu = query.device.type == "cpu"
+        dtype = torch.float32 if is_cpu else torch.promote_types(rows.dtype, bounds.dtype)
+        rows, bounds = rows.to(dtype), bounds.to(dtype)
         signed = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], dim=3)
         scores = (signed @ bounds.transpose(2, 3)).amax(2)
         if priority is not None:

@@ -1,6 +1,7 @@
 """The entries of a store, and the memory that they take. Not thread-safe by itself, and it reads and writes no file."""
 
 import contextlib
+import itertools
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -155,7 +156,8 @@ class EntryIndex:
 
     def entries_with(self, label: str, ids: Tokens) -> Iterator[PrefixEntry]:
         """All entries that begin with these tokens, in memory or not; that of exactly these tokens first."""
-        return (found.value for found in self.tree(label).nearest(ids) if found.tokens == len(ids))
+        nearest = itertools.takewhile(lambda found: found.tokens == len(ids), self.tree(label).nearest(ids))
+        return (found.value for found in nearest)
 
     def pin(self, entry: PrefixEntry, tokens: int) -> None:
         """Pin an entry for the sake of its first tokens. If it was leaving memory, it stays."""
@@ -164,8 +166,7 @@ class EntryIndex:
 
     def unpin(self, entry: PrefixEntry, tokens: int) -> None:
         """Undo one `pin`."""
-        entry.pins[tokens] -= 1
-        entry.pins += Counter()  # which leaves out what is 0
+        entry.pins -= Counter({tokens: 1})
 
     def set_stuck(self, entry: PrefixEntry) -> None:
         """Make room elsewhere from now on, since writing this entry takes too long."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.upstream.deprecation import warn_the_caller
+from kvlayers.utils.native_library import NativeLibrary
 
 Side = Literal["keys", "values"]
 
@@ -218,6 +219,7 @@ class Backend(ABC):
         axes: values of `axis_key` and `axis_value` that it takes; empty if it has no such option.
         default_axis: the axis that is used if none is given.
         takes_scales: whether it takes scales that never change.
+        kernel: the compiled kernel that packs its blocks on a CPU, `None` if it has none.
     """
 
     name: str
@@ -225,6 +227,7 @@ class Backend(ABC):
     axes: tuple[int, ...] = ()
     default_axis: int | None = None
     takes_scales: bool = False
+    kernel: NativeLibrary | None = None
 
     def check(self, options: SideOptions) -> None:
         """Raise `OptionError` if the backend does not take the options, or its package is missing."""

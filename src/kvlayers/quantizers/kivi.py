@@ -7,6 +7,7 @@ and the newest 128 tokens stay in full precision (`residual_length`).
 from typing_extensions import override
 
 from kvlayers.quantizers.contract import Backend, CodeFormat, KernelSearch, SideOptions, channel_group
+from kvlayers.quantizers.cpu.pack import LIBRARY
 from kvlayers.quantizers.native import LARGEST_STATE, NativeQuantizer
 from kvlayers.quantizers.registry import register_quantizer
 
@@ -32,6 +33,7 @@ class KiviBackend(Backend):
 
     name = "kivi"
     widths = (2, 4)
+    kernel = LIBRARY
 
     def quantizer(self, options: SideOptions, head_dim: int) -> KiviQuantizer:
         """A quantizer for keys, or values, of a head_dim.

@@ -29,7 +29,7 @@ from kvlayers.quantizers.contract import (
     SideOptions,
     channel_group,
 )
-from kvlayers.quantizers.cpu.pack import pack_blocks, packs
+from kvlayers.quantizers.cpu.pack import LIBRARY, pack_blocks, packs
 from kvlayers.quantizers.grouping import GROUP_DIMS, grouped, rounded, smallest_positive, ungrouped
 from kvlayers.quantizers.hadamard import rotate, rotation_size
 from kvlayers.quantizers.packed_side import unpack_side
@@ -260,6 +260,7 @@ class NativeBackend(Backend):
 
     name = "native"
     widths = (1, 2, 3, 4, 5, 6, 8)
+    kernel = LIBRARY
 
     def quantizer(self, options: SideOptions, head_dim: int) -> NativeQuantizer:
         """A quantizer for keys, or values, of a head_dim.

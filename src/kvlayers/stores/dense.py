@@ -106,11 +106,16 @@ class DenseStore(SegmentedStore):
         if not self.length:
             self.reserve_form(key_form, value_form)
             return
-        states = zip(self._plain(self.length), (key_form, value_form), strict=True)
-        keys, values = (held.to(form.dtype, copy=True, memory_format=torch.contiguous_format) for held, form in states)
-        self._release()
-        self._key_form, self._value_form = key_form, value_form
-        self._adopt(keys, values)
+        if self._tracks_gradients:
+            keys, values = self._plain(self.length)
+            keys, values = keys.to(key_form.dtype), values.to(value_form.dtype)
+            self._release()
+            self._key_form, self._value_form = key_form, value_form
+            self._adopt(keys, values)
+            return
+        forms, length, free = (key_form, value_form), self.length, self.prefix_room
+        self._hold((), *self._gathered(length, free, forms), free, length, forms=forms)
+        self._returned.invalidate()
 
     # Memory
 

@@ -6,9 +6,6 @@ import torch
 
 from kvlayers.stores.slots import Slot
 
-UNKNOWN = -1
-"""In place of a position in compiled code."""
-
 
 class MaskMode:
     """Facts on which all layers of a cache agree, because the masks of all layers are made alike.
@@ -68,19 +65,19 @@ class MaskExtent:
         self._slot: Slot | None = None
         self._chosen_at: int | None = None
 
-    def choose(self, slot: Slot | None, position: int) -> None:
+    def choose(self, slot: Slot | None, position: int | None) -> None:
         """Choose the bucket of `slot` if the mode uses buckets, else (or for `None`) the held tokens.
 
         Args:
             slot: where the next token goes, if it is a single one.
-            position: of the next token, `UNKNOWN` in compiled code, for which it would be a constant.
+            position: of the next token; `None` in compiled code, for which it would be a constant.
         """
         self._slot = slot if slot is not None and self.mode.uses_buckets else None
         self._chosen_at = position
 
     def was_chosen_at(self, position: int) -> bool:
-        """Whether a mask for the token of this position on was asked for, so that it is not the caller's own."""
-        return self._chosen_at in (position, UNKNOWN)
+        """Whether a mask was asked for, of tokens from this position on."""
+        return self._chosen_at == position
 
     def is_bucket_of(self, slot: Slot) -> bool:
         """Whether the bucket of `slot` was chosen."""

@@ -77,11 +77,11 @@ class PackedBlocks:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def promote(self, forms: tuple[StateForm, StateForm]) -> None:
+    def promote(self, key_form: StateForm, value_form: StateForm) -> None:
         """Give back states in the dtype of these forms, in which the parameters are held without rounding."""
-        for side, form in zip(SIDES, forms, strict=True):
+        for side, form in zip(SIDES, (key_form, value_form), strict=True):
             self._packed[side].promote(*packed_forms(self._quantizers[side].format, side, form, self.block_tokens))
-        self.dtype = forms[0].dtype
+        self.dtype = key_form.dtype
 
     @property
     def tokens(self) -> int:

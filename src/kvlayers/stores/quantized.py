@@ -13,6 +13,7 @@ from kvlayers.attention.gqa_repeats import marked_for_sdpa
 from kvlayers.attention.packed_tensor import as_dense
 from kvlayers.attention.segments import KVSegments, Segment
 from kvlayers.errors import StateMismatchError
+from kvlayers.quantizers.registry import backend
 from kvlayers.stores import quantized_plan as plan
 from kvlayers.stores.buffer import StateForm, form_of
 from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
@@ -60,6 +61,8 @@ class QuantizedStore(TokenStore):
 
     def __init__(self, quantization: Quantization, length_hint: int | None = None) -> None:
         self.quantization = quantization
+        if (kernel := backend(quantization.backend).kernel) is not None:
+            kernel.begin()
         self.length_hint = length_hint
         self._forms: tuple[StateForm, StateForm] | None = None
         self._validated: tuple[StateForm, StateForm] | None = None
@@ -183,8 +186,7 @@ class QuantizedStore(TokenStore):
         if self._validated is not None:
             forms, self._validated = self._validated, None
             if self.length:
-                self._parts.promote(forms)
-                self._forms = forms
+                self._parts, self._forms = self._parts.promoted(forms), forms
                 self._forget_segments()
             else:
                 self._start_over(forms)

@@ -67,13 +67,6 @@ class QuantizedParts:
         """Tokens in all parts."""
         return self.old_tokens + self.residual.length
 
-    def promote(self, forms: tuple[StateForm, StateForm]) -> None:
-        """Hold all tokens in the dtypes of these forms, which hold them without rounding."""
-        for part in (self.sinks, self.residual):
-            part.promote(*forms)
-        if self.blocks is not None:
-            self.blocks.promote(forms)
-
     # Packing
 
     def pack(
@@ -176,6 +169,13 @@ class QuantizedParts:
         twin = self.fork()
         for part in twin._each():
             part.expand(repeats)
+        return twin
+
+    def promoted(self, forms: tuple[StateForm, StateForm]) -> Self:
+        """Parts with the same tokens in the dtypes of these forms, which hold them without rounding."""
+        twin = self.fork()
+        for part in twin._each():
+            part.promote(*forms)
         return twin
 
     def clear(self) -> None:

@@ -167,7 +167,7 @@ class RaggedStore(TokenStore):
     def validate(self, keys: Tensor, values: Tensor) -> int:
         if self._flat is not None and torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             raise UnsupportedLayerError(UNEVEN_HEADS)
-        # The tail would take on any form if it is empty, and another dtype in any case, without the other tokens.
+        # An empty tail takes any form, and any tail promotes its dtype. The flat part can do neither.
         if self._flat is not None and (not self._tail.length or self._changes_dtype(keys, values)):
             forms, held = checked_forms(keys, values), self._forms()
             if self._tail.bits is not None:

@@ -11,7 +11,7 @@ from typing_extensions import Self, override
 from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.gqa_repeats import marked_for_one_query
 from kvlayers.attention.segments import KVSegments
-from kvlayers.stores.buffer import TokenBuffer
+from kvlayers.stores.buffer import StateForm, TokenBuffer
 from kvlayers.stores.contiguous import ContiguousStore
 from kvlayers.stores.contract import BufferSwap, KVPair, TokenStore
 from kvlayers.stores.returned_states import ReturnedStates
@@ -254,11 +254,12 @@ class SegmentedStore(ContiguousStore):
         free: int = 0,
         tail: int = 0,
         batch_size: int | None = None,
+        forms: tuple[StateForm, StateForm] | None = None,
     ) -> None:
         """Hold segments, and a tail of `tail` tokens behind `free` empty slots of buffers of its own."""
         segments = tuple(at_most(self.maximum_segments, segments))
         shared, capacity = sum(segment.tokens for segment in segments), 0 if keys is None else keys.capacity
-        key_form, value_form = self._forms()
+        key_form, value_form = forms or self._forms()
         if batch_size is not None:
             key_form, value_form = key_form.of_batch(batch_size), value_form.of_batch(batch_size)
         # No call in between, so that an interrupt finds all of it done, or nothing.
@@ -272,9 +273,11 @@ class SegmentedStore(ContiguousStore):
         if sharing is not None:
             sharing.leave(self)
 
-    def _gathered(self, count: int, free: int = 0) -> tuple[TokenBuffer, TokenBuffer]:
+    def _gathered(
+        self, count: int, free: int = 0, forms: tuple[StateForm, StateForm] | None = None
+    ) -> tuple[TokenBuffer, TokenBuffer]:
         """New buffers, which the newest `count` tokens fill behind `free` empty slots."""
-        keys, values = (TokenBuffer.allocate(form, free + count) for form in self._forms())
+        keys, values = (TokenBuffer.allocate(form, free + count) for form in forms or self._forms())
         for piece in self.pieces(count):
             write_segment(piece, keys, values, free)
             free += piece.tokens

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from kvlayers.stores.buckets import Buckets
 from kvlayers.stores.contiguous import ContiguousStore
-from kvlayers.stores.masking import UNKNOWN, MaskExtent
+from kvlayers.stores.masking import MaskExtent
 from kvlayers.stores.slots import SPECIALIZED_SIZES, TracedCount, device_count, is_static_int, slots_of, symbolic_number
 from kvlayers.upstream import compat
 
@@ -151,7 +151,7 @@ class SlotCountingStore(ContiguousStore):
         `None` if it returns the tokens that it is asked for. Updates of several tokens always do: they are few, and
         masks with the size of a bucket would cost more than they save.
         """
-        position = UNKNOWN if torch.compiler.is_compiling() else self.total
+        position = None if torch.compiler.is_compiling() else self.total
         self.mask_extent.choose(self._slot if self._can_step(tokens) else None, position)
         return self._bucket_for(tokens)
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.attention.custom_masks import CustomMaskKeys, keys_for_masks_of, marked_for_custom_masks
 from kvlayers.attention.gqa_repeats import marked_for_sdpa, shared_in_graph
-from kvlayers.attention.own_masks import OwnMaskKeys, keys_for_masks_of, marked_for_own_masks
 from kvlayers.stores.buckets import Buckets
 from kvlayers.stores.contract import KVPair
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
@@ -102,9 +102,9 @@ class StaticStore(ReservedStore):
     ) -> KVPair:
         bucket = self._bucket_for(keys.shape[2])
         if bucket is None or prefix_states is not None:
-            has_own_mask = self._has_own_mask()
+            has_custom_mask = self._has_custom_mask()
             attended = super().extend(keys, values, past, prefix_states)
-            return marked_for_own_masks(*attended, self._keys_for_own_masks()) if has_own_mask else attended
+            return marked_for_custom_masks(*attended, self._keys_for_custom_masks()) if has_custom_mask else attended
         self.append(keys, values)
         key_buffer, value_buffer = self._buffers()
         held = key_buffer.tensor[:, :, :bucket], value_buffer.tensor[:, :, :bucket]
@@ -130,13 +130,13 @@ class StaticStore(ReservedStore):
         self._set_position(kept, total)
         return attended
 
-    def _has_own_mask(self) -> bool:
+    def _has_custom_mask(self) -> bool:
         """Whether nobody has asked for the sizes of a mask of the next tokens. Compiled code does not know."""
         return torch.compiler.is_compiling() or not self.mask_extent.was_chosen_at(self.total)
 
     # A constant of compiled code: a number may vary there, and cannot make a class.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _keys_for_own_masks(self) -> type[OwnMaskKeys]:
+    def _keys_for_custom_masks(self) -> type[CustomMaskKeys]:
         # The layers of transformers reserve no more than the window.
         return keys_for_masks_of(self.capacity if self.whole_from is None else self.whole_from + 1)
 

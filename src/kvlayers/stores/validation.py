@@ -9,10 +9,10 @@ from kvlayers.errors import CapacityError, StateMismatchError
 from kvlayers.stores.buffer import StateForm, form_of
 
 _FORM_PARTS = ("batch size", "kv_heads", "head_dim", "dtype", "device")
-_OTHER_BATCH = (
+_REMEDY = (
     "select or repeat the cache's sequences (batch_select_indices, batch_repeat_interleave), or reset the cache first"
 )
-_REMEDIES = {"dtype": "run all passes under autocast, or none, or reset the cache first"}
+_DTYPE_REMEDY = "run all passes under autocast, or none, or reset the cache first"
 
 
 def checked_forms(keys: Tensor, values: Tensor) -> tuple[StateForm, StateForm]:
@@ -47,10 +47,13 @@ def check_one_batch(key_form: StateForm, value_form: StateForm) -> None:
 def promoted_forms(
     seen: tuple[StateForm, StateForm], held: tuple[StateForm, StateForm]
 ) -> tuple[StateForm, StateForm] | None:
-    """Forms with dtypes that hold states of both forms without rounding, as `torch.cat` chooses them.
+    """The held forms, with the dtypes that `torch.cat` gives to held and new states.
 
-    It is `None` if the forms differ in more than the dtype.
+    It is `None` if the forms differ in more than the dtype, or if there is no such dtype (float8, whole numbers).
     """
+    dtypes = [form.dtype for form in (*seen, *held)]
+    if not all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
+        return None
     promoted = tuple(
         old._replace(dtype=torch.promote_types(new.dtype, old.dtype)) for new, old in zip(seen, held, strict=True)
     )
@@ -66,10 +69,10 @@ def mismatch(
         for part, new, old in zip(_FORM_PARTS, new_form, held_form or (), strict=False):
             if new != old:
                 held_already = f"the {length} held tokens" if length else "the reserved memory"
-                remedy = f"or {_REMEDIES.get(part, _OTHER_BATCH)}" if length else "or make another cache"
+                remedy = "make another cache" if not length else _DTYPE_REMEDY if part == "dtype" else _REMEDY
                 return StateMismatchError(
                     f"The {side} must have {part} {old}, like {held_already}, got {part} {new}: convert the states, "
-                    f"{remedy}."
+                    f"or {remedy}."
                 )
     return StateMismatchError("The states do not match the held ones: reset the cache first.")
 

@@ -5,6 +5,7 @@ This file imports nothing of kvlayers and no torch, because the build of the pac
 
 import dataclasses
 import pathlib
+import platform
 from collections.abc import Iterable
 
 FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared", "-Wno-psabi")
@@ -53,6 +54,15 @@ BUILDS = (
     Build("arm64", "aarch64", "armv8-a", frozenset()),
 )
 """The fastest first."""
+
+
+def cpu_features() -> str:
+    """Names of what the CPU can do, as the kernel of Linux has them, separated by spaces; elsewhere the CPU's name."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features"))).partition(":")[2]
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def best_build(machine: str, features: Iterable[str]) -> Build | None:

@@ -12,9 +12,9 @@ import weakref
 
 import torch
 
-from kvlayers.errors import OptionError
-from kvlayers.utils.compilation import Compilation, cpu_features
-from kvlayers.utils.native_builds import best_build
+from kvlayers.errors import KernelError, OptionError
+from kvlayers.utils.compilation import Compilation
+from kvlayers.utils.native_builds import best_build, cpu_features
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,14 @@ VARIABLE = "KVLAYERS_COMPILE"
 (`wait`), or `never`."""
 
 CHOICES = ("background", "wait", "never")
+
+BACKGROUND_NICENESS = 10
+
+ANNOUNCEMENTS = {
+    "background": "kvlayers compiles its kernel for %s on this CPU, once, in the background. It takes about a minute. "
+    "Until then steps are slower than they will be. `kvlayers compile` does it ahead of time.",
+    "wait": "kvlayers compiles its kernel for %s on this CPU, once, and waits for it. It takes about a minute.",
+}
 
 
 def compile_choice() -> str:
@@ -52,13 +60,16 @@ class NativeLibrary:
     Args:
         source: the file.
         functions: names of functions that it must have.
+        purpose: what it is for, such as "attention".
     """
 
-    def __init__(self, source: pathlib.Path, *functions: str) -> None:
+    def __init__(self, source: pathlib.Path, *functions: str, purpose: str) -> None:
         self._source = source
+        self._purpose = purpose
         self._functions = functions
         self._loaded: ctypes.CDLL | None = None
         self._failure: str | None = None
+        self._reason = ""
         self.forget_compilation()
         _libraries.add(self)
 
@@ -72,6 +83,36 @@ class NativeLibrary:
         """Why `get` has returned no library."""
         return self._failure or "is still being compiled"
 
+    def begin(self) -> None:
+        """Begin to compile the library now if it is not there, or wait for it, rather than when it is first needed.
+
+        Nothing is begun on a machine with an accelerator, whose states are rarely on the CPU.
+
+        Raises:
+            OptionError: as `get`.
+        """
+        compile_choice()
+        is_settled = self._loaded is not None or self._failure is not None
+        if not (is_settled or torch.compiler.is_compiling() or torch.accelerator.is_available()):
+            self.get()
+
+    def compile(self) -> pathlib.Path:
+        """The file of the library. If it is not there, it is compiled now, whatever `KVLAYERS_COMPILE` says.
+
+        Raises:
+            KernelError: it cannot be compiled.
+        """
+        with self._lock:
+            if self._loaded is None:
+                self._failure = None
+                self._look("wait")
+        if self._loaded is None:
+            raise KernelError(
+                f"The kernel for {self._purpose} must be compiled by g++ or clang++ (or $CXX) into the cache directory "
+                f"($KVLAYERS_CACHE), got: {self._reason}: install a compiler, or make the directory writable."
+            )
+        return pathlib.Path(self._loaded._name)
+
     def get(self) -> ctypes.CDLL | None:
         """The library; `None` while it is compiled, and if that has failed. The reason is logged once.
 
@@ -81,11 +122,10 @@ class NativeLibrary:
         if self._loaded is None and self._failure is None:
             with self._lock:
                 if self._loaded is None and self._failure is None:
-                    self._look()
+                    self._look(compile_choice())
         return self._loaded
 
-    def _look(self) -> None:
-        choice = compile_choice()
+    def _look(self, choice: str) -> None:
         if self._compilation is None and self._load_built():
             return
         if choice == "never" and self._compilation is None:
@@ -98,12 +138,13 @@ class NativeLibrary:
             self._compilation = None
             self._failure = "could not be compiled (the log says why)"
             output = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
+            self._reason = output or str(error)
             logger.warning(
                 "kvlayers does the work of %s in plain torch, which is slower, because it could not be compiled: "
                 "install a wheel of kvlayers for this platform, or install g++ (or set CXX to a C++ compiler) and make "
                 "the cache directory writable ($KVLAYERS_CACHE): %s",
                 self._source.name,
-                output or error,
+                self._reason,
             )
 
     def _load_built(self) -> bool:
@@ -120,9 +161,9 @@ class NativeLibrary:
 
     def _compile(self, choice: str) -> None:
         if self._compilation is None:
-            self._compilation = Compilation(self._source)
-            if choice == "background":
-                self._compilation.yield_cores()
+            self._compilation = Compilation(self._source, BACKGROUND_NICENESS if choice == "background" else 0)
+            if not self._compilation.was_kept:
+                logger.warning(ANNOUNCEMENTS[choice], self._purpose)
         if choice == "wait":
             self._compilation.wait()
         if not self._compilation.is_done():

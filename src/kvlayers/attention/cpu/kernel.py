@@ -15,7 +15,9 @@ from kvlayers.attention.segments import KVSegments
 from kvlayers.utils.native_library import NativeLibrary
 
 LIBRARY = NativeLibrary(
-    pathlib.Path(__file__).with_name("kernel.cpp"), "kvlayers_attend", "kvlayers_score", "kvlayers_combine"
+    pathlib.Path(__file__).with_name("kernel.cpp"),
+    *("kvlayers_attend", "kvlayers_score", "kvlayers_combine"),
+    purpose="attention",
 )
 
 CPU_MAXIMUM_ROWS = 128

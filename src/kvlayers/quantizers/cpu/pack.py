@@ -15,7 +15,7 @@ from kvlayers.quantizers.hadamard import rotation_size
 from kvlayers.quantizers.packing import PLANES
 from kvlayers.utils.native_library import NativeLibrary
 
-LIBRARY = NativeLibrary(pathlib.Path(__file__).with_name("pack.cpp"), "kvlayers_pack")
+LIBRARY = NativeLibrary(pathlib.Path(__file__).with_name("pack.cpp"), "kvlayers_pack", purpose="packing")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of the states, in the order of the numbers that `pack.cpp` has for them."""
 

@@ -114,18 +114,15 @@ def test_a_cache_with_options_takes_both_lengths(options: dict[str, Any], column
     torch.testing.assert_close(decoded(model, cache, ids, "additive", columns), expected, **TOLERANCE)
 
 
-def test_own_masks_and_those_of_the_model_may_take_turns() -> None:
+def test_custom_masks_and_those_of_the_model_may_take_turns() -> None:
     model, ids = fresh_model("llama"), prompt(2, sum(PARTS))
-    cache, reference = (
-        kvlayers.StaticCache(model.config, max_cache_len=RESERVED),
-        transformers.DynamicCache(config=model.config),
-    )
+    cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED)
     for columns in (RESERVED, None):
-        for index, at in enumerate(range(9, 15)):
-            if not index:
-                for each in (cache, reference):
-                    each.reset()
-                    decoded(model, each, ids, "additive", columns if each is cache else None, parts=(9,))
+        reference = transformers.DynamicCache(config=model.config)
+        cache.reset()
+        for each, wanted in ((cache, columns), (reference, None)):
+            decoded(model, each, ids, "additive", wanted, parts=(9,))
+        for at in range(9, 15):
             step = ids[:, at : at + 1]
             with torch.no_grad():
                 if at % 2:
@@ -159,6 +156,7 @@ def test_a_window_takes_masks_of_as_many_columns_as_it_attends_to() -> None:
     torch.testing.assert_close(decoded(model, cache, ids, "additive", WINDOW, parts=(4, 1, 3)), expected, **TOLERANCE)
 
 
+@versions.leaves_masks_as_they_are
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("columns", [RESERVED - 1, RESERVED + 1, 7])
 def test_a_mask_of_another_length_is_refused_by_torch(implementation: str, columns: int) -> None:
@@ -180,6 +178,10 @@ def test_states_of_a_loop_without_a_model_are_plain_in_what_is_computed_of_them(
     expected = scaled_dot_product_attention(query, states, -states)
     torch.testing.assert_close(weights @ values, expected)
     torch.testing.assert_close(scaled_dot_product_attention(query, keys, values), expected)
+    # Keys may be in any place.
+    for query, value in ((keys, values), (states, keys)):
+        found = scaled_dot_product_attention(query, keys, value)
+        torch.testing.assert_close(found, scaled_dot_product_attention(query + 0, states, value + 0))
     for twin in (pickle.loads(pickle.dumps(keys)), copy.deepcopy(keys)):
         assert type(twin) is Tensor
         assert torch.equal(twin, states)

@@ -45,7 +45,7 @@ MASKS_SCORES = frozenset(
 MAY_BE_MARKED = (Tensor, GroupedKeys, SharedStates)
 
 
-def marked_for_own_masks(keys: Tensor, values: Tensor, mark: type["OwnMaskKeys"]) -> tuple[Tensor, Tensor]:
+def marked_for_custom_masks(keys: Tensor, values: Tensor, mark: type["CustomMaskKeys"]) -> tuple[Tensor, Tensor]:
     """Keys and values `[batch, kv_heads, tokens, head_dim]` that cut masks.
 
     Args:
@@ -65,13 +65,13 @@ def marked_for_own_masks(keys: Tensor, values: Tensor, mark: type["OwnMaskKeys"]
 
 def cut(mask: Tensor | None, keys: Tensor) -> Tensor | None:
     """The columns of a mask that are those of keys; the mask itself if it has no other columns."""
-    return keys.cut(mask, keys.size(2)) if isinstance(keys, OwnMaskKeys) else mask
+    return keys.cut(mask, keys.size(2)) if isinstance(keys, CustomMaskKeys) else mask
 
 
 MaskOrOther = TypeVar("MaskOrOther")
 
 
-class OwnMaskKeys(Tensor):
+class CustomMaskKeys(Tensor):
     """Keys, or scores of queries and keys `[batch, heads, queries, tokens]`, that cut the masks of a reservation.
 
     Attributes:
@@ -116,13 +116,13 @@ class OwnMaskKeys(Tensor):
 
 # A class, since a tensor that TorchDynamo traces has no attributes of its own.
 @functools.lru_cache(maxsize=256)
-def keys_for_masks_of(reserved: int) -> type[OwnMaskKeys]:
+def keys_for_masks_of(reserved: int) -> type[CustomMaskKeys]:
     """The keys that cut masks of `reserved` columns."""
-    return sent_by_value(type("OwnMaskKeys", (OwnMaskKeys,), {"reserved": reserved}))
+    return sent_by_value(type("CustomMaskKeys", (CustomMaskKeys,), {"reserved": reserved}))
 
 
 def _attend(
-    cls: type[OwnMaskKeys],
+    cls: type[CustomMaskKeys],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -134,5 +134,8 @@ def _attend(
         mask = cls.cut(attn_mask, key.size(2))
         if torch.compiler.is_compiling():
             return scaled_dot_product_attention(query, key, value, mask, *args, **kwargs)
-        key, value = marked_for_sdpa(key.as_subclass(Tensor), value, query.size(2))
+        query, key, value = (
+            states.as_subclass(Tensor) if isinstance(states, cls) else states for states in (query, key, value)
+        )
+        key, value = marked_for_sdpa(key, value, query.size(2))
     return scaled_dot_product_attention(query, key, value, mask, *args, **kwargs)

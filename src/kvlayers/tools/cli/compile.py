@@ -1,0 +1,25 @@
+"""The command `kvlayers compile`."""
+
+import time
+
+from rich.console import Console
+
+from kvlayers.tools.cli.exit_codes import CHECK_FAILED, one_line_errors
+
+
+def compile_command() -> None:
+    """Compile the kernels for this CPU now, so that no script waits for them. It takes about a minute, once.
+
+    Nothing is compiled if the kernels are in the wheel, or were compiled before. Exits with 1 if the compiler fails.
+    """
+    # Imported late: torch takes seconds to import, and `--help` does not need it.
+    from kvlayers.errors import KernelError
+    from kvlayers.tools.kernels import LIBRARIES
+
+    console = Console()
+    with one_line_errors("compile", errors=KernelError, code=CHECK_FAILED):
+        for purpose, library in LIBRARIES.items():
+            began = time.monotonic()
+            with console.status(f"compiling the kernel for {purpose}"):
+                path = library.compile()
+            console.print(f"{purpose}: {path} ({time.monotonic() - began:.1f} s)", highlight=False, soft_wrap=True)

@@ -1,0 +1,26 @@
+"""Compiles the kernels for this CPU ahead of time."""
+
+from pathlib import Path
+
+from kvlayers.attention.cpu import kernel
+from kvlayers.quantizers.cpu import pack
+
+LIBRARIES = {"attention": kernel.LIBRARY, "packing": pack.LIBRARY}
+
+
+def compile_kernels() -> dict[str, Path]:
+    """Compile the kernels for this CPU, unless they are in the wheel or were compiled before. It takes about a minute.
+
+    Of several processes, one compiles, and the others wait for it.
+
+    Returns:
+        The file that is used for each purpose.
+
+    Raises:
+        KernelError: there is no compiler, it fails, or the cache directory is not writable.
+
+    Example:
+        >>> sorted(kvlayers.compile_kernels())
+        ['attention', 'packing']
+    """
+    return {purpose: library.compile() for purpose, library in LIBRARIES.items()}

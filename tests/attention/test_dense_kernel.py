@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
+import versions
 from kvlayers.attention import gqa_repeats, model_attention
 from kvlayers.attention.cpu import dense, kernel
 from models import COMMON, fresh_model, prompt, tiny_model
@@ -207,7 +208,8 @@ def test_chunks_and_steps_of_padded_batches_read_each_kv_head_once(
             expected = model(**inputs, past_key_values=reference).logits
         torch.testing.assert_close(found[1:], expected[1:], atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(found[0, -1:], expected[0, -1:], atol=tolerance, rtol=tolerance)
-        if width <= dense.CPU_MAXIMUM_QUERIES:
+        # Before 5.23, transformers repeats keys itself for one token with a mask.
+        if width <= dense.CPU_MAXIMUM_QUERIES and (width > 1 or versions.PACKS_ONE_QUERY):
             # A group of query heads of one token may arrive as queries of its KV head.
             assert made in ([(4, 2)] * 2, [(2, 2)] * 2)
         start = end

@@ -10,11 +10,20 @@ from torch import Tensor
 from transformers.models.mllama.configuration_mllama import MllamaConfig
 
 import kvlayers
+from kvlayers.upstream import compat
 from models import WINDOW, prompt, tiny_model
 
 TEXT = 6
 IMAGE_TOKENS = 10
 """Two tiles of four patches and a class token each: what cross-attention layers hold from the first pass on."""
+
+
+ROPE: dict[str, Any] = (
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    if compat.ROPE_HAS_ONE_DICT
+    # mllama reads a type, which others may leave out.
+    else {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "default"}}
+)
 
 
 @functools.cache
@@ -31,7 +40,7 @@ def mllama() -> Any:
             "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
             "num_key_value_heads": 2, "intermediate_size": 64, "cross_attention_layers": [1, 3], "pad_token_id": 0,
             "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            **ROPE,
         },
         image_token_index=63,
     )  # fmt: skip

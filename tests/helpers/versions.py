@@ -26,6 +26,10 @@ CROPS_STATIC_LAYERS = Version("5.24") <= TRANSFORMERS
 """Whether transformers' own static layers can be cropped."""
 
 
+PACKS_ONE_QUERY = Version("5.23") <= TRANSFORMERS
+"""Whether the query heads of a KV head are queries of one product, if there is one token with a mask."""
+
+
 def _since(version: str, what: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(
         Version(version) > TRANSFORMERS,
@@ -63,6 +67,10 @@ static_indexers = pytest.mark.skipif(
 leaves_masks_as_they_are = pytest.mark.skipif(
     Version("5.6") > TRANSFORMERS,
     reason=f"attention of transformers {TRANSFORMERS} cuts every mask that is longer than the keys by itself",
+)
+windows_refuse_quantization = pytest.mark.skipif(
+    Version("5.0") > TRANSFORMERS,
+    reason=f"quantized caches of transformers {TRANSFORMERS} take models with windows, and keep every token",
 )
 bars_of_transformers = _since("5.4", "set_tqdm_hook")
 static_caches_count_in_a_tensor = _since("5.4", "static cache that counts in a tensor")

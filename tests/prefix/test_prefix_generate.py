@@ -904,6 +904,7 @@ def test_what_peft_does_to_a_model_is_seen(way: str) -> None:
 
 def test_a_model_that_was_asked_for_hidden_states_goes_by_the_store_all_the_same() -> None:
     """transformers leaves hooks on its layers, which take what they return in calls that ask for it."""
+    versions.need_since("5.2", "a prefix store behind its hooks")
     model, store, ids = fresh_model("llama"), PrefixStore(ROOM), prompt(tokens=DOCUMENT)
     with torch.no_grad():
         model(ids, output_hidden_states=True)

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
+import versions
 from model_directories import random_text, save_with_tokenizer
 from models import fresh_model
 
@@ -82,7 +84,9 @@ BROKEN: dict[str, Callable[[Path], None]] = {
 def test_a_model_that_cannot_be_loaded(llama: Path, tmp_path: Path, command: str, broken: str) -> None:
     model = shutil.copytree(llama, tmp_path / "model")
     BROKEN[broken](model)
-    check_refused(run(command, model, "--json"), command, "model cannot be loaded")
+    # Before 5.0, configs of transformers do not check what they hold.
+    said = broken == "layers that are a word" and Version("5.0") > versions.TRANSFORMERS
+    check_refused(run(command, model, "--json"), command, "describes its layers" if said else "model cannot be loaded")
 
 
 @pytest.mark.parametrize("broken", ["a config that is a list", "code of its own", "layers that are a word"])

@@ -18,6 +18,7 @@ import transformers as tf
 from torch import Tensor
 
 import kvlayers
+import versions
 from families import any_model_and_inputs
 from kvlayers.attention.packed_ops import observed
 from kvlayers.errors import CapacityError, OptionError
@@ -170,6 +171,8 @@ CACHES = ("dynamic", "static", "int4", "int2", "sink", "offloaded", "transformer
     ],
 )
 def test_outcomes_are_those_of_a_plain_loop(name: str, chunk: int | None) -> None:
+    if name == "transformers:hqq":
+        versions.need_since("5.0", "hqq of a head_dim of 8")
     model = tiny_model("llama")
     reference, contender = named(model, "dynamic", name)
     caches = [reference] if name == "dynamic" else [reference, contender]
@@ -217,6 +220,7 @@ def test_an_answer_ends_with_its_line_or_a_token_that_ends_texts_or_the_most_tok
 
 @pytest.mark.parametrize("family", ["mamba", "jamba", "lfm2", "deepseek_v32", "gemma4"])
 def test_models_with_other_states_read_for_each_cache(family: str, passes: Any) -> None:
+    versions.need_recurrent_layers(family)
     model = tiny_model(family) if family in ("mamba", "jamba") else any_model_and_inputs(family)[0]
     assert not has_only_keys_and_values(model)
     asked, caches = sample(length=40), named(model, "dynamic", "transformers:dynamic")
@@ -838,6 +842,7 @@ def test_names_that_stand_for_no_cache(in_directory: Path, name: str, words: str
     assert "\n" not in str(error.value)
 
 
+@versions.windows_refuse_quantization
 def test_caches_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contenders_module, "is_installed", lambda name: name != "quanto")
     model = tiny_model("llama")
@@ -851,6 +856,7 @@ def test_caches_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         against_contenders(["hqq"], tiny_model("mistral"), LENGTH)[0].make()
 
 
+@versions.windows_refuse_quantization
 @pytest.mark.skipif(not (is_installed("quanto") and is_installed("hqq")), reason="quanto or hqq is not installed")
 def test_all_of_transformers_caches_are_those_that_the_model_supports() -> None:
     found = against_contenders(["transformers"], tiny_model("llama"), LENGTH)

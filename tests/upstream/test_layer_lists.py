@@ -176,6 +176,7 @@ def test_early_exit_drafts_with_the_first_layers(family: str) -> None:
 
 
 def test_an_early_exit_that_fails_leaves_the_config_as_it_was() -> None:
+    versions.need_since("5.0", "early exits of gemma3")
     model, ids = fresh_model("gemma3"), prompt(1, 12)
 
     def fail(*_: Any) -> None:

@@ -430,3 +430,17 @@ assert {name: dict(vars(caches)[name]) for name in maps} == maps
 """
     ran = fresh_process.run(script)
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("int3", r"cache_config=\{\"nbits\": 3\}"),
+        ("k8v4", r"cache_config=\{\"key_nbits\": 8, \"value_nbits\": 4\}"),
+        ("kivi", r"cache_config=\{\"backend\": \"kivi\"\}"),
+        ("dinamic", "^unknown cache name 'dinamic': did you mean 'dynamic'. Known names are auto, dynamic, "),
+    ],
+)
+def test_an_unknown_name_is_answered_by_what_to_write_first(name: str, said: str) -> None:
+    with pytest.raises(kvlayers.RegistryError, match=said):
+        kvlayers.make_cache(name, tiny_model("llama"))

@@ -1,5 +1,6 @@
 """Names of caches: which factory makes the cache that `cache_implementation="..."` asks for."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -52,6 +53,8 @@ class CacheRequest:
 
 CacheFactory = Callable[[CacheRequest], transformers.Cache]
 Factory = TypeVar("Factory", bound=CacheFactory)
+
+_BITS = re.compile(r"int(?P<nbits>\d)|k(?P<key_nbits>\d)v(?P<value_nbits>\d)")
 
 _factories: Registry[CacheFactory] = Registry("cache", ENTRY_POINT_GROUP, "unregister")
 _listeners: list[Callable[[], None]] = []
@@ -216,6 +219,12 @@ def unknown_name(name: object) -> RegistryError:
         return RegistryError(
             f"{name!r} is no cache name but a backend of quantized caches: use the name 'quantized' with "
             f'cache_config={{"backend": "{str(name).lower()}"}}.'
+        )
+    if (bits := _BITS.fullmatch(str(name).lower())) is not None:
+        config = ", ".join(f'"{option}": {count}' for option, count in bits.groupdict().items() if count)
+        return RegistryError(
+            f"{name!r} is no cache name but bits of quantized caches: use the name 'quantized' with "
+            f"cache_config={{{config}}}."
         )
     return RegistryError(_factories.unknown(name))
 

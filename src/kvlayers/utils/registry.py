@@ -71,7 +71,7 @@ class Registry(Generic[Entry]):
         """The error for a name that is not registered, which lists the names that are."""
         near = difflib.get_close_matches(str(name).lower(), self.names(), n=1)
         suggestion = f": did you mean {near[0]!r}?" if near else "."
-        return f"unknown {self.what} name {name!r}, known names are {', '.join(self.names())}{suggestion}"
+        return f"unknown {self.what} name {name!r}{suggestion} Known names are {', '.join(self.names())}."
 
     def own_names(self) -> list[str]:
         """The names that were added by a call, sorted."""

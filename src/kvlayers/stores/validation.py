@@ -9,10 +9,13 @@ from kvlayers.errors import CapacityError, StateMismatchError
 from kvlayers.stores.buffer import StateForm, form_of
 
 _FORM_PARTS = ("batch size", "kv_heads", "head_dim", "dtype", "device")
-_REMEDY = (
-    "select or repeat the cache's sequences (batch_select_indices, batch_repeat_interleave), or reset the cache first"
-)
-_DTYPE_REMEDY = "run all passes under autocast, or none, or reset the cache first"
+_REMEDIES = {
+    "batch size": "select or repeat the cache's sequences (batch_select_indices, batch_repeat_interleave), or reset() "
+    "the cache for another batch",
+    "dtype": "convert the states, or run all passes under autocast, or none",
+    "device": "move the states to that device",
+}
+_OTHER_MODEL = "use the cache with the model that filled it, or reset() it for another one"
 
 
 def checked_forms(keys: Tensor, values: Tensor) -> tuple[StateForm, StateForm]:
@@ -69,10 +72,9 @@ def mismatch(
         for part, new, old in zip(_FORM_PARTS, new_form, held_form or (), strict=False):
             if new != old:
                 held_already = f"the {length} held tokens" if length else "the reserved memory"
-                remedy = "make another cache" if not length else _DTYPE_REMEDY if part == "dtype" else _REMEDY
+                remedy = _REMEDIES.get(part, _OTHER_MODEL) if length else "make another cache"
                 return StateMismatchError(
-                    f"The {side} must have {part} {old}, like {held_already}, got {part} {new}: convert the states, "
-                    f"or {remedy}."
+                    f"The {side} must have {part} {old}, like {held_already}, got {part} {new}: {remedy}."
                 )
     return StateMismatchError("The states do not match the held ones: reset the cache first.")
 

@@ -20,6 +20,7 @@ def compile_kernels() -> dict[str, Path]:
         KernelError: there is no compiler, it fails, or the cache directory is not writable.
 
     Example:
+        >>> import kvlayers
         >>> sorted(kvlayers.compile_kernels())
         ['attention', 'packing']
     """

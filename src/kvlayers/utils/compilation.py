@@ -58,10 +58,12 @@ class Compilation:
         version = subprocess.run(
             [*compiler, "--version"], capture_output=True, text=True, errors="replace", check=True, timeout=30
         ).stdout
-        self._command = [*compiler, NATIVE, *FLAGS, str(source)]
+        options = [*compiler, NATIVE, *FLAGS]
+        self._command = [*options, str(source)]
         self._niceness = niceness
         texts = [path.read_text() for path in (source, *headers(source))]
-        facts = "\n".join([*texts, version, cpu_features(), *self._command])
+        # Not the path: what one checkout has compiled serves another one with the same sources.
+        facts = "\n".join([*texts, version, cpu_features(), *options])
         name = f"{source.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:20]}.so"
         self.library = cache_directory() / name
         self.was_kept = self.library.exists()

@@ -26,6 +26,9 @@ CROPS_STATIC_LAYERS = Version("5.24") <= TRANSFORMERS
 """Whether transformers' own static layers can be cropped."""
 
 
+MAXIMUM_IS_BATCH_SIZE = Version("5.13") <= TRANSFORMERS < Version("5.23")
+"""Whether `max_batch_size` of a cache of transformers is its `batch_size`, as before it was dropped."""
+
 PACKS_ONE_QUERY = Version("5.23") <= TRANSFORMERS
 """Whether the query heads of a KV head are queries of one product, if there is one token with a mask."""
 

@@ -172,7 +172,7 @@ CACHES = ("dynamic", "static", "int4", "int2", "sink", "offloaded", "transformer
 )
 def test_outcomes_are_those_of_a_plain_loop(name: str, chunk: int | None) -> None:
     if name == "transformers:hqq":
-        versions.need_since("5.0", "hqq of a head_dim of 8")
+        versions.need_since("5.23", "hqq of a head_dim of 8")
     model = tiny_model("llama")
     reference, contender = named(model, "dynamic", name)
     caches = [reference] if name == "dynamic" else [reference, contender]
@@ -221,6 +221,8 @@ def test_an_answer_ends_with_its_line_or_a_token_that_ends_texts_or_the_most_tok
 @pytest.mark.parametrize("family", ["mamba", "jamba", "lfm2", "deepseek_v32", "gemma4"])
 def test_models_with_other_states_read_for_each_cache(family: str, passes: Any) -> None:
     versions.need_recurrent_layers(family)
+    if family == "gemma4":
+        versions.need_since("5.23", "states of gemma4 beside keys and values")
     model = tiny_model(family) if family in ("mamba", "jamba") else any_model_and_inputs(family)[0]
     assert not has_only_keys_and_values(model)
     asked, caches = sample(length=40), named(model, "dynamic", "transformers:dynamic")

@@ -118,6 +118,10 @@ DIFFERENCES = [
         "every cache answers in the same way", compat.RENAMED_MAXIMA,
     ),
     Difference(
+        "cache.max_batch_size", ALL, FILLED, "-1 for caches that are not static", "the batch size",
+        "as `cache.batch_size`, whose former name it is", versions.MAXIMUM_IS_BATCH_SIZE,
+    ),
+    Difference(
         "cache.is_initialized", (*ATTEND,), ("reset",), "from 5.18 on false after `reset()`", "true",
         "`reset()` keeps the memory for states of the same form", versions.LAYERS_LET_GO_AT_RESET,
     ),

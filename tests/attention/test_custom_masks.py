@@ -13,6 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 import versions
+from kvlayers.attention.cpu import dense, kernel
+from kvlayers.stores import static
 from kvlayers.upstream import compat
 from models import WINDOW, fresh_model, given, prompt
 
@@ -167,10 +169,26 @@ def test_a_mask_of_another_length_is_refused_by_torch(implementation: str, colum
         decoded(model, cache, ids, "additive", columns, parts=(9,))
 
 
-def test_states_of_a_loop_without_a_model_are_plain_in_what_is_computed_of_them() -> None:
-    cache = kvlayers.StaticCache(transformers.LlamaConfig(num_hidden_layers=1), max_cache_len=RESERVED)
+class Loop(torch.nn.Module):
+    """A model that says nothing of masks."""
+
+    def forward(self, cache: Any, states: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = cache.update(states, -states, 0)
+        return keys, values
+
+
+def cache_of_one_layer() -> Any:
+    return kvlayers.StaticCache(transformers.LlamaConfig(num_hidden_layers=1), max_cache_len=RESERVED)
+
+
+def test_states_of_a_loop_without_a_model_are_plain_tensors() -> None:
     states = torch.randn(2, 2, 9, 8)
-    keys, values = cache.update(states, -states, 0)
+    assert [type(side) for side in cache_of_one_layer().update(states, -states, 0)] == [Tensor, Tensor]
+
+
+def test_keys_are_plain_in_what_models_do_not_do_to_them() -> None:
+    states = torch.randn(2, 2, 9, 8)
+    keys, values = Loop()(cache_of_one_layer(), states)
     assert type(values) is Tensor
     query = torch.randn(2, 2, 3, 8)
     weights = torch.softmax(query @ keys.transpose(2, 3) / 8**0.5, dim=-1)
@@ -178,6 +196,8 @@ def test_states_of_a_loop_without_a_model_are_plain_in_what_is_computed_of_them(
     expected = scaled_dot_product_attention(query, states, -states)
     torch.testing.assert_close(weights @ values, expected)
     torch.testing.assert_close(scaled_dot_product_attention(query, keys, values), expected)
+    # No scores, so no mask.
+    assert (keys[..., :1] + torch.zeros(9, RESERVED)).shape == (2, 2, 9, RESERVED)
     # Keys may be in any place.
     for query, value in ((keys, values), (states, keys)):
         found = scaled_dot_product_attention(query, keys, value)
@@ -185,3 +205,43 @@ def test_states_of_a_loop_without_a_model_are_plain_in_what_is_computed_of_them(
     for twin in (pickle.loads(pickle.dumps(keys)), copy.deepcopy(keys)):
         assert type(twin) is Tensor
         assert torch.equal(twin, states)
+
+
+@pytest.mark.parametrize("columns", [None, RESERVED], ids=["held", "reserved"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_keys_of_a_few_queries_are_repeated_no_earlier(
+    implementation: str, columns: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense, "CPU_MINIMUM_STATES", 0)
+    called: list[tuple[int, int]] = []
+    attend = dense.attend
+    monkeypatch.setattr(dense, "attend", lambda *given: called.append(given[1].shape[1]) or attend(*given))
+    model, ids = fresh_model("llama"), prompt(2, sum(PARTS))
+    model.set_attn_implementation(implementation)
+    expected = decoded(model, transformers.DynamicCache(), ids, "additive", None)
+    cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED)
+    torch.testing.assert_close(decoded(model, cache, ids, "additive", columns), expected, **TOLERANCE)
+    if implementation == "sdpa" and kernel.library() is not None:
+        # Prompt and three tokens in each of two layers, with the heads of the keys.
+        assert called.count(model.config.num_key_value_heads) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [9, 1])
+def test_masks_that_a_model_makes_in_compiled_code_are_no_custom_ones(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Marked keys could not pass a graph break, as torch compiles no code for them behind it."""
+    monkeypatch.setattr(static, "marked_for_custom_masks", None)
+    model, ids = fresh_model("llama", num_hidden_layers=1), prompt(2, 27)
+    cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED)
+    torch._dynamo.reset()
+    try:
+        forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+        with torch.no_grad():
+            for start in (0, tokens, 2 * tokens):
+                part = ids[:, start : start + tokens]
+                forward(part, **versions.positions(part, cache), **given(cache))
+    finally:
+        torch._dynamo.reset()
+    assert cache.get_seq_length() == 3 * tokens

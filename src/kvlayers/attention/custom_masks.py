@@ -3,7 +3,7 @@
 A model takes a mask `[batch, 1 or heads, queries, columns]` as it is. Static caches of transformers return all slots of
 their reservation, so a mask that was made for them has a column for each. Those of kvlayers return the tokens that are
 held, and nobody tells them of such a mask. So the keys cut it when attention meets it: at torch's fused attention, or,
-as eager attention is written, where the mask is added to the products of queries and keys, which inherit from the keys.
+as eager attention is written, where the mask meets the scores, the products of queries and these keys.
 
 TorchDynamo traces this code.
 """
@@ -11,6 +11,7 @@ TorchDynamo traces this code.
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -19,21 +20,28 @@ from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
 from kvlayers.attention.gqa import GroupedKeys
-from kvlayers.attention.gqa_repeats import SharedStates, marked_for_sdpa
+from kvlayers.attention.gqa_repeats import RepeatedStates, SharedStates, marked_for_sdpa
 from kvlayers.upstream import compat
 from kvlayers.utils.sending import sent_by_value
 
-LEADS_TO_SCORES = frozenset(
+KEEPS_KEYS = frozenset(
     {
         *(Tensor.__getitem__, Tensor.expand, Tensor.reshape, Tensor.view, Tensor.transpose, Tensor.permute),
         *(torch.transpose, torch.permute, torch.repeat_interleave, Tensor.repeat_interleave),
         *(Tensor.contiguous, Tensor.to, Tensor.float),
-        *(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__),
-        *(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__),
-        *(torch.tanh, Tensor.tanh),
     }
 )
-"""What models do to keys, and to the scores that they are multiplied to, before they mask the scores."""
+"""What models do to keys before they multiply them."""
+
+MULTIPLIES_KEYS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__})
+
+SCALES_SCORES = frozenset(
+    {
+        *(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__),
+        *(torch.tanh, Tensor.tanh, Tensor.to, Tensor.float),
+    }
+)
+"""What models do to scores before they mask them."""
 
 MASKS_SCORES = frozenset(
     {
@@ -42,49 +50,59 @@ MASKS_SCORES = frozenset(
     }
 )
 
-MAY_BE_MARKED = (Tensor, GroupedKeys, SharedStates)
+Argument = TypeVar("Argument")
 
 
-def marked_for_custom_masks(keys: Tensor, values: Tensor, mark: type["CustomMaskKeys"]) -> tuple[Tensor, Tensor]:
-    """Keys and values `[batch, kv_heads, tokens, head_dim]` that cut masks.
-
-    Args:
-        keys: the keys.
-        values: the values.
-        mark: of `keys_for_masks_of` the reservation.
-    """
-    kind = type(keys)
-    # Tensors of other packages may not become others.
-    if kind not in MAY_BE_MARKED or keys.shape[2] == mark.reserved:
-        return keys, values
-    if torch.compiler.is_compiling() and not compat.COMPILES_TENSOR_SUBCLASSES:
-        return keys, values
-    # Values that delay their repetition need keys that do.
-    return keys.as_subclass(mark), values if kind is Tensor else values.as_subclass(Tensor)
-
-
-def cut(mask: Tensor | None, keys: Tensor) -> Tensor | None:
-    """The columns of a mask that are those of keys; the mask itself if it has no other columns."""
-    return keys.cut(mask, keys.size(2)) if isinstance(keys, CustomMaskKeys) else mask
-
-
-MaskOrOther = TypeVar("MaskOrOther")
-
-
-class CustomMaskKeys(Tensor):
-    """Keys, or scores of queries and keys `[batch, heads, queries, tokens]`, that cut the masks of a reservation.
+class _CutsMasks(Tensor):
+    """What keys and scores have in common.
 
     Attributes:
-        reserved: columns of such a mask. A mask of other columns is not touched.
+        reserved: columns of a mask that is cut. A mask of other columns is not touched.
+        scores: what products of keys are.
+        plain_keys: what keys are that nothing else is known of.
     """
 
     reserved: int
+    scores: "type[MaskedScores]"
+    plain_keys: "type[CustomMaskKeys]"
 
     @classmethod
-    def cut(cls, argument: MaskOrOther, tokens: int) -> MaskOrOther:
+    def cut(cls, argument: Argument, tokens: int) -> Argument:
         """The first `tokens` columns of a mask; any other argument as it is."""
         is_mask = isinstance(argument, Tensor) and argument.dim() > 1 and argument.size(-1) == cls.reserved
         return argument[..., :tokens] if is_mask else argument  # type: ignore[index]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.as_subclass(Tensor), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class MaskedScores(_CutsMasks):
+    """Scores `[batch, heads, queries, tokens]`, until something other than a scale or a mask meets them."""
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in MASKS_SCORES:
+                tokens = next(each for each in (*args, *kwargs.values()) if isinstance(each, cls)).size(-1)
+                args = tuple(cls.cut(each, tokens) for each in args)
+                kwargs = {name: cls.cut(each, tokens) for name, each in kwargs.items()}
+            result = func(*args, **kwargs)
+            return result.as_subclass(cls) if func in SCALES_SCORES or func in MASKS_SCORES else result
+
+
+class CustomMaskKeys(_CutsMasks):
+    """Keys `[batch, kv_heads, tokens, head_dim]`. To functions that models do not call on keys, a plain tensor."""
 
     @classmethod
     @override
@@ -99,26 +117,92 @@ class CustomMaskKeys(Tensor):
         if func is scaled_dot_product_attention:
             return _attend(cls, *args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            if func in MASKS_SCORES:
-                tokens = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, cls)).size(-1)
-                args = tuple(cls.cut(arg, tokens) for arg in args)
-                kwargs = {name: cls.cut(arg, tokens) for name, arg in kwargs.items()}
-                return func(*args, **kwargs)
             result = func(*args, **kwargs)
-            return result.as_subclass(cls) if func in LEADS_TO_SCORES else result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return copy.deepcopy(self.as_subclass(Tensor), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+            if func in MULTIPLIES_KEYS:
+                return result.as_subclass(cls.scores)
+            return result.as_subclass(cls) if func in KEEPS_KEYS else result
 
 
-# A class, since a tensor that TorchDynamo traces has no attributes of its own.
+class SharedMaskKeys(SharedStates, _CutsMasks):
+    """Keys whose repetition is delayed."""
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is scaled_dot_product_attention:
+            args, kwargs = _with_cut_mask(cls, *args, **(kwargs or {}))
+        return _marked_again(cls, func, super().__torch_function__(func, types, args, kwargs))
+
+
+class RepeatedMaskKeys(RepeatedStates, _CutsMasks):
+    """Keys whose repetition was delayed."""
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is scaled_dot_product_attention:
+            args, kwargs = _with_cut_mask(cls, *args, **(kwargs or {}))
+        return _marked_again(cls, func, super().__torch_function__(func, types, args, kwargs))
+
+
+@dataclass(frozen=True)
+class ReservedColumns:
+    """The marks of keys that cut the masks of a reservation.
+
+    Attributes:
+        reserved: columns of these masks.
+        keys: the mark of keys.
+        shared: the mark of keys whose repetition is delayed.
+    """
+
+    reserved: int
+    keys: type[CustomMaskKeys]
+    shared: type[SharedMaskKeys]
+
+
+# Classes, since a tensor that TorchDynamo traces has no attributes of its own.
 @functools.lru_cache(maxsize=256)
-def keys_for_masks_of(reserved: int) -> type[CustomMaskKeys]:
-    """The keys that cut masks of `reserved` columns."""
-    return sent_by_value(type("CustomMaskKeys", (CustomMaskKeys,), {"reserved": reserved}))
+def columns_of(reserved: int) -> ReservedColumns:
+    """The marks of keys that cut masks of `reserved` columns."""
+
+    def made(name: str, base: type[Any], **attributes: Any) -> Any:
+        return sent_by_value(type(name, (base,), {"reserved": reserved, **attributes}))
+
+    scores = made("MaskedScores", MaskedScores)
+    keys = made("CustomMaskKeys", CustomMaskKeys, scores=scores)
+    repeated = made("RepeatedMaskKeys", RepeatedMaskKeys, plain_keys=keys, scores=scores)
+    shared = made("SharedMaskKeys", SharedMaskKeys, plain_keys=keys, scores=scores, repeated=repeated)
+    return ReservedColumns(reserved, keys, shared)
+
+
+def marked_for_custom_masks(keys: Tensor, values: Tensor, columns: ReservedColumns) -> tuple[Tensor, Tensor]:
+    """Keys and values `[batch, kv_heads, tokens, head_dim]` that cut masks of a reservation."""
+    kind = type(keys)
+    if keys.shape[2] == columns.reserved:
+        return keys, values
+    if torch.compiler.is_compiling() and not compat.COMPILES_TENSOR_SUBCLASSES:
+        return keys, values
+    if kind is SharedStates:
+        return keys.as_subclass(columns.shared), values
+    # Tensors of other packages may not become others.
+    return (keys.as_subclass(columns.keys) if kind in (Tensor, GroupedKeys) else keys), values
+
+
+def cut(mask: Tensor | None, keys: Tensor) -> Tensor | None:
+    """The columns of a mask that are those of keys; the mask itself if it has no other columns."""
+    return keys.cut(mask, keys.shape[2]) if isinstance(keys, _CutsMasks) else mask
 
 
 def _attend(
@@ -135,7 +219,27 @@ def _attend(
         if torch.compiler.is_compiling():
             return scaled_dot_product_attention(query, key, value, mask, *args, **kwargs)
         query, key, value = (
-            states.as_subclass(Tensor) if isinstance(states, cls) else states for states in (query, key, value)
+            each.as_subclass(Tensor) if isinstance(each, cls) else each for each in (query, key, value)
         )
         key, value = marked_for_sdpa(key, value, query.size(2))
     return scaled_dot_product_attention(query, key, value, mask, *args, **kwargs)
+
+
+def _with_cut_mask(
+    cls: type[_CutsMasks],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of torch's fused attention, with the columns of the mask that are those of the keys."""
+    return (query, key, value, cls.cut(attn_mask, key.shape[2]), *args), kwargs
+
+
+def _marked_again(cls: type[_CutsMasks], func: Callable[..., Any], result: Any) -> Any:
+    """What a function has made of keys: keys again, or scores."""
+    if type(result) is Tensor and func in MULTIPLIES_KEYS:
+        return result.as_subclass(cls.scores)
+    return result.as_subclass(cls.plain_keys) if type(result) is Tensor and func in KEEPS_KEYS else result

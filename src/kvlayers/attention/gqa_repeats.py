@@ -71,7 +71,13 @@ def marked_for_one_query(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 @sent_by_value
 class SharedStates(Tensor):
-    """States `[batch, kv_heads, tokens, head_dim]`, or `[batch, kv_heads, n, ...]` while they are being repeated."""
+    """States `[batch, kv_heads, tokens, head_dim]`, or `[batch, kv_heads, n, ...]` while they are being repeated.
+
+    Attributes:
+        repeated: what they become when they have been repeated.
+    """
+
+    repeated: "type[RepeatedStates]"
 
     @classmethod
     @override
@@ -89,11 +95,11 @@ class SharedStates(Tensor):
             states = args[0] if args else next(iter(kwargs.values()))
             if func is Tensor.reshape and states.dim() == 5 and _merges_heads(states, args[1:]):
                 # Through an operation, since a marked tensor cannot be marked otherwise.
-                return states.expand(states.size()).as_subclass(RepeatedStates)
+                return states.expand(states.size()).as_subclass(cls.repeated)
             result = func(*args, **kwargs)
             if func is Tensor.__getitem__ or (func is Tensor.expand and states.dim() == 5 and states.size(2) == 1):
                 repeats = result.dim() == 5 and kv_head_copies(states.size(), result.size())
-                return result.as_subclass(SharedStates) if repeats else result
+                return result.as_subclass(cls) if repeats else result
             return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -131,6 +137,9 @@ class RepeatedStates(Tensor):
                 batch, kv_heads, repeats, tokens, head_dim = args[0].size()
                 return torch.Size((batch, kv_heads * repeats, tokens, head_dim))
             return func(*map(_written_out, args), **{name: _written_out(value) for name, value in kwargs.items()})
+
+
+SharedStates.repeated = RepeatedStates
 
 
 def _written_out(argument: Any) -> Any:

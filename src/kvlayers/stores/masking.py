@@ -63,21 +63,16 @@ class MaskExtent:
     def __init__(self, mode: MaskMode | None = None) -> None:
         self.mode = MaskMode() if mode is None else mode
         self._slot: Slot | None = None
-        self._chosen_at: int | None = None
+        self._asked_at: Slot | None = None
 
-    def choose(self, slot: Slot | None, position: int | None) -> None:
-        """Choose the bucket of `slot` if the mode uses buckets, else (or for `None`) the held tokens.
+    def choose(self, slot: Slot, is_step: bool) -> None:
+        """Choose the bucket of a slot if the mode uses buckets and a single token goes there, else the held tokens."""
+        self._asked_at = slot
+        self._slot = slot if is_step and self.mode.uses_buckets else None
 
-        Args:
-            slot: where the next token goes, if it is a single one.
-            position: of the next token; `None` in compiled code, for which it would be a constant.
-        """
-        self._slot = slot if slot is not None and self.mode.uses_buckets else None
-        self._chosen_at = position
-
-    def was_chosen_at(self, position: int) -> bool:
-        """Whether a mask was asked for, of tokens from this position on."""
-        return self._chosen_at == position
+    def was_asked_at(self, slot: Slot) -> bool:
+        """Whether a mask was asked for, of tokens from this slot on."""
+        return self._asked_at is slot
 
     def is_bucket_of(self, slot: Slot) -> bool:
         """Whether the bucket of `slot` was chosen."""
@@ -85,7 +80,7 @@ class MaskExtent:
 
     def forget(self) -> None:
         """Forget the choice, because the tokens that it was made for have changed."""
-        self._slot = self._chosen_at = None
+        self._slot = self._asked_at = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_slot": None, "_chosen_at": None}
+        return {**self.__dict__, "_slot": None, "_asked_at": None}

@@ -151,8 +151,7 @@ class SlotCountingStore(ContiguousStore):
         `None` if it returns the tokens that it is asked for. Updates of several tokens always do: they are few, and
         masks with the size of a bucket would cost more than they save.
         """
-        position = None if torch.compiler.is_compiling() else self.total
-        self.mask_extent.choose(self._slot if self._can_step(tokens) else None, position)
+        self.mask_extent.choose(self._slot, self._can_step(tokens))
         return self._bucket_for(tokens)
 
     def reads_bucket(self, tokens: int) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.attention.custom_masks import CustomMaskKeys, keys_for_masks_of, marked_for_custom_masks
+from kvlayers.attention.custom_masks import ReservedColumns, columns_of, marked_for_custom_masks
 from kvlayers.attention.gqa_repeats import marked_for_sdpa, shared_in_graph
 from kvlayers.stores.buckets import Buckets
 from kvlayers.stores.contract import KVPair
@@ -14,6 +14,7 @@ from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.registry import register_store
 from kvlayers.stores.reservation import ReservedStore
 from kvlayers.upstream import compat
+from kvlayers.utils.module_calls import in_module
 
 
 @register_store
@@ -102,9 +103,9 @@ class StaticStore(ReservedStore):
     ) -> KVPair:
         bucket = self._bucket_for(keys.shape[2])
         if bucket is None or prefix_states is not None:
-            has_custom_mask = self._has_custom_mask()
+            has_custom_mask = self._may_have_custom_mask()
             attended = super().extend(keys, values, past, prefix_states)
-            return marked_for_custom_masks(*attended, self._keys_for_custom_masks()) if has_custom_mask else attended
+            return marked_for_custom_masks(*attended, self._reserved_columns()) if has_custom_mask else attended
         self.append(keys, values)
         key_buffer, value_buffer = self._buffers()
         held = key_buffer.tensor[:, :, :bucket], value_buffer.tensor[:, :, :bucket]
@@ -130,15 +131,15 @@ class StaticStore(ReservedStore):
         self._set_position(kept, total)
         return attended
 
-    def _has_custom_mask(self) -> bool:
-        """Whether nobody has asked for the sizes of a mask of the next tokens. Compiled code does not know."""
-        return torch.compiler.is_compiling() or not self.mask_extent.was_chosen_at(self.total)
+    def _may_have_custom_mask(self) -> bool:
+        """Whether a model takes in the next tokens, and has not asked for the sizes of a mask."""
+        return not self.mask_extent.was_asked_at(self._slot) and (torch.compiler.is_compiling() or in_module())
 
     # A constant of compiled code: a number may vary there, and cannot make a class.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _keys_for_custom_masks(self) -> type[CustomMaskKeys]:
+    def _reserved_columns(self) -> ReservedColumns:
         # The layers of transformers reserve no more than the window.
-        return keys_for_masks_of(self.capacity if self.whole_from is None else self.whole_from + 1)
+        return columns_of(self.capacity if self.whole_from is None else self.whole_from + 1)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that compiled code writes to: `keys`, `values`, and the `position` of the next token."""

@@ -23,6 +23,7 @@ import transformers.processing_utils  # noqa: F401
 import kvlayers
 import versions
 from counted_graphs import counted as counted
+from kvlayers.tools import kernels
 
 hypothesis.settings.register_profile("kvlayers", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("kvlayers")
@@ -65,6 +66,13 @@ def _let_go() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _kernels_are_there() -> None:
+    """Compile, or load, what the first cache would otherwise wait for, and say in the log of a test."""
+    for library in kernels.LIBRARIES.values():
+        library.get()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -71,7 +71,7 @@ def read(model: Any, cache: Any, ids: Tensor, prefill: int = READ) -> Tensor:
 @pytest.mark.parametrize("family", ["bloom", "t5", "mistral", "mamba", "recurrent_gemma"])
 def test_models_whose_tokens_cannot_be_evicted_are_refused_by_name(family: str) -> None:
     if family == "recurrent_gemma":
-        versions.need_since("5.0", "caches of recurrent_gemma")
+        versions.need_since("5.1", "caches of recurrent_gemma")
     families = ("bloom", "recurrent_gemma")
     model = model_and_inputs(family)[0] if family in families else tiny_model(family)
     message = "depends on how many tokens" if family in ("bloom", "t5") else "the layers of the model are"

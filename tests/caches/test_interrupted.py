@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 
 import kvlayers
+import versions
 from families import model_and_inputs
 from kvlayers import InterruptedPassError, RollbackError
 from kvlayers.stores.buffer import TokenBuffer
@@ -400,6 +401,7 @@ def test_asking_for_the_length_within_a_pass_is_no_news() -> None:
         assert lengths == [length for length in range(SEEN + 1, 15) for _ in range(LAYERS)]
 
 
+@versions.early_exits
 def test_early_exit_drafts_of_generate_are_left_alone() -> None:
     model, ids = model_of("llama"), prompt(1, 8)
     expected = model.generate(ids, max_new_tokens=6, do_sample=False)

@@ -38,7 +38,14 @@ def kinds(cache: Any) -> list[str]:
     return [type(layer).__name__ if isinstance(layer, kvlayers.CacheLayer) else "" for layer in cache.layers]
 
 
-@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"prefill_chunk_size": 4}], ids=["greedy", "beams", "chunks"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param({}, id="greedy"),
+        pytest.param({"num_beams": 3}, id="beams"),
+        pytest.param({"prefill_chunk_size": 4}, id="chunks", marks=versions.windows_in_chunks),
+    ],
+)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_an_empty_cache_decodes_with_layers_of_kvlayers(kind: str, way: dict[str, Any]) -> None:
     model, ids = tiny_model("gemma3"), prompt(2, 12)

@@ -12,7 +12,7 @@ import kvlayers
 import versions
 from families import FAMILIES, any_model_and_inputs
 from kvlayers.layers.upstream_adapter.adapter import TransformersLayer
-from kvlayers.upstream import compat, model_types
+from kvlayers.upstream import model_types
 from kvlayers.upstream.module_states import kept_states
 
 
@@ -149,8 +149,7 @@ def test_compressed_states_are_not_rolled_back() -> None:
 
 def test_a_model_that_takes_one_token_at_a_time_behind_others() -> None:
     """A second turn is passed one by one, and a store is not used, since its states depend on that."""
-    if not compat.PREFILLS_APART:
-        pytest.skip(f"transformers {transformers.__version__} has no _prefill, in which tokens are passed one by one")
+    versions.need_since("5.1", "tokens of prophetnet one by one")
     model, ids = every_causal_model.model_of("prophetnet"), ids_of(12)
     store = kvlayers.PrefixStore(2**24)
     with kvlayers.installed(prefix_store=store):
@@ -173,7 +172,7 @@ def test_a_model_that_takes_one_token_at_a_time_behind_others() -> None:
 
 
 def test_a_model_that_adds_tokens_to_its_cache_uses_no_store_for_several_prompts() -> None:
-    versions.need_since("5.0", "several prompts of cpmant at once")
+    versions.need_since("5.1", "several prompts of cpmant at once")
     model, store = every_causal_model.model_of("cpmant"), kvlayers.PrefixStore(2**24)
     ids = torch.cat([ids_of(40), torch.cat([ids_of(36), ids_of(4, seed=2)], dim=1)])
     ids[1, :36] = ids[0, :36]

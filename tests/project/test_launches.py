@@ -213,7 +213,7 @@ def passed(model: Any, cache: Any, seen: int, new: int, padded: bool) -> Any:
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize(("family", "padded"), [("llama", False), ("gemma3", True)])
 def test_the_host_waits_no_more_than_with_the_cache_of_transformers(family: str, name: str, padded: bool) -> None:
-    versions.need_since("5.0", "models on a device that torch.autocast does not know")
+    versions.need_since("5.1", "models on a device that torch.autocast does not know")
     if (family, name) == ("llama", "sliding_window"):
         pytest.skip("the model has no windows")
     model = fresh_model(family, max_position_embeddings=2 * PROMPT).to(DEVICE)

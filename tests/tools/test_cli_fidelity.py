@@ -14,6 +14,7 @@ import transformers as tf
 from torch import Tensor
 
 import kvlayers
+import versions
 from model_directories import save_with_tokenizer
 from models import COMMON, fresh_model
 from slow_fidelity import slow_tokens
@@ -138,6 +139,7 @@ def reports_hqq() -> bool:
     return True
 
 
+@versions.bars_of_transformers
 def test_the_table_and_the_budget(llama: Path) -> None:
     said, _ = measured(llama, "--bits", "8,4,2")
     kl = {each["name"]: each["kl"] for each in said["settings"]}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import kvlayers
+import versions
 from model_directories import random_text, save_with_tokenizer
 from models import fresh_model
 from web_page import check_self_contained
@@ -111,6 +112,7 @@ def rows(output: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split() for line in output.splitlines() if line.strip()}
 
 
+@versions.bars_of_transformers
 @pytest.mark.usefixtures("able")
 def test_scores_of_caches_stand_beside_the_exact_cache(llama: Path) -> None:
     said, code = measured(llama, "--bits", "8,2")
@@ -187,6 +189,7 @@ def test_json_says_what_was_measured_and_how(llama: Path) -> None:
     assert exact["bytes_per_token"] == pytest.approx(2 * 2 * 2 * 8 * 2)
 
 
+@versions.bars_of_transformers
 @pytest.mark.usefixtures("able")
 def test_a_stopped_run_goes_on_where_it_stopped(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "answers"

@@ -154,6 +154,7 @@ def test_the_first_layers_of_a_model_generate_as_with_transformers(family: str) 
                 assert torch.equal(seen, expected), name
 
 
+@versions.early_exits
 @pytest.mark.parametrize("family", ["gemma3", "gemma2", "llama", "deepseek_v3"])
 def test_early_exit_drafts_with_the_first_layers(family: str) -> None:
     model = fresh_model(family)
@@ -176,7 +177,7 @@ def test_early_exit_drafts_with_the_first_layers(family: str) -> None:
 
 
 def test_an_early_exit_that_fails_leaves_the_config_as_it_was() -> None:
-    versions.need_since("5.0", "early exits of gemma3")
+    versions.need_since("5.1", "early exits of gemma3")
     model, ids = fresh_model("gemma3"), prompt(1, 12)
 
     def fail(*_: Any) -> None:

@@ -58,8 +58,8 @@ class _CutsMasks(Tensor):
 
     Attributes:
         reserved: columns of a mask that is cut. A mask of other columns is not touched.
-        scores: what products of keys are.
-        plain_keys: what keys are that nothing else is known of.
+        scores: the class of products of queries and keys.
+        plain_keys: the class of keys whose repetition is not delayed.
     """
 
     reserved: int
@@ -71,12 +71,6 @@ class _CutsMasks(Tensor):
         """The first `tokens` columns of a mask; any other argument as it is."""
         is_mask = isinstance(argument, Tensor) and argument.dim() > 1 and argument.size(-1) == cls.reserved
         return argument[..., :tokens] if is_mask else argument  # type: ignore[index]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return copy.deepcopy(self.as_subclass(Tensor), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class MaskedScores(_CutsMasks):
@@ -122,26 +116,15 @@ class CustomMaskKeys(_CutsMasks):
                 return result.as_subclass(cls.scores)
             return result.as_subclass(cls) if func in KEEPS_KEYS else result
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.as_subclass(Tensor), memo)
 
-class SharedMaskKeys(SharedStates, _CutsMasks):
-    """Keys whose repetition is delayed."""
-
-    @classmethod
-    @override
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is scaled_dot_product_attention:
-            args, kwargs = _with_cut_mask(cls, *args, **(kwargs or {}))
-        return _marked_again(cls, func, super().__torch_function__(func, types, args, kwargs))
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-class RepeatedMaskKeys(RepeatedStates, _CutsMasks):
-    """Keys whose repetition was delayed."""
+class _DelaysRepetition(_CutsMasks):
+    """What keys have in common whose repetition is delayed."""
 
     @classmethod
     @override
@@ -154,7 +137,18 @@ class RepeatedMaskKeys(RepeatedStates, _CutsMasks):
     ) -> Any:
         if func is scaled_dot_product_attention:
             args, kwargs = _with_cut_mask(cls, *args, **(kwargs or {}))
-        return _marked_again(cls, func, super().__torch_function__(func, types, args, kwargs))
+        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if type(result) is Tensor and func in MULTIPLIES_KEYS:
+            return result.as_subclass(cls.scores)
+        return result.as_subclass(cls.plain_keys) if type(result) is Tensor and func in KEEPS_KEYS else result
+
+
+class SharedMaskKeys(_DelaysRepetition, SharedStates):
+    """As `SharedStates`, for keys."""
+
+
+class RepeatedMaskKeys(_DelaysRepetition, RepeatedStates):
+    """As `RepeatedStates`, for keys."""
 
 
 @dataclass(frozen=True)
@@ -236,10 +230,3 @@ def _with_cut_mask(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of torch's fused attention, with the columns of the mask that are those of the keys."""
     return (query, key, value, cls.cut(attn_mask, key.shape[2]), *args), kwargs
-
-
-def _marked_again(cls: type[_CutsMasks], func: Callable[..., Any], result: Any) -> Any:
-    """What a function has made of keys: keys again, or scores."""
-    if type(result) is Tensor and func in MULTIPLIES_KEYS:
-        return result.as_subclass(cls.scores)
-    return result.as_subclass(cls.plain_keys) if type(result) is Tensor and func in KEEPS_KEYS else result

@@ -91,7 +91,7 @@ class SharedStates(Tensor):
         kwargs = {} if kwargs is None else kwargs
         with torch._C.DisableTorchFunctionSubclass():
             if func is scaled_dot_product_attention:
-                return attend(*args, **kwargs)
+                return _attend(*args, **kwargs)
             states = args[0] if args else next(iter(kwargs.values()))
             if func is Tensor.reshape and states.dim() == 5 and _merges_heads(states, args[1:]):
                 # Through an operation, since a marked tensor cannot be marked otherwise.
@@ -130,7 +130,7 @@ class RepeatedStates(Tensor):
         kwargs = {} if kwargs is None else kwargs
         with torch._C.DisableTorchFunctionSubclass():
             if func is scaled_dot_product_attention:
-                return attend(*args, **kwargs)
+                return _attend(*args, **kwargs)
             shape: Any = Tensor.shape.__get__  # type: ignore[attr-defined]
             # Python makes another object at each access, which is equal; TorchDynamo knows a single one.
             if func is shape or (not torch.compiler.is_compiling() and func == shape):
@@ -152,7 +152,7 @@ def _written_out(argument: Any) -> Any:
     return argument
 
 
-def attend(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -162,7 +162,6 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As `scaled_dot_product_attention`, of states that may be marked here."""
     keys = key[:, :, 0] if isinstance(key, RepeatedStates) else key
     values = value[:, :, 0] if isinstance(value, RepeatedStates) else value
     batch, heads, queries, _ = query.size()

@@ -260,7 +260,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"cache": "int3"}, kvlayers.RegistryError, "unknown cache name 'int3'.*did you mean 'int"),
+        ({"cache": "in4"}, kvlayers.RegistryError, "unknown cache name 'in4': did you mean 'int4'"),
         ({"cache": 4}, kvlayers.OptionError, "`cache` must be the name of a cache, got 4"),
         ({"cahce": "int4"}, kvlayers.OptionError, "`cahce` is not a model argument: did you mean 'cache'"),
         ({"max_lenght": 9}, kvlayers.OptionError, "did you mean 'max_length'"),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.attention.cpu import kernel
 from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.gqa_repeats import marked_for_sdpa
@@ -61,8 +62,10 @@ class QuantizedStore(TokenStore):
 
     def __init__(self, quantization: Quantization, length_hint: int | None = None) -> None:
         self.quantization = quantization
-        if (kernel := backend(quantization.backend).kernel) is not None:
-            kernel.begin()
+        # One is compiled at a time. Attention gains more by its kernel.
+        for library in (kernel.LIBRARY, backend(quantization.backend).kernel):
+            if library is not None:
+                library.begin()
         self.length_hint = length_hint
         self._forms: tuple[StateForm, StateForm] | None = None
         self._validated: tuple[StateForm, StateForm] | None = None

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers.models.mllama.configuration_mllama import MllamaConfig
 
 import kvlayers
-from kvlayers.upstream import compat, generate_calls
+import versions
+from kvlayers.upstream import compat
 from models import WINDOW, prompt, tiny_model
 
 TEXT = 6
@@ -88,8 +89,8 @@ def test_an_image_larger_than_the_reservation_is_a_named_error() -> None:
 
 @pytest.mark.parametrize("name", ["static", "offloaded_static", "offloaded"])
 def test_static_names_decode_beside_an_image(name: str, installed: None) -> None:
-    if "static" in name and not generate_calls.STATIC_CACHES_MADE_APART:
-        pytest.skip(f"transformers {transformers.__version__} sizes static caches without regard to images")
+    if "static" in name:
+        versions.need_since("5.23", "static caches that are sized for an image")
     # The model reserves for its image by itself. Text passes the image's number of tokens on its way.
     for new_tokens in (2, 5, 9):
         expected = with_image(new_tokens)

@@ -172,7 +172,7 @@ def test_a_model_that_takes_one_token_at_a_time_behind_others() -> None:
 
 
 def test_a_model_that_adds_tokens_to_its_cache_uses_no_store_for_several_prompts() -> None:
-    versions.need_since("5.1", "several prompts of cpmant at once")
+    versions.need_since("5.17", "several prompts of cpmant at once")
     model, store = every_causal_model.model_of("cpmant"), kvlayers.PrefixStore(2**24)
     ids = torch.cat([ids_of(40), torch.cat([ids_of(36), ids_of(4, seed=2)], dim=1)])
     ids[1, :36] = ids[0, :36]

@@ -184,7 +184,7 @@ WINDOWED = tf.MistralConfig(**COMMON, sliding_window=WINDOW)
         (lambda: kvlayers.SinkCache(16, 4, config=LLAMA), 15),
         (lambda: kvlayers.DynamicCache(config=LLAMA), 40),
         (
-            lambda: kvlayers.Cache(layers=[tf.cache_utils.DynamicSlidingWindowLayer(WINDOW) for _ in range(2)]),
+            lambda: kvlayers.Cache(layers=[tf.cache_utils.DynamicSlidingWindowLayer(sliding_window=WINDOW) for _ in range(2)]),
             WINDOW - 1,
         ),
     ],

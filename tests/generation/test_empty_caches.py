@@ -163,7 +163,7 @@ def test_what_may_do_something_of_its_own_is_left_alone() -> None:
         generate(ids, cache)
         assert kinds(cache) == [""] * 4
         cache = transformers.DynamicCache(config=tiny_model("gemma3").config)
-        cache.layers[1] = MyLayer(WINDOW)
+        cache.layers[1] = MyLayer(sliding_window=WINDOW)
         generate(ids, cache)
         assert kinds(cache) == ["SlidingLayer", "", "DynamicLayer", "SlidingLayer"]
     with kvlayers.installed(replace_empty_caches=False), kvlayers.installed():

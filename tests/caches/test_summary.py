@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from transformers import cache_utils as upstream
 
 import kvlayers
 import versions
@@ -184,7 +185,9 @@ WINDOWED = tf.MistralConfig(**COMMON, sliding_window=WINDOW)
         (lambda: kvlayers.SinkCache(16, 4, config=LLAMA), 15),
         (lambda: kvlayers.DynamicCache(config=LLAMA), 40),
         (
-            lambda: kvlayers.Cache(layers=[tf.cache_utils.DynamicSlidingWindowLayer(sliding_window=WINDOW) for _ in range(2)]),
+            lambda: kvlayers.Cache(
+                layers=[upstream.DynamicSlidingWindowLayer(sliding_window=WINDOW) for _ in range(2)]
+            ),
             WINDOW - 1,
         ),
     ],

@@ -122,6 +122,10 @@ DIFFERENCES = [
         "as `cache.batch_size`, whose former name it is", versions.MAXIMUM_IS_BATCH_SIZE,
     ),
     Difference(
+        "cache.max_cache_len", HYBRID, tuple(STAGES), "-1 for static or sliding hybrid layers", "their capacity",
+        "every cache answers in the same way", versions.MAXIMUM_IS_BATCH_SIZE,
+    ),
+    Difference(
         "cache.is_initialized", (*ATTEND,), ("reset",), "from 5.18 on false after `reset()`", "true",
         "`reset()` keeps the memory for states of the same form", versions.LAYERS_LET_GO_AT_RESET,
     ),

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         register_eviction_rule,
         unregister_eviction_rule,
     )
+    from kvlayers.generation.chat import Chat
     from kvlayers.generation.generate import generate
     from kvlayers.generation.install import install, installed, is_installed, uninstall
     from kvlayers.generation.known_ids import PromptMismatchWarning
@@ -195,6 +196,7 @@ _NAMES = {
     "evaluation.score": ("score",),
     "eviction": ("EvictionRule", "eviction_rule_names", "register_eviction_rule", "unregister_eviction_rule"),
     "caches.export": ("ExportableDecoder",),
+    "generation.chat": ("Chat",),
     "generation.generate": ("generate",),
     "generation.install": ("install", "installed", "is_installed", "uninstall"),
     "generation.known_ids": ("PromptMismatchWarning",),
@@ -281,6 +283,7 @@ __all__ = [
     "CacheState",
     "Calibration",
     "CapacityError",
+    "Chat",
     "Checkpoints",
     "ConfigError",
     "ContinuationScore",

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ from kvlayers import (
     save_cache,
 )
 from kvlayers.persistence import atomic_file, fingerprint
-from models import CONFIGS, WINDOW, fresh_model, prompt, tiny_model
+from models import CONFIGS, WINDOW, fresh_model, given, prompt, tiny_model
 
 NEW = 6
 QUANTIZATION: dict[str, Any] = {"q_group_size": 8, "residual_length": 4, "sink_tokens": 2}
@@ -453,8 +453,52 @@ def test_a_file_says_what_is_in_it(path: pathlib.Path) -> None:
         seen.token_ids()
 
 
+def test_a_file_may_hold_ids_that_the_cache_has_not_seen(path: pathlib.Path) -> None:
+    _, cache = _filled("dynamic, mixed")
+    ids = torch.cat([prompt(2, 100), prompt(2, 5, seed=1)], dim=1)
+    save_cache(cache, path, token_ids=ids, metadata={"of": "a chat", "ü": "{}"})
+    seen = inspect_cache(path)
+    assert (seen.length, seen.metadata) == (103, {"of": "a chat", "ü": "{}"})
+    assert torch.equal(cast(torch.Tensor, seen.token_ids()), ids)
+    loaded = load_cache(path)
+    assert loaded.get_seq_length() == 103
+    assert torch.equal(cast(torch.Tensor, loaded.known_ids), ids[:, :103])
+    into = cache.fork()
+    load_cache(path, into=into)
+    assert torch.equal(cast(torch.Tensor, into.known_ids), ids[:, :103])
+
+
+def test_a_loaded_cache_knows_its_tokens(path: pathlib.Path) -> None:
+    """So that a prompt of another conversation is noticed."""
+    model, cache = _filled("dynamic")
+    ids = torch.cat([prompt(2, 100), prompt(2, 3, seed=1)], dim=1)
+    save_cache(cache, path, token_ids=ids)
+    for length in (None, 50):
+        loaded = load_cache(path, length=length)
+        with pytest.warns(kvlayers.PromptMismatchWarning, match="token 7 of sequence 0"):
+            other = torch.cat([ids, ids[:, -1:]], dim=1)
+            other[0, 7] = (other[0, 7] + 1) % 97
+            kvlayers.generate(model, other, max_new_tokens=2, **given(loaded))
+
+
+@pytest.mark.parametrize("metadata", ["a text", {"a": 5}, {5: "a"}, [("a", "b")]])
+def test_metadata_are_texts(metadata: Any, path: pathlib.Path) -> None:
+    _, cache = _filled("dynamic")
+    with pytest.raises(OptionError, match="metadata"):
+        save_cache(cache, path, metadata=metadata)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_changed_metadata_are_damage(path: pathlib.Path) -> None:
+    _, cache = _filled("dynamic")
+    save_cache(cache, path, metadata={"name": "one"})
+    path.write_bytes(path.read_bytes().replace(b"one", b"two", 1))
+    with pytest.raises(CacheFileError, match="checksum"):
+        inspect_cache(path)
+
+
 @pytest.mark.parametrize(
-    "ids", [torch.zeros(2, 104), torch.zeros(2, 104, dtype=torch.int64), [[1]], torch.zeros(103, dtype=torch.int64)]
+    "ids", [torch.zeros(2, 104), torch.zeros(2, 102, dtype=torch.int64), [[1]], torch.zeros(104, dtype=torch.int64)]
 )
 def test_ids_of_other_tokens_are_refused(ids: Any, path: pathlib.Path) -> None:
     _, cache = _filled("dynamic")

@@ -28,7 +28,8 @@ def generate(
         kwargs: as for `model.generate`.
 
     Returns:
-        What `model.generate` returns.
+        What `model.generate` returns. With a store and `return_dict_in_generate=True`, its attribute `cached_tokens`
+        has for each prompt how many of its tokens came from the store.
 
     Raises:
         OptionError: `prefix_store` is not a `PrefixStore`; the call cannot use a store, for the reason in the message;
@@ -42,9 +43,10 @@ def generate(
         >>> model = transformers.LlamaForCausalLM(config).eval()
         >>> store = kvlayers.PrefixStore(max_bytes=2**20)
         >>> ids = kvlayers.generate(model, torch.tensor([[5, 8, 13]]), prefix_store=store, max_new_tokens=4)
-        >>> ids = kvlayers.generate(model, ids, prefix_store=store, max_new_tokens=4)
-        >>> store.statistics.tokens_covered, store.statistics.tokens_asked
-        (6, 10)
+        >>> kvlayers.generate(
+        ...     model, ids, prefix_store=store, max_new_tokens=4, return_dict_in_generate=True
+        ... ).cached_tokens
+        (6,)
     """
     active = active_store.required_store(prefix_store, namespace)
     if active is None:

@@ -4,10 +4,11 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvlayers.errors import OptionError
 from kvlayers.persistence.safetensors_header import parse_json, refuse, shown
 from kvlayers.stores import Buckets
 from kvlayers.stores.description import Fact
@@ -28,6 +29,9 @@ MAX_TOKENS = 2**40
 _STORED_IN_VERSION_1 = ("DynamicLayer", "QuantizedLayer", "SinkLayer", "SlidingLayer")
 _RESERVED_IN_VERSION_1 = ("StaticLayer", "StaticSlidingLayer")
 """The kinds of layers whose facts were others in version 1: with quantized states, and with a reservation."""
+
+OWN_METADATA = "metadata"
+"""In the metadata of a saved cache: texts of the caller's own, as JSON."""
 
 TOKEN_IDS = "token_ids"
 DIGESTS = "digests"
@@ -126,6 +130,29 @@ class Description:
 def canonical(content: object) -> str:
     """`content` as JSON, with sorted keys and no spaces."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def metadata_text(metadata: Mapping[str, str]) -> str:
+    """The caller's own texts as JSON.
+
+    Raises:
+        OptionError: they are not texts by their names.
+    """
+    if not isinstance(metadata, Mapping) or not _is_texts([*metadata, *metadata.values()]):
+        raise OptionError(f"`metadata` must map names to texts, got {metadata!r}: use json.dumps() for anything else.")
+    return canonical(dict(metadata))
+
+
+def read_metadata(path: str, text: str) -> dict[str, str]:
+    """The texts that `metadata_text` wrote.
+
+    Raises:
+        CacheFileError: they are none.
+    """
+    content = parse_json(path, text.encode("utf-8", "surrogatepass"), "the metadata")
+    if not isinstance(content, dict) or not _is_texts(list(content.values())):
+        refuse(path, "metadata that map names to texts", shown(content))
+    return content
 
 
 def layer_prefix(part: int | None, index: int) -> str:

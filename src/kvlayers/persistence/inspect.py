@@ -38,6 +38,7 @@ class CacheFile:
         weights_id: the id of the model's weights, `None` if none was given.
         versions: of kvlayers, torch and transformers that made it.
         has_token_ids: whether the ids of the tokens are in it.
+        metadata: the texts that were passed to `save_cache`.
         bits: for each layer, bits of a key and of a value if its states are quantized, else `None`.
         backends: for each layer, the backend that quantized its states, `None` if they are in full precision.
         checksum: SHA-256 of the whole file. Keep it elsewhere to detect deliberate changes of the file.
@@ -59,6 +60,7 @@ class CacheFile:
     weights_id: str | None
     versions: dict[str, str]
     has_token_ids: bool
+    metadata: dict[str, str]
     bits: tuple[tuple[int, int] | None, ...]
     backends: tuple[str | None, ...]
     checksum: str
@@ -72,7 +74,9 @@ class CacheFile:
         return not all(kind in LAYER_CLASSES for kind in self.layers)
 
     def token_ids(self) -> Tensor | None:
-        """Ids of the tokens that the cache has seen, int64 `[batch, tokens]`; `None` if they are not in the file.
+        """The ids that were saved, int64 `[batch, tokens]`; `None` if there are none in the file.
+
+        The first `length` of them are those of the tokens that the cache has seen.
 
         Raises:
             CacheFileError: the file is another one by now, or damaged.
@@ -141,6 +145,7 @@ def summary(saved: SavedFile, open_it: Callable[[str], AbstractContextManager[Sa
         weights_id=model.weights_id,
         versions=description.versions,
         has_token_ids=saved.has_token_ids,
+        metadata=saved.metadata,
         bits=tuple(_bits(layer) for _, layer in description.layers()),
         backends=tuple(_backend(layer) for _, layer in description.layers()),
         checksum=header.metadata["checksum"],

@@ -14,7 +14,7 @@ from kvlayers.layers import LayerOperations, LayerState, TokenLayer
 from kvlayers.layers.registry import description_context
 from kvlayers.layers.upstream_adapter.adapter import adapted
 from kvlayers.persistence.fingerprint import check_model
-from kvlayers.persistence.format import CacheRecord, LayerRecord, layer_prefix
+from kvlayers.persistence.format import TOKEN_IDS, CacheRecord, LayerRecord, layer_prefix
 from kvlayers.persistence.rebuild import (
     cache_class_of,
     file_at_fault,
@@ -221,7 +221,7 @@ class StateReader:
             twin.load_state(state)
             state = self._finished(twin).state()
         cache.load_state(state)
-        return self._recording(cache)
+        return self._followed(cache)
 
     def _rehearsed(self, layer: LayerOperations, record: LayerRecord, part: int | None, index: int) -> LayerState:
         state = self._state(layer, record, part, index)
@@ -262,9 +262,15 @@ class StateReader:
                 cache.crop(self.length)
             else:
                 cache.truncate(0)
-        return self._recording(cache)
+        return self._followed(cache)
 
-    def _recording(self, cache: Cache) -> Cache:
+    def _followed(self, cache: Cache) -> Cache:
+        """A loaded cache that knows which tokens it has seen, and records its past if the saved one did."""
+        if self.elsewhere is None and self.saved.has_token_ids and not cache.is_pair and not cache.is_recurrent:
+            length = self.saved.description.cache.length if self.length is None else self.length
+            ids = self.saved.tensor(TOKEN_IDS, verify=self.verify)
+            if ids.dim() == 2 and ids.shape[0] == cache.batch_size and ids.shape[1] >= length:
+                cache.known_ids = ids[:, :length].clone()
         for part, record in zip(_parts(cache), self.saved.description.caches(), strict=True):
             for layer, own in zip(part.adapted_layers(), record.layers, strict=True):
                 if own.recording:

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,12 +23,14 @@ from kvlayers.persistence.format import (
     ENTRY_VERSION,
     FORMAT,
     FORMAT_VERSION,
+    OWN_METADATA,
     TOKEN_IDS,
     CacheRecord,
     Description,
     LayerRecord,
     ModelRecord,
     layer_prefix,
+    metadata_text,
     rotary_name,
 )
 from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry, checked_path, read_header
@@ -44,6 +47,7 @@ def save_cache(
     token_ids: Tensor | None = None,
     config: object | None = None,
     weights_id: str | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write a cache to a file, from which `load_cache` makes a cache that continues decoding in the same way.
 
@@ -53,9 +57,11 @@ def save_cache(
     Args:
         cache: a cache of kvlayers. It is not changed.
         path: the file. Its directory must exist.
-        token_ids: ids of the tokens that the cache has seen, `[batch, tokens]`, for `CacheFile.token_ids()`.
+        token_ids: ids of the tokens that the cache has seen, `[batch, tokens]`, for `CacheFile.token_ids()`. There may
+            be more, because `generate()` returns a token that the cache has not seen.
         config: config of the model, or the model, so that `load_cache` can refuse the file for another model.
         weights_id: id of the model's weights, so that `load_cache` can refuse the file for others; see `weights_id()`.
+        metadata: texts of your own by their names, for `CacheFile.metadata`.
 
     Raises:
         CachePathError: the directory is missing or cannot be written to, or `path` is not a file. An existing file is
@@ -79,17 +85,18 @@ def save_cache(
             f"`cache` must be a cache of kvlayers, got a {type(cache).__module__}.{type(cache).__name__}: make one, "
             "for example with kvlayers.DynamicCache.from_legacy_cache()."
         )
+    own = None if metadata is None else metadata_text(metadata)
     with replacing(path) as temporary, torch.no_grad():
         # States are copied only after the path is known to be writable.
         model = model_record(config, cache.is_pair, weights_id)
         description, tensors = described(cache, cache.state(), model, token_ids)
-        tensors, metadata = with_checksums(description, tensors)
-        save_file(tensors, temporary, metadata=metadata)
+        tensors, texts = with_checksums(description, tensors, own=own)
+        save_file(tensors, temporary, metadata=texts)
         _check_readable(temporary)
 
 
 def with_checksums(
-    description: Description, tensors: dict[str, Tensor], table: BlockTable | None = None
+    description: Description, tensors: dict[str, Tensor], table: BlockTable | None = None, own: str | None = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All tensors and the metadata of a file.
 
@@ -97,6 +104,7 @@ def with_checksums(
         description: the cache.
         tensors: the tensors that are in the file.
         table: where the other tensors are, for an entry of a prefix store.
+        own: the caller's own texts, from `metadata_text`.
     """
     entries = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     digests = digest_table(tensors)
@@ -107,6 +115,8 @@ def with_checksums(
     }
     if table is not None:
         metadata[BLOCKS] = table.to_json()
+    if own is not None:
+        metadata[OWN_METADATA] = own
     metadata["checksum"] = checksum(covered_text(metadata), entries, digests)
     return {**tensors, DIGESTS: digests}, metadata
 
@@ -187,11 +197,12 @@ def _storable(tensor: Tensor, name: str, kind: str) -> Tensor:
 
 def _ids(token_ids: Tensor, record: CacheRecord) -> Tensor:
     whole = isinstance(token_ids, Tensor) and not (token_ids.is_floating_point() or token_ids.dtype == torch.bool)
-    expected = [max(record.batch_size, 0), record.length]
-    if not whole or list(token_ids.shape) != expected:
+    rows = max(record.batch_size, 0)
+    fits = whole and token_ids.dim() == 2 and token_ids.shape[0] == rows and token_ids.shape[1] >= record.length
+    if not fits:
         seen = f"{list(token_ids.shape)} of {token_ids.dtype}" if isinstance(token_ids, Tensor) else repr(token_ids)
         raise OptionError(
-            f"`token_ids` must be {expected}, one whole number for each token that the cache has seen, got {seen}: the "
-            "newest token of generate() has not been seen yet, so pass token_ids[:, :cache.get_seq_length()]."
+            f"`token_ids` must be [{rows}, {record.length} or more], a whole number for each token that the cache has "
+            f"seen, got {seen}: pass the ids that generate() returned, from the first one."
         )
     return token_ids.detach().to("cpu", torch.int64, copy=True).contiguous()

@@ -15,10 +15,12 @@ from kvlayers.persistence.format import (
     DIGESTS,
     ENTRY_VERSION,
     FORMAT,
+    OWN_METADATA,
     READ_VERSIONS,
     TOKEN_IDS,
     Description,
     read_description,
+    read_metadata,
     rotary_name,
 )
 from kvlayers.persistence.safetensors_header import (
@@ -61,6 +63,7 @@ class SavedFile:
     Attributes:
         description: what it says about its cache.
         table: where its states are if it is an entry of a prefix store; `None` if they are in the file.
+        metadata: texts of whoever saved it.
 
     Raises:
         CacheFileError: it is damaged.
@@ -70,6 +73,7 @@ class SavedFile:
         self.path = path
         self.header = header
         self.description, self.table = _described(path, header)
+        self.metadata = read_metadata(path, header.metadata.get(OWN_METADATA, "{}"))
         self._file = file
         self._in_blocks = {} if self.table is None else dict(self.table.tensors())
         self._rows = first_rows(self._covered())
@@ -192,7 +196,8 @@ def opened_by_ranges(path: str, file_bytes: int, read: ReadRange) -> Iterator[Sa
 
 def covered_text(metadata: Mapping[str, str]) -> str:
     """The texts of a file that its checksum covers."""
-    return "\n".join([metadata["description"], *([metadata[BLOCKS]] if BLOCKS in metadata else [])])
+    # No file has both of the others.
+    return "\n".join(metadata[name] for name in ("description", BLOCKS, OWN_METADATA) if name in metadata)
 
 
 def _described(path: str, header: Header) -> tuple[Description, BlockTable | None]:
@@ -206,7 +211,7 @@ def _described(path: str, header: Header) -> tuple[Description, BlockTable | Non
             "damaged, or of a later kvlayers: update kvlayers, or save it again."
         )
     expected = (*METADATA, BLOCKS) if version == str(ENTRY_VERSION) else METADATA
-    if set(metadata) != set(expected):
+    if set(metadata) - ({OWN_METADATA} if version != str(ENTRY_VERSION) else set()) != set(expected):
         refuse(path, f"metadata of {', '.join(expected)}", shown(sorted(metadata)))
     description = read_description(path, metadata["description"], metadata["format_version"])
     table = read_table(path, metadata[BLOCKS], description) if BLOCKS in metadata else None

@@ -80,7 +80,7 @@ def generate(active: ActiveStore, plain: Generate, model: Any, args: tuple[Any, 
             active.on_bypass(str(reason))
             token = _bypass_reason.set(str(reason))
             try:
-                return plain(*args, **arguments)
+                return _with_cached_tokens(plain(*args, **arguments), ())
             finally:
                 _bypass_reason.reset(token)
         cache_token = _cache_from_store.set(cache)
@@ -89,6 +89,13 @@ def generate(active: ActiveStore, plain: Generate, model: Any, args: tuple[Any, 
         finally:
             _cache_from_store.reset(cache_token)
         return call.finish(output, cache)
+
+
+def _with_cached_tokens(output: Any, cached_tokens: tuple[int, ...]) -> Any:
+    """What `generate()` returns, with the attribute `cached_tokens` unless it is a plain tensor."""
+    if isinstance(output, ModelOutput):
+        output.cached_tokens = cached_tokens
+    return output
 
 
 def is_from_store(cache: object) -> bool:
@@ -128,6 +135,7 @@ class PrefixedCall:
         label = f"{identity} {name} {options_as_text(options)}"
         key = {"config": model.config, "namespace": active.namespace, "model": label}
         prompt_tokens = self._prompts.input_ids.shape[1]
+        self._cached_tokens: tuple[int, ...] = ()
         self._caches = StoredCaches(model, active.store, key, name, options, self._config, prompt_tokens)
 
     def prepare(self) -> tuple[Cache, dict[str, Any]]:
@@ -153,6 +161,7 @@ class PrefixedCall:
                     "cannot be put side by side"
                 )
             hits = [self._caches.lookup(row) for row in self._prompts.rows()] if stackable else []
+            self._cached_tokens = tuple(hit.covered for hit in hits) or (0,) * len(self._prompts)
             if shareable and all(hit.covered <= common for hit in hits):
                 cache, changes = self._for_shared_prefix(common, hits)
             else:
@@ -169,11 +178,13 @@ class PrefixedCall:
             sequences[:, : ids.shape[1]] = ids.repeat_interleave(sequences.shape[0] // ids.shape[0], dim=0)
         elif cache.batch_size == sequences.shape[0] == 1:
             self._caches.insert(sequences, cache)
-        return output
+        return _with_cached_tokens(output, self._cached_tokens)
 
     def _for_one_prompt(self) -> Cache:
         ids = self._prompts.row(0)
-        cache = self._caches.cache_of(self._caches.lookup(ids))
+        hit = self._caches.lookup(ids)
+        self._cached_tokens = (hit.covered,)
+        cache = self._caches.cache_of(hit)
         if not depends_on_chunks(cache) and not cache.keeps_every_token:
             self._caches.compute(ids, cache, ids.shape[1] - 1)
         return cache
@@ -190,7 +201,9 @@ class PrefixedCall:
         """A cache that has seen the first `common` tokens, which all prompts start with."""
         ids = self._prompts.row(0)[:, : common + 1]
         usable = [hit for hit in hits if hit.covered <= common]
-        cache = self._caches.cache_of(max(usable, key=lambda hit: hit.covered) if usable else self._caches.lookup(ids))
+        hit = max(usable, key=lambda hit: hit.covered) if usable else self._caches.lookup(ids)
+        self._cached_tokens = tuple(max(hit.covered, own) for own in self._cached_tokens)
+        cache = self._caches.cache_of(hit)
         self._caches.compute(ids, cache, common)
         return cache
 

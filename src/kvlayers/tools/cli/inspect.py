@@ -68,6 +68,7 @@ def _table(found: "CacheFile") -> "Table":
         "dtype of states": str(plain(found.dtype) or "several"),
         "file size": readable_bytes(found.nbytes),
         "token ids": "in the file" if found.has_token_ids else "not in the file",
+        "metadata": ", ".join(found.metadata) or "none",
         "loads with": "the model's config" if found.needs_config else "nothing else",
         "prefixes": "can be loaded" if found.has_prefixes else "cannot be loaded",
         "model": _model(found),

@@ -1,0 +1,277 @@
+"""A conversation that computes each of its tokens once."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from transformers.generation.utils import GenerationMixin
+
+from kvlayers.caches.base import Cache
+from kvlayers.errors import CacheFileError, KVLayersError, OptionError
+from kvlayers.generation.call_arguments import full_generation_config
+from kvlayers.generation.generate import generate
+from kvlayers.generation.registry import make_cache
+from kvlayers.persistence import inspect_cache, load_cache, save_cache
+from kvlayers.prefix import PrefixStore
+from kvlayers.upstream.cache_argument import name_in_generate
+
+Message = dict[str, Any]
+
+_SAVED = "chat"
+"""The name of the messages in the metadata of a saved chat."""
+
+
+class Chat:
+    """A conversation with a model, of which each turn computes only what the cache has not seen.
+
+    Before each turn, the tokenizer's chat template writes the whole conversation. The cache keeps the tokens with which
+    the new text begins, and forgets the rest, so the model always reads what the template says: also if the template
+    rewrites earlier turns, if an answer was cut off, and if you have edited `messages`.
+
+    Args:
+        model: a model with a language-modelling head.
+        tokenizer: its tokenizer, with a chat template.
+        cache: name of a cache, one of `cache_names()`, or an empty cache. Default: `"dynamic"`.
+        messages: the conversation so far, for example `[{"role": "system", "content": "Answer briefly."}]`.
+        prefix_store: a store that the chat shares with others. It takes the place of a cache of the chat's own: `cache`
+            is then a name.
+        namespace: the namespace of the store.
+        chat_template_kwargs: options of the template, such as `{"enable_thinking": False}`.
+
+    Attributes:
+        messages: the conversation, a list of `{"role": ..., "content": ...}`. You may change it between turns:
+            `del chat.messages[-2:]` takes back the newest question and its answer.
+        cached_tokens: of the newest turn, how many tokens of the prompt were not computed again.
+        prompt_tokens: of the newest turn, tokens of the whole prompt.
+
+    Raises:
+        OptionError: an argument is not of its kind; the cache has seen tokens, or is for several sequences.
+        RegistryError: there is no cache of this name.
+
+    Example:
+        >>> import kvlayers
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+        >>> name = "HuggingFaceTB/SmolLM2-135M-Instruct"  # doctest: +SKIP
+        >>> tokenizer = AutoTokenizer.from_pretrained(name)  # doctest: +SKIP
+        >>> chat = kvlayers.Chat(AutoModelForCausalLM.from_pretrained(name), tokenizer)  # doctest: +SKIP
+        >>> chat.ask("Name a bird.", max_new_tokens=20)  # doctest: +SKIP
+        >>> chat.ask("And another one?", max_new_tokens=20)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        cache: Cache | str | None = None,
+        *,
+        messages: Iterable[Mapping[str, Any]] = (),
+        prefix_store: PrefixStore | None = None,
+        namespace: str = "",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not isinstance(model, GenerationMixin):
+            raise OptionError(f"`model` must be a model with generate(), got a {type(model).__name__}.")
+        self.messages: list[Message] = [_checked(message) for message in messages]
+        self.cached_tokens = self.prompt_tokens = 0
+        self._model = model
+        self._tokenizer = tokenizer
+        self._template_kwargs = dict(chat_template_kwargs or {})
+        self._store = prefix_store
+        self._store_options = {"prefix_store": prefix_store, "namespace": namespace} if prefix_store is not None else {}
+        self._name = cache if isinstance(cache, str) else None
+        self._cache = self._checked_cache(cache)
+        self._seen: list[int] = []
+        """Ids of the tokens of the newest turn and its answer. The cache has seen the first ones of them."""
+
+    def _checked_cache(self, cache: Cache | str | None) -> Cache | None:
+        """The cache of the chat's own, `None` with a store, which has one for each turn."""
+        if cache is not None and not isinstance(cache, Cache | str):
+            raise OptionError(f"`cache` must be a cache of kvlayers or a name, got a {type(cache).__name__}.")
+        if self._store is not None:
+            if isinstance(cache, Cache):
+                raise OptionError(
+                    "`cache` must be a name if a `prefix_store` is given, because the store has a cache for each turn, "
+                    f"got a {type(cache).__name__}: pass for example cache='int4', or leave out the store."
+                )
+            return None
+        if not isinstance(cache, Cache):
+            made = make_cache(cache or "dynamic", self._model, batch_size=1, device=self._model.device)
+            if not isinstance(made, Cache):
+                raise OptionError(f"`cache` must be the name of a cache of kvlayers, but '{cache}' is transformers' own.")
+            return made
+        if cache.get_seq_length() or cache.is_pair:
+            raise OptionError(
+                f"`cache` must be an empty cache of a decoder, got {cache!r}: pass the conversation as `messages`, or "
+                "load a saved chat with Chat.load()."
+            )
+        return cache
+
+    @property
+    def cache(self) -> Cache | None:
+        """The cache of the chat, `None` with a `prefix_store`."""
+        return self._cache
+
+    def ask(self, message: str | Mapping[str, Any], **options: Any) -> str:
+        """Add a message to the conversation, and return the model's answer, which is added too.
+
+        If the call fails or is interrupted, the conversation stays as it was.
+
+        Args:
+            message: what the user says, or a whole message, such as `{"role": "tool", "content": "12 degrees"}`.
+            options: as for `model.generate`, such as `max_new_tokens`, `do_sample` and `streamer`.
+
+        Returns:
+            The answer, without special tokens.
+
+        Raises:
+            OptionError: the message or an option is invalid, or the options ask for several answers.
+        """
+        asked = _checked({"role": "user", "content": message} if isinstance(message, str) else message)
+        for name in ("return_dict_in_generate", "attention_mask", "inputs_embeds", "prefix_store", "namespace"):
+            if name in options:
+                raise OptionError(f"`{name}` cannot be an option of a turn: a chat sets it.")
+        ids = self._prompt_ids([*self.messages, asked])
+        output = self._generate(ids, options)
+        answer_ids = output.sequences[0, len(ids) :]
+        answer: str = self._tokenizer.decode(
+            answer_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        self.messages += [asked, {"role": "assistant", "content": answer}]
+        self.prompt_tokens = len(ids)
+        return answer
+
+    def _prompt_ids(self, messages: list[Message]) -> list[int]:
+        """The ids of the whole conversation, up to where the answer begins."""
+        encoded = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, **self._template_kwargs
+        )
+        ids: list[int] = list(encoded["input_ids"])
+        return ids
+
+    def _generate(self, ids: list[int], options: dict[str, Any]) -> Any:
+        prompt = torch.tensor([ids], device=self._model.device)
+        options = {**options, "attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True}
+        config, _ = full_generation_config(self._model, options)
+        if (config.num_return_sequences or 1) > 1:
+            raise OptionError(
+                f"`num_return_sequences` must be 1, got {config.num_return_sequences}: fork() the chat for each answer."
+            )
+        if self._cache is None:
+            named = {} if self._name is None else {"cache_implementation": self._name}
+            output = generate(self._model, prompt, **options, **named, **self._store_options)
+            self.cached_tokens = output.cached_tokens[0]
+            return output
+        held = self._roll_back(self._common_length(ids))
+        self._seen = ids
+        try:
+            output = generate(self._model, prompt, **options, **{name_in_generate(self._model): self._cache})
+        except BaseException:
+            self._roll_back(held)
+            raise
+        self.cached_tokens = held
+        self._seen = output.sequences[0].tolist()
+        if self._cache.batch_size != 1:
+            # Beams are left in it, and which of them is the answer is not known.
+            self._cache.reset()
+        return output
+
+    def _common_length(self, ids: list[int]) -> int:
+        """With how many of the cache's tokens a prompt begins. At least one token is left, for the model to compute."""
+        held = min(self._cache.get_seq_length(), len(ids) - 1)
+        pairs = enumerate(zip(self._seen[:held], ids, strict=False))
+        return next((place for place, (seen, new) in pairs if seen != new), held)
+
+    def _roll_back(self, length: int) -> int:
+        """Roll the cache back to `length` tokens, or as far as it must go, and return how many it has then."""
+        cache = self._cache
+        try:
+            if cache.get_seq_length() != length:
+                cache.truncate(length)
+        except KVLayersError:
+            # Tokens before a window are gone.
+            cache.reset()
+        return cache.get_seq_length()
+
+    def fork(self) -> "Chat":
+        """A second chat that goes on from here. What both hold is held once; see `Cache.fork`."""
+        twin = Chat.__new__(Chat)
+        vars(twin).update(vars(self), messages=[dict(message) for message in self.messages], _seen=list(self._seen))
+        twin._cache = None if self._cache is None else self._cache.fork()
+        return twin
+
+    def save(self, path: str | os.PathLike[str], *, weights_id: str | None = None) -> None:
+        """Write the conversation and its cache to a file, from which `Chat.load` goes on; see `save_cache`.
+
+        Args:
+            path: the file. An existing file is replaced as a whole.
+            weights_id: id of the model's weights, so that the file is refused for others; see `weights_id()`.
+
+        Raises:
+            OptionError: the chat has a prefix store: keep `messages`, since the store has the states. Or a message
+                holds something else than texts, numbers, lists and dicts.
+            CachePathError: the file cannot be written.
+        """
+        if self._cache is None:
+            raise OptionError(
+                "A chat can be saved if it has a cache of its own, but this one has a `prefix_store`: keep "
+                "chat.messages, and give the store a directory to keep its states."
+            )
+        try:
+            chat = json.dumps({"messages": self.messages, "chat_template_kwargs": self._template_kwargs})
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"`messages` must be texts, numbers, lists and dicts to be saved: {error}.") from error
+        ids = torch.tensor([self._seen]) if self._cache.get_seq_length() else None
+        save_cache(
+            self._cache, path, token_ids=ids, config=self._model, weights_id=weights_id, metadata={_SAVED: chat}
+        )
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], model: Any, tokenizer: Any, *, weights_id: str | None = None
+    ) -> "Chat":
+        """Go on with a conversation that `save` wrote.
+
+        Args:
+            path: the file.
+            model: the model that the chat was with.
+            tokenizer: its tokenizer.
+            weights_id: as for `save`.
+
+        Raises:
+            CacheFileError: the file is damaged, or holds no chat.
+            CachePathError: the file does not exist or cannot be read.
+            ModelMismatchError: it was saved for another model.
+        """
+        saved = inspect_cache(path)
+        messages, template_kwargs = _read(path, saved.metadata.get(_SAVED))
+        loaded = cls(model, tokenizer, messages=messages, chat_template_kwargs=template_kwargs)
+        loaded._cache = load_cache(path, model.device, config=model, weights_id=weights_id)
+        ids = saved.token_ids()
+        loaded._seen = [] if ids is None else ids[0].tolist()
+        return loaded
+
+    def __repr__(self) -> str:
+        states = repr(self._store if self._cache is None else self._cache)
+        return f"Chat({len(self.messages)} messages, {states})"
+
+
+def _checked(message: object) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+        raise OptionError(
+            f"A message must be a text, or have a role and a content, got {message!r}: write for example "
+            '{"role": "system", "content": "Answer briefly."}.'
+        )
+    return dict(message)
+
+
+def _read(path: str | os.PathLike[str], text: str | None) -> tuple[list[Message], dict[str, Any]]:
+    """The messages and the options of the template that `Chat.save` wrote."""
+    if text is None:
+        raise CacheFileError(f"{os.fspath(path)} must be a saved chat, but holds a cache alone: use load_cache().")
+    try:
+        chat = json.loads(text)
+        return [_checked(message) for message in chat["messages"]], dict(chat["chat_template_kwargs"])
+    except (ValueError, LookupError, TypeError, OptionError) as error:
+        raise CacheFileError(f"{os.fspath(path)} holds no chat that Chat.save() has written: {error}") from error

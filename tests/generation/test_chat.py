@@ -1,0 +1,243 @@
+"""Chats: each turn answers what the template says, whatever the cache holds, and computes only what is new."""
+
+import contextlib
+import json
+import pathlib
+import string
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+import kvlayers
+import models
+from kvlayers import Chat
+
+LETTERS = string.ascii_letters + string.digits + " .,:!?'\n"
+SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+
+CHATML = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As of many models: a system prompt of its own, once at the beginning."""
+
+TRIMMED = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}:{{ message['content'] | trim }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+)
+"""As of Llama 3: texts without spaces around them."""
+
+FORGETFUL = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' %}{{ message['content'][-4:] }}{% else %}{{ message['content'] }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% if think %}hm\n{% endif %}{% endif %}"
+)
+"""As of models that reason: earlier answers are shortened, so turns do not begin with what was generated."""
+
+TEMPLATES = {"chatml": CHATML, "trimmed": TRIMMED, "forgetful": FORGETFUL}
+
+
+def tokenizer_with(template: str) -> Any:
+    """A tokenizer of single characters with a chat template."""
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *LETTERS])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("[\\s\\S]"), "isolated")
+    inner.decoder = tokenizers.decoders.Fuse()
+    found = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token=SPECIAL[0], bos_token=SPECIAL[1], eos_token=SPECIAL[2]
+    )
+    found.chat_template = template
+    return found
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return tokenizer_with(CHATML)
+
+
+def greedy(tokens: int = 9) -> dict[str, Any]:
+    return {"max_new_tokens": tokens, "do_sample": False}
+
+
+def written() -> dict[str, Any]:
+    """Options of an answer whose text has the same ids again: of letters, without spaces around it."""
+    unwritten = [*range(len(SPECIAL)), *range(len(SPECIAL) + len(LETTERS), 97), len(SPECIAL) + LETTERS.index(" ")]
+    return {**greedy(), "suppress_tokens": [*unwritten, len(SPECIAL) + LETTERS.index("\n")]}
+
+
+def answer_without_cache(model: Any, tokenizer: Any, messages: list[dict[str, str]], **template: Any) -> str:
+    """What a model answers that reads the whole conversation in each step."""
+    ids = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **template
+    ).input_ids
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=False, **greedy())
+    text: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    return text
+
+
+def checked_turns(chat: Chat, model: Any, tokenizer: Any, *questions: str) -> None:
+    """Ask, and compare each answer and the conversation with those of a model without a cache."""
+    for question in questions:
+        before = [dict(message) for message in chat.messages]
+        asked = [*before, {"role": "user", "content": question}]
+        expected = answer_without_cache(model, tokenizer, asked)
+        assert chat.ask(question, **greedy()) == expected
+        assert chat.messages == [*asked, {"role": "assistant", "content": expected}]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "mamba", "jamba"])
+def test_turns_answer_as_without_a_cache(family: str, template: str, tmp_path: pathlib.Path) -> None:
+    model, tokenizer = models.tiny_model(family), tokenizer_with(TEMPLATES[template])
+    chat = Chat(model, tokenizer)
+    checked_turns(chat, model, tokenizer, "Name a bird.", " Why? ", "And a fish?")
+    chat.save(tmp_path / "chat.safetensors")
+    loaded = Chat.load(tmp_path / "chat.safetensors", model, tokenizer)
+    assert loaded.messages == chat.messages
+    checked_turns(loaded, model, tokenizer, "So?", "Bye.")
+
+
+@pytest.mark.parametrize("template", ["chatml", "trimmed"])
+@pytest.mark.parametrize("name", ["dynamic", "int4", "static", "offloaded", "sink"])
+def test_a_turn_computes_what_is_new(name: str, template: str, tmp_path: pathlib.Path) -> None:
+    """The cache has seen all tokens but the last one of the answer, which ends where it is long enough."""
+    model, tokenizer = models.tiny_model("llama"), tokenizer_with(TEMPLATES[template])
+    sizes = {"static": {"max_cache_len": 256}, "sink": {"window_length": 20, "num_sink_tokens": 4}}
+    chat = Chat(model, tokenizer, kvlayers.make_cache(name, model, **sizes.get(name, {})))
+    chat.ask("Name a bird.", **written())
+    assert chat.cached_tokens == 0
+    for question in ("Why?", "So?"):
+        before = chat.prompt_tokens
+        chat.ask(question, **written())
+        assert chat.cached_tokens == before + 9 - 1
+    chat.save(tmp_path / "chat.safetensors")
+    seen = kvlayers.inspect_cache(tmp_path / "chat.safetensors")
+    ids = seen.token_ids()
+    assert ids is not None
+    assert ids.shape == (1, seen.length + 1)
+    said = tokenizer.apply_chat_template(chat.messages[:-1], add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(ids[0]) == said + chat.messages[-1]["content"]
+    loaded = Chat.load(tmp_path / "chat.safetensors", model, tokenizer)
+    answers = [each.ask("Bye.", **written()) for each in (loaded, chat)]
+    assert answers[0] == answers[1]
+    assert loaded.cached_tokens == chat.cached_tokens == seen.length
+
+
+def test_a_prefix_store_serves_chats(tokenizer: Any) -> None:
+    model = models.tiny_model("llama")
+    store = kvlayers.PrefixStore(max_bytes=2**24)
+    for _ in range(2):
+        chat = Chat(model, tokenizer, prefix_store=store, namespace="user 1")
+        checked_turns(chat, model, tokenizer, "Name a bird.", "Why?")
+    # The second chat asks the same, so that all but the last token of its prompt was stored.
+    assert chat.cached_tokens == chat.prompt_tokens - 1
+    other = Chat(model, tokenizer, prefix_store=store, namespace="user 2")
+    checked_turns(other, model, tokenizer, "Name a bird.")
+    assert other.cached_tokens == 0
+
+
+def test_turns_can_be_taken_back_edited_and_forked(tokenizer: Any) -> None:
+    model = models.tiny_model("llama")
+    chat = Chat(model, tokenizer, messages=[{"role": "system", "content": "Be short."}])
+    checked_turns(chat, model, tokenizer, "Name a bird.", "Why?")
+    before = chat.prompt_tokens
+    del chat.messages[-2:]
+    twin = chat.fork()
+    checked_turns(chat, model, tokenizer, "Name a fish.")
+    assert chat.cached_tokens >= before - len("Why?") - 20
+    checked_turns(twin, model, tokenizer, "Why?")
+    assert len(chat.messages) == len(twin.messages) == 5
+    chat.messages[0]["content"] = "Be long."
+    assert twin.messages[0]["content"] == "Be short."
+    checked_turns(chat, model, tokenizer, "And now?")
+    assert chat.cached_tokens < 20
+    checked_turns(twin, model, tokenizer, "And now?")
+
+
+def test_options_reach_the_template(tokenizer: Any) -> None:
+    model, tokenizer = models.tiny_model("llama"), tokenizer_with(FORGETFUL)
+    chat = Chat(model, tokenizer, chat_template_kwargs={"think": True})
+    expected = answer_without_cache(model, tokenizer, [{"role": "user", "content": "Name a bird."}], think=True)
+    assert chat.ask("Name a bird.", **greedy()) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "jamba"])
+def test_an_interrupted_turn_leaves_the_chat_as_it_was(family: str, tokenizer: Any) -> None:
+    model = models.tiny_model(family)
+    chat = Chat(model, tokenizer)
+    checked_turns(chat, model, tokenizer, "Name a bird.")
+    messages = [dict(message) for message in chat.messages]
+
+    class Interrupt(transformers.StoppingCriteria):
+        """Stops the answer after two tokens, as by ctrl-C."""
+
+        calls = 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == 2:
+                raise KeyboardInterrupt
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    with contextlib.suppress(KeyboardInterrupt):
+        chat.ask("Why?", stopping_criteria=[Interrupt()], **greedy())
+    assert chat.messages == messages
+    checked_turns(chat, model, tokenizer, "Name a fish.", "So?")
+
+
+def test_beams_answer_and_are_forgotten(tokenizer: Any) -> None:
+    model = models.tiny_model("llama")
+    chat = Chat(model, tokenizer)
+    chat.ask("Name a bird.", num_beams=3, **greedy())
+    checked_turns(chat, model, tokenizer, "Why?")
+
+
+def test_bad_arguments(tokenizer: Any, tmp_path: pathlib.Path) -> None:
+    model = models.tiny_model("llama")
+    chat = Chat(model, tokenizer)
+    with pytest.raises(kvlayers.OptionError, match="a model with generate"):
+        Chat(tokenizer, model)
+    with pytest.raises(kvlayers.OptionError, match="a role and a content"):
+        chat.ask({"text": "Name a bird."})
+    with pytest.raises(kvlayers.OptionError, match="a role and a content"):
+        Chat(model, tokenizer, messages=["Name a bird."])  # type: ignore[list-item]
+    with pytest.raises(kvlayers.OptionError, match="fork"):
+        chat.ask("Name a bird.", num_return_sequences=2, do_sample=True)
+    with pytest.raises(kvlayers.OptionError, match="a chat sets it"):
+        chat.ask("Name a bird.", attention_mask=torch.ones(1, 3))
+    with pytest.raises(kvlayers.OptionError, match="must be a name"):
+        Chat(model, tokenizer, kvlayers.DynamicCache(), prefix_store=kvlayers.PrefixStore(max_bytes=2**20))
+    with pytest.raises(kvlayers.RegistryError):
+        Chat(model, tokenizer, "dynamick")
+    filled = kvlayers.DynamicCache(config=model.config)
+    model(torch.tensor([[5, 6]]), **models.given(filled))
+    with pytest.raises(kvlayers.OptionError, match="Chat.load"):
+        Chat(model, tokenizer, filled)
+    stored = Chat(model, tokenizer, prefix_store=kvlayers.PrefixStore(max_bytes=2**20))
+    with pytest.raises(kvlayers.OptionError, match=r"keep\s+chat.messages"):
+        stored.save(tmp_path / "chat.safetensors")
+    assert chat.messages == []
+
+
+def test_files_that_hold_no_chat(tokenizer: Any, tmp_path: pathlib.Path) -> None:
+    model = models.tiny_model("llama")
+    path = tmp_path / "cache.safetensors"
+    cache = kvlayers.DynamicCache(config=model.config)
+    kvlayers.save_cache(cache, path)
+    with pytest.raises(kvlayers.CacheFileError, match="a cache alone"):
+        Chat.load(path, model, tokenizer)
+    for text in ("{", "[]", json.dumps({"messages": [5], "chat_template_kwargs": {}})):
+        kvlayers.save_cache(cache, path, metadata={"chat": text})
+        with pytest.raises(kvlayers.CacheFileError, match="no chat"):
+            Chat.load(path, model, tokenizer)
+
+
+def test_an_empty_chat_can_be_saved(tokenizer: Any, tmp_path: pathlib.Path) -> None:
+    model = models.tiny_model("llama")
+    Chat(model, tokenizer, messages=[{"role": "system", "content": "Be short."}]).save(tmp_path / "chat.safetensors")
+    chat = Chat.load(tmp_path / "chat.safetensors", model, tokenizer)
+    checked_turns(chat, model, tokenizer, "Name a bird.")

@@ -147,7 +147,7 @@ def read_metadata(path: str, text: str) -> dict[str, str]:
     """The texts that `metadata_text` wrote.
 
     Raises:
-        CacheFileError: they are none.
+        CacheFileError: the JSON is something else.
     """
     content = parse_json(path, text.encode("utf-8", "surrogatepass"), "the metadata")
     if not isinstance(content, dict) or not _is_texts(list(content.values())):

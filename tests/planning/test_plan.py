@@ -268,6 +268,18 @@ def test_a_plan_of_many_tokens_is_what_is_held_after_the_first_decoded_one(
     assert planned.nbytes == pytest.approx(cache.nbytes, rel=tolerance)
 
 
+@pytest.mark.parametrize(("share", "name"), [("100%", "dynamic"), ("60%", "int8"), (" 30.5 %", "int4")])
+def test_memory_is_a_share_of_full_precision(share: str, name: str) -> None:
+    config = tf.LlamaConfig(num_hidden_layers=2)
+    names = ["dynamic", "int8", "int4"]
+    full = kvlayers.plan(config, "8k", dtype="bfloat16")["dynamic"].device_bytes
+    plan = kvlayers.plan(config, "8k", dtype="bfloat16", memory=share, names=names)
+    assert plan.recommended.name == name
+    assert plan.memory == int(float(share.strip(" %")) * full / 100)
+    with pytest.raises(kvlayers.CapacityError):
+        kvlayers.plan(config, "8k", dtype="bfloat16", memory="5%", names=names)
+
+
 @pytest.mark.parametrize("memory", [None, "1GiB", "40MiB"])
 def test_what_forgets_or_leaves_out_is_never_recommended_as_exact(memory: str | None) -> None:
     plan = kvlayers.plan(LONG, "8k", dtype="bfloat16", memory=memory)
@@ -415,6 +427,7 @@ class Refusing(tf.PretrainedConfig):
         (LLAMA, {"batch_size": -1}, kvlayers.OptionError, "batch_size.*sequences"),
         (LLAMA, {"memory": "24 gigs"}, kvlayers.OptionError, "memory` must be a number of bytes.*24 gigs"),
         (LLAMA, {"context_length": "32q"}, kvlayers.OptionError, "context_length` must be a number of tokens.*32q"),
+        (LLAMA, {"memory": "150%"}, kvlayers.OptionError, "a share, such as 50%, got '150%'"),
         (LLAMA, {"memory": 0}, kvlayers.OptionError, "memory.*bytes"),
         (LLAMA, {"dtype": "bfloat"}, kvlayers.OptionError, "torch.bfloat16 or 'bfloat16'"),
         (LLAMA, {"dtype": torch.int8}, kvlayers.OptionError, "floating-point"),

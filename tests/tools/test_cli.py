@@ -44,7 +44,8 @@ def test_the_table_of_a_plan_has_each_cache_and_what_to_use(run: Any, model: Pat
     assert "4096 tokens, batch 2, bfloat16, 600 KiB for the cache" in result.output
     rows = [line.split() for line in result.output.splitlines()]
     firsts = [group[0] for group in plan.groups()]
-    lines = {row[0]: row for row in rows[4 : 4 + len(firsts)]}
+    start = next(place for place, row in enumerate(rows) if row and set(row[0]) == {"─"}) + 1
+    lines = {row[0]: row for row in rows[start : start + len(firsts)]}
     assert list(lines) == [cache.name for cache in firsts]
     for cache in firsts:
         longest = "no end" if cache.longest_context is None else str(cache.longest_context)

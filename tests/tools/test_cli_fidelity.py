@@ -1,10 +1,12 @@
 """`kvlayers fidelity`: its figures beside a slow reference, its budgets, and how it ends."""
 
+import dataclasses
 import itertools
 import json
 import math
 import re
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from kvlayers.tools.cli.files import read_text  # noqa: E402
 from kvlayers.tools.cli.output import usage_line  # noqa: E402
 from kvlayers.tools.demo import loading  # noqa: E402
 from kvlayers.tools.measuring import settings as settings_module  # noqa: E402
-from kvlayers.tools.measuring.fidelity import FidelityBudget, SettingFidelity, smallest_within  # noqa: E402
+from kvlayers.tools.measuring.fidelity import FidelityBudget, SettingFidelity  # noqa: E402
 from kvlayers.tools.measuring.held_bytes import bytes_of  # noqa: E402
 from kvlayers.tools.measuring.settings import setting, settings  # noqa: E402
 from kvlayers.tools.measuring.text import passages  # noqa: E402
@@ -161,25 +163,59 @@ def test_the_table_and_the_budget(llama: Path) -> None:
     within, code = measured(llama, "--bits", "8,4,2", "--max-kl", between)
     assert within["settings"][2]["use"] == {"cache_implementation": "int4"}
     assert (within["recommended"], within["passed"], code) == ("int4", True, 0)
-    assert within["budget"] == {"max_kl": between, "max_perplexity_increase": None}
+    assert within["budget"] == {"max_kl": between, "max_perplexity_increase": None, "max_bytes": None}
 
     none = fidelity(*arguments, "--max-kl", kl["int8"] / 2)
     assert none.exit_code == 1
     assert "No setting is within a KL divergence of" in none.output
 
 
+@versions.bars_of_transformers
+def test_the_cache_that_loses_least_within_some_memory(llama: Path) -> None:
+    """The answer is the first line, whether or not there is a budget."""
+    said, _ = measured(llama, "--bits", "8,4,2")
+    of_full = {each["name"]: each["of_full"] for each in said["settings"]}
+    percent = round(50 * (of_full["int4"] + of_full["int8"]))
+    assert 100 * of_full["int4"] < percent < 100 * of_full["int8"]
+    arguments = (llama, "--text", "text.txt", *QUICK, "--bits", "8,4,2")
+    result = fidelity(*arguments, "--max-bytes", f"{percent}%")
+    shown = " ".join(result.stdout.split())
+    answer = f"Within {percent}% of memory: int4, int2. Least is lost with int4, with "
+    assert answer in shown
+    assert shown.index(answer) < shown.index("Perplexity")
+    assert "cache_implementation='int4'" in shown
+    within, code = measured(llama, "--bits", "8,4,2", "--max-bytes", f"{percent}%")
+    assert (within["recommended"], within["budget"]["max_bytes"], code) == ("int4", f"{percent}%", 0)
+
+    plain = " ".join(fidelity(*arguments).stdout.split())
+    assert re.search("In half the memory of full precision, least is lost with int|No measured setting takes", plain)
+    none = fidelity(*arguments, "--max-bytes", "1B")
+    assert none.exit_code == 1
+    assert "No setting is within 1 B of memory" in none.stdout
+    for wrong in ("0%", "101%", "-5%", "half", "%"):
+        refused = fidelity(*arguments, "--max-bytes", wrong)
+        assert refused.exit_code == 2
+        assert "--max-bytes" in refused.stderr
+
+
 def test_a_budget_of_perplexity_and_one_of_both() -> None:
-    assert FidelityBudget(max_perplexity_increase=1.0).allows(5.0, 0.9)
-    assert not FidelityBudget(max_perplexity_increase=1.0).allows(0.0, 1.1)
-    assert not FidelityBudget(max_kl=0.1, max_perplexity_increase=1.0).allows(0.2, 0.5)
-    assert not FidelityBudget(max_kl=0.1).allows(math.nan, math.nan)
-    assert FidelityBudget().allows(9.0, 9.0)
+    assert FidelityBudget(max_perplexity_increase=1.0).allows(5.0, 0.9, None, 100)
+    assert not FidelityBudget(max_perplexity_increase=1.0).allows(0.0, 1.1, None, 100)
+    assert not FidelityBudget(max_kl=0.1, max_perplexity_increase=1.0).allows(0.2, 0.5, None, 100)
+    assert not FidelityBudget(max_kl=0.1).allows(math.nan, math.nan, None, 100)
+    assert FidelityBudget().allows(9.0, 9.0, None, 100)
+    half = FidelityBudget(max_bytes=Fraction(1, 2))
+    assert [half.allows(9.0, 9.0, nbytes, 100) for nbytes in (None, 50, 51)] == [False, True, False]
+    fixed = FidelityBudget(max_bytes=51)
+    assert [fixed.allows(9.0, 9.0, nbytes, 100) for nbytes in (None, 51, 52)] == [False, True, False]
     small, large, outside = (
         SettingFidelity(name, nbytes, nbytes / 10, 0.5, within=within)
         for name, nbytes, within in (("small", 100, True), ("large", 200, True), ("outside", 50, False))
     )
-    assert smallest_within([large, small, outside]) is small
-    assert smallest_within([outside]) is None
+    assert FidelityBudget().best_of([large, small, outside]) is small
+    assert FidelityBudget().best_of([outside]) is None
+    large, small = dataclasses.replace(large, kl=0.1), dataclasses.replace(small, kl=0.2)
+    assert FidelityBudget(max_bytes=1000).best_of([large, small, outside]) is large
 
 
 def test_a_setting_that_fails_is_said_and_ends_with_1(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

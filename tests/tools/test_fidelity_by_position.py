@@ -21,7 +21,7 @@ typer_testing = pytest.importorskip("typer.testing", reason="the command line ne
 
 from kvlayers.__main__ import make_app  # noqa: E402
 from kvlayers.tools.measuring import scoring  # noqa: E402
-from kvlayers.tools.measuring.fidelity import SettingFidelity, smallest_within  # noqa: E402
+from kvlayers.tools.measuring.fidelity import FidelityBudget, SettingFidelity  # noqa: E402
 from kvlayers.tools.measuring.held_bytes import bytes_of, held_nbytes  # noqa: E402
 from kvlayers.tools.measuring.last_packing import LastPacking  # noqa: E402
 from kvlayers.tools.measuring.passage_file import RESULTS, PassageFile  # noqa: E402
@@ -244,8 +244,9 @@ def test_bytes_that_are_not_known_stay_empty_and_count_as_the_most() -> None:
     assert held_nbytes(Refusing, tf.LlamaConfig(**COMMON), 64, 8) is None
     unknown = SettingFidelity("unknown", None, None, None, kl=0.1, within=True)
     known = SettingFidelity("known", 10, 1.0, 0.5, kl=0.2, within=True)
-    assert smallest_within([unknown, known]) is known
-    assert smallest_within([unknown]) is unknown
+    assert FidelityBudget().best_of([unknown, known]) is known
+    assert FidelityBudget().best_of([unknown]) is unknown
+    assert FidelityBudget(max_bytes=10).best_of([known, unknown]) is unknown
 
 
 def counting(monkeypatch: pytest.MonkeyPatch, most: float = math.inf) -> list[list[str]]:

@@ -5,6 +5,7 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from types import MappingProxyType
 
 import torch
@@ -18,11 +19,11 @@ from kvlayers.layers.arguments import whole_number
 from kvlayers.planning.cache_bytes import CacheArithmetic, CacheBytes
 from kvlayers.planning.longest_context import longest_context
 from kvlayers.planning.planned_cache import Plan, PlannedCache
-from kvlayers.planning.recommend import best_of, nothing_fits, why_not, why_recommended
+from kvlayers.planning.recommend import SIMPLEST, best_of, nothing_fits, why_not, why_recommended
 from kvlayers.planning.shapes import layer_shapes
 from kvlayers.upstream import model_types
 from kvlayers.utils.options import checked_dtype
-from kvlayers.utils.units import amount_of_bytes, readable_bytes, tokens
+from kvlayers.utils.units import bytes_or_share, readable_bytes, tokens
 
 AUTO = "auto"
 """The name of the cache that a plan recommends."""
@@ -51,7 +52,8 @@ def plan(
         context_length: tokens of a sequence, prompt and continuation together: 32768, or "32k".
         batch_size: sequences side by side, beams included.
         dtype: dtype of the model, or its name ("bfloat16"). By default it is that of the config, or float32.
-        memory: bytes of the device that the cache may take, such as 2**30 or "1GiB"; `None` for no budget.
+        memory: bytes of the device that the cache may take, such as 2**30, "1GiB", or "50%" of what 'dynamic' takes;
+            `None` for no budget.
         names: names of caches, registered ones included, also with options behind them: "sink:window_length=512". By
             default all names are planned, and a cache that the model does not support is left out instead of raising an
             error.
@@ -78,16 +80,20 @@ def plan(
         Use 'dynamic': it is exact, and the smallest such cache on the device.
     """
     of_model = model_types.config_of(config)
-    budget = None if memory is None else _count(amount_of_bytes(memory, "memory"), "memory", "bytes")
+    limit = None if memory is None else bytes_or_share(memory, "memory")
+    if limit is not None and not isinstance(limit, Fraction):
+        limit = _count(limit, "memory", "bytes")
     wanted = _Wanted(
         of_model,
         _count(tokens(context_length, "context_length"), "context_length", "tokens"),
         _count(batch_size, "batch_size", "sequences"),
         _dtype_of(model_types.decoder_config(of_model), dtype),
-        budget,
+        None,
         _encoder_length(of_model, encoder_length),
-        memory_by_device={} if budget is None else {None: budget},
     )
+    if limit is not None:
+        budget = int(limit * wanted.bytes_in_full()) if isinstance(limit, Fraction) else limit
+        wanted = dataclasses.replace(wanted, memory=budget, memory_by_device={None: budget})
     caches, refused = wanted.caches(cache_names() if names is None else _checked(names))
     if names is not None and refused:
         raise next(iter(refused.values()))
@@ -145,6 +151,17 @@ class _Wanted:
     encoder_length: int | None
     layer_devices: Sequence[torch.device] = ()
     memory_by_device: Mapping[torch.device | None, int] = field(default_factory=dict)
+
+    def bytes_in_full(self) -> int:
+        """Bytes of the device that a cache in full precision takes.
+
+        Raises:
+            KVLayersError: there is no such cache for the model.
+        """
+        caches, refused = self.caches([SIMPLEST])
+        for reason in refused.values():
+            raise reason
+        return caches[0].device_bytes
 
     def caches(self, names: Sequence[str]) -> tuple[list[PlannedCache], dict[str, KVLayersError]]:
         """The caches that the model supports, without reasons, and the errors of the others."""

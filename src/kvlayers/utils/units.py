@@ -74,6 +74,29 @@ def amount_of_bytes(given: int | str, name: str) -> int:
     return _quantity(given, _BYTES, f"`{name}` must be a number of bytes, such as 24GiB, 512MiB or 80GB")
 
 
+def bytes_or_share(given: int | str, name: str) -> int | Fraction:
+    """A number of bytes as in `amount_of_bytes`, or a share of what is held in full precision, such as "50%".
+
+    Args:
+        given: the number or the text.
+        name: what a user calls the argument.
+
+    Raises:
+        OptionError: the text is neither, or the share is not between 0 and 100 percent.
+
+    Example:
+        >>> bytes_or_share("50%", "memory"), bytes_or_share("1kB", "memory")
+        (Fraction(1, 2), 1000)
+    """
+    if not isinstance(given, str) or not given.rstrip().endswith("%"):
+        return amount_of_bytes(given, name)
+    found = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,9})?)\s*%\s*", given)
+    share = Fraction(found[1]) / 100 if found else Fraction(0)
+    if not 0 < share <= 1:
+        raise OptionError(f"`{name}` must be a number of bytes, such as 24GiB, or a share, such as 50%, got {given!r}.")
+    return share
+
+
 def _quantity(text: str, units: dict[str, int], requirement: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if found is None or found[2].lower() not in units:

@@ -20,7 +20,7 @@ from kvlayers.tools.names import (
     TASKS,
 )
 
-OF_TEXT = ("context", "scored", "passages", "max_kl", "max_perplexity_increase")
+OF_TEXT = ("context", "scored", "passages", "max_kl", "max_perplexity_increase", "max_bytes")
 """Options that only a run over a text has."""
 
 OF_TASKS = ("lengths", "depths", "samples", "seed", "budget", "question_chunk")
@@ -126,6 +126,14 @@ def fidelity(
         float | None,
         typer.Option(min=0, help="Budget: increase of perplexity, in percent.", rich_help_panel=TEXT_PANEL),
     ] = None,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(
+            help="Budget: bytes of a cache that holds a passage (24MiB), or a share of full precision (50%). The "
+            "answer is then the cache that loses least.",
+            rich_help_panel=TEXT_PANEL,
+        ),
+    ] = None,
     budget: Annotated[
         float | None,
         typer.Option(
@@ -166,6 +174,7 @@ def fidelity(
                 chunk=FIDELITY_CHUNK if chunk is None else chunk,
                 max_kl=max_kl,
                 max_perplexity_increase=max_perplexity_increase,
+                max_bytes=max_bytes,
                 dtype=dtype,
                 device=device,
                 threads=threads,

@@ -3,10 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from kvlayers.tools.cli.run_facts import RunFacts
-from kvlayers.tools.measuring.fidelity import FidelityBudget, SettingFidelity, smallest_within
+from kvlayers.tools.measuring.fidelity import FidelityBudget, SettingFidelity
+from kvlayers.utils.units import readable_bytes
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class FidelityResults:
 
     @property
     def recommended(self) -> SettingFidelity | None:
-        """The smallest setting within the budget, `None` if no setting is within it, or without a budget."""
-        return smallest_within(self.settings)
+        """The best setting within the budget, `None` if no setting is within it, or without a budget."""
+        return self.budget.best_of(self.settings)
 
     @property
     def passed(self) -> bool:
@@ -62,12 +64,20 @@ class FidelityResults:
             "context": self.context,
             "scored": self.scored,
             "chunk": self.chunk,
-            "budget": self.budget,
+            "budget": {
+                **vars(self.budget),
+                "max_bytes": None if self.budget.max_bytes is None else limit_text(self.budget.max_bytes),
+            },
             "left_out": self.left_out,
             "settings": [{**_plain_setting(each), **self._use(each.name)} for each in self.settings],
             "recommended": None if recommended is None else recommended.name,
             "passed": self.passed,
         }
+
+
+def limit_text(max_bytes: int | Fraction) -> str:
+    """A limit of bytes as people write it."""
+    return f"{float(100 * max_bytes):g}%" if isinstance(max_bytes, Fraction) else readable_bytes(max_bytes)
 
 
 def _plain_setting(measured: SettingFidelity) -> dict[str, Any]:

@@ -28,9 +28,14 @@ from kvlayers.tools.measuring.text import check_known
 from kvlayers.tools.measuring.text import passages as passages_of
 from kvlayers.tools.names import FIDELITY_BITS
 from kvlayers.upstream.model_types import tokens_at_once
-from kvlayers.utils.units import tokens
+from kvlayers.utils.units import bytes_or_share, tokens
 
-TEXT_OPTIONS = {**OPTIONS, "max_kl": "--max-kl", "max_perplexity_increase": "--max-perplexity-increase"}
+TEXT_OPTIONS = {
+    **OPTIONS,
+    "max_kl": "--max-kl",
+    "max_perplexity_increase": "--max-perplexity-increase",
+    "max_bytes": "--max-bytes",
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class TextFidelityRequest:
     chunk: int
     max_kl: float | None
     max_perplexity_increase: float | None
+    max_bytes: str | None
     dtype: Dtype
     device: str | None
     threads: int | None
@@ -64,7 +70,8 @@ def measure_text(asked: TextFidelityRequest) -> bool:
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
     with one_line_errors("fidelity", TEXT_OPTIONS), quiet_libraries():
-        budget = FidelityBudget(asked.max_kl, asked.max_perplexity_increase)
+        limit = None if asked.max_bytes is None else bytes_or_share(asked.max_bytes, "--max-bytes")
+        budget = FidelityBudget(asked.max_kl, asked.max_perplexity_increase, limit)
         asked_context = None if asked.context is None else tokens(asked.context, "--context")
         asked_scored = None if asked.scored is None else tokens(asked.scored, "--scored")
         path = report_path(console, asked.report, None)

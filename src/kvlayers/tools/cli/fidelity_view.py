@@ -1,13 +1,16 @@
 """How `kvlayers fidelity` shows its measurements: a table on the console, and a report."""
 
+import dataclasses
+from fractions import Fraction
+
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvlayers.tools.cli.fidelity_results import FidelityResults
+from kvlayers.tools.cli.fidelity_results import FidelityResults, limit_text
 from kvlayers.tools.cli.output import USAGE_PREFIX, usage_line
-from kvlayers.tools.measuring.fidelity import FULL, SettingFidelity
+from kvlayers.tools.measuring.fidelity import FULL, FidelityBudget, SettingFidelity
 from kvlayers.tools.reporting.page import Report, ReportTable
 from kvlayers.utils.units import readable_bytes
 
@@ -54,17 +57,19 @@ def show(console: Console, results: FidelityResults) -> None:
         cells = dict(zip(_columns(results), _cells(results, each), strict=True))
         style = "bold" if each is results.recommended else None
         table.add_row(*(escape(cells[column]) for column in shown), style=style)
+    answer = _verdict(results)
+    console.print(answer, markup=False, highlight=False)
     console.print(table)
     for sentence in findings(results):
-        # A line to paste must not be wrapped.
-        console.print(sentence, markup=False, highlight=False, soft_wrap=sentence.startswith(USAGE_PREFIX))
+        if sentence != answer:
+            # A line to paste must not be wrapped.
+            console.print(sentence, markup=False, highlight=False, soft_wrap=sentence.startswith(USAGE_PREFIX))
 
 
 def findings(results: FidelityResults) -> list[str]:
-    """The findings, one sentence each."""
-    found = [f"{each.name} failed: {each.failure}" for each in results.settings if each.failure is not None]
-    if results.budget.is_given:
-        found[:0] = [_verdict(results), *_usage(results)]
+    """The findings, one sentence each, the answer first."""
+    found = [_verdict(results), *_usage(results)]
+    found += [f"{each.name} failed: {each.failure}" for each in results.settings if each.failure is not None]
     if not any(each.kl for each in results.settings if each.name != FULL):
         found.append(
             "Nothing was rounded: the newest tokens, and windows, stay in full precision. A longer --context may "
@@ -82,7 +87,7 @@ def fidelity_report(results: FidelityResults, command: str) -> Report:
     settings = {
         **results.run.settings,
         "Text": results.text,
-        "Read": f"{_title(results)}, {results.chunk} tokens at once",
+        "Tokens at once": str(results.chunk),
     }
     return Report(
         title=f"Fidelity of caches for {results.run.model}",
@@ -131,20 +136,42 @@ def _cells(results: FidelityResults, measured: SettingFidelity) -> list[str]:
 
 
 def _verdict(results: FidelityResults) -> str:
+    """The answer in one sentence: the best cache within the budget; without one, the best within half the bytes."""
     budget, best = results.budget, results.recommended
+    if not budget.is_given:
+        return _best_in_half(results)
     limits = [
+        *([] if budget.max_bytes is None else [f"{limit_text(budget.max_bytes)} of memory"]),
         *([] if budget.max_kl is None else [f"a KL divergence of {budget.max_kl:g}"]),
         *([] if budget.max_perplexity_increase is None else [f"{budget.max_perplexity_increase:g} % more perplexity"]),
     ]
     if best is None:
         return f"No setting is within {' and '.join(limits)}: keep full precision, or allow more."
+    how = "The smallest is" if budget.max_bytes is None else "Least is lost with"
     within = ", ".join(each.name for each in results.settings if each.within)
-    if best.bytes_per_token is None:
-        return f"Within {' and '.join(limits)}: {within}. The bytes are not known."
-    return (
-        f"Within {' and '.join(limits)}: {within}. The smallest is {best.name}, with "
-        f"{readable_bytes(best.bytes_per_token)} a token, {best.of_full:.2f} of full precision."
+    return f"Within {' and '.join(limits)}: {within}. {how} {_described(best)}."
+
+
+def _best_in_half(results: FidelityResults) -> str:
+    half = FidelityBudget(max_bytes=Fraction(1, 2))
+    small = [
+        dataclasses.replace(each, within=True)
+        for each in results.settings
+        if each.failure is None and each.of_full is not None and each.of_full <= 0.5
+    ]
+    best = half.best_of(small)
+    if best is None:
+        return "No measured setting takes half the memory of full precision or less."
+    return f"In half the memory of full precision, least is lost with {_described(best)}."
+
+
+def _described(best: SettingFidelity) -> str:
+    size = (
+        "whose bytes are not known"
+        if best.bytes_per_token is None
+        else f"with {readable_bytes(best.bytes_per_token)} a token, {best.of_full:.2f} of full precision"
     )
+    return f"{best.name}, {size}; its KL is {best.kl:.2g}, and {best.agreement:.1%} of the top tokens are the same"
 
 
 def _usage(results: FidelityResults) -> list[str]:

@@ -1,5 +1,6 @@
 """The command `kvlayers plan`."""
 
+from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,7 +28,10 @@ def plan(
     context: Annotated[str, typer.Option(help="Tokens of a sequence, prompt and continuation: 32768 or 32k.")],
     batch: Annotated[int, typer.Option(help="Sequences in the batch, beams included.")] = 1,
     memory: Annotated[
-        str | None, typer.Option(help="Device memory for the cache, weights not included: 24GiB, 80GB.")
+        str | None,
+        typer.Option(
+            help="Device memory for the cache, weights not included: 24GiB, 80GB, or 50% of what full precision takes."
+        ),
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of the model; auto: that of its config.")] = Dtype.auto,
     encoder_length: Annotated[
@@ -49,15 +53,21 @@ def plan(
     from kvlayers.planning import plan as plan_caches
     from kvlayers.tools.cli.files import config_of
     from kvlayers.tools.cli.output import print_json, quiet_libraries
-    from kvlayers.utils.units import amount_of_bytes, tokens
+    from kvlayers.utils.units import bytes_or_share, tokens
 
     with one_line_errors("plan", OPTIONS), quiet_libraries():
         # Checked before the config, which may come from the hub.
         length = tokens(context, "--context")
-        budget = None if memory is None else amount_of_bytes(memory, "--memory")
+        limit = None if memory is None else bytes_or_share(memory, "--memory")
         encoded = None if encoder_length is None else tokens(encoder_length, "--encoder-length")
         planned = plan_caches(
-            config_of(model), length, batch, dtype.name_or_none, budget, names=name, encoder_length=encoded
+            config_of(model),
+            length,
+            batch,
+            dtype.name_or_none,
+            memory if isinstance(limit, Fraction) else limit,
+            names=name,
+            encoder_length=encoded,
         )
     if as_json:
         print_json(planned)
@@ -69,9 +79,9 @@ def _show(planned: "Plan") -> None:
     from rich.console import Console
 
     console = Console()
-    console.print(_table(planned))
     use, *others = planned.notes
     console.print(use, highlight=False, markup=False)
+    console.print(_table(planned))
     for note in others:
         console.print(note, style="yellow" if note.startswith("Careful") else "dim", highlight=False, markup=False)
     if planned.left_out:

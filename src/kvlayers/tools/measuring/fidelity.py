@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import transformers
@@ -64,30 +65,51 @@ class SettingFidelity:
 
 @dataclass(frozen=True)
 class FidelityBudget:
-    """How much worse predictions may be.
+    """How much worse predictions may be, and how much memory a cache may take.
 
     Attributes:
         max_kl: the greatest mean KL divergence, in nats a token; `None` for any.
         max_perplexity_increase: the greatest increase of perplexity, in percent; `None` for any.
+        max_bytes: the most bytes of a cache that holds a passage, or a share of the bytes in full precision (above 0, 1
+            at most); `None` for any.
     """
 
     max_kl: float | None = None
     max_perplexity_increase: float | None = None
+    max_bytes: int | Fraction | None = None
 
     def __post_init__(self) -> None:
-        for name, most in vars(self).items():
+        for name, most in (("max_kl", self.max_kl), ("max_perplexity_increase", self.max_perplexity_increase)):
             if most is not None and not 0 <= most < math.inf:
                 raise OptionError(f"`{name}` must be a finite number, at least 0, got {most}.")
+        if self.max_bytes is not None and self.max_bytes <= 0:
+            raise OptionError(f"`max_bytes` must be above 0, got {self.max_bytes}.")
 
     @property
     def is_given(self) -> bool:
         """Whether there is a limit."""
-        return self.max_kl is not None or self.max_perplexity_increase is not None
+        return not self.max_kl is self.max_perplexity_increase is self.max_bytes is None
 
-    def allows(self, kl: float, perplexity_increase: float) -> bool:
-        """Whether the figures are within the budget. NaN is not."""
+    def allows(self, kl: float, perplexity_increase: float, nbytes: int | None, full_nbytes: int) -> bool:
+        """Whether the figures are within the budget. NaN is not, and neither are unknown bytes if bytes are limited."""
         pairs = ((kl, self.max_kl), (perplexity_increase, self.max_perplexity_increase))
-        return all(most is None or figure <= most for figure, most in pairs)
+        if not all(most is None or figure <= most for figure, most in pairs):
+            return False
+        most = self.max_bytes * full_nbytes if isinstance(self.max_bytes, Fraction) else self.max_bytes
+        return most is None or (nbytes is not None and nbytes <= most)
+
+    def best_of(self, measured: Sequence[SettingFidelity]) -> SettingFidelity | None:
+        """The best cache within the budget, `None` if no cache is within it.
+
+        With a limit of bytes, it is the one with the least KL divergence. Otherwise it is the one with the fewest
+        bytes, and a cache whose bytes are not known counts as the largest.
+        """
+
+        def rank(each: SettingFidelity) -> tuple[float, float]:
+            nbytes = math.inf if each.nbytes is None else each.nbytes
+            return (nbytes, each.kl) if self.max_bytes is None else (each.kl, nbytes)
+
+        return min((each for each in measured if each.within), key=rank, default=None)
 
 
 def measure_fidelity(
@@ -130,19 +152,13 @@ def measure_fidelity(
             nbytes,
             None if nbytes is None else nbytes / tokens,
             None if nbytes is None else nbytes / full_nbytes,
-            **_figures(score, context, perplexity, None if name == FULL else budget),
+            **_figures(score, context, perplexity),
+            within=None
+            if name == FULL or not budget.is_given
+            else _is_within(budget, score, perplexity, nbytes, full_nbytes),
         )
         for (name, score), nbytes in zip(scores.items(), held.values(), strict=True)
     ]
-
-
-def smallest_within(measured: Sequence[SettingFidelity]) -> SettingFidelity | None:
-    """The cache within the budget that takes the fewest bytes, `None` if no cache is within it.
-
-    A cache whose bytes are not known counts as the largest.
-    """
-    within = [each for each in measured if each.within]
-    return min(within, key=lambda each: (math.inf if each.nbytes is None else each.nbytes, each.kl), default=None)
 
 
 def _ignoring_config(make: Callable[[], Any]) -> CacheMaker:
@@ -153,18 +169,29 @@ def _in_full(config: Any, length_hint: int) -> Any:
     return make_contender(KVLAYERS, "dynamic", config, length_hint).make()
 
 
-def _figures(score: Scores, context: int, perplexity: float, budget: FidelityBudget | None) -> dict[str, Any]:
+def _figures(score: Scores, context: int, perplexity: float) -> dict[str, Any]:
     figures = score.summary()
-    within = None if budget is None or not budget.is_given else False
     if "failure" in figures:
-        return {"failure": figures["failure"], "within": within}
-    increase = 100 * (figures["perplexity"] / perplexity - 1)
+        return {"failure": figures["failure"]}
     return {
         **{name: figures[name] for name in ("tokens", "kl", "kl_99", "perplexity", "agreement")},
         "kl_of_passages": tuple(figures["kl_of_passages"]),
-        "perplexity_increase": increase,
+        "perplexity_increase": _increase(figures, perplexity),
         "by_position": by_position(score.passages, context),
         "since_packing": since_packing(score.passages),
         "drift": drift(score.passages, context),
-        "within": within if within is None or budget is None else budget.allows(figures["kl"], increase),
     }
+
+
+def _is_within(
+    budget: FidelityBudget, score: Scores, perplexity: float, nbytes: int | None, full_nbytes: int
+) -> bool:
+    figures = score.summary()
+    if "failure" in figures:
+        return False
+    return budget.allows(figures["kl"], _increase(figures, perplexity), nbytes, full_nbytes)
+
+
+def _increase(figures: Mapping[str, Any], perplexity: float) -> float:
+    """The increase of perplexity, in percent."""
+    return 100 * float(figures["perplexity"] / perplexity - 1)

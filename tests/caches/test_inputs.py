@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers as tf
 
@@ -48,8 +49,10 @@ def test_a_model_stands_for_its_config(mistral: Any, kind: str) -> None:
     make = TAKE_A_CONFIG[kind]
     assert what_it_is(make(mistral)) == what_it_is(make(mistral.config))
     for wrong in ("mistral", torch.nn.Linear(1, 1), 5):
-        with pytest.raises(kvlayers.ConfigError, match="expected a model or its config .*pass the model itself"):
+        with pytest.raises(kvlayers.ConfigError, match="must be a model or its config .*pass the model itself"):
             make(wrong)
+    with pytest.raises(kvlayers.ConfigError, match="got a tokenizer: pass the model itself"):
+        make(tf.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel({}))))
 
 
 @pytest.mark.parametrize("kind", ARE_OF_OTHER_MODELS)

@@ -481,6 +481,13 @@ def test_a_loaded_cache_knows_its_tokens(path: pathlib.Path) -> None:
             kvlayers.generate(model, other, max_new_tokens=2, **given(loaded))
 
 
+def test_a_text_is_no_saved_cache(path: pathlib.Path) -> None:
+    path.write_text("# A page\n\nof text.")
+    for read in (inspect_cache, load_cache):
+        with pytest.raises(CacheFileError, match="is no saved cache: it does not begin as"):
+            read(path)
+
+
 @pytest.mark.parametrize("metadata", ["a text", {"a": 5}, {5: "a"}, [("a", "b")]])
 def test_metadata_are_texts(metadata: Any, path: pathlib.Path) -> None:
     _, cache = _filled("dynamic")
@@ -664,7 +671,7 @@ def test_a_layer_of_transformers_is_loaded_with_a_config(path: pathlib.Path) -> 
 # Another model's
 
 
-def test_another_models_file_is_refused_with_the_first_difference(path: pathlib.Path) -> None:
+def test_another_models_file_is_refused_with_what_differs(path: pathlib.Path) -> None:
     _, cache = _filled("dynamic")
     config = CONFIGS["llama"]()
     save_cache(cache, path, config=config)
@@ -676,14 +683,18 @@ def test_another_models_file_is_refused_with_the_first_difference(path: pathlib.
         return other
 
     rope = {"rope_type": "default", "rope_theta": 500000.0}
-    message = r"`config` has rope_parameters\.rope_theta 500000, but .* was made with 10000"
+    message = r"for another model, with rope_parameters\.rope_theta 10000 rather than 500000"
     with pytest.raises(ModelMismatchError, match=message):
         load_cache(path, config=changed(**versions.rope(**rope)))
     for fields in ({"hidden_size": 64}, {"rms_norm_eps": 1e-5}, {"dtype": "bfloat16"}, {"num_key_value_heads": 4}):
         with pytest.raises(ModelMismatchError, match=next(iter(fields))):
             load_cache(path, config=changed(**fields))
-    with pytest.raises(ModelMismatchError):
+    with pytest.raises(ModelMismatchError, match="another model, with model_type llama rather than qwen2 in"):
         load_cache(path, config=CONFIGS["qwen2"]())
+    # What tells models apart, rather than the dtype, which comes first by its name.
+    dimensions = "another model, with head_dim 8 rather than 16, num_hidden_layers 2 rather than 3 in"
+    with pytest.raises(ModelMismatchError, match=dimensions):
+        load_cache(path, config=changed(dtype="bfloat16", head_dim=16, num_hidden_layers=3))
     with pytest.raises(kvlayers.ConfigError):
         load_cache(path, config={})
     irrelevant = changed(attention_dropout=0.5, pad_token_id=3, use_cache=False, id2label={0: "a"})

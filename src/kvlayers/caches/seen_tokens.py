@@ -37,10 +37,9 @@ def check_is_new(cache: Counted, held: int, given: int) -> None:
         if interruption is not None:
             raise interruption
         raise StateMismatchError(
-            f"expected more than the {held} tokens that the cache has seen already, but saw {given}: pass the whole "
-            "sequence as input_ids or inputs_embeds, or the input_ids of new tokens alone with an attention_mask for "
-            "all (a cache with a window needs no cropped input); or crop() or reset() the cache to begin another "
-            "sequence."
+            f"The cache has seen {held} tokens, and a prompt of {given} has no new ones. Pass the whole text with the "
+            "new tokens at its end (or these alone, with an attention_mask for all), or crop() or reset() the cache "
+            "first."
         )
 
 

@@ -37,6 +37,9 @@ IRRELEVANT = frozenset((
 """Fields of a config that no state depends on. All other fields are compared, so a field of a new model counts from its
 first day. If it turns out to be irrelevant, the worst result is a refusal that names it."""
 
+DIMENSIONS = ("head_dim", "hidden_size", "model_type", "num_hidden_layers", "num_key_value_heads", "vocab_size")
+"""Fields by which people tell models apart."""
+
 _IRRELEVANT_ENDS = ("dropout", "dropout_prob", "drop_rate", "pdrop", "layerdrop")
 
 
@@ -96,16 +99,23 @@ def check_model(path: str, description: Description, config: object | None, weig
         own = model_fields(config, bool(description.cache.parts))
         same_version = description.versions.get("transformers") == INSTALLED
         if model.fields is not None:
-            for name, expected, seen in _differences(own, model.fields, same_version):
+            differences = list(_differences(own, model.fields, same_version))
+            if differences:
                 raise ModelMismatchError(
-                    f"`config` has {name} {expected}, but {path} was made with {seen}{made_by}: load it for the model "
-                    "that made it."
+                    f"{path} was saved for another model{made_by}, with {_listed(differences)} in `config`: load it "
+                    "for the model that made it."
                 )
     if weights_id is not None and weights_id != model.weights_id:
         raise ModelMismatchError(
             f"`weights_id` is {weights_id!r}, but {path} was made with the weights {model.weights_id!r}{made_by}: "
             f"{_what_to_do(weights_id, model.weights_id)}."
         )
+
+
+def _listed(differences: list[tuple[str, Any, Any]]) -> str:
+    """Some of the differences between two configs: the dimensions of the model if they differ, else the first ones."""
+    telling = [found for found in differences if found[0] in DIMENSIONS] or differences
+    return ", ".join(f"{name} {saved} rather than {own}" for name, own, saved in telling[:3])
 
 
 def _what_to_do(asked: str, saved: str | None) -> str:

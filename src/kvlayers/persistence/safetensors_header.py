@@ -17,6 +17,9 @@ from kvlayers.errors import CacheFileError, CachePathError, OptionError
 LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header, little-endian."""
 
+MOST_FILE_BYTES = 2**50
+"""More than any file has. The first bytes of a text are a larger number."""
+
 MAX_HEADER_BYTES = 4 * 2**20
 """Far more than any cache needs, and still quick to parse."""
 
@@ -168,6 +171,8 @@ def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
     length = int.from_bytes(start, "little")
     if len(start) < LENGTH_BYTES:
         refuse(path, f"at least {LENGTH_BYTES} bytes", str(file_bytes))
+    if length > MOST_FILE_BYTES:
+        raise CacheFileError(f"{path} is no saved cache: it does not begin as the files of save_cache() do.")
     if length > min(room, MAX_HEADER_BYTES):
         refuse(path, f"a header of at most {min(room, MAX_HEADER_BYTES)} bytes", f"one that claims {length}")
     content = parse_json(path, read(LENGTH_BYTES, LENGTH_BYTES + length), "the header")

@@ -43,9 +43,12 @@ def config_of(model_or_config: object) -> PretrainedConfig:
         getattr(model_or_config, "config", None) if isinstance(model_or_config, torch.nn.Module) else model_or_config
     )
     if not isinstance(found, PretrainedConfig):
+        from transformers import PreTrainedTokenizerBase
+
+        seen = "tokenizer" if isinstance(found, PreTrainedTokenizerBase) else type(model_or_config).__name__
         raise ConfigError(
-            f"expected a model or its config (a PreTrainedConfig), but saw a {type(model_or_config).__name__}: pass "
-            "the model itself, or model.config."
+            f"`config` must be a model or its config (a PreTrainedConfig), got a {seen}: pass the model itself, or "
+            "model.config."
         )
     return found
 

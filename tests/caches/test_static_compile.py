@@ -102,7 +102,7 @@ def decode(forward: Callable[..., Any], cache: StaticCache, inputs: Inputs, pref
             told = versions.positions(ids, cache)
             logits.append(run(ids, **given(cache), **told).logits[:, -1].clone())
             seen += ids.shape[1]
-            assert type(cache.get_seq_length()) is int
+            assert isinstance(cache.get_seq_length(), int)
             assert cache.get_seq_length() == seen
     return torch.stack(logits)
 

@@ -148,6 +148,9 @@ def _compare_rollback_and_fork(model: Any) -> None:
         return
     cache = kvlayers.DynamicCache(config=model.config)
     passed(cache, ids)
+    if kept_states(model) is not None:
+        # No cache can roll back what is in a module (recurrent_gemma, before its states were in a cache).
+        return
     if not any(layer.length for layer in cache.adapted_layers()):
         # The model takes a cache of this name and does not use it (xlnet, rwkv).
         return
@@ -157,7 +160,7 @@ def _compare_rollback_and_fork(model: Any) -> None:
     except kvlayers.KVLayersError:
         layers = cache.adapted_layers()
         holds_tokens_alone = not any(layer.is_upstream or layer.is_recurrent for layer in layers)
-        assert not holds_tokens_alone or kept_states(model) is not None
+        assert not holds_tokens_alone
     else:
         for place, pair in enumerate(zip(passed(cache, others), shorter, strict=True)):
             assert_close(*pair, f"token {place} behind a rollback")

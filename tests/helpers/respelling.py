@@ -24,6 +24,14 @@ class _Respelling(ast.NodeTransformer):
             node.attr = self.name
         return node
 
+    def visit_Dict(self, node: ast.Dict) -> ast.AST:
+        """Arguments by their names, as `torch.export` takes them."""
+        self.generic_visit(node)
+        for key in node.keys:
+            if isinstance(key, ast.Constant) and key.value == NEWEST:
+                key.value = self.name
+        return node
+
 
 def respelled(code: str) -> str:
     """Code for the installed transformers; the same code if this is a version that it was written for."""

@@ -56,6 +56,9 @@ def test_fewer_layers_than_a_config_lists_are_its_first_ones() -> None:
                 with pytest.raises(kvlayers.ConfigError):
                     kvlayers.DynamicCache(config=config)
                 continue
+            if not expected and not getattr(decoder, "num_kv_shared_layers", 0):
+                # Of a list, transformers 5.6 takes all but the last 0 entries: none (gemma4).
+                continue
             # Before 5.14, transformers makes layers that the model does not have.
             seen = windows(kvlayers.DynamicCache(config=config))
             assert seen == expected[:layers] or getattr(decoder, "num_kv_shared_layers", 0), model_type

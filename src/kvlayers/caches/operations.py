@@ -151,7 +151,9 @@ class LayerwiseOperations(DescribesItself, LayerList):
     def _lacks_recurrent_states(self) -> bool:
         """Whether a recurrent layer has seen nothing, while others have: the model may keep its states elsewhere."""
         layers = self.adapted_layers()
-        empty = any(layer.is_recurrent and not layer.attends and layer.length == 0 for layer in layers)
+        recurrent = [layer for layer in layers if layer.is_recurrent and not layer.attends]
+        # Layers of transformers do not count tokens.
+        empty = any(layer.length == 0 or layer.batch_size is None for layer in recurrent)
         return empty and self._token_count() > 0
 
     def _check_holds_states(self) -> None:

@@ -188,7 +188,7 @@ class BlockProducts {
                     round_to_quads<R>(weights.data(), magnitudes, column_groups, rows, units, quads.data())) {
                     accumulate_integers<R, QuadProducts>(
                         {units}, side->bits,
-                        {columns, of_rows, rows, (const int32_t*)quads.data(), totals.data()}, acc, acc_stride);
+                        {columns, of_rows, rows, (const int32_t*)quads.data(), totals.data(), R}, acc, acc_stride);
                     continue;
                 }
             }

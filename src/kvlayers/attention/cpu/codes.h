@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "../../utils/vectors.h"
 
@@ -145,38 +146,36 @@ struct Planes<FIRST, OTHERS...> {
 
     // Codes of N columns of a slot, those of `vector` among VECTORS that are read together. `from` is the byte of the first
     // column of them all in the narrowest plane, if the row began with it.
-    template <typename Rows, int N, int VECTORS, int SLOT, int PLANE = 0, int BELOW = 0>
-    static inline WordLanes<N> codes(const uint8_t* from, int vector, int64_t narrowest_bytes, int64_t row_bytes) {
+    template <typename Rows, int N, int VECTORS, int PLANE = 0, int BELOW = 0, typename Slot>
+    static inline WordLanes<N> codes(const uint8_t* from, int vector, int64_t narrowest_bytes, int64_t row_bytes,
+                                     Slot slot) {
         constexpr int OF_PLANE = ALL_WIDTHS[PLANE], RATIO = OF_PLANE / NARROWEST;
-        constexpr int LOWEST = SLOT / RATIO * OF_PLANE;
-        const uint8_t* of_plane = from + (BELOW / NARROWEST + SLOT % RATIO) * narrowest_bytes;
+        const uint8_t* of_plane = from + (BELOW / NARROWEST + slot % RATIO) * narrowest_bytes;
         WordLanes<N> words = Rows::template load<N, VECTORS>(of_plane, vector, row_bytes);
-        if constexpr (LOWEST > BELOW) words = words >> (LOWEST - BELOW);
-        if constexpr (LOWEST < BELOW) words = words << (BELOW - LOWEST);
-        if constexpr (OF_PLANE < 8) words &= (((1u << OF_PLANE) - 1) << BELOW) * Rows::IN_EACH;
+        words = moved<Rows, OF_PLANE, BELOW, RATIO>(words, slot);
         if constexpr (PLANE + 1 < WIDTH_COUNT)
-            words |= codes<Rows, N, VECTORS, SLOT, PLANE + 1, BELOW + OF_PLANE>(from, vector, narrowest_bytes, row_bytes);
+            words |= codes<Rows, N, VECTORS, PLANE + 1, BELOW + OF_PLANE>(from, vector, narrowest_bytes, row_bytes, slot);
         return words;
     }
 
-    // As `codes`, if the narrowest plane has N / 2 bytes: the N columns are those of two slots, 2 * SLOT and the next.
-    template <typename Rows, int N, int SLOT, int PLANE = 0, int BELOW = 0>
-    static inline WordLanes<N> codes_of_two(const uint8_t* from, int64_t row_bytes) {
+    // As `codes`, if the narrowest plane has N / 2 bytes: the N columns are those of two slots, 2 * slot and the next.
+    template <typename Rows, int N, int PLANE = 0, int BELOW = 0, typename Slot>
+    static inline WordLanes<N> codes_of_two(const uint8_t* from, int64_t row_bytes, Slot slot) {
         constexpr int OF_PLANE = ALL_WIDTHS[PLANE], RATIO = OF_PLANE / NARROWEST;
-        constexpr int LOWEST = 2 * SLOT / RATIO * OF_PLANE;
         constexpr uint32_t MASK = ((1u << OF_PLANE) - 1) * Rows::IN_EACH;
-        const uint8_t* of_plane = from + (BELOW / NARROWEST + 2 * SLOT % RATIO) * (N / 2);
+        const uint32_t lowest_of_first = 2 * slot / RATIO * OF_PLANE;
+        const uint8_t* of_plane = from + (BELOW / NARROWEST + 2 * slot % RATIO) * (N / 2);
         WordLanes<N> words;
         if constexpr (RATIO == 1) {
             WordLanes<N> lowest;
-            for (int lane = 0; lane < N; ++lane) lowest[lane] = LOWEST + lane / (N / 2) * OF_PLANE;
+            for (int lane = 0; lane < N; ++lane) lowest[lane] = lowest_of_first + lane / (N / 2) * OF_PLANE;
             words = Rows::template load_twice<N>(of_plane, row_bytes) >> lowest & MASK;
         } else {
-            words = Rows::template load<N, 1>(of_plane, 0, row_bytes) >> LOWEST & MASK;
+            words = Rows::template load<N, 1>(of_plane, 0, row_bytes) >> lowest_of_first & MASK;
         }
         words = words << BELOW;
         if constexpr (PLANE + 1 < WIDTH_COUNT)
-            words |= codes_of_two<Rows, N, SLOT, PLANE + 1, BELOW + OF_PLANE>(from, row_bytes);
+            words |= codes_of_two<Rows, N, PLANE + 1, BELOW + OF_PLANE>(from, row_bytes, slot);
         return words;
     }
 
@@ -192,6 +191,24 @@ struct Planes<FIRST, OTHERS...> {
         }
         return code;
     }
+
+ private:
+    // The bits of a slot's codes that are in words of a plane, at their place in a code.
+    template <typename Rows, int OF_PLANE, int BELOW, int RATIO, int SLOT, typename Words>
+    static inline Words moved(Words words, std::integral_constant<int, SLOT>) {
+        constexpr int LOWEST = SLOT / RATIO * OF_PLANE;
+        if constexpr (LOWEST > BELOW) words = words >> (LOWEST - BELOW);
+        if constexpr (LOWEST < BELOW) words = words << (BELOW - LOWEST);
+        if constexpr (OF_PLANE < 8) words &= (((1u << OF_PLANE) - 1) << BELOW) * Rows::IN_EACH;
+        return words;
+    }
+
+    template <typename Rows, int OF_PLANE, int BELOW, int RATIO, typename Words>
+    static inline Words moved(Words words, int slot) {
+        if constexpr (OF_PLANE < 8) words = words >> uint32_t(slot / RATIO * OF_PLANE);
+        if constexpr (OF_PLANE < 8) words &= ((1u << OF_PLANE) - 1) * Rows::IN_EACH;
+        return words << BELOW;
+    }
 };
 
 // A layout whose slots are two slots of another one, which are too narrow for registers.
@@ -201,9 +218,9 @@ struct Folded {
 
     static int64_t slot_columns(int64_t narrowest_bytes) { return 2 * narrowest_bytes; }
 
-    template <typename Rows, int N, int, int SLOT>
-    static inline WordLanes<N> codes(const uint8_t* from, int, int64_t, int64_t row_bytes) {
-        return Layout::template codes_of_two<Rows, N, SLOT>(from, row_bytes);
+    template <typename Rows, int N, int, typename Slot>
+    static inline WordLanes<N> codes(const uint8_t* from, int, int64_t, int64_t row_bytes, Slot slot) {
+        return Layout::template codes_of_two<Rows, N>(from, row_bytes, slot);
     }
 };
 
@@ -226,6 +243,8 @@ struct Float8 {
         return (FloatLanes<N>)((Ints)scaled | (is_nan & 0x7fc00000));
     }
 };
+
+constexpr float WHOLE_NUMBERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // Levels of a codebook, looked up in registers: two of 8 floats, or one of 16.
 struct Codebook {

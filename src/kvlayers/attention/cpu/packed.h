@@ -110,16 +110,27 @@ struct CodeRows {
     const Columns& columns;
     const uint8_t* codes;
     int64_t count;
-    const typename Products::Weight* weights;  // [groups of columns][R][PARTS][weights of ROWS_OF_WEIGHTS]
-    const float* totals;  // [groups of columns][R], of weighted zeros
+    const typename Products::Weight* weights;  // [groups of columns][weight_rows][PARTS][weights of ROWS_OF_WEIGHTS]
+    const float* totals;  // [groups of columns][weight_rows], of weighted zeros
+    int64_t weight_rows;
 };
 
+// The slot at DISTANCE from another one: a constant after a constant.
+template <int DISTANCE, int SLOT>
+constexpr std::integral_constant<int, SLOT + DISTANCE> slot_after(std::integral_constant<int, SLOT>) {
+    return {};
+}
+template <int DISTANCE>
+constexpr int slot_after(int slot) {
+    return slot + DISTANCE;
+}
+
 // acc[i][column] += totals[group of column][i] + sum over rows of weights[group of column][i][row] * value[row][column], for
-// i < R, in VECTORS vectors of bytes from `offset` and COUNT slots from FIRST, all in one group. Lanes before `first_lane`
-// were counted already.
-template <typename Layout, int R, int N, int VECTORS, int FIRST, typename Products, int... SLOTS>
+// i < R, in VECTORS vectors of bytes from `offset` and as many slots as SLOTS from `first`, all in one group. Lanes before
+// `first_lane` were counted already.
+template <typename Layout, int R, int N, int VECTORS, typename First, typename Products, int... SLOTS>
 __attribute__((noinline)) void accumulate_slots(const Products& products, const CodeRows<Products>& of, int64_t offset,
-                                                int64_t first_lane, float* acc, int64_t acc_stride,
+                                                int64_t first_lane, float* acc, int64_t acc_stride, First first,
                                                 std::integer_sequence<int, SLOTS...>) {
     constexpr int COUNT = sizeof...(SLOTS), PARTS = Products::PARTS;
     constexpr int64_t STRIDE = ROWS_OF_WEIGHTS / Products::ROWS_OF_WEIGHT;
@@ -127,7 +138,7 @@ __attribute__((noinline)) void accumulate_slots(const Products& products, const 
     typedef typename Products::template Lanes<N> Lanes;
     const Columns& columns = of.columns;
     const int64_t slot_columns = Layout::slot_columns(columns.narrowest_bytes);
-    const int64_t weight_row = columns.group(FIRST * slot_columns + offset) * R;
+    const int64_t weight_row = columns.group(first * slot_columns + offset) * of.weight_rows;
     const typename Products::Weight* weights = of.weights + weight_row * PARTS * STRIDE;
     const uint8_t* from = of.codes + offset;
     Lanes sums[R][VECTORS][COUNT][PARTS] = {};
@@ -136,8 +147,8 @@ __attribute__((noinline)) void accumulate_slots(const Products& products, const 
         Rows::prefetch_ahead(from, columns.row_bytes);
 #pragma GCC unroll 8
         for (int vector = 0; vector < VECTORS; ++vector) {
-            const Lanes lanes[COUNT] = {products.template lanes<N>(Layout::template codes<Rows, N, VECTORS, FIRST + SLOTS>(
-                from, vector, columns.narrowest_bytes, columns.row_bytes))...};
+            const Lanes lanes[COUNT] = {products.template lanes<N>(Layout::template codes<Rows, N, VECTORS>(
+                from, vector, columns.narrowest_bytes, columns.row_bytes, slot_after<SLOTS>(first)))...};
 #pragma GCC unroll 8
             for (int i = 0; i < R; ++i)
 #pragma GCC unroll 8
@@ -157,7 +168,7 @@ __attribute__((noinline)) void accumulate_slots(const Products& products, const 
             for (int vector = 0; vector < VECTORS; ++vector) {
                 const FloatLanes<N> floats =
                     products.template floats<N>(sums[i][vector][slot], i) + of.totals[weight_row + i];
-                float* to = acc + i * acc_stride + (FIRST + slot) * slot_columns + offset + vector * N;
+                float* to = acc + i * acc_stride + (first + slot) * slot_columns + offset + vector * N;
                 if (first_lane == 0) {
                     const FloatLanes<N> total = load<FloatLanes<N>>(to) + floats;
                     std::memcpy(to, &total, sizeof(total));
@@ -167,15 +178,26 @@ __attribute__((noinline)) void accumulate_slots(const Products& products, const 
             }
 }
 
-// As `accumulate_slots`, for all slots, SLOTS at once.
-template <typename Layout, int R, int N, int VECTORS, int SLOTS, int FIRST = 0, typename Products>
+// The largest power of two that is not above a number.
+constexpr int power_of_two_within(int number) {
+    int power = 1;
+    while (2 * power <= number) power *= 2;
+    return power;
+}
+
+// As `accumulate_slots`, for all slots, SLOTS at once. If these are not all, one function serves any of them: it takes the
+// place of several, which would take long to compile, for an instruction more at each vector.
+template <typename Layout, int R, int N, int VECTORS, int SLOTS, typename Products>
 inline void accumulate_vectors(const Products& products, const CodeRows<Products>& of, int64_t offset,
                                int64_t first_lane, float* acc, int64_t acc_stride) {
-    constexpr int COUNT = std::min(Layout::SLOTS - FIRST, SLOTS);
-    accumulate_slots<Layout, R, N, VECTORS, FIRST>(products, of, offset, first_lane, acc, acc_stride,
-                                                   std::make_integer_sequence<int, COUNT>{});
-    if constexpr (FIRST + COUNT < Layout::SLOTS)
-        accumulate_vectors<Layout, R, N, VECTORS, SLOTS, FIRST + COUNT>(products, of, offset, first_lane, acc, acc_stride);
+    constexpr int COUNT = power_of_two_within(std::min(Layout::SLOTS, SLOTS));
+    constexpr auto TOGETHER = std::make_integer_sequence<int, COUNT>{};
+    if constexpr (COUNT == Layout::SLOTS)
+        accumulate_slots<Layout, R, N, VECTORS>(products, of, offset, first_lane, acc, acc_stride,
+                                                std::integral_constant<int, 0>{}, TOGETHER);
+    else
+        for (int first = 0; first < Layout::SLOTS; first += COUNT)
+            accumulate_slots<Layout, R, N, VECTORS>(products, of, offset, first_lane, acc, acc_stride, first, TOGETHER);
 }
 
 // As `accumulate_slots`, for all columns, in so many slots at once that sums stay in registers: at most MOST_SLOTS. Rows
@@ -212,12 +234,12 @@ inline void accumulate_narrow(const Meaning& meaning, const CodeRows<FloatProduc
                               int64_t acc_stride) {
     const Columns& columns = of.columns;
     for (int64_t column = 0; column < columns.count; ++column)
-        for (int i = 0; i < R; ++i) acc[i * acc_stride + column] += of.totals[columns.group(column) * R + i];
+        for (int i = 0; i < R; ++i) acc[i * acc_stride + column] += of.totals[columns.group(column) * of.weight_rows + i];
     for (int64_t row = 0; row < of.count; ++row)
         for (int64_t column = 0; column < columns.count; ++column) {
             const uint32_t code = Layout::code(of.codes + row * columns.row_bytes, column, columns.narrowest_bytes);
             const float value = meaning.template values<8>(WordLanes<8>{} + code)[0];
-            const float* weights = of.weights + columns.group(column) * R * ROWS_OF_WEIGHTS;
+            const float* weights = of.weights + columns.group(column) * of.weight_rows * ROWS_OF_WEIGHTS;
             for (int i = 0; i < R; ++i) acc[i * acc_stride + column] += weights[i * ROWS_OF_WEIGHTS + row] * value;
         }
 }
@@ -232,17 +254,31 @@ void accumulate_layout(const Products& products, const CodeRows<Products>& of, f
 #endif
     if constexpr (Products::PARTS == 1) {
         if (of.columns.narrowest_bytes < 8) return accumulate_narrow<Layout, R>(products.meaning, of, acc, acc_stride);
-        accumulate_groups<Layout, R, 8>(products, of, acc, acc_stride);
+        if constexpr (WIDTH == 8)
+            accumulate_groups<Layout, R, 8>(products, of, acc, acc_stride);
+        else
+            // Rows that fill no register are rare, and compiling takes long: one function serves all numbers of rows.
+            for (int i = 0; i < R; ++i)
+                accumulate_groups<Layout, 1, 8>(
+                    products, {of.columns, of.codes, of.count, of.weights + i * ROWS_OF_WEIGHTS, of.totals + i, of.weight_rows},
+                    acc + i * acc_stride, acc_stride);
     }
 }
 
 template <int R, typename Products>
-void accumulate_integers(const Products& products, int64_t bits, const CodeRows<Products>& of, float* acc,
+void accumulate_few_bits(const Products& products, int64_t bits, const CodeRows<Products>& of, float* acc,
                          int64_t acc_stride) {
     switch (bits) {
         case 1: return accumulate_layout<Planes<1>, R>(products, of, acc, acc_stride);
         case 2: return accumulate_layout<Planes<2>, R>(products, of, acc, acc_stride);
         case 3: return accumulate_layout<Planes<2, 1>, R>(products, of, acc, acc_stride);
+    }
+}
+
+template <int R, typename Products>
+void accumulate_many_bits(const Products& products, int64_t bits, const CodeRows<Products>& of, float* acc,
+                          int64_t acc_stride) {
+    switch (bits) {
         case 4: return accumulate_layout<Planes<4>, R>(products, of, acc, acc_stride);
         case 5: return accumulate_layout<Planes<4, 1>, R>(products, of, acc, acc_stride);
         case 6: return accumulate_layout<Planes<4, 2>, R>(products, of, acc, acc_stride);
@@ -250,15 +286,11 @@ void accumulate_integers(const Products& products, int64_t bits, const CodeRows<
     }
 }
 
-template <int R>
-void accumulate_levels(const FloatProducts<Codebook>& products, int64_t bits,
-                       const CodeRows<FloatProducts<Codebook>>& of, float* acc, int64_t acc_stride) {
-    switch (bits) {
-        case 1: return accumulate_layout<Planes<1>, R>(products, of, acc, acc_stride);
-        case 2: return accumulate_layout<Planes<2>, R>(products, of, acc, acc_stride);
-        case 3: return accumulate_layout<Planes<2, 1>, R>(products, of, acc, acc_stride);
-        case 4: return accumulate_layout<Planes<4>, R>(products, of, acc, acc_stride);
-    }
+template <int R, typename Products>
+void accumulate_integers(const Products& products, int64_t bits, const CodeRows<Products>& of, float* acc,
+                         int64_t acc_stride) {
+    if (bits < 4) return accumulate_few_bits<R>(products, bits, of, acc, acc_stride);
+    accumulate_many_bits<R>(products, bits, of, acc, acc_stride);
 }
 
 // As `accumulate_slots`, with float weights.
@@ -266,12 +298,20 @@ template <int R>
 void accumulate_floats(const Side& side, const Columns& columns, const uint8_t* codes, int64_t count, const float* weights,
                        const float* totals, float* acc, int64_t acc_stride) {
     if (side.floating)
-        return accumulate_layout<Planes<8>, R, FloatProducts<Float8>>({}, {columns, codes, count, weights, totals}, acc,
+        return accumulate_layout<Planes<8>, R, FloatProducts<Float8>>({}, {columns, codes, count, weights, totals, R}, acc,
                                                                       acc_stride);
-    if (side.levels)
-        return accumulate_levels<R>({Codebook(side.levels, side.bits)}, side.bits, {columns, codes, count, weights, totals},
-                                    acc, acc_stride);
-    accumulate_integers<R, FloatProducts<Integer>>({}, side.bits, {columns, codes, count, weights, totals}, acc, acc_stride);
+    // A look-up in a register of 16 floats takes about as long as a conversion, so it serves rare integers as well.
+    if (side.levels || (WIDTH == 16 && side.bits < 4)) {
+        const FloatProducts<Codebook> products = {Codebook(side.levels ? side.levels : WHOLE_NUMBERS, side.bits)};
+        const CodeRows<FloatProducts<Codebook>> of = {columns, codes, count, weights, totals, R};
+        if (side.bits == 4) return accumulate_layout<Planes<4>, R>(products, of, acc, acc_stride);
+        return accumulate_few_bits<R>(products, side.bits, of, acc, acc_stride);
+    }
+    const FloatProducts<Integer> products = {};
+    const CodeRows<FloatProducts<Integer>> of = {columns, codes, count, weights, totals, R};
+    if constexpr (WIDTH == 8)
+        if (side.bits < 4) return accumulate_few_bits<R>(products, side.bits, of, acc, acc_stride);
+    accumulate_many_bits<R>(products, side.bits, of, acc, acc_stride);
 }
 
 // Whether columns that are read together always share a group, whatever the width of codes.

@@ -95,6 +95,8 @@ class StoredCaches:
         cache = registry.cache_for(self._name, request)
         if not isinstance(cache, Cache) or not cache.layers:
             raise IneligibleError(f"the cache '{self._name}' is a {type(cache).__name__}, which is not one of kvlayers")
+        if not any(layer.attends or layer.counts_columns for layer in cache.adapted_layers()):
+            raise IneligibleError(f"no layer of {cache!r} counts its tokens in this version of transformers")
         return cache
 
     def cache_of(self, hit: Hit) -> Cache:

@@ -160,6 +160,8 @@ class TransformersLayer(LayerOperations):
     @property
     @override
     def capacity(self) -> int | None:
+        if not self.attends:
+            return None
         most = calls.max_length(self.layer)
         return None if most < 0 else most
 

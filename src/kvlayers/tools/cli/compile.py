@@ -8,7 +8,7 @@ from kvlayers.tools.cli.exit_codes import CHECK_FAILED, one_line_errors
 
 
 def compile_command() -> None:
-    """Compile the kernels for this CPU now, so that no script waits for them. It takes about a minute, once.
+    """Compile the kernels for this CPU now, so that no script waits for them. It takes about half a minute, once.
 
     Nothing is compiled if the kernels are in the wheel, or were compiled before. Exits with 1 if the compiler fails.
     """

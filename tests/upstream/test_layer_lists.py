@@ -17,7 +17,7 @@ import kvlayers
 import versions
 from families import FAMILIES, HOLDS_ITS_OWN_CACHE, generated
 from kvlayers.rope.from_config import rotaries
-from kvlayers.upstream import model_types
+from kvlayers.upstream import model_layers, model_types
 from kvlayers.upstream.model_layers import layer_specs
 from models import CONFIGS, fresh_model, prompt
 
@@ -119,9 +119,14 @@ def test_models_with_lists_of_other_lengths_generate_as_with_transformers(family
             expected = tokens_or_error(model, inputs, kind)
             with kvlayers.installed():
                 seen = tokens_or_error(model, inputs, kind)
-            if isinstance(expected, torch.Tensor):
+            if isinstance(expected, torch.Tensor) and not lacks_static_layer(seen):
                 assert isinstance(seen, torch.Tensor), seen
                 assert torch.equal(seen, expected), (name, kind)
+
+
+def lacks_static_layer(seen: object) -> bool:
+    """Whether a cache was refused because this version has no static layer with an indexer (deepseek_v32, to 5.12)."""
+    return isinstance(seen, kvlayers.ConfigError) and f"saw '{model_layers.INDEXED}'" in str(seen)
 
 
 def tokens_or_error(model: Any, inputs: dict[str, torch.Tensor], kind: str | None) -> torch.Tensor | Exception:
@@ -153,6 +158,8 @@ def test_the_first_layers_of_a_model_generate_as_with_transformers(family: str) 
             for name in (kind, "int8") if kind is None else (kind,):
                 # The sequences are so short that all of their tokens are in full precision.
                 seen = tokens_or_error(model, inputs, name)
+                if lacks_static_layer(seen):
+                    continue
                 assert isinstance(seen, torch.Tensor), seen
                 assert torch.equal(seen, expected), name
 

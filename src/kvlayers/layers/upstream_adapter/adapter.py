@@ -342,7 +342,13 @@ class TransformersLayer(LayerOperations):
         self.check_select(indices.shape[0])
         if self.is_empty:
             return
+        rows = self.batch_size
         self.layer.reorder_cache(indices)
+        # What a class of a model keeps by name, beside keys and values, is not known to `reorder_cache` (deepseek_v4).
+        for named in [states for states in vars(self.layer).values() if isinstance(states, dict)]:
+            for name, states in named.items():
+                if isinstance(states, Tensor) and states.dim() and states.shape[0] == rows:
+                    named[name] = states.index_select(0, indices.to(states.device))
         if "batch_size" in vars(self.layer):
             self.layer.batch_size = indices.shape[0]
 

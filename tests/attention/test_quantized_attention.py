@@ -954,10 +954,12 @@ def test_attention_allocates_no_tensor_as_large_as_the_held_states(
     if not with_kernel:
         monkeypatch.setattr(kernel, "library", lambda: None)
     dense_keys = KV_HEADS * LONG * KEY_DIM * 4
+    # Of a cache that is as many times longer than this one.
+    monkeypatch.setattr(reference, "CPU_CODES_AT_ONCE", KV_HEADS * LONG * KEY_DIM // 4)
     for tokens in (1, 40, 200):
         sizes = created_by(long_layer.fork(), tokens)
         # The largest are scores: as many as blocks.py says at once, for each kv head, or those of one block.
-        at_once = KV_HEADS * max(reference.CPU_SCORES_AT_ONCE, 2 * tokens * 64) * 4
+        at_once = 4 * max(KV_HEADS * max(reference.CPU_SCORES_AT_ONCE, 2 * tokens * 64), reference.CPU_CODES_AT_ONCE)
         codes_that_moved = LONG * STATE_BYTES // 3
         assert max(sizes) <= max(at_once, codes_that_moved) < dense_keys
 

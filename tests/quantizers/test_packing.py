@@ -92,6 +92,12 @@ def test_a_packed_side_gives_the_states_of_its_groups(code_format: CodeFormat, s
         assert dequantized.dtype == torch.float32
         # Bit for bit: both are one product and one sum in float32.
         assert torch.equal(dequantized, states_of(groups, code_format))
+        if packed.row_group == 1:
+            by_block = torch.unflatten(dequantized.double(), 2, (3, BLOCK_TOKENS))
+            rows = by_block.transpose(3, 4) if side == "keys" else by_block
+            factors = torch.randn(2, 3, 3, 5, packed.rows)
+            # Sums of up to 96 products, of codes up to 255, in float32.
+            torch.testing.assert_close(packed.products(factors).double(), factors.double() @ rows, rtol=1e-4, atol=1e-2)
         block_bytes = codes.shape[3] + parameters.shape[3] * parameters.element_size()
         assert side_bytes(code_format, side, head_dim, BLOCK_TOKENS, dtype.itemsize) == block_bytes
 

@@ -71,14 +71,49 @@ class PackedSide:
         """Number of blocks."""
         return self.codes.shape[2]
 
+    def _numbers(self) -> Tensor:
+        """What the codes stand for before their scales, float32 `[batch, kv_heads, blocks, rows, columns]`."""
+        packed, bits = torch.unflatten(self.codes, -1, (self.rows, self.row_bytes)), self.format.bits
+        is_whole = not (self.format.floating or self.format.levels) and 8 % bits == 0
+        if not is_whole or self.row_bytes * 8 != self.columns * bits:
+            return numbers_of(unpack(packed, bits, self.columns), self.format)
+        # Without the copies of `unpack`: this is most of the time of a step without a kernel.
+        numbers = packed.new_empty((*packed.shape[:-1], self.columns), dtype=torch.float32)
+        for slot, to in enumerate(numbers.split(self.row_bytes, dim=-1)):
+            codes = packed >> slot * bits if slot else packed
+            to.copy_(codes.bitwise_and_((1 << bits) - 1) if slot else codes & ((1 << bits) - 1))
+        return numbers
+
+    def _parameters(self) -> Tensor:
+        """Scales, and zeros, float32 `[batch, kv_heads, blocks, parameters, groups of rows, groups of columns]`."""
+        grid = (self.format.parameters, self.rows // self.row_group, self.columns // self.column_group)
+        return torch.unflatten(self.parameters.float(), -1, grid)
+
+    def products(self, factors: Tensor) -> Tensor:
+        """Factors times the states of each block, whose scales are folded into the factors: `row_group` must be 1.
+
+        Args:
+            factors: float32 `[batch, kv_heads, blocks, n, rows]`.
+
+        Returns:
+            float32 `[batch, kv_heads, blocks, n, columns]`.
+        """
+        numbers, parameters = self._numbers().flatten(0, 2), self._parameters().flatten(0, 2)
+        given, size = factors.flatten(0, 2), self.column_group
+        parts = []
+        for group in range(self.columns // size):
+            scale, *zero = parameters[:, :, :, group].unbind(1)
+            of_group = numbers if size == self.columns else numbers[:, :, group * size : (group + 1) * size]
+            part = torch.bmm(given * scale[:, None], of_group)
+            parts.append(part + torch.bmm(given, zero[0][:, :, None]) if zero else part)
+        products = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return torch.unflatten(products, 0, factors.shape[:3])
+
     def dequantized(self) -> Tensor:
         """The states, float32 `[batch, kv_heads, blocks * block_tokens, head_dim]`, rotated if they were packed so."""
-        packed = torch.unflatten(self.codes, -1, (self.rows, self.row_bytes))
-        codes = unpack(packed, self.format.bits, self.columns)
-        grid = (self.format.parameters, self.rows // self.row_group, self.columns // self.column_group)
-        parameters = torch.unflatten(self.parameters.float(), -1, grid)
+        parameters = self._parameters()
         # Groups get dimensions of their own, so that scale and zero are broadcast rather than repeated in memory.
-        groups = torch.unflatten(numbers_of(codes, self.format), -1, (-1, self.column_group))
+        groups = torch.unflatten(self._numbers(), -1, (-1, self.column_group))
         groups = torch.unflatten(groups, -3, (-1, self.row_group))
         states = groups * parameters[:, :, :, 0, :, None, :, None]
         if self.format.has_zero:

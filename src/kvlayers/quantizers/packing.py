@@ -51,12 +51,13 @@ def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
     if bits == 8:
         return packed
     padded = padded_columns(columns, bits)
-    codes = torch.zeros((), dtype=torch.uint8, device=packed.device)
+    codes = None
     start = shift = 0
     for width in PLANES[bits]:
         plane = packed[..., start : start + padded * width // 8]
         slots = [(plane >> (slot * width)) & ((1 << width) - 1) for slot in range(8 // width)]
-        codes = codes | (torch.cat(slots, dim=-1) << shift)
+        of_plane = torch.cat(slots, dim=-1)
+        codes = of_plane if codes is None else codes | (of_plane << shift)
         start += padded * width // 8
         shift += width
-    return codes[..., :columns]
+    return codes[..., :columns]  # type: ignore[index]

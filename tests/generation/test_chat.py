@@ -34,7 +34,8 @@ TRIMMED = (
 FORGETFUL = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['role'] == 'assistant' %}{{ message['content'][-4:] }}{% else %}{{ message['content'] }}{% endif %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% if think %}hm\n{% endif %}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if think %}hm\n{% endif %}{% endif %}"
 )
 """As of models that reason: earlier answers are shortened, so turns do not begin with what was generated."""
 

@@ -475,9 +475,9 @@ def test_a_loaded_cache_knows_its_tokens(path: pathlib.Path) -> None:
     save_cache(cache, path, token_ids=ids)
     for length in (None, 50):
         loaded = load_cache(path, length=length)
+        other = torch.cat([ids, ids[:, -1:]], dim=1)
+        other[0, 7] = (other[0, 7] + 1) % 97
         with pytest.warns(kvlayers.PromptMismatchWarning, match="token 7 of sequence 0"):
-            other = torch.cat([ids, ids[:, -1:]], dim=1)
-            other[0, 7] = (other[0, 7] + 1) % 97
             kvlayers.generate(model, other, max_new_tokens=2, **given(loaded))
 
 

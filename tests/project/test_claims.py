@@ -77,6 +77,15 @@ def test_the_readme_has_the_recorded_table(claimed: Any, record: Any) -> None:
     assert page == due, "README.md lacks the recorded table: run benchmarks/claims.py --write"
 
 
+def test_the_page_of_figures_has_the_recorded_steps(claimed: Any, record: Any) -> None:
+    page = claimed.BENCHMARKS.read_text()
+    due = claimed.with_steps(page, record)
+    if os.environ.get("KVLAYERS_WRITE_DOCS"):
+        claimed.BENCHMARKS.write_text(due)
+        page = due
+    assert page == due, "docs/benchmarks.md lacks the recorded steps: run benchmarks/claims.py --write"
+
+
 def test_the_page_for_choosing_has_the_recorded_tables(claimed: Any, record: Any) -> None:
     page = claimed.CHOOSING.read_text()
     due = claimed.with_tables(page, record)

@@ -217,10 +217,10 @@ def test_a_token_is_a_tie_where_its_logit_is_no_further_off_than_the_dtype_round
     trials = [decoding.Trial(1.0, [1.0, 1.0], 0, torch.tensor([tokens])) for tokens in ([2, 3, 2], [2, 3, 4])]
     tied, other = (decoding.ContenderResult(contenders.Contender("", "", object), [trial]) for trial in trials)
     for row in (tied, other):
-        decoding._compare(row, logits, torch.bfloat16)
+        decoding._compare(row, logits, torch.bfloat16, row.trials)
     assert (tied.other_tokens, tied.ties, tied.same_tokens) == (1, 1, True)
     assert (other.other_tokens, other.ties, other.same_tokens) == (2, 1, False)
-    decoding._compare(tied, logits, torch.float32)
+    decoding._compare(tied, logits, torch.float32, tied.trials)
     assert not tied.same_tokens
 
 

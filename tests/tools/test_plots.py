@@ -43,16 +43,6 @@ def picture(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_page_has_the_figures_that_are_recorded() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     results = recorded("decode-2026-11-21.json")["results"]
-    caches = (
-        "transformers.DynamicCache",
-        "transformers.StaticCache",
-        "preallocated to length",
-        "kvlayers.DynamicCache",
-    )
-    for length, measured in results["decode"]["random"].items():
-        if length != "model":
-            steps = [f"{measured[cache]['median'] * 1e3:.1f} ms" for cache in caches]
-            assert f"| {int(length):,} | {' | '.join(steps)} |" in page
     for cache, measured in results["sliding"].items():
         library, _, kind = cache.partition(".")
         medians = [f"{seconds * 1e3:.1f}" for seconds in measured["medians"].values()]
@@ -98,6 +88,14 @@ def test_every_recorded_result_is_drawn_on_the_page(plots: Any, tmp_path: pathli
 
 def test_a_plot_shows_the_medians_and_says_where_they_are_from(plots: Any) -> None:
     found = recorded("decode-2026-11-21.json")
+    medians_by_length = {"128": (0.02, 0.03), "1024": (0.04, 0.05)}
+    found["results"]["decode"]["random"] = {
+        length: {
+            name: {"median": median, "median_range": [median, median]}
+            for name, median in zip(("one", "another"), medians, strict=True)
+        }
+        for length, medians in medians_by_length.items()
+    } | {"model": "a model"}
     (axes,) = plots.step_plot(found).axes
     shown = {bars.get_label(): list(bars.lines[0].get_ydata()) for bars in axes.containers}
     measured = found["results"]["decode"]["random"]
@@ -132,39 +130,36 @@ def test_what_is_recorded_lacks_the_single_times_alone(record: Any) -> None:
 
 
 @versions.benchmarks_of_transformers
-def test_the_picture_of_the_readme_is_drawn_from_the_record(
-    picture: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    found = json.loads(picture.recorded_path().read_text())
-    measured = found["results"]["picture"]
-    steps, bytes_held = picture.picture(found).axes
-    for axes, key, scale in ((steps, "median", 1e3), (bytes_held, "held", 1e-6)):
+def test_the_picture_of_the_readme_is_drawn_from_the_record_of_its_table(picture: Any, tmp_path: pathlib.Path) -> None:
+    claimed = picture.claimed
+    found = claimed.read_record(claimed.recorded_path())["step"]
+    steps, held = picture.picture(found).axes
+    for axes, column in ((steps, claimed.MILLISECONDS), (held, claimed.MEGABYTES)):
         shown = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
-        for name, (label, _) in picture.CACHES.items():
-            assert shown[label] == [measured[length][name][key] * scale for length in sorted(measured, key=int)]
-    monkeypatch.setattr(picture, "PICTURE", tmp_path / "readme.svg")
-    assert picture.main(["--from-recorded"]) == 0
+        for row, (label, _) in picture.CACHES.items():
+            assert shown[label] == [
+                found["cells"][claimed.length_row(row, tokens)][column] for tokens in claimed.LENGTHS
+            ]
+    picture.draw(found, tmp_path / "readme.svg")
     drawn = (tmp_path / "readme.svg").read_text()
     assert "prefers-color-scheme:dark" in drawn
-    for line in picture.provenance(found).splitlines():
+    for line in picture.provenance(found["at"]).splitlines():
         assert line in drawn
-        assert line in (PLOTS / "readme.svg").read_text(), "run benchmarks/readme_picture.py --from-recorded"
+        assert line in (PLOTS / "readme.svg").read_text(), "run benchmarks/claims.py --write"
 
 
 @versions.benchmarks_of_transformers
-def test_a_stopped_measurement_of_the_picture_continues(
-    picture: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    output = tmp_path / "results" / "readme.json"
-    monkeypatch.setattr(picture, "LENGTHS", (64,))
-    monkeypatch.setattr(picture, "Shape", lambda: picture.QUICK_SHAPE)
-    arguments = ["--steps", "2", "--trials", "1", "--output", str(output)]
-    assert picture.main(arguments) == 0
-    first = json.loads(output.read_text())
-    monkeypatch.setattr(picture, "LENGTHS", (64, 128))
-    assert picture.main(arguments) == 0
-    second = json.loads(output.read_text())["results"]["picture"]
-    assert list(second) == ["64", "128"]
-    assert second["64"] == first["results"]["picture"]["64"]
-    with pytest.raises(SystemExit):
-        picture.main(["--quick", "--record"])
+def test_table_and_picture_say_the_same(picture: Any) -> None:
+    """At the greatest length, the ratio in the table is that of the times in the picture, and so are the bytes."""
+    claimed = picture.claimed
+    cells = claimed.read_record(claimed.recorded_path())["step"]["cells"]
+    base = cells[claimed.length_row(claimed.TRANSFORMERS, claimed.LENGTHS[-1])]
+    for row in (claimed.DYNAMIC, claimed.INT4):
+        drawn = cells[claimed.length_row(row, claimed.LENGTHS[-1])]
+        assert drawn[claimed.TIMES_AS_FAST] == cells[row][claimed.TIMES_AS_FAST]
+        # The median of ratios beside the ratio of medians.
+        ratio = base[claimed.MILLISECONDS] / drawn[claimed.MILLISECONDS]
+        assert ratio == pytest.approx(drawn[claimed.TIMES_AS_FAST], rel=0.1)
+        assert drawn[claimed.MEGABYTES] / base[claimed.MEGABYTES] == pytest.approx(
+            cells[row][claimed.OF_DENSE], rel=0.02
+        )

@@ -149,7 +149,9 @@ def test_the_first_layers_of_a_model_generate_as_with_transformers(family: str) 
     except Exception as error:
         pytest.skip(f"transformers has no such model of {family}: {error}")
     if not any(layer.attends for layer in kvlayers.DynamicCache(config=config).adapted_layers()):
-        pytest.skip(f"no layer of the first ones of {family} attends; older transformers count in one that is not there")
+        pytest.skip(
+            f"no layer of the first ones of {family} attends; older transformers count in one that is not there"
+        )
     ids = prompt(2, 12)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     for kind in (None, "static"):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from typing_extensions import override
 
 from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.gathered_segment import GatheredSegment
@@ -223,12 +224,15 @@ class FloatPiece(_Piece):
     values: Tensor
 
     @property
+    @override
     def tokens(self) -> int:
         return self.keys.shape[2]
 
+    @override
     def scores(self, query: Tensor) -> Tensor:
         return query @ self.keys.transpose(2, 3)
 
+    @override
     def combine(self, weights: Tensor) -> Tensor:
         return weights @ self.values
 
@@ -240,14 +244,17 @@ class CodePiece(_Piece):
     segment: PackedSegment
 
     @property
+    @override
     def tokens(self) -> int:
         return self.segment.tokens
 
+    @override
     def scores(self, query: Tensor) -> Tensor:
         keys = self.segment.keys
         by_block = query.unsqueeze(2).expand(-1, -1, keys.blocks, -1, -1)
         return keys.products(by_block).transpose(2, 3).flatten(3)[..., self.segment.first :]
 
+    @override
     def combine(self, weights: Tensor) -> Tensor:
         values = self.segment.values
         if self.segment.first:

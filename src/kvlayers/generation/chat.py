@@ -79,7 +79,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._template_kwargs = dict(chat_template_kwargs or {})
         self._store = prefix_store
-        self._store_options = {"prefix_store": prefix_store, "namespace": namespace} if prefix_store is not None else {}
+        self._namespace = namespace
         self._name = cache if isinstance(cache, str) else None
         self._cache = self._checked_cache(cache)
         self._seen: list[int] = []
@@ -99,7 +99,9 @@ class Chat:
         if not isinstance(cache, Cache):
             made = make_cache(cache or "dynamic", self._model, batch_size=1, device=self._model.device)
             if not isinstance(made, Cache):
-                raise OptionError(f"`cache` must be the name of a cache of kvlayers, but '{cache}' is transformers' own.")
+                raise OptionError(
+                    f"`cache` must be the name of a cache of kvlayers, but '{cache}' is transformers' own."
+                )
             return made
         if cache.get_seq_length() or cache.is_pair:
             raise OptionError(
@@ -135,9 +137,7 @@ class Chat:
         ids = self._prompt_ids([*self.messages, asked])
         output = self._generate(ids, options)
         answer_ids = output.sequences[0, len(ids) :]
-        answer: str = self._tokenizer.decode(
-            answer_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        answer: str = self._tokenizer.decode(answer_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self.messages += [asked, {"role": "assistant", "content": answer}]
         self.prompt_tokens = len(ids)
         return answer
@@ -159,16 +159,18 @@ class Chat:
                 f"`num_return_sequences` must be 1, got {config.num_return_sequences}: fork() the chat for each answer."
             )
         if self._cache is None:
-            named = {} if self._name is None else {"cache_implementation": self._name}
-            output = generate(self._model, prompt, **options, **named, **self._store_options)
+            if self._name is not None:
+                options["cache_implementation"] = self._name
+            output = generate(self._model, prompt, prefix_store=self._store, namespace=self._namespace, **options)
             self.cached_tokens = output.cached_tokens[0]
             return output
-        held = self._roll_back(self._common_length(ids))
+        held = _rolled_back(self._cache, self._common_length(ids, self._cache.get_seq_length()))
         self._seen = ids
+        options[name_in_generate(self._model)] = self._cache
         try:
-            output = generate(self._model, prompt, **options, **{name_in_generate(self._model): self._cache})
+            output = generate(self._model, prompt, **options)
         except BaseException:
-            self._roll_back(held)
+            _rolled_back(self._cache, held)
             raise
         self.cached_tokens = held
         self._seen = output.sequences[0].tolist()
@@ -177,22 +179,11 @@ class Chat:
             self._cache.reset()
         return output
 
-    def _common_length(self, ids: list[int]) -> int:
-        """With how many of the cache's tokens a prompt begins. At least one token is left, for the model to compute."""
-        held = min(self._cache.get_seq_length(), len(ids) - 1)
-        pairs = enumerate(zip(self._seen[:held], ids, strict=False))
-        return next((place for place, (seen, new) in pairs if seen != new), held)
-
-    def _roll_back(self, length: int) -> int:
-        """Roll the cache back to `length` tokens, or as far as it must go, and return how many it has then."""
-        cache = self._cache
-        try:
-            if cache.get_seq_length() != length:
-                cache.truncate(length)
-        except KVLayersError:
-            # Tokens before a window are gone.
-            cache.reset()
-        return cache.get_seq_length()
+    def _common_length(self, ids: list[int], held: int) -> int:
+        """With how many of the held tokens a prompt begins. At least one token is left, for the model to compute."""
+        most = min(held, len(ids) - 1)
+        pairs = enumerate(zip(self._seen[:most], ids, strict=False))
+        return next((place for place, (seen, new) in pairs if seen != new), most)
 
     def fork(self) -> "Chat":
         """A second chat that goes on from here. What both hold is held once; see `Cache.fork`."""
@@ -223,14 +214,10 @@ class Chat:
         except (TypeError, ValueError) as error:
             raise OptionError(f"`messages` must be texts, numbers, lists and dicts to be saved: {error}.") from error
         ids = torch.tensor([self._seen]) if self._cache.get_seq_length() else None
-        save_cache(
-            self._cache, path, token_ids=ids, config=self._model, weights_id=weights_id, metadata={_SAVED: chat}
-        )
+        save_cache(self._cache, path, token_ids=ids, config=self._model, weights_id=weights_id, metadata={_SAVED: chat})
 
     @classmethod
-    def load(
-        cls, path: str | os.PathLike[str], model: Any, tokenizer: Any, *, weights_id: str | None = None
-    ) -> "Chat":
+    def load(cls, path: str | os.PathLike[str], model: Any, tokenizer: Any, *, weights_id: str | None = None) -> "Chat":
         """Go on with a conversation that `save` wrote.
 
         Args:
@@ -255,6 +242,17 @@ class Chat:
     def __repr__(self) -> str:
         states = repr(self._store if self._cache is None else self._cache)
         return f"Chat({len(self.messages)} messages, {states})"
+
+
+def _rolled_back(cache: Cache, length: int) -> int:
+    """Roll a cache back to `length` tokens, or as far as it must go, and return how many it has then."""
+    try:
+        if cache.get_seq_length() != length:
+            cache.truncate(length)
+    except KVLayersError:
+        # Tokens before a window are gone.
+        cache.reset()
+    return cache.get_seq_length()
 
 
 def _checked(message: object) -> Message:

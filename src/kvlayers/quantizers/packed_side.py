@@ -79,7 +79,7 @@ class PackedSide:
             return numbers_of(unpack(packed, bits, self.columns), self.format)
         # Without the copies of `unpack`: this is most of the time of a step without a kernel.
         numbers = packed.new_empty((*packed.shape[:-1], self.columns), dtype=torch.float32)
-        for slot, to in enumerate(numbers.split(self.row_bytes, dim=-1)):
+        for slot, to in enumerate(torch.split(numbers, self.row_bytes, dim=-1)):
             codes = packed >> slot * bits if slot else packed
             to.copy_(codes.bitwise_and_((1 << bits) - 1) if slot else codes & ((1 << bits) - 1))
         return numbers

@@ -9,7 +9,7 @@ LIBRARIES = {"attention": kernel.LIBRARY, "packing": pack.LIBRARY}
 
 
 def compile_kernels() -> dict[str, Path]:
-    """Compile the kernels for this CPU, unless they are in the wheel or were compiled before. It takes about half a minute.
+    """Compile the kernels for this CPU, unless they are in the wheel or were compiled before: about half a minute.
 
     Of several processes, one compiles, and the others wait for it.
 

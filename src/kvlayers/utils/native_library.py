@@ -27,7 +27,7 @@ CHOICES = ("background", "wait", "never")
 BACKGROUND_NICENESS = 10
 
 ANNOUNCEMENTS = {
-    "background": "kvlayers compiles its kernel for %s on this CPU, once, in the background. It takes about half a minute. "
+    "background": "kvlayers compiles its kernel for %s on this CPU, once, in the background: about half a minute. "
     "Until then steps are slower than they will be. `kvlayers compile` does it ahead of time.",
     "wait": "kvlayers compiles its kernel for %s on this CPU, once, and waits for it. It takes about half a minute.",
 }

@@ -26,6 +26,9 @@ from kvlayers.tools.names import KVLAYERS, TRANSFORMERS
 LIBRARIES = (TRANSFORMERS, KVLAYERS)
 SAMPLES = 8
 TOKENS_OF_SAMPLES = 16
+PROMPT_OF_SAMPLES = 1024
+"""Tokens: transformers reads them once for each sample, which would take minutes at 4k."""
+
 QUESTION = "\n\nWhat is this text about? It is about"
 NEXT = (
     "Next: `kvlayers bench` and `kvlayers fidelity` measure your own model, `kvlayers plan` shows how many bytes each "
@@ -57,7 +60,7 @@ def run_demo(
         text.check_length(loaded.model.config, ids.shape[1] + 2 * tokens + question.shape[1])
         _stream(console, loaded, ids, prompt, context, tokens)
         results = _compare(console, loaded, ids, tokens, trials)
-        samples = _sample(console, loaded.model, ids, min(tokens, TOKENS_OF_SAMPLES))
+        samples = _sample(console, loaded.model, ids[:, -PROMPT_OF_SAMPLES:], min(tokens, TOKENS_OF_SAMPLES))
         answers, is_other = _second_turn(console, loaded.model, ids, question, min(tokens, TOKENS_OF_SAMPLES))
         console.print(report.summary(results, samples, answers), style="bold", highlight=False)
         console.print(NEXT, highlight=False)
@@ -105,10 +108,16 @@ def _compare(console: Console, loaded: LoadedModel, ids: Tensor, tokens: int, tr
     console.print(report.table_of_caches(results))
     console.print(
         f"Prompt: the forward pass over {ids.shape[1]} tokens. Step: the forward pass over one more token, median of "
-        f"{tokens - 1}{f', of {trials} trials' if trials > 1 else ''}. Held: bytes that the cache keeps alive. KL: "
-        "mean KL divergence of the predictions from DynamicCache's, in nats.",
+        f"{tokens - 1}{f', of {trials} trials' if trials > 1 else ''}, and half of the range of the middle ones; the "
+        "caches take turns. Held: bytes that the cache keeps alive. KL: mean KL divergence of the predictions from "
+        "DynamicCache's, in nats.",
         highlight=False,
     )
+    if report.is_noisy(results):
+        console.print(
+            "The machine is busy: the same step takes very different times, so compare the caches on a quiet one.",
+            style="yellow",
+        )
     if any(result.ties for result in results if result.same_tokens):
         console.print(
             "Tied: two tokens are equally likely within the precision of the dtype, and attention that sums in another "
@@ -125,7 +134,7 @@ def _sample(console: Console, model: Any, ids: Tensor, tokens: int) -> tuple[Sam
             begin(f"{SAMPLES} samples of the prompt, {library}")
             found.append(sample(model, ids, tokens, SAMPLES, with_kvlayers=library == KVLAYERS))
     alone, shared = found
-    console.print(report.table_of_samples(alone, shared))
+    console.print(report.table_of_samples(alone, shared, ids.shape[1]))
     if not torch.equal(alone.sequences, shared.sequences):
         reason = (
             "Both use one seed. Sums in another order can change a draw between two tokens of nearly equal probability."

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import KVLayersError
-from kvlayers.tools.measuring.contenders import Contender, exact_names, is_installed, make_contender
-from kvlayers.tools.measuring.decoding import ContenderResult, measure, warm_up
+from kvlayers.tools.measuring.contenders import Contender, exact_names, make_contender
+from kvlayers.tools.measuring.decoding import ContenderResult, measure_in_rounds, warm_up
 from kvlayers.tools.names import KVLAYERS, TRANSFORMERS
 
-ROUNDED_OR_EVICTING = ("int8", "int4", "int2", "sink")
+ROUNDED_OR_EVICTING = ("int8", "int4", "sink")
 
 
 def demo_contenders(model: Any, length: int) -> list[Contender]:
@@ -21,13 +21,9 @@ def demo_contenders(model: Any, length: int) -> list[Contender]:
         model: a causal language model.
         length: the most tokens that a cache will hold.
     """
-    transformers_names = ["dynamic", "static", *(["quanto"] if is_installed("quanto") else [])]
     names = [*exact_names(model.config), *ROUNDED_OR_EVICTING]
     kvlayers_contenders = [make_contender(KVLAYERS, name, model, length) for name in names]
-    return [
-        *(make_contender(TRANSFORMERS, name, model, length) for name in transformers_names),
-        *filter(_is_supported, kvlayers_contenders),
-    ]
+    return [make_contender(TRANSFORMERS, "dynamic", model, length), *filter(_is_supported, kvlayers_contenders)]
 
 
 def compare(
@@ -38,7 +34,7 @@ def compare(
     contenders: list[Contender],
     on_run: Callable[[Contender, int], None],
 ) -> list[ContenderResult]:
-    """Time every cache on the same prompt and the same continuation; see `measuring.decoding.measure`.
+    """Time every cache on the same prompt and the same continuation; see `measure_in_rounds`.
 
     Args:
         model: a causal language model.
@@ -49,7 +45,7 @@ def compare(
         on_run: called before each run, with the cache and the index of the trial.
     """
     warm_up(model, ids, contenders)
-    return measure(model, ids, tokens - 1, trials, contenders, on_run)
+    return measure_in_rounds(model, ids, tokens - 1, trials, contenders, on_run)
 
 
 def _is_supported(contender: Contender) -> bool:

@@ -1,5 +1,6 @@
 """Finds, exports and loads the model that a command runs."""
 
+import functools
 import importlib.util
 import io
 import json
@@ -121,7 +122,7 @@ def export_bundled_model(target: Path, report: ProgressReport = no_report) -> Pa
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
         try:
-            with _reporting_bars(report):
+            with _reporting_bars(report), _reading_gguf_once():
                 _export(source, partial, report)
             partial.rename(target)
         finally:
@@ -131,6 +132,19 @@ def export_bundled_model(target: Path, report: ProgressReport = no_report) -> Pa
         if not (target / "config.json").is_file():
             raise ModelError(f"The demo model cannot be written to {target} ({_first_line(error)}).") from error
     return target
+
+
+@contextmanager
+def _reading_gguf_once() -> Iterator[None]:
+    """Keep what transformers would read from a GGUF file three times, or look up for each tensor: half of the time."""
+    gguf = importlib.import_module("gguf")
+    names = ("GGUFReader", "get_tensor_name_map")
+    before = {name: vars(gguf)[name] for name in names}
+    vars(gguf).update({name: functools.cache(found) for name, found in before.items()})
+    try:
+        yield
+    finally:
+        vars(gguf).update(before)
 
 
 def _export(source: Path, target: Path, report: ProgressReport) -> None:

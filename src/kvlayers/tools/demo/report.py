@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -20,6 +21,9 @@ from kvlayers.utils.units import readable_bytes
 
 LEAST_GAIN = 1.1
 """The least speedup that the summary mentions, since a smaller one may be noise."""
+
+NOISY_SPREAD = 0.25
+"""Half of the range of the middle steps, as a fraction of the median, from which times cannot be told apart."""
 
 
 class ConsoleStreamer(TextStreamer):  # type: ignore[misc]
@@ -63,7 +67,8 @@ def runs_bar(console: Console, runs: int) -> Iterator[Callable[[Contender, int],
 
 def table_of_caches(results: Sequence[ContenderResult]) -> Table:
     """A table with a row for each cache."""
-    table = Table("Library", "Cache", "Predictions")
+    # Without borders, so that no cell is folded on a console of 80 columns.
+    table = Table("Library", "Cache", "Predictions", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in ("Prompt", "Step", "Held"):
         table.add_column(column, justify="right")
     for result in results:
@@ -72,13 +77,18 @@ def table_of_caches(results: Sequence[ContenderResult]) -> Table:
             if result.failure
             else (
                 f"{result.prefill_seconds:.2f} s",
-                f"{result.step_seconds * 1000:.1f} ms",
+                f"{result.step_seconds * 1000:.1f} ms ±{result.step_spread:.0%}",
                 readable_bytes(result.nbytes),
             )
         )
         style = "bold" if result.contender.library == KVLAYERS else None
         table.add_row(*result.contender.key, verdict(result, result is results[0]), *figures, style=style)
     return table
+
+
+def is_noisy(results: Sequence[ContenderResult]) -> bool:
+    """Whether the steps of a cache took so different times that a comparison says nothing."""
+    return any(result.failure is None and result.step_spread > NOISY_SPREAD for result in results)
 
 
 def verdict(result: ContenderResult, is_reference: bool) -> str:
@@ -95,11 +105,11 @@ def verdict(result: ContenderResult, is_reference: bool) -> str:
     return f"[green]same tokens[/green]{f', {result.ties} tied' if result.ties else ''}"
 
 
-def table_of_samples(alone: Samples, shared: Samples) -> Table:
+def table_of_samples(alone: Samples, shared: Samples, prompt_tokens: int) -> Table:
     """A table of samples of one prompt, by transformers and by kvlayers."""
     count = alone.sequences.shape[0]
     same = int((alone.sequences == shared.sequences).all(1).sum())
-    table = Table(f"{count} samples of the prompt", "Same samples")
+    table = Table(f"{count} samples of {prompt_tokens:,} tokens", "Same samples")
     for column in ("Whole call", "Held"):
         table.add_column(column, justify="right")
     table.add_row("transformers", "reference", f"{alone.seconds:.1f} s", readable_bytes(alone.nbytes))
@@ -153,7 +163,7 @@ def summary(
     int4 = next((result for result in results if result.contender.cache == "int4" and not result.failure), None)
     if int4 is not None and int4.nbytes < reference.nbytes:
         speed = reference.step_seconds / int4.step_seconds
-        faster = f" and decodes {speed:.1f} times as fast" if speed >= LEAST_GAIN else ""
+        faster = f" and decodes {speed:.1f} times as fast" if speed >= LEAST_GAIN and not is_noisy(results) else ""
         parts.append(f"int4 holds {int4.nbytes / reference.nbytes:.0%} of the bytes of DynamicCache{faster}")
     if samples is not None and samples[0].seconds / samples[1].seconds >= LEAST_GAIN:
         count, gain = samples[0].sequences.shape[0], samples[0].seconds / samples[1].seconds

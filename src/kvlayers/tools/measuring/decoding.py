@@ -3,7 +3,8 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,8 +166,74 @@ def measure(
             if result.failure is None:
                 _attempt(model, sequence, result)
     for result in results:
-        _compare(result, logits, model.dtype)
+        _compare(result, logits, model.dtype, result.trials)
     return results
+
+
+def measure_in_rounds(
+    model: Any,
+    prompt: Tensor,
+    steps: int,
+    trials: int,
+    contenders: Sequence[Contender],
+    on_run: Callable[[Contender, int], None],
+) -> list[ContenderResult]:
+    """As `measure`, with all caches alive at once: they take turns after each step, so that a busy minute slows all.
+
+    The reference decodes greedily, and the other caches are fed its tokens.
+    """
+    results = [ContenderResult(contender) for contender in contenders]
+    for trial in range(trials):
+        if not _in_rounds(model, prompt.to(model.device), steps, results, trial, on_run):
+            return results[:1]
+    return results
+
+
+def _in_rounds(
+    model: Any,
+    prompt: Tensor,
+    steps: int,
+    results: Sequence[ContenderResult],
+    trial: int,
+    on_run: Callable[[Contender, int], None],
+) -> bool:
+    """One trial of every cache. False if the reference, which is the first one, has failed."""
+    runs: dict[int, _Run] = {}
+    for place, result in enumerate(results):
+        on_run(result.contender, trial)
+        if result.failure is None:
+            with _failing_alone(result), quiet_clock():
+                run = _Run(model, result.contender)
+                run.prefill(prompt)
+                runs[place] = run
+        if not runs:
+            return False
+    for step in range(steps):
+        ids = runs[0].newest.argmax(-1)[:, None]
+        for place, result in there_and_back(list(enumerate(results)), step):
+            if result.failure is None:
+                with _failing_alone(result), quiet_clock():
+                    runs[place].step(ids)
+        if results[0].failure is not None:
+            return False
+    logits = torch.stack(runs[0].logits)
+    if logits.isnan().any():
+        results[0].failure = "The model's logits are not numbers: check its weights."
+        return False
+    for place, result in enumerate(results):
+        if result.failure is None:
+            result.trials.append(runs.pop(place).trial(logits if place else None))
+            _compare(result, logits, model.dtype, result.trials[-1:])
+    return True
+
+
+@contextmanager
+def _failing_alone(result: ContenderResult) -> Iterator[None]:
+    """An error is that of one cache, and the others go on."""
+    try:
+        yield
+    except Exception as error:
+        result.failure = _first_line(error)
 
 
 def warm_up(model: Any, prompt: Tensor, contenders: Sequence[Contender]) -> None:
@@ -186,18 +253,48 @@ def _attempt(model: Any, sequence: Continuation, result: ContenderResult) -> Non
     gc.collect()
 
 
+class _Run:
+    """A prompt and its steps through one cache.
+
+    Attributes:
+        logits: `[batch, vocab]` on the host, after the prompt and after each step.
+        newest: the last of them, on the model's device.
+    """
+
+    def __init__(self, model: Any, contender: Contender) -> None:
+        self.logits: list[Tensor] = []
+        self._model = model
+        self._decoder = _Decoder(model, contender.make())
+        self._prefill_seconds = 0.0
+        self._step_seconds: list[float] = []
+
+    def prefill(self, prompt: Tensor) -> None:
+        """Read the prompt, `[batch, tokens]`."""
+        self._prefill_seconds = self._pass(prompt, **model_types.newest_logits_only(self._model))
+
+    def step(self, ids: Tensor) -> None:
+        """Take a step with tokens `[batch, 1]`."""
+        self._step_seconds.append(self._pass(ids))
+
+    def _pass(self, ids: Tensor, **options: int) -> float:
+        seconds, self.newest = self._decoder.timed(ids, **options)
+        self.logits.append(self.newest.cpu())
+        return seconds
+
+    def trial(self, expected: Tensor | None) -> Trial:
+        """What was timed, beside the reference's logits."""
+        predicted = torch.stack([newest.argmax(-1) for newest in self.logits], 1)
+        kl = 0.0 if expected is None else _mean_divergence(expected, self.logits)
+        return Trial(self._prefill_seconds, self._step_seconds, cache_nbytes(self._decoder.cache), predicted, kl)
+
+
 def _run(model: Any, sequence: Continuation, contender: Contender) -> Trial:
-    decoder = _Decoder(model, contender.make())
+    run = _Run(model, contender)
     with quiet_clock():
-        prefill_seconds, newest = decoder.timed(sequence.prompt, **model_types.newest_logits_only(model))
-        logits, step_seconds = [newest.cpu()], []
+        run.prefill(sequence.prompt)
         for step in range(sequence.tokens.shape[1]):
-            seconds, newest = decoder.timed(sequence.tokens[:, step : step + 1])
-            step_seconds.append(seconds)
-            logits.append(newest.cpu())
-    predicted = torch.stack([newest.argmax(-1) for newest in logits], 1)
-    kl = 0.0 if sequence.expected is None else _mean_divergence(sequence.expected, logits)
-    return Trial(prefill_seconds, step_seconds, cache_nbytes(decoder.cache), predicted, kl)
+            run.step(sequence.tokens[:, step : step + 1])
+    return run.trial(sequence.expected)
 
 
 def _mean_divergence(expected: Tensor, seen: Sequence[Tensor]) -> float:
@@ -250,10 +347,10 @@ class _Decoder:
             torch.accelerator.synchronize()
 
 
-def _compare(result: ContenderResult, logits: Tensor, dtype: torch.dtype) -> None:
-    """Count the predictions that differ from the reference's `logits` `[steps + 1, batch, vocab]`."""
+def _compare(result: ContenderResult, logits: Tensor, dtype: torch.dtype, trials: Sequence[Trial]) -> None:
+    """Count the predictions of trials that differ from the reference's `logits` `[steps + 1, batch, vocab]`."""
     expected = logits.argmax(-1).T
-    for trial in result.trials:
+    for trial in trials:
         for index, step in (trial.predicted != expected).nonzero().tolist():
             result.other_tokens += 1
             wanted, seen = int(expected[index, step]), int(trial.predicted[index, step])

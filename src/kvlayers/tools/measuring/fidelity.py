@@ -183,9 +183,7 @@ def _figures(score: Scores, context: int, perplexity: float) -> dict[str, Any]:
     }
 
 
-def _is_within(
-    budget: FidelityBudget, score: Scores, perplexity: float, nbytes: int | None, full_nbytes: int
-) -> bool:
+def _is_within(budget: FidelityBudget, score: Scores, perplexity: float, nbytes: int | None, full_nbytes: int) -> bool:
     figures = score.summary()
     if "failure" in figures:
         return False

@@ -1,6 +1,28 @@
-"""A drop-in key-value cache library for Hugging Face transformers.
+"""Key-value caches for Hugging Face transformers: faster, smaller, shared, under the same names.
 
-Importing it changes nothing in transformers; `install()` does, and `uninstall()` takes it back.
+Pass a cache to `generate()`, or to a model in a decode loop of your own::
+
+    cache = kvlayers.QuantizedCache(config=model.config, nbits=4)
+    model.generate(**inputs, cache=cache)
+
+Or ask for one by name, and let kvlayers make it::
+
+    with kvlayers.installed():
+        model.generate(**inputs, cache_implementation="int4")
+
+Where to look:
+
+* caches: `DynamicCache`, `StaticCache`, `QuantizedCache`, `OffloadedCache`, `SinkCache`, `EvictingCache`,
+  `EncoderDecoderCache`. Each can be cropped, forked, saved, reordered and offloaded; see `help(kvlayers.DynamicCache)`.
+* names for `cache_implementation`: `cache_names()`, `make_cache()`, `register()`.
+* chats and common beginnings: `Chat`, `PrefixStore`, `generate()`.
+* files: `save_cache()`, `load_cache()`, `inspect_cache()`.
+* what a cache costs, and which one fits: `plan()`, `calibrate()`; on the command line also `kvlayers fidelity`.
+* too little memory: `resilient_generate()`.
+* new kinds of caches: `CacheLayer`, `TokenStore`, `EvictionRule`, `register_layer()`.
+* errors: all are `KVLayersError`.
+
+Importing kvlayers changes nothing in transformers. `install()` does, and `uninstall()` takes it back.
 """
 
 import importlib

@@ -185,7 +185,7 @@ def test_a_model_with_states_of_its_own() -> None:
 
 @pytest.mark.parametrize("model", ["llama", None])
 def test_what_is_no_model(model: object) -> None:
-    with pytest.raises(ConfigError, match="expected a model"):
+    with pytest.raises(ConfigError, match="must be a model or its config"):
         kvlayers.score(model, **GOOD)
     with pytest.raises(ConfigError, match="`model` must be a model, got its config"):
         kvlayers.score(tiny_model("llama").config, **GOOD)

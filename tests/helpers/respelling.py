@@ -27,9 +27,10 @@ class _Respelling(ast.NodeTransformer):
     def visit_Dict(self, node: ast.Dict) -> ast.AST:
         """Arguments by their names, as `torch.export` takes them."""
         self.generic_visit(node)
-        for key in node.keys:
-            if isinstance(key, ast.Constant) and key.value == NEWEST:
-                key.value = self.name
+        keys = [key for key in node.keys if isinstance(key, ast.Constant)]
+        if any(key.value == "input_ids" for key in keys):
+            for key in keys:
+                key.value = self.name if key.value == NEWEST else key.value
         return node
 
 

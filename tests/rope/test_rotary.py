@@ -558,7 +558,7 @@ def test_code_from_elsewhere_is_unknown_whatever_its_name(kind: Any) -> None:
 
 
 def test_what_is_no_config_is_named() -> None:
-    with pytest.raises(kvlayers.ConfigError, match="its config .* saw a dict"):
+    with pytest.raises(kvlayers.ConfigError, match="its config .* got a dict"):
         rotaries({})
 
 

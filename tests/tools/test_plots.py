@@ -92,7 +92,7 @@ def test_a_plot_shows_the_medians_and_says_where_they_are_from(plots: Any) -> No
     found["results"]["decode"]["random"] = {
         length: {
             name: {"median": median, "median_range": [median, median]}
-            for name, median in zip(("one", "another"), medians, strict=True)
+            for name, median in zip(("transformers.DynamicCache", "kvlayers.DynamicCache"), medians, strict=True)
         }
         for length, medians in medians_by_length.items()
     } | {"model": "a model"}

@@ -198,12 +198,12 @@ def _in_rounds(
     on_run: Callable[[Contender, int], None],
 ) -> bool:
     """One trial of every cache. False if the reference, which is the first one, has failed."""
-    runs: dict[int, _Run] = {}
+    runs: dict[int, _TimedRun] = {}
     for place, result in enumerate(results):
         on_run(result.contender, trial)
         if result.failure is None:
             with _failing_alone(result), quiet_clock():
-                run = _Run(model, result.contender)
+                run = _TimedRun(model, result.contender)
                 run.prefill(prompt)
                 runs[place] = run
         if not runs:
@@ -253,7 +253,7 @@ def _attempt(model: Any, sequence: Continuation, result: ContenderResult) -> Non
     gc.collect()
 
 
-class _Run:
+class _TimedRun:
     """A prompt and its steps through one cache.
 
     Attributes:
@@ -289,7 +289,7 @@ class _Run:
 
 
 def _run(model: Any, sequence: Continuation, contender: Contender) -> Trial:
-    run = _Run(model, contender)
+    run = _TimedRun(model, contender)
     with quiet_clock():
         run.prefill(sequence.prompt)
         for step in range(sequence.tokens.shape[1]):

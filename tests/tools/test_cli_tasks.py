@@ -329,7 +329,7 @@ def test_usual_lengths_of_tasks_are_those_that_the_model_has_positions_for() -> 
         (["--tasks", "echo", "--budget", "101"], "`--budget` must be percentage points from 0 to 100, got 101"),
         (["--tasks", "echo", "--bits", "lots"], "`--bits` must be bits, such as 4.*got 'lots'"),
         (["--tasks", "echo", "--bits", ""], "`--bits` must be bits"),
-        (["--tasks", "echo", "--name", "dynamik"], "`--name` must be .*got 'dynamik': did you mean dynamic"),
+        (["--tasks", "echo", "--name", "dynamik"], "`--name` must be .*got 'dynamik'. Did you mean dynamic"),
         (["--tasks", "echo", "--name", "no_module:made"], "`--name` must be a callable that can be imported, got 'no_"),
         (
             ["--tasks", "echo", "--name", "none_caches:made"],

@@ -220,7 +220,7 @@ def test_caches_of_transformers_are_measured_beside_settings(llama: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--name", "int5"), "`--name` must be .* got 'int5': did you mean int"),
+        (("--name", "int5"), "`--name` must be .* got 'int5'. Did you mean int"),
         (("--name", "no.module:cache"), "`--name` must be a callable that can be imported, got 'no.module:cache'"),
         (("--name", "caches_of_a_user:failing"), r"caches_of_a_user:failing cannot make a cache.*\(no cache today\)"),
         (("--against", "none"), "`--against` must be transformers, or .*got 'none'"),

@@ -815,6 +815,32 @@ def test_options_are_numbers_words_lists_and_options_of_options(written: str, op
     assert (found.name, found.options) == ("sink", options)
 
 
+def test_a_callable_or_a_rule_may_be_in_a_file_and_have_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "import kvlayers\n"
+        "class Newest(kvlayers.EvictionRule):\n"
+        "    def scores(self, keys, values, queries):\n"
+        "        return keys.new_zeros(keys.shape[:3])\n"
+        "newest = Newest()\n"
+        "def made(config, nbits=4):\n"
+        "    return kvlayers.QuantizedCache(config=config, nbits=nbits)\n"
+    )
+    model = tiny_model("llama")
+    for name in ("mine.py:Newest:keep=0.25", f"{tmp_path}/mine.py:newest:keep=0.25", "mine:Newest:keep=0.25"):
+        contender = named_contender(name, model, LENGTH)
+        cache = contender.make()
+        assert isinstance(cache, kvlayers.EvictingCache)
+        assert (type(cache.rule).__name__, cache._evicting.keep) == ("Newest", 0.25)
+        assert contender.fidelity() == "evicting"
+    assert named_contender("mine.py:made:nbits=2", model, LENGTH).make().quantization.keys.nbits == 2
+    for name, words in (("mine.py:Newest:kept=1", "kept"), ("mine.py:Oldest", "Oldest"), ("none.py:a", "none.py")):
+        with pytest.raises(kvlayers.OptionError, match=words):
+            named_contender(name, model, LENGTH).make()
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -822,9 +848,12 @@ def test_options_are_numbers_words_lists_and_options_of_options(written: str, op
         ("sink:16", "options behind the colon, as in sink:OPTION=VALUE"),
         ("sink:a=1,a=2", "each option once, got 'a' twice"),
         ("sink:a=1,a.b=2", "each option once, got 'a' twice"),
-        ("int5", "got 'int5': did you mean .*int4"),
-        ("transformers:hqq:3", "got 'transformers:hqq:3': did you mean .*transformers:hqq:2"),
-        ("nothing of the kind", r"or a callable \(package.module:callable\), got 'nothing of the kind'\."),
+        ("int5", r"got 'int5'\. Did you mean .*int4"),
+        ("transformers:hqq:3", r"got 'transformers:hqq:3'\. Did you mean .*transformers:hqq:2"),
+        (
+            "nothing of the kind",
+            r"\(package.module:callable, file.py:Rule\), got 'nothing of the kind'\. Known names are auto, ",
+        ),
         ("", "got ''"),
         ("made_caches:", "got 'made_caches:'"),
         (":made", "can be imported, got ':made'"),

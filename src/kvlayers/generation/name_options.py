@@ -56,6 +56,20 @@ def named_cache(text: str) -> NamedCache | None:
     name, colon, written = text.partition(":")
     if not colon or not is_registered(name):
         return None
+    return NamedCache(name, options_after(name, written, text))
+
+
+def options_after(name: str, written: str, text: str) -> dict[str, Any]:
+    """The options `OPTION=VALUE,OPTION=VALUE` that are written after a name and a colon.
+
+    Args:
+        name: the name, for errors.
+        written: the options.
+        text: the whole text, for errors.
+
+    Raises:
+        OptionError: they are no options, or one is given twice.
+    """
     options: dict[str, Any] = {}
     for each in _BETWEEN_OPTIONS.split(written):
         if _OPTION.match(each) is None:
@@ -64,7 +78,7 @@ def named_cache(text: str) -> NamedCache | None:
             )
         option, _, value = each.partition("=")
         _set(options, option.split("."), _value(value), text)
-    return NamedCache(name, options)
+    return options
 
 
 def _set(options: dict[str, Any], path: list[str], value: Any, text: str) -> None:

@@ -13,6 +13,7 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.errors import OptionError, RegistryError
+from kvlayers.eviction import eviction_rule_names
 from kvlayers.quantizers import quantizer_names
 from kvlayers.upstream import model_types
 from kvlayers.upstream.layer_devices import layer_devices
@@ -225,6 +226,11 @@ def unknown_name(name: object) -> RegistryError:
         return RegistryError(
             f"{name!r} is no cache name but bits of quantized caches: use the name 'quantized' with "
             f"cache_config={{{config}}}."
+        )
+    if name in eviction_rule_names():
+        return RegistryError(
+            f"'{name}' is an eviction rule of your own, and no cache name: use cache_implementation='evicting' with "
+            f"cache_config={{'rule': '{name}'}}, or 'evicting:rule={name}' where options stand behind a name."
         )
     return RegistryError(_factories.unknown(name))
 

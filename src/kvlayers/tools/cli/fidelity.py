@@ -55,8 +55,9 @@ def fidelity(
     name: Annotated[
         list[str] | None,
         typer.Option(
-            help="A cache by its registered name (sink), also with options (snapkv:keep=0.5,quantization.nbits=4), or "
-            "a callable that makes a cache from a model config (package.module:callable); repeat for several."
+            help="A cache by its registered name (sink), also with options (snapkv:keep=0.5,quantization.nbits=4), a "
+            "callable that makes a cache from a model config (package.module:callable, file.py:callable), or an "
+            "eviction rule of your own (file.py:Rule:keep=0.5); repeat for several."
         ),
     ] = None,
     against: Annotated[

@@ -1,22 +1,27 @@
 """The caches that are compared: of kvlayers, of transformers, and of other packages."""
 
 import difflib
+import functools
 import importlib
 import importlib.util
 import operator
 import os
+import runpy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import transformers
 
 from kvlayers.caches.base import Cache
+from kvlayers.caches.evicting import EvictingCache
 from kvlayers.caches.from_config import WINDOWED
 from kvlayers.errors import KVLayersError, OptionError, UnsupportedLayerError
 from kvlayers.evaluation.empty_cache import holds_states
-from kvlayers.generation.name_options import NamedCache, named_cache
+from kvlayers.eviction import EvictionRule
+from kvlayers.generation.name_options import NamedCache, named_cache, options_after
 from kvlayers.generation.registry import CacheRequest, cache_for, cache_names
 from kvlayers.planning.cache_bytes import fidelity_of
 from kvlayers.stores.contract import Fidelity
@@ -143,8 +148,9 @@ def named_contender(name: str, model: Any, length: int) -> Contender:
 
     Args:
         name: the name of a cache that is registered with kvlayers (`int4`), also with options behind it
-            (`sink:window_length=512`), of a cache of transformers (`transformers:quanto:2`), or of a callable that
-            makes a cache from a model config (`package.module:callable`).
+            (`sink:window_length=512`), of a cache of transformers (`transformers:quanto:2`), of a callable that makes a
+            cache from a model config (`package.module:callable`, `file.py:callable`), or of an eviction rule
+            (`file.py:Rule`). These two may have options behind them as well (`file.py:Rule:keep=0.5`).
         model: the model, or its config.
         length: the most tokens that the cache will hold.
 
@@ -163,7 +169,9 @@ def named_contender(name: str, model: Any, length: int) -> Contender:
         return _of_transformers("name", cache, model, length)
     if library == TRANSFORMERS or not cache:
         raise _unknown(name)
-    factory = _imported(name, library, cache)
+    attribute, _, written = cache.partition(":")
+    options = options_after(f"{library}:{attribute}", written, name) if written else {}
+    factory = functools.partial(_factory(name, _imported(name, library, attribute)), **options)
     return Contender(library, cache, lambda: _made(name, factory, model))
 
 
@@ -235,29 +243,45 @@ def _made(name: str, factory: Callable[[Any], Any], model: Any) -> Any:
     return cache
 
 
-def _imported(name: str, module: str, attribute: str) -> Callable[[Any], Any]:
+def _imported(name: str, module: str, attribute: str) -> object:
+    """An attribute of a module, which may be the path of a file."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = operator.attrgetter(attribute)(importlib.import_module(module))
+        holder: Any = (
+            SimpleNamespace(**runpy.run_path(module)) if module.endswith(".py") else importlib.import_module(module)
+        )
+        return operator.attrgetter(attribute)(holder)
     # Importing runs any code, also that of a script that ends with sys.exit().
     except (Exception, SystemExit) as error:
         raise OptionError(
             f"`name` must be a callable that can be imported, got {name!r}, {type(error).__name__} "
             f"({_first_line(error)}): correct the name, or install its package."
         ) from error
+
+
+def _factory(name: str, found: object) -> Callable[..., Any]:
+    """What makes a cache from a model's config: a callable as it is, and an eviction rule with an `EvictingCache`."""
+    if isinstance(found, EvictionRule):
+        return functools.partial(EvictingCache, rule=found)
+    if isinstance(found, type) and issubclass(found, EvictionRule):
+        # Made with the cache, where an error of its own is one line.
+        return lambda config, **options: EvictingCache(config, rule=found(), **options)
     if not callable(found):
-        raise OptionError(f"`name` must be a callable, but {name} is a {type(found).__name__}: name a callable.")
-    factory: Callable[[Any], Any] = found
+        raise OptionError(
+            f"`name` must be a callable or an eviction rule, but {name} is a {type(found).__name__}: name one of them."
+        )
+    factory: Callable[..., Any] = found
     return factory
 
 
 def _unknown(name: str) -> OptionError:
     known = [*cache_names(), *(f"{TRANSFORMERS}:{each}" for each in _MAKERS)]
     near = difflib.get_close_matches(name.lower(), known, n=3)
-    suggestion = f": did you mean {' or '.join(near)}?" if near else "."
+    suggestion = f" Did you mean {' or '.join(near)}?" if near else ""
     return OptionError(
-        f"`name` must be {', '.join(known)}, or a callable (package.module:callable), got {name!r}{suggestion}"
+        "`name` must be the name of a cache, or a callable or an eviction rule (package.module:callable, "
+        f"file.py:Rule), got {name!r}.{suggestion} Known names are {', '.join(known)}."
     )
 
 

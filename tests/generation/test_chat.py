@@ -193,8 +193,47 @@ def test_an_interrupted_turn_leaves_the_chat_as_it_was(family: str, tokenizer: A
 def test_beams_answer_and_are_forgotten(tokenizer: Any) -> None:
     model = models.tiny_model("llama")
     chat = Chat(model, tokenizer)
-    chat.ask("Name a bird.", num_beams=3, **greedy())
-    checked_turns(chat, model, tokenizer, "Why?")
+    for question in ("Name a bird.", "And a fish?"):
+        chat.ask(question, num_beams=3, **greedy())
+        checked_turns(chat, model, tokenizer, "Why?")
+
+
+def test_a_cache_that_two_chats_share_by_mistake_gives_no_other_answers(tokenizer: Any) -> None:
+    model = models.tiny_model("llama")
+    cache = kvlayers.DynamicCache(config=model.config)
+    one, other = Chat(model, tokenizer, cache), Chat(model, tokenizer, cache)
+    for question in ("Name a bird.", "Why?"):
+        checked_turns(one, model, tokenizer, question)
+        checked_turns(other, model, tokenizer, question + " And a fish.")
+
+
+def warmth(town: str) -> str:
+    """How warm it is.
+
+    Args:
+        town: where.
+    """
+    return town
+
+
+def test_messages_of_tools(tokenizer: Any, tmp_path: pathlib.Path) -> None:
+    model = models.tiny_model("llama")
+    template = CHATML.replace("message['content']", "message['content'] or 'called'")
+    chat = Chat(model, tokenizer_with(template), chat_template_kwargs={"tools": [warmth]})
+    chat.messages = [
+        {"role": "user", "content": "How warm is it?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "warmth", "arguments": {}}]},
+    ]
+    chat.ask({"role": "tool", "content": "12"}, **written())
+    chat.save(tmp_path / "chat.safetensors")
+    with pytest.raises(kvlayers.OptionError, match="pass them again"):
+        Chat.load(tmp_path / "chat.safetensors", model, tokenizer_with(template))
+    loaded = Chat.load(
+        tmp_path / "chat.safetensors", model, tokenizer_with(template), chat_template_kwargs={"tools": [warmth]}
+    )
+    assert loaded.messages == chat.messages
+    assert loaded.ask("So?", **written()) == chat.ask("So?", **written())
+    assert loaded.cached_tokens == chat.cached_tokens > 0
 
 
 def test_bad_arguments(tokenizer: Any, tmp_path: pathlib.Path) -> None:
@@ -202,8 +241,24 @@ def test_bad_arguments(tokenizer: Any, tmp_path: pathlib.Path) -> None:
     chat = Chat(model, tokenizer)
     with pytest.raises(kvlayers.OptionError, match="a model with generate"):
         Chat(tokenizer, model)
-    with pytest.raises(kvlayers.OptionError, match="a role and a content"):
-        chat.ask({"text": "Name a bird."})
+    with pytest.raises(kvlayers.OptionError, match="has an encoder"):
+        Chat(models.tiny_model("t5"), tokenizer)
+    with pytest.raises(kvlayers.OptionError, match="`tokenizer` must be a tokenizer, got a NoneType"):
+        Chat(model, None)
+    with pytest.raises(kvlayers.OptionError, match="must have a chat template"):
+        Chat(model, tokenizer_with(""))
+    with pytest.raises(kvlayers.OptionError, match="must not have `tokenize`"):
+        Chat(model, tokenizer, chat_template_kwargs={"tokenize": False})
+    with pytest.raises(kvlayers.OptionError, match="namespace"):
+        Chat(model, tokenizer, namespace="user 1")
+    with pytest.raises(kvlayers.RegistryError):
+        Chat(model, tokenizer, "dynamick", prefix_store=kvlayers.PrefixStore(max_bytes=2**20))
+    for message in ({"text": "Name a bird."}, {"role": "user", "content": None}):
+        with pytest.raises(kvlayers.OptionError, match="a role and a content"):
+            chat.ask(message)
+    for option in ("cache", "past_key_values"):
+        with pytest.raises(kvlayers.OptionError, match="a chat sets it"):
+            chat.ask("Name a bird.", **{option: kvlayers.DynamicCache()})
     with pytest.raises(kvlayers.OptionError, match="a role and a content"):
         Chat(model, tokenizer, messages=["Name a bird."])  # type: ignore[list-item]
     with pytest.raises(kvlayers.OptionError, match="fork"):
@@ -214,14 +269,19 @@ def test_bad_arguments(tokenizer: Any, tmp_path: pathlib.Path) -> None:
         Chat(model, tokenizer, kvlayers.DynamicCache(), prefix_store=kvlayers.PrefixStore(max_bytes=2**20))
     with pytest.raises(kvlayers.RegistryError):
         Chat(model, tokenizer, "dynamick")
-    filled = kvlayers.DynamicCache(config=model.config)
-    model(torch.tensor([[5, 6]]), **models.given(filled))
     with pytest.raises(kvlayers.OptionError, match="Chat.load"):
-        Chat(model, tokenizer, filled)
+        Chat(model, tokenizer, filled(model))
     stored = Chat(model, tokenizer, prefix_store=kvlayers.PrefixStore(max_bytes=2**20))
     with pytest.raises(kvlayers.OptionError, match=r"keep\s+chat.messages"):
         stored.save(tmp_path / "chat.safetensors")
     assert chat.messages == []
+
+
+def filled(model: Any) -> kvlayers.DynamicCache:
+    cache = kvlayers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.tensor([[5, 6, 7]]), **models.given(cache))
+    return cache
 
 
 def test_files_that_hold_no_chat(tokenizer: Any, tmp_path: pathlib.Path) -> None:
@@ -231,6 +291,11 @@ def test_files_that_hold_no_chat(tokenizer: Any, tmp_path: pathlib.Path) -> None
     kvlayers.save_cache(cache, path)
     with pytest.raises(kvlayers.CacheFileError, match="a cache alone"):
         Chat.load(path, model, tokenizer)
+    kvlayers.save_cache(
+        filled(model), path, metadata={"chat": json.dumps({"messages": [], "chat_template_kwargs": {}})}
+    )
+    chat = Chat.load(path, model, tokenizer)
+    checked_turns(chat, model, tokenizer, "Name a bird.")
     for text in ("{", "[]", json.dumps({"messages": [5], "chat_template_kwargs": {}})):
         kvlayers.save_cache(cache, path, metadata={"chat": text})
         with pytest.raises(kvlayers.CacheFileError, match="no chat"):

@@ -197,3 +197,22 @@ def test_windows_beside_recurrent_states_are_not_compiled_with_masks_for_every_t
 def test_models_that_take_one_token_at_a_time_are_known() -> None:
     assert model_types.tokens_at_once(every_causal_model.config_of("prophetnet")) == 1
     assert model_types.tokens_at_once(every_causal_model.config_of("llama")) is None
+
+
+def test_states_that_a_layer_keeps_by_name_are_selected_once() -> None:
+    """Before 5.23, `reorder_cache` of these layers left them; from then on it selects them itself."""
+    model = every_causal_model.model_of("deepseek_v4")
+    cache = kvlayers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.cat([ids_of(9, seed=seed) for seed in range(3)]), past_key_values=cache)
+
+    def by_name() -> list[torch.Tensor]:
+        named = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, dict)]
+        return [states for each in named for states in each.values() if isinstance(states, torch.Tensor)]
+
+    before = [states.clone() for states in by_name()]
+    assert before
+    order = torch.tensor([1, 2, 0])
+    cache.reorder_cache(order)
+    for found, expected in zip(by_name(), before, strict=True):
+        assert torch.equal(found, expected.index_select(0, order))

@@ -496,6 +496,30 @@ def test_metadata_are_texts(metadata: Any, path: pathlib.Path) -> None:
     assert list(path.parent.iterdir()) == []
 
 
+def test_metadata_are_short(path: pathlib.Path) -> None:
+    _, cache = _filled("dynamic")
+    for text in ("a" * 2**20, "[" * 60_000):
+        with pytest.raises(OptionError, match="metadata. must have at most"):
+            save_cache(cache, path, metadata={"a": text})
+    assert list(path.parent.iterdir()) == []
+    save_cache(cache, path, metadata={"a": "ü" * 100_000})
+    assert inspect_cache(path).metadata == {"a": "ü" * 100_000}
+
+
+def test_damaged_ids_leave_the_cache_that_is_loaded_into(path: pathlib.Path) -> None:
+    _, cache = _filled("dynamic")
+    ids = torch.full((2, 103), 0x0123456789ABCDEF)
+    save_cache(cache, path, token_ids=ids)
+    content = path.read_bytes()
+    whole = ids.numpy().tobytes()
+    path.write_bytes(content.replace(whole, whole[:-1] + b"x"))
+    into = cache.fork()
+    into.crop(5)
+    with pytest.raises(CacheFileError, match="damaged"):
+        load_cache(path, into=into)
+    assert into.get_seq_length() == 5
+
+
 def test_changed_metadata_are_damage(path: pathlib.Path) -> None:
     _, cache = _filled("dynamic")
     save_cache(cache, path, metadata={"name": "one"})

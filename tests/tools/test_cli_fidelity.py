@@ -206,6 +206,7 @@ def test_a_budget_of_perplexity_and_one_of_both() -> None:
     assert FidelityBudget().allows(9.0, 9.0, None, 100)
     half = FidelityBudget(max_bytes=Fraction(1, 2))
     assert [half.allows(9.0, 9.0, nbytes, 100) for nbytes in (None, 50, 51)] == [False, True, False]
+    assert not half.allows(math.nan, 0.0, 50, 100)
     fixed = FidelityBudget(max_bytes=51)
     assert [fixed.allows(9.0, 9.0, nbytes, 100) for nbytes in (None, 51, 52)] == [False, True, False]
     small, large, outside = (

@@ -6,18 +6,29 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from transformers.generation.utils import GenerationMixin
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import CacheFileError, KVLayersError, OptionError
-from kvlayers.generation.call_arguments import full_generation_config
+from kvlayers.generation.call_arguments import full_generation_config, sequences_per_prompt
 from kvlayers.generation.generate import generate
-from kvlayers.generation.registry import make_cache
+from kvlayers.generation.prefixes.active_store import required_store
+from kvlayers.generation.registry import is_registered, make_cache, unknown_name
 from kvlayers.persistence import inspect_cache, load_cache, save_cache
 from kvlayers.prefix import PrefixStore
-from kvlayers.upstream.cache_argument import name_in_generate
+from kvlayers.upstream.cache_argument import SPELLINGS, name_in_generate
+from kvlayers.upstream.layer_devices import layer_devices
+from kvlayers.upstream.model_types import config_of
 
 Message = dict[str, Any]
+
+_SET_BY_CHATS = frozenset(
+    ("add_generation_prompt", "continue_final_message", "return_dict", "return_tensors", "tokenize")
+)
+_SET_IN_TURNS = frozenset(
+    ("attention_mask", "inputs", "input_ids", "inputs_embeds", "namespace", "prefix_store", "return_dict_in_generate")
+) | frozenset(SPELLINGS)
 
 _SAVED = "chat"
 """The name of the messages in the metadata of a saved chat."""
@@ -33,7 +44,8 @@ class Chat:
     Args:
         model: a model with a language-modelling head.
         tokenizer: its tokenizer, with a chat template.
-        cache: name of a cache, one of `cache_names()`, or an empty cache. Default: `"dynamic"`.
+        cache: name of a cache, one of `cache_names()`, or an empty cache, which this chat then uses alone. Default:
+            `"dynamic"`.
         messages: the conversation so far, for example `[{"role": "system", "content": "Answer briefly."}]`.
         prefix_store: a store that the chat shares with others. It takes the place of a cache of the chat's own: `cache`
             is then a name.
@@ -47,7 +59,8 @@ class Chat:
         prompt_tokens: of the newest turn, tokens of the whole prompt.
 
     Raises:
-        OptionError: an argument is not of its kind; the cache has seen tokens, or is for several sequences.
+        OptionError: an argument is not of its kind; the model has an encoder; the tokenizer has no chat template; the
+            cache has seen tokens.
         RegistryError: there is no cache of this name.
 
     Example:
@@ -71,8 +84,11 @@ class Chat:
         namespace: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if not isinstance(model, GenerationMixin):
-            raise OptionError(f"`model` must be a model with generate(), got a {type(model).__name__}.")
+        _check_model(model)
+        _check_tokenizer(tokenizer)
+        required_store(prefix_store, namespace)
+        for name in _SET_BY_CHATS & set(chat_template_kwargs or ()):
+            raise OptionError(f"`chat_template_kwargs` must not have `{name}`: a chat sets it.")
         self.messages: list[Message] = [_checked(message) for message in messages]
         self.cached_tokens = self.prompt_tokens = 0
         self._model = model
@@ -95,6 +111,8 @@ class Chat:
                     "`cache` must be a name if a `prefix_store` is given, because the store has a cache for each turn, "
                     f"got a {type(cache).__name__}: pass for example cache='int4', or leave out the store."
                 )
+            if cache is not None and not is_registered(cache):
+                raise unknown_name(cache)
             return None
         if not isinstance(cache, Cache):
             made = make_cache(cache or "dynamic", self._model, batch_size=1, device=self._model.device)
@@ -131,9 +149,8 @@ class Chat:
             OptionError: the message or an option is invalid, or the options ask for several answers.
         """
         asked = _checked({"role": "user", "content": message} if isinstance(message, str) else message)
-        for name in ("return_dict_in_generate", "attention_mask", "inputs_embeds", "prefix_store", "namespace"):
-            if name in options:
-                raise OptionError(f"`{name}` cannot be an option of a turn: a chat sets it.")
+        for name in _SET_IN_TURNS & set(options):
+            raise OptionError(f"`{name}` cannot be an option of a turn: a chat sets it.")
         ids = self._prompt_ids([*self.messages, asked])
         output = self._generate(ids, options)
         answer_ids = output.sequences[0, len(ids) :]
@@ -164,7 +181,10 @@ class Chat:
             output = generate(self._model, prompt, prefix_store=self._store, namespace=self._namespace, **options)
             self.cached_tokens = output.cached_tokens[0]
             return output
-        held = _rolled_back(self._cache, self._common_length(ids, self._cache.get_seq_length()))
+        if sequences_per_prompt(config) > 1:
+            # Beams cannot start from one row, and what they leave in the cache cannot be continued.
+            self._cache.reset()
+        held = _rolled_back(self._cache, _common_length(self._held_ids(self._cache), ids))
         self._seen = ids
         options[name_in_generate(self._model)] = self._cache
         try:
@@ -175,15 +195,14 @@ class Chat:
         self.cached_tokens = held
         self._seen = output.sequences[0].tolist()
         if self._cache.batch_size != 1:
-            # Beams are left in it, and which of them is the answer is not known.
+            # Which of the beams in it is the answer is not known.
             self._cache.reset()
         return output
 
-    def _common_length(self, ids: list[int], held: int) -> int:
-        """With how many of the held tokens a prompt begins. At least one token is left, for the model to compute."""
-        most = min(held, len(ids) - 1)
-        pairs = enumerate(zip(self._seen[:most], ids, strict=False))
-        return next((place for place, (seen, new) in pairs if seen != new), most)
+    def _held_ids(self, cache: Cache) -> list[int]:
+        """Ids of the tokens in the cache, as far as they are known. Another chat may have used it meanwhile."""
+        known = self._seen if cache.known_ids is None else cache.known_ids[0].tolist()
+        return known[: cache.get_seq_length()]
 
     def fork(self) -> "Chat":
         """A second chat that goes on from here. What both hold is held once; see `Cache.fork`."""
@@ -210,14 +229,28 @@ class Chat:
                 "chat.messages, and give the store a directory to keep its states."
             )
         try:
-            chat = json.dumps({"messages": self.messages, "chat_template_kwargs": self._template_kwargs})
+            messages = json.dumps(self.messages)
         except (TypeError, ValueError) as error:
             raise OptionError(f"`messages` must be texts, numbers, lists and dicts to be saved: {error}.") from error
+        try:
+            template = json.dumps(self._template_kwargs)
+        except (TypeError, ValueError):
+            # Tools may be functions. `load` asks for them again.
+            template = "null"
+        chat = f'{{"messages": {messages}, "chat_template_kwargs": {template}}}'
         ids = torch.tensor([self._seen]) if self._cache.get_seq_length() else None
         save_cache(self._cache, path, token_ids=ids, config=self._model, weights_id=weights_id, metadata={_SAVED: chat})
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: Any, tokenizer: Any, *, weights_id: str | None = None) -> "Chat":
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: Any,
+        tokenizer: Any,
+        *,
+        weights_id: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> "Chat":
         """Go on with a conversation that `save` wrote.
 
         Args:
@@ -225,18 +258,24 @@ class Chat:
             model: the model that the chat was with.
             tokenizer: its tokenizer.
             weights_id: as for `save`.
+            chat_template_kwargs: in place of those that were saved. Needed if they were not plain, such as functions.
 
         Raises:
+            OptionError: `chat_template_kwargs` is missing.
             CacheFileError: the file is damaged, or holds no chat.
             CachePathError: the file does not exist or cannot be read.
             ModelMismatchError: it was saved for another model.
         """
         saved = inspect_cache(path)
         messages, template_kwargs = _read(path, saved.metadata.get(_SAVED))
-        loaded = cls(model, tokenizer, messages=messages, chat_template_kwargs=template_kwargs)
-        loaded._cache = load_cache(path, model.device, config=model, weights_id=weights_id)
-        ids = saved.token_ids()
-        loaded._seen = [] if ids is None else ids[0].tolist()
+        if chat_template_kwargs is None and template_kwargs is None:
+            raise OptionError("`chat_template_kwargs` could not be saved with this chat: pass them again.")
+        given = template_kwargs if chat_template_kwargs is None else chat_template_kwargs
+        loaded = cls(model, tokenizer, messages=messages, chat_template_kwargs=given)
+        cache, ids = load_cache(path, model.device, config=model, weights_id=weights_id), saved.token_ids()
+        # A file does not say which of several devices computes a layer: there, the conversation is computed again.
+        if ids is not None and not layer_devices(model):
+            loaded._cache, loaded._seen = cache, ids[0].tolist()
         return loaded
 
     def __repr__(self) -> str:
@@ -255,21 +294,54 @@ def _rolled_back(cache: Cache, length: int) -> int:
     return cache.get_seq_length()
 
 
+def _common_length(held: list[int], ids: list[int]) -> int:
+    """With how many of the held tokens a prompt begins. At least one token is left, for the model to compute."""
+    most = min(len(held), len(ids) - 1)
+    pairs = enumerate(zip(held[:most], ids, strict=False))
+    return next((place for place, (seen, new) in pairs if seen != new), most)
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, GenerationMixin):
+        raise OptionError(f"`model` must be a model with generate(), got a {type(model).__name__}.")
+    if config_of(model).is_encoder_decoder:
+        raise OptionError(
+            f"`model` must be a decoder, which continues its prompt, but {type(model).__name__} has an encoder: call "
+            "generate() for each turn."
+        )
+
+
+def _check_tokenizer(tokenizer: object) -> None:
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise OptionError(
+            f"`tokenizer` must be a tokenizer, got a {type(tokenizer).__name__}: of a processor, pass its `tokenizer`."
+        )
+    if not tokenizer.chat_template:
+        raise OptionError(
+            "`tokenizer` must have a chat template, which says how turns are written, but it has none: set "
+            "`tokenizer.chat_template`, or load the instruction-tuned model."
+        )
+
+
 def _checked(message: object) -> Message:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+    fields: dict[str, Any] = dict(message) if isinstance(message, Mapping) else {}
+    has_content = isinstance(fields.get("content"), str | list) or fields.get("tool_calls")
+    if not isinstance(fields.get("role"), str) or not has_content:
         raise OptionError(
             f"A message must be a text, or have a role and a content, got {message!r}: write for example "
             '{"role": "system", "content": "Answer briefly."}.'
         )
-    return dict(message)
+    return fields
 
 
-def _read(path: str | os.PathLike[str], text: str | None) -> tuple[list[Message], dict[str, Any]]:
+def _read(path: str | os.PathLike[str], text: str | None) -> tuple[list[Message], dict[str, Any] | None]:
     """The messages and the options of the template that `Chat.save` wrote."""
     if text is None:
         raise CacheFileError(f"{os.fspath(path)} must be a saved chat, but holds a cache alone: use load_cache().")
     try:
         chat = json.loads(text)
-        return [_checked(message) for message in chat["messages"]], dict(chat["chat_template_kwargs"])
+        template_kwargs = chat["chat_template_kwargs"]
+        messages = [_checked(message) for message in chat["messages"]]
+        return messages, None if template_kwargs is None else dict(template_kwargs)
     except (ValueError, LookupError, TypeError, OptionError) as error:
         raise CacheFileError(f"{os.fspath(path)} holds no chat that Chat.save() has written: {error}") from error

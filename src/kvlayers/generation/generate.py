@@ -29,7 +29,8 @@ def generate(
 
     Returns:
         What `model.generate` returns. With a store and `return_dict_in_generate=True`, its attribute `cached_tokens`
-        has for each prompt how many of its tokens came from the store.
+        has for each prompt how many of its tokens came from the store; it is empty if a call could not use the store of
+        `install()`.
 
     Raises:
         OptionError: `prefix_store` is not a `PrefixStore`; the call cannot use a store, for the reason in the message;

@@ -30,6 +30,9 @@ _STORED_IN_VERSION_1 = ("DynamicLayer", "QuantizedLayer", "SinkLayer", "SlidingL
 _RESERVED_IN_VERSION_1 = ("StaticLayer", "StaticSlidingLayer")
 """The kinds of layers whose facts were others in version 1: with quantized states, and with a reservation."""
 
+MAX_METADATA_BYTES, MAX_METADATA_BRACKETS = 2**20, 50_000
+"""Of a caller's own texts, which are in the header of a file: a quarter of what a header may have."""
+
 OWN_METADATA = "metadata"
 """In the metadata of a saved cache: texts of the caller's own, as JSON."""
 
@@ -136,11 +139,17 @@ def metadata_text(metadata: Mapping[str, str]) -> str:
     """The caller's own texts as JSON.
 
     Raises:
-        OptionError: they are not texts by their names.
+        OptionError: they are not texts by their names, or too long.
     """
     if not isinstance(metadata, Mapping) or not _is_texts([*metadata, *metadata.values()]):
-        raise OptionError(f"`metadata` must map names to texts, got {metadata!r}: use json.dumps() for anything else.")
-    return canonical(dict(metadata))
+        raise OptionError(f"`metadata` must map names to texts, got {shown(metadata)}: use json.dumps() for the rest.")
+    text = canonical(dict(metadata))
+    if len(text) > MAX_METADATA_BYTES or text.count("[") + text.count("{") > MAX_METADATA_BRACKETS:
+        raise OptionError(
+            f"`metadata` must have at most {MAX_METADATA_BYTES} bytes and {MAX_METADATA_BRACKETS} brackets as JSON, "
+            f"got {len(text)} bytes: keep long texts and pictures elsewhere."
+        )
+    return text
 
 
 def read_metadata(path: str, text: str) -> dict[str, str]:

@@ -200,7 +200,7 @@ class StateReader:
 
     def fill(self, cache: Cache) -> Cache:
         """Load the states of the file into the caller's cache."""
-        description = self.saved.description
+        description, ids = self.saved.description, self._ids()
         states = []
         for number, record in enumerate(description.caches()):
             part = number if description.cache.parts else None
@@ -221,7 +221,7 @@ class StateReader:
             twin.load_state(state)
             state = self._finished(twin).state()
         cache.load_state(state)
-        return self._followed(cache)
+        return self._followed(cache, ids)
 
     def _rehearsed(self, layer: LayerOperations, record: LayerRecord, part: int | None, index: int) -> LayerState:
         state = self._state(layer, record, part, index)
@@ -262,15 +262,20 @@ class StateReader:
                 cache.crop(self.length)
             else:
                 cache.truncate(0)
-        return self._followed(cache)
+        return self._followed(cache, self._ids())
 
-    def _followed(self, cache: Cache) -> Cache:
+    def _ids(self) -> Tensor | None:
+        """Ids of the tokens to load, if the file has them."""
+        if self.elsewhere is not None or not self.saved.has_token_ids:
+            return None
+        length = self.saved.description.cache.length if self.length is None else self.length
+        ids = self.saved.tensor(TOKEN_IDS, verify=self.verify)
+        return ids[:, :length].clone() if ids.dim() == 2 and ids.shape[1] >= length else None
+
+    def _followed(self, cache: Cache, ids: Tensor | None) -> Cache:
         """A loaded cache that knows which tokens it has seen, and records its past if the saved one did."""
-        if self.elsewhere is None and self.saved.has_token_ids and not cache.is_pair and not cache.is_recurrent:
-            length = self.saved.description.cache.length if self.length is None else self.length
-            ids = self.saved.tensor(TOKEN_IDS, verify=self.verify)
-            if ids.dim() == 2 and ids.shape[0] == cache.batch_size and ids.shape[1] >= length:
-                cache.known_ids = ids[:, :length].clone()
+        if ids is not None and ids.shape[0] == cache.batch_size and not cache.is_pair and not cache.is_recurrent:
+            cache.known_ids = ids
         for part, record in zip(_parts(cache), self.saved.description.caches(), strict=True):
             for layer, own in zip(part.adapted_layers(), record.layers, strict=True):
                 if own.recording:

@@ -342,15 +342,23 @@ class TransformersLayer(LayerOperations):
         self.check_select(indices.shape[0])
         if self.is_empty:
             return
-        rows = self.batch_size
+        rows, before = self.batch_size, list(self._states_by_name())
         self.layer.reorder_cache(indices)
-        # What a class of a model keeps by name, beside keys and values, is not known to `reorder_cache` (deepseek_v4).
-        for named in [states for states in vars(self.layer).values() if isinstance(states, dict)]:
-            for name, states in named.items():
-                if isinstance(states, Tensor) and states.dim() and states.shape[0] == rows:
-                    named[name] = states.index_select(0, indices.to(states.device))
+        # Before 5.23, `reorder_cache` of deepseek_v4 leaves what its layers keep by name, besides keys and values.
+        for attribute, name, states in before:
+            named = vars(self.layer)[attribute]
+            if named[name] is states and states.shape[0] == rows:
+                named[name] = states.index_select(0, indices.to(states.device))
         if "batch_size" in vars(self.layer):
             self.layer.batch_size = indices.shape[0]
+
+    def _states_by_name(self) -> Iterator[tuple[str, Any, Tensor]]:
+        """Tensors in dicts of the layer, with the attribute and the name in it."""
+        for attribute, named in vars(self.layer).items():
+            if isinstance(named, dict):
+                for name, states in named.items():
+                    if isinstance(states, Tensor) and states.dim():
+                        yield attribute, name, states
 
     @override
     def activate_past_recording(self) -> None:

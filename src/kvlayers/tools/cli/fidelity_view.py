@@ -1,6 +1,7 @@
 """How `kvlayers fidelity` shows its measurements: a table on the console, and a report."""
 
 import dataclasses
+import math
 from fractions import Fraction
 
 from rich import box
@@ -157,7 +158,7 @@ def _best_in_half(results: FidelityResults) -> str:
     small = [
         dataclasses.replace(each, within=True)
         for each in results.settings
-        if each.failure is None and each.of_full is not None and each.of_full <= 0.5
+        if math.isfinite(each.kl) and each.of_full is not None and each.of_full <= 0.5
     ]
     best = half.best_of(small)
     if best is None:
@@ -175,7 +176,7 @@ def _described(best: SettingFidelity) -> str:
 
 
 def _usage(results: FidelityResults) -> list[str]:
-    """The line of code that asks for the smallest cache within the budget, if there is one."""
+    """The line of code that asks for the best cache within the budget, if there is one."""
     best = results.recommended
     return [] if best is None or best.name not in results.uses else [usage_line(results.uses[best.name])]
 

@@ -248,9 +248,7 @@ def _imported(name: str, module: str, attribute: str) -> object:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        holder: Any = (
-            SimpleNamespace(**runpy.run_path(module)) if module.endswith(".py") else importlib.import_module(module)
-        )
+        holder = _file(os.path.realpath(module)) if module.endswith(".py") else importlib.import_module(module)
         return operator.attrgetter(attribute)(holder)
     # Importing runs any code, also that of a script that ends with sys.exit().
     except (Exception, SystemExit) as error:
@@ -258,6 +256,13 @@ def _imported(name: str, module: str, attribute: str) -> object:
             f"`name` must be a callable that can be imported, got {name!r}, {type(error).__name__} "
             f"({_first_line(error)}): correct the name, or install its package."
         ) from error
+
+
+@functools.cache
+def _file(path: str) -> Any:
+    """What a file defines. It runs once, as a module does: it may register rules, and import its neighbours."""
+    sys.path.insert(0, os.path.dirname(path))
+    return SimpleNamespace(**runpy.run_path(path))
 
 
 def _factory(name: str, found: object) -> Callable[..., Any]:

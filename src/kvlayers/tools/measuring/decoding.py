@@ -206,6 +206,9 @@ def _in_rounds(
                 run = _TimedRun(model, result.contender)
                 run.prefill(prompt)
                 runs[place] = run
+            if result.failure is not None:
+                # An error keeps tensors alive in its traceback, and the next cache may need their memory.
+                gc.collect()
         if not runs:
             return False
     for step in range(steps):
@@ -214,6 +217,9 @@ def _in_rounds(
             if result.failure is None:
                 with _failing_alone(result), quiet_clock():
                     runs[place].step(ids)
+                if result.failure is not None:
+                    del runs[place]
+                    gc.collect()
         if results[0].failure is not None:
             return False
     logits = torch.stack(runs[0].logits)

@@ -93,7 +93,7 @@ class FidelityBudget:
     def allows(self, kl: float, perplexity_increase: float, nbytes: int | None, full_nbytes: int) -> bool:
         """Whether the figures are within the budget. NaN is not, and neither are unknown bytes if bytes are limited."""
         pairs = ((kl, self.max_kl), (perplexity_increase, self.max_perplexity_increase))
-        if not all(most is None or figure <= most for figure, most in pairs):
+        if not math.isfinite(kl) or not all(most is None or figure <= most for figure, most in pairs):
             return False
         most = self.max_bytes * full_nbytes if isinstance(self.max_bytes, Fraction) else self.max_bytes
         return most is None or (nbytes is not None and nbytes <= most)

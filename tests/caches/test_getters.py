@@ -91,6 +91,8 @@ def test_an_image_larger_than_the_reservation_is_a_named_error() -> None:
 def test_static_names_decode_beside_an_image(name: str, installed: None) -> None:
     if "static" in name:
         versions.need_since("5.23", "static caches that are sized for an image")
+    if name == "offloaded_static" and torch.version.cuda and not torch.cuda.is_available():
+        pytest.skip("transformers' offloading, which the model asks for, makes a stream of a GPU that is not there")
     # The model reserves for its image by itself. Text passes the image's number of tokens on its way.
     for new_tokens in (2, 5, 9):
         expected = with_image(new_tokens)

@@ -222,10 +222,12 @@ class _Following(kvlayers.DynamicCache):
         super().__init__()
         self.number, self.order = number, order
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
         if layer_idx == 0:
             self.order.append(self.number)
-        return super().update(key_states, value_states, layer_idx, **kwargs)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 def _row(cache: str, seconds: float, nbytes: int) -> decoding.ContenderResult:

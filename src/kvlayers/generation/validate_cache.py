@@ -125,9 +125,9 @@ def check_whole_sequence(cache: Cache, input_ids: object) -> None:
     seen = cache.get_seq_length() if cache.layers else 0
     if seen and isinstance(input_ids, torch.Tensor) and input_ids.dim() == 2 and input_ids.shape[1] <= seen:
         raise StateMismatchError(
-            f"expected the whole sequence, of which the cache has seen {seen} tokens already, but saw "
-            f"{input_ids.shape[1]}: pass all of it as input_ids, with a mask as long (transformers before 5.4 does not "
-            "go on from new tokens alone), or reset the cache."
+            f"The cache has seen {seen} tokens, and a prompt of {input_ids.shape[1]} has no new ones. Pass the whole "
+            "text with the new tokens at its end and a mask as long (transformers before 5.4 does not go on from new "
+            "tokens alone), or reset the cache."
         )
 
 

@@ -238,7 +238,8 @@ class Chat:
             # Tools may be functions. `load` asks for them again.
             template = "null"
         chat = f'{{"messages": {messages}, "chat_template_kwargs": {template}}}'
-        ids = torch.tensor([self._seen]) if self._cache.get_seq_length() else None
+        held = self._held_ids(self._cache)
+        ids = torch.tensor([[*held, *self._seen[len(held) :]]]) if held else None
         save_cache(self._cache, path, token_ids=ids, config=self._model, weights_id=weights_id, metadata={_SAVED: chat})
 
     @classmethod
@@ -258,7 +259,7 @@ class Chat:
             model: the model that the chat was with.
             tokenizer: its tokenizer.
             weights_id: as for `save`.
-            chat_template_kwargs: in place of those that were saved. Needed if they were not plain, such as functions.
+            chat_template_kwargs: replace the saved ones. Functions cannot be saved, so pass them here.
 
         Raises:
             OptionError: `chat_template_kwargs` is missing.

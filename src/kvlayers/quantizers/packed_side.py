@@ -74,14 +74,13 @@ class PackedSide:
     def _numbers(self) -> Tensor:
         """What the codes stand for before their scales, float32 `[batch, kv_heads, blocks, rows, columns]`."""
         packed, bits = torch.unflatten(self.codes, -1, (self.rows, self.row_bytes)), self.format.bits
-        is_whole = not (self.format.floating or self.format.levels) and 8 % bits == 0
-        if not is_whole or self.row_bytes * 8 != self.columns * bits:
+        is_one_plane = bits in (1, 2, 4) and not self.format.levels
+        if not is_one_plane or self.row_bytes * 8 != self.columns * bits:
             return numbers_of(unpack(packed, bits, self.columns), self.format)
         # Without the copies of `unpack`: this is most of the time of a step without a kernel.
         numbers = packed.new_empty((*packed.shape[:-1], self.columns), dtype=torch.float32)
         for slot, to in enumerate(torch.split(numbers, self.row_bytes, dim=-1)):
-            codes = packed >> slot * bits if slot else packed
-            to.copy_(codes.bitwise_and_((1 << bits) - 1) if slot else codes & ((1 << bits) - 1))
+            to.copy_((packed >> slot * bits).bitwise_and_((1 << bits) - 1))
         return numbers
 
     def _parameters(self) -> Tensor:

@@ -1,8 +1,6 @@
 """How `kvlayers fidelity` shows its measurements: a table on the console, and a report."""
 
-import dataclasses
 import math
-from fractions import Fraction
 
 from rich import box
 from rich.console import Console
@@ -11,7 +9,7 @@ from rich.table import Table
 
 from kvlayers.tools.cli.fidelity_results import FidelityResults, limit_text
 from kvlayers.tools.cli.output import USAGE_PREFIX, usage_line
-from kvlayers.tools.measuring.fidelity import FULL, FidelityBudget, SettingFidelity
+from kvlayers.tools.measuring.fidelity import FULL, SettingFidelity
 from kvlayers.tools.reporting.page import Report, ReportTable
 from kvlayers.utils.units import readable_bytes
 
@@ -154,13 +152,8 @@ def _verdict(results: FidelityResults) -> str:
 
 
 def _best_in_half(results: FidelityResults) -> str:
-    half = FidelityBudget(max_bytes=Fraction(1, 2))
-    small = [
-        dataclasses.replace(each, within=True)
-        for each in results.settings
-        if math.isfinite(each.kl) and each.of_full is not None and each.of_full <= 0.5
-    ]
-    best = half.best_of(small)
+    small = (each for each in results.settings if each.of_full is not None and each.of_full <= 0.5)
+    best = min((each for each in small if math.isfinite(each.kl)), key=lambda each: each.kl, default=None)
     if best is None:
         return "No measured setting takes half the memory of full precision or less."
     return f"In half the memory of full precision, least is lost with {_described(best)}."

@@ -1,6 +1,5 @@
 """The command `kvlayers plan`."""
 
-from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -58,14 +57,15 @@ def plan(
     with one_line_errors("plan", OPTIONS), quiet_libraries():
         # Checked before the config, which may come from the hub.
         length = tokens(context, "--context")
-        limit = None if memory is None else bytes_or_share(memory, "--memory")
+        if memory is not None:
+            bytes_or_share(memory, "--memory")
         encoded = None if encoder_length is None else tokens(encoder_length, "--encoder-length")
         planned = plan_caches(
             config_of(model),
             length,
             batch,
             dtype.name_or_none,
-            memory if isinstance(limit, Fraction) else limit,
+            memory,
             names=name,
             encoder_length=encoded,
         )

@@ -206,9 +206,6 @@ def _in_rounds(
                 run = _TimedRun(model, result.contender)
                 run.prefill(prompt)
                 runs[place] = run
-            if result.failure is not None:
-                # An error keeps tensors alive in its traceback, and the next cache may need their memory.
-                gc.collect()
         if not runs:
             return False
     for step in range(steps):
@@ -219,7 +216,6 @@ def _in_rounds(
                     runs[place].step(ids)
                 if result.failure is not None:
                     del runs[place]
-                    gc.collect()
         if results[0].failure is not None:
             return False
     logits = torch.stack(runs[0].logits)
@@ -240,6 +236,9 @@ def _failing_alone(result: ContenderResult) -> Iterator[None]:
         yield
     except Exception as error:
         result.failure = _first_line(error)
+    if result.failure is not None:
+        # An error keeps tensors alive in its traceback, and the next cache may need their memory.
+        gc.collect()
 
 
 def warm_up(model: Any, prompt: Tensor, contenders: Sequence[Contender]) -> None:
@@ -251,11 +250,9 @@ def warm_up(model: Any, prompt: Tensor, contenders: Sequence[Contender]) -> None
 
 
 def _attempt(model: Any, sequence: Continuation, result: ContenderResult) -> None:
-    try:
+    with _failing_alone(result):
         result.trials.append(_run(model, sequence, result.contender))
-    except Exception as error:
-        result.failure = _first_line(error)
-    # An error keeps tensors alive in its traceback, and the next cache may need their memory.
+    # The next cache may need the memory of this one.
     gc.collect()
 
 

@@ -88,7 +88,7 @@ class FidelityBudget:
     @property
     def is_given(self) -> bool:
         """Whether there is a limit."""
-        return not self.max_kl is self.max_perplexity_increase is self.max_bytes is None
+        return self != FidelityBudget()
 
     def allows(self, kl: float, perplexity_increase: float, nbytes: int | None, full_nbytes: int) -> bool:
         """Whether the figures are within the budget. NaN is not, and neither are unknown bytes if bytes are limited."""

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent import futures
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,21 +69,27 @@ class KernelHook(BuildHookInterface):
         Returns:
             For each file that was made, where it is in the wheel.
         """
-        libraries = {}
+        libraries, commands_of_files = {}, []
         for build, compiler_command in commands.items():
             for name in NATIVE_BUILDS.SOURCES:
                 library = pathlib.Path(self.scratch.name) / build.library(PACKAGE / name).name
                 command = [*compiler_command, *NATIVE_BUILDS.FLAGS, "-s", name, "-o", str(library)]
                 self.app.display_info(shlex.join(command))
-                # With a relative path, so that the same sources give the same file in every directory.
-                subprocess.run(command, check=True, cwd=PACKAGE)
+                commands_of_files.append(command)
                 libraries[str(library)] = build.library(pathlib.PurePath("kvlayers", name)).as_posix()
+        with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(run_compiler, commands_of_files))
         return libraries
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove what was compiled: it is in the wheel."""
         if scratch := getattr(self, "scratch", None):
             scratch.cleanup()
+
+
+def run_compiler(command: list[str]) -> None:
+    """Run a compiler. Its paths are relative, so that the same sources give the same file in every directory."""
+    subprocess.run(command, check=True, cwd=PACKAGE)
 
 
 def compiler(build: Any) -> list[str]:

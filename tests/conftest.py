@@ -71,7 +71,7 @@ def _let_go() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _kernels_are_there() -> None:
     """Compile, or load, what the first cache would otherwise wait for, and say in the log of a test."""
-    for library in kernels.LIBRARIES.values():
+    for library in kernels.LIBRARIES:
         library.get()
 
 

@@ -40,8 +40,9 @@ cp {made} "$2"
 
 
 @pytest.fixture
-def library() -> NativeLibrary:
+def library(monkeypatch: pytest.MonkeyPatch) -> NativeLibrary:
     """The kernel, as in a process that has not looked for it yet."""
+    monkeypatch.setattr(native_library, "_announced", set())
     return NativeLibrary(SOURCE, "kvlayers_attend", "kvlayers_score", "kvlayers_combine", purpose="attention")
 
 
@@ -163,9 +164,9 @@ def test_what_hinders_the_compiler_is_one_warning(
         until(lambda: library.get() is None and library.obstacle.startswith("could not"))
         assert library.get() is None
     *begun, failed = [record.getMessage() for record in caplog.records]
-    assert [message.partition(" on this CPU")[0] for message in begun] == [
-        "kvlayers compiles its kernel for attention"
-    ] * (case == "a compiler that fails later")
+    assert [message.partition(" for this CPU")[0] for message in begun] == ["kvlayers compiles its kernels"] * (
+        case == "a compiler that fails later"
+    )
     assert "install g++" in failed
     assert {path.name for path in tmp_path.iterdir()} <= {compilation.LOCK}
 
@@ -261,9 +262,7 @@ def test_it_is_compiled_when_a_cache_is_made_and_one_line_says_so(
     for _ in range(2):
         kvlayers.DynamicCache()
     (record,) = caplog.records
-    assert record.getMessage().startswith(
-        "kvlayers compiles its kernel for attention on this CPU, once, in the background"
-    )
+    assert record.getMessage().startswith("kvlayers compiles its kernels for this CPU, once, in the background")
     assert "`kvlayers compile`" in record.getMessage()
     gate.touch()
     until(library.get)
@@ -285,7 +284,7 @@ def test_a_process_that_waits_does_so_where_a_cache_is_made(
 def test_it_can_be_compiled_ahead_of_time(
     library: NativeLibrary, gate: pathlib.Path, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    monkeypatch.setattr(kernels, "LIBRARIES", {"attention": library})
+    monkeypatch.setattr(kernels, "LIBRARIES", (library,))
     monkeypatch.setenv("KVLAYERS_COMPILE", "never")
     gate.touch()
     assert kvlayers.compile_kernels()["attention"].parent == tmp_path / "cache"
@@ -298,7 +297,7 @@ def test_what_hinders_the_compiler_ahead_of_time_is_an_error(
 ) -> None:
     for name, value in {"KVLAYERS_CACHE": str(tmp_path), **UNCOMPILABLE[case]}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(kernels, "LIBRARIES", {"attention": library})
+    monkeypatch.setattr(kernels, "LIBRARIES", (library,))
     for _ in range(2):
         with pytest.raises(kvlayers.KernelError, match="kernel for attention must be compiled"):
             kvlayers.compile_kernels()

@@ -16,7 +16,7 @@ import zipfile
 import pytest
 
 import kvlayers
-from kvlayers.attention.cpu import kernel
+from kvlayers.attention.cpu import kernel, products
 from kvlayers.quantizers.cpu import pack
 from kvlayers.utils.native_builds import BUILDS, SOURCES, best_build, cpu_features
 
@@ -39,14 +39,19 @@ pytestmark = [
 PLATFORM = f"manylinux_2_17_{platform.machine()}"
 # A compiler that copies what the tests have compiled for this machine.
 STAND_IN = """#!/bin/sh
-case "$*" in *kernel.cpp*) made={kernel};; *) made={pack};; esac
+case "$*" in
+    *kernel.cpp*) made={kernel};;
+    *whole_products.cpp*) made={whole};;
+    *other_products.cpp*) made={other};;
+    *) made={pack};;
+esac
 while [ "$1" != -o ]; do shift; done
 cp "$made" "$2"
 """
 # Without a cache, which would import all that transformers does.
 ATTEND = """
 import torch
-from kvlayers.attention.cpu import kernel
+from kvlayers.attention.cpu import kernel, products
 from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.segments import KVSegments
 from kvlayers.quantizers import SideOptions, backend, dequantize
@@ -60,7 +65,8 @@ torch.testing.assert_close(kernel.attend(query, segments, None, 0.25), expected,
 quantizer = backend("native").quantizer(SideOptions("values", 4), 16)
 back = dequantize(quantizer.quantize(keys), quantizer.format, torch.float32)
 torch.testing.assert_close(back, keys, rtol=0, atol=1)
-print(kernel.library()._name, pack.LIBRARY.get()._name, sep="\\n")
+libraries = (kernel.LIBRARY, products.WHOLE, pack.LIBRARY, products.OTHER)
+print(*(library.get()._name for library in libraries), sep="\\n")
 """
 
 
@@ -200,7 +206,8 @@ def found_in(wheel: pathlib.Path, tmp_path: pathlib.Path) -> list[str]:
 
 
 def stand_in(folder: pathlib.Path) -> pathlib.Path:
-    made = {name: library.get() for name, library in (("kernel", kernel.LIBRARY), ("pack", pack.LIBRARY))}
+    libraries = {"kernel": kernel.LIBRARY, "whole": products.WHOLE, "pack": pack.LIBRARY, "other": products.OTHER}
+    made = {name: library.get() for name, library in libraries.items()}
     script = folder / "stand-in"
     script.write_text(STAND_IN.format(**{name: library and library._name for name, library in made.items()}))
     script.chmod(0o755)

@@ -219,6 +219,7 @@ class Backend(ABC):
         axes: values of `axis_key` and `axis_value` that it takes; empty if it has no such option.
         default_axis: the axis that is used if none is given.
         takes_scales: whether it takes scales that never change.
+        has_zero: as `CodeFormat.has_zero`, of all of its formats.
         kernel: the compiled kernel that packs its blocks on a CPU, `None` if it has none.
     """
 
@@ -227,6 +228,7 @@ class Backend(ABC):
     axes: tuple[int, ...] = ()
     default_axis: int | None = None
     takes_scales: bool = False
+    has_zero: bool = True
     kernel: NativeLibrary | None = None
 
     def check(self, options: SideOptions) -> None:

@@ -80,6 +80,7 @@ class Fp8Backend(Backend):
 
     name = "fp8"
     widths = (8,)
+    has_zero = False
     takes_scales = True
 
     def quantizer(self, options: SideOptions, head_dim: int) -> Quantizer:

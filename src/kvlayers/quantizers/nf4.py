@@ -61,6 +61,7 @@ class NF4Backend(Backend):
 
     name = "nf4"
     widths = (4,)
+    has_zero = False
 
     def quantizer(self, options: SideOptions, head_dim: int) -> NF4Quantizer:
         """A quantizer for keys, or values, of a head_dim.

@@ -45,6 +45,7 @@ class TurboQuantBackend(Backend):
 
     name = "turboquant"
     widths = (1, 2, 3, 4)
+    has_zero = False
 
     def check(self, options: SideOptions) -> None:
         """Raise `OptionError` if the backend does not take the options."""

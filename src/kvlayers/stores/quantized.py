@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.attention.cpu import kernel
+from kvlayers.attention.cpu import kernel, products
 from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.gqa_repeats import marked_for_sdpa
@@ -62,8 +62,11 @@ class QuantizedStore(TokenStore):
 
     def __init__(self, quantization: Quantization, length_hint: int | None = None) -> None:
         self.quantization = quantization
-        # One is compiled at a time. Attention gains more by its kernel.
-        for library in (kernel.LIBRARY, backend(quantization.backend).kernel):
+        # One is compiled at a time. Attention gains more by its kernel than packing.
+        packs = backend(quantization.backend)
+        sides = (quantization.keys, quantization.values)
+        multiply = [products.library(side.nbits, packs.has_zero) for side in sides]
+        for library in (kernel.LIBRARY, *multiply, packs.kernel):
             if library is not None:
                 library.begin()
         self.length_hint = length_hint

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from kvlayers.attention.cpu import kernel
+from kvlayers.attention.cpu import kernel, products
 from kvlayers.quantizers.cpu import pack
 
-LIBRARIES = {"attention": kernel.LIBRARY, "packing": pack.LIBRARY}
+LIBRARIES = (kernel.LIBRARY, products.WHOLE, pack.LIBRARY, products.OTHER)
 
 
 def compile_kernels() -> dict[str, Path]:
@@ -22,6 +22,6 @@ def compile_kernels() -> dict[str, Path]:
     Example:
         >>> import kvlayers
         >>> sorted(kvlayers.compile_kernels())
-        ['attention', 'packing']
+        ['attention', 'codes of 4 and 8 bits', 'other codes', 'packing']
     """
-    return {purpose: library.compile() for purpose, library in LIBRARIES.items()}
+    return {library.purpose: library.compile() for library in LIBRARIES}

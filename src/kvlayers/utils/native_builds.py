@@ -12,7 +12,12 @@ FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", 
 
 NATIVE = "-march=native"
 
-SOURCES = ("attention/cpu/kernel.cpp", "quantizers/cpu/pack.cpp")
+SOURCES = (
+    "attention/cpu/kernel.cpp",
+    "attention/cpu/whole_products.cpp",
+    "quantizers/cpu/pack.cpp",
+    "attention/cpu/other_products.cpp",
+)
 """The files that are compiled, each to one library, relative to the package."""
 
 HEADERS = pathlib.Path(__file__).parent

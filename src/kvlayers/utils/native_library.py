@@ -27,10 +27,13 @@ CHOICES = ("background", "wait", "never")
 BACKGROUND_NICENESS = 10
 
 ANNOUNCEMENTS = {
-    "background": "kvlayers compiles its kernel for %s on this CPU, once, in the background: about half a minute. "
-    "Until then steps are slower than they will be. `kvlayers compile` does it ahead of time.",
-    "wait": "kvlayers compiles its kernel for %s on this CPU, once, and waits for it. It takes about half a minute.",
+    "background": "kvlayers compiles its kernels for this CPU, once, in the background: up to half a minute, the most "
+    "used first. Until then steps are slower than they will be. `kvlayers compile` does it ahead of time.",
+    "wait": "kvlayers compiles its kernels for this CPU, once, and waits for them: up to half a minute.",
 }
+
+_announced: set[str] = set()
+"""Of the announcements, those that this process has made: one line tells of all libraries."""
 
 
 def compile_choice() -> str:
@@ -60,12 +63,12 @@ class NativeLibrary:
     Args:
         source: the file.
         functions: names of functions that it must have.
-        purpose: what it is for, such as "attention".
+        purpose: what it is for, such as "attention", which is an attribute as well.
     """
 
     def __init__(self, source: pathlib.Path, *functions: str, purpose: str) -> None:
         self._source = source
-        self._purpose = purpose
+        self.purpose = purpose
         self._functions = functions
         self._loaded: ctypes.CDLL | None = None
         self._failure: str | None = None
@@ -108,7 +111,7 @@ class NativeLibrary:
                 self._look("wait")
         if self._loaded is None:
             raise KernelError(
-                f"The kernel for {self._purpose} must be compiled by g++ or clang++ (or $CXX) into the cache directory "
+                f"The kernel for {self.purpose} must be compiled by g++ or clang++ (or $CXX) into the cache directory "
                 f"($KVLAYERS_CACHE), got: {self._reason}: install a compiler, or make the directory writable."
             )
         return pathlib.Path(self._loaded._name)
@@ -162,8 +165,9 @@ class NativeLibrary:
     def _compile(self, choice: str) -> None:
         if self._compilation is None:
             self._compilation = Compilation(self._source, BACKGROUND_NICENESS if choice == "background" else 0)
-            if not self._compilation.was_kept:
-                logger.warning(ANNOUNCEMENTS[choice], self._purpose)
+            if not self._compilation.was_kept and choice not in _announced:
+                _announced.add(choice)
+                logger.warning(ANNOUNCEMENTS[choice])
         if choice == "wait":
             self._compilation.wait()
         if not self._compilation.is_done():

@@ -363,7 +363,7 @@ inline Vector halved(Vector first, Vector second, Join join, std::integer_sequen
 
 // All lanes of each of COUNT vectors joined to one, at once. COUNT is at most 4.
 template <int COUNT, typename Vector, typename Element, typename Join>
-inline void join_lanes(const Vector* vectors, Element* to, Join join) {
+__attribute__((always_inline)) inline void join_lanes(const Vector* vectors, Element* to, Join join) {
     constexpr int HALF = WIDTH / 2, QUARTER = WIDTH / 4;
     const auto lanes = std::make_integer_sequence<int, WIDTH>();
     const Vector pair = halved<HALF>(vectors[0], vectors[COUNT > 1 ? 1 : 0], join, lanes);

@@ -11,7 +11,7 @@
 
 #include "../../utils/vectors.h"
 #include "call.h"
-#include "packed.h"
+#include "products.h"
 
 namespace {
 
@@ -111,6 +111,12 @@ void read_parameters(const Parameter* from, int64_t row_groups, int64_t column_g
             to[column * row_groups + row] = to_float(from[row * column_groups + column]);
 }
 
+// Whether columns that are read together always share a group, whatever the width of codes.
+bool groups_hold_whole_vectors(const Side& side) {
+    if (side.column_group >= side.columns) return true;
+    return side.column_group % 8 == 0 && side.columns % 64 == 0;
+}
+
 // Products of a packed side of blocks with rows of factors.
 class BlockProducts {
    public:
@@ -186,14 +192,14 @@ class BlockProducts {
                 float units[R];
                 if (fits_integers(*side, columns, rows) &&
                     round_to_quads<R>(weights.data(), magnitudes, column_groups, rows, units, quads.data())) {
-                    accumulate_integers<R, QuadProducts>(
-                        {units}, side->bits,
-                        {columns, of_rows, rows, (const int32_t*)quads.data(), totals.data(), R}, acc, acc_stride);
+                    side->multiply({*side, columns, R, of_rows, rows, nullptr, quads.data(), units, totals.data(), acc,
+                                    acc_stride});
                     continue;
                 }
             }
 #endif
-            accumulate_floats<R>(*side, columns, of_rows, rows, weights.data(), totals.data(), acc, acc_stride);
+            side->multiply({*side, columns, R, of_rows, rows, weights.data(), nullptr, nullptr, totals.data(), acc,
+                            acc_stride});
         }
     }
 
@@ -215,8 +221,8 @@ class BlockProducts {
                     weights[i * ROWS_OF_WEIGHTS + at] = factors[i * factor_stride + row + at];
                     sums[i] += weights[i * ROWS_OF_WEIGHTS + at];
                 }
-            accumulate_floats<R>(*side, columns, codes + row * columns.row_bytes, rows, weights.data(), no_zeros,
-                                 sums_of_codes.data(), acc_stride);
+            side->multiply({*side, columns, R, codes + row * columns.row_bytes, rows, weights.data(), nullptr, nullptr,
+                            no_zeros, sums_of_codes.data(), acc_stride});
             for (int i = 0; i < R; ++i)
                 for (int64_t column = 0; column < side->columns; ++column) {
                     const int64_t at = column / side->column_group * row_groups + row_group;

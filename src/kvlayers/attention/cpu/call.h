@@ -4,6 +4,9 @@
 
 #include <cstdint>
 
+// `Multiplication` of `products.h`.
+struct Multiplication;
+
 extern "C" {
 
 // The fields of the structures below are those of the formats in `call.py`, in the same order.
@@ -24,6 +27,7 @@ struct Side {
     int64_t bits, floating, rows, columns, row_group, column_group;
     const float* levels;  // of a codebook, one for each code, at most 16; null if there is none
     const float* fixed_scales;  // [kv_heads], factors of all scales; null if there are none
+    void (*multiply)(const Multiplication& of);  // of the library for such codes
 };
 
 struct Packed {
@@ -70,7 +74,7 @@ struct Arguments {
 };
 
 // `call.py` packs as many bytes, as a test says.
-static_assert(sizeof(void*) == 8 && sizeof(Segment) == 440 && sizeof(Arguments) == 208);
+static_assert(sizeof(void*) == 8 && sizeof(Segment) == 456 && sizeof(Arguments) == 208);
 
 struct Call : Arguments {
     const Segment* segments;

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvlayers.attention.cpu import products
 from kvlayers.attention.gathered_segment import GatheredSegment
 from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.attention.segments import KVSegments, Segment
@@ -21,7 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # The fields are those of the structures in `call.h`, in the same order: P is a pointer, q an int64_t, d a double, x a
 # byte that is not used.
-_SIDE = struct.Struct("@2P 12q 2P")
+_SIDE = struct.Struct("@2P 12q 3P")
 _BLOCKS = struct.Struct("@3q P 2q")
 _GATHERED = struct.Struct("@3P 2q P")
 _KIND = struct.Struct("@2q")
@@ -155,7 +156,7 @@ def _of_side(side: PackedSide) -> bytes:
         *side.codes.stride()[:3],
         *side.parameters.stride()[:3],
         *(code_format.bits, code_format.floating, side.rows, side.columns, side.row_group, side.column_group),
-        *(levels, scales),
+        *(levels, scales, products.address(code_format)),
     )
 
 

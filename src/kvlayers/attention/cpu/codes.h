@@ -7,11 +7,7 @@
 #include <type_traits>
 
 #include "../../utils/vectors.h"
-
-// Whether four rows of codes are multiplied at once, as bytes.
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#define MULTIPLIES_BYTES
-#endif
+#include "products.h"
 
 namespace {
 

@@ -9,7 +9,7 @@ import pathlib
 import torch
 from torch import Tensor
 
-from kvlayers.attention.cpu import call
+from kvlayers.attention.cpu import call, products
 from kvlayers.attention.cpu.call import DTYPES, NO_MASK, NO_ROWS
 from kvlayers.attention.segments import KVSegments
 from kvlayers.utils.native_library import NativeLibrary
@@ -48,7 +48,7 @@ def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
         maximum = _maximum_rows(segments)
         if heads // segments.kv_heads * queries * segments.most_readers > maximum:
             return f"there are more than {maximum} queries for a kv head, as in a prompt"
-    return None if library() is not None else f"the kernel {LIBRARY.obstacle}"
+    return products.obstacle(segments) if library() is not None else f"the kernel {LIBRARY.obstacle}"
 
 
 def _maximum_rows(segments: KVSegments) -> int:

@@ -18,8 +18,9 @@ def compile_command() -> None:
 
     console = Console()
     with one_line_errors("compile", errors=KernelError, code=CHECK_FAILED):
-        for purpose, library in LIBRARIES.items():
+        for library in LIBRARIES:
             began = time.monotonic()
-            with console.status(f"compiling the kernel for {purpose}"):
+            with console.status(f"compiling the kernel for {library.purpose}"):
                 path = library.compile()
-            console.print(f"{purpose}: {path} ({time.monotonic() - began:.1f} s)", highlight=False, soft_wrap=True)
+            seconds = time.monotonic() - began
+            console.print(f"{library.purpose}: {path} ({seconds:.1f} s)", highlight=False, soft_wrap=True)

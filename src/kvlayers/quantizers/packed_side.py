@@ -79,8 +79,9 @@ class PackedSide:
             return numbers_of(unpack(packed, bits, self.columns), self.format)
         # Without the copies of `unpack`: this is most of the time of a step without a kernel.
         numbers = packed.new_empty((*packed.shape[:-1], self.columns), dtype=torch.float32)
-        for slot, to in enumerate(torch.split(numbers, self.row_bytes, dim=-1)):
-            to.copy_((packed >> slot * bits).bitwise_and_((1 << bits) - 1))
+        for lowest, to in zip(range(0, 8, bits), torch.split(numbers, self.row_bytes, dim=-1), strict=True):
+            moved = packed >> lowest if lowest else packed
+            to.copy_(moved if lowest + bits == 8 else moved & (1 << bits) - 1)
         return numbers
 
     def _parameters(self) -> Tensor:

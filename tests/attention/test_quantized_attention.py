@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.models.llama.modeling_llama import repeat_kv as eager_repeat_kv
 
 import kvlayers
-from kvlayers.attention import dispatch, reference
+from kvlayers.attention import dispatch, pieces, reference
 from kvlayers.attention.cpu import kernel
 from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
@@ -955,11 +955,11 @@ def test_attention_allocates_no_tensor_as_large_as_the_held_states(
         monkeypatch.setattr(kernel, "library", lambda: None)
     dense_keys = KV_HEADS * LONG * KEY_DIM * 4
     # Of a cache that is as many times longer than this one.
-    monkeypatch.setattr(reference, "CPU_CODES_AT_ONCE", KV_HEADS * LONG * KEY_DIM // 4)
+    monkeypatch.setattr(pieces, "CPU_CODES_AT_ONCE", KV_HEADS * LONG * KEY_DIM // 4)
     for tokens in (1, 40, 200):
         sizes = created_by(long_layer.fork(), tokens)
-        # The largest are scores: as many as blocks.py says at once, for each kv head, or those of one block.
-        at_once = 4 * max(KV_HEADS * max(reference.CPU_SCORES_AT_ONCE, 2 * tokens * 64), reference.CPU_CODES_AT_ONCE)
+        # The largest are scores: as many as pieces.py says at once, for each kv head, or those of one block.
+        at_once = 4 * max(KV_HEADS * max(pieces.CPU_SCORES_AT_ONCE, 2 * tokens * 64), pieces.CPU_CODES_AT_ONCE)
         codes_that_moved = LONG * STATE_BYTES // 3
         assert max(sizes) <= max(at_once, codes_that_moved) < dense_keys
 

@@ -13,6 +13,7 @@ from kvlayers.quantizers.cuda.support import read_obstacle
 from kvlayers.quantizers.dequantize import numbers_of
 from kvlayers.quantizers.hadamard import rotate
 from kvlayers.quantizers.packing import pack, unpack
+from kvlayers.utils.scratch import scratch
 
 
 @dataclass(frozen=True)
@@ -71,17 +72,21 @@ class PackedSide:
         """Number of blocks."""
         return self.codes.shape[2]
 
-    def _numbers(self) -> Tensor:
-        """What the codes stand for before their scales, float32 `[batch, kv_heads, blocks, rows, columns]`."""
+    def _numbers(self, to: Tensor | None = None) -> Tensor:
+        """What the codes stand for before their scales, float32 `[batch, kv_heads, blocks, rows, columns]`.
+
+        Args:
+            to: memory that may be used for them.
+        """
         packed, bits = torch.unflatten(self.codes, -1, (self.rows, self.row_bytes)), self.format.bits
         is_one_plane = bits in (1, 2, 4) and not self.format.levels
         if not is_one_plane or self.row_bytes * 8 != self.columns * bits:
             return numbers_of(unpack(packed, bits, self.columns), self.format)
         # Without the copies of `unpack`: this is most of the time of a step without a kernel.
-        numbers = packed.new_empty((*packed.shape[:-1], self.columns), dtype=torch.float32)
-        for lowest, to in zip(range(0, 8, bits), torch.split(numbers, self.row_bytes, dim=-1), strict=True):
+        numbers = packed.new_empty((*packed.shape[:-1], self.columns), dtype=torch.float32) if to is None else to
+        for lowest, part in zip(range(0, 8, bits), torch.split(numbers, self.row_bytes, dim=-1), strict=True):
             moved = packed >> lowest if lowest else packed
-            to.copy_(moved if lowest + bits == 8 else moved & (1 << bits) - 1)
+            part.copy_(moved if lowest + bits == 8 else moved & (1 << bits) - 1)
         return numbers
 
     def _parameters(self) -> Tensor:
@@ -98,14 +103,21 @@ class PackedSide:
         Returns:
             float32 `[batch, kv_heads, blocks, n, columns]`.
         """
-        numbers, parameters = self._numbers().flatten(0, 2), self._parameters().flatten(0, 2)
+        memory = None
+        # Autograd would keep the numbers, and a tensor of a tracer or of another device has memory of its own.
+        if type(self.codes) is Tensor and self.codes.is_cpu and not factors.requires_grad:
+            memory = scratch(*self.codes.shape[:3], self.rows, self.columns)
+        numbers, parameters = self._numbers(memory).flatten(0, 2), self._parameters().flatten(0, 2)
         given, size = factors.flatten(0, 2), self.column_group
         parts = []
         for group in range(self.columns // size):
             scale, *zero = parameters[:, :, :, group].unbind(1)
             of_group = numbers if size == self.columns else numbers[:, :, group * size : (group + 1) * size]
-            part = torch.bmm(given * scale[:, None], of_group)
-            parts.append(part + torch.bmm(given, zero[0][:, :, None]) if zero else part)
+            scaled = given * scale[:, None]
+            if zero:
+                parts.append(torch.baddbmm(torch.bmm(given, zero[0][:, :, None]), scaled, of_group))
+            else:
+                parts.append(torch.bmm(scaled, of_group))
         products = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return torch.unflatten(products, 0, factors.shape[:3])
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvlayers.attention import reference
+from kvlayers.attention.pieces import StatePiece, state_pieces
 from kvlayers.attention.segments import KVSegments, without_rows
 from kvlayers.quantizers.hadamard import rotate
 
@@ -34,11 +34,11 @@ def attend(query: Tensor, rotated: Tensor, segments: KVSegments, mask: Tensor | 
     highest = of_latents[False].new_full((batch, 1, rows, 1), -torch.inf)
     total = torch.zeros_like(highest)
     sums = {False: torch.zeros_like(of_latents[False]), True: torch.zeros_like(of_latents[False])}
-    for first, piece in _pieces(segments, rows):
-        scores = of_latents[piece.keys_rotated] @ piece.keys.transpose(2, 3)
-        scores += of_rotated[piece.values_rotated] @ piece.values.transpose(2, 3)
+    for piece, latents, keys in _pieces(segments, rows):
+        scores = of_latents[piece.keys_rotated] @ latents.transpose(2, 3)
+        scores += of_rotated[piece.values_rotated] @ keys.transpose(2, 3)
         if mask is not None:
-            part = mask.narrow(3, first, scores.shape[3]).reshape(scores.shape)
+            part = mask.narrow(3, piece.position, scores.shape[3]).reshape(scores.shape)
             scores = scores.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else scores + part
         raised = torch.maximum(highest, scores.amax(-1, keepdim=True))
         # A row that may attend to no token yet has -inf as its highest score, and -inf - -inf is not a number.
@@ -47,25 +47,23 @@ def attend(query: Tensor, rotated: Tensor, segments: KVSegments, mask: Tensor | 
         highest, total = raised, total * shrink + weights.sum(-1, keepdim=True)
         for part in sums.values():
             part *= shrink
-        sums[piece.keys_rotated] += weights @ piece.keys
+        sums[piece.keys_rotated] += weights @ latents
     result = (sums[False] + rotate(sums[True])) / total
     # As in torch, a query that may attend to no token gets zeros.
     result = torch.where(total == 0, 0.0, result)
     return result.reshape(batch, heads, queries, latent_dim).to(query.dtype)
 
 
-def _pieces(segments: KVSegments, rows: int) -> Iterator[tuple[int, reference.FloatPiece]]:
-    """Segments in pieces, with the number of the first token. Each sequence of the batch has its own row."""
+def _pieces(segments: KVSegments, rows: int) -> Iterator[tuple[StatePiece, Tensor, Tensor]]:
+    """Segments in pieces, with their latents and their rotated keys. Each sequence of the batch has its own row."""
     position = 0
     for segment in segments.in_order:
-        for piece in reference.pieces(KVSegments((without_rows(segment),)), rows):
-            first = position + piece.position
-            if segment.rows is None:
-                yield first, piece
-            else:
-                index = segment.rows.on(piece.keys.device)[0]
-                keys, values = piece.keys.index_select(0, index), piece.values.index_select(0, index)
-                yield first, replace(piece, keys=keys, values=values)
+        for piece in state_pieces(KVSegments((without_rows(segment),)), rows):
+            latents, keys = piece.states("keys"), piece.states("values")
+            if segment.rows is not None:
+                index = segment.rows.on(latents.device)[0]
+                latents, keys = latents.index_select(0, index), keys.index_select(0, index)
+            yield replace(piece, position=position + piece.position), latents, keys
         position += segment.tokens
 
 

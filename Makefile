@@ -44,8 +44,9 @@ bench: $(VENV)/installed $(MODEL)/config.json ## Step time, update time and byte
 claims: $(VENV)/installed $(MODEL)/config.json ## Measure each figure of README.md and docs/choosing.md again, ten minutes; ARGS=--record keeps them
 	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python benchmarks/claims.py $(ARGS)
 
-docs: $(VENV)/docs-installed ## The documentation, in site/; a warning is an error
+docs: $(VENV)/docs-installed ## The documentation, in site/; a warning is an error. Where chromium is, it looks at each page
 	$(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest -q -rs tests/project/test_browser.py
 
 dist: $(VENV)/installed ## The wheels and the sdist, in dist/, checked; the same files from the same sources
 	rm -rf dist

@@ -14,6 +14,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
+HOME = ROOT / "docs" / "index.md"
 CHOOSING = ROOT / "docs" / "choosing.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 RECORDED = pathlib.Path(__file__).parent / "recorded"
@@ -399,8 +400,13 @@ COMPARED = (
 """The rows of the table in README.md, with the names of their rows in the record."""
 
 
-def readme_table(record: Mapping[str, Any]) -> str:
-    """The table in README.md: recorded bytes, step time and fidelity, beside transformers' `DynamicCache`."""
+def readme_table(record: Mapping[str, Any], docs: str) -> str:
+    """The table in README.md and on the home page: bytes, step time and fidelity, beside transformers' `DynamicCache`.
+
+    Args:
+        record: what was measured.
+        docs: path of the other pages, as links have it.
+    """
     steps, rounding = ({} if name not in record else record[name]["cells"] for name in ("step", "fidelity"))
     lines = [
         "| cache | memory | decode step | predictions |",
@@ -419,7 +425,7 @@ def readme_table(record: Mapping[str, Any]) -> str:
             "",
             f"At 16,384 tokens, relative to transformers' `DynamicCache`. {LLAMA}. {_where(record.get('step'))} \"Same "
             'top token": how often the most likely next token stays the same, for SmolLM2-135M-Instruct in float32 on '
-            "1,024 tokens of real text after 2,048. [More figures](docs/choosing.md#what-was-measured)",
+            f"1,024 tokens of real text after 2,048. [More figures]({docs}choosing.md#what-was-measured)",
         ]
     )
 
@@ -462,7 +468,12 @@ def with_tables(page: str, record: Mapping[str, Any]) -> str:
 
 def with_readme_table(page: str, record: Mapping[str, Any]) -> str:
     """README.md with the table of a record between its markers."""
-    return between(page, BEGIN_TABLE, END_TABLE, readme_table(record))
+    return between(page, BEGIN_TABLE, END_TABLE, readme_table(record, "docs/"))
+
+
+def with_home_table(page: str, record: Mapping[str, Any]) -> str:
+    """docs/index.md with the table of README.md between its markers."""
+    return between(page, BEGIN_TABLE, END_TABLE, readme_table(record, ""))
 
 
 def between(page: str, begin: str, end: str, content: str) -> str:

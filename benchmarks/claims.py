@@ -489,13 +489,14 @@ def keep(found: Mapping[str, Any], content: Mapping[str, Any]) -> pathlib.Path:
 
 
 def write_pages() -> None:
-    """Write the record into README.md, docs/choosing.md and docs/benchmarks.md."""
+    """Write the record into README.md, docs/index.md, docs/choosing.md and docs/benchmarks.md."""
     record = claimed.read_record(claimed.recorded_path())
     if claimed.has_steps(record):
         claimed.BENCHMARKS.write_text(claimed.with_steps(claimed.BENCHMARKS.read_text(), record))
         readme_picture.draw(record["step"], readme_picture.PICTURE)
     claimed.CHOOSING.write_text(claimed.with_tables(claimed.CHOOSING.read_text(), record))
     claimed.README.write_text(claimed.with_readme_table(claimed.README.read_text(), record))
+    claimed.HOME.write_text(claimed.with_home_table(claimed.HOME.read_text(), record))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -526,7 +527,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = report.terminal()
     if given.write:
         write_pages()
-        console.print(f"written: {claimed.README}, {claimed.CHOOSING}, {claimed.BENCHMARKS}, {readme_picture.PICTURE}")
+        written = (claimed.README, claimed.HOME, claimed.CHOOSING, claimed.BENCHMARKS, readme_picture.PICTURE)
+        console.print(f"written: {', '.join(map(str, written))}")
         return 0
     if given.threads:
         torch.set_num_threads(given.threads)

@@ -35,6 +35,9 @@ STYLE = {
 }
 COLOURS_OF_THE_READER = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}</style>"
 
+NEAR = 0.06
+"""Share of the highest number within which two numbers would overlap."""
+
 
 def picture(found: Mapping[str, Any]) -> Figure:
     """The step time and the bytes held, side by side, by context length, from the record of `claims.py`."""
@@ -46,12 +49,13 @@ def picture(found: Mapping[str, Any]) -> Figure:
         (panels[0], claimed.MILLISECONDS, "Time of a decode step, ms"),
         (panels[1], claimed.MEGABYTES, "Cache memory, MB"),
     ):
+        curves = {row: [cells[claimed.length_row(row, length)][column] for length in lengths] for row in CACHES}
         for row, (label, colour) in CACHES.items():
-            heights = [cells[claimed.length_row(row, length)][column] for length in lengths]
+            heights = curves[row]
             axes.plot(lengths, heights, marker="o", markersize=4, color=colour, label=label)
             axes.annotate(
                 f"{heights[-1]:.0f}", (lengths[-1], heights[-1]), xytext=(6, 0), textcoords="offset points",
-                va="center", color=colour,
+                va=side_of(heights[-1], [curve[-1] for curve in curves.values()]), color=colour,
             )  # fmt: skip
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_xlabel("tokens in the cache")
@@ -64,6 +68,14 @@ def picture(found: Mapping[str, Any]) -> Figure:
     how = "Random llama of 8 layers, bfloat16, batch 1. Medians; the caches took turns."
     drawn.supxlabel(f"{how}\n{provenance(found['at'])}", fontsize=8, x=0.01, ha="left")
     return drawn
+
+
+def side_of(height: float, heights: list[float]) -> str:
+    """On which side of a curve's end its number stands clear of those of curves that end near it."""
+    near = [other for other in heights if 0 < abs(other - height) < NEAR * max(heights)]
+    if not near:
+        return "center"
+    return "top" if max(near) > height else "bottom"
 
 
 def draw(found: Mapping[str, Any], path: pathlib.Path) -> None:

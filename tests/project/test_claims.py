@@ -68,13 +68,14 @@ def test_every_claim_holds_for_the_record(claimed: Any, record: Any) -> None:
             assert claim.holds(value), where
 
 
-def test_the_readme_has_the_recorded_table(claimed: Any, record: Any) -> None:
-    page = claimed.README.read_text()
-    due = claimed.with_readme_table(page, record)
+@pytest.mark.parametrize(("path", "write"), [("README", "with_readme_table"), ("HOME", "with_home_table")])
+def test_the_first_pages_have_the_recorded_table(claimed: Any, record: Any, path: str, write: str) -> None:
+    page = getattr(claimed, path).read_text()
+    due = getattr(claimed, write)(page, record)
     if os.environ.get("KVLAYERS_WRITE_DOCS"):
-        claimed.README.write_text(due)
+        getattr(claimed, path).write_text(due)
         page = due
-    assert page == due, "README.md lacks the recorded table: run benchmarks/claims.py --write"
+    assert page == due, f"{getattr(claimed, path)} lacks the recorded table: run benchmarks/claims.py --write"
 
 
 def test_the_page_of_figures_has_the_recorded_steps(claimed: Any, record: Any) -> None:
@@ -158,6 +159,7 @@ def test_what_is_recorded_is_replaced_measurement_by_measurement(
     monkeypatch.setattr(claimed, "RECORDED", tmp_path)
     monkeypatch.setattr(claimed, "CHOOSING", page)
     monkeypatch.setattr(claimed, "README", readme)
+    monkeypatch.setattr(claimed, "HOME", readme)
     monkeypatch.setattr(claims, "MEASUREMENTS", {"window": lambda run: window, "offload": failing})
     old = {"step": {"cells": {}, "threads": 2, "at": claims.report.environment()}, "window": {"cells": {}}}
     (tmp_path / "claims-2020-01-01.json").write_text(json.dumps({"results": {"claims": old}}))

@@ -176,7 +176,7 @@ def test_the_sdist_has_what_its_tests_need(files: dict[str, bytes], tmp_path: pa
     (tmp_path / name).write_bytes(files[name])
     with tarfile.open(tmp_path / name) as archive:
         there = {member.name.partition("/")[2] for member in archive.getmembers()}
-    needed = ("src/kvlayers/py.typed", "tests/conftest.py", "docs/tour.ipynb", "scripts/notebook_pages.py", "Makefile")
+    needed = ("src/kvlayers/py.typed", "tests/conftest.py", "docs/tour.ipynb", "scripts/site_hooks.py", "Makefile")
     more = (".ci/run", ".github/workflows/ci.yml", "constraints.txt", "noxfile.py", "mkdocs.yml", "benchmarks/plots.py")
     assert {*needed, *more} <= there
 

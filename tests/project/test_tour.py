@@ -27,7 +27,7 @@ def stored() -> Any:
 @pytest.fixture(scope="module")
 def hook() -> types.ModuleType:
     """What makes pages of notebooks, a script that mkdocs finds by its path."""
-    spec = importlib.util.spec_from_file_location("notebook_pages", ROOT / "scripts" / "notebook_pages.py")
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "scripts" / "site_hooks.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import kvlayers
 import versions
+from browser import looked_at, needs_browser
 from model_directories import save_with_tokenizer
 from models import COMMON, fresh_model
 from slow_fidelity import slow_tokens
@@ -236,9 +237,22 @@ def test_a_setting_that_fails_is_said_and_ends_with_1(llama: Path, monkeypatch: 
     assert "int3 failed: RuntimeError: no more" in fidelity(llama, "--text", "text.txt", *QUICK, "--bits", "3").output
 
 
-@pytest.mark.skipif(
+needs_reports = pytest.mark.skipif(
     bool(reports.missing_packages()), reason="no matplotlib or jinja2 here: the extra 'report' brings them"
 )
+
+
+@needs_reports
+@needs_browser
+def test_a_browser_shows_the_whole_report(llama: Path, tmp_path: Path) -> None:
+    result = fidelity(llama, "--text", "text.txt", *QUICK, "--bits", "8,2", "--report", "report.html")
+    assert result.exit_code == 0, result.output
+    for seen in looked_at([tmp_path / "report.html"]):
+        seen.check()
+        assert seen.drawings == 3
+
+
+@needs_reports
 def test_the_report_is_one_file_that_needs_nothing(llama: Path, tmp_path: Path) -> None:
     arguments = ("--text", "text.txt", *QUICK, "--bits", "8,2", "--max-kl", 100, "--report", "report.html")
     result = fidelity(llama, *arguments)

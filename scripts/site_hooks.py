@@ -1,10 +1,14 @@
-"""A hook of mkdocs that turns each notebook of the docs into a page of the site, with its stored outputs.
+"""Hooks of mkdocs: the version and the repository on each page, and a page for each notebook of the docs.
 
-The pages are Markdown, so mkdocs checks their links as on any other page. No notebook is run.
+The pages of notebooks are Markdown with the stored outputs, so mkdocs checks their links as on any other page. None
+of them is run.
 """
 
 import json
+import os
+import pathlib
 import re
+import runpy
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +17,18 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
 
 LINK_TO_A_NOTEBOOK = re.compile(r"(\]\((?!\w+:)[^)#]*)\.ipynb(?=[)#])")
+
+
+VERSION = pathlib.Path(__file__).parents[1] / "src" / "kvlayers" / "version.py"
+
+
+def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
+    """Name the version, and link to the repository where GitHub builds the site."""
+    config.site_name = f"{config.site_name} {runpy.run_path(str(VERSION))['__version__']}"
+    if repository := os.environ.get("GITHUB_REPOSITORY"):
+        config.repo_url = f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{repository}"
+        config.repo_name = repository
+    return config
 
 
 def on_files(files: "Files", config: "MkDocsConfig") -> "Files":

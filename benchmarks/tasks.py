@@ -8,8 +8,8 @@
 | caches | what they are | page |
 |---|---|---|
 | rounding | packed caches, a sink cache, and transformers' packed caches | docs/choosing.md |
-| eviction | each rule at each part of the tokens, with even heads or not; some with 4 bits | docs/eviction.md |
-| recall | parts of the pages. The question is read token by token, as answers are | docs/recall.md |
+| eviction | each rule at each part of the tokens, with even heads or not; some with 4 bits | docs/scores/eviction.md |
+| recall | parts of the pages. The question is read token by token, as answers are | docs/scores/recall.md |
 
 Each model runs `kvlayers fidelity --tasks`, whose samples are seeded: the same versions give the same answers. Results
 are written as they come, so a second start goes on where the first one stopped, and may ask for more caches. The two
@@ -130,8 +130,8 @@ def recall_runs(lengths: Sequence[int], only: str) -> list[Run]:
 
 CACHES_OF = {
     "rounding": TaskCaches("tasks", CHOOSING, "1k,2k", rounding_runs),
-    "eviction": TaskCaches("eviction-tasks", DOCS / "eviction.md", "1k,2k,4k", eviction_runs),
-    "recall": TaskCaches("recall-tasks", DOCS / "recall.md", "1k,2k,4k", recall_runs),
+    "eviction": TaskCaches("eviction-tasks", DOCS / "scores" / "eviction.md", "1k,2k,4k", eviction_runs),
+    "recall": TaskCaches("recall-tasks", DOCS / "scores" / "recall.md", "1k,2k,4k", recall_runs),
 }
 
 KEPT = (

@@ -36,7 +36,7 @@ CPU_CODES_AT_ONCE = 1 << 21
 
 
 @dataclass(frozen=True, eq=False)
-class Piece(ABC):
+class SegmentPiece(ABC):
     """A few tokens of a segment.
 
     Attributes:
@@ -79,7 +79,7 @@ class Piece(ABC):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class StatePiece(Piece):
+class StatePiece(SegmentPiece):
     """Tokens whose states are brought to float32, one side after the other: `[batch, kv_heads, tokens, head_dim]`."""
 
     segment: DenseSegment | PackedSegment
@@ -105,7 +105,7 @@ class StatePiece(Piece):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class CodePiece(Piece):
+class CodePiece(SegmentPiece):
     """Whole blocks, whose scales are folded into the few rows that are multiplied with them: no state is computed."""
 
     segment: PackedSegment
@@ -130,7 +130,7 @@ class CodePiece(Piece):
         return values.products(by_block).sum(2)
 
 
-def pieces_for(segments: KVSegments, rows: int) -> Iterator[Piece]:
+def pieces_for(segments: KVSegments, rows: int) -> Iterator[SegmentPiece]:
     """All segments in pieces, of codes where few rows are multiplied with them."""
     position = 0
     for segment in segments.in_order:

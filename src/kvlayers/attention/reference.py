@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlayers.attention.pieces import CPU_SCORES_AT_ONCE, Piece, pieces_for
+from kvlayers.attention.pieces import CPU_SCORES_AT_ONCE, SegmentPiece, pieces_for
 from kvlayers.attention.segments import KVSegments
 from kvlayers.quantizers.hadamard import rotate
 
@@ -83,9 +83,9 @@ def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scal
     return result.reshape(batch, heads, queries, result.shape[3]), logsumexp
 
 
-def _rounds(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
+def _rounds(pieces: Iterable[SegmentPiece], rows: int) -> Iterator[list[SegmentPiece]]:
     """Pieces in rounds of so many scores that the fixed cost of a softmax does not dominate."""
-    some: list[Piece] = []
+    some: list[SegmentPiece] = []
     for piece in pieces:
         if some and rows * sum(other.tokens for other in (*some, piece)) > CPU_SCORES_AT_ONCE:
             yield some
@@ -95,7 +95,7 @@ def _rounds(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
         yield some
 
 
-def _masked(scores: Tensor, piece: Piece, mask: Tensor | None) -> Tensor:
+def _masked(scores: Tensor, piece: SegmentPiece, mask: Tensor | None) -> Tensor:
     """Scores of a piece, with what its mask says of its tokens."""
     if mask is not None:
         part = piece.columns_of(mask).reshape(scores.shape)

@@ -69,7 +69,7 @@ def evicting(**options: Any) -> Maker:
 
 def recalling(pages: int | str, **options: Any) -> Maker:
     """Makes caches that recall."""
-    recall = kvlayers.Recall(pages=pages)
+    recall = kvlayers.layers.Recall(pages=pages)
     return lambda config, length: kvlayers.DynamicCache(config=config, length_hint=length, recall=recall, **options)
 
 
@@ -236,7 +236,7 @@ def _traffic(given: argparse.Namespace, ticking: Any) -> tuple[Any, list[str]]:
     offloaded, wrong = measure_traffic(workload, make, lengths, 8, ticking("offloaded recall", len(lengths)))
     exact = is_bit_equal(workload, DENSE_MAKERS[DENSE], recalling("all"), lengths[0], 8)
     # Keys and values of the pages that all KV heads of all layers choose, in bfloat16.
-    shape, page_tokens = TRAFFIC_SHAPE, kvlayers.Recall().page_tokens
+    shape, page_tokens = TRAFFIC_SHAPE, kvlayers.layers.Recall().page_tokens
     chosen = pages * page_tokens * shape.layers * shape.kv_heads * shape.head_dim * 2 * torch.bfloat16.itemsize
     return {"offloaded": offloaded, "pages": pages, "chosen": chosen, "exact": int(exact)}, wrong
 

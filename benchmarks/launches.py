@@ -338,7 +338,7 @@ def upstream_and_own() -> Iterator[tuple[str, Callable[[], Any], int | None]]:
 
 
 def offloaded(layer: Any) -> kvlayers.Cache:
-    return kvlayers.Cache(layers=[kvlayers.OffloadedLayer(layer, kvlayers.Prefetcher(transfers=Transfers))])
+    return kvlayers.Cache(layers=[kvlayers.OffloadedLayer(layer, kvlayers.offload.Prefetcher(transfers=Transfers))])
 
 
 def full_precision_operations() -> Iterator[Operation]:

@@ -81,7 +81,9 @@ def count_traffic(model: Any, prompt: torch.Tensor, new: int) -> dict[str, Any]:
     found = {}
     for name, make in COUNTED.items():
         transfers = RecordingTransfers(lambda waiting: waiting)
-        prefetcher = functools.partial(kvlayers.Prefetcher, transfers=lambda device, transfers=transfers: transfers)
+        prefetcher = functools.partial(
+            kvlayers.offload.Prefetcher, transfers=lambda device, transfers=transfers: transfers
+        )
         with mock.patch.object(kvlayers.caches.base, "Prefetcher", prefetcher):
             cache = make(model.config, prompt.shape[1])
         tokens = decode(model, cache, prompt, new)

@@ -250,7 +250,9 @@ def measure_traffic(
     for length in lengths:
         prompt = workload.prompt(length)
         transfers = RecordingTransfers(lambda waiting: waiting)
-        prefetcher = functools.partial(kvlayers.Prefetcher, transfers=lambda device, transfers=transfers: transfers)
+        prefetcher = functools.partial(
+            kvlayers.offload.Prefetcher, transfers=lambda device, transfers=transfers: transfers
+        )
         with mock.patch.object(kvlayers.caches.base, "Prefetcher", prefetcher):
             cache = make(workload.model.config, True)
         tokens, _ = decode(workload.model, cache, prompt, new)

@@ -46,7 +46,7 @@ class Job:
 
     def buckets_reached(self) -> int:
         """The number of buckets that the decode steps of kvlayers' StaticCache reach."""
-        sizes = kvlayers.Buckets().sizes(self.reserve)
+        sizes = kvlayers.stores.Buckets().sizes(self.reserve)
         held = range(self.prompt_tokens + 1, self.prompt_tokens + self.new)
         return len({bisect.bisect_left(sizes, tokens) for tokens in held})
 

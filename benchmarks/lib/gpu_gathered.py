@@ -79,7 +79,7 @@ def recalled_attention(setup: Setup) -> Findings:
     found = Findings()
     pages = setup.choose(64, 4)
     for tokens in setup.choose((8192, 16384, 32768), (1024,)):
-        layer = kvlayers.RecallLayer(kvlayers.Recall(pages=pages))
+        layer = kvlayers.RecallLayer(kvlayers.layers.Recall(pages=pages))
         layer.update(*_pair(setup, tokens))
         recalled = layer.update(*_pair(setup, 1, seed=1))
         query = _query(setup)

@@ -10,9 +10,9 @@ import transformers as tf
 from transformers.masking_utils import AttentionMaskInterface
 
 import kvlayers
-from kvlayers import ConfigError
 from kvlayers.attention import model_attention
 from kvlayers.attention.dispatch import SHARED
+from kvlayers.errors import ConfigError
 from kvlayers.upstream import compat
 from models import COMMON, fresh_model, prompt
 

@@ -299,7 +299,7 @@ def test_what_hinders_the_compiler_ahead_of_time_is_an_error(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(kernels, "LIBRARIES", (library,))
     for _ in range(2):
-        with pytest.raises(kvlayers.KernelError, match="kernel for attention must be compiled"):
+        with pytest.raises(kvlayers.errors.KernelError, match="kernel for attention must be compiled"):
             kvlayers.compile_kernels()
     ran = CliRunner().invoke(make_app(), ["compile"])
     assert ran.exit_code == 1

@@ -602,7 +602,7 @@ def test_writing_to_packed_states_is_refused(writer: str) -> None:
     keys, values = some_handles()
     for states in (keys, values, repeat_kv(keys, 2), keys.transpose(2, 3)):
         before = states.dense()
-        with pytest.raises(kvlayers.ReadOnlyStatesError, match="clone"):
+        with pytest.raises(kvlayers.errors.ReadOnlyStatesError, match="clone"):
             WRITERS[writer](states)
         assert torch.equal(states.dense(), before)
 
@@ -636,7 +636,7 @@ def test_packed_states_are_not_read_after_the_cache_has_changed(change: str) -> 
         lambda: pickle.dumps(values),
     ]
     for read in readers:
-        with pytest.raises(kvlayers.StaleStatesError, match="These states are stale"):
+        with pytest.raises(kvlayers.errors.StaleStatesError, match="These states are stale"):
             read()
     assert keys.shape == (BATCH, KV_HEADS, PAST + 1, KEY_DIM)
     assert torch.equal(twin_keys.clone(), of_the_twin)
@@ -658,7 +658,7 @@ def test_packed_states_stay_valid_while_tokens_are_appended() -> None:
 
 def test_packed_states_of_a_window_are_valid_or_refused_as_the_window_moves() -> None:
     window = kvlayers.SlidingLayer(
-        60, kvlayers.QuantizedStore(kvlayers.Quantization(residual_length=5, sink_tokens=0, q_group_size=2))
+        60, kvlayers.stores.QuantizedStore(kvlayers.Quantization(residual_length=5, sink_tokens=0, q_group_size=2))
     )
     read = 0
     held: list[tuple[Tensor, Tensor]] = []
@@ -668,7 +668,7 @@ def test_packed_states_of_a_window_are_valid_or_refused_as_the_window_moves() ->
             try:
                 assert torch.equal(states.clone(), before)
                 read += 1
-            except kvlayers.StaleStatesError:
+            except kvlayers.errors.StaleStatesError:
                 pass
         if isinstance(keys, PackedStates):
             held.append((keys, keys.clone()))

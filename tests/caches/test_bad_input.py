@@ -11,6 +11,7 @@ import transformers
 
 import kvlayers
 from families import model_and_inputs
+from kvlayers.caches.operations import CacheState
 from kvlayers.stores.buffer import TokenBuffer
 from models import COMMON, WINDOW, prompt, tiny_model
 
@@ -54,14 +55,14 @@ def test_states_that_do_not_fit_change_nothing(kind: str, bad: str, filled: int)
         pair = states(*GOOD), states(*GOOD)
         layer.update(*pair)
         untouched.update(*pair)
-    with pytest.raises(kvlayers.StateMismatchError, match="must .* got|expected .* saw"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="must .* got|expected .* saw"):
         layer.update(*BAD_STATES[bad])
     pair = states(*GOOD), states(*GOOD)
     for seen, expected in zip(layer.update(*pair), untouched.update(*pair), strict=True):
         assert torch.equal(seen, expected)
 
 
-def _damaged(state: kvlayers.CacheState) -> kvlayers.CacheState:
+def _damaged(state: CacheState) -> CacheState:
     *layers, last = state.layers
     tensors = {**last.tensors, "values": last.tensors["values"][:, :, 1:]}
     return dataclasses.replace(state, layers=(*layers, dataclasses.replace(last, tensors=tensors)))
@@ -82,48 +83,54 @@ CACHES: dict[str, Callable[[], Any]] = {
 }
 MISUSES: dict[str, tuple[type[Exception], Callable[[Any], object]]] = {
     "layer index beyond the last": (
-        kvlayers.LayerIndexError,
+        kvlayers.errors.LayerIndexError,
         lambda cache: cache.update(states(1, 2, 1, 8), states(1, 2, 1, 8), 4),
     ),
     "layer index below the first": (
-        kvlayers.LayerIndexError,
+        kvlayers.errors.LayerIndexError,
         lambda cache: cache.update(states(1, 2, 1, 8), states(1, 2, 1, 8), -1),
     ),
     "a length that is no whole number": (kvlayers.OptionError, lambda cache: cache.crop(1.5)),
     "a state with a layer that is damaged": (
-        kvlayers.StateMismatchError,
+        kvlayers.errors.StateMismatchError,
         lambda cache: cache.load_state(_damaged(cache.state())),
     ),
-    "subscript beyond the last": (kvlayers.LayerIndexError, lambda cache: cache[4]),
-    "list index beyond the last": (kvlayers.LayerIndexError, lambda cache: cache.key_cache[4]),
-    "removing more than is held": (kvlayers.RollbackError, lambda cache: cache.crop(-14)),
-    "keeping more than is held": (kvlayers.RollbackError, lambda cache: cache.crop(14)),
-    "rolling back over a full window": (kvlayers.RollbackError, lambda cache: cache.crop(-1)),
-    "batch index beyond the last": (kvlayers.BatchIndexError, lambda cache: cache.reorder_cache(torch.tensor([1]))),
+    "subscript beyond the last": (kvlayers.errors.LayerIndexError, lambda cache: cache[4]),
+    "list index beyond the last": (kvlayers.errors.LayerIndexError, lambda cache: cache.key_cache[4]),
+    "removing more than is held": (kvlayers.errors.RollbackError, lambda cache: cache.crop(-14)),
+    "keeping more than is held": (kvlayers.errors.RollbackError, lambda cache: cache.crop(14)),
+    "rolling back over a full window": (kvlayers.errors.RollbackError, lambda cache: cache.crop(-1)),
+    "batch index beyond the last": (
+        kvlayers.errors.BatchIndexError,
+        lambda cache: cache.reorder_cache(torch.tensor([1])),
+    ),
     "batch index below the first": (
-        kvlayers.BatchIndexError,
+        kvlayers.errors.BatchIndexError,
         lambda cache: cache.batch_select_indices(torch.tensor([-2])),
     ),
-    "no batch index": (kvlayers.BatchIndexError, lambda cache: cache.batch_select_indices([])),
-    "batch index of floats": (kvlayers.BatchIndexError, lambda cache: cache.batch_select_indices([0.0])),
-    "a mask of another length": (kvlayers.BatchIndexError, lambda cache: cache.batch_select_indices([True, False])),
-    "no repeats": (kvlayers.BatchIndexError, lambda cache: cache.batch_repeat_interleave(0)),
+    "no batch index": (kvlayers.errors.BatchIndexError, lambda cache: cache.batch_select_indices([])),
+    "batch index of floats": (kvlayers.errors.BatchIndexError, lambda cache: cache.batch_select_indices([0.0])),
+    "a mask of another length": (
+        kvlayers.errors.BatchIndexError,
+        lambda cache: cache.batch_select_indices([True, False]),
+    ),
+    "no repeats": (kvlayers.errors.BatchIndexError, lambda cache: cache.batch_repeat_interleave(0)),
     "a forward pass of two sequences": (
-        kvlayers.StateMismatchError,
+        kvlayers.errors.StateMismatchError,
         lambda cache: tiny_model("gemma3")(prompt(2, 1), past_key_values=cache),
     ),
     "the state of another kind": (
-        kvlayers.StateMismatchError,
+        kvlayers.errors.StateMismatchError,
         lambda cache: cache.load_state(kvlayers.DynamicCache([(states(1, 2, 3, 8), states(1, 2, 3, 8))]).state()),
     ),
     "putting more tokens in place than were seen": (
-        kvlayers.StateMismatchError,
+        kvlayers.errors.StateMismatchError,
         lambda cache: cache.key_cache.__setitem__(0, states(1, 2, 14, 8)),
     ),
-    "moving a layer that cannot": (kvlayers.UnsupportedLayerError, lambda cache: cache.offload(2)),
-    "asking for a recurrent state": (kvlayers.UnsupportedLayerError, lambda cache: cache.get_conv_state(0)),
+    "moving a layer that cannot": (kvlayers.errors.UnsupportedLayerError, lambda cache: cache.offload(2)),
+    "asking for a recurrent state": (kvlayers.errors.UnsupportedLayerError, lambda cache: cache.get_conv_state(0)),
     "tuples of a window that has dropped tokens": (
-        kvlayers.LegacyFormatError,
+        kvlayers.errors.LegacyFormatError,
         lambda cache: cache.to_legacy_cache(),
     ),
 }
@@ -185,7 +192,7 @@ def test_a_forward_pass_that_broke_off_is_taken_back_by_length() -> None:
     for index in range(2):
         cache.update(states(1, 2, 6, 8), states(1, 2, 6, 8), index)
     cache.update(states(1, 2, 1, 8), states(1, 2, 1, 8), 0)
-    with pytest.raises(kvlayers.RollbackError):
+    with pytest.raises(kvlayers.errors.RollbackError):
         cache.truncate(7)
     cache.crop(6)
     assert [layer.length for layer in cache.layers] == [6, 6]
@@ -197,7 +204,7 @@ def test_a_window_of_transformers_own_is_not_rolled_back_half_way() -> None:
     cache = kvlayers.Cache(layers=[kvlayers.DynamicLayer(), DynamicSlidingWindowLayer(sliding_window=4)])
     for index in range(2):
         cache.update(states(1, 2, 10, 8), states(1, 2, 10, 8), index)
-    with pytest.raises(kvlayers.RollbackError):
+    with pytest.raises(kvlayers.errors.RollbackError):
         cache.crop(-2)
     assert [layer.get_seq_length() for layer in cache.layers] == [10, 10]
 
@@ -205,7 +212,7 @@ def test_a_window_of_transformers_own_is_not_rolled_back_half_way() -> None:
 def test_cropping_more_than_is_held_names_both_numbers() -> None:
     """Upstream, crop(-10) on 3 tokens leaves an empty cache and says nothing."""
     cache = kvlayers.DynamicCache([(states(1, 2, 3, 8), states(1, 2, 3, 8))])
-    with pytest.raises(kvlayers.RollbackError, match=r"within the 3 tokens .* to remove 10"):
+    with pytest.raises(kvlayers.errors.RollbackError, match=r"within the 3 tokens .* to remove 10"):
         cache.crop(-10)
     assert cache.get_seq_length() == 3
 
@@ -265,9 +272,9 @@ def test_layers_that_recorded_go_on_with_chunks_when_they_record_no_more() -> No
 @pytest.mark.parametrize(
     "act",
     [
-        lambda: kvlayers.Buckets(factor=1e308),
-        lambda: kvlayers.Buckets().sizes(0),
-        lambda: kvlayers.Buckets().sizes(2.5),
+        lambda: kvlayers.stores.Buckets(factor=1e308),
+        lambda: kvlayers.stores.Buckets().sizes(0),
+        lambda: kvlayers.stores.Buckets().sizes(2.5),
         lambda: kvlayers.StaticCache(LLAMA, 8, compiled="no"),
         lambda: kvlayers.StaticCache(LLAMA, 8, grow="yes"),
         lambda: kvlayers.DynamicCache(config=LLAMA, offloading="no"),
@@ -284,7 +291,7 @@ def test_alibi_for_a_whole_reservation_is_not_compiled_around(installed: None) -
     config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4, pad_token_id=0)
     falcon = transformers.FalconConfig(num_hidden_layers=2, alibi=True)
     for alibi in (config, falcon):
-        with pytest.raises(kvlayers.ConfigError, match="alibi"):
+        with pytest.raises(kvlayers.errors.ConfigError, match="alibi"):
             kvlayers.StaticCache(alibi, 40, compiled=True)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -325,7 +332,7 @@ def _with_layer_type(layer_type: str) -> transformers.PretrainedConfig:
 
 @pytest.mark.parametrize("case", CONFIG_ERRORS)
 def test_a_config_that_does_not_say_enough_is_refused(case: str) -> None:
-    with pytest.raises(kvlayers.ConfigError, match="must|expected|are not"):
+    with pytest.raises(kvlayers.errors.ConfigError, match="must|expected|are not"):
         CONFIG_ERRORS[case]()
 
 
@@ -424,13 +431,13 @@ def test_layers_of_different_batch_sizes_are_not_selected() -> None:
     cache = kvlayers.DynamicCache()
     for index, batch in enumerate((2, 3)):
         cache.update(states(batch, 2, 5, 4), states(batch, 2, 5, 4), index)
-    with pytest.raises(kvlayers.BatchIndexError, match=r"\[2, 3\]"):
+    with pytest.raises(kvlayers.errors.BatchIndexError, match=r"\[2, 3\]"):
         cache.reorder_cache([1, 0])
 
 
 def test_a_failed_first_update_leaves_no_layers_behind() -> None:
     cache = kvlayers.DynamicCache()
-    with pytest.raises(kvlayers.StateMismatchError):
+    with pytest.raises(kvlayers.errors.StateMismatchError):
         cache.update(states(1, 2, 5), states(1, 2, 5), 5)
     assert len(cache) == 0
 
@@ -448,7 +455,7 @@ def test_parts_and_layers_are_not_shared() -> None:
     cache, layer = kvlayers.DynamicCache(), kvlayers.DynamicLayer()
     with pytest.raises(kvlayers.OptionError, match="share nothing"):
         kvlayers.EncoderDecoderCache(cache, cache)
-    with pytest.raises(kvlayers.ConfigError, match="one layer twice"):
+    with pytest.raises(kvlayers.errors.ConfigError, match="one layer twice"):
         kvlayers.Cache(layers=[layer, layer])
 
 
@@ -461,7 +468,7 @@ def test_a_limit_is_no_way_around_by_a_state() -> None:
 
 
 def test_half_a_pair_is_refused() -> None:
-    with pytest.raises(kvlayers.LegacyFormatError, match="only one"):
+    with pytest.raises(kvlayers.errors.LegacyFormatError, match="only one"):
         kvlayers.DynamicCache([(states(1, 2, 3, 8), None)])
 
 
@@ -482,7 +489,7 @@ def test_a_damaged_recurrent_state_is_refused() -> None:
         dataclasses.replace(layer, tensors={k: v for k, v in layer.tensors.items() if not k.startswith("conv")})
         for layer in state.layers
     ]
-    with pytest.raises(kvlayers.StateMismatchError, match="conv_states"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="conv_states"):
         kvlayers.DynamicCache(config=model.config).load_state(dataclasses.replace(state, layers=tuple(layers)))
 
 

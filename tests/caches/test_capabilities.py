@@ -15,19 +15,19 @@ from kvlayers import (
     HybridLayer,
     LinearAttentionLayer,
     OffloadedLayer,
-    Prefetcher,
     Quantization,
     QuantizedLayer,
-    QuantizedStore,
-    Recall,
     RecallLayer,
-    RollbackError,
-    Rotary,
     SinkLayer,
     SlidingLayer,
     StaticLayer,
     StaticSlidingLayer,
 )
+from kvlayers.errors import RollbackError
+from kvlayers.layers import Recall
+from kvlayers.offload import Prefetcher
+from kvlayers.rope.rotary import Rotary
+from kvlayers.stores import QuantizedStore
 from recording_transfers import RecordingTransfers
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "capabilities.md"

@@ -11,9 +11,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import kvlayers
 import kvlayers.caches.base
-from kvlayers import Prefetcher, StaleStatesError
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segments import KVSegments
+from kvlayers.errors import StaleStatesError
+from kvlayers.offload import Prefetcher
 from kvlayers.upstream import compat
 from models import COMMON, bare, given, prompt
 from recording_transfers import RecordingTransfers
@@ -351,7 +352,7 @@ def test_gradients_of_queries_alone(attention: str) -> None:
 
 def test_compiled_code_does_not_run_on_a_cache_that_was_deleted() -> None:
     number, keys = kvlayers.QuantizedCache()._handle.number, torch.zeros(1, 2, 3, 64)
-    with pytest.raises(kvlayers.StaleStatesError, match="it was deleted: keep it"):
+    with pytest.raises(kvlayers.errors.StaleStatesError, match="it was deleted: keep it"):
         torch.ops.kvlayers.take_in(number, 0, keys, keys)
 
 

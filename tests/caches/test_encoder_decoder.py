@@ -18,6 +18,7 @@ import kvlayers
 import versions
 from agreement import bytes_reached
 from families import FAMILIES as OTHERS
+from kvlayers.caches.operations import CacheState
 from kvlayers.upstream import cache_argument
 from models import CONFIGS, prompt, tiny_model
 
@@ -265,9 +266,9 @@ def test_another_input_is_refused_until_the_first_one_is_forgotten(family: str, 
         held = pair.get_seq_length()
         for another in others:
             rows = next(iter(another.values())).shape[0]
-            with pytest.raises(kvlayers.StateMismatchError, match=r"reset\(\) the"):
+            with pytest.raises(kvlayers.errors.StateMismatchError, match=r"reset\(\) the"):
                 generate(family, another, past_key_values=pair, decoder_input_ids=longer[:rows])
-            with pytest.raises(kvlayers.StateMismatchError, match="reset the cache"):
+            with pytest.raises(kvlayers.errors.StateMismatchError, match="reset the cache"):
                 generate(family, another, past_key_values=pair)
         assert pair.get_seq_length() == held
         pair.reset()
@@ -695,8 +696,8 @@ def test_the_pair_answers_what_a_cache_answers() -> None:
 def test_traffic_is_that_of_both_parts() -> None:
     pair = Pair(*(kvlayers.OffloadedCache() for _ in range(2)))
     for part, moved in ((pair.self_attention_cache, 3), (pair.cross_attention_cache, 4)):
-        part.traffic.count(0, kvlayers.Traffic(to_host=moved, to_device=10 * moved))
-    assert pair.traffic.total == kvlayers.Traffic(to_host=7, to_device=70)
+        part.traffic.count(0, kvlayers.offload.Traffic(to_host=moved, to_device=10 * moved))
+    assert pair.traffic.total == kvlayers.offload.Traffic(to_host=7, to_device=70)
 
 
 def test_flags_are_what_the_states_say() -> None:
@@ -800,24 +801,27 @@ ARGUMENTS: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     "a cache and tuples": (kvlayers.OptionError, lambda: Pair(kvlayers.DynamicCache(), ((states(), states()),))),
     "a pair in a pair": (kvlayers.OptionError, lambda: Pair(kvlayers.DynamicCache(), filled())),
     "a misspelt option": (kvlayers.OptionError, lambda: Pair(self_attention_cash=kvlayers.DynamicCache())),
-    "a list of caches": (kvlayers.LegacyFormatError, lambda: Pair([kvlayers.DynamicCache(), kvlayers.DynamicCache()])),
-    "a number": (kvlayers.LegacyFormatError, lambda: Pair(3)),
-    "None": (kvlayers.LegacyFormatError, lambda: Pair(None)),
-    "tuples of three": (kvlayers.LegacyFormatError, lambda: Pair([(states(),) * 3])),
+    "a list of caches": (
+        kvlayers.errors.LegacyFormatError,
+        lambda: Pair([kvlayers.DynamicCache(), kvlayers.DynamicCache()]),
+    ),
+    "a number": (kvlayers.errors.LegacyFormatError, lambda: Pair(3)),
+    "None": (kvlayers.errors.LegacyFormatError, lambda: Pair(None)),
+    "tuples of three": (kvlayers.errors.LegacyFormatError, lambda: Pair([(states(),) * 3])),
     "cross-attention in a later layer alone": (
-        kvlayers.LegacyFormatError,
+        kvlayers.errors.LegacyFormatError,
         lambda: Pair([(states(),) * 2, (states(),) * 4]),
     ),
     "cross-attention in an earlier layer alone": (
-        kvlayers.LegacyFormatError,
+        kvlayers.errors.LegacyFormatError,
         lambda: Pair.from_legacy_cache([(states(),) * 4, (states(),) * 2]),
     ),
     "tuples of other batch sizes": (
-        kvlayers.StateMismatchError,
+        kvlayers.errors.StateMismatchError,
         lambda: Pair([(states(2), states(2), states(3), states(3))]),
     ),
     "caches of other batch sizes": (
-        kvlayers.StateMismatchError,
+        kvlayers.errors.StateMismatchError,
         lambda: Pair(kvlayers.DynamicCache([(states(2), states(2))]), kvlayers.DynamicCache([(states(3), states(3))])),
     ),
 }
@@ -833,42 +837,45 @@ def test_what_makes_no_pair_is_refused(case: str) -> None:
 MISUSES: dict[str, tuple[type[Exception], Callable[[Pair], object]]] = {
     "an update of both": (kvlayers.OptionError, lambda pair: pair.update(states(), states(), 0)),
     "a length that is no number": (kvlayers.OptionError, lambda pair: pair.crop("3")),
-    "removing more than is held": (kvlayers.RollbackError, lambda pair: pair.crop(-9)),
-    "truncating beyond the end": (kvlayers.RollbackError, lambda pair: pair.truncate(9)),
-    "a batch index beyond the last": (kvlayers.BatchIndexError, lambda pair: pair.reorder_cache([2])),
-    "no repeats": (kvlayers.BatchIndexError, lambda pair: pair.batch_repeat_interleave(0)),
-    "expanding to nothing": (kvlayers.BatchIndexError, lambda pair: pair.expand(0)),
-    "a subscript beyond the last": (kvlayers.LayerIndexError, lambda pair: pair[2]),
+    "removing more than is held": (kvlayers.errors.RollbackError, lambda pair: pair.crop(-9)),
+    "truncating beyond the end": (kvlayers.errors.RollbackError, lambda pair: pair.truncate(9)),
+    "a batch index beyond the last": (kvlayers.errors.BatchIndexError, lambda pair: pair.reorder_cache([2])),
+    "no repeats": (kvlayers.errors.BatchIndexError, lambda pair: pair.batch_repeat_interleave(0)),
+    "expanding to nothing": (kvlayers.errors.BatchIndexError, lambda pair: pair.expand(0)),
+    "a subscript beyond the last": (kvlayers.errors.LayerIndexError, lambda pair: pair[2]),
     "a batch of none": (
         kvlayers.OptionError,
         lambda pair: pair.early_initialization(0, 4, 8, torch.float32, "cpu"),
     ),
     "heads for other layers": (
-        kvlayers.LayerIndexError,
+        kvlayers.errors.LayerIndexError,
         lambda pair: pair.early_initialization(2, [4] * 3, [8] * 3, torch.float32, "cpu"),
     ),
-    "something that is no state": (kvlayers.StateMismatchError, lambda pair: pair.load_state({})),
+    "something that is no state": (kvlayers.errors.StateMismatchError, lambda pair: pair.load_state({})),
     "the state of a part": (
-        kvlayers.StateMismatchError,
+        kvlayers.errors.StateMismatchError,
         lambda pair: pair.load_state(pair.self_attention_cache.state()),
     ),
     "a state with a part of another kind": (
-        kvlayers.StateMismatchError,
+        kvlayers.errors.StateMismatchError,
         lambda pair: pair.load_state(_of_parts(filled(layers=2), cross=kvlayers.QuantizedCache())),
     ),
     "a state with parts of other batch sizes": (
-        kvlayers.StateMismatchError,
+        kvlayers.errors.StateMismatchError,
         lambda pair: pair.load_state(
             _of_parts(filled(1, 1, layers=2), cross=filled(3, 3, layers=2).cross_attention_cache)
         ),
     ),
-    "a state with a damaged part": (kvlayers.StateMismatchError, lambda pair: pair.load_state(_damaged(pair.state()))),
-    "moving what stays": (kvlayers.UnsupportedLayerError, lambda pair: pair.offload(0)),
-    "asking for a recurrent state": (kvlayers.UnsupportedLayerError, lambda pair: pair.get_conv_state(0)),
+    "a state with a damaged part": (
+        kvlayers.errors.StateMismatchError,
+        lambda pair: pair.load_state(_damaged(pair.state())),
+    ),
+    "moving what stays": (kvlayers.errors.UnsupportedLayerError, lambda pair: pair.offload(0)),
+    "asking for a recurrent state": (kvlayers.errors.UnsupportedLayerError, lambda pair: pair.get_conv_state(0)),
 }
 
 
-def _of_parts(pair: Pair, cross: kvlayers.Cache) -> kvlayers.CacheState:
+def _of_parts(pair: Pair, cross: kvlayers.Cache) -> CacheState:
     if cross.get_seq_length() == 0:
         for index in range(2):
             cross.update(states(2, 5, 64), states(2, 5, 64), index)
@@ -876,7 +883,7 @@ def _of_parts(pair: Pair, cross: kvlayers.Cache) -> kvlayers.CacheState:
     return dataclasses.replace(state, parts=(state.parts[0], cross.state()))
 
 
-def _damaged(state: kvlayers.CacheState) -> kvlayers.CacheState:
+def _damaged(state: CacheState) -> CacheState:
     own, cross = state.parts
     tensors = {**cross.layers[1].tensors, "values": cross.layers[1].tensors["values"][:, :, 1:]}
     layers = (cross.layers[0], dataclasses.replace(cross.layers[1], tensors=tensors))
@@ -899,7 +906,7 @@ def test_a_pair_decodes_correctly_after_misuse(misuse: str) -> None:
 
 def test_parts_of_other_batch_sizes_are_not_selected() -> None:
     pair = filled(2, 3)
-    with pytest.raises(kvlayers.BatchIndexError, match="2 and 3"):
+    with pytest.raises(kvlayers.errors.BatchIndexError, match="2 and 3"):
         pair.batch_select_indices([0])
     assert (pair.self_attention_cache.batch_size, pair.cross_attention_cache.batch_size) == (2, 3)
 
@@ -909,7 +916,7 @@ def test_layers_of_both_parts_are_reserved_or_of_neither() -> None:
     other = copy.deepcopy(config)
     other.decoder_layers = 3
     pair = Pair(kvlayers.DynamicCache(config=config), kvlayers.DynamicCache(config=other))
-    with pytest.raises(kvlayers.LayerIndexError, match=r"\[2, 3\]"):
+    with pytest.raises(kvlayers.errors.LayerIndexError, match=r"\[2, 3\]"):
         pair.early_initialization(2, [4, 4], [8, 8], torch.float32, "cpu")
     assert not pair.self_attention_cache.is_initialized
     pair.early_initialization(2, 4, 8, torch.float32, "cpu")
@@ -947,7 +954,7 @@ def test_generate_goes_on_from_a_past_without_a_mask_of_the_decoder(family: str,
         seen = model.generate(encoder_ids, decoder_input_ids=decoder_ids, past_key_values=past, **how)
         assert torch.equal(seen, expected)
     for wrong in ({"decoder_input_ids": decoder_ids[:, :6]}, {}):
-        with pytest.raises(kvlayers.StateMismatchError, match="the whole sequence.* seen 6 tokens"):
+        with pytest.raises(kvlayers.errors.StateMismatchError, match="the whole sequence.* seen 6 tokens"):
             model.generate(encoder_ids, past_key_values=cache, **wrong, **how)
 
 

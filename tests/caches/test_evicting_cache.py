@@ -12,15 +12,8 @@ from torch import Tensor
 import kvlayers
 import versions
 from families import model_and_inputs
-from kvlayers import (
-    ConfigError,
-    DynamicCache,
-    EncoderDecoderCache,
-    EvictingCache,
-    OptionError,
-    StateMismatchError,
-    UnsupportedLayerError,
-)
+from kvlayers import DynamicCache, EncoderDecoderCache, EvictingCache, OptionError
+from kvlayers.errors import ConfigError, StateMismatchError, UnsupportedLayerError
 from models import bare, fresh_model, given, prompt, tiny_model
 
 OPTIONS: dict[str, Any] = {"keep": 0.4, "sink_tokens": 2, "recent_tokens": 8}

@@ -79,7 +79,7 @@ def test_a_static_cache_that_is_exported_by_hand_is_read_as_a_whole() -> None:
 
     model = tiny_model("llama")
     config = model.config
-    cache = kvlayers.StaticCache(config, max_cache_len=64, buckets=kvlayers.Buckets(8))
+    cache = kvlayers.StaticCache(config, max_cache_len=64, buckets=kvlayers.stores.Buckets(8))
     cache.early_initialization(1, config.num_key_value_heads, config.head_dim, torch.float32, "cpu")
     decode = torch.export.export(Decoder(model, cache), (torch.tensor([[3]]), torch.tensor(0))).module()
     ids = ids_of(model, 1)
@@ -88,7 +88,7 @@ def test_a_static_cache_that_is_exported_by_hand_is_read_as_a_whole() -> None:
 
 
 def test_a_model_with_a_recurrent_state_is_refused() -> None:
-    with pytest.raises(kvlayers.UnsupportedLayerError, match="other types"):
+    with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="other types"):
         kvlayers.ExportableDecoder(tiny_model("jamba"), max_cache_len=64)
 
 

@@ -49,9 +49,9 @@ def test_a_model_stands_for_its_config(mistral: Any, kind: str) -> None:
     make = TAKE_A_CONFIG[kind]
     assert what_it_is(make(mistral)) == what_it_is(make(mistral.config))
     for wrong in ("mistral", torch.nn.Linear(1, 1), 5):
-        with pytest.raises(kvlayers.ConfigError, match="must be a model or its config .*pass the model itself"):
+        with pytest.raises(kvlayers.errors.ConfigError, match="must be a model or its config .*pass the model itself"):
             make(wrong)
-    with pytest.raises(kvlayers.ConfigError, match="got a tokenizer: pass the model itself"):
+    with pytest.raises(kvlayers.errors.ConfigError, match="got a tokenizer: pass the model itself"):
         make(tf.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel({}))))
 
 
@@ -72,7 +72,7 @@ def test_a_model_that_is_wrapped_is_one_too(mistral: Any) -> None:
 def test_alibi_is_seen_in_a_model_as_in_its_config() -> None:
     bloom = tf.BloomForCausalLM(tf.BloomConfig(vocab_size=97, hidden_size=32, n_layer=1, n_head=4))
     for given in (bloom, bloom.config):
-        with pytest.raises(kvlayers.ConfigError, match="the alibi of BloomConfig"):
+        with pytest.raises(kvlayers.errors.ConfigError, match="the alibi of BloomConfig"):
             kvlayers.StaticCache(given, 32, compiled=True)
 
 

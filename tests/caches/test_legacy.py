@@ -99,11 +99,11 @@ def test_negative_subscripts_count_from_the_last_layer() -> None:
 def test_tuples_of_too_few_or_misplaced_layers_are_refused() -> None:
     config = tiny_model("llama").config
     pair = (torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
-    with pytest.raises(kvlayers.LegacyFormatError, match="for the 2 layers .* saw 1"):
+    with pytest.raises(kvlayers.errors.LegacyFormatError, match="for the 2 layers .* saw 1"):
         kvlayers.DynamicCache.from_legacy_cache((pair,), config=config)
     cache = kvlayers.DynamicCache()
     cache.update(*pair, 1)
-    with pytest.raises(kvlayers.LegacyFormatError, match="layer 0 is empty"):
+    with pytest.raises(kvlayers.errors.LegacyFormatError, match="layer 0 is empty"):
         cache.to_legacy_cache()
 
 
@@ -182,12 +182,12 @@ def test_crop_means_a_length_above_zero_and_a_count_below() -> None:
     ],
 )
 def test_tuples_of_the_wrong_depth_or_shapes_are_refused(tuples: object) -> None:
-    with pytest.raises(kvlayers.LegacyFormatError, match="expected .* saw"):
+    with pytest.raises(kvlayers.errors.LegacyFormatError, match="expected .* saw"):
         kvlayers.DynamicCache.from_legacy_cache(tuples)
 
 
 def test_generate_refuses_tuples_of_the_wrong_depth(installed: None) -> None:
-    with pytest.raises(kvlayers.LegacyFormatError, match="layer 0"):
+    with pytest.raises(kvlayers.errors.LegacyFormatError, match="layer 0"):
         run("llama", prompt(1), past_key_values=((torch.randn(1, 2, 3, 8),) * 4,) * 2)
 
 
@@ -203,7 +203,7 @@ def test_a_model_with_a_generate_of_its_own_is_refused_tuples(installed: None) -
             return super().generate(*args, **kwargs)
 
     model = Own(tiny_model("llama").config).eval()
-    with pytest.raises(kvlayers.LegacyFormatError, match="generate"):
+    with pytest.raises(kvlayers.errors.LegacyFormatError, match="generate"):
         model.generate(prompt(1), max_new_tokens=2, return_legacy_cache=True)
 
 
@@ -211,7 +211,7 @@ def test_recurrent_states_have_no_tuple_form() -> None:
     cache = kvlayers.DynamicCache(config=tiny_model("jamba").config)
     with torch.no_grad():
         tiny_model("jamba")(prompt(1), past_key_values=cache)
-    with pytest.raises(kvlayers.LegacyFormatError, match="recurrent state"):
+    with pytest.raises(kvlayers.errors.LegacyFormatError, match="recurrent state"):
         cache.to_legacy_cache()
 
 

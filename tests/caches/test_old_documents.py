@@ -237,7 +237,7 @@ def test_the_old_chat_with_sinks_once_it_crops(installed: None) -> None:
     model, script = tiny_model("llama"), types.ModuleType("old_chat")
     vars(script)["torch"] = torch
     exec(OLD_CHAT.replace("transformers", "kvlayers").replace("256", "32"), vars(script))
-    with pytest.raises(kvlayers.StateMismatchError):
+    with pytest.raises(kvlayers.errors.StateMismatchError):
         script.chat(model, user_turns(20, 20, 20), 6)
 
 

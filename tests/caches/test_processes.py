@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import kvlayers
-from kvlayers import Cache, UnsupportedLayerError
+from kvlayers import Cache
+from kvlayers.errors import UnsupportedLayerError
 from models import tiny_model
 from sent_caches import FORKED, KINDS, Answer, Continuations, answer, answer_all, filled, go_on, merged, use_one_thread
 

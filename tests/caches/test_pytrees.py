@@ -11,7 +11,8 @@ import transformers
 from torch import Tensor
 
 import kvlayers
-from kvlayers import DynamicCache, UnsupportedLayerError
+from kvlayers import DynamicCache
+from kvlayers.errors import UnsupportedLayerError
 from kvlayers.upstream import cache_argument, compat
 from models import WINDOW, fresh_model, prompt, tiny_model
 

@@ -14,7 +14,9 @@ from torch import Tensor
 import kvlayers
 import versions
 from counted_graphs import COUNTS, CUDA_GRAPHS, MODELS, backend, graphs, recording_backend
-from kvlayers import Buckets, CapacityError, KVLayersError, OptionError, StateMismatchError, StaticCache
+from kvlayers import CapacityError, KVLayersError, OptionError, StaticCache
+from kvlayers.errors import StateMismatchError
+from kvlayers.stores import Buckets
 from kvlayers.upstream import cache_argument
 from models import WINDOW, bare, fresh_model, given, prompt
 
@@ -347,7 +349,7 @@ def test_a_full_window_is_not_taken_back_on_any_device(reads_buckets: bool) -> N
     model, cache = small_model(family), static_cache(family, compiled=reads_buckets)
     check(decode(model, cache, inputs[:1]), expected[:1])
     for step in range(1, 40):
-        with pytest.raises(kvlayers.RollbackError, match="have left the window of 8"):
+        with pytest.raises(kvlayers.errors.RollbackError, match="have left the window of 8"):
             cache.crop(-1)
         check(decode(model, cache, inputs[step : step + 1]), expected[step : step + 1])
 
@@ -670,7 +672,7 @@ def test_beside_an_accelerator_only_states_on_it_have_masks_of_buckets(
     device: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    cache = static_cache("hybrid", max_cache_len=64, buckets=kvlayers.Buckets(16))
+    cache = static_cache("hybrid", max_cache_len=64, buckets=kvlayers.stores.Buckets(16))
     assert cache.compiled
     full = next(index for index, layer in enumerate(cache.layers) if isinstance(layer, kvlayers.StaticLayer))
     with torch.no_grad():

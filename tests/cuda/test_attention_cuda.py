@@ -10,7 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import cuda_device
 import grouped_backend
 from cuda_device import DEVICE
-from kvlayers import Quantization, QuantizedStore
+from kvlayers import Quantization
+from kvlayers.stores import QuantizedStore
 from packed_reference import (
     attention,
     dense_states,

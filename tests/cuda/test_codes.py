@@ -7,7 +7,8 @@ import torch
 
 import cuda_device
 from cuda_device import DEVICE
-from kvlayers import Quantization, QuantizedStore
+from kvlayers import Quantization
+from kvlayers.stores import QuantizedStore
 from kvlayers.utils.triton_support import runs_triton
 from packed_reference import (
     counted_launches,

@@ -12,8 +12,9 @@ import cuda_device
 import kvlayers
 from cuda_caches import KINDS, on_device
 from cuda_device import DEVICE
-from kvlayers import Quantization, QuantizedStore
+from kvlayers import Quantization
 from kvlayers.layers import TokenLayer
+from kvlayers.stores import QuantizedStore
 from kvlayers.upstream import compat
 from models import prompt
 from packed_reference import extended, random_pair, relative_error

@@ -10,8 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 import cuda_device
 import kvlayers
 from cuda_device import DEVICE
-from kvlayers import OffloadedLayer, Prefetcher, Quantization
+from kvlayers import OffloadedLayer, Quantization
 from kvlayers.layers import TokenLayer
+from kvlayers.offload import Prefetcher
 from kvlayers.offload.transfers import Event, PendingCopy, Rows, StreamTransfers, Transfers, transfers_for
 from packed_reference import random_pair
 

@@ -260,7 +260,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"cache": "in4"}, kvlayers.RegistryError, "unknown cache name 'in4': did you mean 'int4'"),
+        ({"cache": "in4"}, kvlayers.errors.RegistryError, "unknown cache name 'in4': did you mean 'int4'"),
         ({"cache": 4}, kvlayers.OptionError, "`cache` must be the name of a cache, got 4"),
         ({"cahce": "int4"}, kvlayers.OptionError, "`cahce` is not a model argument: did you mean 'cache'"),
         ({"max_lenght": 9}, kvlayers.OptionError, "did you mean 'max_length'"),
@@ -300,7 +300,7 @@ def test_arguments_of_transformers_are_passed_on(directory: Path) -> None:
 
 def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
     save_with_tokenizer(tmp_path, fresh_model("t5"))
-    with pytest.raises(kvlayers.ConfigError, match="models without an encoder, got t5: use 'hf'"):
+    with pytest.raises(kvlayers.errors.ConfigError, match="models without an encoder, got t5: use 'hf'"):
         KVLayersLM(str(tmp_path), device="cpu")
 
 

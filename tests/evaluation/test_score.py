@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 import kvlayers
 from kvlayers.evaluation import score as module
+from kvlayers.evaluation.requests import ContinuationScore
 from model_directories import random_text, word_tokenizer
 from models import fresh_model, prompt, tiny_model
 from score_reference import passes_of
@@ -33,7 +34,7 @@ def model() -> Any:
     return tiny_model("llama")
 
 
-def logprobs(scores: list[list[kvlayers.ContinuationScore]]) -> list[float]:
+def logprobs(scores: list[list[ContinuationScore]]) -> list[float]:
     return [score.logprob for group in scores for score in group]
 
 

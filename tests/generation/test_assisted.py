@@ -129,7 +129,7 @@ def test_models_whose_drafts_cannot_be_taken_back_are_refused_by_name(installed:
     if family == "mamba2":
         versions.need_until("5.24", "drafts of which the model does not get its cache")
     model = spread(family)
-    with pytest.raises(kvlayers.RollbackError, match="leave out the assistance|cannot be assisted"):
+    with pytest.raises(kvlayers.errors.RollbackError, match="leave out the assistance|cannot be assisted"):
         generated(model, prompt_lookup_num_tokens=4)
     assert model._is_stateful
 

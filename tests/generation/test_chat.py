@@ -251,7 +251,7 @@ def test_bad_arguments(tokenizer: Any, tmp_path: pathlib.Path) -> None:
         Chat(model, tokenizer, chat_template_kwargs={"tokenize": False})
     with pytest.raises(kvlayers.OptionError, match="namespace"):
         Chat(model, tokenizer, namespace="user 1")
-    with pytest.raises(kvlayers.RegistryError):
+    with pytest.raises(kvlayers.errors.RegistryError):
         Chat(model, tokenizer, "dynamick", prefix_store=kvlayers.PrefixStore(max_bytes=2**20))
     for message in ({"text": "Name a bird."}, {"role": "user", "content": None}):
         with pytest.raises(kvlayers.OptionError, match="a role and a content"):
@@ -267,7 +267,7 @@ def test_bad_arguments(tokenizer: Any, tmp_path: pathlib.Path) -> None:
         chat.ask("Name a bird.", attention_mask=torch.ones(1, 3))
     with pytest.raises(kvlayers.OptionError, match="must be a name"):
         Chat(model, tokenizer, kvlayers.DynamicCache(), prefix_store=kvlayers.PrefixStore(max_bytes=2**20))
-    with pytest.raises(kvlayers.RegistryError):
+    with pytest.raises(kvlayers.errors.RegistryError):
         Chat(model, tokenizer, "dynamick")
     with pytest.raises(kvlayers.OptionError, match="Chat.load"):
         Chat(model, tokenizer, filled(model))
@@ -289,7 +289,7 @@ def test_files_that_hold_no_chat(tokenizer: Any, tmp_path: pathlib.Path) -> None
     path = tmp_path / "cache.safetensors"
     cache = kvlayers.DynamicCache(config=model.config)
     kvlayers.save_cache(cache, path)
-    with pytest.raises(kvlayers.CacheFileError, match="a cache alone"):
+    with pytest.raises(kvlayers.errors.CacheFileError, match="a cache alone"):
         Chat.load(path, model, tokenizer)
     kvlayers.save_cache(
         filled(model), path, metadata={"chat": json.dumps({"messages": [], "chat_template_kwargs": {}})}
@@ -298,7 +298,7 @@ def test_files_that_hold_no_chat(tokenizer: Any, tmp_path: pathlib.Path) -> None
     checked_turns(chat, model, tokenizer, "Name a bird.")
     for text in ("{", "[]", json.dumps({"messages": [5], "chat_template_kwargs": {}})):
         kvlayers.save_cache(cache, path, metadata={"chat": text})
-        with pytest.raises(kvlayers.CacheFileError, match="no chat"):
+        with pytest.raises(kvlayers.errors.CacheFileError, match="no chat"):
             Chat.load(path, model, tokenizer)
 
 

@@ -31,7 +31,7 @@ def test_embeddings_of_new_tokens_alone_are_refused_with_what_to_pass_instead(se
         cache = started()
         new = 16 - seen
         with pytest.raises(
-            kvlayers.StateMismatchError, match=rf"inputs_embeds.*seen {seen} .*{new} of its 16.*all tokens"
+            kvlayers.errors.StateMismatchError, match=rf"inputs_embeds.*seen {seen} .*{new} of its 16.*all tokens"
         ):
             generated(cache, embeddings[:, seen:])
         # What the message says: embeddings of all, of which those of seen tokens are not read.
@@ -39,5 +39,7 @@ def test_embeddings_of_new_tokens_alone_are_refused_with_what_to_pass_instead(se
         assert torch.equal(generated(cache, unread), expected)
     if compat.PREFILL_SUBTRACTS_LENGTHS and seen > new:
         # Without install() only the numbers of tokens are known.
-        with pytest.raises(kvlayers.StateMismatchError, match="Pass the whole text with the new tokens at its end"):
+        with pytest.raises(
+            kvlayers.errors.StateMismatchError, match="Pass the whole text with the new tokens at its end"
+        ):
             generated(started(), embeddings[:, seen:])

@@ -11,7 +11,8 @@ from torch import Tensor
 import kvlayers
 import versions
 from eviction_oracle_model import OracleCache, oracle_logits, oracle_model, oracle_tokens
-from kvlayers import DynamicCache, EvictingCache, UnsupportedLayerError
+from kvlayers import DynamicCache, EvictingCache
+from kvlayers.errors import UnsupportedLayerError
 from kvlayers.eviction import BUILTIN_RULES, EvictionRule, register_eviction_rule, unregister_eviction_rule
 from models import fresh_model, prompt, tiny_model
 

@@ -254,7 +254,7 @@ def test_a_cache_with_windows_of_another_model_is_refused(made_for: str, given_t
     """Its windows would forget what the model attends to, and the tokens would be others, without a word."""
     cache = kvlayers.DynamicCache(config=tiny_model(made_for).config)
     model = tiny_model(given_to)
-    with kvlayers.installed(), pytest.raises(kvlayers.ConfigError, match="made for another model"):
+    with kvlayers.installed(), pytest.raises(kvlayers.errors.ConfigError, match="made for another model"):
         model.generate(prompt(), past_key_values=cache, max_new_tokens=4)
     assert cache.get_seq_length() == 0
 
@@ -297,7 +297,7 @@ def test_a_static_cache_that_a_model_is_given_masks_of_all_slots_for_is_refused_
     with kvlayers.installed():
         assert torch.equal(model.generate(ids, cache_implementation="static", **how), expected)
         if generate_calls.masks_the_whole_reservation(model):
-            with pytest.raises(kvlayers.ConfigError, match="cache_implementation='static'"):
+            with pytest.raises(kvlayers.errors.ConfigError, match="cache_implementation='static'"):
                 model.generate(ids, past_key_values=cache, **how)
         else:
             assert torch.equal(model.generate(ids, past_key_values=cache, **how), expected)

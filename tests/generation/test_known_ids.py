@@ -48,7 +48,7 @@ def test_a_prompt_that_the_cache_holds_already_is_an_error_without_install(kind:
     output = generate(ids, cache, tokens)
     held = cache.get_seq_length()
     # Before 5.4 transformers fails by itself, as it looks for the position of a first new token.
-    named = kvlayers.StateMismatchError if compat.PREFILL_SUBTRACTS_LENGTHS else IndexError
+    named = kvlayers.errors.StateMismatchError if compat.PREFILL_SUBTRACTS_LENGTHS else IndexError
     with pytest.raises(named):
         generate(ids, cache, tokens)
     assert cache.get_seq_length() == held
@@ -84,7 +84,7 @@ def test_a_chat_that_goes_on_is_no_cause_for_alarm(kind: str, strict: None) -> N
     assert torch.equal(cache.known_ids, ids[:, : cache.get_seq_length()])
     ids = generate(behind(ids), cache)
     assert torch.equal(cache.known_ids, ids[:, : cache.get_seq_length()])
-    with pytest.raises(kvlayers.PromptMismatchError, match=r"token 9 of sequence 1 is .*: crop\(9\) the cache"):
+    with pytest.raises(kvlayers.errors.PromptMismatchError, match=r"token 9 of sequence 1 is .*: crop\(9\) the cache"):
         generate(changed(behind(ids), 9, row=1), cache)
     assert torch.equal(cache.known_ids, ids[:, : cache.get_seq_length()])
 
@@ -103,12 +103,12 @@ def test_the_ids_follow_the_operations_of_the_cache(kind: str, strict: None) -> 
     other = changed(ids, 6)
     cache.crop(6)
     generate(other, cache)
-    with pytest.raises(kvlayers.PromptMismatchError, match="token 6 of sequence 0"):
+    with pytest.raises(kvlayers.errors.PromptMismatchError, match="token 6 of sequence 0"):
         generate(behind(ids, 12), cache)
     state = fork.state()
     cache.reset()
     generate(prompt(4, 20), cache)
-    with pytest.raises(kvlayers.PromptMismatchError, match="token 0 of sequence 0 is"):
+    with pytest.raises(kvlayers.errors.PromptMismatchError, match="token 0 of sequence 0 is"):
         generate(prompt(3, 40)[:, 20:], fork)
     # Of a state nobody says what it is of.
     fork.load_state(state)
@@ -141,7 +141,7 @@ def test_padding_and_beams_are_no_cause_for_alarm(strict: None) -> None:
     assert torch.equal(cache.known_ids, ids.repeat_interleave(3, dim=0))
     # What the beams were of is not known: a prompt may go on in another way.
     generate(behind(ids, 12), cache, num_beams=3)
-    with pytest.raises(kvlayers.PromptMismatchError, match="token 0"):
+    with pytest.raises(kvlayers.errors.PromptMismatchError, match="token 0"):
         generate(prompt(2, 60)[:, 20:], cache, num_beams=3)
 
     cache = kvlayers.DynamicCache()
@@ -172,7 +172,7 @@ def test_a_loop_of_ones_own_leaves_its_prompts_behind(strict: None) -> None:
         model(ids[:, :3], past_key_values=cache)
     assert torch.equal(cache.known_ids, ids)
     generate(torch.cat([ids, prompt(1, 30)], dim=1), cache)
-    with pytest.raises(kvlayers.PromptMismatchError, match="token 8"):
+    with pytest.raises(kvlayers.errors.PromptMismatchError, match="token 8"):
         generate(torch.cat([changed(ids, 8), prompt(1, 40)], dim=1), cache)
 
 
@@ -202,11 +202,11 @@ def test_options_stay_until_something_else_is_said() -> None:
         kvlayers.install()
         cache = kvlayers.DynamicCache()
         ids = changed(behind(generate(prompt(1, 8), cache)), 2)
-        with pytest.raises(kvlayers.PromptMismatchError):
+        with pytest.raises(kvlayers.errors.PromptMismatchError):
             generate(ids, cache)
         with kvlayers.installed(strict_prompts=False), pytest.warns(kvlayers.PromptMismatchWarning):
             generate(ids, cache.fork())
-        with pytest.raises(kvlayers.PromptMismatchError):
+        with pytest.raises(kvlayers.errors.PromptMismatchError):
             generate(ids, cache)
     finally:
         kvlayers.uninstall()
@@ -221,8 +221,8 @@ def test_a_name_in_the_place_of_a_cache_is_that_name(installed: None) -> None:
     generate(ids, "int4", cache_implementation="int4")
     with pytest.raises(kvlayers.OptionError, match=r"\w+='int4' and .* ask for different caches"):
         generate(ids, "int4", cache_implementation="static")
-    with pytest.raises(kvlayers.RegistryError, match="did you mean 'int4'"):
+    with pytest.raises(kvlayers.errors.RegistryError, match="did you mean 'int4'"):
         generate(ids, "int44")
     assert type(tiny_model("llama")(ids, past_key_values="int8").past_key_values) is kvlayers.QuantizedCache
-    with pytest.raises(kvlayers.RegistryError, match="did you mean 'int4'"):
+    with pytest.raises(kvlayers.errors.RegistryError, match="did you mean 'int4'"):
         tiny_model("llama")(ids, past_key_values="int44")

@@ -231,7 +231,7 @@ def test_lists_of_states_are_assigned_to_the_layers(kind: Any, legacy_names: Non
         cache.value_cache = [values[swapped] for values in cache.value_cache]
         torch.testing.assert_close(model(ids[swapped, 8:], past_key_values=cache).logits, expected)
     for wrong in (cache.key_cache[:1], None):
-        with pytest.raises(kvlayers.LegacyFormatError, match="a list of the keys of 2 layers"):
+        with pytest.raises(kvlayers.errors.LegacyFormatError, match="a list of the keys of 2 layers"):
             cache.key_cache = wrong
 
 
@@ -300,7 +300,7 @@ def test_caches_of_transformers_have_their_old_methods_again(legacy_names: None)
     assert len(again) == len(legacy) == 3
     assert all(torch.equal(*keys) for keys in zip(again.key_cache, cache.key_cache, strict=True))
     assert transformers.DynamicCache.from_legacy_cache(None).get_seq_length() == 0
-    with pytest.raises((kvlayers.LegacyFormatError, ValueError)):
+    with pytest.raises((kvlayers.errors.LegacyFormatError, ValueError)):
         transformers.DynamicCache.from_legacy_cache(((torch.randn(1, 2, 3, 4),),))
 
 
@@ -418,5 +418,5 @@ def test_states_of_a_window_that_has_dropped_tokens_are_refused(legacy_names: No
     cache = kvlayers.DynamicCache(config=model.config)
     with torch.no_grad():
         model(prompt(1, 24), past_key_values=cache)
-    with pytest.raises(kvlayers.LegacyFormatError, match="dropped"):
+    with pytest.raises(kvlayers.errors.LegacyFormatError, match="dropped"):
         transformers.DynamicCache.from_legacy_cache(tuple(cache))

@@ -191,7 +191,7 @@ def test_a_repository_that_reads_tuples_itself_is_given_them(installed: None) ->
     past = (torch.randn(2, 1, 3),)
     assert Old(tiny_model("llama").config)(past_key_values=past) is past
     Old._supports_cache_class = True
-    with pytest.raises(kvlayers.LegacyFormatError, match="saw a tensor .2, 1, 3. at layer 0"):
+    with pytest.raises(kvlayers.errors.LegacyFormatError, match="saw a tensor .2, 1, 3. at layer 0"):
         Old(tiny_model("llama").config)(past_key_values=past)
 
 
@@ -298,7 +298,7 @@ RIGHT = (1, 2, 3, 8)
 )
 def test_a_forward_pass_refuses_tuples_that_do_not_fit(past: Any, message: str, installed: None) -> None:
     before = copy.deepcopy(past)
-    with torch.no_grad(), pytest.raises(kvlayers.LegacyFormatError, match=f"expected .*{message}"):
+    with torch.no_grad(), pytest.raises(kvlayers.errors.LegacyFormatError, match=f"expected .*{message}"):
         tiny_model("llama")(prompt(1, 2), past_key_values=past)
     flat, kept = (torch.utils._pytree.tree_leaves(states) for states in (past, before))
     assert all(map(torch.equal, flat, kept))
@@ -310,7 +310,7 @@ def test_an_encoder_decoder_refuses_tuples_that_do_not_fit(family: str, installe
     own, cross = (1, 4, 3, 8), (1, 4, 12, 8)
 
     def refused(past: Any, message: str) -> None:
-        with torch.no_grad(), pytest.raises(kvlayers.LegacyFormatError, match=message):
+        with torch.no_grad(), pytest.raises(kvlayers.errors.LegacyFormatError, match=message):
             model(ids, decoder_input_ids=ids[:, :1], past_key_values=past)
 
     refused(layers(own, own, cross, cross)[:1], "the 2 layers .* saw 1")
@@ -324,7 +324,7 @@ def test_generate_refuses_as_forward_does(installed: None) -> None:
         (layers(RIGHT, (1, 2, 4, 8)), r"and \[1, 2, 4, 8\] at layer 0"),
         (layers(RIGHT, RIGHT)[:1], "the 2 layers .* saw 1"),
     ):
-        with pytest.raises(kvlayers.LegacyFormatError, match=message):
+        with pytest.raises(kvlayers.errors.LegacyFormatError, match=message):
             tiny_model("llama").generate(prompt(1), past_key_values=past, max_new_tokens=2)
 
 

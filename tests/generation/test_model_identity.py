@@ -76,7 +76,7 @@ def test_weights_written_to_in_inference_mode_are_noticed(model: Any) -> None:
 def test_weights_that_are_not_in_memory_are_refused() -> None:
     with torch.device("meta"):
         model = type(fresh_model("llama"))(fresh_model("llama").config)
-    with pytest.raises(kvlayers.ConfigError, match="weights must be in memory"):
+    with pytest.raises(kvlayers.errors.ConfigError, match="weights must be in memory"):
         model_identity(model)
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import kvlayers
-from kvlayers import DynamicCache, OptionError, QuantizedCache, Recall, RecallLayer, SlidingLayer
+from kvlayers import DynamicCache, OptionError, QuantizedCache, RecallLayer, SlidingLayer
+from kvlayers.layers import Recall
 from models import fresh_model, prompt, tiny_model
 
 RECALL = {"pages": 3, "page_tokens": 8, "recent_tokens": 8}

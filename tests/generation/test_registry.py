@@ -101,7 +101,7 @@ def test_a_model_that_is_saved_with_a_name_of_kvlayers_can_be_loaded_anywhere(
         assert type(static) is kvlayers.StaticCache
         plain.generate(ids, past_key_values=kvlayers.DynamicCache(), **call)
         plain.generation_config.kvlayers["cache_implementation"] = "int44"
-        with pytest.raises(kvlayers.RegistryError, match="did you mean 'int4'"):
+        with pytest.raises(kvlayers.errors.RegistryError, match="did you mean 'int4'"):
             plain.generate(ids, **call)
 
 
@@ -285,30 +285,32 @@ def test_a_misspelt_option_of_a_name_is_refused(installed: None) -> None:
 
 @pytest.mark.parametrize("name", ["", "  ", None, 3])
 def test_an_empty_name_is_refused(name: Any) -> None:
-    with pytest.raises(kvlayers.RegistryError, match="must be a string that is not empty"):
+    with pytest.raises(kvlayers.errors.RegistryError, match="must be a string that is not empty"):
         kvlayers.register(name)
 
 
 def test_a_name_that_is_taken_is_refused_and_stays_what_it_was() -> None:
-    with pytest.raises(kvlayers.RegistryError, match="'dynamic' is already registered by kvlayers"):
+    with pytest.raises(kvlayers.errors.RegistryError, match="'dynamic' is already registered by kvlayers"):
         kvlayers.register("dynamic")(lambda request: None)
     assert type(kvlayers.make_cache("dynamic", tiny_model("llama"))) is kvlayers.DynamicCache
 
 
 def test_an_unknown_name_is_refused_with_those_that_exist(installed: None) -> None:
-    with pytest.raises(kvlayers.RegistryError, match=r"name 'dinamic'.* dynamic, dynamic_full, evicting, .*fp8, h2o"):
+    with pytest.raises(
+        kvlayers.errors.RegistryError, match=r"name 'dinamic'.* dynamic, dynamic_full, evicting, .*fp8, h2o"
+    ):
         kvlayers.make_cache("dinamic", tiny_model("llama"))
-    with pytest.raises(kvlayers.RegistryError, match="cache name 'dinamic'"):
+    with pytest.raises(kvlayers.errors.RegistryError, match="cache name 'dinamic'"):
         kvlayers.unregister("dinamic")
     for wrong in ("dinamic", ""):
-        with pytest.raises(kvlayers.RegistryError, match=f"cache name '{wrong}'"):
+        with pytest.raises(kvlayers.errors.RegistryError, match=f"cache name '{wrong}'"):
             used_cache(cache_implementation=wrong)
 
 
 @pytest.mark.parametrize("name", ["kivi", "TurboQuant", "nf4", "native"])
 def test_the_name_of_a_backend_is_refused_with_the_way_to_get_it(name: str) -> None:
     config = {"backend": name.lower()}
-    with pytest.raises(kvlayers.RegistryError) as error:
+    with pytest.raises(kvlayers.errors.RegistryError) as error:
         kvlayers.make_cache(name, tiny_model("llama"))
     assert "use the name 'quantized' with " + f'cache_config={{"backend": "{name.lower()}"}}.' in str(error.value)
     assert kvlayers.QuantizedCache(config=tiny_model("llama").config, **config).layers
@@ -323,7 +325,9 @@ def test_a_static_cache_needs_a_size() -> None:
 def test_a_factory_that_returns_no_cache_is_named() -> None:
     kvlayers.register("broken")(lambda request: 3)
     try:
-        with pytest.raises(kvlayers.RegistryError, match="factory of 'broken' must return a cache, but returned a int"):
+        with pytest.raises(
+            kvlayers.errors.RegistryError, match="factory of 'broken' must return a cache, but returned a int"
+        ):
             kvlayers.make_cache("broken", tiny_model("llama"))
     finally:
         kvlayers.unregister("broken")
@@ -442,5 +446,5 @@ assert {name: dict(vars(caches)[name]) for name in maps} == maps
     ],
 )
 def test_an_unknown_name_is_answered_by_what_to_write_first(name: str, said: str) -> None:
-    with pytest.raises(kvlayers.RegistryError, match=said):
+    with pytest.raises(kvlayers.errors.RegistryError, match=said):
         kvlayers.make_cache(name, tiny_model("llama"))

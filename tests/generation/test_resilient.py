@@ -17,7 +17,8 @@ from torch import Tensor
 
 import kvlayers
 import versions
-from kvlayers import OptionError, RegistryError
+from kvlayers import OptionError
+from kvlayers.errors import RegistryError
 from kvlayers.generation import registry, static_pool
 from kvlayers.generation.oom import resilient
 from kvlayers.generation.oom.ladder import AS_REQUESTED, DEFAULT_LADDER, Rung
@@ -664,7 +665,7 @@ def test_mistakes_in_a_ladder_are_errors_before_anything_is_generated(
 
 def test_rungs_of_the_default_ladder_that_a_model_cannot_have_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(request: Any) -> Any:
-        raise kvlayers.ConfigError("expected a model with heads, but saw one without.")
+        raise kvlayers.errors.ConfigError("expected a model with heads, but saw one without.")
 
     monkeypatch.setitem(registry._factories._entries, "int8", refuse)
     model, ids = fresh_model("qwen2"), prompt(1)
@@ -675,7 +676,7 @@ def test_rungs_of_the_default_ladder_that_a_model_cannot_have_are_left_out(monke
     ):
         resilient_generate(model, ids)
     assert "  4. cache_implementation='offloaded_quantized'" in str(seen.value)
-    with pytest.raises(kvlayers.ConfigError):
+    with pytest.raises(kvlayers.errors.ConfigError):
         resilient_generate(model, ids, ladder=list(DEFAULT_LADDER))
 
 

@@ -126,13 +126,15 @@ def test_a_text_that_is_shorter_than_the_cache_is_refused(kind: str) -> None:
     with kvlayers.installed():
         text = generated(model, ids, tokens=5, past_key_values=cache).sequences
         seen = cache.get_seq_length()
-        with pytest.raises(kvlayers.StateMismatchError, match="has seen 44 tokens, and a prompt of 20 has no new ones"):
+        with pytest.raises(
+            kvlayers.errors.StateMismatchError, match="has seen 44 tokens, and a prompt of 20 has no new ones"
+        ):
             generated(model, text[:, -20:], past_key_values=cache)
         assert cache.get_seq_length() == seen
         # New tokens alone, with the mask of all, are another way to say the same.
         more = prompt(1, 3, seed=5)
         if compat.LOOPS_COUNT_CACHE_POSITION:
-            with pytest.raises(kvlayers.StateMismatchError, match="does not go on from new tokens alone"):
+            with pytest.raises(kvlayers.errors.StateMismatchError, match="does not go on from new tokens alone"):
                 generated(model, more, past_key_values=cache, attention_mask=torch.ones(1, 48))
             return
         whole = torch.cat([text, more], dim=1)
@@ -172,14 +174,14 @@ def one_by_one(model: Any, ids: Tensor) -> Tensor:
 def test_models_that_cannot_have_sinks_are_refused_by_name() -> None:
     with kvlayers.installed():
         for family in ("gpt2", "jamba"):
-            with pytest.raises(kvlayers.ConfigError):
+            with pytest.raises(kvlayers.errors.ConfigError):
                 generated(tiny_model(family), prompt(), cache_implementation="sink")
         with pytest.raises(kvlayers.OptionError, match="larger than num_sink_tokens"):
             generated(tiny_model("llama"), prompt(), cache_implementation="sink", cache_config={"window_length": 4})
 
 
 def test_a_model_that_slides_anyway_has_no_use_for_them() -> None:
-    with pytest.raises(kvlayers.ConfigError, match="forgets by itself"):
+    with pytest.raises(kvlayers.errors.ConfigError, match="forgets by itself"):
         SinkCache(64, config=tiny_model("mistral").config)
 
 
@@ -187,7 +189,7 @@ def test_frequencies_that_were_rounded_with_the_model_are_refused() -> None:
     model = fresh_model("llama").to(torch.bfloat16)
     with kvlayers.installed():
         for how in ({"cache_implementation": "sink"}, {"past_key_values": SinkCache(20, config=model.config)}):
-            with pytest.raises(kvlayers.ConfigError, match="rounded to torch.bfloat16"):
+            with pytest.raises(kvlayers.errors.ConfigError, match="rounded to torch.bfloat16"):
                 generated(model, prompt(), **how)
 
 
@@ -234,12 +236,12 @@ def test_padding_elsewhere_than_on_the_left_is_refused(case: str) -> None:
     given = SinkCache(20, 3, config=model.config)
     with kvlayers.installed():
         for how in ({"past_key_values": given}, {"cache_implementation": "sink"}):
-            with pytest.raises(kvlayers.StateMismatchError, match="padding on the left only"):
+            with pytest.raises(kvlayers.errors.StateMismatchError, match="padding on the left only"):
                 generated(model, ids, attention_mask=mask, **how)
         assert given.get_seq_length() == 0
         text = generated(model, ids, past_key_values=given, tokens=4).sequences
         later = torch.cat([torch.ones_like(text), mask], dim=1)
-        with pytest.raises(kvlayers.StateMismatchError, match="padding on the left only"):
+        with pytest.raises(kvlayers.errors.StateMismatchError, match="padding on the left only"):
             generated(model, torch.cat([text, ids], dim=1), attention_mask=later, past_key_values=given)
 
 
@@ -251,7 +253,7 @@ def test_an_empty_cache_of_another_model_is_prepared_anew() -> None:
     with kvlayers.installed():
         given = SinkCache(**OPTIONS, config=llama.config)
         assert torch.equal(generated(other, prompt(1, 30), past_key_values=given).sequences, expected)
-        with pytest.raises(kvlayers.ConfigError):
+        with pytest.raises(kvlayers.errors.ConfigError):
             generated(tiny_model("gpt2"), prompt(1, 30), past_key_values=SinkCache(**OPTIONS, config=llama.config))
 
 
@@ -278,6 +280,6 @@ def test_a_reset_forgets_the_padding_and_keeps_what_is_recorded() -> None:
 @pytest.mark.parametrize("mask", [torch.ones(3), torch.ones(2, 0), torch.ones(1, 1, 3, 3), "x"], ids=str)
 def test_what_is_no_mask_is_refused(mask: Any) -> None:
     cache = SinkCache(8, 2)
-    with pytest.raises(kvlayers.StateMismatchError, match="`attention_mask` must be"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="`attention_mask` must be"):
         cache.prepare(tiny_model("llama").config, mask)
     assert not cache.layers

@@ -85,7 +85,7 @@ def test_a_cache_without_the_states_of_its_model_is_not_copied() -> None:
     with torch.no_grad():
         model(ids_of(6), past_key_values=cache)
     for copy in (cache.fork, cache.state):
-        with pytest.raises(kvlayers.UnsupportedLayerError, match="keeps them elsewhere"):
+        with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="keeps them elsewhere"):
             copy()
     assert cache.get_seq_length() == 6
 
@@ -123,7 +123,7 @@ def test_a_layer_is_cropped_if_its_crop_knows_its_states(layer_class: type, may:
     if may:
         layer.remove_newest(2)
     else:
-        with pytest.raises(kvlayers.RollbackError, match="WithMeans has states beside its keys and values"):
+        with pytest.raises(kvlayers.errors.RollbackError, match="WithMeans has states beside its keys and values"):
             layer.remove_newest(2)
     assert layer.length == (3 if may else 5)
 
@@ -134,7 +134,7 @@ def test_compressed_states_are_not_rolled_back() -> None:
     cache = kvlayers.DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids, past_key_values=cache)
-    with pytest.raises(kvlayers.RollbackError, match="states beside its keys and values"):
+    with pytest.raises(kvlayers.errors.RollbackError, match="states beside its keys and values"):
         cache.crop(-1)
     store = kvlayers.PrefixStore(2**24)
     for asked in (ids_of(12), ids_of(12)[:, :9], ids_of(12)):

@@ -16,7 +16,8 @@ from torch import Tensor
 import kvlayers
 from counted_graphs import COUNTS, MODELS, backend, graphs
 from families import FAMILIES
-from kvlayers import Buckets, CapacityError
+from kvlayers import CapacityError
+from kvlayers.stores import Buckets
 from models import fresh_model, prompt, tiny_model
 
 pytestmark = pytest.mark.slow

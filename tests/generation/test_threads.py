@@ -366,7 +366,7 @@ def test_one_of_the_threads_that_register_a_name_gets_it() -> None:
                 try:
                     decorators[index](lambda request: kvlayers.DynamicCache())
                     owners.append(index)
-                except kvlayers.RegistryError:
+                except kvlayers.errors.RegistryError:
                     pass
 
         in_threads(work)

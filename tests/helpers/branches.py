@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvlayers import CapacityError, RollbackError
+from kvlayers import CapacityError
+from kvlayers.errors import RollbackError
 
 MOST_BRANCHES, MOST_ROWS = 5, 6
 OTHERS = ("reset", "record", "end", "drop", "trim", "compact")

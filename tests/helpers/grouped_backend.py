@@ -46,8 +46,8 @@ class GroupedBackend(Backend):
 @contextmanager
 def registered() -> Iterator[None]:
     """The backend has a name for the length of a block."""
-    kvlayers.register_quantizer(NAME)(GroupedBackend)
+    kvlayers.quantizers.register_quantizer(NAME)(GroupedBackend)
     try:
         yield
     finally:
-        kvlayers.unregister_quantizer(NAME)
+        kvlayers.quantizers.unregister_quantizer(NAME)

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from eviction_oracle import STEP, EvictionOracle
-from kvlayers import CacheLayer, UnsupportedLayerError
+from kvlayers import CacheLayer
 from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.errors import UnsupportedLayerError
 from kvlayers.eviction import eviction_rule
 from kvlayers.stores.held_tokens import held_tokens
 from oracle import KEY_DIM, KV_HEADS, VALUE_DIM, Oracle

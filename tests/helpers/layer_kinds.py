@@ -15,20 +15,19 @@ from kvlayers import (
     DynamicLayer,
     EvictingLayer,
     OffloadedLayer,
-    Prefetcher,
     Quantization,
     QuantizedLayer,
-    QuantizedStore,
-    Recall,
     RecallLayer,
-    RollbackError,
-    Rotary,
     SinkLayer,
     SlidingLayer,
     StaticLayer,
     StaticSlidingLayer,
 )
-from kvlayers.layers import TokenLayer
+from kvlayers.errors import RollbackError
+from kvlayers.layers import Recall, TokenLayer
+from kvlayers.offload import Prefetcher
+from kvlayers.rope.rotary import Rotary
+from kvlayers.stores import QuantizedStore
 from oracle import Oracle
 from other_package import RecentLayer, SteppedStore
 from other_package.recent_oracle import RecentOracle

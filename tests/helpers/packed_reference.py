@@ -9,8 +9,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from kvlayers import Quantization, QuantizedStore
+from kvlayers import Quantization
 from kvlayers.attention.packed_tensor import as_dense
+from kvlayers.stores import QuantizedStore
 from kvlayers.utils.triton_support import TritonKernel
 
 Pair = tuple[Tensor, Tensor]

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvlayers import Recall
+from kvlayers.layers import Recall
 
 
 class RecallReference:

@@ -9,7 +9,7 @@ import transformers as tf
 
 import kvlayers
 from agreement import check_at_rest, step
-from kvlayers import StateMismatchError
+from kvlayers.errors import StateMismatchError
 from layer_kinds import KINDS
 from models import fresh_model, prompt, tiny_model
 from oracle import Oracle, states
@@ -128,7 +128,7 @@ def test_masks_of_a_pruned_window_are_those_of_what_is_left() -> None:
         keys, values = torch.cat([keys, new[0]], dim=2), torch.cat([values, new[1]], dim=2)
         assert torch.equal(attended[0], keys[:, :, -held - 1 :])
         assert torch.equal(attended[1], values[:, :, -held - 1 :])
-    with pytest.raises(kvlayers.RollbackError):
+    with pytest.raises(kvlayers.errors.RollbackError):
         layer.crop(-8)
 
 

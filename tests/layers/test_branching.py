@@ -16,16 +16,16 @@ from kvlayers import (
     HybridLayer,
     LinearAttentionLayer,
     OffloadedLayer,
-    Prefetcher,
     Quantization,
     QuantizedLayer,
-    QuantizedStore,
-    Rotary,
     SinkLayer,
     SlidingLayer,
     StaticLayer,
     StaticSlidingLayer,
 )
+from kvlayers.offload import Prefetcher
+from kvlayers.rope.rotary import Rotary
+from kvlayers.stores import QuantizedStore
 from kvlayers.stores.held_tokens import held_tokens
 from kvlayers.stores.ragged_state import is_ragged
 from kvlayers.utils.tensor_memory import storages_of

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 
 import kvlayers
-from kvlayers import StateMismatchError
+from kvlayers.errors import StateMismatchError
 from models import fresh_model, given, prompt
 
 LAYERS = 1
@@ -144,10 +144,10 @@ def test_a_reservation_says_what_to_do(first: torch.dtype, then: torch.dtype) ->
 
 @pytest.mark.parametrize(("first", "then"), CHANGES, ids=str)
 def test_pages_are_found_by_promoted_keys(first: torch.dtype, then: torch.dtype) -> None:
-    layer = kvlayers.RecallLayer(kvlayers.Recall(pages=4, page_tokens=16, sink_tokens=0, recent_tokens=1))
+    layer = kvlayers.RecallLayer(kvlayers.layers.Recall(pages=4, page_tokens=16, sink_tokens=0, recent_tokens=1))
     # As if all had come in the wider dtype.
     promoted = torch.promote_types(first, then)
-    expected = kvlayers.RecallLayer(kvlayers.Recall(pages=4, page_tokens=16, sink_tokens=0, recent_tokens=1))
+    expected = kvlayers.RecallLayer(kvlayers.layers.Recall(pages=4, page_tokens=16, sink_tokens=0, recent_tokens=1))
     for index, (tokens, dtype) in enumerate([(200, first), (200, then), (1, then)]):
         new = states(tokens, dtype, index)
         seen, wanted = layer.update(*new), expected.update(*(side.to(promoted) for side in new))

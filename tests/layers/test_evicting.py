@@ -13,7 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from eviction_oracle import EvictionOracle
-from kvlayers import EvictingLayer, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers import EvictingLayer, OptionError
+from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction import ALL_QUERIES, BUILTIN_RULES, EvictionRule, eviction_rule, register_eviction_rule
 from kvlayers.eviction.selection import select
 from kvlayers.layers.eviction_account import EvictionAccount

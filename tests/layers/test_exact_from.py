@@ -41,7 +41,7 @@ def test_tokens_between_sinks_and_window_count() -> None:
 def test_the_window_of_a_model_does_not_count_until_it_is_packed() -> None:
     assert positions(kvlayers.SlidingLayer(8), [5, 20, 1]) == [0, 0, 0]
     quantization = kvlayers.Quantization(nbits=4, q_group_size=4, residual_length=0, sink_tokens=0)
-    packed = kvlayers.SlidingLayer(100, kvlayers.QuantizedStore(quantization))
+    packed = kvlayers.SlidingLayer(100, kvlayers.stores.QuantizedStore(quantization))
     assert positions(packed, [64, 1, 60, 10]) == [0, 64, 64, 128]
 
 
@@ -58,10 +58,10 @@ class RoundingStore(SteppedStore):
 
 
 class SilentStore(SteppedStore):
-    fidelity = kvlayers.TokenStore.fidelity
+    fidelity = kvlayers.stores.TokenStore.fidelity
 
 
 def test_a_kind_that_does_not_say_is_not_taken_for_exact() -> None:
     assert positions(kvlayers.DynamicLayer(store=RoundingStore(64)), [1]) == [None]
-    with pytest.raises(kvlayers.UnsupportedLayerError, match="has no `fidelity`"):
+    with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="has no `fidelity`"):
         positions(kvlayers.DynamicLayer(store=SilentStore(64)), [1])

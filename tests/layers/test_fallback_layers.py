@@ -96,7 +96,7 @@ def test_drafts_are_verified_as_transformers_verifies_them(family: str, kind: st
         cache = cache_of(family, kind)
         if family in INDEXERS and kind == "static" and not versions.CROPS_STATIC_LAYERS:
             # Transformers refuses static caches by their name, and then fails on a missing method.
-            with pytest.raises(kvlayers.RollbackError, match="StaticIndexedLayer"):
+            with pytest.raises(kvlayers.errors.RollbackError, match="StaticIndexedLayer"):
                 generate(family, ids, past_key_values=cache, **draft)
             continue
         assert torch.equal(generate(family, ids, past_key_values=cache, **draft), expected)
@@ -259,7 +259,7 @@ def test_decoding_goes_on_after_every_operation(
     decoding = Decoding(family, kind, prompt(2, PROMPT), cache_of(family, kind))
     decoding.step()
     if operation in CROPPING and family in INDEXERS and kind == "static" and not versions.CROPS_STATIC_LAYERS:
-        with pytest.raises(kvlayers.RollbackError, match="StaticIndexedLayer cannot: fork"):
+        with pytest.raises(kvlayers.errors.RollbackError, match="StaticIndexedLayer cannot: fork"):
             operation(decoding)
         twin = None
     else:
@@ -278,7 +278,7 @@ def test_tuples_are_of_the_layers_that_hold_states(family: str) -> None:
     pairs = decoding.cache.to_legacy_cache()
     assert len(pairs) == 2
     decoding.twin(kvlayers.DynamicCache.from_legacy_cache(pairs, config=config)).step()
-    with pytest.raises(kvlayers.LegacyFormatError, match="2 layers of the model that attend, but saw 3"):
+    with pytest.raises(kvlayers.errors.LegacyFormatError, match="2 layers of the model that attend, but saw 3"):
         kvlayers.DynamicCache.from_legacy_cache((*pairs, pairs[0]), config=config)
     decoding.step()
 
@@ -295,10 +295,10 @@ def test_what_is_asked_of_single_layers(family: str) -> None:
     assert cache.is_initialized
     assert not cache.is_compileable
     if family in SHARING:
-        with pytest.raises(kvlayers.UnsupportedLayerError, match="indexer"):
+        with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="indexer"):
             cache.update_indexer(torch.zeros(2, 1, 16), 0)
         if len(cache) > 2:
-            with pytest.raises(kvlayers.UnsupportedLayerError, match="DummyLayer"):
+            with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="DummyLayer"):
                 cache.get_seq_length(2)
             assert cache[3] == (None, None)
         return
@@ -318,7 +318,7 @@ def test_tuples_cannot_say_what_an_indexer_holds(family: str) -> None:
         lambda: kvlayers.DynamicCache.from_legacy_cache(pairs, config=config),
         lambda: kvlayers.DynamicCache(pairs, config=config),
     ):
-        with pytest.raises(kvlayers.LegacyFormatError, match="indexer"):
+        with pytest.raises(kvlayers.errors.LegacyFormatError, match="indexer"):
             refused()
     decoding.step()
 
@@ -338,7 +338,7 @@ def test_a_model_whose_layers_share_nothing_is_given_no_cache_with_shared_ones()
     cache = cache_of("gemma3n", "dynamic")
     if len(cache) == 2:
         pytest.skip(f"transformers {transformers.__version__} leaves out the layers that share")
-    with pytest.raises(kvlayers.UnsupportedLayerError, match="layer 2 holds nothing"):
+    with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="layer 2 holds nothing"):
         tiny_model("gemma3")(prompt(2, PROMPT), past_key_values=cache)
     assert "2 x DummyLayer, " in repr(cache)
 
@@ -396,7 +396,7 @@ def test_indexers_are_not_offloaded(family: str) -> None:
         lambda: kvlayers.OffloadedLayer(upstream.DynamicIndexedLayer()),
     )
     # Static ones that are wrong are not even made.
-    refused = (kvlayers.UnsupportedLayerError, kvlayers.ConfigError)
+    refused = (kvlayers.errors.UnsupportedLayerError, kvlayers.errors.ConfigError)
     reason = "IndexedLayer|has a cache for" if compat.INDEXERS_DEPEND_ON_CHUNKS else "IndexedLayer"
     for make in made:
         with pytest.raises(refused, match=reason):
@@ -431,9 +431,9 @@ def test_a_state_of_other_layers_is_refused(family: str) -> None:
     if family in SHARING or not compat.INDEXERS_DEPEND_ON_CHUNKS:
         others.append(cache_of(family, "static"))
     for other in others:
-        with pytest.raises(kvlayers.StateMismatchError, match="must|expected|are not"):
+        with pytest.raises(kvlayers.errors.StateMismatchError, match="must|expected|are not"):
             decoding.cache.load_state(other.state())
-        with pytest.raises(kvlayers.StateMismatchError, match="must|expected|are not"):
+        with pytest.raises(kvlayers.errors.StateMismatchError, match="must|expected|are not"):
             other.load_state(decoding.cache.state())
     for misuse in (
         lambda cache: cache.batch_select_indices([2]),

@@ -125,7 +125,7 @@ def test_a_window_is_refused_where_every_token_is_attended_to() -> None:
     cache = kvlayers.DynamicCache(config=tiny_model("mistral").config)
     with torch.no_grad():
         tiny_model("mistral")(prompt(1, 30), past_key_values=cache)
-    with pytest.raises(kvlayers.LegacyFormatError, match="a window of 8, which has dropped 23 of 30"):
+    with pytest.raises(kvlayers.errors.LegacyFormatError, match="a window of 8, which has dropped 23 of 30"):
         kvlayers.DynamicCache(tuple(cache), config=tiny_model("llama").config)
 
 

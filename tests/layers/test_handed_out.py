@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvlayers
 import versions
 from agreement import check_at_rest, step
-from kvlayers import CacheLayer, LegacyFormatError, PrefixStore, ReadOnlyStatesError, StaleStatesError
+from kvlayers import CacheLayer, PrefixStore
 from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.errors import LegacyFormatError, ReadOnlyStatesError, StaleStatesError
 from layer_kinds import KINDS as ALL_KINDS
 from models import prompt, tiny_model
 from oracle import Oracle, states

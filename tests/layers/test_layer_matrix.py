@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from agreement import check_at_rest, continue_decoding, step
-from kvlayers import (
-    CacheLayer,
-)
+from kvlayers import CacheLayer
 from layer_kinds import KINDS, OPERATIONS, STATES
 from oracle import Oracle, states
 

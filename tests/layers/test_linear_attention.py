@@ -11,7 +11,8 @@ from torch import Tensor
 
 import kvlayers
 from agreement import bytes_reached
-from kvlayers import Checkpoints, HybridLayer, LinearAttentionLayer
+from kvlayers import HybridLayer, LinearAttentionLayer
+from kvlayers.layers import Checkpoints
 from models import prompt, tiny_model
 
 CHANNELS, KERNEL = 6, 4
@@ -157,7 +158,9 @@ def test_columns_that_need_not_be_tokens_are_not_counted() -> None:
     assert layer.length is None
     assert layer.conv_states[0].shape[-1] == KERNEL
     for roll_back in (lambda: layer.truncate(1), lambda: layer.check_removal(1), layer.get_seq_length):
-        with pytest.raises((kvlayers.RollbackError, kvlayers.UnsupportedLayerError), match="counts its tokens"):
+        with pytest.raises(
+            (kvlayers.errors.RollbackError, kvlayers.errors.UnsupportedLayerError), match="counts its tokens"
+        ):
             roll_back()
     layer.reset()
     assert layer.length == 0
@@ -421,7 +424,7 @@ def test_a_hybrid_layer_takes_both_back() -> None:
         both(layer, oracle, tokens)
     check(layer, oracle)
     keys = layer.keys[:, :, :5].clone()
-    with pytest.raises(kvlayers.RollbackError, match="use truncate"):
+    with pytest.raises(kvlayers.errors.RollbackError, match="use truncate"):
         layer.crop(-1)
     check(layer, oracle)
     twin, state = layer.fork(), layer.state()
@@ -443,7 +446,7 @@ def test_a_hybrid_layer_takes_both_back() -> None:
 
 def test_a_hybrid_layer_is_made_of_one_layer_of_each_sort() -> None:
     for parts in ((LinearAttentionLayer(), kvlayers.DynamicLayer()), (hybrid(), LinearAttentionLayer())):
-        with pytest.raises(kvlayers.UnsupportedLayerError, match="expected a"):
+        with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="expected a"):
             HybridLayer(*parts)
 
 
@@ -455,40 +458,43 @@ def _update(layer: LinearAttentionLayer, *shape: int, kernel: int = KERNEL, idx:
 
 
 MISUSES: dict[str, tuple[type[Exception], Callable[[LinearAttentionLayer], object]]] = {
-    "another batch size": (kvlayers.StateMismatchError, lambda layer: _update(layer, 3, CHANNELS, 1)),
-    "other channels": (kvlayers.StateMismatchError, lambda layer: _update(layer, 2, CHANNELS + 1, 1)),
-    "another dtype": (kvlayers.StateMismatchError, lambda layer: _update(layer, 2, CHANNELS, 1, dtype=torch.float64)),
-    "another device": (kvlayers.StateMismatchError, lambda layer: _update(layer, 2, CHANNELS, 1, device="meta")),
-    "another kernel": (kvlayers.StateMismatchError, lambda layer: _update(layer, 2, CHANNELS, 1, kernel=3)),
-    "a state index too high": (kvlayers.LayerIndexError, lambda layer: _update(layer, 2, CHANNELS, 1, idx=1)),
-    "a negative state index": (kvlayers.LayerIndexError, lambda layer: _update(layer, 2, CHANNELS, 1, idx=-1)),
+    "another batch size": (kvlayers.errors.StateMismatchError, lambda layer: _update(layer, 3, CHANNELS, 1)),
+    "other channels": (kvlayers.errors.StateMismatchError, lambda layer: _update(layer, 2, CHANNELS + 1, 1)),
+    "another dtype": (
+        kvlayers.errors.StateMismatchError,
+        lambda layer: _update(layer, 2, CHANNELS, 1, dtype=torch.float64),
+    ),
+    "another device": (kvlayers.errors.StateMismatchError, lambda layer: _update(layer, 2, CHANNELS, 1, device="meta")),
+    "another kernel": (kvlayers.errors.StateMismatchError, lambda layer: _update(layer, 2, CHANNELS, 1, kernel=3)),
+    "a state index too high": (kvlayers.errors.LayerIndexError, lambda layer: _update(layer, 2, CHANNELS, 1, idx=1)),
+    "a negative state index": (kvlayers.errors.LayerIndexError, lambda layer: _update(layer, 2, CHANNELS, 1, idx=-1)),
     "a recurrent state of another shape": (
-        kvlayers.StateMismatchError,
+        kvlayers.errors.StateMismatchError,
         lambda layer: layer.update_recurrent_state(torch.zeros(2, CHANNELS, 4)),
     ),
     "a recurrent state of another dtype": (
-        kvlayers.StateMismatchError,
+        kvlayers.errors.StateMismatchError,
         lambda layer: layer.update_recurrent_state(torch.zeros(2, CHANNELS, 3, dtype=torch.bfloat16)),
     ),
     "a recurrent state index too high": (
-        kvlayers.LayerIndexError,
+        kvlayers.errors.LayerIndexError,
         lambda layer: layer.update_recurrent_state(torch.zeros(2, CHANNELS, 3), 1),
     ),
-    "keys and values": (kvlayers.UnsupportedLayerError, lambda layer: layer.update(*torch.zeros(2, 1, 2, 3, 4))),
-    "a length that was not reached": (kvlayers.RollbackError, lambda layer: layer.truncate(7)),
-    "a negative length": (kvlayers.RollbackError, lambda layer: layer.truncate(-1)),
+    "keys and values": (kvlayers.errors.UnsupportedLayerError, lambda layer: layer.update(*torch.zeros(2, 1, 2, 3, 4))),
+    "a length that was not reached": (kvlayers.errors.RollbackError, lambda layer: layer.truncate(7)),
+    "a negative length": (kvlayers.errors.RollbackError, lambda layer: layer.truncate(-1)),
     "a length that is no number": (kvlayers.OptionError, lambda layer: layer.truncate(1.5)),
     "an option that does not exist": (TypeError, lambda layer: layer.update_conv_state(torch.zeros(2, 6, 1), kernel=4)),
     "the state of another kind": (
-        kvlayers.StateMismatchError,
+        kvlayers.errors.StateMismatchError,
         lambda layer: layer.load_state(kvlayers.DynamicLayer().state()),
     ),
     "the state of more states": (
-        kvlayers.StateMismatchError,
+        kvlayers.errors.StateMismatchError,
         lambda layer: layer.load_state(LinearAttentionLayer(number_of_states=2).state()),
     ),
-    "a sequence that does not exist": (kvlayers.BatchIndexError, lambda layer: layer.batch_select_indices([2])),
-    "moving": (kvlayers.UnsupportedLayerError, lambda layer: layer.offload()),
+    "a sequence that does not exist": (kvlayers.errors.BatchIndexError, lambda layer: layer.batch_select_indices([2])),
+    "moving": (kvlayers.errors.UnsupportedLayerError, lambda layer: layer.offload()),
 }
 
 
@@ -526,37 +532,42 @@ def test_options_that_say_nothing_are_refused(make: Callable[[], object]) -> Non
 
 
 FORWARD: dict[str, tuple[str, str, Callable[[], kvlayers.Cache], type[Exception]]] = {
-    "mamba without a config": ("mamba", "cache_params", kvlayers.DynamicCache, kvlayers.UnsupportedLayerError),
-    "jamba without a config": ("jamba", "past_key_values", kvlayers.DynamicCache, kvlayers.UnsupportedLayerError),
+    "mamba without a config": ("mamba", "cache_params", kvlayers.DynamicCache, kvlayers.errors.UnsupportedLayerError),
+    "jamba without a config": (
+        "jamba",
+        "past_key_values",
+        kvlayers.DynamicCache,
+        kvlayers.errors.UnsupportedLayerError,
+    ),
     "llama with the cache of mamba": (
         "llama",
         "past_key_values",
         lambda: kvlayers.DynamicCache(config=tiny_model("mamba").config),
-        kvlayers.UnsupportedLayerError,
+        kvlayers.errors.UnsupportedLayerError,
     ),
     "llama with the cache of jamba": (
         "llama",
         "past_key_values",
         lambda: kvlayers.DynamicCache(config=tiny_model("jamba").config),
-        kvlayers.UnsupportedLayerError,
+        kvlayers.errors.UnsupportedLayerError,
     ),
     "mamba with the cache of llama": (
         "mamba",
         "cache_params",
         lambda: kvlayers.DynamicCache(config=tiny_model("llama").config),
-        kvlayers.UnsupportedLayerError,
+        kvlayers.errors.UnsupportedLayerError,
     ),
     "jamba with a static cache of llama": (
         "jamba",
         "past_key_values",
         lambda: kvlayers.StaticCache(tiny_model("llama").config, max_cache_len=32),
-        kvlayers.UnsupportedLayerError,
+        kvlayers.errors.UnsupportedLayerError,
     ),
     "jamba with the cache of mamba": (
         "jamba",
         "past_key_values",
         lambda: kvlayers.DynamicCache(config=tiny_model("mamba").config),
-        kvlayers.UnsupportedLayerError,
+        kvlayers.errors.UnsupportedLayerError,
     ),
 }
 
@@ -581,12 +592,12 @@ def test_indices_out_of_range_are_named_errors() -> None:
         lambda: cache.update_conv_state(torch.zeros(1, 4, 1), 7, conv_kernel_size=4),
         lambda: cache.update_recurrent_state(torch.zeros(1, 4), 0, state_idx=2),
     ):
-        with pytest.raises(kvlayers.LayerIndexError):
+        with pytest.raises(kvlayers.errors.LayerIndexError):
             act()
     for act in (lambda: cache.get_conv_state(1), lambda: cache.update_recurrent_state(torch.zeros(1, 4), 1)):
-        with pytest.raises(kvlayers.UnsupportedLayerError, match="another model"):
+        with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="another model"):
             act()
-    with pytest.raises(kvlayers.UnsupportedLayerError, match="no layer has one"):
+    with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="no layer has one"):
         kvlayers.DynamicCache(config=tiny_model("llama").config).has_previous_state()
 
 
@@ -624,16 +635,16 @@ def test_the_old_names_construct_the_caches_of_their_models() -> None:
     assert [states is None for states in hybrid_cache.conv_states] == [False, True, False, True]
     assert hybrid_cache.key_cache[1].shape[2] == hybrid_cache.get_seq_length() == 7
     assert [states is None for states in hybrid_cache.ssm_states[:2]] == [False, True]
-    with pytest.raises(kvlayers.LayerIndexError):
+    with pytest.raises(kvlayers.errors.LayerIndexError):
         hybrid_cache.ssm_states[4]
 
 
 @pytest.mark.parametrize(
     ("error", "make"),
     [
-        (kvlayers.ConfigError, lambda: kvlayers.MambaCache(tiny_model("jamba").config)),
-        (kvlayers.ConfigError, lambda: kvlayers.MambaCache(None)),
-        (kvlayers.ConfigError, lambda: kvlayers.HybridMambaAttentionDynamicCache(tiny_model("llama").config, 2)),
+        (kvlayers.errors.ConfigError, lambda: kvlayers.MambaCache(tiny_model("jamba").config)),
+        (kvlayers.errors.ConfigError, lambda: kvlayers.MambaCache(None)),
+        (kvlayers.errors.ConfigError, lambda: kvlayers.HybridMambaAttentionDynamicCache(tiny_model("llama").config, 2)),
         (kvlayers.OptionError, lambda: kvlayers.MambaCache(tiny_model("mamba").config, max_batch_size=0)),
         (kvlayers.OptionError, lambda: kvlayers.MambaCache(tiny_model("mamba").config, dtype="float17")),
         (kvlayers.OptionError, lambda: kvlayers.MambaCache(tiny_model("mamba").config, device=1.5)),

@@ -12,18 +12,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import repeat_kv
 
 import kvlayers
-from kvlayers import (
-    DynamicLayer,
-    OffloadedLayer,
-    OptionError,
-    Prefetcher,
-    Quantization,
-    QuantizedLayer,
-    QuantizedStore,
-    Recall,
-    RecallLayer,
-    StateMismatchError,
-)
+from kvlayers import DynamicLayer, OffloadedLayer, OptionError, Quantization, QuantizedLayer, RecallLayer
+from kvlayers.errors import StateMismatchError
+from kvlayers.layers import Recall
+from kvlayers.offload import Prefetcher
+from kvlayers.stores import QuantizedStore
 from recall_reference import RecallReference
 from recording_transfers import RecordingTransfers
 
@@ -446,7 +439,7 @@ def test_a_state_with_wrong_pages_is_refused() -> None:
     ]:
         fresh = packed_layer()
         with pytest.raises(StateMismatchError, match="of a state"):
-            fresh.load_state(kvlayers.LayerState(state.kind, {**state.tensors, name: wrong}, state.facts))
+            fresh.load_state(kvlayers.layers.LayerState(state.kind, {**state.tensors, name: wrong}, state.facts))
         assert fresh.length == 0
 
 

@@ -10,7 +10,8 @@ import transformers
 
 import kvlayers
 from families import FAMILIES, model_and_inputs
-from kvlayers import Checkpoints, RollbackError
+from kvlayers.errors import RollbackError
+from kvlayers.layers import Checkpoints
 from kvlayers.upstream import cache_argument, model_types
 from models import CONFIGS, fresh_model, prompt
 from versions import RECURRENT_FAMILIES
@@ -190,7 +191,7 @@ def test_several_tokens_are_refused_where_the_scan_would_forget_those_before(fam
     decoder, ids = Decoder(family), prompt(2, 20)
     cache = kvlayers.DynamicCache(config=decoder.config)
     decoder.pass_at_once(cache, ids[:, :PROMPT])
-    with pytest.raises(kvlayers.UnsupportedLayerError, match="at most 1 token at once"):
+    with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="at most 1 token at once"):
         decoder.pass_at_once(cache, ids[:, PROMPT:])
     assert cache.truncate(PROMPT) == 0
     seen = decoder.pass_on(cache, ids[:, PROMPT:])
@@ -296,7 +297,7 @@ def test_padding_behind_tokens_is_refused_where_the_model_would_read_it(family: 
     with kvlayers.installed():
         model.generate(ids[:, :8], **{name: cache}, max_new_tokens=1, do_sample=False)
         seen = cache.get_seq_length()
-        with pytest.raises(kvlayers.StateMismatchError, match="no padding behind"):
+        with pytest.raises(kvlayers.errors.StateMismatchError, match="no padding behind"):
             logits_of(model, ids, attention_mask=mask, **{name: cache})
         assert cache.get_seq_length() == seen
         expected = logits_of(model, ids)

@@ -13,7 +13,9 @@ from torch import Tensor
 
 import kvlayers
 import versions
-from kvlayers import Quantization, QuantizedStore, Rotary, SinkCache, SinkLayer
+from kvlayers import Quantization, SinkCache, SinkLayer
+from kvlayers.rope.rotary import Rotary
+from kvlayers.stores import QuantizedStore
 from models import COMMON, fresh_model, prompt, tiny_model
 
 WINDOW, SINKS = 24, 4
@@ -233,7 +235,7 @@ def test_a_crop_within_the_window_is_exact_and_one_beyond_is_refused(model: Any)
     expected = logits_of(model, ids, sink_cache(model), [12, *[1] * 48])[12:]
     torch.testing.assert_close(logits_of(model, ids[:, 12:], cache, [1] * 48), expected, **EXACT)
     before = cache.state()
-    with pytest.raises(kvlayers.RollbackError, match=r"the 4 sinks and token \d+ have been evicted"):
+    with pytest.raises(kvlayers.errors.RollbackError, match=r"the 4 sinks and token \d+ have been evicted"):
         cache.crop(-8)
     assert all(
         torch.equal(a.tensors[n], b.tensors[n])
@@ -322,7 +324,7 @@ def test_bad_options_are_refused(case: str) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "jamba", "t5", "llama4"])
 def test_models_whose_keys_cannot_be_turned_are_refused(family: str) -> None:
-    with pytest.raises(kvlayers.ConfigError):
+    with pytest.raises(kvlayers.errors.ConfigError):
         SinkCache(WINDOW, config=tiny_model(family).config)
 
 
@@ -331,20 +333,20 @@ def test_rope_that_depends_on_the_length_is_refused(rope_type: str) -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 128}
     scaling = {"factor": 2.0} if rope_type == "dynamic" else factors
     config = tf.LlamaConfig(**COMMON, **versions.rope(rope_type=rope_type, rope_theta=1e4, **scaling))
-    with pytest.raises(kvlayers.ConfigError, match="length"):
+    with pytest.raises(kvlayers.errors.ConfigError, match="length"):
         SinkCache(WINDOW, config=config)
 
 
 def test_a_cache_without_a_config_says_what_it_lacks_before_it_takes_anything() -> None:
     cache = SinkCache(window_length=WINDOW, num_sink_tokens=SINKS)
     assert cache.get_max_length() == WINDOW
-    with pytest.raises(kvlayers.ConfigError, match=r"prepare\(model.config\)"):
+    with pytest.raises(kvlayers.errors.ConfigError, match=r"prepare\(model.config\)"):
         tiny_model("llama")(prompt(), past_key_values=cache)
     assert cache.get_seq_length() == 0
     cache.prepare(tiny_model("llama").config)
     tiny_model("llama")(prompt(), past_key_values=cache)
     assert cache.get_seq_length() == 12
-    with pytest.raises(kvlayers.StateMismatchError, match="12 tokens"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="12 tokens"):
         cache.prepare(tiny_model("llama").config)
 
 
@@ -354,13 +356,13 @@ def test_states_of_another_rotation_or_window_are_refused(model: Any) -> None:
     other = copy.deepcopy(model.config)
     versions.set_rope_theta(other, 5e5)
     for stranger in (SinkCache(WINDOW, SINKS, config=other), SinkCache(WINDOW + 1, SINKS, config=model.config)):
-        with pytest.raises(kvlayers.StateMismatchError):
+        with pytest.raises(kvlayers.errors.StateMismatchError):
             stranger.load_state(cache.state())
         assert stranger.get_seq_length() == 0
 
 
 def test_padding_of_another_batch_is_refused_before_anything_is_changed(model: Any) -> None:
     cache = sink_cache(model, left_padding=[0, 2, 1])
-    with pytest.raises(kvlayers.StateMismatchError, match="3 sequences"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="3 sequences"):
         model(prompt(2), past_key_values=cache)
     assert cache.get_seq_length() == 0

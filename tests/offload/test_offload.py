@@ -18,9 +18,10 @@ import kvlayers
 import kvlayers.caches.base
 import kvlayers.upstream.compat
 from families import model_and_inputs
-from kvlayers import CapacityError, OffloadedLayer, OptionError, Prefetcher, UnsupportedLayerError
+from kvlayers import CapacityError, OffloadedLayer, OptionError
+from kvlayers.errors import UnsupportedLayerError
 from kvlayers.layers import TokenLayer
-from kvlayers.offload import HostMemory, Traffic
+from kvlayers.offload import HostMemory, Prefetcher, Traffic
 from models import CONFIGS, fresh_model, prompt, tiny_model
 from oracle import states
 from pairwise import in_turn
@@ -544,7 +545,7 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         lambda: kvlayers.DynamicCache(offload_device="disk", offload_directory="/tmp"),
     ),
     "a name that is nearly one": (
-        kvlayers.RegistryError,
+        kvlayers.errors.RegistryError,
         "did you mean .static.",
         lambda: kvlayers.make_cache("Statc", CONFIG),
     ),
@@ -576,7 +577,7 @@ def test_bad_input_is_a_named_error(case: str) -> None:
 def test_states_that_do_not_match_leave_an_offloaded_layer_as_it_was(recorded: list[RecordingTransfers]) -> None:
     model, plain, offloaded = pair("dynamic", "llama")
     follow(model, (plain, offloaded), prompt(2, 21), 3)
-    with pytest.raises(kvlayers.StateMismatchError):
+    with pytest.raises(kvlayers.errors.StateMismatchError):
         offloaded.layers[0].update(*torch.randn(2, 3, 2, 1, 8))
     follow(model, (plain, offloaded), prompt(2, 2), 10)
 

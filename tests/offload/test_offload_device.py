@@ -14,9 +14,11 @@ from torch.nn.functional import scaled_dot_product_attention
 import kvlayers
 import versions
 from fake_device import CPU, DEVICE, IS_SUPPORTED, Crossings, DeviceTransfers, device
-from kvlayers import OffloadedLayer, Prefetcher, StateMismatchError, Traffic
+from kvlayers import OffloadedLayer
 from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.errors import StateMismatchError
 from kvlayers.layers import LayerState, TokenLayer
+from kvlayers.offload import Prefetcher, Traffic
 from kvlayers.offload.transfers import BlockingTransfers, Transfers, transfers_for
 from kvlayers.stores.quantized import QuantizedStore
 from models import fresh_model, prompt

@@ -13,11 +13,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
 from fake_device import CPU, DEVICE, IS_SUPPORTED, DeviceTransfers, device
-from kvlayers import OffloadedLayer, Prefetcher, Quantization, QuantizedStore, UnsupportedLayerError
+from kvlayers import OffloadedLayer, Quantization
+from kvlayers.errors import UnsupportedLayerError
 from kvlayers.eviction import ALL_QUERIES, EvictionRule, register_eviction_rule, unregister_eviction_rule
 from kvlayers.layers.evicting import EvictingLayer
-from kvlayers.offload import DiskMemory, Traffic
+from kvlayers.offload import DiskMemory, Prefetcher, Traffic
 from kvlayers.offload.transfers import BlockingTransfers, Transfers
+from kvlayers.stores import QuantizedStore
 from race_detector import RaceDetector
 from short_steps import STEP, shorten_steps
 

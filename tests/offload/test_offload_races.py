@@ -12,9 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 from fake_device import DEVICE, IS_SUPPORTED
-from kvlayers import OffloadedLayer, Prefetcher
+from kvlayers import OffloadedLayer
 from kvlayers.layers import TokenLayer
-from kvlayers.offload import transfers
+from kvlayers.offload import Prefetcher, transfers
 from kvlayers.offload.device_queue import DeviceQueue
 from kvlayers.stores.dense import DenseStore
 from race_detector import FakeStream, Race, RaceDetector

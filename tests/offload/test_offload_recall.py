@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fake_device import CPU, DEVICE, IS_SUPPORTED, DeviceTransfers, device
-from kvlayers import OffloadedLayer, Prefetcher, Quantization, Recall, RecallLayer
+from kvlayers import OffloadedLayer, Quantization, RecallLayer
 from kvlayers.attention.packed_tensor import as_dense
 from kvlayers.errors import CapacityError
+from kvlayers.layers import Recall
 from kvlayers.layers.shape import LayerShape, TokenShape
-from kvlayers.offload import DiskMemory, HostMemory, Traffic
+from kvlayers.offload import DiskMemory, HostMemory, Prefetcher, Traffic
 from kvlayers.offload.page_pool import NO_PAGE, PagePool
 from kvlayers.offload.transfers import BlockingTransfers
 from kvlayers.stores import DenseStore, TokenStore

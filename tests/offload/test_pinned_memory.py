@@ -13,8 +13,7 @@ from torch import Tensor
 
 import kvlayers
 import kvlayers.caches.base
-from kvlayers import Prefetcher
-from kvlayers.offload import DiskMemory, HostMemory, storage
+from kvlayers.offload import DiskMemory, HostMemory, Prefetcher, storage
 from kvlayers.upstream import compat
 from models import COMMON
 from recording_transfers import RecordingTransfers

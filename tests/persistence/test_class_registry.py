@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import kvlayers
-from kvlayers import CacheFileError, RegistryError, inspect_cache, load_cache, save_cache
+from kvlayers import inspect_cache, load_cache, save_cache
 from kvlayers.caches.base import CACHE_CLASSES
+from kvlayers.errors import CacheFileError, RegistryError
 from kvlayers.layers.operations import LAYER_CLASSES
 from kvlayers.utils.registry import ClassRegistry, DescribesItself
 
@@ -154,15 +155,15 @@ LAYERS: dict[Any, dict[str, Any]] = {
     kvlayers.DynamicLayer: {},
 }
 STORES: dict[Any, dict[str, Any]] = {
-    kvlayers.DenseStore: {},
-    kvlayers.StaticStore: {"capacity": 40},
-    kvlayers.QuantizedStore: {"quantization": kvlayers.Quantization()},
+    kvlayers.stores.DenseStore: {},
+    kvlayers.stores.StaticStore: {"capacity": 40},
+    kvlayers.stores.QuantizedStore: {"quantization": kvlayers.Quantization()},
 }
 
 
 @pytest.mark.parametrize("base", [*LAYERS, *STORES])
 def test_an_argument_that_files_would_lose_is_refused(base: Any) -> None:
-    register = kvlayers.register_layer if base in LAYERS else kvlayers.register_store
+    register = kvlayers.layers.register_layer if base in LAYERS else kvlayers.stores.register_store
     with pytest.raises(RegistryError, match=r"`title`.*`describe` and `from_description`"):
         register(_with_an_argument(base))
 
@@ -171,10 +172,10 @@ def test_an_argument_that_files_would_lose_is_refused(base: Any) -> None:
 def test_a_described_argument_is_in_files(base: Any, tmp_path: pathlib.Path) -> None:
     path, titled = tmp_path / "chat.safetensors", _with_an_argument(base, described=(*base.described, "title"))
     if base in LAYERS:
-        kvlayers.register_layer(titled)
+        kvlayers.layers.register_layer(titled)
         layer = titled(**LAYERS[base], title="a chat")
     else:
-        kvlayers.register_store(titled)
+        kvlayers.stores.register_store(titled)
         layer = kvlayers.DynamicLayer(store=titled(**STORES[base], title="a chat"))
     try:
         cache = kvlayers.Cache(layers=[layer])
@@ -183,7 +184,7 @@ def test_a_described_argument_is_in_files(base: Any, tmp_path: pathlib.Path) -> 
         save_cache(cache, path)
         loaded = load_cache(path)
     finally:
-        (kvlayers.unregister_layer if base in LAYERS else kvlayers.unregister_store)(titled.__name__)
+        (kvlayers.layers.unregister_layer if base in LAYERS else kvlayers.stores.unregister_store)(titled.__name__)
     found = loaded.layers[0] if base in LAYERS else loaded.layers[0].store
     assert (type(found), found.title) == (titled, "a chat")
     for one, other in zip(

@@ -12,7 +12,9 @@ from torch import Tensor
 
 import kvlayers
 import versions
-from kvlayers import CacheFileError, RegistryError, StateMismatchError, inspect_cache, load_cache, save_cache
+from kvlayers import inspect_cache, load_cache, save_cache
+from kvlayers.caches.registry import cache_class_names, register_cache_class, unregister_cache_class
+from kvlayers.errors import CacheFileError, RegistryError, StateMismatchError
 from kvlayers.layers.operations import LAYER_CLASSES
 from kvlayers.persistence.format import CacheRecord, Description, LayerRecord, ModelRecord, read_description
 from kvlayers.persistence.rebuild import check_remakeable
@@ -40,10 +42,10 @@ class ChatCache(kvlayers.DynamicCache):
 
 
 AGAIN: dict[str, Callable[[], object]] = {
-    "RecentLayer": lambda: kvlayers.register_layer(RecentLayer),
-    "SteppedStore": lambda: kvlayers.register_store(SteppedStore),
-    "ChatCache": lambda: kvlayers.register_cache_class(ChatCache),
-    "halves": lambda: kvlayers.register_quantizer("halves")(HalvesBackend),
+    "RecentLayer": lambda: kvlayers.layers.register_layer(RecentLayer),
+    "SteppedStore": lambda: kvlayers.stores.register_store(SteppedStore),
+    "ChatCache": lambda: register_cache_class(ChatCache),
+    "halves": lambda: kvlayers.quantizers.register_quantizer("halves")(HalvesBackend),
 }
 
 
@@ -52,10 +54,10 @@ def registered() -> Iterator[None]:
     for register in AGAIN.values():
         register()
     yield
-    kvlayers.unregister_layer("RecentLayer")
-    kvlayers.unregister_store("SteppedStore")
-    kvlayers.unregister_cache_class("ChatCache")
-    kvlayers.unregister_quantizer("halves")
+    kvlayers.layers.unregister_layer("RecentLayer")
+    kvlayers.stores.unregister_store("SteppedStore")
+    unregister_cache_class("ChatCache")
+    kvlayers.quantizers.unregister_quantizer("halves")
 
 
 @pytest.fixture
@@ -74,11 +76,11 @@ def _of(make_layer: Callable[[], Any], **options: Any) -> Callable[[], kvlayers.
 MAKES: dict[str, Callable[[], kvlayers.Cache]] = {
     "layer": _of(lambda: RecentLayer(12, 3)),
     "layer over a registered store": _of(lambda: RecentLayer(12, 6, store=SteppedStore(5))),
-    "layer over packed codes": _of(lambda: RecentLayer(70, 35, store=kvlayers.QuantizedStore(_halves()))),
+    "layer over packed codes": _of(lambda: RecentLayer(70, 35, store=kvlayers.stores.QuantizedStore(_halves()))),
     "layer, offloaded": _of(lambda: RecentLayer(12, 6), offloading=True),
     "window over a registered store": _of(lambda: kvlayers.SlidingLayer(8, SteppedStore(3))),
-    "layer over a static store": _of(lambda: kvlayers.DynamicLayer(store=kvlayers.StaticStore(7, grow=True))),
-    "static layers that grow": _of(lambda: kvlayers.StaticLayer(4, 3, kvlayers.Buckets(8, 1.5), grow=True)),
+    "layer over a static store": _of(lambda: kvlayers.DynamicLayer(store=kvlayers.stores.StaticStore(7, grow=True))),
+    "static layers that grow": _of(lambda: kvlayers.StaticLayer(4, 3, kvlayers.stores.Buckets(8, 1.5), grow=True)),
     "cache": lambda: ChatCache("a chat"),
     "quantizer": lambda: kvlayers.QuantizedCache("halves", nbits=1, residual_length=2, sink_tokens=0),
 }
@@ -125,10 +127,10 @@ def test_stores_and_hints_of_a_loaded_layer_are_those_that_were_saved(registered
 @pytest.mark.parametrize(
     ("kind", "named", "forget"),
     [
-        ("layer", "RecentLayer", kvlayers.unregister_layer),
-        ("window over a registered store", "SteppedStore", kvlayers.unregister_store),
-        ("cache", "ChatCache", kvlayers.unregister_cache_class),
-        ("quantizer", "halves", kvlayers.unregister_quantizer),
+        ("layer", "RecentLayer", kvlayers.layers.unregister_layer),
+        ("window over a registered store", "SteppedStore", kvlayers.stores.unregister_store),
+        ("cache", "ChatCache", unregister_cache_class),
+        ("quantizer", "halves", kvlayers.quantizers.unregister_quantizer),
     ],
 )
 def test_what_is_not_registered_is_refused_by_its_name(
@@ -203,7 +205,7 @@ def test_forks_go_on_apart(kind: str) -> None:
 
 def test_layers_describe_the_layers_that_they_are_made_of(registered: None) -> None:
     context = kvlayers.layers.registry.description_context({})
-    linear = kvlayers.LinearAttentionLayer(2, kvlayers.Checkpoints(every=8, most=3), tokens_at_once=1)
+    linear = kvlayers.LinearAttentionLayer(2, kvlayers.layers.Checkpoints(every=8, most=3), tokens_at_once=1)
     hybrid = kvlayers.HybridLayer(kvlayers.OffloadedLayer(RecentLayer(12, 6, store=SteppedStore(5))), linear)
     twin = kvlayers.HybridLayer.from_description(hybrid.describe(), context)
     assert twin.describe() == hybrid.describe()
@@ -227,11 +229,11 @@ def test_a_description_of_a_layer_in_itself_is_refused(within: object) -> None:
 # What is refused when it is registered
 
 
-class Unfinished(kvlayers.TokenLayer):
+class Unfinished(kvlayers.layers.TokenLayer):
     described = ("most",)
 
-    def __init__(self, most: int, store: kvlayers.TokenStore | None = None) -> None:
-        super().__init__(kvlayers.DenseStore() if store is None else store)
+    def __init__(self, most: int, store: kvlayers.stores.TokenStore | None = None) -> None:
+        super().__init__(kvlayers.stores.DenseStore() if store is None else store)
 
 
 class Undescribed(RecentLayer):
@@ -256,39 +258,39 @@ class Bare(kvlayers.CacheLayer):
 @pytest.mark.parametrize(
     ("register", "cls", "named"),
     [
-        (kvlayers.register_layer, Unfinished, "`capacity`"),
-        (kvlayers.register_layer, Bare, "`describe`"),
-        (kvlayers.register_layer, Undescribed, "`kept`"),
-        (kvlayers.register_layer, Storeless, "`store`"),
-        (kvlayers.register_layer, dict, "kvlayers.LayerOperations"),
-        (kvlayers.register_layer, 3, "kvlayers.LayerOperations"),
-        (kvlayers.register_store, ForgetfulStore, "`step`"),
-        (kvlayers.register_store, RecentLayer, "kvlayers.TokenStore"),
-        (kvlayers.register_cache_class, RecentLayer, "kvlayers.Cache"),
+        (kvlayers.layers.register_layer, Unfinished, "`capacity`"),
+        (kvlayers.layers.register_layer, Bare, "`describe`"),
+        (kvlayers.layers.register_layer, Undescribed, "`kept`"),
+        (kvlayers.layers.register_layer, Storeless, "`store`"),
+        (kvlayers.layers.register_layer, dict, "LayerOperations"),
+        (kvlayers.layers.register_layer, 3, "LayerOperations"),
+        (kvlayers.stores.register_store, ForgetfulStore, "`step`"),
+        (kvlayers.stores.register_store, RecentLayer, "TokenStore"),
+        (register_cache_class, RecentLayer, "kvlayers.caches.base.Cache"),
     ],
 )
 def test_a_class_that_lacks_a_member_is_refused_with_its_name(register: Any, cls: Any, named: str) -> None:
-    before = kvlayers.layer_names(), kvlayers.store_names(), kvlayers.cache_class_names()
+    before = kvlayers.layers.layer_names(), kvlayers.stores.store_names(), cache_class_names()
     with pytest.raises(RegistryError, match=named):
         register(cls)
-    assert (kvlayers.layer_names(), kvlayers.store_names(), kvlayers.cache_class_names()) == before
+    assert (kvlayers.layers.layer_names(), kvlayers.stores.store_names(), cache_class_names()) == before
 
 
 def test_names_are_taken_once_and_given_up(registered: None) -> None:
     with pytest.raises(RegistryError, match=r"'DynamicLayer' is already registered by kvlayers.*unregister_layer"):
-        kvlayers.register_layer(RecentLayer, name="DynamicLayer")
+        kvlayers.layers.register_layer(RecentLayer, name="DynamicLayer")
     with pytest.raises(RegistryError, match="not empty"):
-        kvlayers.register_store(SteppedStore, name=" ")
+        kvlayers.stores.register_store(SteppedStore, name=" ")
     with pytest.raises(RegistryError, match="'nothing'"):
-        kvlayers.unregister_layer("nothing")
+        kvlayers.layers.unregister_layer("nothing")
     with pytest.raises(RegistryError, match="'nothing'"):
-        kvlayers.unregister_store("nothing")
+        kvlayers.stores.unregister_store("nothing")
     with pytest.raises(RegistryError, match="'nothing'"):
-        kvlayers.unregister_cache_class("nothing")
+        unregister_cache_class("nothing")
 
 
 def test_a_layer_is_registered_by_a_decorator_under_a_name_of_its_own(path: pathlib.Path) -> None:
-    @kvlayers.register_layer(name="recent, for this test")
+    @kvlayers.layers.register_layer(name="recent, for this test")
     class Mine(RecentLayer):
         pass
 
@@ -298,7 +300,7 @@ def test_a_layer_is_registered_by_a_decorator_under_a_name_of_its_own(path: path
         assert inspect_cache(path).layers == ("recent, for this test",)
         assert type(load_cache(path).layers[0]) is Mine
     finally:
-        kvlayers.unregister_layer("recent, for this test")
+        kvlayers.layers.unregister_layer("recent, for this test")
 
 
 def test_a_layer_is_found_by_the_entry_point_of_its_package(
@@ -312,11 +314,11 @@ def test_a_layer_is_found_by_the_entry_point_of_its_package(
     monkeypatch.setitem(vars(LAYER_CLASSES), "_entry_points", points)
     # The registry notes the name of what it loads, which would outlive the entry point of this test.
     monkeypatch.setattr(LAYER_CLASSES, "_names", dict(LAYER_CLASSES._names))
-    assert "recent" in kvlayers.layer_names()
+    assert "recent" in kvlayers.layers.layer_names()
     save_cache(kvlayers.Cache(layers=[RecentLayer(5)]), path)
     assert inspect_cache(path).layers == ("recent",)
     assert type(load_cache(path).layers[0]) is RecentLayer
-    with pytest.raises(RegistryError, match=r"derived from kvlayers\.LayerOperations"):
+    with pytest.raises(RegistryError, match=r"derived from kvlayers\.layers\.operations\.LayerOperations"):
         LAYER_CLASSES.get("wrong")
 
 
@@ -367,7 +369,9 @@ def test_files_of_the_first_version_are_read(name: str) -> None:
     if name in static:
         layer = loaded.layers[0]
         assert (layer.max_cache_len, layer.store.max_batch_size, layer.store.grow) == static[name]
-        assert layer.store.buckets == (kvlayers.Buckets(8, 1.5) if name == "static" else kvlayers.Buckets())
+        assert layer.store.buckets == (
+            kvlayers.stores.Buckets(8, 1.5) if name == "static" else kvlayers.stores.Buckets()
+        )
     for _ in range(3):
         for part in [loaded.self_attention_cache] if name == "pair" else [loaded]:
             part.update(torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8), 1)
@@ -399,15 +403,15 @@ def test_a_prefix_is_not_written_if_a_layer_within_another_one_is_not_registered
     cache = kvlayers.Cache(layers=[layer], offloading=within == "offloaded")
     with pytest.raises(CacheFileError, match="RecentLayer cannot be made from a file"):
         check_remakeable(cache)
-    kvlayers.register_layer(RecentLayer)
+    kvlayers.layers.register_layer(RecentLayer)
     try:
         check_remakeable(cache)
     finally:
-        kvlayers.unregister_layer("RecentLayer")
+        kvlayers.layers.unregister_layer("RecentLayer")
 
 
 def test_only_states_of_tokens_are_cut_to_a_length(path: pathlib.Path) -> None:
-    @kvlayers.register_layer
+    @kvlayers.layers.register_layer
     class Scaled(kvlayers.DynamicLayer):
         """A layer with a tensor that has no row for each token."""
 
@@ -429,7 +433,7 @@ def test_only_states_of_tokens_are_cut_to_a_length(path: pathlib.Path) -> None:
         save_cache(cache, path)
         loaded = load_cache(path, length=3)
     finally:
-        kvlayers.unregister_layer("Scaled")
+        kvlayers.layers.unregister_layer("Scaled")
     assert loaded.layers[0].scale.shape == (1, 1, 9, 1)
     assert torch.equal(loaded.layers[0].keys, states[:, :, :3])
 

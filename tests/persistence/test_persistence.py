@@ -21,18 +21,10 @@ import transformers as tf
 import fresh_process
 import kvlayers
 import versions
-from kvlayers import (
-    CacheFileError,
-    CachePathError,
-    ModelMismatchError,
-    OptionError,
-    RollbackError,
-    StateMismatchError,
-    inspect_cache,
-    load_cache,
-    save_cache,
-)
+from kvlayers import OptionError, inspect_cache, load_cache, save_cache
+from kvlayers.errors import CacheFileError, CachePathError, ModelMismatchError, RollbackError, StateMismatchError
 from kvlayers.persistence import atomic_file, fingerprint
+from kvlayers.rope.rotary import Rotary
 from models import CONFIGS, WINDOW, fresh_model, given, prompt, tiny_model
 
 NEW = 6
@@ -53,7 +45,7 @@ KINDS: dict[str, tuple[str, Make]] = {
     "static that grows": ("llama", lambda config: kvlayers.StaticCache(config, max_cache_len=4, grow=True)),
     "static with options": (
         "llama",
-        lambda config: kvlayers.StaticCache(config, 200, max_batch_size=5, buckets=kvlayers.Buckets(8, 1.5)),
+        lambda config: kvlayers.StaticCache(config, 200, max_batch_size=5, buckets=kvlayers.stores.Buckets(8, 1.5)),
     ),
     "sliding window": ("mistral", lambda config: kvlayers.SlidingWindowCache(config, max_cache_len=200)),
     "sliding window, reserved for less": ("long gemma3", lambda config: kvlayers.StaticCache(config, 150)),
@@ -100,7 +92,7 @@ def _model(family: str) -> Any:
     return fresh_model(family.removeprefix("long "), sliding_window=160) if "long" in family else tiny_model(family)
 
 
-def _rotary(config: Any) -> kvlayers.Rotary:
+def _rotary(config: Any) -> Rotary:
     from kvlayers.rope.from_config import rotaries
 
     found = rotaries(config)[0]
@@ -719,7 +711,7 @@ def test_another_models_file_is_refused_with_what_differs(path: pathlib.Path) ->
     dimensions = "another model, with head_dim 8 rather than 16, num_hidden_layers 2 rather than 3 in"
     with pytest.raises(ModelMismatchError, match=dimensions):
         load_cache(path, config=changed(dtype="bfloat16", head_dim=16, num_hidden_layers=3))
-    with pytest.raises(kvlayers.ConfigError):
+    with pytest.raises(kvlayers.errors.ConfigError):
         load_cache(path, config={})
     irrelevant = changed(attention_dropout=0.5, pad_token_id=3, use_cache=False, id2label={0: "a"})
     assert load_cache(path, config=irrelevant).get_seq_length() == 103

@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 
 import kvlayers
 import versions
-from kvlayers import CacheFileError, KVLayersError, inspect_cache, load_cache, save_cache
+from kvlayers import KVLayersError, inspect_cache, load_cache, save_cache
+from kvlayers.errors import CacheFileError
 from kvlayers.persistence import rebuild
 from kvlayers.persistence.checksums import checksum, digest_table
 from kvlayers.persistence.format import canonical, read_description
@@ -439,12 +440,12 @@ def test_one_reservation_does_not_make_up_for_another_one(path: pathlib.Path) ->
     forged.facts["max_cache_len"] = 2**21
     forged.cache["layers"][1]["kind"] = "Owing"
     path.write_bytes(forged.content())
-    kvlayers.register_layer(Owing)
+    kvlayers.layers.register_layer(Owing)
     try:
         with pytest.raises(CacheFileError, match="reserved tokens from 0 to"):
             load_cache(path)
     finally:
-        kvlayers.unregister_layer("Owing")
+        kvlayers.layers.unregister_layer("Owing")
 
 
 def test_nothing_is_reserved_for_what_a_file_claims(tmp_path: pathlib.Path) -> None:

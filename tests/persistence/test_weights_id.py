@@ -154,7 +154,7 @@ def test_threads_make_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_weights_that_are_not_in_memory_are_refused() -> None:
-    with torch.device("meta"), pytest.raises(kvlayers.ConfigError, match="meta tensor"):
+    with torch.device("meta"), pytest.raises(kvlayers.errors.ConfigError, match="meta tensor"):
         kvlayers.weights_id(torch.nn.Linear(2, 2))
 
 

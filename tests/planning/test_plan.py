@@ -62,7 +62,7 @@ def model_and_inputs(family: str, batch: int, tokens: int) -> tuple[Any, dict[st
     return model, inputs
 
 
-def planned(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> kvlayers.Plan:
+def planned(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> kvlayers.planning.Plan:
     read = inputs.get("decoder_input_ids", inputs.get("input_ids"))
     return kvlayers.plan(
         model.config,
@@ -79,7 +79,7 @@ def planned(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> kvla
 def test_a_plan_is_what_each_cache_of_each_family_holds(family: str) -> None:
     model, inputs = model_and_inputs(family, batch=2, tokens=WINDOW + 3)
     if family == "recurrent_gemma" and model_layers.layer_specs(model.config)[0].layer_type != "linear_attention":
-        with pytest.raises(kvlayers.ConfigError, match="recurrent_gemma"):
+        with pytest.raises(kvlayers.errors.ConfigError, match="recurrent_gemma"):
             planned(model, inputs)
         pytest.skip(f"a config of transformers {versions.TRANSFORMERS} does not say which layers of {family} recur")
     plan = planned(model, inputs)
@@ -432,14 +432,14 @@ class Refusing(tf.PretrainedConfig):
         (LLAMA, {"dtype": "bfloat"}, kvlayers.OptionError, "torch.bfloat16 or 'bfloat16'"),
         (LLAMA, {"dtype": torch.int8}, kvlayers.OptionError, "floating-point"),
         (LLAMA, {"encoder_length": 5}, kvlayers.OptionError, "without an encoder"),
-        (LLAMA, {"names": ["dinamic"]}, kvlayers.RegistryError, "did you mean 'dynamic'"),
-        (LLAMA, {"names": ["sliding_window"]}, kvlayers.ConfigError, "sliding or chunked"),
+        (LLAMA, {"names": ["dinamic"]}, kvlayers.errors.RegistryError, "did you mean 'dynamic'"),
+        (LLAMA, {"names": ["sliding_window"]}, kvlayers.errors.ConfigError, "sliding or chunked"),
         (LLAMA, {"names": []}, kvlayers.OptionError, "at least one name"),
         (LLAMA, {"names": "dynamic"}, kvlayers.OptionError, "`names` must be a list"),
         (tf.T5Config(), {}, kvlayers.OptionError, "encoder_length"),
-        ("llama", {}, kvlayers.ConfigError, "a model or its config"),
-        (tf.OpenAIGPTConfig(), {}, kvlayers.ConfigError, "openai-gpt"),
-        (Refusing(), {}, kvlayers.ConfigError, "num_attention_heads|hidden_size"),
+        ("llama", {}, kvlayers.errors.ConfigError, "a model or its config"),
+        (tf.OpenAIGPTConfig(), {}, kvlayers.errors.ConfigError, "openai-gpt"),
+        (Refusing(), {}, kvlayers.errors.ConfigError, "num_attention_heads|hidden_size"),
     ],
 )
 def test_bad_input_is_refused(config: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -450,7 +450,7 @@ def test_bad_input_is_refused(config: Any, options: dict[str, Any], error: type[
 @versions.kvlayers_recurrent_layers
 def test_states_of_an_unknown_form_are_refused() -> None:
     class_name, options = families.FAMILIES["minimax"]
-    with pytest.raises(kvlayers.ConfigError, match="minimax"):
+    with pytest.raises(kvlayers.errors.ConfigError, match="minimax"):
         kvlayers.plan(getattr(tf, class_name)(**options), 100)
 
 
@@ -467,7 +467,7 @@ def test_layers_of_others_are_left_out_with_the_reason() -> None:
     with registered(foreign=lambda request: tf.DynamicCache(config=request.config)):
         plan = kvlayers.plan(LLAMA, 100)
     assert "not a cache of kvlayers" in plan.left_out["foreign"]
-    with pytest.raises(kvlayers.RegistryError, match="foreign.*not a cache of kvlayers"):
+    with pytest.raises(kvlayers.errors.RegistryError, match="foreign.*not a cache of kvlayers"):
         plan["foreign"]
 
 
@@ -477,7 +477,7 @@ class Newest(TokenLayer):
     fidelity = "evicting"
     room = 40
 
-    def __init__(self, store: kvlayers.TokenStore) -> None:
+    def __init__(self, store: kvlayers.stores.TokenStore) -> None:
         super().__init__(store)
         self._seen = 0
 
@@ -507,7 +507,7 @@ class Newest(TokenLayer):
 
     @override
     def check_truncate(self, length: int) -> None:
-        raise kvlayers.RollbackError("A `Newest` evicts.")
+        raise kvlayers.errors.RollbackError("A `Newest` evicts.")
 
     @override
     def truncate(self, length: int) -> None:
@@ -520,13 +520,15 @@ class Unspoken(Newest):
     planned_nbytes = LayerOperations.planned_nbytes  # type: ignore[assignment]
 
 
-class Halves(kvlayers.DenseStore):
+class Halves(kvlayers.stores.DenseStore):
     """A store of another package, without arithmetic."""
 
-    planned_nbytes = kvlayers.TokenStore.planned_nbytes  # type: ignore[assignment]
+    planned_nbytes = kvlayers.stores.TokenStore.planned_nbytes  # type: ignore[assignment]
 
 
-def newest(layer_class: type[Newest] = Newest, store: type[kvlayers.DenseStore] = kvlayers.DenseStore) -> Any:
+def newest(
+    layer_class: type[Newest] = Newest, store: type[kvlayers.stores.DenseStore] = kvlayers.stores.DenseStore
+) -> Any:
     def make(request: kvlayers.CacheRequest) -> kvlayers.Cache:
         layers = [layer_class(store(length_hint=request.length_hint)) for _ in range(request.config.num_hidden_layers)]
         return kvlayers.Cache(layers=layers)
@@ -545,10 +547,10 @@ def test_layers_of_another_package_are_planned_like_those_of_kvlayers(tokens: in
 
 def test_a_layer_or_a_store_without_arithmetic_is_refused_by_the_name_of_the_member() -> None:
     for factory, said in ((newest(Unspoken), "`Unspoken.planned_nbytes`"), (newest(store=Halves), "`Halves.planned_")):
-        with registered(silent=factory) as names, pytest.raises(kvlayers.UnsupportedLayerError, match=said):
+        with registered(silent=factory) as names, pytest.raises(kvlayers.errors.UnsupportedLayerError, match=said):
             kvlayers.plan(LLAMA, 10, names=names)
-    with pytest.raises(kvlayers.UnsupportedLayerError, match=r"`Mute.fidelity`"):
-        _ = type("Mute", (kvlayers.DenseStore,), {"fidelity": kvlayers.TokenStore.fidelity})().fidelity
+    with pytest.raises(kvlayers.errors.UnsupportedLayerError, match=r"`Mute.fidelity`"):
+        _ = type("Mute", (kvlayers.stores.DenseStore,), {"fidelity": kvlayers.stores.TokenStore.fidelity})().fidelity
 
 
 def test_a_reservation_of_one_token_is_not_taken_for_the_length_hint() -> None:

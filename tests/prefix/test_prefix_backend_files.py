@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import s3_server
 from backend_cases import PART
-from kvlayers import CacheFileError, CachePathError
+from kvlayers.errors import CacheFileError, CachePathError
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError, backend_for, redis
 from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, BLOCK_SUFFIX, Content
 from kvlayers.prefix.backends.remote import RemoteBackend

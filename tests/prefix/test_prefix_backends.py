@@ -18,7 +18,8 @@ from fsspec.registry import known_implementations
 
 import kvlayers
 from backend_cases import PART, Files, FilesystemFiles, LocalFiles, ServerFiles, covered, filled, large, put
-from kvlayers import CachePathError, OptionError, PrefixStore
+from kvlayers import OptionError, PrefixStore
+from kvlayers.errors import CachePathError
 from kvlayers.persistence.checksums import checksum, first_rows
 from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry
 from kvlayers.prefix.backends import redis

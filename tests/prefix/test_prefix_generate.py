@@ -433,9 +433,9 @@ def test_prompts_that_begin_alike_do_not_read_on_in_one_cache(family: str) -> No
     class Forgetful(PrefixStore):
         asked = 0
 
-        def lookup(self, *args: Any, **how: Any) -> kvlayers.Hit:
+        def lookup(self, *args: Any, **how: Any) -> kvlayers.prefix.Hit:
             self.asked += 1
-            return kvlayers.Hit() if self.asked in (2, 3) else super().lookup(*args, **how)
+            return kvlayers.prefix.Hit() if self.asked in (2, 3) else super().lookup(*args, **how)
 
     store = PrefixStore(ROOM, snapshot_tokens=DOCUMENT)
     rows = questions(3, 9, 6)

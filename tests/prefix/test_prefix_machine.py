@@ -12,17 +12,9 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvlayers import (
-    Cache,
-    CapacityError,
-    PrefixError,
-    PrefixStatistics,
-    PrefixStore,
-    RollbackError,
-    inspect_cache,
-    load_cache,
-    save_cache,
-)
+from kvlayers import Cache, CapacityError, PrefixStore, inspect_cache, load_cache, save_cache
+from kvlayers.errors import PrefixError, RollbackError
+from kvlayers.prefix import PrefixStatistics
 from prefix_caches import KINDS, MOST_TOKENS, Ids, check, contents, extend
 from rounds import ROUNDS
 

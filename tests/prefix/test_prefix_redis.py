@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from backend_cases import PART, ServerFiles, covered, filled, large, put
-from kvlayers import CacheFileError, CachePathError, OptionError, PrefixStore
+from kvlayers import OptionError, PrefixStore
+from kvlayers.errors import CacheFileError, CachePathError
 from kvlayers.prefix.backends import UnreachableError, redis
 from kvlayers.prefix.backends.address import Address
 from kvlayers.prefix.backends.redis import RedisObjectStore

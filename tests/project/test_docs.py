@@ -77,15 +77,15 @@ def test_the_python_of_a_page_runs(
         # The build machines reach no hub: the same model is a directory here.
         directory = MODEL if blocks_of(page, "text") else request.getfixturevalue("first_layers")
         code = code.replace(MODEL_OF_PAGES, str(directory))
-    names, quantizers = kvlayers.cache_names(), kvlayers.quantizer_names()
+    names, quantizers = kvlayers.cache_names(), kvlayers.quantizers.quantizer_names()
     try:
         exec(compile(respelled(code), page.name, "exec"), {"__name__": "__main__"})
     finally:
         kvlayers.uninstall()
         for name in set(kvlayers.cache_names()) - set(names):
             kvlayers.unregister(name)
-        for name in set(kvlayers.quantizer_names()) - set(quantizers):
-            kvlayers.unregister_quantizer(name)
+        for name in set(kvlayers.quantizers.quantizer_names()) - set(quantizers):
+            kvlayers.quantizers.unregister_quantizer(name)
     printed = capsys.readouterr().out
     for shown in blocks_of(page, "text"):
         check_shown(shown, printed)

@@ -193,7 +193,7 @@ def make_cache(name: str, config: Any, padding: Tensor | None) -> Any:
 
 def transferring(cache: Any) -> Any:
     """The cache, with states that are offloaded from the device."""
-    prefetcher = kvlayers.Prefetcher(transfers=counting.Transfers)
+    prefetcher = kvlayers.offload.Prefetcher(transfers=counting.Transfers)
     for layer in cache.layers:
         if isinstance(layer, kvlayers.OffloadedLayer):
             layer.use_prefetcher(prefetcher)

@@ -151,9 +151,9 @@ def test_the_frequencies_are_a_copy() -> None:
         ((FREQUENCIES, "thirds"), kvlayers.OptionError, "one of halves, pairs"),
         ((FREQUENCIES, "halves", -1), kvlayers.OptionError, "from 0 on"),
         ((FREQUENCIES, "halves", 1.0), kvlayers.OptionError, "from 0 on"),
-        ((FREQUENCIES[:0], "halves"), kvlayers.ConfigError, "at least one pair"),
-        ((FREQUENCIES[None], "halves"), kvlayers.ConfigError, r"shape \[pairs\]"),
-        ((FREQUENCIES / 0, "halves"), kvlayers.ConfigError, "finite"),
+        ((FREQUENCIES[:0], "halves"), kvlayers.errors.ConfigError, "at least one pair"),
+        ((FREQUENCIES[None], "halves"), kvlayers.errors.ConfigError, r"shape \[pairs\]"),
+        ((FREQUENCIES / 0, "halves"), kvlayers.errors.ConfigError, "finite"),
     ],
 )
 def test_bad_arguments_are_named(arguments: Any, error: type[Exception], message: str) -> None:
@@ -171,9 +171,9 @@ def test_a_distance_is_a_whole_number_or_one_for_each_sequence(distance: Any) ->
 
 def test_keys_that_are_too_small_are_named() -> None:
     rotary = Rotary(FREQUENCIES, "halves", 2)
-    with pytest.raises(kvlayers.StateMismatchError, match="at least 10 dimensions.* got head_dim 9"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="at least 10 dimensions.* got head_dim 9"):
         rotary.partner(plain_keys(head_dim=9))
-    with pytest.raises(kvlayers.StateMismatchError, match="at least 10 dimensions.* got head_dim 9"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="at least 10 dimensions.* got head_dim 9"):
         rotary.turn(1, 9, torch.float32, CPU)
 
 
@@ -507,12 +507,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "axes, in the config": (
         "qwen2_vl_text",
         {"rope_parameters": {**DEFAULT, "mrope_section": [2, 3, 3]}},
-        "'qwen2_vl_text' have several axes.*: .*pass rotary=kvlayers.Rotary",
+        "'qwen2_vl_text' have several axes.*: .*pass rotary=Rotary",
     ),
     "axes, in the code": (
         "qwen3_5_text",
         GATED_DELTA,
-        "'qwen3_5_text' have several axes.*: .*pass rotary=kvlayers.Rotary",
+        "'qwen3_5_text' have several axes.*: .*pass rotary=Rotary",
     ),
     "a norm after the rotation": (
         "hunyuan_v1_dense",
@@ -527,7 +527,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"head_dim": DERIVED, "qk_rope_head_dim": 8},
         "'deepseek_v3' has multi-head latent attention",
     ),
-    "a layout that nobody has looked at": ("moshi", {}, "'moshi' .*: pass rotary=kvlayers.Rotary"),
+    "a layout that nobody has looked at": ("moshi", {}, "'moshi' .*: pass rotary=Rotary"),
 }
 
 
@@ -547,18 +547,18 @@ def test_models_whose_keys_cannot_be_moved_are_refused(reason: str) -> None:
     if model_type in model_layers.MODELS_WITH_OWN_CACHE:
         pytest.skip(f"models of type {model_type} make a cache of their own on this version, and are refused for that")
     config = tiny_config(model_type, **options)
-    with pytest.raises(kvlayers.ConfigError, match=message):
+    with pytest.raises(kvlayers.errors.ConfigError, match=message):
         rotaries(config)
 
 
 @pytest.mark.parametrize("kind", [StripedLlamaConfig, NotThatLlamaConfig])
 def test_code_from_elsewhere_is_unknown_whatever_its_name(kind: Any) -> None:
-    with pytest.raises(kvlayers.ConfigError, match=rf"'\w+' \({kind.__name__}\): pass rotary=kvlayers.Rotary"):
+    with pytest.raises(kvlayers.errors.ConfigError, match=rf"'\w+' \({kind.__name__}\): pass rotary=Rotary"):
         rotaries(kind(**BASE))
 
 
 def test_what_is_no_config_is_named() -> None:
-    with pytest.raises(kvlayers.ConfigError, match="its config .* got a dict"):
+    with pytest.raises(kvlayers.errors.ConfigError, match="its config .* got a dict"):
         rotaries({})
 
 

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from agreement import check_at_rest
-from kvlayers import Buckets, CapacityError, OptionError, RollbackError, StaticLayer, StaticSlidingLayer
+from kvlayers import CapacityError, OptionError, StaticLayer, StaticSlidingLayer
+from kvlayers.errors import RollbackError
+from kvlayers.stores import Buckets
 from kvlayers.stores.buckets import ALIGNMENT
 from kvlayers.stores.slots import slot_of, slots_of
 from layer_rules import MOST_ROWS, LayerRules

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvlayers import DenseStore, DynamicLayer, QuantizedStore, StateMismatchError
+from kvlayers import DynamicLayer
+from kvlayers.errors import StateMismatchError
+from kvlayers.stores import DenseStore, QuantizedStore
 from kvlayers.stores.contract import KVPair
 from kvlayers.stores.quantization import Quantization
 

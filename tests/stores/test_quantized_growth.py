@@ -8,7 +8,8 @@ import torch
 import transformers as tf
 
 import kvlayers
-from kvlayers import DynamicLayer, Quantization, QuantizedLayer, QuantizedStore, SlidingLayer
+from kvlayers import DynamicLayer, Quantization, QuantizedLayer, SlidingLayer
+from kvlayers.stores import QuantizedStore
 from kvlayers.stores.buffer import TokenBuffer
 from models import COMMON
 
@@ -69,11 +70,11 @@ def test_once_packed_a_layer_takes_the_bytes_of_its_tokens_at_most(
 @pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=IDS)
 def test_a_plan_says_so_at_every_length(quantization: Quantization) -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        form = kvlayers.StateForm(1, 1, HEAD_DIM, dtype, torch.device("cpu"))
+        form = kvlayers.stores.StateForm(1, 1, HEAD_DIM, dtype, torch.device("cpu"))
         for tokens in range(1, LONGEST + 1):
             for hint in (tokens, None):
                 planned = QuantizedStore(quantization).planned_nbytes(form, form, tokens, hint)
-                dense = kvlayers.DenseStore().planned_nbytes(form, form, tokens, hint)
+                dense = kvlayers.stores.DenseStore().planned_nbytes(form, form, tokens, hint)
                 assert planned <= TOLERANCE * dense, tokens
                 if tokens % 40 in (1, 9, 32):
                     layer = QuantizedLayer(quantization, hint)

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvlayers import Quantization, QuantizedStore
+from kvlayers import Quantization
 from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.stores import QuantizedStore
 from kvlayers.stores.dense import DenseStore
 from kvlayers.stores.packed_blocks import PackedBlocks
 from kvlayers.utils.tensor_memory import storages_of

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
-from kvlayers import OptionError, Quantization, QuantizedLayer, QuantizedStore, StateMismatchError
+from kvlayers import OptionError, Quantization, QuantizedLayer
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segments import Segment
+from kvlayers.errors import StateMismatchError
 from kvlayers.quantizers import Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions, dequantize
+from kvlayers.stores import QuantizedStore
 from kvlayers.stores.dense import DenseStore
 from models import prompt, tiny_model
 
@@ -572,9 +574,9 @@ class SignBackend(Backend):
 
 @pytest.fixture
 def sign_backend() -> Iterator[None]:
-    kvlayers.register_quantizer("sign")(SignBackend)
+    kvlayers.quantizers.register_quantizer("sign")(SignBackend)
     yield
-    kvlayers.unregister_quantizer("sign")
+    kvlayers.quantizers.unregister_quantizer("sign")
 
 
 def test_a_quantizer_of_another_package_works_from_end_to_end(sign_backend: None) -> None:
@@ -610,10 +612,10 @@ def test_a_quantizer_of_another_package_works_from_end_to_end(sign_backend: None
 
 
 def test_a_name_that_is_gone_is_refused(sign_backend: None) -> None:
-    kvlayers.unregister_quantizer("sign")
+    kvlayers.quantizers.unregister_quantizer("sign")
     with pytest.raises(OptionError, match="fp8, hqq, kivi, native, nf4, quanto, turboquant"):
         kvlayers.QuantizedCache("sign")
-    kvlayers.register_quantizer("sign")(SignBackend)
+    kvlayers.quantizers.register_quantizer("sign")(SignBackend)
 
 
 def test_no_more_tokens_than_the_hint_take_no_spare_blocks() -> None:
@@ -649,7 +651,7 @@ def test_a_quantizer_that_fails_leaves_the_layer_as_it_was(past: int, tokens: in
     layer = (
         kvlayers.QuantizedLayer(quantization)
         if window is None
-        else kvlayers.SlidingLayer(window, kvlayers.QuantizedStore(quantization))
+        else kvlayers.SlidingLayer(window, kvlayers.stores.QuantizedStore(quantization))
     )
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn(1, 2, past + 2 * tokens + 200, 8, generator=generator) for _ in range(2)]

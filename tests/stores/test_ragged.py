@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvlayers import DenseStore, RollbackError, StateMismatchError, UnsupportedLayerError
-from kvlayers.errors import StaleStatesError
-from kvlayers.stores import StaticStore
+from kvlayers.errors import RollbackError, StaleStatesError, StateMismatchError, UnsupportedLayerError
+from kvlayers.stores import DenseStore, StaticStore
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import TokenStore
 from kvlayers.stores.dense import dense_in_small_steps

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlayers import DenseStore, Quantization, QuantizedStore
+from kvlayers import Quantization
+from kvlayers.stores import DenseStore, QuantizedStore
 from kvlayers.stores.contract import TokenStore
 from kvlayers.stores.eviction import evicted
 from kvlayers.stores.held_tokens import held_tokens

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvlayers import DenseStore, Quantization, QuantizedStore, RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers import Quantization
 from kvlayers.attention.packed_tensor import as_dense
+from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.kept import KeptTokens
+from kvlayers.stores import DenseStore, QuantizedStore
 from kvlayers.stores.contract import TokenStore
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.eviction import evicted

@@ -192,7 +192,7 @@ def test_states_of_another_form_are_refused_while_a_prefix_is_held() -> None:
     layer = DynamicLayer()
     layer.update(torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8))
     layer.expand(4)
-    with pytest.raises(kvlayers.StateMismatchError, match="batch size 4"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="batch size 4"):
         layer.update(torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8))
     assert layer.length == 9
 

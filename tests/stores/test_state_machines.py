@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from agreement import check_at_rest, step
-from kvlayers import CapacityError, RollbackError
+from kvlayers import CapacityError
+from kvlayers.errors import RollbackError
 from layer_kinds import KINDS
 from layer_rules import MOST_ROWS, LayerRules
 from oracle import states

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 import kvlayers
 import versions
+from kvlayers.tools.calibration import Sensitivity
 from kvlayers.tools.calibration.allocation import PartChoice, least_losses
 from kvlayers.tools.calibration.divergence import DivergenceInUse
 from kvlayers.tools.calibration.passages import passages_of
@@ -247,7 +248,7 @@ def test_costs_without_a_useful_unit_stay_within_the_budget() -> None:
 
 
 def test_uniform_settings_are_all_that_are_within_the_budget() -> None:
-    alike = [kvlayers.Sensitivity(layer, side, {2: 0.5, 4: 0.25}) for layer in (0, 2) for side in ("keys", "values")]
+    alike = [Sensitivity(layer, side, {2: 0.5, 4: 0.25}) for layer in (0, 2) for side in ("keys", "values")]
     costs = {(part.layer, part.side): {2: Fraction(2), 4: Fraction(4)} for part in alike}
     made = Settings(alike, costs, 3, kvlayers.Quantization())
     found = {
@@ -274,7 +275,7 @@ def test_uniform_bits_of_as_many_thirds_of_a_byte_are_within_a_budget(model: Any
 
 
 def test_head_dims_that_suit_no_unit_have_a_setting_at_the_least_bytes() -> None:
-    alike = [kvlayers.Sensitivity(layer, side, {8: 0.1, 2: 0.5}) for layer in range(40) for side in ("keys", "values")]
+    alike = [Sensitivity(layer, side, {8: 0.1, 2: 0.5}) for layer in range(40) for side in ("keys", "values")]
     costs = {(part.layer, part.side): {2: Fraction(7919, 3), 8: Fraction(10_007, 2)} for part in alike}
     made = Settings(alike, costs, 40, kvlayers.Quantization())
     least = 80 * Fraction(7919, 3)
@@ -288,9 +289,7 @@ def test_bits_that_turn_out_worse_than_uniform_ones_are_not_returned(
 ) -> None:
     by_loss = sorted(calibration.sensitivities, key=lambda part: part.divergence[2])
     lies = {(part.layer, part.side): other.divergence for part, other in zip(by_loss, reversed(by_loss), strict=True)}
-    told = [
-        kvlayers.Sensitivity(part.layer, part.side, lies[part.layer, part.side]) for part in calibration.sensitivities
-    ]
+    told = [Sensitivity(part.layer, part.side, lies[part.layer, part.side]) for part in calibration.sensitivities]
     budget = kvlayers.BytesBudget(_bytes(model, 3, 3))
     found = calibrated(model, ids, budget, sensitivities=told)
     assert found.chosen == found.uniform
@@ -421,11 +420,11 @@ def test_sensitivities_serve_another_budget(
     budget = kvlayers.BytesBudget(_bytes(model, 2, 3))
     assert calibrated(model, ids, budget, sensitivities=calibration.sensitivities) == expected
     parts = calibration.sensitivities
-    for others in (parts[1:], (), [kvlayers.Sensitivity(0, "keys", {2: 1.0})], [*parts, parts[0]]):
+    for others in (parts[1:], (), [Sensitivity(0, "keys", {2: 1.0})], [*parts, parts[0]]):
         with pytest.raises(kvlayers.OptionError, match="of the 6 parts"):
             calibrated(model, ids, budget, sensitivities=others)
-    odd = kvlayers.Sensitivity(parts[0].layer, parts[0].side, dict.fromkeys(WIDTHS, math.nan))
-    with pytest.raises(kvlayers.StateMismatchError, match="keys of layer 0"):
+    odd = Sensitivity(parts[0].layer, parts[0].side, dict.fromkeys(WIDTHS, math.nan))
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="keys of layer 0"):
         calibrated(model, ids, budget, sensitivities=[odd, *parts[1:]])
 
 
@@ -433,7 +432,7 @@ def test_a_budget_that_the_most_bits_keep_is_kept_where_noise_promises_more_of_f
     model: Any, ids: Tensor, calibration: kvlayers.Calibration
 ) -> None:
     noise = [
-        kvlayers.Sensitivity(part.layer, part.side, {1: 5e-10, 2: 1e-9, 3: 2e-9, 4: 3e-9, 5: 3e-9, 6: 3e-9, 8: 4e-9})
+        Sensitivity(part.layer, part.side, {1: 5e-10, 2: 1e-9, 3: 2e-9, 4: 3e-9, 5: 3e-9, 6: 3e-9, 8: 4e-9})
         for part in calibration.sensitivities
     ]
     eight = DivergenceInUse(model, passages_of(model, [ids], None, CONTEXT + SCORED, 2), SCORED).of(
@@ -569,7 +568,7 @@ def test_what_cannot_be_calibrated_is_said(
 def test_models_that_cannot_be_calibrated_are_refused(model: Any, ids: Tensor) -> None:
     for refused, error, said in (
         ("a name", kvlayers.OptionError, "a str"),
-        (tiny_model("t5"), kvlayers.ConfigError, "encoder"),
+        (tiny_model("t5"), kvlayers.errors.ConfigError, "encoder"),
     ):
         with pytest.raises(error, match=said):
             calibrated(refused, ids, kvlayers.BytesBudget(300))

@@ -18,6 +18,7 @@ from torch import Tensor
 import kvlayers
 import versions
 from browser import looked_at, needs_browser
+from kvlayers.tools.calibration import MeasuredSetting
 from model_directories import save_with_tokenizer
 from models import COMMON, fresh_model
 from slow_fidelity import slow_tokens
@@ -99,7 +100,7 @@ def test_figures_are_those_of_a_slow_reference(llama: Path, name: str, options: 
 
 def test_a_calibration_is_measured_as_what_it_has_found(llama: Path, tmp_path: Path) -> None:
     bits = {"key_nbits": [8, 2], "value_nbits": [2, 4]}
-    found = kvlayers.MeasuredSetting(bits, 100.0, 0.1)
+    found = MeasuredSetting(bits, 100.0, 0.1)
     kvlayers.Calibration(found, None, ()).save(tmp_path)
     said, code = measured(llama, "--bits", "4", "--calibration", tmp_path)
     assert code == 0
@@ -108,7 +109,7 @@ def test_a_calibration_is_measured_as_what_it_has_found(llama: Path, tmp_path: P
 
 
 def test_a_calibration_of_another_model_is_refused(llama: Path, tmp_path: Path) -> None:
-    found = kvlayers.MeasuredSetting({"key_nbits": [8, 2, 4], "value_nbits": [2, 4, 4]}, 100.0, 0.1)
+    found = MeasuredSetting({"key_nbits": [8, 2, 4], "value_nbits": [2, 4, 4]}, 100.0, 0.1)
     kvlayers.Calibration(found, None, ()).save(tmp_path)
     for path, words in ((tmp_path, "2 layers of the model, got 3"), (tmp_path / "none", "`--calibration`: ")):
         result = fidelity(llama, "--text", "text.txt", *QUICK, "--calibration", path)

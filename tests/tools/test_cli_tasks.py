@@ -12,6 +12,7 @@ import torch
 
 import kvlayers
 import versions
+from kvlayers.tools.calibration import MeasuredSetting
 from model_directories import random_text, save_with_tokenizer
 from models import fresh_model
 from web_page import check_self_contained
@@ -268,13 +269,13 @@ def test_caches_of_other_libraries_take_part(llama: Path, tmp_path: Path) -> Non
 
 
 def test_a_calibration_is_given_the_tasks(llama: Path, tmp_path: Path) -> None:
-    found = kvlayers.MeasuredSetting({"key_nbits": [8, 2, 4], "value_nbits": [2, 4, 4]}, 100.0, 0.1)
+    found = MeasuredSetting({"key_nbits": [8, 2, 4], "value_nbits": [2, 4, 4]}, 100.0, 0.1)
     kvlayers.Calibration(found, None, ()).save(tmp_path)
     result = tasks(llama, *QUICK, "--calibration", tmp_path)
     assert result.exit_code == 2
     options = ("--bits", "4,2", "--calibration", tmp_path, "--results", "answers")
     for bits, resumed in ((4, 0), (2, 3 * SAMPLES), (2, 4 * SAMPLES)):
-        found = kvlayers.MeasuredSetting({"nbits": bits}, 100.0, 0.1)
+        found = MeasuredSetting({"nbits": bits}, 100.0, 0.1)
         kvlayers.Calibration(found, None, ()).save(tmp_path)
         said, _ = measured(llama, *options)
         assert said["resumed"] == resumed

@@ -13,6 +13,7 @@ import torch
 import transformers as tf
 
 import kvlayers
+from kvlayers.tools.calibration import MeasuredSetting
 from model_directories import random_text, save_with_tokenizer
 from models import COMMON, fresh_model
 from slow_fidelity import SlowToken, slow_tokens
@@ -294,7 +295,7 @@ def test_a_calibration_of_other_bits_is_read_again(
 ) -> None:
     seen, found = counting(monkeypatch), []
     for bits in (8, 2):
-        setting = kvlayers.MeasuredSetting({"key_nbits": [bits, bits], "value_nbits": [bits, bits]}, 100.0, 0.1)
+        setting = MeasuredSetting({"key_nbits": [bits, bits], "value_nbits": [bits, bits]}, 100.0, 0.1)
         kvlayers.Calibration(setting, None, ()).save(tmp_path)
         said = measured(llama, "--bits", 4, "--calibration", tmp_path, "--results", "run.jsonl")
         found.append(said["calibrated"]["kl"])

@@ -821,7 +821,7 @@ def test_a_callable_or_a_rule_may_be_in_a_file_and_have_options(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(
         "import kvlayers\n"
-        "class Newest(kvlayers.EvictionRule):\n"
+        "class Newest(kvlayers.eviction.EvictionRule):\n"
         "    def scores(self, keys, values, queries):\n"
         "        return keys.new_zeros(keys.shape[:3])\n"
         "newest = Newest()\n"

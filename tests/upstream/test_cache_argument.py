@@ -170,7 +170,9 @@ def test_a_cache_that_the_model_never_updates_says_so() -> None:
     model, ids = old_model(OldForward), prompt(1, 9)
     cache = kvlayers.DynamicCache(config=model.config)
     for _ in range(2):
-        with pytest.raises(kvlayers.UnusedCacheError, match=r"OldForward ignores, .* call kvlayers\.install\(\)"):
+        with pytest.raises(
+            kvlayers.errors.UnusedCacheError, match=r"OldForward ignores, .* call kvlayers\.install\(\)"
+        ):
             model.generate(ids, max_new_tokens=2, cache=cache)
         assert not torch.nn.modules.module._has_any_global_hook()
     # A pass without the cache is the caller's choice.

@@ -107,7 +107,7 @@ def test_a_model_that_makes_its_own_cache_is_refused(model_type: str) -> None:
         assert len(model_layers.layer_specs(config)) == config.num_hidden_layers
         return
     way_out = r"leave it to generate\(\)" + ("" if since is None else f", or use transformers {since} or newer") + r"\."
-    with pytest.raises(kvlayers.ConfigError, match=f"make a cache of their own: {way_out}"):
+    with pytest.raises(kvlayers.errors.ConfigError, match=f"make a cache of their own: {way_out}"):
         kvlayers.DynamicCache(config=config)
 
 
@@ -115,7 +115,7 @@ def test_a_model_that_makes_its_own_cache_is_refused(model_type: str) -> None:
 def test_a_static_indexer_that_is_wrong_is_not_made() -> None:
     versions.need_since("5.8", "indexers as layers of a cache")
     config = transformers.DeepseekV32Config(num_hidden_layers=2)
-    with pytest.raises(kvlayers.ConfigError, match="has a cache for"):
+    with pytest.raises(kvlayers.errors.ConfigError, match="has a cache for"):
         kvlayers.StaticCache(config, max_cache_len=8)
     assert type(kvlayers.DynamicCache(config=config).layers[0]).__name__ == "DynamicIndexedLayer"
 

@@ -53,7 +53,7 @@ def test_fewer_layers_than_a_config_lists_are_its_first_ones() -> None:
                 expected = windows(tf.DynamicCache(config=config))
             except Exception:
                 # No layer is left whose keys and values the others share (gemma3n).
-                with pytest.raises(kvlayers.ConfigError):
+                with pytest.raises(kvlayers.errors.ConfigError):
                     kvlayers.DynamicCache(config=config)
                 continue
             if not expected and not getattr(decoder, "num_kv_shared_layers", 0):
@@ -72,7 +72,9 @@ def test_more_layers_than_a_config_lists_are_refused_by_name() -> None:
         decoder = config.get_text_config(decoder=True)
         listed = len(decoder.layer_types)
         decoder.num_hidden_layers = listed + 1
-        with pytest.raises(kvlayers.ConfigError, match=rf"layer_types.*each of its {listed + 1} layers.*got {listed}"):
+        with pytest.raises(
+            kvlayers.errors.ConfigError, match=rf"layer_types.*each of its {listed + 1} layers.*got {listed}"
+        ):
             kvlayers.DynamicCache(config=config)
 
 
@@ -126,7 +128,7 @@ def test_models_with_lists_of_other_lengths_generate_as_with_transformers(family
 
 def lacks_static_layer(seen: object) -> bool:
     """Whether a cache was refused because this version has no static layer with an indexer (deepseek_v32, to 5.12)."""
-    return isinstance(seen, kvlayers.ConfigError) and f"saw '{model_layers.INDEXED}'" in str(seen)
+    return isinstance(seen, kvlayers.errors.ConfigError) and f"saw '{model_layers.INDEXED}'" in str(seen)
 
 
 def tokens_or_error(model: Any, inputs: dict[str, torch.Tensor], kind: str | None) -> torch.Tensor | Exception:
@@ -216,14 +218,14 @@ def llama4(**changes: Any) -> Any:
 
 def test_only_layers_that_exist_decide_whether_keys_can_be_rotated() -> None:
     """The last layer, which is left out here, has no RoPE, so that its queries are scaled by their positions."""
-    with pytest.raises(kvlayers.ConfigError, match="attn_temperature_tuning"):
+    with pytest.raises(kvlayers.errors.ConfigError, match="attn_temperature_tuning"):
         rotaries(llama4())
     assert all(rotary is not None for rotary in rotaries(llama4(num_hidden_layers=3)))
 
 
 def test_a_list_of_layers_with_rope_that_is_too_short_is_refused_by_name() -> None:
     config = llama4(no_rope_layers=[1, 1], attn_temperature_tuning=False)
-    with pytest.raises(kvlayers.ConfigError, match=r"no_rope_layers.*each of its 4 layers.*got 2"):
+    with pytest.raises(kvlayers.errors.ConfigError, match=r"no_rope_layers.*each of its 4 layers.*got 2"):
         rotaries(config)
 
 
@@ -250,7 +252,7 @@ def test_numbers_that_are_listed_per_layer_are_planned_per_layer() -> None:
         cache.update(*(torch.zeros(1, heads, 128, 8) for _ in range(2)), index)
     planned = kvlayers.plan(ConfigWithLists(listed, **options), 128, dtype=torch.float32, names=["dynamic"])
     assert planned["dynamic"].nbytes == cache.nbytes
-    with pytest.raises(kvlayers.ConfigError, match=r"num_key_value_heads.*each of its 2 layers.*got 1"):
+    with pytest.raises(kvlayers.errors.ConfigError, match=r"num_key_value_heads.*each of its 2 layers.*got 1"):
         kvlayers.plan(ConfigWithLists([4], **options), 128, dtype=torch.float32, names=["dynamic"])
 
 

@@ -706,9 +706,9 @@ def test_states_are_refused_or_read_but_never_written_through() -> None:
         lambda: keys.__setitem__((0, 0, 0), 1.0),
         lambda: torch.add(keys, 1, out=keys),
     ):
-        with pytest.raises(kvlayers.ReadOnlyStatesError):
+        with pytest.raises(kvlayers.errors.ReadOnlyStatesError):
             write()
     check_close(cache[0][0][:, :, :200], pairs[0][0])
     cache.crop(-1)
-    with pytest.raises(kvlayers.StaleStatesError):
+    with pytest.raises(kvlayers.errors.StaleStatesError):
         keys + 0

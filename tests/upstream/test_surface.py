@@ -419,7 +419,7 @@ COUNTED: dict[str, Callable[[], Any]] = {
 def test_a_smaller_count_of_a_static_layer_is_a_rollback(kind: str) -> None:
     layer, twin = filled(COUNTED[kind](), 9), filled(kvlayers.StaticLayer(ROOM), 9)
     for wrong in (10, -1):
-        with pytest.raises(kvlayers.RollbackError):
+        with pytest.raises(kvlayers.errors.RollbackError):
             layer.cumulative_length = wrong
     layer.cumulative_length = torch.tensor(6)
     twin.truncate(6)
@@ -434,7 +434,9 @@ def test_a_smaller_count_of_a_static_layer_is_a_rollback(kind: str) -> None:
 def test_a_count_of_a_window_is_one_that_its_states_can_be_of(make: Callable[[], Any]) -> None:
     layer, twin = filled(make(), 12), filled(make(), 12)
     for wrong in (3, 0, -2):
-        with pytest.raises(kvlayers.StateMismatchError, match=f"whose states are held, 7, but saw {wrong}: use crop"):
+        with pytest.raises(
+            kvlayers.errors.StateMismatchError, match=f"whose states are held, 7, but saw {wrong}: use crop"
+        ):
             layer.cumulative_length = wrong
     assert layer.cumulative_length == 12
     # Keys of another sequence may have been put in place, of which the window holds as many.
@@ -452,7 +454,7 @@ def test_counts_of_other_layers_are_their_own() -> None:
         filled(layer, 5)
         layer.cumulative_length = 5
         for wrong in (4, 6):
-            with pytest.raises(kvlayers.StateMismatchError, match=f"are held, 5, but saw {wrong}"):
+            with pytest.raises(kvlayers.errors.StateMismatchError, match=f"are held, 5, but saw {wrong}"):
                 layer.cumulative_length = wrong
         with pytest.raises(kvlayers.OptionError, match="cumulative_length to be a whole number"):
             layer.cumulative_length = 1.5
@@ -462,7 +464,7 @@ def test_counts_of_other_layers_are_their_own() -> None:
 def test_a_layer_that_is_said_not_to_be_initialized_is_reset() -> None:
     for make in (kvlayers.DynamicLayer, *COUNTED.values()):
         layer = make()
-        with pytest.raises(kvlayers.StateMismatchError, match="is_initialized = True on an empty layer"):
+        with pytest.raises(kvlayers.errors.StateMismatchError, match="is_initialized = True on an empty layer"):
             layer.is_initialized = True
         filled(layer, 4)
         layer.is_initialized = True
@@ -506,10 +508,10 @@ def test_states_that_are_assigned_to_a_recurrent_layer_are_gone_on_from(at_once:
                 layer.recurrent_states[0] = held.recurrent_states[0]
             assert layer.is_conv_states_initialized == layer.is_recurrent_states_initialized == {0: True}
             assert layer.has_previous_state == {0: True}
-            with pytest.raises(kvlayers.LayerIndexError, match="state index from 0 to 0"):
+            with pytest.raises(kvlayers.errors.LayerIndexError, match="state index from 0 to 0"):
                 layer.conv_states[1] = held.conv_states[0]
         # What the layer could be put back to is no past of these states.
-        with pytest.raises(kvlayers.RollbackError):
+        with pytest.raises(kvlayers.errors.RollbackError):
             cache.truncate(5)
     twin = kvlayers.DynamicCache(config=config)
     twin.load_state(new.state())

@@ -177,7 +177,7 @@ def test_an_encoder_decoder_cache_with_one_empty_part_is_repeated() -> None:
     assert cache.batch_size == cross.batch_size == 6
     uneven = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), cross)
     uneven.self_attention_cache.update(*states(4, batch=4), 0)
-    with pytest.raises(kvlayers.BatchIndexError):
+    with pytest.raises(kvlayers.errors.BatchIndexError):
         uneven.batch_select_indices([3, 2])
     assert (uneven.self_attention_cache.batch_size, cross.batch_size) == (4, 6)
 
@@ -210,7 +210,7 @@ def test_layers_with_recurrent_states_take_part_in_operations(family: str) -> No
         torch.testing.assert_close(
             logits(repeated, step.repeat_interleave(2, 0)), expected.repeat_interleave(2, 0), rtol=1e-4, atol=1e-4
         )
-        with pytest.raises(kvlayers.RollbackError):
+        with pytest.raises(kvlayers.errors.RollbackError):
             cache.crop(-1)
         assert torch.equal(logits(cache, step), expected)
         assert torch.equal(logits(twin, step), expected)

@@ -191,6 +191,6 @@ def name_of(rule: str | EvictionRule) -> str:
     if name is None:
         raise OptionError(
             f"`rule` must be registered by a name to be described or saved, but no name stands for {rule!r}: register "
-            "a function that makes it, such as kvlayers.register_eviction_rule('name')(lambda: rule)."
+            "a function that makes it, such as kvlayers.eviction.register_eviction_rule('name')(lambda: rule)."
         )
     return name

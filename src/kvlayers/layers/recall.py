@@ -67,7 +67,7 @@ class RecallLayer(DynamicLayer):
 
     Example:
         >>> import torch, kvlayers
-        >>> layer = kvlayers.RecallLayer(kvlayers.Recall(pages=4))
+        >>> layer = kvlayers.RecallLayer(kvlayers.layers.Recall(pages=4))
         >>> _ = layer.update(torch.randn(1, 2, 1000, 64), torch.randn(1, 2, 1000, 64))
         >>> keys, values = layer.update(torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 64))
         >>> query = torch.randn(1, 8, 1, 64)

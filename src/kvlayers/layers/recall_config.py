@@ -30,7 +30,7 @@ class Recall:
 
     Example:
         >>> import kvlayers
-        >>> kvlayers.Recall(pages=32)
+        >>> kvlayers.layers.Recall(pages=32)
         Recall(pages=32, page_tokens=64, sink_tokens=4, recent_tokens=64)
     """
 

@@ -32,12 +32,12 @@ def register_layer(layer_class: Any = None, *, name: str | None = None) -> Any:
 
     Example:
         >>> import kvlayers
-        >>> @kvlayers.register_layer
+        >>> @kvlayers.layers.register_layer
         ... class PatientLayer(kvlayers.DynamicLayer):
         ...     pass
-        >>> "PatientLayer" in kvlayers.layer_names()
+        >>> "PatientLayer" in kvlayers.layers.layer_names()
         True
-        >>> kvlayers.unregister_layer("PatientLayer")
+        >>> kvlayers.layers.unregister_layer("PatientLayer")
     """
     if layer_class is None:
         return lambda decorated: register_layer(decorated, name=name)

@@ -22,7 +22,7 @@ class LeastRecentlyUsed:
 
     Example:
         >>> import kvlayers
-        >>> kvlayers.PrefixStore(max_bytes=2**30, policy=kvlayers.LeastRecentlyUsed())
+        >>> kvlayers.PrefixStore(max_bytes=2**30, policy=kvlayers.prefix.LeastRecentlyUsed())
         PrefixStore(0 entries, 0 B of 1.00 GiB)
     """
 

@@ -32,7 +32,7 @@ class Buckets:
 
     Example:
         >>> import kvlayers
-        >>> kvlayers.Buckets().sizes(4096)
+        >>> kvlayers.stores.Buckets().sizes(4096)
         (256, 512, 1024, 2048, 4096)
     """
 

@@ -87,7 +87,7 @@ def as_options(cls: type[Options], given: object, example: str) -> Options:
     accepted = _arguments[option]
     if not isinstance(given, Mapping):
         raise OptionError(
-            f"`{option}` must be a kvlayers.{cls.__name__} or a mapping of its arguments ({', '.join(accepted)}), got "
+            f"`{option}` must be a {cls.__name__} or a mapping of its arguments ({', '.join(accepted)}), got "
             f"{given!r}: pass, for example, {option}={example}."
         )
     for name in given:

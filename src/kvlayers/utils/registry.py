@@ -147,7 +147,7 @@ class FactoryRegistry(Registry[Callable[..., Made]], Generic[Made]):
 
     @override
     def check(self, entry: object) -> None:
-        base = f"kvlayers.{self._base.__name__}"
+        base = f"{self._base.__module__}.{self._base.__name__}"
         if isinstance(entry, type) and not issubclass(entry, self._base):
             raise RegistryError(f"The class of the {self.what} must be derived from {base}, got {entry.__qualname__}.")
         if missing := sorted(getattr(entry, "__abstractmethods__", ())):
@@ -259,7 +259,7 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
     @override
     def check(self, entry: object) -> None:
         """Raise `RegistryError` if a class lacks members of the contract, which the error names."""
-        base = f"kvlayers.{self._base.__name__}"
+        base = f"{self._base.__module__}.{self._base.__name__}"
         if not isinstance(entry, type) or not issubclass(entry, self._base):
             seen = f"the class {entry.__qualname__}" if isinstance(entry, type) else f"a {type(entry).__name__}"
             raise RegistryError(f"A {self.what} must be a class derived from {base}, got {seen}.")

@@ -10,13 +10,13 @@ __all__ = ["HalvesBackend", "RecentLayer", "SteppedStore", "register", "unregist
 
 def register() -> None:
     """Register every kind, as an import of such a package does."""
-    kvlayers.register_layer(RecentLayer)
-    kvlayers.register_store(SteppedStore)
-    kvlayers.register_quantizer("halves")(HalvesBackend)
+    kvlayers.layers.register_layer(RecentLayer)
+    kvlayers.stores.register_store(SteppedStore)
+    kvlayers.quantizers.register_quantizer("halves")(HalvesBackend)
 
 
 def unregister() -> None:
     """Take the names back."""
-    kvlayers.unregister_layer("RecentLayer")
-    kvlayers.unregister_store("SteppedStore")
-    kvlayers.unregister_quantizer("halves")
+    kvlayers.layers.unregister_layer("RecentLayer")
+    kvlayers.stores.unregister_store("SteppedStore")
+    kvlayers.quantizers.unregister_quantizer("halves")

@@ -5,13 +5,13 @@ from torch import Tensor
 import kvlayers
 
 
-class RecentLayer(kvlayers.TokenLayer):
+class RecentLayer(kvlayers.layers.TokenLayer):
     """Keeps up to `most` tokens. One more, and only the newest `kept` are left."""
 
     described = ("most", "kept")
     fidelity = "evicting"
 
-    def __init__(self, most: int, kept: int = 4, store: kvlayers.TokenStore | None = None) -> None:
+    def __init__(self, most: int, kept: int = 4, store: kvlayers.stores.TokenStore | None = None) -> None:
         super().__init__(store)
         self.most, self.kept = most, kept
         self.record_past = False
@@ -55,7 +55,7 @@ class RecentLayer(kvlayers.TokenLayer):
 
     def check_truncate(self, length: int) -> None:
         if not (length == 0 or self._evicted_at <= length <= self._seen):
-            raise kvlayers.RollbackError(
+            raise kvlayers.errors.RollbackError(
                 f"`length` must be 0, or from {self._evicted_at} to {self._seen}, got {length}."
             )
 
@@ -71,9 +71,11 @@ class RecentLayer(kvlayers.TokenLayer):
 
     def check_held(self, held: int, seen: int) -> None:
         if not min(seen, self.kept) <= held <= seen:
-            raise kvlayers.StateMismatchError(f"A state of {seen} tokens must hold the newest of them, got {held}.")
+            raise kvlayers.errors.StateMismatchError(
+                f"A state of {seen} tokens must hold the newest of them, got {held}."
+            )
 
-    def load_state(self, state: kvlayers.LayerState) -> None:
+    def load_state(self, state: kvlayers.layers.LayerState) -> None:
         super().load_state(state)
         self._seen = state.length
         # What is held beyond the `kept` tokens that an eviction leaves came after it.

@@ -3,7 +3,7 @@
 import kvlayers
 
 
-class SteppedStore(kvlayers.DenseStore):
+class SteppedStore(kvlayers.stores.DenseStore):
     """A dense store that grows by `step` tokens at a time, however long it is."""
 
     described = ("step",)

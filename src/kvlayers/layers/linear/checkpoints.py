@@ -36,7 +36,7 @@ class Checkpoints:
 
     Example:
         >>> import kvlayers
-        >>> kvlayers.Checkpoints(every=256, most=8)
+        >>> kvlayers.layers.Checkpoints(every=256, most=8)
         Checkpoints(every=256, most=8)
     """
 

@@ -33,7 +33,7 @@ ANNOUNCEMENTS = {
 }
 
 _announced: set[str] = set()
-"""Of the announcements, those that this process has made: one line tells of all libraries."""
+"""What this process has said already: one line tells of all libraries, and one of each reason for which some failed."""
 
 
 def compile_choice() -> str:
@@ -142,13 +142,14 @@ class NativeLibrary:
             self._failure = "could not be compiled (the log says why)"
             output = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
             self._reason = output or str(error)
-            logger.warning(
-                "kvlayers does the work of %s in plain torch, which is slower, because it could not be compiled: "
-                "install a wheel of kvlayers for this platform, or install g++ (or set CXX to a C++ compiler) and make "
-                "the cache directory writable ($KVLAYERS_CACHE): %s",
-                self._source.name,
-                self._reason,
-            )
+            if self._reason not in _announced:
+                _announced.add(self._reason)
+                logger.warning(
+                    "kvlayers computes in plain torch, which is slower, because its kernels could not be compiled: install "
+                    "a wheel of kvlayers for this platform, or install g++ (or set CXX to a C++ compiler) and make the "
+                    "cache directory writable ($KVLAYERS_CACHE): %s",
+                    self._reason,
+                )
 
     def _load_built(self) -> bool:
         """Load the library of the wheel, if there is one for this CPU."""

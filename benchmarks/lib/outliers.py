@@ -1,49 +1,93 @@
-"""A model whose keys have outliers, like those of some model families."""
+"""Models whose keys have outliers, like those of some model families, made of a model that has none."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 
-@contextmanager
-def key_outliers(model: Any, bias: float) -> Iterator[None]:
-    """Add `bias` to two key channels of every KV head of every layer, within a block.
+@dataclass(frozen=True)
+class KeyOutliers:
+    """Large channels in the keys of every layer.
 
-    The bias is added as a bias of `k_proj` would be. If a model normalises its keys, it is added after `k_norm`,
-    because the norm would divide all other channels by it. The channels are the two of the rotary pair with the lowest
-    frequency, the last of each half of a head: over some thousand tokens they hardly rotate, so a constant in the keys
-    adds nearly the same to all logits of a query, which softmax removes. So in full precision the model reads almost as
-    before (the benchmark reports both perplexities). A quantizer that groups these channels with others has to spread
-    its levels over them: quanto and hqq group the channels of a token, 64 at a time.
+    Channels come in rotary pairs: one of each half of a head. Slow pairs, the last ones, hardly rotate over some
+    thousand tokens, so a constant in them adds nearly the same to all scores of a query, which softmax removes. A
+    factor of a pair changes nothing in full precision, because the queries are divided by it.
 
-    Raises:
-        ValueError: no layer has a `k_proj`.
+    Attributes:
+        kind: `constant` adds `size` to the channels, as a bias of `k_proj` would; `varying` multiplies them by it.
+        size: what is added, or the factor.
+        speed: whether the pairs are the slowest or the fastest ones.
+        pairs: how many.
+        heads: KV heads that have them, all or the first one.
     """
-    config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    modules = dict(model.named_modules())
-    attentions = [name.removesuffix(".k_proj") for name in modules if name.endswith(".k_proj")]
-    if not attentions:
-        raise ValueError("expected a model with a k_proj in its layers, but found none")
-    handles = [
-        (modules.get(f"{name}.k_norm") or modules[f"{name}.k_proj"]).register_forward_hook(_adding(head_dim, bias))
-        for name in attentions
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    kind: Literal["constant", "varying"]
+    size: float
+    speed: Literal["slow", "fast"] = "slow"
+    pairs: int = 1
+    heads: Literal["all", "one"] = "all"
+
+    @property
+    def name(self) -> str:
+        """The name in tables and files."""
+        how = f"+{self.size:g}" if self.kind == "constant" else f"x{self.size:g}"
+        return f"{how} in {self.pairs} {self.speed}, {self.heads}"
+
+    @contextmanager
+    def applied(self, model: Any) -> Iterator[None]:
+        """Give a model these outliers, within a block.
+
+        If the model normalises its keys, they come after `k_norm`, which would divide all other channels by them.
+
+        Raises:
+            ValueError: no layer has a `k_proj`.
+        """
+        config = model.config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        change = torch.zeros(config.num_key_value_heads, head_dim)
+        half, first = head_dim // 2, head_dim // 2 - self.pairs if self.speed == "slow" else 0
+        of_heads = slice(None) if self.heads == "all" else slice(1)
+        for start in (first, half + first):
+            change[of_heads, start : start + self.pairs] = 1.0
+        of_queries = change.repeat_interleave(config.num_attention_heads // config.num_key_value_heads, 0)
+        modules = dict(model.named_modules())
+        attentions = [name.removesuffix(".k_proj") for name in modules if name.endswith(".k_proj")]
+        if not attentions:
+            raise ValueError("expected a model with a k_proj in its layers, but found none")
+        handles = []
+        for name in attentions:
+            keys, queries = (modules.get(f"{name}.{x}_norm") or modules[f"{name}.{x}_proj"] for x in "kq")
+            if self.kind == "constant":
+                handles.append(keys.register_forward_hook(functools.partial(_added, change * self.size)))
+            else:
+                for module, where, factor in ((keys, change, self.size), (queries, of_queries, 1 / self.size)):
+                    factors = torch.where(where > 0, factor, 1.0)
+                    handles.append(module.register_forward_hook(functools.partial(_multiplied, factors)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
-def _adding(head_dim: int, bias: float) -> Any:
-    head = torch.zeros(head_dim)
-    head[[head_dim // 2 - 1, head_dim - 1]] = bias
+def _added(change: Tensor, module: Any, arguments: Any, output: Tensor) -> Tensor:
+    return (_by_head(output, change) + change.to(output.dtype)).reshape(output.shape)
 
-    def hook(module: Any, arguments: Any, output: Tensor) -> Tensor:
-        return output + head.to(output.dtype).repeat(output.shape[-1] // head_dim)
 
-    return hook
+def _multiplied(factor: Tensor, module: Any, arguments: Any, output: Tensor) -> Tensor:
+    return (_by_head(output, factor) * factor.to(output.dtype)).reshape(output.shape)
+
+
+def _by_head(output: Tensor, change: Tensor) -> Tensor:
+    """Output of a projection `[..., heads * head_dim]`, or of a norm `[..., heads, head_dim]`, by head."""
+    return output.reshape(*output.shape[:-1], *change.shape) if output.shape[-1] != change.shape[-1] else output
+
+
+def key_outliers(model: Any, bias: float) -> Any:
+    """Add `bias` to the slowest pair of channels of every KV head, within a block; see `KeyOutliers`."""
+    return KeyOutliers("constant", bias).applied(model)

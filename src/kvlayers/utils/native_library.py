@@ -145,9 +145,9 @@ class NativeLibrary:
             if self._reason not in _announced:
                 _announced.add(self._reason)
                 logger.warning(
-                    "kvlayers computes in plain torch, which is slower, because its kernels could not be compiled: install "
-                    "a wheel of kvlayers for this platform, or install g++ (or set CXX to a C++ compiler) and make the "
-                    "cache directory writable ($KVLAYERS_CACHE): %s",
+                    "kvlayers computes in plain torch, which is slower, because its kernels could not be compiled: "
+                    "install a wheel of kvlayers for this platform, or install g++ (or set CXX to a C++ compiler) and "
+                    "make the cache directory writable ($KVLAYERS_CACHE): %s",
                     self._reason,
                 )
 

@@ -1,0 +1,204 @@
+"""Measures what quantizers lose on models whose keys have outliers, relative to the same model in full precision.
+
+    python benchmarks/outliers.py                  # the demo model, every row: some 20 minutes on two cores
+    python benchmarks/outliers.py --only x30       # the rows whose name contains this text
+    python benchmarks/outliers.py --quick          # a small random model, to see that it runs
+    python benchmarks/outliers.py --write          # the recorded tables, into docs/benchmarks.md and docs/quantized.md
+
+Rows are made of a model without outliers, by hooks in its attention (`lib/outliers.py`): a constant that is added to
+some channels of all keys, or a factor of them by which the queries are divided, so that the model stays the same in
+full precision. Both exist in real models: biases of Qwen2.5's `k_proj`, and channels of Llama's keys that vary from
+token to token. "x30 in 2 slow, all": the two slowest rotary pairs of all KV heads, times 30.
+
+Each cache is compared with transformers' DynamicCache of the same modified model, by the mean KL divergence in nats a
+token and by the share of equal top tokens. kvlayers' caches hold about as many bytes, which are shown.
+"""
+
+import argparse
+import itertools
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from rich.progress import TimeRemainingColumn
+from rich.table import Table
+
+from fidelity import RANDOM, load
+from kvlayers.tools.measuring.scoring import NoRecord, read
+from kvlayers.tools.measuring.text import default_text
+from lib import report
+from lib.outliers import KeyOutliers
+from lib.quantized import FULL, REFERENCE, Contender, measure_bytes
+from lib.workload import default_model
+from quantizers import own, upstream
+
+NAMES = {
+    "native": (Contender("kvlayers", "native", 4), own("native", nbits=4)),
+    "kivi": (Contender("kvlayers", "kivi", 4), own("kivi", nbits=4, q_group_size=64)),
+    "turboquant": (Contender("kvlayers", "turboquant", 4), own("turboquant", nbits=4)),
+    "nf4": (Contender("kvlayers", "nf4", 4), own("nf4", q_group_size=32)),
+    "fp8": (Contender("kvlayers", "fp8", 8), own("fp8")),
+    "quanto": (Contender("transformers", "quanto", 4), upstream("quanto", 4)),
+}
+SIZES = (3.0, 10.0, 30.0, 100.0)
+PAIRS = (1, 2, 8)
+PLAIN = "as it is"
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+FIGURES, QUANTIZED = DOCS / "benchmarks.md", DOCS / "quantized.md"
+BEGIN, END = "<!-- outliers: written by benchmarks/outliers.py -->", "<!-- end of outliers -->"
+SHOWN = (
+    PLAIN,
+    *("+30 in 2 slow, all", "+100 in 1 slow, all"),
+    *("x3 in 2 slow, all", "x30 in 2 slow, all", "x30 in 2 fast, all", "x30 in 2 slow, one"),
+)
+"""The rows in docs/quantized.md."""
+
+ROWS = [
+    *(KeyOutliers(*row) for row in itertools.product(("constant", "varying"), SIZES, ("slow", "fast"), PAIRS)),
+    *(KeyOutliers(kind, size, "slow", 2, "one") for kind, size in itertools.product(("constant", "varying"), SIZES)),
+]
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", help="directory or hub name (the demo model)")
+    parser.add_argument("--text", type=pathlib.Path, help="what the model reads (the topics of Python's help)")
+    parser.add_argument("--passages", type=int, default=1, help="from places spread over the text (1)")
+    parser.add_argument("--context", type=int, default=512, help="tokens of each read before scoring begins (512)")
+    parser.add_argument("--scored", type=int, default=128, help="tokens of each that are scored (128)")
+    parser.add_argument("--chunk", type=int, default=64, help="tokens read at once (64)")
+    parser.add_argument("--caches", type=lambda text: text.split(","), default=list(NAMES), help=",".join(NAMES))
+    parser.add_argument("--only", default="", help="only rows whose name contains this text")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the model (float32)")
+    parser.add_argument("--threads", type=int, help="threads of torch")
+    parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/outliers-<date>.json)")
+    parser.add_argument("--write", action="store_true", help="write the recorded tables into the pages, and stop")
+    parser.add_argument("--quick", action="store_true", help="a small random model and few rows")
+    given = parser.parse_args(arguments)
+    if given.context % given.chunk or given.scored % given.chunk:
+        parser.error("--context and --scored must be multiples of --chunk")
+    if unknown := [name for name in given.caches if name not in NAMES]:
+        parser.error(f"--caches takes names of {', '.join(NAMES)}, but saw {', '.join(unknown)}")
+    given.model = RANDOM if given.quick else given.model or default_model()
+    given.output = given.output or report.output_path("outliers")
+    return given
+
+
+def chosen(given: argparse.Namespace) -> list[KeyOutliers | None]:
+    """The rows to measure; `None` for the model as it is."""
+    rows = [row for row in ROWS if given.only in row.name and not (given.quick and (row.pairs > 1 or row.size != 30))]
+    return [None, *rows]
+
+
+def measure(given: argparse.Namespace, progress: Any) -> dict[str, Any]:
+    """For each row, the figures of each cache; and the bytes of each cache a token."""
+    text = given.text.read_text() if given.text else default_text()
+    model, texts = load(given.model, text, given)
+    makers = {REFERENCE: FULL[REFERENCE], **dict(NAMES[name] for name in given.caches)}
+    rows = chosen(given)
+    steps = (given.context + given.scored) // given.chunk * len(texts)
+    task = progress.add_task("rows", total=steps * len(rows))
+    found: dict[str, Any] = {}
+    for row in rows:
+        with nullcontext() if row is None else row.applied(model):
+            scores = read(model, texts, makers, given.context, given.chunk, NoRecord(), lambda: progress.advance(task))
+        found[PLAIN if row is None else row.name] = {
+            name: {"failure": None, **scores[NAMES[name][0]].summary()} for name in given.caches
+        }
+    held = {
+        name: measure_bytes(NAMES[name][1], model.config, given.context, given.scored, given.chunk)
+        for name in given.caches
+    }
+    return {"rows": found, "bytes": held}
+
+
+def table(found: dict[str, Any], caches: Sequence[str]) -> Table:
+    """KL divergence and equal top tokens, a row for each kind of outliers."""
+    made = Table(title="KL divergence, and the share of equal top tokens", title_justify="left")
+    made.add_column("keys")
+    for name in caches:
+        made.add_column(name, justify="right")
+    for row, cells in found["rows"].items():
+        made.add_row(row, *(cells[name]["failure"] or _cell(cells[name]) for name in caches))
+    return made
+
+
+def _cell(figures: dict[str, float]) -> str:
+    return f"{figures['kl']:.2g} {figures['agreement']:.0%}"
+
+
+def recorded() -> dict[str, Any]:
+    """The newest record."""
+    newest = max((pathlib.Path(__file__).parent / "recorded").glob("outliers-*.json"))
+    found: dict[str, Any] = json.loads(newest.read_text())
+    return found
+
+
+def page_table(record: dict[str, Any], rows: Sequence[str] | None = None) -> str:
+    """The table of a record in Markdown.
+
+    Args:
+        record: what was measured.
+        rows: the names of the rows; all if they are not given.
+    """
+    found, arguments = record["results"]["outliers"], record["arguments"]
+    caches = arguments["caches"]
+    lines = [f"| keys | {' | '.join(f'`{name}`' for name in caches)} |", "|---" * (len(caches) + 1) + "|"]
+    for row in rows or found["rows"]:
+        lines.append(f"| {row} | {' | '.join(_cell(found['rows'][row][name]) for name in caches)} |")
+    held = ", ".join(f"`{name}` {found['bytes'][name]['bytes']:,.0f}" for name in caches)
+    versions, model = record["versions"], pathlib.Path(arguments["model"]).name
+    lengths = f"{arguments['scored']} tokens after {arguments['context']}"
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"KL in nats, and equal top tokens. {model}, {arguments['dtype']}, {lengths}. Bytes a token: {held}. "
+            f"{record['hardware']['cpu']}, torch {versions['torch']}, transformers {versions['transformers']}, "
+            f"{record['date'][:10]}.",
+        ]
+    )
+
+
+def with_table(page: str, table_of_page: str) -> str:
+    """A page with a table between its markers."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{table_of_page}\n\n{END}{rest.partition(END)[2]}"
+
+
+def pages() -> dict[pathlib.Path, str]:
+    """Each page, as it is with the recorded tables."""
+    record = recorded()
+    tables = {FIGURES: page_table(record), QUANTIZED: page_table(record, SHOWN)}
+    return {path: with_table(path.read_text(), found) for path, found in tables.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit code is 1 if a cache fails."""
+    given = parse(arguments)
+    console = report.terminal()
+    if given.write:
+        for path, text in pages().items():
+            path.write_text(text)
+            console.print(f"written: {path}")
+        return 0
+    if given.model is None:
+        console.print("no real model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model")
+        return 1
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    environment = report.environment()
+    with report.progress_bars(console, TimeRemainingColumn()) as progress:
+        found = measure(given, progress)
+    console.print(table(found, given.caches))
+    report.write(console, given, environment, {"results": {"outliers": found}})
+    return int(any(cell["failure"] for cells in found["rows"].values() for cell in cells.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

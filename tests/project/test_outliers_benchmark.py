@@ -1,0 +1,73 @@
+"""The outliers of `benchmarks/outliers.py` are what they are called, and the pages have what was recorded."""
+
+import json
+import os
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import versions
+
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+
+pytestmark = versions.benchmarks_of_transformers
+
+
+@pytest.fixture
+def outliers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("rich")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import outliers
+
+    return outliers
+
+
+def test_the_pages_have_the_recorded_tables(outliers: Any) -> None:
+    for path, due in outliers.pages().items():
+        if os.environ.get("KVLAYERS_WRITE_DOCS"):
+            path.write_text(due)
+        assert path.read_text() == due, f"{path} lacks the recorded table: run benchmarks/outliers.py --write"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("heads", ["all", "one"])
+@pytest.mark.parametrize("speed", ["slow", "fast"])
+def test_a_factor_makes_keys_larger_and_changes_no_prediction(
+    outliers: Any, family: str, heads: str, speed: str
+) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = tf.AutoConfig.for_model(family, **sizes, head_dim=16, intermediate_size=32, vocab_size=50)
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(50, (1, 20))
+    expected, was = states_of(model, ids)
+    with outliers.KeyOutliers("varying", 30.0, speed, 2, heads).applied(model):
+        seen, keys = states_of(model, ids)
+    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
+    changed = [0, 1, 8, 9] if speed == "fast" else [6, 7, 14, 15]
+    factors = torch.ones(2, 16)
+    factors[slice(None) if heads == "all" else slice(1), changed] = 30.0
+    torch.testing.assert_close(keys, was * factors[None, :, None], rtol=1e-3, atol=1e-4)
+    assert torch.equal(states_of(model, ids)[0], expected)
+
+
+def states_of(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, and the keys of the first layer."""
+    cache = tf.DynamicCache(config=model.config)
+    with torch.no_grad():
+        logits = model(ids, past_key_values=cache, use_cache=True).logits
+    return logits, cache.layers[0].keys
+
+
+@pytest.mark.slow
+def test_a_quick_run_has_a_row_for_each_kind(outliers: Any, tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "found.json"
+    assert outliers.main(["--quick", "--caches", "native,kivi", "--output", str(output)]) == 0
+    found = json.loads(output.read_text())["results"]["outliers"]
+    assert len(found["rows"]) == 5
+    assert found["bytes"]["native"]["bytes"] > 0
+    for cells in found["rows"].values():
+        assert 0 < cells["native"]["kl"] < 1

@@ -371,20 +371,22 @@ _importing = threading.RLock()
 if not TYPE_CHECKING:
     # Of a module with a `__getattr__`, type checkers believe that it has any name.
     def __getattr__(name: str) -> Any:
-        name = _FORMER_NAMES.get(name, name)
-        if name in _NEW_HOMES:
-            home = f"{__name__}.{_NEW_HOMES[name]}"
+        new = _FORMER_NAMES.get(name, name)
+        if new in _NEW_HOMES:
+            home = f"{__name__}.{_NEW_HOMES[new]}"
             warnings.warn(
-                f"`kvlayers.{name}` has moved: write `from {home} import {name}`.", DeprecationWarning, stacklevel=2
+                f"`kvlayers.{name}` has moved: write `from {home} import {new}`.", DeprecationWarning, stacklevel=2
             )
-            return getattr(importlib.import_module(home), name)
+            with _importing:
+                return getattr(importlib.import_module(home), new)
         if name in _HOMES:
             # One thread at a time: transformers imports its own modules lazily, and fails where two threads meet in
             # them. No module of this package asks for a public name while it is imported, so nobody waits for ever.
             with _importing:
                 value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
         elif name.isidentifier() and importlib.util.find_spec(f"{__name__}.{name}"):
-            value = importlib.import_module(f".{name}", __name__)
+            with _importing:
+                value = importlib.import_module(f".{name}", __name__)
         else:
             raise AttributeError(f"module 'kvlayers' has no attribute '{name}'")
         globals()[name] = value

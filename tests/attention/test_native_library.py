@@ -19,7 +19,9 @@ from typer.testing import CliRunner
 
 import kvlayers
 from kvlayers.__main__ import make_app
-from kvlayers.attention.cpu import kernel
+from kvlayers.attention.cpu import kernel, products
+from kvlayers.attention.dense_segment import DenseSegment
+from kvlayers.attention.segments import KVSegments
 from kvlayers.tools import kernels
 from kvlayers.utils import compilation, native_library
 from kvlayers.utils.native_builds import BUILDS, best_build, cpu_features, headers
@@ -385,3 +387,27 @@ def test_the_threads_are_those_of_torch_or_there_is_one() -> None:
         assert torch.equal(decoded(), expected)
     finally:
         loaded.kvlayers_set_start_parallel(address)
+
+
+# Parts
+
+
+@needs_compiler
+def test_packed_codes_are_attended_to_in_torch_until_their_products_are_there(
+    gate: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = decoded()
+    late = NativeLibrary(SOURCE.with_name("other_products.cpp"), "kvlayers_multiply", purpose="other codes")
+    stand_in(monkeypatch, gate.parent, pathlib.Path(products.OTHER.compile()), gate)
+    monkeypatch.setattr(products, "OTHER", late)
+    called: list[bool] = []
+    original = kernel.attend
+    monkeypatch.setattr(kernel, "attend", lambda *a, **k: (called.append(True), original(*a, **k))[1])
+    torch.testing.assert_close(decoded(), expected, rtol=1e-5, atol=1e-5)
+    assert not called
+    dense = torch.randn(1, 2, 300, 16)
+    assert kernel.obstacle(torch.randn(1, 4, 1, 16), KVSegments((DenseSegment(dense, dense),))) is None
+    gate.touch()
+    until(late.get)
+    assert torch.equal(decoded(), expected)
+    assert called

@@ -159,7 +159,9 @@ def test_what_is_recorded_is_replaced_measurement_by_measurement(
     monkeypatch.setattr(claimed, "RECORDED", tmp_path)
     monkeypatch.setattr(claimed, "CHOOSING", page)
     monkeypatch.setattr(claimed, "README", readme)
-    monkeypatch.setattr(claimed, "HOME", readme)
+    home = tmp_path / "index.md"
+    home.write_text(f"home\n{claimed.BEGIN_TABLE}\n{claimed.END_TABLE}\n")
+    monkeypatch.setattr(claimed, "HOME", home)
     monkeypatch.setattr(claims, "MEASUREMENTS", {"window": lambda run: window, "offload": failing})
     old = {"step": {"cells": {}, "threads": 2, "at": claims.report.environment()}, "window": {"cells": {}}}
     (tmp_path / "claims-2020-01-01.json").write_text(json.dumps({"results": {"claims": old}}))

@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 import torch
 
 from kvlayers.utils import scratch as module
@@ -23,6 +24,17 @@ def test_memory_from_inference_mode_can_be_written_to_outside_of_it() -> None:
         made = scratch(module.MOST_KEPT)
     made.fill_(1.0)
     assert scratch(2).fill_(0.0).data_ptr() == made.data_ptr()
+
+
+def test_memory_is_of_float32_on_the_cpu_whatever_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module._memory, "numbers", None)
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"):
+            made = [scratch(4), scratch(module.MOST_KEPT + 1)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {(each.dtype, each.device.type) for each in made} == {(torch.float32, "cpu")}
 
 
 def test_little_memory_is_kept() -> None:

@@ -54,6 +54,7 @@ class SinkLayer(TokenLayer):
 
     Example:
         >>> import torch, kvlayers
+        >>> from kvlayers.rope.rotary import Rotary
         >>> rotary = Rotary(10000.0 ** -(torch.arange(0, 8, 2) / 8).double(), "halves")
         >>> layer = kvlayers.SinkLayer(window_length=16, num_sink_tokens=4, rotary=rotary)
         >>> for _ in range(100):

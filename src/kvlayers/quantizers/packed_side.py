@@ -1,6 +1,7 @@
 """Keys, or values, as blocks of packed codes, in the layout of `block_layout`."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from kvlayers.quantizers.dequantize import numbers_of
 from kvlayers.quantizers.hadamard import rotate
 from kvlayers.quantizers.packing import pack, unpack
 from kvlayers.utils.scratch import scratch
+from kvlayers.utils.transforms import is_followed, is_memory
 
 
 @dataclass(frozen=True)
@@ -72,18 +74,19 @@ class PackedSide:
         """Number of blocks."""
         return self.codes.shape[2]
 
-    def _numbers(self, to: Tensor | None = None) -> Tensor:
+    def _numbers(self, make: Callable[..., Tensor] | None = None) -> Tensor:
         """What the codes stand for before their scales, float32 `[batch, kv_heads, blocks, rows, columns]`.
 
         Args:
-            to: memory that may be used for them.
+            make: makes the memory for them from a shape, if not torch.
         """
         packed, bits = torch.unflatten(self.codes, -1, (self.rows, self.row_bytes)), self.format.bits
         is_one_plane = bits in (1, 2, 4) and not self.format.levels
         if not is_one_plane or self.row_bytes * 8 != self.columns * bits:
             return numbers_of(unpack(packed, bits, self.columns), self.format)
         # Without the copies of `unpack`: this is most of the time of a step without a kernel.
-        numbers = packed.new_empty((*packed.shape[:-1], self.columns), dtype=torch.float32) if to is None else to
+        shape = (*packed.shape[:-1], self.columns)
+        numbers = packed.new_empty(shape, dtype=torch.float32) if make is None else make(*shape)
         for lowest, part in zip(range(0, 8, bits), torch.split(numbers, self.row_bytes, dim=-1), strict=True):
             moved = packed >> lowest if lowest else packed
             part.copy_(moved if lowest + bits == 8 else moved & (1 << bits) - 1)
@@ -103,11 +106,9 @@ class PackedSide:
         Returns:
             float32 `[batch, kv_heads, blocks, n, columns]`.
         """
-        memory = None
-        # Autograd would keep the numbers, and a tensor of a tracer or of another device has memory of its own.
-        if type(self.codes) is Tensor and self.codes.is_cpu and not factors.requires_grad:
-            memory = scratch(*self.codes.shape[:3], self.rows, self.columns)
-        numbers, parameters = self._numbers(memory).flatten(0, 2), self._parameters().flatten(0, 2)
+        # Autograd would keep the numbers.
+        make = scratch if is_memory(self.codes) and not (factors.requires_grad or is_followed()) else None
+        numbers, parameters = self._numbers(make).flatten(0, 2), self._parameters().flatten(0, 2)
         given, size = factors.flatten(0, 2), self.column_group
         parts = []
         for group in range(self.columns // size):

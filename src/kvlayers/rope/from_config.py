@@ -160,8 +160,8 @@ def _check(decoder: PretrainedConfig, specs: list[LayerSpec]) -> None:
     if any("mrope_section" in keys for keys in known):
         raise ConfigError(
             f"Positions of '{model_type}' have several axes (mrope_section) instead of one per token: if it gets only "
-            "text, pass rotary=Rotary(inv_freq, layout), with the frequencies and the layout of the "
-            "model's own code."
+            "text, pass rotary=kvlayers.rope.rotary.Rotary(inv_freq, layout), with the frequencies and the layout of "
+            "the model's own code."
         )
     for own in rope_parameters(decoder):
         rope_type = own.get("rope_type", "default")
@@ -209,7 +209,8 @@ def _has_own_code(decoder: PretrainedConfig) -> bool:
 def _unknown(decoder: PretrainedConfig) -> ConfigError:
     return ConfigError(
         f"kvlayers does not know the rotary layout of '{decoder.model_type}' ({type(decoder).__name__}): pass "
-        "rotary=Rotary(inv_freq, layout), with the frequencies and the layout of the model's own code."
+        "rotary=kvlayers.rope.rotary.Rotary(inv_freq, layout), with the frequencies and the layout of the model's own "
+        "code."
     )
 
 

@@ -33,7 +33,7 @@ ANNOUNCEMENTS = {
 }
 
 _announced: set[str] = set()
-"""What this process has said already: one line tells of all libraries, and one of each reason for which some failed."""
+"""What this process has said already: one line tells of all libraries, and one of the first that failed."""
 
 
 def compile_choice() -> str:
@@ -142,8 +142,8 @@ class NativeLibrary:
             self._failure = "could not be compiled (the log says why)"
             output = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
             self._reason = output or str(error)
-            if self._reason not in _announced:
-                _announced.add(self._reason)
+            if "failed" not in _announced:
+                _announced.add("failed")
                 logger.warning(
                     "kvlayers computes in plain torch, which is slower, because its kernels could not be compiled: "
                     "install a wheel of kvlayers for this platform, or install g++ (or set CXX to a C++ compiler) and "

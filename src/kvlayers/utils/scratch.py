@@ -11,7 +11,7 @@ MOST_KEPT = 1 << 21
 
 
 class _Memory(threading.local):
-    numbers = torch.empty(0)
+    numbers: Tensor | None = None
 
 
 _memory = _Memory()
@@ -21,9 +21,10 @@ def scratch(*shape: int) -> Tensor:
     """A float32 tensor on the CPU, of any content. The next call in this thread may return the same memory."""
     count = math.prod(shape)
     if count > MOST_KEPT:
-        return torch.empty(shape)
-    if _memory.numbers.numel() < count:
+        return torch.empty(shape, dtype=torch.float32, device="cpu")
+    memory = _memory.numbers
+    if memory is None or memory.numel() < count:
         # Not an inference tensor, which could not be written to outside of inference mode.
         with torch.inference_mode(False):
-            _memory.numbers = torch.empty(count)
-    return _memory.numbers[:count].view(shape)
+            memory = _memory.numbers = torch.empty(count, dtype=torch.float32, device="cpu")
+    return memory[:count].view(shape)

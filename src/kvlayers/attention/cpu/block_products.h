@@ -192,7 +192,7 @@ class BlockProducts {
                 float units[R];
                 if (fits_integers(*side, columns, rows) &&
                     round_to_quads<R>(weights.data(), magnitudes, column_groups, rows, units, quads.data())) {
-                    side->multiply({*side, columns, R, of_rows, rows, nullptr, quads.data(), units, totals.data(), acc,
+                    side->multiply({*side, columns, R, of_rows, rows, weights.data(), quads.data(), units, totals.data(), acc,
                                     acc_stride});
                     continue;
                 }

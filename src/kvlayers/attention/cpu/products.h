@@ -58,7 +58,7 @@ struct Multiplication {
     const uint8_t* codes;
     int64_t count;  // rows of codes
     const float* weights;  // [groups of columns][rows][ROWS_OF_WEIGHTS]
-    const uint8_t* quads;  // instead of weights, as `round_to_quads` makes them; null if there are none
+    const uint8_t* quads;  // the weights as `round_to_quads` makes them, null if there are none: faster where bytes are multiplied
     const float* units;    // [rows], of quads
     const float* totals;
     float* acc;

@@ -6,7 +6,6 @@ import pathlib
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.contract import KernelSearch
@@ -14,6 +13,7 @@ from kvlayers.quantizers.grouping import smallest_positive
 from kvlayers.quantizers.hadamard import rotation_size
 from kvlayers.quantizers.packing import PLANES
 from kvlayers.utils.native_library import NativeLibrary
+from kvlayers.utils.transforms import is_followed, is_memory
 
 LIBRARY = NativeLibrary(pathlib.Path(__file__).with_name("pack.cpp"), "kvlayers_pack", purpose="packing")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,24 +61,15 @@ def packs(layout: BlockLayout, *sides: Tensor) -> bool:
         sides: the states, and those of the other side.
     """
     return (
-        all(map(_is_memory, sides))
+        all(is_memory(states) and states.dim() == 4 for states in sides)
         and sides[0].dtype == sides[-1].dtype in DTYPES
         and sides[0].shape[2] % layout.block_tokens == 0
         and layout.format.has_zero
         and layout.row_group == 1
         and layout.columns % layout.column_group == 0
-        # Whoever follows each operation of torch would not see the call.
-        and _get_current_dispatch_mode() is None
-        and torch._C._get_tracing_state() is None
+        and not is_followed()
         and LIBRARY.get() is not None
     )
-
-
-def _is_memory(states: Tensor) -> bool:
-    """Whether states are what lies in memory of a CPU: not a negation, zeros or a batch that torch only notes."""
-    if type(states) is not Tensor or not states.is_cpu or states.dim() != 4 or states.is_neg():
-        return False
-    return not (states._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(states))
 
 
 def pack_blocks(

@@ -507,12 +507,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "axes, in the config": (
         "qwen2_vl_text",
         {"rope_parameters": {**DEFAULT, "mrope_section": [2, 3, 3]}},
-        "'qwen2_vl_text' have several axes.*: .*pass rotary=Rotary",
+        "'qwen2_vl_text' have several axes.*: .*pass rotary=kvlayers.rope.rotary.Rotary",
     ),
     "axes, in the code": (
         "qwen3_5_text",
         GATED_DELTA,
-        "'qwen3_5_text' have several axes.*: .*pass rotary=Rotary",
+        "'qwen3_5_text' have several axes.*: .*pass rotary=kvlayers.rope.rotary.Rotary",
     ),
     "a norm after the rotation": (
         "hunyuan_v1_dense",
@@ -527,7 +527,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"head_dim": DERIVED, "qk_rope_head_dim": 8},
         "'deepseek_v3' has multi-head latent attention",
     ),
-    "a layout that nobody has looked at": ("moshi", {}, "'moshi' .*: pass rotary=Rotary"),
+    "a layout that nobody has looked at": ("moshi", {}, "'moshi' .*: pass rotary=kvlayers.rope.rotary.Rotary"),
 }
 
 
@@ -553,7 +553,7 @@ def test_models_whose_keys_cannot_be_moved_are_refused(reason: str) -> None:
 
 @pytest.mark.parametrize("kind", [StripedLlamaConfig, NotThatLlamaConfig])
 def test_code_from_elsewhere_is_unknown_whatever_its_name(kind: Any) -> None:
-    with pytest.raises(kvlayers.errors.ConfigError, match=rf"'\w+' \({kind.__name__}\): pass rotary=Rotary"):
+    with pytest.raises(kvlayers.errors.ConfigError, match=rf"'\w+' \({kind.__name__}\): pass rotary=kvlayers.rope.rotary.Rotary"):
         rotaries(kind(**BASE))
 
 

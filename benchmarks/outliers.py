@@ -108,13 +108,18 @@ def measure(given: argparse.Namespace, progress: Any) -> dict[str, Any]:
         with nullcontext() if row is None else row.applied(model):
             scores = read(model, texts, makers, given.context, given.chunk, NoRecord(), lambda: progress.advance(task))
         found[PLAIN if row is None else row.name] = {
-            name: {"failure": None, **scores[NAMES[name][0]].summary()} for name in given.caches
+            name: _kept(scores[NAMES[name][0]].summary()) for name in given.caches
         }
     held = {
         name: measure_bytes(NAMES[name][1], model.config, given.context, given.scored, given.chunk)
         for name in given.caches
     }
     return {"rows": found, "bytes": held}
+
+
+def _kept(summary: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a cell."""
+    return {name: summary.get(name) for name in ("kl", "kl_99", "agreement", "failure")}
 
 
 def table(found: dict[str, Any], caches: Sequence[str]) -> Table:

@@ -553,7 +553,8 @@ def test_models_whose_keys_cannot_be_moved_are_refused(reason: str) -> None:
 
 @pytest.mark.parametrize("kind", [StripedLlamaConfig, NotThatLlamaConfig])
 def test_code_from_elsewhere_is_unknown_whatever_its_name(kind: Any) -> None:
-    with pytest.raises(kvlayers.errors.ConfigError, match=rf"'\w+' \({kind.__name__}\): pass rotary=kvlayers.rope.rotary.Rotary"):
+    expected = rf"'\w+' \({kind.__name__}\): pass rotary=kvlayers\.rope\.rotary\.Rotary"
+    with pytest.raises(kvlayers.errors.ConfigError, match=expected):
         rotaries(kind(**BASE))
 
 

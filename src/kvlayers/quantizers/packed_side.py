@@ -15,7 +15,7 @@ from kvlayers.quantizers.dequantize import numbers_of
 from kvlayers.quantizers.hadamard import rotate
 from kvlayers.quantizers.packing import pack, unpack
 from kvlayers.utils.scratch import scratch
-from kvlayers.utils.transforms import is_followed, is_memory
+from kvlayers.utils.transforms import is_followed, is_memory, transforms_run
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,9 @@ class PackedSide:
         Returns:
             float32 `[batch, kv_heads, blocks, n, columns]`.
         """
-        # Autograd would keep the numbers.
-        make = scratch if is_memory(self.codes) and not (factors.requires_grad or is_followed()) else None
+        # Derivatives would keep the numbers.
+        is_kept = factors.requires_grad or transforms_run() or is_followed()
+        make = scratch if is_memory(self.codes) and not is_kept else None
         numbers, parameters = self._numbers(make).flatten(0, 2), self._parameters().flatten(0, 2)
         given, size = factors.flatten(0, 2), self.column_group
         parts = []

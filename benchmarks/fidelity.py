@@ -32,7 +32,7 @@ from kvlayers.tools.measuring.scoring import CacheMaker, NoRecord, Scores, read
 from kvlayers.tools.measuring.text import default_text, passages
 from lib import report
 from lib.fidelity_report import plot, promises, show
-from lib.outliers import key_outliers
+from lib.outliers import KeyOutliers
 from lib.quantized import EXACT, FULL, Contender, contenders, measure_bytes
 from lib.workload import RandomModel, Shape, default_model
 
@@ -123,7 +123,7 @@ def measure(
     results = {"model": name, "bytes": held, "plain": summaries(plain)}
     if given.outlier:
         few = {key: make for key, make in alive.items() if key.bits in (None, *given.outlier_bits)}
-        with key_outliers(model, given.outlier):
+        with KeyOutliers("constant", given.outlier).applied(model):
             seen = read(model, texts, few, given.context, given.chunk, NoRecord(), ticking("with outliers", steps))
         results["outliers"] = summaries(seen)
     assembled = [key.name for key in alive if key.bits and type(makers[key](model.config)) is transformers.Cache]

@@ -32,7 +32,7 @@ from fidelity import load, summaries
 from kvlayers.tools.measuring.scoring import CacheMaker, NoRecord, read
 from kvlayers.tools.measuring.text import default_text
 from lib import report
-from lib.outliers import key_outliers
+from lib.outliers import KeyOutliers
 from lib.quantized import FULL, REFERENCE, Contender, measure_bytes
 from lib.workload import default_model
 
@@ -126,7 +126,7 @@ def measure(given: argparse.Namespace, makers: dict[Contender, CacheMaker], prog
         return summaries(read(model, texts, every, given.context, given.chunk, NoRecord(), ticking(what, chunks)))
 
     plain = scores("reading")
-    with key_outliers(model, OUTLIER):
+    with KeyOutliers("constant", OUTLIER).applied(model):
         outliers = scores("with outliers")
     working = {key: make for key, make in every.items() if "failure" not in {**plain[key.name], **outliers[key.name]}}
     tick = ticking("bytes", len(working))

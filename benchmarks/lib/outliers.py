@@ -86,8 +86,3 @@ def _multiplied(factor: Tensor, module: Any, arguments: Any, output: Tensor) -> 
 def _by_head(output: Tensor, change: Tensor) -> Tensor:
     """Output of a projection `[..., heads * head_dim]`, or of a norm `[..., heads, head_dim]`, by head."""
     return output.reshape(*output.shape[:-1], *change.shape) if output.shape[-1] != change.shape[-1] else output
-
-
-def key_outliers(model: Any, bias: float) -> Any:
-    """Add `bias` to the slowest pair of channels of every KV head, within a block; see `KeyOutliers`."""
-    return KeyOutliers("constant", bias).applied(model)

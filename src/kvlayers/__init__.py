@@ -56,11 +56,7 @@ if TYPE_CHECKING:
     from kvlayers.caches.quantized import QuantizedCache, QuantizedCacheConfig
     from kvlayers.caches.sink import SinkCache
     from kvlayers.caches.static import StaticCache
-    from kvlayers.errors import (
-        CapacityError,
-        KVLayersError,
-        OptionError,
-    )
+    from kvlayers.errors import CapacityError, KVLayersError, OptionError
     from kvlayers.evaluation.score import score
     from kvlayers.generation.chat import Chat
     from kvlayers.generation.generate import generate
@@ -85,18 +81,9 @@ if TYPE_CHECKING:
     )
     from kvlayers.persistence import inspect_cache, load_cache, save_cache, weights_id
     from kvlayers.planning import plan
-    from kvlayers.prefix import (
-        PrefixStore,
-    )
-    from kvlayers.stores import (
-        Quantization,
-    )
-    from kvlayers.tools.calibration import (
-        BytesBudget,
-        Calibration,
-        DivergenceBudget,
-        calibrate,
-    )
+    from kvlayers.prefix import PrefixStore
+    from kvlayers.stores import Quantization
+    from kvlayers.tools.calibration import BytesBudget, Calibration, DivergenceBudget, calibrate
     from kvlayers.tools.kernels import compile_kernels
 
 late.provide("DynamicCache", "kvlayers.caches.dynamic:DynamicCache")

@@ -215,7 +215,7 @@ def test_outliers_are_in_two_key_channels_and_only_while_asked_for(fidelity: Any
         return cache.layers[1].keys[0].abs().amin(1)
 
     before = keys()
-    with outliers.key_outliers(model, 30.0):
+    with outliers.KeyOutliers("constant", 30.0).applied(model):
         large = keys() > 20
     assert large.nonzero().tolist() == [[0, 31], [0, 63], [1, 31], [1, 63]]
     assert torch.equal(keys(), before)

@@ -16,8 +16,8 @@ struct OtherProducts {
             case 2: return few_bits<Planes<2>, R>();
             case 3: return few_bits<Planes<2, 1>, R>();
             case 4: return look_up<Planes<4>, R>(of.side.levels);
-            case 5: return many_bits<Planes<4, 1>, R>();
-            case 6: return many_bits<Planes<4, 2>, R>();
+            case 5: return multiply_integers<Planes<4, 1>, R>(of);
+            case 6: return multiply_integers<Planes<4, 2>, R>(of);
         }
     }
 
@@ -34,14 +34,6 @@ struct OtherProducts {
     template <typename Layout, int R>
     void look_up(const float* levels) {
         accumulate_layout<Layout, R>(FloatProducts<Codebook>{Codebook(levels, of.side.bits)}, of);
-    }
-
-    template <typename Layout, int R>
-    void many_bits() {
-#if defined(MULTIPLIES_BYTES)
-        if (of.quads) return accumulate_layout<Layout, R>(QuadProducts{of.units}, of);
-#endif
-        accumulate_layout<Layout, R>(FloatProducts<Integer>(), of);
     }
 };
 

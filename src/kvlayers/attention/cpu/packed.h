@@ -226,6 +226,15 @@ void accumulate_layout(const Products& products, const Multiplication& of) {
     }
 }
 
+// Whole numbers, by quads where there are some.
+template <typename Layout, int R>
+void multiply_integers(const Multiplication& of) {
+#if defined(MULTIPLIES_BYTES)
+    if (of.quads) return accumulate_layout<Layout, R>(QuadProducts{of.units}, of);
+#endif
+    accumulate_layout<Layout, R>(FloatProducts<Integer>(), of);
+}
+
 // Calls `work.template rows<R>()` for the R rows of weights.
 template <typename Work>
 inline void with_rows(int rows, Work work) {

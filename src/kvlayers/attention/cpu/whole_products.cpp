@@ -11,17 +11,9 @@ struct WholeProducts {
     template <int R>
     void rows() {
         if (of.side.bits == 4)
-            multiply<Planes<4>, R>();
+            multiply_integers<Planes<4>, R>(of);
         else
-            multiply<Planes<8>, R>();
-    }
-
-    template <typename Layout, int R>
-    void multiply() {
-#if defined(MULTIPLIES_BYTES)
-        if (of.quads) return accumulate_layout<Layout, R>(QuadProducts{of.units}, of);
-#endif
-        accumulate_layout<Layout, R>(FloatProducts<Integer>(), of);
+            multiply_integers<Planes<8>, R>(of);
     }
 };
 

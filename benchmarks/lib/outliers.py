@@ -76,13 +76,24 @@ class KeyOutliers:
 
 
 def _added(change: Tensor, module: Any, arguments: Any, output: Tensor) -> Tensor:
-    return (_by_head(output, change) + change.to(output.dtype)).reshape(output.shape)
+    by_head = _by_head(output, change.shape[0])
+    return _as(output, by_head + change.to(output.dtype))
 
 
 def _multiplied(factor: Tensor, module: Any, arguments: Any, output: Tensor) -> Tensor:
-    return (_by_head(output, factor) * factor.to(output.dtype)).reshape(output.shape)
+    by_head = _by_head(output, factor.shape[0])
+    return _as(output, by_head * factor.to(output.dtype))
 
 
-def _by_head(output: Tensor, change: Tensor) -> Tensor:
-    """Output of a projection `[..., heads * head_dim]`, or of a norm `[..., heads, head_dim]`, by head."""
-    return output.reshape(*output.shape[:-1], *change.shape) if output.shape[-1] != change.shape[-1] else output
+def _by_head(output: Tensor, heads: int) -> Tensor:
+    """`[..., heads, head_dim]`, of a projection `[..., heads * head_dim]` or of a norm, which may have heads before tokens."""
+    if output.dim() < 4:
+        return output.unflatten(-1, (heads, -1))
+    return output if output.shape[-2] == heads else output.transpose(-2, -3)
+
+
+def _as(output: Tensor, by_head: Tensor) -> Tensor:
+    """What `_by_head` made of an output, in the shape of the output."""
+    if output.dim() < 4:
+        return by_head.flatten(-2)
+    return by_head if output.shape == by_head.shape else by_head.transpose(-2, -3)

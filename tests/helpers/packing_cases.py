@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlayers.quantizers import Side, SideOptions, backend
+from kvlayers.quantizers import Quantizer, Side, SideOptions, backend
 from kvlayers.quantizers.packed_side import PackedSide
 from kvlayers.quantizers.packing import unpack
+from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.stores.buffer import form_of
 from kvlayers.stores.packed_blocks import SIDES, PackedBlocks
 
@@ -23,6 +24,14 @@ def usual(states: Tensor, side: Side) -> Tensor:
 def constant(states: Tensor, side: Side) -> Tensor:
     """Groups of equal states, once they are rotated: keys of one token, values of one channel."""
     return states[:, :, :1].expand_as(states) if side == "keys" else states * (torch.arange(states.shape[-1]) == 0)
+
+
+def uneven(states: Tensor, side: Side) -> Tensor:
+    """A channel that varies much, one that is a large constant, and tokens that are not finite."""
+    states = not_finite(states, side)
+    states[..., 5] *= 30
+    states[..., 9] += 100
+    return states
 
 
 def huge(states: Tensor, side: Side) -> Tensor:
@@ -75,6 +84,7 @@ class Packing:
     batch: int = 1
     kv_heads: int = 1
     blocks: int = 1
+    smoothed: bool = False
     key_group: int | None = None
     value_group: int | None = None
 
@@ -107,6 +117,10 @@ PACKINGS |= {
     "several sequences, heads and blocks": Packing(batch=2, kv_heads=2, blocks=3, head_dim=16),
     "other head_dims of keys and values": Packing(head_dim=128, value_head_dim=64, bits=3),
     "head_dim 256 at the limit": Packing(head_dim=256, dtype=torch.bfloat16, kind=at_the_limit),
+    "made even, not_finite, float32": Packing(kind=uneven, batch=2, kv_heads=2, blocks=2, smoothed=True),
+    "made even, not_finite, bfloat16": Packing(kind=uneven, kv_heads=2, head_dim=80, dtype=torch.bfloat16, smoothed=True),
+    "made even, not_finite, float8": Packing("fp8", 8, kind=uneven, kv_heads=2, head_dim=96, smoothed=True),
+    "made even, not_finite, float8, float16": Packing("fp8", 8, kind=uneven, dtype=torch.float16, smoothed=True),
     "head_dim 124": Packing(head_dim=124),
     "head_dim 100": Packing(head_dim=100, bits=2),
     "head_dim 7": Packing(head_dim=7, bits=3),
@@ -126,18 +140,29 @@ def states_of(case: Packing) -> tuple[Tensor, Tensor]:
     return case.kind(keys, "keys").to(case.dtype), case.kind(values, "values").to(case.dtype)
 
 
-def packed(case: Packing, keys: Tensor, values: Tensor) -> PackedBlocks:
-    """Blocks of the states, written in two parts if there are several."""
-    quantizers = {
+def quantizers_of(case: Packing, keys: Tensor, values: Tensor) -> dict[Side, Quantizer]:
+    return {
         side: backend(case.name).quantizer(SideOptions(side, case.bits, None, group), states.shape[3])
         for side, states, group in zip(SIDES, (keys, values), (case.key_group, case.value_group), strict=True)
     }
+
+
+def smoothing_of(case: Packing, keys: Tensor, values: Tensor) -> KeySmoothing:
+    """What keys are made even by."""
+    if not case.smoothed:
+        return KeySmoothing()
+    return KeySmoothing.for_keys(keys[:, :, :BLOCK_TOKENS], quantizers_of(case, keys, values)["keys"])
+
+
+def packed(case: Packing, keys: Tensor, values: Tensor) -> PackedBlocks:
+    """Blocks of the states, written in two parts if there are several."""
+    quantizers, smoothing = quantizers_of(case, keys, values), smoothing_of(case, keys, values)
     blocks = PackedBlocks(quantizers, (form_of(keys), form_of(values)), BLOCK_TOKENS)
     blocks.prepare(case.blocks)
     first = BLOCK_TOKENS
-    blocks.write(0, keys[:, :, :first], values[:, :, :first])
+    blocks.write(0, keys[:, :, :first], values[:, :, :first], smoothing)
     if case.blocks > 1:
-        blocks.write(1, keys[:, :, first:], values[:, :, first:])
+        blocks.write(1, keys[:, :, first:], values[:, :, first:], smoothing)
     blocks.hold(case.blocks)
     return blocks
 

@@ -31,6 +31,7 @@ from kvlayers.attention.segments import KVSegments, Segment
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
 from kvlayers.quantizers.hadamard import rotation_size
 from kvlayers.quantizers.packed_side import PackedSide, pack_side
+from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import DeviceFacts
 
@@ -68,6 +69,8 @@ class Case:
     mask_dtype: torch.dtype = torch.bool
     hidden: str | None = None
     """Which tokens the mask hides from the first query, all of them: `"dense"` or `"packed"`."""
+    smoothed: tuple[str, ...] = ()
+    """What packed keys were made even by: `"factor"`, `"mean"` or both."""
 
 
 def native(bits: int, channels: int = 64, rotated: bool = False) -> dict[str, CodeFormat]:
@@ -255,6 +258,23 @@ CASES: dict[str, Case] = {
         **native(4), **AROUND, batch=2, rows=(1, 0, 1), mask_shape=(3, 2, 1), blocks=3, cuts=(2,), options=CUT
     ),
     "rotated": Case(**native(4, rotated=True), **AROUND, kv_heads=2),
+    "smoothed": Case(**native(4), **AROUND, kv_heads=2, batch=2, q_tokens=2, smoothed=("factor", "mean")),
+    "smoothed, rotated": Case(**native(4, rotated=True), **AROUND, kv_heads=2, batch=2, smoothed=("factor",)),
+    "smoothed, rotated, bfloat16": Case(
+        **native(4, rotated=True), **AROUND, dtype=torch.bfloat16, kv_heads=2, smoothed=("factor",)
+    ),
+    "smoothed, float8": Case(*FLOAT8, **AROUND, kv_heads=2, batch=2, smoothed=("mean",)),
+    "smoothed, float8, bfloat16": Case(*FLOAT8, **AROUND, dtype=torch.bfloat16, kv_heads=2, smoothed=("mean",)),
+    "smoothed, scales of each token": Case(**per_token(4), **AROUND, kv_heads=2, smoothed=("factor", "mean")),
+    "smoothed, shared by even numbers of sequences": Case(
+        **native(4, rotated=True), **AROUND, kv_heads=2, batch=2, rows=(0, 0, 1, 1), smoothed=("factor", "mean")
+    ),
+    "smoothed, shared by other numbers of sequences": Case(
+        **native(4, rotated=True), **AROUND, kv_heads=2, batch=2, rows=(1, 0, 1), smoothed=("factor", "mean")
+    ),
+    "smoothed, head_dim 80": Case(
+        **native(4, 40, rotated=True), **AROUND, key_dim=80, value_dim=80, smoothed=("factor", "mean")
+    ),
     "rotated, 2 bits": Case(**native(2, rotated=True), key_dim=128, value_dim=128),
     "rotated, bfloat16": Case(**native(4, rotated=True), **AROUND, dtype=torch.bfloat16, key_dim=128, value_dim=128),
     "rotated, float16": Case(**native(8, rotated=True), **AROUND, dtype=torch.float16),
@@ -341,7 +361,18 @@ def states_of(case: Case) -> KVSegments:
     if case.rows:
         rows = SegmentRows(case.batch, case.rows)
         shared = [segment.with_rows(rows) for segment in shared]
-    return KVSegments((*shared, *(dense(tokens, len(case.rows) or case.batch) for tokens in case.after)))
+    own = [dense(tokens, len(case.rows) or case.batch) for tokens in case.after]
+    return KVSegments((*shared, *own), smoothing_of(case) if case.smoothed else None)
+
+
+def smoothing_of(case: Case) -> KeySmoothing:
+    """Random vectors of each sequence and kv head; of sequences that read the same states, the same ones."""
+    vectors = {
+        "factor": torch.rand(case.batch, case.kv_heads, 1, case.key_dim) + 1,
+        "mean": torch.randn(case.batch, case.kv_heads, 1, case.key_dim),
+    }
+    of_readers = [*(case.rows or range(case.batch))]
+    return KeySmoothing(**{name: vectors[name][of_readers].to(case.dtype) for name in case.smoothed})
 
 
 def hadamard(head_dim: int) -> Tensor:
@@ -372,6 +403,10 @@ def reference(
     sides = []
     for side in SIDES:
         parts = [states_in_float64(segment, side) for segment in segments.in_order]
+        if side == "keys" and segments.smoothing is not None:
+            pairs = zip(segments.in_order, parts, strict=True)
+            restored = segments.smoothing.restored
+            parts = [part if isinstance(segment, DenseSegment) else restored(part) for segment, part in pairs]
         sides.append(torch.cat(parts, 2).repeat_interleave(groups, 1))
     scores = query.double() @ sides[0].transpose(2, 3) * options.get("scale", query.shape[3] ** -0.5)
     if mask is not None:
@@ -424,6 +459,8 @@ def errors(case: Case, launch: Launch) -> dict[str, float]:
     # head_dim in a score, and the weights, of which each output is a mean. With float32 the sums round, and exp2.
     rounding = torch.finfo(case.dtype).eps if case.dtype != torch.float32 else 8 * torch.finfo(torch.float32).eps
     spread = query.double().norm(dim=-1).amax() * scale
+    if "factor" in case.smoothed and segments.smoothing is not None and segments.smoothing.factor is not None:
+        spread = spread * segments.smoothing.factor.double().amax()
     score_limit = rounding * (1 + 2 * abs(float(spread)))
     sizes = [states_in_float64(segment, "values").nan_to_num(0) for segment in segments.in_order]
     size = max((float(states.abs().amax()) for states in sizes if states.numel()), default=1.0)

@@ -15,7 +15,7 @@ from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.fused import unexpanded
 from kvlayers.attention.gathered_segment import GatheredSegment
 from kvlayers.attention.packed_segment import PackedSegment
-from kvlayers.attention.segments import KVSegments
+from kvlayers.attention.segments import KVSegments, is_packed
 
 Runs = list[tuple[int, int]]
 """Begin and end of consecutive tokens, or columns."""
@@ -69,14 +69,20 @@ def _tokens_of(segments: KVSegments, sequence: int, head: int, dtype: torch.dtyp
     sides: list[tuple[Tensor, Tensor]] = []
     columns: Runs = []
     position = 0
+    smoothing = segments.smoothing
+    if smoothing is not None:
+        smoothing = smoothing.mapped(lambda vectors: vectors[sequence, head])
     for segment in segments.in_order:
         if isinstance(segment, GatheredSegment):
             blocks, tokens, own_columns = _pieces_of(segment, sequence, head)
             keys, values = _states(segment.source, sequence, head, blocks, dtype)
-            sides.append((_joined(keys, tokens, 0), _joined(values, tokens, 0)))
+            keys, values = _joined(keys, tokens, 0), _joined(values, tokens, 0)
         else:
             own_columns = [(0, segment.tokens)]
-            sides.append(_states(segment, sequence, head, None, dtype))
+            keys, values = _states(segment, sequence, head, None, dtype)
+        if smoothing is not None and is_packed(segment):
+            keys = smoothing.restored(keys)
+        sides.append((keys, values))
         columns += ((position + begin, position + end) for begin, end in own_columns)
         position += segment.tokens
     keys, values = (torch.cat([states.to(dtype) for states in parts]) for parts in zip(*sides, strict=True))

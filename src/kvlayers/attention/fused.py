@@ -20,6 +20,7 @@ from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.attention.piece_columns import PieceColumns
 from kvlayers.attention.segments import KVSegments
 from kvlayers.quantizers.contract import Side
+from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.utils.triton_support import TritonKernel, runs_triton
 
 SLAB_BYTES = 1 << 28
@@ -143,11 +144,21 @@ def _attend_slabs(
     if query.stride(3) != 1 or any(stride % ALIGNED_NUMBERS for stride in query.stride()[:3]):
         query = query.contiguous()
     parts: list[tuple[Tensor, Tensor]] = []
+    for_packed, offsets = _for_packed(query, segments.smoothing)
     for slab in _slabs(segments, query.dtype, 0 if mask is None else mask.shape[:3].numel()):
-        parts.append(attend_dense(query, slab.keys, slab.values, slab.mask_of(query, mask), scale))
+        rows = for_packed if slab.is_packed else query
+        out, logsumexp = attend_dense(rows, slab.keys, slab.values, slab.mask_of(query, mask), scale)
+        if slab.is_packed and offsets is not None:
+            logsumexp = logsumexp + (offsets[..., 0] * scale).view(logsumexp.shape)
+        parts.append((out, logsumexp))
         if len(parts) == PARTS_AT_ONCE:
             parts = [_merged_partly(parts)]
     return parts
+
+
+def _for_packed(query: Tensor, smoothing: KeySmoothing | None) -> tuple[Tensor, Tensor | None]:
+    """Queries for packed keys, and what their products lack, as `KeySmoothing.offsets`."""
+    return (query, None) if smoothing is None else (smoothing.queries(query), smoothing.offsets(query))
 
 
 def _clear_hidden(out: Tensor, mask: Tensor | None, segments: KVSegments) -> Tensor:
@@ -242,8 +253,11 @@ def scores(query: Tensor, segments: KVSegments) -> Tensor:
     for position, gathered in segments.gathered:
         # Padding is written behind the last column.
         products[position] = rows.new_full((*rows.shape[:3], gathered.width + 1), -torch.inf)
+    for_packed, offsets = _for_packed(rows, segments.smoothing)
     for slab in _slabs_of_side(segments, "keys", query.dtype):
-        found = rows @ slab.states.transpose(2, 3)
+        found = (for_packed if slab.is_packed else rows) @ slab.states.transpose(2, 3)
+        if slab.is_packed and offsets is not None:
+            found = found + offsets.to(found.dtype)
         if slab.gathered is not None:
             slab.gathered.write(found, products[slab.position], 0)
         elif found.shape[3] or not products:
@@ -277,12 +291,14 @@ class _Slab:
 
     Attributes:
         position: column of the first token, or that of the gathered segment.
+        is_packed: whether the tokens were packed, so that the keys are smoothed.
         gathered: where the tokens stand in a gathered segment.
     """
 
     position: int
     keys: Tensor
     values: Tensor
+    is_packed: bool
     gathered: PieceColumns | None = None
 
     def mask_of(self, query: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -303,6 +319,7 @@ class _SlabOfSide:
 
     position: int
     states: Tensor
+    is_packed: bool
     gathered: PieceColumns | None
 
 
@@ -314,17 +331,19 @@ def _slabs(segments: KVSegments, dtype: torch.dtype, mask_rows: int) -> Iterator
             step = at_once if mask_rows and gathered is None else max(segment.tokens, 1)
             for start in range(0, segment.tokens, step):
                 keys, values = (side[:, :, start : start + step].to(dtype) for side in (segment.keys, segment.values))
-                yield _Slab(position + start, keys, values if gathered is None else gathered.cleared(values), gathered)
+                values = values if gathered is None else gathered.cleared(values)
+                yield _Slab(position + start, keys, values, False, gathered)
             continue
         if segment.tokens:
             keys, values = segment.states("keys", dtype), segment.states("values", dtype)
-            yield _Slab(position, keys, values if gathered is None else gathered.cleared(values), gathered)
+            yield _Slab(position, keys, values if gathered is None else gathered.cleared(values), True, gathered)
 
 
 def _slabs_of_side(segments: KVSegments, side: Side, dtype: torch.dtype) -> Iterator[_SlabOfSide]:
     for segment, position, gathered in _parts(segments, _slab_tokens(segments, dtype, 0)):
         states = segment.side(side).to(dtype) if isinstance(segment, DenseSegment) else segment.states(side, dtype)
-        yield _SlabOfSide(position, states if gathered is None else gathered.cleared(states), gathered)
+        states = states if gathered is None else gathered.cleared(states)
+        yield _SlabOfSide(position, states, isinstance(segment, PackedSegment), gathered)
 
 
 def _parts(

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvlayers.attention.pieces import CPU_SCORES_AT_ONCE, SegmentPiece, pieces_for
 from kvlayers.attention.segments import KVSegments
 from kvlayers.quantizers.hadamard import rotate
+from kvlayers.quantizers.smoothing import KeySmoothing
 
 
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
@@ -60,10 +61,9 @@ def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scal
     highest = scaled.new_full((batch, kv_heads, rows, 1), -torch.inf)
     total = torch.zeros_like(highest)
     sums: dict[bool, Tensor] = {}
-    # Products stay the same if both sides are rotated, so keys need not be rotated back.
-    queries_for = {False: scaled, True: rotate(scaled)}
+    scores_of = _KeyProducts(scaled, segments.smoothing)
     for some in _rounds(pieces_for(segments, rows), rows):
-        found = [_masked(piece.scores(queries_for[piece.keys_rotated]), piece, mask) for piece in some]
+        found = [_masked(scores_of(piece), piece, mask) for piece in some]
         scores = found[0] if len(found) == 1 else torch.cat(found, -1)
         raised = torch.maximum(highest, scores.amax(-1, keepdim=True))
         # A row that may attend to no token yet has -inf as its highest score, and -inf - -inf is not a number.
@@ -81,6 +81,23 @@ def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scal
     result = torch.where(total == 0, 0.0, result)
     logsumexp = highest.reshape(batch, heads, queries) + total.reshape(batch, heads, queries).log()
     return result.reshape(batch, heads, queries, result.shape[3]), logsumexp
+
+
+class _KeyProducts:
+    """Products of queries `[batch, kv_heads, rows, head_dim]` and the keys of pieces, however these are packed."""
+
+    def __init__(self, query: Tensor, smoothing: KeySmoothing | None) -> None:
+        packed = query if smoothing is None else smoothing.queries(query)
+        self._plain, self._packed = query, packed
+        # Products stay the same if both sides are rotated, so keys need not be rotated back.
+        self._rotated = rotate(packed)
+        self._offsets = None if smoothing is None else smoothing.offsets(query)
+
+    def __call__(self, piece: SegmentPiece) -> Tensor:
+        if not piece.is_packed:
+            return piece.scores(self._plain)
+        products = piece.scores(self._rotated if piece.keys_rotated else self._packed)
+        return products if self._offsets is None else products + self._offsets
 
 
 def _rounds(pieces: Iterable[SegmentPiece], rows: int) -> Iterator[list[SegmentPiece]]:
@@ -134,11 +151,11 @@ def scores(query: Tensor, segments: KVSegments) -> Tensor:
     kv_heads, tokens = segments.kv_heads, segments.tokens
     rows = heads // kv_heads * queries
     plain = query.reshape(batch, kv_heads, rows, head_dim).float()
-    queries_for = {False: plain, True: rotate(plain)}
+    scores_of = _KeyProducts(plain, segments.smoothing)
     # Padding is written behind the last token.
     products = plain.new_full((batch, kv_heads, rows, tokens + 1), -torch.inf)
     for piece in pieces_for(segments, rows):
-        piece.write(piece.scores(queries_for[piece.keys_rotated]), products)
+        piece.write(scores_of(piece), products)
     return products[..., :tokens].reshape(batch, heads, queries, tokens).to(query.dtype)
 
 

@@ -10,6 +10,7 @@ from kvlayers.attention.dense_segment import DenseSegment, KernelCache
 from kvlayers.attention.gathered_segment import GatheredSegment
 from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.quantizers.contract import Side
+from kvlayers.quantizers.smoothing import KeySmoothing
 
 Segment = DenseSegment | PackedSegment | GatheredSegment
 
@@ -21,10 +22,13 @@ class KVSegments:
 
     Attributes:
         in_order: the segments, at least one.
+        smoothing: what the keys of all packed segments were made even by, for each sequence of the batch; `None` if they
+            were packed as they are.
         kernel_cache: as `DenseSegment.kernel_cache`.
     """
 
     in_order: tuple[Segment, ...]
+    smoothing: KeySmoothing | None = None
     kernel_cache: KernelCache = field(default_factory=KernelCache, init=False, repr=False)
 
     @property
@@ -35,7 +39,7 @@ class KVSegments:
     @property
     def holds_packed(self) -> bool:
         """Whether a segment, or the source of one, is packed."""
-        return any(isinstance(_source(segment), PackedSegment) for segment in self.in_order)
+        return any(map(is_packed, self.in_order))
 
     @property
     def gathered(self) -> list[tuple[int, GatheredSegment]]:
@@ -64,11 +68,12 @@ class KVSegments:
 
     def of_sequence(self, index: int) -> "KVSegments":
         """The segments of one sequence, a batch of one. The host must know their rows."""
-        return KVSegments(tuple(_of_sequence(segment, index) for segment in self.in_order))
+        smoothing = None if self.smoothing is None else self.smoothing.mapped(lambda vector: vector[index : index + 1])
+        return KVSegments(tuple(_of_sequence(segment, index) for segment in self.in_order), smoothing)
 
     def with_prefix(self, segment: DenseSegment) -> "KVSegments":
         """The same segments with another one in front."""
-        return KVSegments((segment, *self.in_order))
+        return KVSegments((segment, *self.in_order), self.smoothing)
 
     @property
     def tokens(self) -> int:
@@ -112,8 +117,17 @@ class KVSegments:
         parts = []
         for segment in self.in_order:
             states = segment.side(side) if isinstance(segment, DenseSegment) else segment.states(side, dtype)
-            parts.append(states if segment.rows is None else states.index_select(0, segment.rows.on(states.device)[0]))
+            if segment.rows is not None:
+                states = states.index_select(0, segment.rows.on(states.device)[0])
+            if side == "keys" and self.smoothing is not None and is_packed(segment):
+                states = self.smoothing.restored(states)
+            parts.append(states)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def is_packed(segment: Segment) -> bool:
+    """Whether the states of a segment, or of its source, are packed."""
+    return isinstance(_source(segment), PackedSegment)
 
 
 def _source(segment: Segment) -> DenseSegment | PackedSegment:

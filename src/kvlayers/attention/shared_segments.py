@@ -15,6 +15,7 @@ from torch import Tensor
 from kvlayers.attention import fused, reference
 from kvlayers.attention.segment_rows import SegmentRows
 from kvlayers.attention.segments import KVSegments, without_rows
+from kvlayers.quantizers.smoothing import KeySmoothing
 
 Compute = Callable[[KVSegments, Tensor, Tensor | None], Sequence[Tensor]]
 
@@ -65,10 +66,22 @@ def _parts(segments: KVSegments) -> Iterator["_Part"]:
     for _, group in itertools.groupby(segments.in_order, lambda segment: id(segment.rows)):
         same_rows = tuple(group)
         rows = same_rows[0].rows
-        held = KVSegments(same_rows if rows is None else tuple(without_rows(segment) for segment in same_rows))
+        held = KVSegments(same_rows, segments.smoothing)
+        if rows is not None:
+            held = KVSegments(tuple(map(without_rows, same_rows)), _of_sequences(segments.smoothing, rows))
         start, position = position, position + held.tokens
         if position > start:
             yield _Part(held, rows, slice(start, position))
+
+
+def _of_sequences(smoothing: KeySmoothing | None, rows: SegmentRows) -> KeySmoothing | None:
+    """The smoothing of each sequence of segments: that of any sequence of the batch that reads it, which are the same."""
+
+    def of_sequences(vectors: Tensor) -> Tensor:
+        own = vectors.new_ones((rows.sequences, *vectors.shape[1:]))
+        return own.index_copy_(0, rows.on(vectors.device)[0], vectors)
+
+    return None if smoothing is None else smoothing.mapped(of_sequences)
 
 
 @dataclass(frozen=True, eq=False)

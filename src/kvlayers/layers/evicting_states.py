@@ -51,5 +51,6 @@ def with_columns(states: KVPair, columns: int) -> KVPair:
 def _of_segments(states: KVPair, segments: tuple[Segment, ...]) -> KVPair:
     """The same states with other segments."""
     keys, values = states
-    whole = replace(snapshot_of(keys, values), segments=KVSegments(segments))
+    snapshot = snapshot_of(keys, values)
+    whole = replace(snapshot, segments=KVSegments(segments, snapshot.segments.smoothing))
     return packed_like(keys, values, whole)

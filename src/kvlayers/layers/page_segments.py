@@ -40,7 +40,7 @@ def chosen_segments(segments: KVSegments, places: PagePlaces, first: int, last: 
             found += cut(segment, stop - start, end - start)
         start = end
         blocks += segment.blocks if isinstance(segment, PackedSegment) else 0
-    return KVSegments(tuple(found))
+    return KVSegments(tuple(found), segments.smoothing)
 
 
 def _gathered(

@@ -12,7 +12,7 @@ from kvlayers.attention.gathered_segment import GatheredSegment
 from kvlayers.attention.packed_ops import packed_like
 from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.segments import KVSegments, Segment
+from kvlayers.attention.segments import KVSegments, Segment, is_packed
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.offload.device_queue import OffloadTarget
 from kvlayers.offload.page_pool import NO_PAGE, Carry, PagePool
@@ -94,7 +94,7 @@ class PagedReads:
         end, tokens, are_packed, choose = 0, segments.tokens, segments.holds_packed, bool(segments.gathered)
         for segment in segments.in_order:
             start, end = end, end + segment.tokens
-            if are_packed and not KVSegments((segment,)).holds_packed:
+            if are_packed and not is_packed(segment):
                 brought.append(segment)
             elif isinstance(segment, GatheredSegment):
                 brought.append(self._pages(segment, page_tokens, device, carry))
@@ -109,7 +109,7 @@ class PagedReads:
                 brought.append(kept)
         if choose:
             self._always_read = always_read
-        return KVSegments(tuple(brought))
+        return KVSegments(tuple(brought), segments.smoothing)
 
     def _pages(self, segment: GatheredSegment, page_tokens: int, device: torch.device, carry: Carry) -> GatheredSegment:
         """Chosen pages, from the pool."""

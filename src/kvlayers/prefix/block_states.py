@@ -15,10 +15,11 @@ from kvlayers.persistence.rebuild import loads_prefixes
 from kvlayers.persistence.saved_file import SavedFile
 from kvlayers.prefix.blocks import BlockTensors, check_form
 from kvlayers.prefix.manifest import CODE_NAMES, DENSE_NAMES
+from kvlayers.quantizers.smoothing import NAMES as SMOOTHING_NAMES
 from kvlayers.stores.contract import KVPair
 from kvlayers.stores.packed_blocks import PACKED_NAMES
 
-_OF_PACKED_LAYERS = {"keys", "values", "sink_keys", "sink_values", *PACKED_NAMES}
+_OF_PACKED_LAYERS = {"keys", "values", "sink_keys", "sink_values", *PACKED_NAMES, *SMOOTHING_NAMES}
 
 
 def can_be_cut(saved: SavedFile) -> bool:

@@ -157,7 +157,12 @@ class Quantizer(ABC):
 
     Args:
         code_format: the meaning of its codes.
+
+    Attributes:
+        smooths_keys: whether a store makes keys even first, as far as the format profits; see `smoothing`.
     """
+
+    smooths_keys = False
 
     def __init__(self, code_format: CodeFormat) -> None:
         self.format = code_format

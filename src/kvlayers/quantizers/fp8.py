@@ -37,6 +37,8 @@ class Fp8Quantizer(Quantizer):
         code_format: the meaning of the codes.
     """
 
+    smooths_keys = True
+
     @property
     @override
     def kernel_search(self) -> KernelSearch:

@@ -88,6 +88,8 @@ class NativeQuantizer(Quantizer):
         code_format: the meaning of the codes.
     """
 
+    smooths_keys = True
+
     @property
     def range_search(self) -> KernelSearch:
         """How the range of each group is searched for."""

@@ -47,6 +47,8 @@ class NF4Quantizer(Quantizer):
         code_format: the meaning of the codes.
     """
 
+    smooths_keys = True
+
     def quantize(self, states: Tensor) -> QuantizedGroups:
         """Quantize `[batch, kv_heads, tokens, head_dim]`. The state of the largest magnitude loses nothing if it is
         positive, or negative: the outermost levels are 1 and -1."""

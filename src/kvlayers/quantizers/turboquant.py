@@ -25,6 +25,8 @@ class TurboQuantizer(Quantizer):
         code_format: the meaning of the codes.
     """
 
+    smooths_keys = True
+
     def quantize(self, states: Tensor) -> QuantizedGroups:
         """Quantize `[batch, kv_heads, tokens, head_dim]`.
 

@@ -11,6 +11,7 @@ from typing_extensions import Self, override
 from kvlayers.attention.dense_segment import DENSE_PIECE_TOKENS, DenseSegment
 from kvlayers.attention.gathered_segment import GatheredSegment
 from kvlayers.attention.packed_segment import PackedSegment
+from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import BufferSwap, KVPair
 from kvlayers.stores.dense import DenseStore, without_spare_room
@@ -49,10 +50,13 @@ class FlatTokens(ABC):
         """The same tokens in memory of their own, without tokens that no head reads."""
 
     @abstractmethod
-    def padded(self) -> KVPair:
+    def padded(self, smoothing: KeySmoothing | None) -> KVPair:
         """Keys and values of each head in its columns, `[batch, kv_heads, width, head_dim]` in full precision.
 
         They are copies, with zeros in columns without a token.
+
+        Args:
+            smoothing: what packed keys were made even by.
         """
 
     def block_numbers(self) -> Tensor | None:
@@ -143,7 +147,7 @@ class DenseFlatTokens(FlatTokens):
         return self._part.newest(self._part.length)
 
     @override
-    def padded(self) -> KVPair:
+    def padded(self, smoothing: KeySmoothing | None) -> KVPair:
         return _padded(self.states(), self.tables.columns_of(DENSE_PIECE_TOKENS, 1)[0])
 
     @override
@@ -202,10 +206,10 @@ class PackedFlatTokens(FlatTokens):
         return self._part
 
     @override
-    def padded(self) -> KVPair:
+    def padded(self, smoothing: KeySmoothing | None) -> KVPair:
         segment, size = self.segment(), self._part.block_tokens
         states = segment.states("keys", self._part.dtype), segment.states("values", self._part.dtype)
-        return _padded(states, self.tables.columns_of(size, size)[0])
+        return _padded(states, self.tables.columns_of(size, size)[0], smoothing)
 
     @override
     def block_numbers(self) -> Tensor:
@@ -240,11 +244,13 @@ class PackedFlatTokens(FlatTokens):
         return self._with(self._part.taken(blocks.cpu()), replace(self.tables, starts=starts))
 
 
-def _padded(states: KVPair, tokens: Tensor) -> KVPair:
+def _padded(states: KVPair, tokens: Tensor, smoothing: KeySmoothing | None = None) -> KVPair:
     """Tokens of `[1, 1, tokens, head_dim]` by their numbers, int64 `[batch, kv_heads, columns]`; zeros for -1."""
     absent = (tokens < 0)[..., None]
-    keys, values = (side[0, 0, tokens.clamp(min=0)].masked_fill(absent, 0) for side in states)
-    return keys, values
+    keys, values = (side[0, 0, tokens.clamp(min=0)] for side in states)
+    if smoothing is not None:
+        keys = smoothing.restored(keys)
+    return keys.masked_fill(absent, 0), values.masked_fill(absent, 0)
 
 
 def flat_form(form: StateForm) -> StateForm:

@@ -100,7 +100,7 @@ def _blocks_of(store: DenseStore | QuantizedStore, keys: Tensor) -> Tensor | Non
 
 def _of_ragged(store: RaggedStore, flat: FlatTokens) -> HeldTokens:
     tail = _of_store(store.tail)
-    sides = zip(flat.padded(), (tail.keys, tail.values), strict=True)
+    sides = zip(flat.padded(store.smoothing), (tail.keys, tail.values), strict=True)
     keys, values = (torch.cat(parts, 2) for parts in sides)
     numbers, blocks = flat.block_numbers(), None
     if numbers is not None:

@@ -17,6 +17,7 @@ from kvlayers.quantizers.cpu import pack as cpu_pack
 from kvlayers.quantizers.cuda import launch as cuda_launch
 from kvlayers.quantizers.cuda.support import pack_obstacle
 from kvlayers.quantizers.packed_side import PackedSide, pack_side, side_bytes
+from kvlayers.quantizers.smoothing import KeySmoothing, vectors_of
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import BufferSwap, KVPair
 from kvlayers.stores.dense import DenseStore, without_spare_room
@@ -105,14 +106,21 @@ class PackedBlocks:
         if self._sides_differ:
             self.compact()
 
+    def smoothing_for(self, keys: Tensor) -> KeySmoothing | None:
+        """What keys are to be made even by before they are written, found in the first block's of them."""
+        return KeySmoothing.for_keys(keys[:, :, : self.block_tokens], self._quantizers["keys"])
+
     @torch.no_grad()
-    def write(self, skipped: int, keys: Tensor, values: Tensor) -> None:
+    def write(
+        self, skipped: int, keys: Tensor, values: Tensor, smoothing: KeySmoothing | None = None
+    ) -> None:
         """Quantize states into the room that was made, after `skipped` blocks of it. Nobody reads them until `hold`.
 
         Args:
             skipped: blocks that were written already.
             keys: `[batch, kv_heads, tokens, head_dim]`, a whole number of blocks.
             values: likewise, of the same tokens.
+            smoothing: what the keys are made even by first, the same for all blocks; `None` if they are.
         """
         blocks = keys.shape[2] // self.block_tokens
         finite: Tensor | None = None
@@ -120,13 +128,15 @@ class PackedBlocks:
         for side, states, partner in zip(SIDES, (keys, values), (values, keys), strict=True):
             codes, parameters = self._packed[side].slots_ahead(skipped, blocks)
             search, layout = self._quantizers[side].kernel_search, self._layouts[side]
-            if search is not None and codes.device == states.device:
-                if self.obstacle(side) is None:
-                    cuda_launch.pack_blocks(states, partner, codes, parameters, layout, search)
-                    continue
-                if cpu_pack.packs(layout, states, partner):
-                    cpu_pack.pack_blocks(states, partner, codes, parameters, layout, search)
-                    continue
+            even = smoothing if side == "keys" else None
+            is_here = search is not None and codes.device == states.device
+            if is_here and self.obstacle(side) is None:
+                cuda_launch.pack_blocks(states, partner, codes, parameters, layout, search, even)
+                continue
+            states = states if even is None else even.applied(states)
+            if is_here and cpu_pack.packs(layout, states, partner):
+                cpu_pack.pack_blocks(states, partner, codes, parameters, layout, search)
+                continue
             if not is_known:
                 finite, is_known = _finite_tokens(keys, values), True
             found = self._quantized(side, states, finite)
@@ -415,12 +425,14 @@ def planned_nbytes(
     blocks: int,
     hint: int | None,
 ) -> int:
-    """The bytes of `PackedBlocks`, made with these arguments, after `blocks` blocks were packed at once."""
+    """The bytes of `PackedBlocks`, made with these arguments, after `blocks` blocks were packed at once, and of the
+    vectors that their keys were made even by."""
     store = _store_of_blocks(hint)
-    return sum(
+    packed = sum(
         store.planned_nbytes(*packed_forms(quantizers[side].format, side, form, block_tokens), blocks, hint)
         for side, form in zip(SIDES, forms, strict=True)
     )
+    return packed + nbytes_of(forms[0], vectors_of(quantizers["keys"]))
 
 
 def block_nbytes(code_format: CodeFormat, side: Side, form: StateForm, block_tokens: int) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvlayers.errors import OptionError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.kept import KeptTokens
 from kvlayers.quantizers.contract import Side
+from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.stores.buffer import form_of
 from kvlayers.stores.contract import KVPair, TokenStore
 from kvlayers.stores.flat_tokens import PackedFlatTokens, flat_form
@@ -39,11 +40,13 @@ class PackedPieces:
         codes: codes and parameters of each side, `[blocks, bytes or numbers]`.
         starts: number of each block of each head, int64 `[batch, kv_heads, held]`.
         counts: tokens of each of these blocks, int64 `[batch, kv_heads, held]`; 0 for no block.
+        smoothing: what their keys were made even by.
     """
 
     codes: dict[Side, KVPair]
     starts: Tensor
     counts: Tensor
+    smoothing: KeySmoothing | None
 
 
 def packed_pieces(store: TokenStore) -> PackedPieces | None:
@@ -54,9 +57,12 @@ def packed_pieces(store: TokenStore) -> PackedPieces | None:
     """
     flat = store.flat if isinstance(store, RaggedStore) else None
     tail = store.tail if isinstance(store, RaggedStore) else store
-    found = [] if not isinstance(flat, PackedFlatTokens) else [_of_flat(flat)]
-    if isinstance(tail, QuantizedStore) and tail.parts.blocks:
-        found.append(_of_store(tail.parts.blocks))
+    if not isinstance(tail, QuantizedStore):
+        return None
+    smoothing = tail.parts.smoothing
+    found = [] if not isinstance(flat, PackedFlatTokens) else [_of_flat(flat, smoothing)]
+    if tail.parts.blocks:
+        found.append(_of_store(tail.parts.blocks, smoothing))
     if not found:
         return None
     if len(found) == 1:
@@ -68,14 +74,14 @@ def packed_pieces(store: TokenStore) -> PackedPieces | None:
         both = [torch.cat(pair) for pair in pairs]
         codes[side] = both[0], both[1]
     starts = torch.cat([first.starts, second.starts + first.codes["keys"][0].shape[0]], 2)
-    return PackedPieces(codes, starts, torch.cat([first.counts, second.counts], 2))
+    return PackedPieces(codes, starts, torch.cat([first.counts, second.counts], 2), smoothing)
 
 
-def _of_flat(flat: PackedFlatTokens) -> PackedPieces:
-    return PackedPieces(_rows_of(flat.blocks.state()), flat.tables.starts, flat.tables.counts)
+def _of_flat(flat: PackedFlatTokens, smoothing: KeySmoothing | None) -> PackedPieces:
+    return PackedPieces(_rows_of(flat.blocks.state()), flat.tables.starts, flat.tables.counts, smoothing)
 
 
-def _of_store(blocks: PackedBlocks) -> PackedPieces:
+def _of_store(blocks: PackedBlocks, smoothing: KeySmoothing | None) -> PackedPieces:
     tensors = blocks.state()
     if int(tensors["block_ends"][0]):
         raise UnsupportedLayerError(
@@ -84,7 +90,8 @@ def _of_store(blocks: PackedBlocks) -> PackedPieces:
         )
     batch, kv_heads, held, _ = tensors["keys_codes"].shape
     starts = torch.arange(batch * kv_heads * held, device=tensors["keys_codes"].device).view(batch, kv_heads, held)
-    return PackedPieces(_rows_of(tensors), starts, tensors["block_ends"][1:].expand(batch, kv_heads, -1))
+    counts = tensors["block_ends"][1:].expand(batch, kv_heads, -1)
+    return PackedPieces(_rows_of(tensors), starts, counts, smoothing)
 
 
 def _rows_of(tensors: dict[str, Tensor]) -> dict[Side, KVPair]:
@@ -172,14 +179,21 @@ def packed_evicted(
     sinks = min(quantization.sink_tokens, int(chosen.older.min()))
     newest = _newest_tokens(chosen, sinks, size, run, quantization.residual_length)
     middle = chosen.counts - sinks - newest
+    smoothing = None if held is None else held.smoothing
+    if smoothing is None:
+        # Every head has tokens in the last columns.
+        some = taken(chosen.states[0], _last(chosen, min(size, int(chosen.counts.min()))))
+        smoothing = KeySmoothing.for_keys(some, quantizers["keys"])
     tail = QuantizedStore(quantization)
     ends = _singles(chosen, torch.cat([_first(chosen, 0, sinks), _last(chosen, newest)], 2))
     tail.validate(*ends)
+    tail.reserve_form(key_form, value_form)
+    tail.parts.smoothing = smoothing
     tail.append(*ends)
     fresh = PackedBlocks(
         quantizers, (flat_form(key_form), flat_form(value_form)), size, int((-(-middle // size)).sum())
     )
-    _pack(fresh, chosen, sinks, middle)
+    _pack(fresh, chosen, sinks, middle, smoothing)
     flat = _flat_of(fresh, chosen.blocks, held, middle)
     return RaggedStore.of(tail, flat, sinks, sinks + newest - min(run, newest))
 
@@ -210,6 +224,8 @@ def _even(quantization: Quantization, chosen: _Kept, held: PackedPieces | None) 
         tensors["block_ends"] = torch.tensor([0, *ends])
         if sinks:
             tensors |= {"sink_keys": first[0], "sink_values": first[1]}
+        if held.smoothing is not None:
+            tensors |= held.smoothing.state()
         store.load_state(tensors)
     else:
         sinks = 0
@@ -251,7 +267,7 @@ def _singles(chosen: _Kept, columns: Tensor) -> KVPair:
     return keys, values
 
 
-def _pack(blocks: PackedBlocks, chosen: _Kept, sinks: int, middle: Tensor) -> None:
+def _pack(blocks: PackedBlocks, chosen: _Kept, sinks: int, middle: Tensor, smoothing: KeySmoothing) -> None:
     """Pack `middle` single tokens of each head after its sinks, int64 `[batch, kv_heads]` on the host.
 
     The last token of a head is repeated to the end of its last block, which widens no group.
@@ -274,8 +290,14 @@ def _pack(blocks: PackedBlocks, chosen: _Kept, sinks: int, middle: Tensor) -> No
     for done in range(0, count, at_once):
         some = slice(done * size, (done + at_once) * size)
         where = sequence[some], kv_head[some], columns[some]
-        blocks.write(done, *(side[where][None, None] for side in chosen.states))
+        keys, values = (side[where][None, None] for side in chosen.states)
+        blocks.write(done, _of_tokens(smoothing, *where[:2]).applied(keys), values)
     blocks.hold(count)
+
+
+def _of_tokens(smoothing: KeySmoothing, sequence: Tensor, kv_head: Tensor) -> KeySmoothing:
+    """The smoothing of tokens of several heads, one behind the other: `[1, 1, tokens, head_dim]`."""
+    return smoothing.mapped(lambda vectors: vectors[sequence, kv_head, 0][None, None])
 
 
 def _flat_of(

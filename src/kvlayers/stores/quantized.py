@@ -15,6 +15,8 @@ from kvlayers.attention.packed_tensor import as_dense
 from kvlayers.attention.segments import KVSegments, Segment
 from kvlayers.errors import StateMismatchError
 from kvlayers.quantizers.registry import backend
+from kvlayers.quantizers.smoothing import NAMES as SMOOTHING_NAMES
+from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.stores import quantized_plan as plan
 from kvlayers.stores.buffer import StateForm, form_of
 from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
@@ -161,7 +163,7 @@ class QuantizedStore(TokenStore):
             if not parts.old_tokens:
                 return marked_for_sdpa(*residual.newest(length), 1)
             return self._attended(self._segments(length))
-        segments = KVSegments((*self._all_old_segments(), residual.tail_segment()))
+        segments = KVSegments((*self._all_old_segments(), residual.tail_segment()), parts.smoothing)
         return self._returned.attended(self, segments, self._known_forms(), length, length)
 
     @override
@@ -360,7 +362,7 @@ class QuantizedStore(TokenStore):
         """The prefix (if any), the newest `past` held tokens, and the new tokens."""
         segments = self._segments(past)
         new = DenseSegment(self._in_held_dtype(keys), self._in_held_dtype(values))
-        segments = KVSegments((*segments.in_order, new))
+        segments = KVSegments((*segments.in_order, new), segments.smoothing)
         return segments if prefix_states is None else segments.with_prefix(DenseSegment(*prefix_states))
 
     # Dropping, cropping and the batch
@@ -399,7 +401,8 @@ class QuantizedStore(TokenStore):
     @override
     def expand(self, repeats: int) -> None:
         if self._forms is not None:
-            self._hold(self._parts.expanded(repeats), self._forms[0].batch_size * repeats)
+            batch = self._forms[0].batch_size
+            self._hold(self._parts.expanded(batch, repeats), batch * repeats)
 
     def _hold(self, parts: QuantizedParts, batch: int) -> None:
         """Hold parts of `batch` sequences instead."""
@@ -466,8 +469,7 @@ class QuantizedStore(TokenStore):
 
     @override
     def swap_unpaged_buffers(self, swap: BufferSwap) -> None:
-        self._parts.sinks.swap_buffers(swap)
-        self._parts.residual.swap_buffers(swap)
+        self._parts.swap_unpaged_buffers(swap)
         self._read_other_buffers()
 
     def _read_other_buffers(self) -> None:
@@ -510,6 +512,8 @@ class QuantizedStore(TokenStore):
         parts = self._parts
         if "sink_keys" in tensors:
             append_states(parts.sinks, (tensors["sink_keys"], tensors["sink_values"]))
+        if not {"block_ends", *SMOOTHING_NAMES}.isdisjoint(tensors):
+            parts.smoothing = KeySmoothing.of_state(tensors).mapped(torch.clone)
         if "block_ends" in tensors and parts.blocks is not None:
             parts.blocks.load_state(tensors)
             parts.residual = residual_after_blocks(parts.blocks.block_tokens)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from kvlayers.errors import StateMismatchError
 from kvlayers.quantizers.contract import Quantizer, Side, fits_heads
+from kvlayers.quantizers.smoothing import NAMES as SMOOTHING_NAMES
 from kvlayers.stores.buffer import StateForm, form_of
 from kvlayers.stores.packed_blocks import PACKED_NAMES, check_packed_state
 from kvlayers.stores.quantization import Quantization, block_tokens
@@ -59,7 +60,7 @@ def check_quantized_state(tensors: dict[str, Tensor], quantization: Quantization
         StateMismatchError: it is not the state of a store with this quantization.
     """
     packed = [name for name in PACKED_NAMES if name in tensors]
-    unknown = set(tensors) - {"keys", "values", "sink_keys", "sink_values", *PACKED_NAMES}
+    unknown = set(tensors) - {"keys", "values", "sink_keys", "sink_values", *PACKED_NAMES, *SMOOTHING_NAMES}
     if unknown or (tensors and "keys" not in tensors) or len(packed) not in (0, len(PACKED_NAMES)):
         raise StateMismatchError(
             f"The tensors {sorted(tensors)} are not the state of a quantized store: take the state again."
@@ -78,4 +79,11 @@ def check_quantized_state(tensors: dict[str, Tensor], quantization: Quantization
     tokens += sink_tokens
     if sinks and (form_of(sinks["keys"]), form_of(sinks["values"])) != forms:
         raise StateMismatchError("The sinks of a state must have the form of its other tokens: take it again.")
+    for name in [name for name in SMOOTHING_NAMES if name in tensors]:
+        one = (*tensors["keys"].shape[:2], 1, forms[0].head_dim)
+        if tensors[name].shape != one or tensors[name].dtype != forms[0].dtype:
+            raise StateMismatchError(
+                f"`{name}` of a state must be {list(one)} of {forms[0].dtype}, got {list(tensors[name].shape)} of "
+                f"{tensors[name].dtype}: take the state again."
+            )
     return tokens + (check_packed_state(tensors, quantizers, forms, block_tokens(quantizers)) if packed else 0)

@@ -9,7 +9,8 @@ from typing_extensions import Self
 from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.segments import KVSegments, Segment
 from kvlayers.errors import StateMismatchError
-from kvlayers.stores.buffer import StateForm, form_of
+from kvlayers.quantizers.smoothing import KeySmoothing
+from kvlayers.stores.buffer import StateForm, TokenBuffer, form_of
 from kvlayers.stores.contract import BufferSwap, KVPair
 from kvlayers.stores.dense import DenseStore
 from kvlayers.stores.packed_blocks import PackedBlocks
@@ -52,10 +53,28 @@ class QuantizedParts:
         residual: the newest tokens, in full precision.
     """
 
-    def __init__(self, sinks: DenseStore, blocks: PackedBlocks | None, residual: DenseStore) -> None:
+    def __init__(
+        self,
+        sinks: DenseStore,
+        blocks: PackedBlocks | None,
+        residual: DenseStore,
+        vectors: dict[str, TokenBuffer] | None = None,
+    ) -> None:
         self.sinks = sinks
         self.blocks = blocks
         self.residual = residual
+        self._vectors = vectors
+        """The vectors of `smoothing` by their names, in buffers because they are offloaded with the tokens."""
+
+    @property
+    def smoothing(self) -> KeySmoothing | None:
+        """What all packed keys were made even by, found in the first ones; `None` before there are any."""
+        vectors = self._vectors
+        return None if vectors is None else KeySmoothing.of_state({name: vectors[name].tensor for name in vectors})
+
+    @smoothing.setter
+    def smoothing(self, smoothing: KeySmoothing) -> None:
+        self._vectors = {name: TokenBuffer(vectors) for name, vectors in smoothing.state().items()}
 
     @property
     def old_tokens(self) -> int:
@@ -93,9 +112,13 @@ class QuantizedParts:
         packed = sinks + count * size
         # Everything that can fail comes first, and goes where nobody reads: held and returned states stay valid.
         blocks.prepare(count)
+        smoothing = self.smoothing
         at_once = blocks.blocks_at_once
         for done in range(0, count, at_once):
-            blocks.write(done, *_tokens_of(states, sinks + done * size, min(at_once, count - done) * size))
+            some = _tokens_of(states, sinks + done * size, min(at_once, count - done) * size)
+            if smoothing is None:
+                smoothing = blocks.smoothing_for(some[0])
+            blocks.write(done, *some, smoothing)
         new_sinks = self.sinks
         if sinks:
             new_sinks = self.sinks.fork()
@@ -121,6 +144,8 @@ class QuantizedParts:
             # Interrupted: the residual still holds these tokens, so no block may hold them too, nor one side of it.
             blocks.truncate(before)
             raise
+        if self._vectors is None and smoothing is not None:
+            self.smoothing = smoothing
         retired, self.sinks, self.residual = self.residual, new_sinks, residual
         retired.retire()
 
@@ -134,7 +159,7 @@ class QuantizedParts:
 
     def segments(self, old: tuple[Segment, ...], count: int) -> KVSegments:
         """The segments `old`, and the residual's tokens among the newest `count` of the store."""
-        return KVSegments((*old, *self.residual.pieces(min(count, self.residual.length))))
+        return KVSegments((*old, *self.residual.pieces(min(count, self.residual.length))), self.smoothing)
 
     # Dropping, cropping and the batch
 
@@ -162,13 +187,22 @@ class QuantizedParts:
     def selected(self, indices: Tensor) -> Self:
         """Parts of the selected sequences. If there is no memory for them, this one has not changed."""
         sinks, residual = self.sinks.selected(indices), self.residual.selected(indices)
-        return self.__class__(sinks, None if self.blocks is None else self.blocks.selected(indices), residual)
+        blocks = None if self.blocks is None else self.blocks.selected(indices)
+        return self.__class__(sinks, blocks, residual, self._selected_vectors(indices))
 
-    def expanded(self, repeats: int) -> Self:
-        """Parts in which each sequence is repeated `repeats` times in a row, and held once as far as possible."""
+    def _selected_vectors(self, indices: Tensor) -> dict[str, TokenBuffer] | None:
+        if self._vectors is None:
+            return None
+        return {name: buffer.selected(indices, 0, 1, 1) for name, buffer in self._vectors.items()}
+
+    def expanded(self, batch: int, repeats: int) -> Self:
+        """Parts in which each of `batch` sequences is repeated in a row, and held once as far as possible."""
         twin = self.fork()
         for part in twin._each():
             part.expand(repeats)
+        for name, buffer in (self._vectors or {}).items():
+            rows = torch.arange(batch, device=buffer.tensor.device).repeat_interleave(repeats)
+            twin._vectors = {**(twin._vectors or {}), name: buffer.selected(rows, 0, 1, 1)}
         return twin
 
     def promoted(self, forms: tuple[StateForm, StateForm]) -> Self:
@@ -176,10 +210,13 @@ class QuantizedParts:
         twin = self.fork()
         for part in twin._each():
             part.promote(*forms)
+        if self.smoothing is not None:
+            twin.smoothing = self.smoothing.mapped(lambda vectors: vectors.to(forms[0].dtype))
         return twin
 
     def clear(self) -> None:
         """Forget all tokens; keep the memory."""
+        self._vectors = None
         for part in self._each():
             part.clear()
 
@@ -194,12 +231,12 @@ class QuantizedParts:
     def snapshot(self) -> Self:
         """See `TokenStore.snapshot`."""
         blocks = None if self.blocks is None else self.blocks.snapshot()
-        return self.__class__(self.sinks.snapshot(), blocks, self.residual.snapshot())
+        return self.__class__(self.sinks.snapshot(), blocks, self.residual.snapshot(), self._vectors)
 
     def fork(self) -> Self:
         """Independent parts with the same tokens."""
         blocks = None if self.blocks is None else self.blocks.fork()
-        return self.__class__(self.sinks.fork(), blocks, self.residual.fork())
+        return self.__class__(self.sinks.fork(), blocks, self.residual.fork(), self._vectors)
 
     def share_prefix(self, other: Self, tokens: int) -> None:
         """Hold sinks and whole blocks of the first `tokens` tokens as `other` holds them."""
@@ -207,7 +244,8 @@ class QuantizedParts:
         if self.blocks is None or other.blocks is None or sinks != other.sinks.length or tokens < sinks:
             return
         self.sinks.share_prefix(other.sinks, sinks)
-        self.blocks.share_prefix(other.blocks, tokens - sinks)
+        if self.smoothing is None or self.smoothing.is_same(other.smoothing):
+            self.blocks.share_prefix(other.blocks, tokens - sinks)
 
     def trim(self) -> None:
         """See `TokenStore.trim`."""
@@ -223,11 +261,23 @@ class QuantizedParts:
         """See `TokenStore.swap_buffers`."""
         for part in self._each():
             part.swap_buffers(swap)
+        self._swap_vectors(swap)
+
+    def swap_unpaged_buffers(self, swap: BufferSwap) -> None:
+        """See `TokenStore.swap_unpaged_buffers`."""
+        self.sinks.swap_buffers(swap)
+        self.residual.swap_buffers(swap)
+        self._swap_vectors(swap)
+
+    def _swap_vectors(self, swap: BufferSwap) -> None:
+        if self._vectors is not None:
+            self._vectors = {name: swap(buffer, 0, 1) for name, buffer in self._vectors.items()}
 
     def held_tensors(self) -> Iterator[Tensor]:
         """See `TokenStore.held_tensors`."""
         for part in self._each():
             yield from part.held_tensors()
+        yield from (buffer.tensor for buffer in (self._vectors or {}).values())
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all held tensors; empty before the first states."""
@@ -236,6 +286,8 @@ class QuantizedParts:
         tensors = {**self.residual.state(), **self.blocks.state()}
         if self.sinks.length:
             tensors.update({f"sink_{name}": states for name, states in self.sinks.state().items()})
+        if self.smoothing is not None:
+            tensors.update(self.smoothing.mapped(torch.clone).state())
         return tensors
 
 

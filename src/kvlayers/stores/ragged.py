@@ -14,11 +14,13 @@ from kvlayers.attention.packed_ops import packed_like
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segments import KVSegments
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
 from kvlayers.stores.dense import DenseStore, dense_in_small_steps
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.flat_tokens import FlatTokens
+from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.stores.quantized_checks import in_one_dtype
 from kvlayers.stores.ragged_plan import planned_nbytes
 from kvlayers.stores.ragged_state import RaggedColumns, check_ragged_state, flat_tokens_of, is_ragged, tail_state
@@ -84,6 +86,11 @@ class RaggedStore(TokenStore):
     def first_common(self) -> int:
         """Column from which on all heads hold the same tokens of the text. The store is not truncated below it."""
         return 0 if self._flat is None else self._columns.first_common(0)
+
+    @property
+    def smoothing(self) -> KeySmoothing | None:
+        """What the packed keys of both parts were made even by. The tail holds it."""
+        return self._tail.parts.smoothing if isinstance(self._tail, QuantizedStore) else None
 
     @property
     def sinks(self) -> int:
@@ -207,11 +214,11 @@ class RaggedStore(TokenStore):
         keys, values = tail
         before = (flat.gathered(),) if prefix_states is None else (DenseSegment(*prefix_states), flat.gathered())
         if not isinstance(keys, PackedStates):
-            segments = KVSegments((*before, DenseSegment(keys.as_subclass(Tensor), values)))
+            segments = KVSegments((*before, DenseSegment(keys.as_subclass(Tensor), values)), self.smoothing)
             return self._returned.attended(self, segments, self._forms(), self.length, segments.tokens)
         # The tail knows when the states become stale, because the flat part never changes.
         snapshot = keys.snapshot
-        segments = KVSegments((*before, *snapshot.segments.in_order))
+        segments = KVSegments((*before, *snapshot.segments.in_order), self.smoothing)
         whole = replace(snapshot, segments=segments, length=self.length, paths=self._returned.paths)
         return packed_like(keys, values, whole)
 
@@ -398,4 +405,6 @@ class RaggedStore(TokenStore):
         self.clear()
         flat = flat_tokens_of(tensors, self._tail) if is_ragged(tensors) else None
         self._tail.load_state(tail_state(tensors))
+        if flat is not None and isinstance(self._tail, QuantizedStore):
+            self._tail.parts.smoothing = KeySmoothing.of_state(tensors).mapped(torch.clone)
         self._hold(flat, RaggedColumns.of_state(tensors) if flat is not None else RaggedColumns())

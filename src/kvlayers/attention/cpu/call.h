@@ -69,12 +69,14 @@ struct Arguments {
     double scale;
     double softcap;      // limit of the scores, 0 for no limit
     const float* sinks;  // [heads], scores of keys without a value; null for no sinks
+    // What packed keys were made even by, [batch, kv_heads, key_dim] in the dtype of the states; null for nothing.
+    const void *factor, *mean;
     int64_t segment_count;
     Mask mask;
 };
 
 // `call.py` packs as many bytes, as a test says.
-static_assert(sizeof(void*) == 8 && sizeof(Segment) == 456 && sizeof(Arguments) == 208);
+static_assert(sizeof(void*) == 8 && sizeof(Segment) == 456 && sizeof(Arguments) == 224);
 
 struct Call : Arguments {
     const Segment* segments;

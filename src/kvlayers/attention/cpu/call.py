@@ -29,7 +29,7 @@ _KIND = struct.Struct("@2q")
 _AFTER_DENSE = 2 * _SIDE.size + _BLOCKS.size + _GATHERED.size
 _DENSE = struct.Struct(f"@2q 2P 7q {_AFTER_DENSE}x")
 _NO_DENSE = bytes(_DENSE.size - _AFTER_DENSE - _KIND.size)
-_CALL = struct.Struct("@2P 6q 6q 2q 2d P q")
+_CALL = struct.Struct("@2P 6q 6q 2q 2d 3P q")
 _MASK = struct.Struct("@P 5q")
 _POINTER = struct.Struct("@P")
 
@@ -59,6 +59,7 @@ def of_call(
     mask: bytes = NO_MASK,
     softcap: float = 0.0,
     sinks: int = 0,
+    smoothing: tuple[int, int] = (0, 0),
 ) -> bytes:
     """The arguments of a call, without those of its segments.
 
@@ -72,6 +73,7 @@ def of_call(
         mask: from `of_mask`.
         softcap: limit of the scores, 0 for no limit.
         sinks: address of `[heads]` scores of keys without a value, float32; 0 for none.
+        smoothing: addresses of the factors and of the means of `KeySmoothing`, contiguous; 0 for none.
     """
     batch, heads, queries, _ = query.shape
     numbers = _CALL.pack(
@@ -79,9 +81,18 @@ def of_call(
         *query.stride()[:3],
         *out.stride()[:3],
         *(batch, kv_heads, heads // kv_heads, queries, *head_dims),
-        *(DTYPES.index(query.dtype), torch.get_num_threads(), scale, softcap, sinks, segments),
+        *(DTYPES.index(query.dtype), torch.get_num_threads(), scale, softcap, sinks, *smoothing, segments),
     )
     return numbers + mask
+
+
+def of_smoothing(segments: KVSegments) -> tuple[int, int]:
+    """Addresses of the factors and of the means of the keys, 0 without. The segments keep their memory."""
+    smoothing = segments.smoothing
+    if smoothing is None:
+        return 0, 0
+    factor, mean = smoothing.factor, smoothing.mean
+    return 0 if factor is None else factor.data_ptr(), 0 if mean is None else mean.data_ptr()
 
 
 def of_segments(segments: KVSegments, device: torch.device) -> tuple[bytes, bytes]:

@@ -42,8 +42,9 @@ struct Memory {
     typedef typename Scoring<State>::Query Query;
     static constexpr size_t MOST_KEPT = 1 << 18;  // numbers of a buffer
 
-    // `query` and `rotated_query` are scaled; `dense_query` is as states in full precision are multiplied with it.
-    FloatBuffer query, rotated_query;
+    // `query` is scaled; `packed_query` is also multiplied by the factors of packed keys, and `rotated_query` rotated;
+    // `dense_query` is as states in full precision are multiplied with it. `offsets` are the products with the means.
+    FloatBuffer query, packed_query, rotated_query, offsets;
     std::vector<Query, LineAllocator<Query>> dense_query;
     FloatBuffer scores, mask_rows;  // [ROWS_AT_ONCE][padded_unit]
     BlockProducts products;
@@ -51,7 +52,7 @@ struct Memory {
     // Frees what many queries needed.
     void free_large() {
         if (query.size() <= MOST_KEPT) return;
-        query = rotated_query = FloatBuffer();
+        query = packed_query = rotated_query = FloatBuffer();
         dense_query = std::vector<Query, LineAllocator<Query>>();
     }
 
@@ -69,7 +70,7 @@ struct Head {
     const std::vector<int64_t>* readers = nullptr;
     int64_t segment_row = 0, kv_head = 0, rows = 0;
     const int64_t rows_of_reader, padded_key, padded_value, padded_unit;
-    bool has_rotated_query = false;
+    bool has_packed_query = false, has_rotated_query = false;
 
     Head(const Call& call, const Plan& plan, Memory<State>& memory)
         : call(call),
@@ -102,7 +103,7 @@ struct Head {
     void read_query() {
         memory.query.assign(rows * padded_key, 0.0f);
         memory.dense_query.resize(rows * padded_key);
-        has_rotated_query = false;
+        has_packed_query = has_rotated_query = false;
         for (int64_t row = 0; row < rows; ++row) {
             const State* from = query_row(row);
             for (int64_t channel = 0; channel < call.key_dim; ++channel)
@@ -116,11 +117,37 @@ struct Head {
         return segment.gathered.source_rows ? segment.gathered.source_rows[segment_row] : segment_row;
     }
 
+    // A vector of the kv head for the reader of a row.
+    const State* smoothing_row(const void* vectors, int64_t row) const {
+        const int64_t sequence = (*readers)[row / rows_of_reader];
+        return (const State*)vectors + (sequence * call.kv_heads + kv_head) * call.key_dim;
+    }
+
+    // Queries for packed keys that are not rotated, and what their products lack.
+    const FloatBuffer& smoothed_query() {
+        if (!call.factor && !call.mean) return memory.query;
+        if (has_packed_query) return memory.packed_query;
+        memory.packed_query = memory.query;
+        memory.offsets.assign(rows, 0.0f);
+        for (int64_t row = 0; row < rows; ++row) {
+            float* query = memory.packed_query.data() + row * padded_key;
+            const State* mean = call.mean ? smoothing_row(call.mean, row) : nullptr;
+            const State* factor = call.factor ? smoothing_row(call.factor, row) : nullptr;
+            for (int64_t channel = 0; channel < call.key_dim; ++channel) {
+                if (mean) memory.offsets[row] += query[channel] * to_float(mean[channel]);
+                if (factor) query[channel] *= to_float(factor[channel]);
+            }
+        }
+        has_packed_query = true;
+        return memory.packed_query;
+    }
+
     const float* packed_query(const Segment& segment) {
+        const FloatBuffer& query = smoothed_query();
         // Products stay the same if both sides are rotated, so the keys need not be rotated back.
-        if (!segment.packed.keys_rotated) return memory.query.data();
+        if (!segment.packed.keys_rotated) return query.data();
         if (!has_rotated_query) {
-            memory.rotated_query = memory.query;
+            memory.rotated_query = query;
             for (int64_t row = 0; row < rows; ++row)
                 rotate(memory.rotated_query.data() + row * padded_key, call.key_dim, rotation_size(call.key_dim));
             has_rotated_query = true;
@@ -145,10 +172,15 @@ struct Head {
     void score(const Unit& unit, int64_t row) {
         if (unit.segment->is_packed) {
             const Packed& packed = unit.segment->packed;
-            for (int i = 0; i < R; ++i) fill_zeros(scores_of(i), packed.block_tokens + 8);
-            memory.products.template add<R, State>(
-                packed.keys, source_row(*unit.segment), kv_head, unit.index, 0, call.key_dim,
-                packed_query(*unit.segment) + row * padded_key, padded_key, memory.scores.data(), padded_unit);
+            const float* query = packed_query(*unit.segment) + row * padded_key;
+            for (int i = 0; i < R; ++i) {
+                if (call.mean)
+                    std::fill_n(scores_of(i), packed.block_tokens + 8, memory.offsets[row + i]);
+                else
+                    fill_zeros(scores_of(i), packed.block_tokens + 8);
+            }
+            memory.products.template add<R, State>(packed.keys, source_row(*unit.segment), kv_head, unit.index, 0,
+                                                   call.key_dim, query, padded_key, memory.scores.data(), padded_unit);
         } else {
             const Dense& dense = unit.segment->dense;
             dense_scores<R>(keys_of(unit), dense.key_token, unit.end - unit.begin, call.key_dim,

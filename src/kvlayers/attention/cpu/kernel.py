@@ -63,7 +63,16 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
     out = _result(query, head_dims[1])
     mask = None if mask is None else _as_read(mask)
     of_mask = NO_MASK if mask is None else call.of_mask(mask)
-    numbers = call.of_call(query, out, segments.kv_heads, head_dims, len(segments.in_order), scale, of_mask)
+    numbers = call.of_call(
+        query,
+        out,
+        segments.kv_heads,
+        head_dims,
+        len(segments.in_order),
+        scale,
+        of_mask,
+        smoothing=call.of_smoothing(segments),
+    )
     _loaded().kvlayers_attend(numbers, *call.of_segments(segments, query.device))
     return out
 
@@ -128,7 +137,9 @@ def combine(weights: Tensor, segments: KVSegments) -> Tensor:
 
 def _call_without_mask(query: Tensor, out: Tensor, segments: KVSegments) -> tuple[bytes, bytes, bytes]:
     """What a function of the kernel is called with for a single product. The tensors must live until it returns."""
-    numbers = call.of_call(query, out, segments.kv_heads, segments.head_dims, len(segments.in_order), 1.0)
+    smoothing = call.of_smoothing(segments)
+    count = len(segments.in_order)
+    numbers = call.of_call(query, out, segments.kv_heads, segments.head_dims, count, 1.0, smoothing=smoothing)
     return numbers, *call.of_segments(segments, query.device)
 
 

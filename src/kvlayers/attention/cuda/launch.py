@@ -31,8 +31,11 @@ def kind_of(mask: Tensor | None) -> int:
 
 def variant_of(read: Read, heads: int, q_tokens: int, mask: int) -> Variant:
     """The kernel of a launch, for numbers of query heads and queries, and a kind of mask."""
-    indexed, gathered = read.rows is not None, read.tables is not None
-    return read.plan.kernels.variant(heads, q_tokens, mask, read.readers, indexed, gathered)
+    indexed, gathered, smoothing = read.rows is not None, read.tables is not None, read.smoothing
+    of_keys = (False, False)
+    if smoothing is not None:
+        of_keys = smoothing.factor is not None, smoothing.mean is not None
+    return read.plan.kernels.variant(heads, q_tokens, mask, read.readers, indexed, gathered, *of_keys)
 
 
 class SplitCall:
@@ -101,6 +104,7 @@ class SplitCall:
                 entries,
                 partials,
                 query if read.rows is None else read.rows.on(plan.device)[0],
+                *_vectors_of(read, query),
                 query.stride(),
                 of_read.strides,
                 strides_a,
@@ -167,6 +171,15 @@ def _tables_of(read: Read, kind: int) -> tuple[Tensor, Tensor, Tensor]:
         return ends, ends if kind == NO_MASK else read.plan.starts(), ends
     counts = read.tables.counts
     return counts, counts if kind == NO_MASK else read.tables.columns(), read.tables.pieces
+
+
+def _vectors_of(read: Read, query: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors and the means of packed keys. Any pointer stands for what is never read."""
+    smoothing = read.smoothing
+    if smoothing is None:
+        return query, query
+    factor, mean = smoothing.factor, smoothing.mean
+    return query if factor is None else factor, query if mean is None else mean
 
 
 def _divided(

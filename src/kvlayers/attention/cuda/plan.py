@@ -130,10 +130,20 @@ class SplitKernels:
         self._device, self._dtype, self._sides, self._launch = device, dtype, sides, launch
         self._kv_heads, self._block_tokens = kv_heads, block_tokens
         self._packed, self._first, self._ends = packed, first, ends
-        self._variants: dict[tuple[int, int, int, int, bool, bool], Variant] = {}
+        self._variants: dict[tuple[int | bool, ...], Variant] = {}
         self._merges: dict[tuple[int, bool, bool], KeptConstants] = {}
 
-    def variant(self, heads: int, q_tokens: int, mask: int, readers: int, indexed: bool, gathered: bool) -> Variant:
+    def variant(
+        self,
+        heads: int,
+        q_tokens: int,
+        mask: int,
+        readers: int,
+        indexed: bool,
+        gathered: bool,
+        factors: bool = False,
+        means: bool = False,
+    ) -> Variant:
         """The split kernel.
 
         Args:
@@ -143,8 +153,11 @@ class SplitKernels:
             readers: sequences that read each sequence of the segments.
             indexed: whether there are `Read.rows`.
             gathered: whether there are `Read.tables`.
+            factors: whether keys were divided by factors; see `KeySmoothing`.
+            means: whether means were subtracted from them.
         """
-        variant = self._variants.get((heads, q_tokens, mask, readers, indexed, gathered))
+        kind = heads, q_tokens, mask, readers, indexed, gathered, factors, means
+        variant = self._variants.get(kind)
         if variant is None:
             groups = heads // self._kv_heads
             spec = split_spec(
@@ -161,10 +174,12 @@ class SplitKernels:
                 indexed,
                 self._packed,
                 gathered,
+                factors,
+                means,
             )
             key = self._device, self.shared_memory, spec, self._launch
             variant = _variants.setdefault(key, Variant(spec, self._launch, self._dtype))
-            self._variants[heads, q_tokens, mask, readers, indexed, gathered] = variant
+            self._variants[kind] = variant
         return variant
 
     def merge(self, heads: int, logsumexp: bool, gaps: bool) -> KeptConstants:

@@ -18,6 +18,7 @@ from kvlayers.attention.gathered_segment import GatheredSegment
 from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.attention.segment_rows import SegmentRows
 from kvlayers.attention.segments import KVSegments
+from kvlayers.quantizers.smoothing import KeySmoothing
 
 DenseArguments = tuple[Tensor, Tensor, tuple[int, ...], int, int]
 """Keys, values, batch, head and token strides of both, the number of tokens, and their first column of a mask."""
@@ -62,6 +63,7 @@ class Read(NamedTuple):
         rows: which sequence of the segments each sequence reads, `None` if `readers` says it.
         tables: which pieces each kv head reads, `None` if it reads all blocks.
         dense: arguments of at most two dense segments.
+        smoothing: what the keys of its blocks were made even by, `None` if they are as they were.
     """
 
     plan: SegmentPlan | DensePlan
@@ -71,6 +73,7 @@ class Read(NamedTuple):
     rows: SegmentRows | None
     tables: TableArguments | None
     dense: list[DenseArguments]
+    smoothing: KeySmoothing | None = None
 
 
 def reads_of(segments: KVSegments, launch: Launch = DEFAULT_LAUNCH) -> list[Read] | str:
@@ -92,11 +95,14 @@ def _reads_of(segments: KVSegments, launch: Launch) -> list[Read] | str:
     for segment in segments.in_order:
         if isinstance(segment, GatheredSegment):
             read = _gathered_read(segment, column, launch)
-            (packed if isinstance(segment.source, PackedSegment) else gathered).append(read)
+            if isinstance(segment.source, PackedSegment):
+                packed.append(read._replace(smoothing=segments.smoothing))
+            else:
+                gathered.append(read)
         elif isinstance(segment, PackedSegment):
             plan = plan_of(segment, launch)
             blocks = plan.blocks if plan.obstacle is None else 0
-            packed.append(Read(plan, blocks, column, *_readers(segment.rows), None, []))
+            packed.append(Read(plan, blocks, column, *_readers(segment.rows), None, [], segments.smoothing))
         elif segment.tokens:
             dense.append((segment, column, *_readers(segment.rows)))
         column += segment.tokens

@@ -96,6 +96,8 @@ class SplitSpec:
         indexed: whether a tensor has the sequence of the segments that each sequence reads.
         packed: whether the segment that is read in blocks is packed, and not in full precision.
         gathered: whether tables have the blocks that each kv head reads.
+        factors: whether packed keys were divided by factors of their channels, which queries are multiplied by.
+        means: whether packed keys lack a mean, whose products with queries are added to the scores.
         boost: factor of the value scales.
         divisor: factor of the sums that is to be undone.
         unfold: factor of the scores of packed keys.
@@ -121,6 +123,8 @@ class SplitSpec:
     indexed: bool
     packed: bool
     gathered: bool
+    factors: bool
+    means: bool
     boost: float
     divisor: float
     unfold: float
@@ -240,6 +244,8 @@ def split_spec(
     indexed: bool,
     packed: bool,
     gathered: bool,
+    factors: bool,
+    means: bool,
 ) -> SplitSpec:
     """The spec of `attend_split` for `rows` rows of queries of a dtype."""
     boost = _FLOAT16_BOOSTS[values.bits] if packed and dtype == torch.float16 else 1.0
@@ -264,6 +270,8 @@ def split_spec(
         indexed=indexed,
         packed=packed,
         gathered=gathered,
+        factors=factors,
+        means=means,
         boost=boost,
         divisor=boost if values.folded and not values.floating else 1.0,
         # Codes of float8 are 256 times the numbers that the kernel unpacks, which it makes up for with the scales.

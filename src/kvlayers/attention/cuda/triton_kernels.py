@@ -58,6 +58,8 @@ def attend_split(
     mask,
     partials,
     segment_rows,
+    factors,
+    means,
     query_strides,
     block_strides,
     strides_a,
@@ -91,7 +93,8 @@ def attend_split(
     `value_codes` are keys and values), then come those of a, then those of b. Their results have the places from
     `block_place` and from `dense_place` on, among the `splits` of all launches. The columns are those of the mask that
     belong to the first token of each segment. `readers` sequences side by side read each sequence of the segments, or
-    `segment_rows` has the sequence that each one reads. `scale` makes scores of units of log2(e).
+    `segment_rows` has the sequence that each one reads. `factors` and `means` of packed keys are contiguous, `[batch,
+    kv_heads, channels]`. `scale` makes scores of units of log2(e).
 
     If blocks are gathered, each kv head of each sequence has `blocks` entries in three tables: `pieces` has blocks, or
     first tokens, `ends` the tokens of each piece, and `starts` their first columns of the mask.
@@ -142,8 +145,15 @@ def attend_split(
         keys_of_head = key_codes + sequence * block_strides[0] + kv_head * block_strides[1]
         values_of_head = value_codes + sequence * block_strides[6] + kv_head * block_strides[7]
         if SPEC.packed:
+            held = (rows_of_program(SPEC) < rows_of_head)[:, None] & (channels < SPEC.keys.head_dim)[None, :]
+            vectors = ((reader + tl.zeros_like(rows)) * SPEC.kv_heads + kv_head) * SPEC.keys.head_dim
+            places = vectors[:, None] + channels[None, :]
             attend_blocks(
                 query,
+                factors,
+                means,
+                places,
+                held,
                 keys_of_head,
                 key_parameters + sequence * block_strides[3] + kv_head * block_strides[4],
                 values_of_head,

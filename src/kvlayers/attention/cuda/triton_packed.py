@@ -143,8 +143,37 @@ def add_values_of_block(
 
 
 @jit
+def query_of_blocks(query, factors, places, held, SPEC: tl.constexpr):
+    """Queries `[rows, channels]` for packed keys: times the factors that these were divided by, and rotated as they are.
+
+    They are rounded once.
+    """
+    DTYPE: tl.constexpr = query.dtype
+    if SPEC.factors:
+        query = query.to(tl.float32) * tl.load(factors + places, mask=held, other=1.0).to(tl.float32)
+    if SPEC.keys.rotation > 0:
+        # Products stay the same if both sides are rotated, so keys need not be rotated back.
+        query = rotate(query.to(tl.float32), SPEC.keys.rotation)
+    return query.to(DTYPE)
+
+
+@jit
+def lowered_by_means(query, means, places, held, SPEC: tl.constexpr):
+    """What the products of queries and packed keys lack, `[rows]`, in units of the products."""
+    lowered = tl.zeros([SPEC.rows], tl.float32)
+    if SPEC.means:
+        mean = tl.load(means + places, mask=held, other=0.0).to(tl.float32)
+        lowered = tl.sum(query.to(tl.float32) * mean, axis=1) / SPEC.unfold
+    return lowered
+
+
+@jit
 def attend_blocks(
     query,
+    factors,
+    means,
+    places,
+    held,
     key_codes,
     key_parameters,
     value_codes,
@@ -175,6 +204,10 @@ def attend_blocks(
 
     Args:
         query: `[rows, channels]`, not rotated.
+        factors: pointer to the factors of packed keys.
+        means: pointer to what was subtracted from them.
+        places: where both have the channels of each row.
+        held: which channels of which rows there are.
         key_codes: pointer to the key codes of the kv head, as the other pointers.
         pieces: pointer to the blocks that are read, if they are gathered: `begin` and `end` are those of this table.
         key_block: words between key codes of neighbouring blocks; the other strides count parameters and words.
@@ -191,9 +224,8 @@ def attend_blocks(
     COLUMNS: tl.constexpr = SPEC.columns
     DTYPE: tl.constexpr = query.dtype
     CUT: tl.constexpr = SPEC.first or SPEC.ends
-    if KEYS.rotation > 0:
-        # Products stay the same if both sides are rotated, so keys need not be rotated back.
-        query = rotate(query.to(tl.float32), KEYS.rotation).to(DTYPE)
+    lowered = lowered_by_means(query, means, places, held, SPEC)
+    query = query_of_blocks(query, factors, places, held, SPEC)
     scale = scale * SPEC.unfold
     channels = tl.arange(0, SPEC.key_channels)
     key_places = channels[:, None] * KEYS.words + tl.arange(0, KEYS.words)[None, :]
@@ -228,13 +260,13 @@ def attend_blocks(
                 key_codes + block * key_block + key_places, mask=(channels < KEYS.head_dim)[:, None], other=0
             )
 
-        offset = tl.zeros([ROWS], tl.float32)
+        offset = lowered
         rows_of_block = query
         if KEYS.folded:
             rows_of_block = times_scale(query, key_scale, SPEC.emulated)
             if not KEYS.floating:
                 centre = key_zero.to(tl.float32) + (1 << (KEYS.bits - 1)) * key_scale.to(tl.float32)
-                offset = tl.sum(query.to(tl.float32) * centre[None, :], axis=1)
+                offset += tl.sum(query.to(tl.float32) * centre[None, :], axis=1)
             key_scale, key_zero = load_key_parameters(key_parameters + following * key_parameters_block, channels, KEYS)
 
         lead = tl.where(block == 0, first, 0)

@@ -63,6 +63,10 @@ def _pieces(segments: KVSegments, rows: int) -> Iterator[tuple[StatePiece, Tenso
             if segment.rows is not None:
                 index = segment.rows.on(latents.device)[0]
                 latents, keys = latents.index_select(0, index), keys.index_select(0, index)
+            if segments.smoothing is not None and piece.is_packed:
+                # Latents are summed up as well, so the queries cannot make up for it.
+                latents = segments.smoothing.restored(rotate(latents) if piece.keys_rotated else latents)
+                piece = replace(piece, keys_rotated=False)
             yield replace(piece, position=position + piece.position), latents, keys
         position += segment.tokens
 

@@ -5,11 +5,18 @@ from torch import Tensor
 
 from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.contract import KernelSearch
+from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.quantizers.cuda.support import PACK, READ, pack_constants, read_constants
 
 
 def pack_blocks(
-    states: Tensor, partner: Tensor, codes: Tensor, parameters: Tensor, layout: BlockLayout, search: KernelSearch
+    states: Tensor,
+    partner: Tensor,
+    codes: Tensor,
+    parameters: Tensor,
+    layout: BlockLayout,
+    search: KernelSearch,
+    smoothing: KeySmoothing | None = None,
 ) -> None:
     """Quantize one side of whole blocks, and write it in their packed layout. Call only without a `pack_obstacle`.
 
@@ -22,16 +29,20 @@ def pack_blocks(
         parameters: `[batch, kv_heads, blocks, layout.parameters]` in the dtype of the states, likewise.
         layout: layout of the blocks.
         search: how codes are searched for.
+        smoothing: what states are made even by first.
     """
     batch, kv_heads, blocks, _ = codes.shape
     if not codes.numel():
         return
-    constants = pack_constants(layout, partner.shape[3], states.dtype, search)
+    factor, mean = (None, None) if smoothing is None else (smoothing.factor, smoothing.mean)
+    constants = pack_constants(layout, partner.shape[3], states.dtype, search, factor is not None, mean is not None)
     arguments = (
         states,
         partner,
         codes,
         parameters,
+        # Any pointer stands for what is never read.
+        *(parameters if vectors is None else vectors for vectors in (factor, mean)),
         *states.stride(),
         *partner.stride(),
         *codes.stride()[:3],

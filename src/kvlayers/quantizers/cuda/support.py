@@ -91,6 +91,8 @@ class PackConstants(_SharedConstants):
     PADDED: bool
     NATURAL: bool
     """Whether the columns of a tile are those of the block."""
+    FACTORS: bool
+    MEANS: bool
     LIMIT: float
     TOP: float
     CLIPS: tuple[float, ...]
@@ -152,7 +154,12 @@ def _tile(layout: BlockLayout) -> tuple[int, int, int]:
 
 @functools.lru_cache(maxsize=64)
 def pack_constants(
-    layout: BlockLayout, partner_dim: int, dtype: torch.dtype, search: KernelSearch
+    layout: BlockLayout,
+    partner_dim: int,
+    dtype: torch.dtype,
+    search: KernelSearch,
+    factors: bool = False,
+    means: bool = False,
 ) -> Mapping[str, Any]:
     """Constants of `pack_block`.
 
@@ -161,6 +168,8 @@ def pack_constants(
         partner_dim: head_dim of the other side.
         dtype: dtype of the states.
         search: how codes are searched for.
+        factors: whether the channels of the states are divided by factors first; see `KeySmoothing`.
+        means: whether means are subtracted from them before that.
     """
     rows, columns, group = _tile(layout)
     shared = _shared(layout, -(-layout.rows // rows))
@@ -174,6 +183,8 @@ def pack_constants(
         ROW_GROUPS=layout.columns // layout.column_group,
         PADDED=group != layout.column_group,
         NATURAL=group == layout.column_group and columns == shared["PADDED_COLUMNS"],
+        FACTORS=factors,
+        MEANS=means,
         LIMIT=_in_dtype(min(numbers.max, search.largest_state) / math.sqrt(shared["ROTATION"]), dtype, math.floor),
         TOP=float(2**layout.format.bits - 1),
         CLIPS=search.clips,
@@ -289,6 +300,8 @@ def _pack_resource_obstacle(
     search: KernelSearch,
     limit: int | None,
 ) -> str | None:
-    arguments = (dtype, dtype, torch.uint8, dtype, *([16, 16, 16, 1] * 2), *[16] * 6)
-    constants = pack_constants(layout, partner_dim, dtype, search)
+    arguments = (dtype, dtype, torch.uint8, dtype, dtype, dtype, *([16, 16, 16, 1] * 2), *[16] * 6)
+    # With both vectors, which take the most memory.
+    is_keys = layout.side == "keys"
+    constants = pack_constants(layout, partner_dim, dtype, search, is_keys, is_keys)
     return PACK.obstacle(device, (1,), arguments, constants)

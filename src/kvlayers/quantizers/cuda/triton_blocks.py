@@ -70,11 +70,28 @@ def clamped(states, finite, LIMIT: tl.constexpr):
 
 
 @jit
+def made_even(states, factors, means, channels, C: tl.constexpr, DTYPE: tl.constexpr):
+    """Keys `[channels, tokens]` as `KeySmoothing.applied` gives them, in float32; unchanged without vectors."""
+    if C.FACTORS or C.MEANS:
+        held = channels < C.HEAD_DIM
+        states = states.to(tl.float32)
+        if C.MEANS:
+            states -= tl.load(means + channels, mask=held, other=0.0).to(tl.float32)[:, None]
+        if C.FACTORS:
+            factor = tl.load(factors + channels, mask=held, other=1.0).to(tl.float32)[:, None]
+            states = tl.div_rn(states, tl.broadcast_to(factor, states.shape))
+        states = rounded_to(tl.minimum(tl.maximum(states, -C.LARGEST_NUMBER), C.LARGEST_NUMBER), DTYPE)
+    return states
+
+
+@jit
 def pack_block(
     states,
     partner,
     codes,
     parameters,
+    factors,
+    means,
     states_batch,
     states_head,
     states_token,
@@ -93,7 +110,8 @@ def pack_block(
 ):
     """Quantize some rows of a block of one head, and write their codes and parameters.
 
-    `partner` has the states of the other side: a token is finite only if both its key and its value are.
+    `partner` has the states of the other side: a token is finite only if both its key and its value are. `factors` and
+    `means` of keys are contiguous, `[batch, heads, channels]`.
     """
     block = (tl.program_id(0) // C.PIECES).to(tl.int64)
     first_row = tl.program_id(0) % C.PIECES * C.ROWS
@@ -104,6 +122,9 @@ def pack_block(
     first_token = block * C.BLOCK_TOKENS
     states += sequence * states_batch + head * states_head + first_token * states_token
     partner += sequence * partner_batch + head * partner_head + first_token * partner_token
+    vectors = (sequence * tl.num_programs(1) + head) * C.HEAD_DIM
+    factors += vectors
+    means += vectors
 
     rows = first_row + tl.arange(0, C.ROWS)
     row_is_real = rows < C.ALL_ROWS
@@ -133,6 +154,7 @@ def pack_block(
                     mask=is_real[:, None],
                     other=0.0,
                 )
+                part = made_even(part, factors, means, inner, C, DTYPE)
                 part = clamped(part, (finite > 0)[None, :], C.LIMIT)
                 tile = product(hadamard(channels[:, None], inner[None, :], C), part, tile, DTYPE, C.EMULATED)
             else:
@@ -150,6 +172,7 @@ def pack_block(
             mask=row_is_real[:, None],
             other=0.0,
         )
+        tile = made_even(tile, factors, means, channels, C, DTYPE)
         tile = clamped(tile, (finite > 0)[None, :], C.LIMIT)
     else:
         tile = tl.load(

@@ -1,6 +1,6 @@
 """Measures what quantizers lose on models whose keys have outliers, relative to the same model in full precision.
 
-    python benchmarks/outliers.py                  # the demo model, every row: some 20 minutes on two cores
+    python benchmarks/outliers.py                  # the demo model, every row: some 30 minutes on two cores
     python benchmarks/outliers.py --only x30       # the rows whose name contains this text
     python benchmarks/outliers.py --quick          # a small random model, to see that it runs
     python benchmarks/outliers.py --write          # the recorded tables, into docs/benchmarks.md and docs/quantized.md
@@ -11,10 +11,12 @@ full precision. Both exist in real models: biases of Qwen2.5's `k_proj`, and cha
 token to token. "x30 in 2 slow, all": the two slowest rotary pairs of all KV heads, times 30.
 
 Each cache is compared with transformers' DynamicCache of the same modified model, by the mean KL divergence in nats a
-token and by the share of equal top tokens. kvlayers' caches of 4 bits hold about as many bytes; all bytes are shown.
+token and by the share of equal top tokens. kvlayers' caches of 4 bits hold about as many bytes; all bytes are shown. A
+name with "plain" is the same quantizer of keys that are not smoothed (`kvlayers.quantizers.smoothing`).
 """
 
 import argparse
+import functools
 import itertools
 import json
 import pathlib
@@ -27,22 +29,54 @@ import torch
 from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
+import kvlayers
 from claimed import between
 from fidelity import RANDOM, load
-from kvlayers.tools.measuring.scoring import NoRecord, read
+from kvlayers.quantizers import Backend, Quantizer, SideOptions, backend, quantizer_names, register_quantizer
+from kvlayers.tools.measuring.scoring import CacheMaker, NoRecord, read
 from kvlayers.tools.measuring.text import default_text
 from lib import report
-from lib.outliers import KeyOutliers
+from lib.outliers import KeyOutliers, ValueOutliers
 from lib.quantized import FULL, REFERENCE, Contender, measure_bytes
 from lib.workload import default_model
 from quantizers import own, upstream
 
+
+def plain(name: str, **options: Any) -> CacheMaker:
+    """Makes caches with a backend like another one, whose keys are packed as they are."""
+    registered = f"{name} plain"
+
+    def make(config: Any) -> kvlayers.QuantizedCache:
+        if registered not in quantizer_names():
+            register_quantizer(registered)(functools.partial(_plain, name))
+        return kvlayers.QuantizedCache(registered, config=config, **options)
+
+    return make
+
+
+def _plain(name: str) -> Backend:
+    """A backend whose quantizers want no smoothing."""
+    like: Any = type(backend(name))
+
+    class Plain(like):  # type: ignore[misc]
+        def quantizer(self, options: SideOptions, head_dim: int) -> Quantizer:
+            quantizer: Quantizer = super().quantizer(options, head_dim)
+            quantizer.smooths_keys = False
+            return quantizer
+
+    return Plain()
+
+
 NAMES = {
     "native": (Contender("kvlayers", "native", 4), own("native", nbits=4)),
+    "native plain": (Contender("kvlayers", "native plain", 4), plain("native", nbits=4)),
     "kivi": (Contender("kvlayers", "kivi", 4), own("kivi", nbits=4, q_group_size=64)),
     "turboquant": (Contender("kvlayers", "turboquant", 4), own("turboquant", nbits=4)),
+    "turboquant plain": (Contender("kvlayers", "turboquant plain", 4), plain("turboquant", nbits=4)),
     "nf4": (Contender("kvlayers", "nf4", 4), own("nf4", q_group_size=32)),
+    "nf4 plain": (Contender("kvlayers", "nf4 plain", 4), plain("nf4", q_group_size=32)),
     "fp8": (Contender("kvlayers", "fp8", 8), own("fp8")),
+    "fp8 plain": (Contender("kvlayers", "fp8 plain", 8), plain("fp8")),
     "quanto": (Contender("transformers", "quanto", 4), upstream("quanto", 4)),
 }
 SIZES = (3.0, 10.0, 30.0, 100.0)
@@ -59,9 +93,10 @@ SHOWN = (
 )
 """The rows in docs/quantized.md."""
 
-ROWS = [
+ROWS: list[KeyOutliers | ValueOutliers] = [
     *(KeyOutliers(*row) for row in itertools.product(("constant", "varying"), SIZES, ("slow", "fast"), PAIRS)),
     *(KeyOutliers(kind, size, "slow", 2, "one") for kind, size in itertools.product(("constant", "varying"), SIZES)),
+    *(ValueOutliers(kind, size) for kind, size in itertools.product(("tokens", "varying"), (30.0, 100.0))),
 ]
 
 
@@ -90,9 +125,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
-def chosen(given: argparse.Namespace) -> list[KeyOutliers | None]:
+def chosen(given: argparse.Namespace) -> list[KeyOutliers | ValueOutliers | None]:
     """The rows to measure; `None` for the model as it is."""
-    rows = [row for row in ROWS if given.only in row.name and not (given.quick and (row.pairs > 1 or row.size != 30))]
+    rows = [row for row in ROWS if given.only in row.name]
+    if given.quick:
+        rows = [row for row in rows if row.size == 30 and (isinstance(row, ValueOutliers) or row.pairs == 1)]
     return [None, *rows]
 
 

@@ -1,4 +1,4 @@
-"""Models whose keys have outliers, like those of some model families, made of a model that has none."""
+"""Models whose keys or values have outliers, like those of some model families, made of a model that has none."""
 
 import functools
 from collections.abc import Iterator
@@ -75,6 +75,58 @@ class KeyOutliers:
                 handle.remove()
 
 
+@dataclass(frozen=True)
+class ValueOutliers:
+    """Large values in every layer.
+
+    Attributes:
+        kind: `tokens` multiplies all values of one token in sixteen, those whose id is a multiple of 16, as massive
+            activations do. `varying` multiplies two channels of every value, by which the inputs of `o_proj` are
+            divided, so that the model stays the same in full precision.
+        size: the factor.
+    """
+
+    kind: Literal["tokens", "varying"]
+    size: float
+
+    @property
+    def name(self) -> str:
+        """The name in tables and files."""
+        return f"values x{self.size:g} in " + ("1 token of 16" if self.kind == "tokens" else "2 channels")
+
+    @contextmanager
+    def applied(self, model: Any) -> Iterator[None]:
+        """Give a model these outliers, within a block."""
+        config = model.config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        factors = torch.ones(config.num_key_value_heads, head_dim)
+        factors[:, -2:] = self.size
+        of_heads = factors.repeat_interleave(config.num_attention_heads // config.num_key_value_heads, 0)
+        ids: list[Tensor] = []
+
+        def note_ids(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            ids[:] = [options["input_ids"] if "input_ids" in options else arguments[0]]
+
+        def enlarged(module: Any, arguments: Any, output: Tensor) -> Tensor:
+            return torch.where((ids[0] % 16 == 0)[..., None], output * self.size, output)
+
+        def divided(module: Any, arguments: tuple[Tensor]) -> tuple[Tensor]:
+            return (arguments[0] / of_heads.flatten().to(arguments[0].dtype),)
+
+        handles = [model.register_forward_pre_hook(note_ids, with_kwargs=True)]
+        for name, module in model.named_modules():
+            if name.endswith(".v_proj"):
+                change = enlarged if self.kind == "tokens" else functools.partial(_multiplied, factors)
+                handles.append(module.register_forward_hook(change))
+            if name.endswith(".o_proj") and self.kind == "varying":
+                handles.append(module.register_forward_pre_hook(divided))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
 def _added(change: Tensor, module: Any, arguments: Any, output: Tensor) -> Tensor:
     by_head = _by_head(output, change.shape[0])
     return _as(output, by_head + change.to(output.dtype))
@@ -86,7 +138,7 @@ def _multiplied(factor: Tensor, module: Any, arguments: Any, output: Tensor) -> 
 
 
 def _by_head(output: Tensor, heads: int) -> Tensor:
-    """`[..., heads, head_dim]`, of a projection `[..., heads * head_dim]` or of a norm, which may have heads before tokens."""
+    """An output `[..., heads, head_dim]`: of a projection `[..., heads * head_dim]`, or of a norm in any order."""
     if output.dim() < 4:
         return output.unflatten(-1, (heads, -1))
     return output if output.shape[-2] == heads else output.transpose(-2, -3)

@@ -64,9 +64,9 @@ def test_a_block_is_packed_once_and_read_where_it_is(monkeypatch: pytest.MonkeyP
     packed: list[int] = []
     write = PackedBlocks.write
 
-    def counted(self: PackedBlocks, skipped: int, keys: Tensor, values: Tensor) -> None:
+    def counted(self: PackedBlocks, skipped: int, keys: Tensor, *others: Any) -> None:
         packed.append(keys.shape[2] // BLOCK)
-        write(self, skipped, keys, values)
+        write(self, skipped, keys, *others)
 
     monkeypatch.setattr(PackedBlocks, "write", counted)
     store = filled(PREFIX)

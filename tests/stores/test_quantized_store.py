@@ -253,7 +253,8 @@ def test_memory_is_that_of_the_specification(head_dim: int, nbits: int, hint: in
         recent.take(length - (packed * BLOCK + sinks if packed else 0))
         of_blocks = blocks.capacity * sum(block_bytes(nbits, head_dim, itemsize=2))
         of_tokens = (recent.capacity + (sinks if packed else 0)) * 2 * head_dim * 2
-        assert store.nbytes == batch * kv_heads * (of_blocks + of_tokens)
+        factors = head_dim * 2 if packed else 0
+        assert store.nbytes == batch * kv_heads * (of_blocks + of_tokens + factors)
 
 
 @pytest.mark.parametrize("hint", [None, 16384])

@@ -16,7 +16,7 @@ from kvlayers.errors import StateMismatchError
 from kvlayers.eviction.kept import KeptTokens
 from kvlayers.quantizers import NativeQuantizer, SideOptions, backend
 from kvlayers.quantizers.contract import CodeFormat
-from kvlayers.quantizers.smoothing import LARGEST_FACTOR, KeySmoothing, vectors_of
+from kvlayers.quantizers.smoothing import LARGEST_FACTOR, KeySmoothing, vectors_for
 from kvlayers.stores import QuantizedStore
 from kvlayers.stores.eviction import evicted
 from kvlayers.stores.held_tokens import held_tokens
@@ -28,7 +28,7 @@ HEAD_DIM, KV_HEADS = 64, 2
 
 
 def pair(batch: int, tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Keys with a channel that varies thirty times as much in one head, and one that is a constant of 100 in the other."""
+    """Keys with a channel that varies thirty times as much in one head, and a constant of 100 in the other one."""
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(batch, KV_HEADS, tokens, HEAD_DIM, generator=generator) for _ in range(2))
     keys[:, 0, :, 5] *= 30
@@ -262,10 +262,10 @@ def test_quantizers_ask_for_the_vectors_that_their_codes_lack() -> None:
         "turboquant": ["smoothing_factor", "smoothing_mean"],
     }
     for name in ("kivi", "quanto", "hqq"):
-        assert not vectors_of(keys_quantizer(name))
+        assert vectors_for(keys_quantizer(name)) == (False, False)
     scaled = backend("fp8").quantizer(SideOptions("keys", 8, scales=(0.1,)), HEAD_DIM)
-    assert not vectors_of(scaled)
-    assert vectors_of(NativeQuantizer(CodeFormat(4, 1, 32))) == 2
+    assert vectors_for(scaled) == (False, False)
+    assert vectors_for(NativeQuantizer(CodeFormat(4, 1, 32))) == (True, True)
 
 
 def test_even_channels_get_no_factor() -> None:
@@ -309,7 +309,9 @@ def test_extreme_keys_have_finite_vectors_and_come_back(kind: str, name: str, dt
     restored = smoothing.restored(even.float())
     if kind != "opposite":
         # The difference to the mean is rounded once.
-        assert float((restored - keys.float()).abs().max()) <= 4 * torch.finfo(dtype).eps * float(keys.float().abs().max())
+        assert float((restored - keys.float()).abs().max()) <= 4 * torch.finfo(dtype).eps * float(
+            keys.float().abs().max()
+        )
 
 
 @pytest.mark.parametrize("name", BACKENDS)

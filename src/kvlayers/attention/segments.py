@@ -22,8 +22,8 @@ class KVSegments:
 
     Attributes:
         in_order: the segments, at least one.
-        smoothing: what the keys of all packed segments were made even by, for each sequence of the batch; `None` if they
-            were packed as they are.
+        smoothing: what the keys of all packed segments were made even by, for each sequence of the batch; `None` if no
+            segment is packed, or by nothing.
         kernel_cache: as `DenseSegment.kernel_cache`.
     """
 

@@ -75,7 +75,7 @@ def _parts(segments: KVSegments) -> Iterator["_Part"]:
 
 
 def _of_sequences(smoothing: KeySmoothing | None, rows: SegmentRows) -> KeySmoothing | None:
-    """The smoothing of each sequence of segments: that of any sequence of the batch that reads it, which are the same."""
+    """The smoothing of each sequence of segments, which all sequences of the batch that read it have in common."""
 
     def of_sequences(vectors: Tensor) -> Tensor:
         own = vectors.new_ones((rows.sequences, *vectors.shape[1:]))

@@ -1,14 +1,14 @@
-"""Keys made even before they are packed, by two vectors for each KV head that change no attention.
+"""Keys that are smoothed before they are packed: made even, by two vectors for each KV head that change no attention.
 
-Some models have channels of keys that are much larger than the others. A constant one takes most codes of a group, and a
-rotation spreads one that varies over all channels. Two vectors mend that, and the queries make up for both:
+Some models have channels of keys that are much larger than the others. A constant in a channel takes most codes of its
+group. A rotation spreads a channel that varies over all others. Two vectors mend that:
 
-- A mean that is subtracted from all packed keys of a head. It lowers all their scores by the same number, the product of
-  the query and the mean, as in SageAttention (Zhang et al. 2024, https://arxiv.org/abs/2410.02367).
-- A factor that each channel is divided by. The query is multiplied by it, as in QServe's SmoothAttention (Lin et al.
-  2024, https://arxiv.org/abs/2405.04532).
+- A mean is subtracted from all packed keys of a head. It lowers all their scores by the product of the query and the
+  mean, which is added again, as in SageAttention (Zhang et al. 2024, https://arxiv.org/abs/2410.02367).
+- Each channel is divided by a factor. The query is multiplied by it, as in QServe's SmoothAttention (Lin et al. 2024,
+  https://arxiv.org/abs/2405.04532).
 
-Both are found in the first tokens that are packed, and hold for all packed tokens of a sequence.
+Both are found in the first block that is packed, and hold for all packed tokens of a sequence.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,11 @@ from typing_extensions import Self
 from kvlayers.quantizers.contract import Quantizer
 
 UNEVEN = 24.0
-"""Times the median variance of a head's channels that one of them must have before channels get factors. Below that, large
-channels often meet large queries, so that a factor costs more than it gains (measured on SmolLM2 and Gemma 3)."""
+"""How many times the median variance of a head's channels the largest must be before its channels get factors.
+
+Below that, large channels often meet large queries, so that a factor costs more than it gains. Measured on SmolLM2 and
+Gemma 3, as the two numbers below.
+"""
 
 POWER = 0.75
 """Power of the relative variance of a channel that its factor takes out."""
@@ -57,7 +60,8 @@ class KeySmoothing:
             keys: `[batch, kv_heads, tokens, head_dim]`, as many as a block has.
             quantizer: the quantizer of the keys.
         """
-        if not vectors_of(quantizer) or not keys.numel():
+        factors, means = vectors_for(quantizer)
+        if not keys.numel() or not (factors or means):
             return cls()
         finite = keys.isfinite().all(-1, keepdim=True)
         exact = torch.where(finite, keys.float(), 0.0)
@@ -67,8 +71,8 @@ class KeySmoothing:
         mean = exact.sum(-2, keepdim=True) / tokens
         variance = torch.where(finite, (exact - mean).square(), 0.0).sum(-2, keepdim=True) / tokens
         return cls(
-            _factors(variance).to(keys.dtype) if _wants_factors(quantizer) else None,
-            (mean * largest).to(keys.dtype) if _wants_mean(quantizer) else None,
+            _factors(variance).to(keys.dtype) if factors else None,
+            (mean * largest).to(keys.dtype) if means else None,
         )
 
     @classmethod
@@ -86,7 +90,10 @@ class KeySmoothing:
         return self.__class__(*(None if vector is None else change(vector) for vector in (self.factor, self.mean)))
 
     def applied(self, keys: Tensor) -> Tensor:
-        """Keys `[batch, kv_heads, tokens, head_dim]` as they are packed, in their dtype. What is not finite stays so."""
+        """Keys `[batch, kv_heads, tokens, head_dim]` as they are packed, in their dtype.
+
+        A number that is not finite stays so.
+        """
         if self.mean is None:
             return keys if self.factor is None else (keys.float() / self.factor.float()).to(keys.dtype)
         exact, most = keys.float(), torch.finfo(keys.dtype).max
@@ -104,13 +111,16 @@ class KeySmoothing:
 
     def queries(self, query: Tensor) -> Tensor:
         """Queries `[batch, heads, queries, head_dim]`, for products with keys as they are packed."""
-        return query if self.factor is None else query * _by_head(self.factor, query).to(query.dtype)
+        if self.factor is None:
+            return query
+        return (_by_kv_head(query, self.factor) * self.factor.unsqueeze(2).to(query.dtype)).flatten(1, 2)
 
     def offsets(self, query: Tensor) -> Tensor | None:
         """What products with packed keys lack, float32 `[batch, heads, queries, 1]`; `None` if they lack nothing."""
         if self.mean is None:
             return None
-        return (query.float() * _by_head(self.mean, query).float()).sum(-1, keepdim=True)
+        products = _by_kv_head(query, self.mean).float() * self.mean.unsqueeze(2).float()
+        return products.sum(-1, keepdim=True).flatten(1, 2)
 
     def is_same(self, other: "KeySmoothing | None") -> bool:
         """Whether it is the same as another one, of as many sequences."""
@@ -120,24 +130,24 @@ class KeySmoothing:
         return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
 
 
-def _by_head(vector: Tensor, query: Tensor) -> Tensor:
-    """A vector of each KV head for each query head."""
-    return vector.repeat_interleave(query.shape[1] // vector.shape[1], 1)
+def _by_kv_head(query: Tensor, vectors: Tensor) -> Tensor:
+    """Queries `[batch, kv_heads, heads of a group, queries, head_dim]`."""
+    grouped: Tensor = torch.unflatten(query, 1, (vectors.shape[1], -1))
+    return grouped
 
 
-def _wants_factors(quantizer: Quantizer) -> bool:
-    """Whether channels of keys share a scale, at once or by a rotation."""
-    return quantizer.smooths_keys and (quantizer.format.rotated or quantizer.format.group_channels > 1)
+def vectors_for(quantizer: Quantizer) -> tuple[bool, bool]:
+    """Whether the keys of a quantizer are made even by factors, and by a mean.
 
-
-def _wants_mean(quantizer: Quantizer) -> bool:
-    """Whether codes cannot take out a constant, as a zero of each channel does."""
-    return quantizer.smooths_keys and (not quantizer.format.has_zero or quantizer.format.group_channels > 1)
-
-
-def vectors_of(quantizer: Quantizer) -> int:
-    """How many vectors the keys of a quantizer are made even by."""
-    return _wants_factors(quantizer) + _wants_mean(quantizer)
+    Factors are for channels that share a scale, at once or by a rotation. A mean is for codes that cannot take out a
+    constant, as a zero of each channel does.
+    """
+    code_format = quantizer.format
+    shares_scales = code_format.group_channels > 1
+    return (
+        quantizer.smooths_keys and (code_format.rotated or shares_scales),
+        quantizer.smooths_keys and (shares_scales or not code_format.has_zero),
+    )
 
 
 def _factors(variance: Tensor) -> Tensor:

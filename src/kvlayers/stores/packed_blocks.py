@@ -15,9 +15,10 @@ from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.contract import CodeFormat, Quantizer, Side, check_groups
 from kvlayers.quantizers.cpu import pack as cpu_pack
 from kvlayers.quantizers.cuda import launch as cuda_launch
+from kvlayers.quantizers.cuda import smoothing as cuda_smoothing
 from kvlayers.quantizers.cuda.support import pack_obstacle
 from kvlayers.quantizers.packed_side import PackedSide, pack_side, side_bytes
-from kvlayers.quantizers.smoothing import KeySmoothing, vectors_of
+from kvlayers.quantizers.smoothing import KeySmoothing, vectors_for
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import BufferSwap, KVPair
 from kvlayers.stores.dense import DenseStore, without_spare_room
@@ -106,14 +107,13 @@ class PackedBlocks:
         if self._sides_differ:
             self.compact()
 
-    def smoothing_for(self, keys: Tensor) -> KeySmoothing | None:
+    @torch.no_grad()
+    def smoothing_for(self, keys: Tensor) -> KeySmoothing:
         """What keys are to be made even by before they are written, found in the first block's of them."""
-        return KeySmoothing.for_keys(keys[:, :, : self.block_tokens], self._quantizers["keys"])
+        return cuda_smoothing.smoothing_for(keys[:, :, : self.block_tokens], self._quantizers["keys"])
 
     @torch.no_grad()
-    def write(
-        self, skipped: int, keys: Tensor, values: Tensor, smoothing: KeySmoothing | None = None
-    ) -> None:
+    def write(self, skipped: int, keys: Tensor, values: Tensor, smoothing: KeySmoothing | None = None) -> None:
         """Quantize states into the room that was made, after `skipped` blocks of it. Nobody reads them until `hold`.
 
         Args:
@@ -129,12 +129,12 @@ class PackedBlocks:
             codes, parameters = self._packed[side].slots_ahead(skipped, blocks)
             search, layout = self._quantizers[side].kernel_search, self._layouts[side]
             even = smoothing if side == "keys" else None
-            is_here = search is not None and codes.device == states.device
-            if is_here and self.obstacle(side) is None:
+            is_here = codes.device == states.device
+            if search is not None and is_here and self.obstacle(side) is None:
                 cuda_launch.pack_blocks(states, partner, codes, parameters, layout, search, even)
                 continue
             states = states if even is None else even.applied(states)
-            if is_here and cpu_pack.packs(layout, states, partner):
+            if search is not None and is_here and cpu_pack.packs(layout, states, partner):
                 cpu_pack.pack_blocks(states, partner, codes, parameters, layout, search)
                 continue
             if not is_known:
@@ -432,7 +432,7 @@ def planned_nbytes(
         store.planned_nbytes(*packed_forms(quantizers[side].format, side, form, block_tokens), blocks, hint)
         for side, form in zip(SIDES, forms, strict=True)
     )
-    return packed + nbytes_of(forms[0], vectors_of(quantizers["keys"]))
+    return packed + nbytes_of(forms[0], sum(vectors_for(quantizers["keys"])))
 
 
 def block_nbytes(code_format: CodeFormat, side: Side, form: StateForm, block_tokens: int) -> int:

@@ -235,8 +235,11 @@ class QuantizedParts:
 
     def fork(self) -> Self:
         """Independent parts with the same tokens."""
-        blocks = None if self.blocks is None else self.blocks.fork()
-        return self.__class__(self.sinks.fork(), blocks, self.residual.fork(), self._vectors)
+        blocks, vectors = None if self.blocks is None else self.blocks.fork(), self._vectors
+        if vectors is not None:
+            # Nobody writes to them, but memory that is offloaded has one owner.
+            vectors = {name: _own(buffer) for name, buffer in vectors.items()}
+        return self.__class__(self.sinks.fork(), blocks, self.residual.fork(), vectors)
 
     def share_prefix(self, other: Self, tokens: int) -> None:
         """Hold sinks and whole blocks of the first `tokens` tokens as `other` holds them."""
@@ -289,6 +292,11 @@ class QuantizedParts:
         if self.smoothing is not None:
             tensors.update(self.smoothing.mapped(torch.clone).state())
         return tensors
+
+
+def _own(buffer: TokenBuffer) -> TokenBuffer:
+    """The buffer, or a copy of it if it is offloaded."""
+    return buffer if type(buffer) is TokenBuffer else buffer.reallocated(0, 1, 1)
 
 
 def append_states(store: DenseStore, states: KVPair) -> None:

@@ -144,10 +144,7 @@ def add_values_of_block(
 
 @jit
 def query_of_blocks(query, factors, places, held, SPEC: tl.constexpr):
-    """Queries `[rows, channels]` for packed keys: times the factors that these were divided by, and rotated as they are.
-
-    They are rounded once.
-    """
+    """Queries `[rows, channels]` for packed keys: times the factors of these, rotated as they are, and rounded once."""
     DTYPE: tl.constexpr = query.dtype
     if SPEC.factors:
         query = query.to(tl.float32) * tl.load(factors + places, mask=held, other=1.0).to(tl.float32)

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.contract import KernelSearch
-from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.quantizers.cuda.support import PACK, READ, pack_constants, read_constants
+from kvlayers.quantizers.smoothing import KeySmoothing
 
 
 def pack_blocks(

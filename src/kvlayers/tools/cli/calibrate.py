@@ -60,6 +60,7 @@ def calibrate(
     import torch
     from rich.console import Console
 
+    from kvlayers.caches.quantized import QuantizedCache
     from kvlayers.errors import CapacityError, StateMismatchError
     from kvlayers.tools.calibration import DivergenceBudget
     from kvlayers.tools.calibration import calibrate as calibrate_model
@@ -72,6 +73,7 @@ def calibrate(
     from kvlayers.tools.demo.loading import find, load
     from kvlayers.tools.demo.model import find_device
     from kvlayers.tools.measuring.text import passages as passages_of
+    from kvlayers.tools.measuring.uneven_heads import attended_states, uneven_head
 
     # If stdout has the JSON, people read stderr.
     console = Console(stderr=as_json)
@@ -102,6 +104,7 @@ def calibrate(
                 scored_tokens=request.scored,
                 dtype=states.name_or_none,
             )
+        cache = QuantizedCache(config=loaded.model.config, **calibration.cache_config)
         results = CalibrationResults(
             run=RunFacts.of(loaded),
             text="Python's help" if text is None else str(text),
@@ -109,6 +112,7 @@ def calibrate(
             request=request,
             calibration=calibration,
             file=calibration.save(request.file),
+            uneven_head=uneven_head(cache, attended_states(loaded.model, texts[0])),
         )
         show(console, results)
     if as_json:

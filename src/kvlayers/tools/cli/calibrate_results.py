@@ -12,6 +12,7 @@ from kvlayers.tools.calibration import Calibration, MeasuredSetting
 from kvlayers.tools.cli.calibrate_request import CalibrationRequest
 from kvlayers.tools.cli.output import usage_line
 from kvlayers.tools.cli.run_facts import RunFacts
+from kvlayers.tools.measuring.uneven_heads import UnevenHead
 from kvlayers.utils.units import readable_bytes
 
 
@@ -26,6 +27,7 @@ class CalibrationResults:
         request: the arguments.
         calibration: the result.
         file: where the result was written.
+        uneven_head: the head whose keys lose far more than those of the others, `None` if no head does.
     """
 
     run: RunFacts
@@ -34,6 +36,7 @@ class CalibrationResults:
     request: CalibrationRequest
     calibration: Calibration
     file: Path
+    uneven_head: UnevenHead | None
 
     @property
     def use(self) -> dict[str, Any]:
@@ -52,6 +55,7 @@ class CalibrationResults:
             "chosen": self.calibration.chosen,
             "uniform": self.calibration.uniform,
             "file": str(self.file),
+            "uneven_head": self.uneven_head,
             "use": self.use,
         }
 
@@ -62,7 +66,9 @@ def show(console: Console, results: CalibrationResults) -> None:
     console.print(_table(calibration))
     for side in ("keys", "values"):
         console.print(f"{side}: {_bits(calibration, side)}", markup=False, highlight=False)
-    for line in (f"Written to {results.file}", _usage(results)):
+    uneven = results.uneven_head
+    warning = () if uneven is None else (f"Warning: {uneven.sentence}.",)
+    for line in (*warning, f"Written to {results.file}", _usage(results)):
         # A line to paste must not be wrapped.
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 

@@ -74,6 +74,8 @@ def findings(results: FidelityResults) -> list[str]:
             "Nothing was rounded: the newest tokens, and windows, stay in full precision. A longer --context may "
             "change that."
         )
+    heads = ((each.name, each.uneven_head) for each in results.settings)
+    found += [f"Warning: {name}: {head.sentence}." for name, head in heads if head is not None]
     found += _growth(results)
     return found + [f"Not for this model: {name} ({reason})" for name, reason in results.left_out.items()]
 

@@ -9,11 +9,13 @@ from typing import Any
 import transformers
 from torch import Tensor
 
+from kvlayers.caches.base import Cache
 from kvlayers.errors import OptionError
 from kvlayers.tools.measuring.contenders import make_contender
 from kvlayers.tools.measuring.held_bytes import bytes_of, held_nbytes
 from kvlayers.tools.measuring.positions import Drift, FidelityRange, by_position, drift, since_packing
 from kvlayers.tools.measuring.scoring import CacheMaker, PassageRecord, Scores, read
+from kvlayers.tools.measuring.uneven_heads import UnevenHead, attended_states, uneven_head
 from kvlayers.tools.names import KVLAYERS
 
 FULL = "full"
@@ -42,6 +44,8 @@ class SettingFidelity:
             not say.
         drift: the first and the last quarter of the scored tokens, `None` after an error.
         within: whether the cache is within the budget, `None` if there is no budget.
+        uneven_head: the head whose keys lose far more than those of the others, `None` if no head does, or if the cache
+            does not round its keys.
         failure: the error that ended the reading, `None` if there was none. The figures are NaN after an error.
     """
 
@@ -60,6 +64,7 @@ class SettingFidelity:
     since_packing: tuple[FidelityRange, ...] = ()
     drift: Drift | None = None
     within: bool | None = None
+    uneven_head: UnevenHead | None = None
     failure: str | None = None
 
 
@@ -146,6 +151,12 @@ def measure_fidelity(
     makers |= {name: _ignoring_config(make) for name, make in caches.items()}
     scores = read(model, passages, makers, context, chunk, record, tick)
     perplexity = scores[FULL].summary()["perplexity"]
+    states = attended_states(model, passages[0][:, :-1])
+    uneven = {
+        name: uneven_head(make(), states)
+        for name, make in caches.items()
+        if scores[name].failure is None and isinstance(make(), Cache)
+    }
     return [
         SettingFidelity(
             name,
@@ -156,6 +167,7 @@ def measure_fidelity(
             within=None
             if name == FULL or not budget.is_given
             else _is_within(budget, score, perplexity, nbytes, full_nbytes),
+            uneven_head=uneven.get(name),
         )
         for (name, score), nbytes in zip(scores.items(), held.values(), strict=True)
     ]

@@ -1,0 +1,86 @@
+"""The vectors of `KeySmoothing`, found in one launch."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlayers.quantizers import smoothing
+from kvlayers.quantizers.contract import Quantizer
+from kvlayers.quantizers.cuda.support import DTYPES
+from kvlayers.quantizers.smoothing import KeySmoothing
+from kvlayers.utils.triton_support import TritonKernel, device_obstacle, shared_memory_limit
+
+FIND = TritonKernel("kvlayers.quantizers.cuda.triton_smoothing", "find_vectors")
+
+LARGEST_TILE = 64 * 256
+"""Keys that one program holds at most."""
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """Compile-time constants of `find_vectors`; see `smoothing`."""
+
+    BLOCK_TOKENS: int
+    HEAD_DIM: int
+    TOKENS: int
+    CHANNELS: int
+    FACTORS: bool
+    MEANS: bool
+    SMALLEST: float = torch.finfo(torch.float32).tiny
+    MOST: float = smoothing.LARGEST_FACTOR**4
+    POWER: float = smoothing.POWER
+    UNEVEN: float = smoothing.UNEVEN
+    LARGEST_VARIANCE: float = smoothing.LARGEST_VARIANCE
+    LARGEST_FACTOR: float = smoothing.LARGEST_FACTOR
+
+
+def smoothing_for(keys: Tensor, quantizer: Quantizer) -> KeySmoothing:
+    """As `KeySmoothing.for_keys`, which serves where the kernel does not run."""
+    factors, means = smoothing.vectors_for(quantizer)
+    batch, kv_heads, tokens, head_dim = keys.shape
+    wanted = (factors or means) and keys.numel()
+    if not wanted or _obstacle(keys.device, keys.dtype, tokens, head_dim, factors, means) is not None:
+        return KeySmoothing.for_keys(keys, quantizer)
+    shape = batch, kv_heads, 1, head_dim
+    factor, mean = (keys.new_empty(shape) if is_wanted else None for is_wanted in (factors, means))
+    # Any pointer stands for what is not written.
+    arguments = (keys, *(keys if vectors is None else vectors for vectors in (factor, mean)), *keys.stride())
+    FIND.launch(keys.device, (kv_heads, batch), arguments, _constants(tokens, head_dim, factors, means))
+    return KeySmoothing(factor, mean)
+
+
+@functools.lru_cache(maxsize=64)
+def _constants(tokens: int, head_dim: int, factors: bool, means: bool) -> Mapping[str, Any]:
+    padded_tokens, channels = (1 << (number - 1).bit_length() for number in (tokens, head_dim))
+    # Fused multiply-add is not the default of every version of triton.
+    options = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": True}
+    return {"C": _Constants(tokens, head_dim, padded_tokens, channels, factors, means), **options}
+
+
+def _obstacle(
+    device: torch.device, dtype: torch.dtype, tokens: int, head_dim: int, factors: bool, means: bool
+) -> str | None:
+    if (found := device_obstacle(device)) is not None:
+        return found
+    return _kernel_obstacle(device, dtype, tokens, head_dim, factors, means, shared_memory_limit(device))
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel_obstacle(
+    device: torch.device,
+    dtype: torch.dtype,
+    tokens: int,
+    head_dim: int,
+    factors: bool,
+    means: bool,
+    limit: int | None,
+) -> str | None:
+    constants = _constants(tokens, head_dim, factors, means)
+    if dtype not in DTYPES or constants["C"].TOKENS * constants["C"].CHANNELS > LARGEST_TILE:
+        return f"the kernel does not take {tokens} tokens of {head_dim} channels of {dtype}"
+    # Dtypes stand for tensors, and 16 for strides: the kernel is compiled, not launched.
+    return FIND.obstacle(device, (1,), (dtype, dtype, dtype, 16, 16, 16, 1), constants)

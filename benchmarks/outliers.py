@@ -90,8 +90,12 @@ SHOWN = (
     PLAIN,
     *("+30 in 2 slow, all", "+100 in 1 slow, all"),
     *("x3 in 2 slow, all", "x30 in 2 slow, all", "x30 in 2 fast, all", "x30 in 2 slow, one"),
+    *("values x30 in 1 token of 16", "values x30 in 2 channels"),
 )
 """The rows in docs/quantized.md."""
+
+LEFT_OUT = ("turboquant plain", "nf4 plain", "fp8 plain")
+"""The caches that are not in docs/quantized.md."""
 
 ROWS: list[KeyOutliers | ValueOutliers] = [
     *(KeyOutliers(*row) for row in itertools.product(("constant", "varying"), SIZES, ("slow", "fast"), PAIRS)),
@@ -175,24 +179,27 @@ def _cell(figures: dict[str, float]) -> str:
     return f"{figures['kl']:.2g} {figures['agreement']:.0%}"
 
 
-def recorded() -> dict[str, Any]:
-    """The newest record."""
-    newest = max((pathlib.Path(__file__).parent / "recorded").glob("outliers-*.json"))
-    found: dict[str, Any] = json.loads(newest.read_text())
-    return found
+def recorded() -> list[dict[str, Any]]:
+    """The newest record of each model."""
+    newest: dict[str, Any] = {}
+    for path in sorted((pathlib.Path(__file__).parent / "recorded").glob("outliers-*.json")):
+        record = json.loads(path.read_text())
+        newest[pathlib.Path(record["arguments"]["model"]).name] = record
+    return [*newest.values()]
 
 
-def page_table(record: dict[str, Any], rows: Sequence[str] | None = None) -> str:
+def page_table(record: dict[str, Any], rows: Sequence[str] | None = None, left_out: Sequence[str] = ()) -> str:
     """The table of a record in Markdown.
 
     Args:
         record: what was measured.
         rows: the names of the rows; all if they are not given.
+        left_out: caches that are not shown.
     """
     found, arguments = record["results"]["outliers"], record["arguments"]
-    caches = arguments["caches"]
+    caches = [name for name in arguments["caches"] if name not in left_out]
     lines = [f"| keys | {' | '.join(f'`{name}`' for name in caches)} |", "|---" * (len(caches) + 1) + "|"]
-    for row in rows or found["rows"]:
+    for row in [row for row in rows or found["rows"] if row in found["rows"]]:
         lines.append(f"| {row} | {' | '.join(_cell(found['rows'][row][name]) for name in caches)} |")
     held = ", ".join(f"`{name}` {found['bytes'][name]['bytes']:,.0f}" for name in caches)
     versions, model = record["versions"], pathlib.Path(arguments["model"]).name
@@ -210,8 +217,11 @@ def page_table(record: dict[str, Any], rows: Sequence[str] | None = None) -> str
 
 def pages() -> dict[pathlib.Path, str]:
     """Each page, as it is with the recorded tables."""
-    record = recorded()
-    tables = {FIGURES: page_table(record), QUANTIZED: page_table(record, SHOWN)}
+    records = recorded()
+    tables = {
+        FIGURES: "\n\n".join(map(page_table, records)),
+        QUANTIZED: "\n\n".join(page_table(record, SHOWN, LEFT_OUT) for record in records),
+    }
     return {path: between(path.read_text(), BEGIN, END, found) for path, found in tables.items()}
 
 

@@ -23,6 +23,7 @@ import transformers.processing_utils  # noqa: F401
 import kvlayers
 import versions
 from counted_graphs import counted as counted
+from kvlayers.quantizers import smoothing
 from kvlayers.tools import kernels
 
 hypothesis.settings.register_profile("kvlayers", deadline=None, derandomize=True, print_blob=True)
@@ -73,6 +74,17 @@ def _kernels_are_there() -> None:
     """Compile, or load, what the first cache would otherwise wait for, and say in the log of a test."""
     for library in kernels.LIBRARIES:
         library.get()
+
+
+# Keys as even as those of tests have factors too, so that whatever reads packed keys is seen to use them.
+USUAL_UNEVEN = smoothing.UNEVEN
+smoothing.UNEVEN = 0.0
+
+
+@pytest.fixture
+def usual_smoothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let heads have factors as they have them in use: only if a channel is much larger than the others."""
+    monkeypatch.setattr(smoothing, "UNEVEN", USUAL_UNEVEN)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -117,12 +117,12 @@ PACKINGS |= {
     "several sequences, heads and blocks": Packing(batch=2, kv_heads=2, blocks=3, head_dim=16),
     "other head_dims of keys and values": Packing(head_dim=128, value_head_dim=64, bits=3),
     "head_dim 256 at the limit": Packing(head_dim=256, dtype=torch.bfloat16, kind=at_the_limit),
-    "made even, not_finite, float32": Packing(kind=uneven, batch=2, kv_heads=2, blocks=2, smoothed=True),
-    "made even, not_finite, bfloat16": Packing(
+    "smoothed, not_finite, float32": Packing(kind=uneven, batch=2, kv_heads=2, blocks=2, smoothed=True),
+    "smoothed, not_finite, bfloat16": Packing(
         kind=uneven, kv_heads=2, head_dim=80, dtype=torch.bfloat16, smoothed=True
     ),
-    "made even, not_finite, float8": Packing("fp8", 8, kind=uneven, kv_heads=2, head_dim=96, smoothed=True),
-    "made even, not_finite, float8, float16": Packing("fp8", 8, kind=uneven, dtype=torch.float16, smoothed=True),
+    "smoothed, not_finite, float8": Packing("fp8", 8, kind=uneven, kv_heads=2, head_dim=96, smoothed=True),
+    "smoothed, not_finite, float8, float16": Packing("fp8", 8, kind=uneven, dtype=torch.float16, smoothed=True),
     "head_dim 124": Packing(head_dim=124),
     "head_dim 100": Packing(head_dim=100, bits=2),
     "head_dim 7": Packing(head_dim=7, bits=3),
@@ -150,7 +150,7 @@ def quantizers_of(case: Packing, keys: Tensor, values: Tensor) -> dict[Side, Qua
 
 
 def smoothing_of(case: Packing, keys: Tensor, values: Tensor) -> KeySmoothing:
-    """What keys are made even by."""
+    """How keys are smoothed."""
     if not case.smoothed:
         return KeySmoothing()
     return KeySmoothing.for_keys(keys[:, :, :BLOCK_TOKENS], quantizers_of(case, keys, values)["keys"])

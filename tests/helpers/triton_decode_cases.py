@@ -70,7 +70,7 @@ class Case:
     hidden: str | None = None
     """Which tokens the mask hides from the first query, all of them: `"dense"` or `"packed"`."""
     smoothed: tuple[str, ...] = ()
-    """What packed keys were made even by: `"factor"`, `"mean"` or both."""
+    """How packed keys were smoothed: `"factor"`, `"mean"` or both."""
 
 
 def native(bits: int, channels: int = 64, rotated: bool = False) -> dict[str, CodeFormat]:

@@ -1,7 +1,8 @@
-"""Stores make keys even before they pack them, and attention to them is that to the keys as they were."""
+"""Stores smooth keys before they pack them, and attention to them is that to the keys as they were."""
 
 import copy
 import math
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvlayers.quantizers.smoothing import LARGEST_FACTOR, KeySmoothing, vectors_
 from kvlayers.stores import QuantizedStore
 from kvlayers.stores.eviction import evicted
 from kvlayers.stores.held_tokens import held_tokens
+from kvlayers.stores.packed_blocks import PackedBlocks
 from kvlayers.stores.quantization import Quantization
 from packed_reference import attention, relative_error
 
@@ -195,7 +197,7 @@ def test_evicted_stores_read_the_keys_that_they_kept(name: str, per_head: bool) 
             group = slice(row, row + 1), slice(2 * head, 2 * head + 2)
             error = relative_error(seen[group], attention(query[group], own[0], own[1], None))
             assert error < (0.05 if name == "fp8" else 0.2)
-    # What is packed later is made even by the same vectors.
+    # What is packed later has the same vectors.
     more = pair(2, 200, seed=5)
     store.validate(*more)
     keys, values = store.extend(*more)
@@ -234,6 +236,60 @@ def test_a_state_without_vectors_is_read_and_goes_on_as_it_was() -> None:
     assert relative_error(as_dense(keys), exact) < 0.2
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_entry_takes_no_codes_of_one_with_other_vectors(name: str, tmp_path: pathlib.Path) -> None:
+    # As an entry of an older kvlayers, whose keys were not smoothed, and one of the same tokens that goes beyond it.
+    states, ids = pair(1, 500), torch.arange(500)
+    for count, smoothing in ((300, KeySmoothing()), (500, None)):
+        cache = kvlayers.QuantizedCache(name, residual_length=16, sink_tokens=4)
+        cache.update(*(side[:, :, :1] for side in states), 0)
+        if smoothing is not None:
+            cache.layers[0].store.parts.smoothing = smoothing
+            cache.layers[0].store.parts.follows_packed = True
+        cache.update(*(side[:, :, 1:count] for side in states), 0)
+        prefixes = kvlayers.PrefixStore(2**30, tmp_path)
+        prefixes.insert(ids[:count], cache, model="m")
+        prefixes.evict()
+    hit = kvlayers.PrefixStore(2**30, tmp_path).lookup(torch.cat([ids, ids[:1]]), model="m")
+    assert hit.covered == 500
+    found, expected = hit.cache.layers[0], cache.layers[0]
+    assert torch.equal(as_dense(found.keys), as_dense(expected.keys))
+    assert torch.equal(as_dense(found.values), as_dense(expected.values))
+
+
+def test_other_text_finds_its_own_vectors() -> None:
+    keys, values = pair(1, 300)
+    store = filled((keys, values))
+    store.truncate(2)
+    assert store.parts.smoothing is None
+    other = keys.flip(-1)
+    store.validate(other, values)
+    store.append(other, values)
+    fresh = filled((torch.cat([keys[:, :, :2], other], 2), torch.cat([values[:, :, :2], values], 2)))
+    assert torch.equal(as_dense(store.newest(302)[0]), as_dense(fresh.newest(302)[0]))
+
+
+def test_an_interrupted_packing_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = pair(1, 300)
+    store = QuantizedStore(Quantization(residual_length=16, sink_tokens=4))
+    first = states[0][:, :, :80], states[1][:, :, :80]
+    store.validate(*first)
+    store.append(*first)
+    with monkeypatch.context() as patched:
+        patched.setattr(PackedBlocks, "hold", _interrupted)
+        rest = states[0][:, :, 80:], states[1][:, :, 80:]
+        store.validate(*rest)
+        with pytest.raises(KeyboardInterrupt):
+            store.append(*rest)
+    assert store.length == store.parts.tokens == 80
+    store.append(*rest)
+    check_attention(store, states, 0.2)
+
+
+def _interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
     "vectors",
     [torch.ones(1, KV_HEADS, 1, 32), torch.ones(2, KV_HEADS, 1, HEAD_DIM), torch.ones(1, KV_HEADS, 1, HEAD_DIM).half()],
@@ -242,6 +298,15 @@ def test_vectors_of_another_form_are_refused(vectors: Tensor) -> None:
     store = filled(pair(1, 300))
     tensors = {**store.state(), "smoothing_factor": vectors}
     with pytest.raises(StateMismatchError, match="smoothing_factor"):
+        store.check_state(tensors)
+
+
+@pytest.mark.parametrize(("name", "number"), [("smoothing_factor", 0.0), ("smoothing_factor", math.nan)])
+def test_vectors_that_would_lose_the_keys_are_refused(name: str, number: float) -> None:
+    store = filled(pair(1, 300))
+    tensors = store.state()
+    tensors[name][0, 0, 0, 3] = number
+    with pytest.raises(StateMismatchError, match=name):
         store.check_state(tensors)
 
 
@@ -268,6 +333,7 @@ def test_quantizers_ask_for_the_vectors_that_their_codes_lack() -> None:
     assert vectors_for(NativeQuantizer(CodeFormat(4, 1, 32))) == (True, True)
 
 
+@pytest.mark.usefixtures("usual_smoothing")
 def test_even_channels_get_no_factor() -> None:
     # The variances of random channels differ by half, those of real models by up to twenty times.
     keys = torch.randn(2, KV_HEADS, 64, HEAD_DIM, generator=torch.Generator().manual_seed(0))
@@ -277,6 +343,7 @@ def test_even_channels_get_no_factor() -> None:
     assert torch.equal(smoothing.factor, torch.ones_like(smoothing.factor))
 
 
+@pytest.mark.usefixtures("usual_smoothing")
 def test_the_head_that_has_a_large_channel_gets_a_factor() -> None:
     factor = KeySmoothing.for_keys(pair(1, 64)[0], keys_quantizer("native")).factor
     assert factor is not None

@@ -47,7 +47,7 @@ def found(model: Any, backend: str, nbits: int = 4) -> UnevenHead | None:
     torch.manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, 400))
     cache = kvlayers.QuantizedCache(backend, model.config, nbits=nbits, residual_length=16)
-    return uneven_head(cache, attended_states(model, ids))
+    return uneven_head(cache, attended_states(model, ids, 64))
 
 
 @pytest.mark.parametrize(("layer", "head"), [(1, 0), (0, 1)])
@@ -57,7 +57,7 @@ def test_the_head_is_named_with_what_mends_it(layer: int, head: int) -> None:
     assert (seen.layer, seen.head) == (layer, head)
     assert seen.times > 8
     assert f"KV head {head} in layer {layer}" in seen.sentence
-    assert "backend='native'" in seen.sentence
+    assert "backend='kivi'" in seen.sentence
 
 
 def test_what_mends_it_does() -> None:
@@ -74,7 +74,7 @@ def test_even_heads_are_not_warned_of(backend: str, nbits: int) -> None:
 
 def test_a_cache_that_rounds_nothing_has_no_such_head() -> None:
     model = model_with_a_large_channel()
-    states = attended_states(model, torch.randint(model.config.vocab_size, (1, 100)))
+    states = attended_states(model, torch.randint(model.config.vocab_size, (1, 100)), 64)
     assert uneven_head(kvlayers.DynamicCache(config=model.config), states) is None
     assert uneven_head(kvlayers.QuantizedCache(config=model.config), states) is None
 

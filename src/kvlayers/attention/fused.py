@@ -257,7 +257,7 @@ def scores(query: Tensor, segments: KVSegments) -> Tensor:
     for slab in _slabs_of_side(segments, "keys", query.dtype):
         found = (for_packed if slab.is_packed else rows) @ slab.states.transpose(2, 3)
         if slab.is_packed and offsets is not None:
-            found = found + offsets.to(found.dtype)
+            found = (found + offsets).to(found.dtype)
         if slab.gathered is not None:
             slab.gathered.write(found, products[slab.position], 0)
         elif found.shape[3] or not products:

@@ -22,8 +22,8 @@ class KVSegments:
 
     Attributes:
         in_order: the segments, at least one.
-        smoothing: what the keys of all packed segments were made even by, for each sequence of the batch; `None` if no
-            segment is packed, or by nothing.
+        smoothing: how the keys of all packed segments were smoothed, for each sequence of the batch; `None` if there is
+            no such segment.
         kernel_cache: as `DenseSegment.kernel_cache`.
     """
 

@@ -18,6 +18,7 @@ from kvlayers.persistence.block_table import BlockGroup, BlockTable, Piece, RowR
 from kvlayers.persistence.format import canonical
 from kvlayers.persistence.safetensors_header import DTYPES
 from kvlayers.prefix.blocks import BLOCK_TOKENS, filled_block
+from kvlayers.quantizers.smoothing import NAMES as SMOOTHING_NAMES
 from kvlayers.stores import DenseStore
 from kvlayers.stores.packed_blocks import PACKED_NAMES
 
@@ -80,6 +81,8 @@ class EntryStates:
             rows = members[0][1]
             indices = tuple(index for index, _ in members)
             settings = _settings([layers[index] for index in indices])
+            if any(form.name in CODE_NAMES for form in rows.forms):
+                settings = _with_smoothing(settings, [self.state.layers[index] for index in indices])
             self.groups.append(BlockGroup(indices, rows.forms, settings, rows.runs))
             self._sources.append([rows for _, rows in members])
 
@@ -104,6 +107,17 @@ def _settings(layers: Sequence[Any]) -> str:
     except UnsupportedLayerError:
         return ""
     return hashlib.sha256(canonical(described).encode()).hexdigest()[:32]
+
+
+def _with_smoothing(settings: str, states: Sequence[LayerState]) -> str:
+    """Settings of layers with packed tokens, whose codes mean nothing without the vectors that smoothed the keys."""
+    vectors = [state.tensors[name] for state in states for name in SMOOTHING_NAMES if name in state.tensors]
+    if not settings or not vectors:
+        return settings
+    digest = hashlib.sha256(settings.encode())
+    for each in vectors:
+        digest.update(each.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]
 
 
 def _divided(layer: Any) -> tuple[LayerState, list[_LayerRows]]:

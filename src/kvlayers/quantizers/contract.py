@@ -159,7 +159,7 @@ class Quantizer(ABC):
         code_format: the meaning of its codes.
 
     Attributes:
-        smooths_keys: whether a store makes keys even first, as far as the format profits; see `smoothing`.
+        smooths_keys: whether a store smooths keys first, by what helps the format; see `smoothing`.
     """
 
     smooths_keys = False

@@ -1,4 +1,4 @@
-"""Keys that are smoothed before they are packed: made even, by two vectors for each KV head that change no attention.
+"""Keys are smoothed before they are packed, by two vectors for each KV head that change no attention.
 
 Some models have channels of keys that are much larger than the others. A constant in a channel takes most codes of its
 group. A rotation spreads a channel that varies over all others. Two vectors mend that:
@@ -34,7 +34,7 @@ LARGEST_VARIANCE = 2.0
 """Times the median that the variance of a channel may be after it was divided by its factor."""
 
 LARGEST_FACTOR = 512.0
-"""The largest factor of a channel: a query times it stays within float16."""
+"""The largest factor of a channel: queries below 128 times it stay within float16."""
 
 NAMES = ("smoothing_factor", "smoothing_mean")
 """Names of the vectors in the state of a store."""
@@ -42,7 +42,7 @@ NAMES = ("smoothing_factor", "smoothing_mean")
 
 @dataclass(frozen=True, eq=False)
 class KeySmoothing:
-    """What packed keys of each sequence and KV head were made even by: `packed = (key - mean) / factor`.
+    """How the packed keys of each sequence and KV head were smoothed: `packed = (key - mean) / factor`.
 
     Attributes:
         factor: `[batch, kv_heads, 1, head_dim]` in the dtype of the keys, at least 1; `None` without factors.
@@ -97,11 +97,11 @@ class KeySmoothing:
         if self.mean is None:
             return keys if self.factor is None else (keys.float() / self.factor.float()).to(keys.dtype)
         exact, most = keys.float(), torch.finfo(keys.dtype).max
-        even = exact - self.mean.float()
+        smooth = exact - self.mean.float()
         if self.factor is not None:
-            even = even / self.factor.float()
+            smooth = smooth / self.factor.float()
         # The difference of two finite keys must not become infinite, nor an infinite one finite.
-        return (even.clamp(-most, most) + exact * 0).to(keys.dtype)
+        return (smooth.clamp(-most, most) + exact * 0).to(keys.dtype)
 
     def restored(self, keys: Tensor) -> Tensor:
         """Inverse of `applied`."""
@@ -116,7 +116,10 @@ class KeySmoothing:
         return (_by_kv_head(query, self.factor) * self.factor.unsqueeze(2).to(query.dtype)).flatten(1, 2)
 
     def offsets(self, query: Tensor) -> Tensor | None:
-        """What products with packed keys lack, float32 `[batch, heads, queries, 1]`; `None` if they lack nothing."""
+        """What is added to products with packed keys for their mean, float32 `[batch, heads, queries, 1]`.
+
+        `None` without a mean.
+        """
         if self.mean is None:
             return None
         products = _by_kv_head(query, self.mean).float() * self.mean.unsqueeze(2).float()
@@ -124,9 +127,7 @@ class KeySmoothing:
 
     def is_same(self, other: "KeySmoothing | None") -> bool:
         """Whether it is the same as another one, of as many sequences."""
-        if other is self or other is None:
-            return other is self
-        mine, others = self.state(), other.state()
+        mine, others = self.state(), {} if other is None else other.state()
         return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
 
 
@@ -137,7 +138,7 @@ def _by_kv_head(query: Tensor, vectors: Tensor) -> Tensor:
 
 
 def vectors_for(quantizer: Quantizer) -> tuple[bool, bool]:
-    """Whether the keys of a quantizer are made even by factors, and by a mean.
+    """Whether the keys of a quantizer are smoothed by factors, and by a mean.
 
     Factors are for channels that share a scale, at once or by a rotation. A mean is for codes that cannot take out a
     constant, as a zero of each channel does.

@@ -56,7 +56,7 @@ class FlatTokens(ABC):
         They are copies, with zeros in columns without a token.
 
         Args:
-            smoothing: what packed keys were made even by.
+            smoothing: how packed keys were smoothed.
         """
 
     def block_numbers(self) -> Tensor | None:

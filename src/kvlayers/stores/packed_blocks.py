@@ -109,7 +109,7 @@ class PackedBlocks:
 
     @torch.no_grad()
     def smoothing_for(self, keys: Tensor) -> KeySmoothing:
-        """What keys are to be made even by before they are written, found in the first block's of them."""
+        """How keys are to be smoothed before they are written, found in those of the first block."""
         return cuda_smoothing.smoothing_for(keys[:, :, : self.block_tokens], self._quantizers["keys"])
 
     @torch.no_grad()
@@ -120,7 +120,7 @@ class PackedBlocks:
             skipped: blocks that were written already.
             keys: `[batch, kv_heads, tokens, head_dim]`, a whole number of blocks.
             values: likewise, of the same tokens.
-            smoothing: what the keys are made even by first, the same for all blocks; `None` if they are.
+            smoothing: how the keys are smoothed first, the same for all blocks; `None` to pack them as they are.
         """
         blocks = keys.shape[2] // self.block_tokens
         finite: Tensor | None = None
@@ -128,12 +128,12 @@ class PackedBlocks:
         for side, states, partner in zip(SIDES, (keys, values), (values, keys), strict=True):
             codes, parameters = self._packed[side].slots_ahead(skipped, blocks)
             search, layout = self._quantizers[side].kernel_search, self._layouts[side]
-            even = smoothing if side == "keys" else None
+            of_side = smoothing if side == "keys" else None
             is_here = codes.device == states.device
             if search is not None and is_here and self.obstacle(side) is None:
-                cuda_launch.pack_blocks(states, partner, codes, parameters, layout, search, even)
+                cuda_launch.pack_blocks(states, partner, codes, parameters, layout, search, of_side)
                 continue
-            states = states if even is None else even.applied(states)
+            states = states if of_side is None else of_side.applied(states)
             if search is not None and is_here and cpu_pack.packs(layout, states, partner):
                 cpu_pack.pack_blocks(states, partner, codes, parameters, layout, search)
                 continue
@@ -158,7 +158,8 @@ class PackedBlocks:
         if search is None:
             return "there is no kernel for this backend"
         partner = self._layouts["values" if side == "keys" else "keys"]
-        return pack_obstacle(self._layouts[side], partner.head_dim, self.dtype, self.device, search)
+        vectors = vectors_for(self._quantizers[side]) if side == "keys" else (False, False)
+        return pack_obstacle(self._layouts[side], partner.head_dim, self.dtype, self.device, search, *vectors)
 
     def packing_paths(self) -> Iterator[str]:
         """How each side is packed, in words; nothing on a CPU that has no such choice."""
@@ -426,7 +427,7 @@ def planned_nbytes(
     hint: int | None,
 ) -> int:
     """The bytes of `PackedBlocks`, made with these arguments, after `blocks` blocks were packed at once, and of the
-    vectors that their keys were made even by."""
+    vectors that smooth their keys."""
     store = _store_of_blocks(hint)
     packed = sum(
         store.planned_nbytes(*packed_forms(quantizers[side].format, side, form, block_tokens), blocks, hint)

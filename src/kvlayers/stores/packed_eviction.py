@@ -40,7 +40,7 @@ class PackedPieces:
         codes: codes and parameters of each side, `[blocks, bytes or numbers]`.
         starts: number of each block of each head, int64 `[batch, kv_heads, held]`.
         counts: tokens of each of these blocks, int64 `[batch, kv_heads, held]`; 0 for no block.
-        smoothing: what their keys were made even by.
+        smoothing: how their keys were smoothed.
     """
 
     codes: dict[Side, KVPair]
@@ -181,14 +181,14 @@ def packed_evicted(
     middle = chosen.counts - sinks - newest
     smoothing = None if held is None else held.smoothing
     if smoothing is None:
-        # Every head has tokens in the last columns.
+        # The last columns, as many as the head with the fewest has. If that is none, nothing is smoothed.
         some = taken(chosen.states[0], _last(chosen, min(size, int(chosen.counts.min()))))
         smoothing = KeySmoothing.for_keys(some, quantizers["keys"])
     tail = QuantizedStore(quantization)
     ends = _singles(chosen, torch.cat([_first(chosen, 0, sinks), _last(chosen, newest)], 2))
     tail.validate(*ends)
     tail.reserve_form(key_form, value_form)
-    tail.parts.smoothing = smoothing
+    tail.parts.smoothing, tail.parts.follows_packed = smoothing, True
     tail.append(*ends)
     fresh = PackedBlocks(
         quantizers, (flat_form(key_form), flat_form(value_form)), size, int((-(-middle // size)).sum())

@@ -6,6 +6,7 @@ from torch import Tensor
 from kvlayers.errors import StateMismatchError
 from kvlayers.quantizers.contract import Quantizer, Side, fits_heads
 from kvlayers.quantizers.smoothing import NAMES as SMOOTHING_NAMES
+from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.stores.buffer import StateForm, form_of
 from kvlayers.stores.packed_blocks import PACKED_NAMES, check_packed_state
 from kvlayers.stores.quantization import Quantization, block_tokens
@@ -79,11 +80,21 @@ def check_quantized_state(tensors: dict[str, Tensor], quantization: Quantization
     tokens += sink_tokens
     if sinks and (form_of(sinks["keys"]), form_of(sinks["values"])) != forms:
         raise StateMismatchError("The sinks of a state must have the form of its other tokens: take it again.")
-    for name in [name for name in SMOOTHING_NAMES if name in tensors]:
-        one = (*tensors["keys"].shape[:2], 1, forms[0].head_dim)
-        if tensors[name].shape != one or tensors[name].dtype != forms[0].dtype:
-            raise StateMismatchError(
-                f"`{name}` of a state must be {list(one)} of {forms[0].dtype}, got {list(tensors[name].shape)} of "
-                f"{tensors[name].dtype}: take the state again."
-            )
+    check_smoothing(tensors, forms[0])
     return tokens + (check_packed_state(tensors, quantizers, forms, block_tokens(quantizers)) if packed else 0)
+
+
+def check_smoothing(tensors: dict[str, Tensor], form: StateForm) -> None:
+    """Raise `StateMismatchError` if the vectors of a state cannot be those of keys of this form."""
+    shape = (form.batch_size, form.kv_heads, 1, form.head_dim)
+    for name, vectors in KeySmoothing.of_state(tensors).state().items():
+        if vectors.shape != shape or vectors.dtype != form.dtype:
+            raise StateMismatchError(
+                f"`{name}` of a state must be {list(shape)} of {form.dtype}, got {list(vectors.shape)} of "
+                f"{vectors.dtype}: take the state again."
+            )
+        if not bool(vectors.isfinite().all()) or (name == SMOOTHING_NAMES[0] and not bool((vectors >= 1).all())):
+            raise StateMismatchError(
+                f"`{name}` of a state must be finite numbers, and factors at least 1, got some that are not: take the "
+                "state again."
+            )

@@ -51,6 +51,7 @@ class QuantizedParts:
         sinks: the oldest tokens, in full precision.
         blocks: the packed tokens, `None` before the first states.
         residual: the newest tokens, in full precision.
+        follows_packed: whether these tokens follow packed ones of another store, whose keys have the same smoothing.
     """
 
     def __init__(
@@ -59,22 +60,29 @@ class QuantizedParts:
         blocks: PackedBlocks | None,
         residual: DenseStore,
         vectors: dict[str, TokenBuffer] | None = None,
+        follows_packed: bool = False,
     ) -> None:
         self.sinks = sinks
         self.blocks = blocks
         self.residual = residual
+        self.follows_packed = follows_packed
         self._vectors = vectors
         """The vectors of `smoothing` by their names, in buffers because they are offloaded with the tokens."""
 
     @property
     def smoothing(self) -> KeySmoothing | None:
-        """What all packed keys were made even by, found in the first ones; `None` before there are any."""
+        """How all packed keys were smoothed, found in the first block; `None` while there is none."""
         vectors = self._vectors
         return None if vectors is None else KeySmoothing.of_state({name: vectors[name].tensor for name in vectors})
 
     @smoothing.setter
     def smoothing(self, smoothing: KeySmoothing) -> None:
         self._vectors = {name: TokenBuffer(vectors) for name, vectors in smoothing.state().items()}
+
+    def _forget_smoothing(self) -> None:
+        """Let the next block find its own smoothing, if no packed token has this one."""
+        if not self.blocks and not self.follows_packed:
+            self._vectors = None
 
     @property
     def old_tokens(self) -> int:
@@ -137,15 +145,16 @@ class QuantizedParts:
             residual.prepare_slots(rest)
             _copy_tokens(states, packed, rest, residual.slots_ahead(0, rest))
             residual.hold(rest)
-        before = blocks.tokens
+        before, vectors = blocks.tokens, self._vectors
+        if vectors is None and smoothing is not None:
+            self.smoothing = smoothing
         try:
             blocks.hold(count)
         except BaseException:
             # Interrupted: the residual still holds these tokens, so no block may hold them too, nor one side of it.
             blocks.truncate(before)
+            self._vectors = vectors
             raise
-        if self._vectors is None and smoothing is not None:
-            self.smoothing = smoothing
         retired, self.sinks, self.residual = self.residual, new_sinks, residual
         retired.retire()
 
@@ -171,6 +180,7 @@ class QuantizedParts:
         if self.blocks:
             from_blocks = min(count - from_sinks, self.blocks.tokens)
             self.blocks.drop_oldest(from_blocks)
+            self._forget_smoothing()
         self.residual.drop_oldest(count - from_sinks - from_blocks)
 
     def truncate(self, length: int) -> None:
@@ -183,12 +193,13 @@ class QuantizedParts:
                 self.blocks.truncate(length - sinks)
             if sinks < self.sinks.length:
                 self.sinks.truncate(sinks)
+            self._forget_smoothing()
 
     def selected(self, indices: Tensor) -> Self:
         """Parts of the selected sequences. If there is no memory for them, this one has not changed."""
         sinks, residual = self.sinks.selected(indices), self.residual.selected(indices)
         blocks = None if self.blocks is None else self.blocks.selected(indices)
-        return self.__class__(sinks, blocks, residual, self._selected_vectors(indices))
+        return self.__class__(sinks, blocks, residual, self._selected_vectors(indices), self.follows_packed)
 
     def _selected_vectors(self, indices: Tensor) -> dict[str, TokenBuffer] | None:
         if self._vectors is None:
@@ -200,9 +211,9 @@ class QuantizedParts:
         twin = self.fork()
         for part in twin._each():
             part.expand(repeats)
-        for name, buffer in (self._vectors or {}).items():
-            rows = torch.arange(batch, device=buffer.tensor.device).repeat_interleave(repeats)
-            twin._vectors = {**(twin._vectors or {}), name: buffer.selected(rows, 0, 1, 1)}
+        if self._vectors:
+            device = next(iter(self._vectors.values())).tensor.device
+            twin._vectors = self._selected_vectors(torch.arange(batch, device=device).repeat_interleave(repeats))
         return twin
 
     def promoted(self, forms: tuple[StateForm, StateForm]) -> Self:
@@ -216,7 +227,7 @@ class QuantizedParts:
 
     def clear(self) -> None:
         """Forget all tokens; keep the memory."""
-        self._vectors = None
+        self._vectors, self.follows_packed = None, False
         for part in self._each():
             part.clear()
 
@@ -231,7 +242,9 @@ class QuantizedParts:
     def snapshot(self) -> Self:
         """See `TokenStore.snapshot`."""
         blocks = None if self.blocks is None else self.blocks.snapshot()
-        return self.__class__(self.sinks.snapshot(), blocks, self.residual.snapshot(), self._vectors)
+        return self.__class__(
+            self.sinks.snapshot(), blocks, self.residual.snapshot(), self._vectors, self.follows_packed
+        )
 
     def fork(self) -> Self:
         """Independent parts with the same tokens."""
@@ -239,7 +252,7 @@ class QuantizedParts:
         if vectors is not None:
             # Nobody writes to them, but memory that is offloaded has one owner.
             vectors = {name: _own(buffer) for name, buffer in vectors.items()}
-        return self.__class__(self.sinks.fork(), blocks, self.residual.fork(), vectors)
+        return self.__class__(self.sinks.fork(), blocks, self.residual.fork(), vectors, self.follows_packed)
 
     def share_prefix(self, other: Self, tokens: int) -> None:
         """Hold sinks and whole blocks of the first `tokens` tokens as `other` holds them."""
@@ -247,7 +260,7 @@ class QuantizedParts:
         if self.blocks is None or other.blocks is None or sinks != other.sinks.length or tokens < sinks:
             return
         self.sinks.share_prefix(other.sinks, sinks)
-        if self.smoothing is None or self.smoothing.is_same(other.smoothing):
+        if self._vectors == other._vectors or (self.smoothing is not None and self.smoothing.is_same(other.smoothing)):
             self.blocks.share_prefix(other.blocks, tokens - sinks)
 
     def trim(self) -> None:

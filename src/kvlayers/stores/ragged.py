@@ -89,7 +89,7 @@ class RaggedStore(TokenStore):
 
     @property
     def smoothing(self) -> KeySmoothing | None:
-        """What the packed keys of both parts were made even by. The tail holds it."""
+        """How the packed keys of both parts were smoothed. The tail holds it."""
         return self._tail.parts.smoothing if isinstance(self._tail, QuantizedStore) else None
 
     @property
@@ -407,4 +407,5 @@ class RaggedStore(TokenStore):
         self._tail.load_state(tail_state(tensors))
         if flat is not None and isinstance(self._tail, QuantizedStore):
             self._tail.parts.smoothing = KeySmoothing.of_state(tensors).mapped(torch.clone)
+            self._tail.parts.follows_packed = True
         self._hold(flat, RaggedColumns.of_state(tensors) if flat is not None else RaggedColumns())

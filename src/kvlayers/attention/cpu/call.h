@@ -69,7 +69,7 @@ struct Arguments {
     double scale;
     double softcap;      // limit of the scores, 0 for no limit
     const float* sinks;  // [heads], scores of keys without a value; null for no sinks
-    // What packed keys were made even by, [batch, kv_heads, key_dim] in the dtype of the states; null for nothing.
+    // How packed keys were smoothed, [batch, kv_heads, key_dim] in the dtype of the states; null for nothing.
     const void *factor, *mean;
     int64_t segment_count;
     Mask mask;

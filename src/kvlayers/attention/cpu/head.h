@@ -173,12 +173,8 @@ struct Head {
         if (unit.segment->is_packed) {
             const Packed& packed = unit.segment->packed;
             const float* query = packed_query(*unit.segment) + row * padded_key;
-            for (int i = 0; i < R; ++i) {
-                if (call.mean)
-                    std::fill_n(scores_of(i), packed.block_tokens + 8, memory.offsets[row + i]);
-                else
-                    fill_zeros(scores_of(i), packed.block_tokens + 8);
-            }
+            for (int i = 0; i < R; ++i)
+                std::fill_n(scores_of(i), packed.block_tokens + 8, call.mean ? memory.offsets[row + i] : 0.0f);
             memory.products.template add<R, State>(packed.keys, source_row(*unit.segment), kv_head, unit.index, 0,
                                                    call.key_dim, query, padded_key, memory.scores.data(), padded_unit);
         } else {

@@ -32,10 +32,9 @@ def kind_of(mask: Tensor | None) -> int:
 def variant_of(read: Read, heads: int, q_tokens: int, mask: int) -> Variant:
     """The kernel of a launch, for numbers of query heads and queries, and a kind of mask."""
     indexed, gathered, smoothing = read.rows is not None, read.tables is not None, read.smoothing
-    of_keys = (False, False)
-    if smoothing is not None:
-        of_keys = smoothing.factor is not None, smoothing.mean is not None
-    return read.plan.kernels.variant(heads, q_tokens, mask, read.readers, indexed, gathered, *of_keys)
+    factors = smoothing is not None and smoothing.factor is not None
+    means = smoothing is not None and smoothing.mean is not None
+    return read.plan.kernels.variant(heads, q_tokens, mask, read.readers, indexed, gathered, factors, means)
 
 
 class SplitCall:

@@ -156,8 +156,8 @@ class SplitKernels:
             factors: whether keys were divided by factors; see `KeySmoothing`.
             means: whether means were subtracted from them.
         """
-        kind = heads, q_tokens, mask, readers, indexed, gathered, factors, means
-        variant = self._variants.get(kind)
+        wanted = heads, q_tokens, mask, readers, indexed, gathered, factors, means
+        variant = self._variants.get(wanted)
         if variant is None:
             groups = heads // self._kv_heads
             spec = split_spec(
@@ -179,7 +179,7 @@ class SplitKernels:
             )
             key = self._device, self.shared_memory, spec, self._launch
             variant = _variants.setdefault(key, Variant(spec, self._launch, self._dtype))
-            self._variants[kind] = variant
+            self._variants[wanted] = variant
         return variant
 
     def merge(self, heads: int, logsumexp: bool, gaps: bool) -> KeptConstants:

@@ -63,7 +63,7 @@ class Read(NamedTuple):
         rows: which sequence of the segments each sequence reads, `None` if `readers` says it.
         tables: which pieces each kv head reads, `None` if it reads all blocks.
         dense: arguments of at most two dense segments.
-        smoothing: what the keys of its blocks were made even by, `None` if they are as they were.
+        smoothing: how the keys of its blocks were smoothed, `None` if they were not.
     """
 
     plan: SegmentPlan | DensePlan

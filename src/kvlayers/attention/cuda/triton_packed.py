@@ -155,13 +155,13 @@ def query_of_blocks(query, factors, places, held, SPEC: tl.constexpr):
 
 
 @jit
-def lowered_by_means(query, means, places, held, SPEC: tl.constexpr):
-    """What the products of queries and packed keys lack, `[rows]`, in units of the products."""
-    lowered = tl.zeros([SPEC.rows], tl.float32)
+def offsets_of_means(query, means, places, held, SPEC: tl.constexpr):
+    """What is added to the products of queries and packed keys for their means, `[rows]`, in units of the products."""
+    offsets = tl.zeros([SPEC.rows], tl.float32)
     if SPEC.means:
         mean = tl.load(means + places, mask=held, other=0.0).to(tl.float32)
-        lowered = tl.sum(query.to(tl.float32) * mean, axis=1) / SPEC.unfold
-    return lowered
+        offsets = tl.sum(query.to(tl.float32) * mean, axis=1) / SPEC.unfold
+    return offsets
 
 
 @jit
@@ -221,7 +221,7 @@ def attend_blocks(
     COLUMNS: tl.constexpr = SPEC.columns
     DTYPE: tl.constexpr = query.dtype
     CUT: tl.constexpr = SPEC.first or SPEC.ends
-    lowered = lowered_by_means(query, means, places, held, SPEC)
+    offsets = offsets_of_means(query, means, places, held, SPEC)
     query = query_of_blocks(query, factors, places, held, SPEC)
     scale = scale * SPEC.unfold
     channels = tl.arange(0, SPEC.key_channels)
@@ -257,7 +257,7 @@ def attend_blocks(
                 key_codes + block * key_block + key_places, mask=(channels < KEYS.head_dim)[:, None], other=0
             )
 
-        offset = lowered
+        offset = offsets
         rows_of_block = query
         if KEYS.folded:
             rows_of_block = times_scale(query, key_scale, SPEC.emulated)

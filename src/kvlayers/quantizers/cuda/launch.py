@@ -29,7 +29,7 @@ def pack_blocks(
         parameters: `[batch, kv_heads, blocks, layout.parameters]` in the dtype of the states, likewise.
         layout: layout of the blocks.
         search: how codes are searched for.
-        smoothing: what states are made even by first.
+        smoothing: how states are smoothed first.
     """
     batch, kv_heads, blocks, _ = codes.shape
     if not codes.numel():

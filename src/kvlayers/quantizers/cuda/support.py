@@ -235,7 +235,13 @@ def read_obstacle(layout: BlockLayout, dtype: torch.dtype, device: torch.device)
 
 
 def pack_obstacle(
-    layout: BlockLayout, partner_dim: int, dtype: torch.dtype, device: torch.device, search: KernelSearch
+    layout: BlockLayout,
+    partner_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    search: KernelSearch,
+    factors: bool = False,
+    means: bool = False,
 ) -> str | None:
     """Why no kernel packs blocks of a layout on a device, `None` if one does.
 
@@ -245,10 +251,13 @@ def pack_obstacle(
         dtype: dtype of the states.
         device: device of the states.
         search: how codes are searched for.
+        factors: as for `pack_constants`.
+        means: as for `pack_constants`.
     """
     if (found := device_obstacle(device) or _pack_obstacle(layout, partner_dim, dtype)) is not None:
         return found
-    return _pack_resource_obstacle(layout, partner_dim, dtype, device, search, shared_memory_limit(device))
+    limit = shared_memory_limit(device)
+    return _pack_resource_obstacle(layout, partner_dim, dtype, device, search, factors, means, limit)
 
 
 @functools.lru_cache(maxsize=64)
@@ -298,10 +307,10 @@ def _pack_resource_obstacle(
     dtype: torch.dtype,
     device: torch.device,
     search: KernelSearch,
+    factors: bool,
+    means: bool,
     limit: int | None,
 ) -> str | None:
     arguments = (dtype, dtype, torch.uint8, dtype, dtype, dtype, *([16, 16, 16, 1] * 2), *[16] * 6)
-    # With both vectors, which take the most memory.
-    is_keys = layout.side == "keys"
-    constants = pack_constants(layout, partner_dim, dtype, search, is_keys, is_keys)
+    constants = pack_constants(layout, partner_dim, dtype, search, factors, means)
     return PACK.obstacle(device, (1,), arguments, constants)

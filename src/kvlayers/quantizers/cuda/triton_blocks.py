@@ -70,7 +70,7 @@ def clamped(states, finite, LIMIT: tl.constexpr):
 
 
 @jit
-def made_even(states, factors, means, channels, C: tl.constexpr, DTYPE: tl.constexpr):
+def smoothed(states, factors, means, channels, C: tl.constexpr, DTYPE: tl.constexpr):
     """Keys `[channels, tokens]` as `KeySmoothing.applied` gives them, in float32; unchanged without vectors."""
     if C.FACTORS or C.MEANS:
         held = channels < C.HEAD_DIM
@@ -154,7 +154,7 @@ def pack_block(
                     mask=is_real[:, None],
                     other=0.0,
                 )
-                part = made_even(part, factors, means, inner, C, DTYPE)
+                part = smoothed(part, factors, means, inner, C, DTYPE)
                 part = clamped(part, (finite > 0)[None, :], C.LIMIT)
                 tile = product(hadamard(channels[:, None], inner[None, :], C), part, tile, DTYPE, C.EMULATED)
             else:
@@ -172,7 +172,7 @@ def pack_block(
             mask=row_is_real[:, None],
             other=0.0,
         )
-        tile = made_even(tile, factors, means, channels, C, DTYPE)
+        tile = smoothed(tile, factors, means, channels, C, DTYPE)
         tile = clamped(tile, (finite > 0)[None, :], C.LIMIT)
     else:
         tile = tl.load(

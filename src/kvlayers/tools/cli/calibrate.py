@@ -20,6 +20,9 @@ OPTIONS = {
     "path": "--output",
 }
 
+READ_AT_ONCE = 512
+"""Tokens of a forward pass that looks for a head that loses far more than the others."""
+
 
 def calibrate(
     model: Annotated[
@@ -112,7 +115,7 @@ def calibrate(
             request=request,
             calibration=calibration,
             file=calibration.save(request.file),
-            uneven_head=uneven_head(cache, attended_states(loaded.model, texts[0])),
+            uneven_head=uneven_head(cache, attended_states(loaded.model, texts[0], READ_AT_ONCE)),
         )
         show(console, results)
     if as_json:

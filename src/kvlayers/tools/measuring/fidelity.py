@@ -9,13 +9,12 @@ from typing import Any
 import transformers
 from torch import Tensor
 
-from kvlayers.caches.base import Cache
 from kvlayers.errors import OptionError
 from kvlayers.tools.measuring.contenders import make_contender
 from kvlayers.tools.measuring.held_bytes import bytes_of, held_nbytes
 from kvlayers.tools.measuring.positions import Drift, FidelityRange, by_position, drift, since_packing
 from kvlayers.tools.measuring.scoring import CacheMaker, PassageRecord, Scores, read
-from kvlayers.tools.measuring.uneven_heads import UnevenHead, attended_states, uneven_head
+from kvlayers.tools.measuring.uneven_heads import UnevenHead, uneven_heads
 from kvlayers.tools.names import KVLAYERS
 
 FULL = "full"
@@ -151,12 +150,8 @@ def measure_fidelity(
     makers |= {name: _ignoring_config(make) for name, make in caches.items()}
     scores = read(model, passages, makers, context, chunk, record, tick)
     perplexity = scores[FULL].summary()["perplexity"]
-    states = attended_states(model, passages[0][:, :-1])
-    uneven = {
-        name: uneven_head(make(), states)
-        for name, make in caches.items()
-        if scores[name].failure is None and isinstance(make(), Cache)
-    }
+    readable = {name: make for name, make in caches.items() if scores[name].failure is None}
+    uneven = uneven_heads(model, passages[0][:, :-1], chunk, readable)
     return [
         SettingFidelity(
             name,

@@ -1,6 +1,6 @@
 """Finds the head whose keys lose far more in packing than those of other heads, and says what mends it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.attention.packed_tensor import as_dense
+from kvlayers.caches.base import Cache
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.layers.operations import LayerOperations
 from kvlayers.layers.quantized import QuantizedLayer
@@ -16,14 +17,14 @@ from kvlayers.stores.contract import KVPair
 from kvlayers.stores.quantization import Quantization
 from kvlayers.tools.measuring.predictions import newest_logits
 
-LARGEST_LOSS = 0.1
+LOSS_WARNED_OF = 0.1
 """Part of a typical channel's variance that rounding adds as noise, from which on a head is lost."""
 
 TIMES_OTHERS = 8.0
 """How many times the loss of the median head that is, at least. Few bits alone make the loss of all heads large."""
 
-MOST_BITS = 8
-"""The bits of keys that are advised if keys are made even already."""
+BITS_OF_REMEDY = 8
+"""Bits of keys that are advised if another backend does not help."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,42 @@ class UnevenHead:
         )
 
 
-def attended_states(model: Any, ids: Tensor) -> list[KVPair | None]:
+def uneven_heads(
+    model: Any, ids: Tensor, chunk: int, caches: Mapping[str, Callable[[], Any]]
+) -> dict[str, UnevenHead | None]:
+    """The `uneven_head` of each cache with quantized layers, by the name of the cache.
+
+    Args:
+        model: in eval mode.
+        ids: token ids of a text, int64 `[1, tokens]`.
+        chunk: tokens of a forward pass.
+        caches: makers of empty caches.
+    """
+    made = {name: make() for name, make in caches.items()}
+    quantized = {name: cache for name, cache in made.items() if isinstance(cache, Cache) and _quantized_layers(cache)}
+    if not quantized:
+        return {}
+    states = attended_states(model, ids, chunk)
+    return {name: uneven_head(cache, states) for name, cache in quantized.items()}
+
+
+def _quantized_layers(cache: Cache) -> dict[int, QuantizedLayer]:
+    """The quantized layers, by their indices."""
+    parts = ((index, layer.parts[0].unwrapped) for index, layer in enumerate(cache.adapted_layers()))
+    return {index: layer for index, layer in parts if isinstance(layer, QuantizedLayer)}
+
+
+def attended_states(model: Any, ids: Tensor, chunk: int) -> list[KVPair | None]:
     """Keys and values of a text in full precision, of each layer; `None` for a layer that holds none.
 
     Args:
         model: in eval mode.
         ids: token ids, int64 `[1, tokens]`.
+        chunk: tokens of a forward pass.
     """
     cache = DynamicCache(config=model.config)
-    newest_logits(model, ids.to(model.device), cache, 1)
+    for some in torch.split(ids.to(model.device), chunk, 1):
+        newest_logits(model, some, cache, 1)
     return [_states_of(layer.parts[0]) for layer in cache.adapted_layers()]
 
 
@@ -71,7 +99,7 @@ def _states_of(layer: LayerOperations) -> KVPair | None:
     return as_dense(layer.keys), as_dense(layer.values)
 
 
-def uneven_head(cache: Any, states: Sequence[KVPair | None]) -> UnevenHead | None:
+def uneven_head(cache: Cache, states: Sequence[KVPair | None]) -> UnevenHead | None:
     """The head whose keys lose most in the quantized layers of a cache, `None` if it is not far above the others.
 
     Args:
@@ -79,22 +107,20 @@ def uneven_head(cache: Any, states: Sequence[KVPair | None]) -> UnevenHead | Non
         states: keys and values of each layer, from `attended_states`.
     """
     losses: dict[tuple[int, int], float] = {}
-    quantization: dict[int, Quantization] = {}
-    for index, (adapted, pair) in enumerate(zip(cache.adapted_layers(), states, strict=False)):
-        layer = adapted.parts[0].unwrapped
-        if not isinstance(layer, QuantizedLayer) or pair is None:
-            continue
-        layer.update(*pair)
-        quantization[index] = layer.quantization
-        found = _losses(pair[0], None if layer.keys is None else as_dense(layer.keys))
-        losses |= {(index, head): loss for head, loss in enumerate(found)}
+    layers = _quantized_layers(cache)
+    for index, layer in layers.items():
+        pair = states[index]
+        if pair is not None:
+            layer.update(*pair)
+            found = _losses(pair[0], None if layer.keys is None else as_dense(layer.keys))
+            losses |= {(index, head): loss for head, loss in enumerate(found)}
     if not losses:
         return None
     (index, head), loss = max(losses.items(), key=lambda item: item[1])
     median = float(torch.tensor([*losses.values()]).median())
-    if loss < LARGEST_LOSS or loss < TIMES_OTHERS * median:
+    if loss < LOSS_WARNED_OF or loss < TIMES_OTHERS * median:
         return None
-    return UnevenHead(index, head, loss, loss / max(median, 1e-9), _remedy(quantization[index]))
+    return UnevenHead(index, head, loss, loss / max(median, 1e-9), _remedy(layers[index].quantization))
 
 
 def _losses(exact: Tensor, seen: Tensor | None) -> list[float]:
@@ -110,8 +136,9 @@ def _losses(exact: Tensor, seen: Tensor | None) -> list[float]:
 
 
 def _remedy(quantization: Quantization) -> str:
-    if quantization.backend != "native":
-        return "pass backend='native', which makes keys even before it packs them"
-    if quantization.keys.nbits < MOST_BITS:
-        return f"pass key_nbits={MOST_BITS}"
+    """The setting that mends it: a scale of its own for each channel, or more bits."""
+    if quantization.backend != "kivi":
+        return "pass backend='kivi', which has a scale for each channel, or compare 'native'"
+    if quantization.keys.nbits < BITS_OF_REMEDY:
+        return f"pass backend='native' and key_nbits={BITS_OF_REMEDY}"
     return "keep this model's cache in full precision"

@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, help="tokens of the prompt (512)")
     parser.add_argument("--decoded", type=int, help="tokens that are decoded (2048)")
     parser.add_argument("--chunk", type=int, default=16, help="tokens of the decoded text that are read at once (16)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="of the samples (0.7)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the samples (1)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the model (float32)")
     parser.add_argument("--threads", type=int, help="threads of torch")
     parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/long_decode-<date>.json)")

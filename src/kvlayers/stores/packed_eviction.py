@@ -181,7 +181,7 @@ def packed_evicted(
     middle = chosen.counts - sinks - newest
     smoothing = None if held is None else held.smoothing
     if smoothing is None:
-        # The last columns, as many as the head with the fewest has. If that is none, nothing is smoothed.
+        # The last columns, as many as the head with the fewest tokens has. Without any, nothing is smoothed.
         some = taken(chosen.states[0], _last(chosen, min(size, int(chosen.counts.min()))))
         smoothing = KeySmoothing.for_keys(some, quantizers["keys"])
     tail = QuantizedStore(quantization)

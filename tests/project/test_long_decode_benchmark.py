@@ -40,7 +40,7 @@ def test_an_exact_cache_decodes_to_the_end_and_another_text_ends_it(long_decode:
 
     def decoded(text: torch.Tensor | None = None) -> torch.Tensor:
         cache = tf.DynamicCache(config=model.config)
-        found: torch.Tensor = long_decode.decode(model, prompt, cache, 12, temperature, text)
+        found: torch.Tensor = long_decode.decode(model, prompt, cache, 12, temperature, text=text)
         return found
 
     text = decoded()
@@ -67,4 +67,4 @@ def test_a_quick_run_has_each_quarter(long_decode: Any, tmp_path: pathlib.Path) 
     assert set(found) == {key.name for key in long_decode.MAKERS}
     for figures in found.values():
         assert len(figures["quarters"]) == 4
-        assert 0 < figures["free"] <= 64
+        assert len(figures["free"]) == 5

@@ -58,6 +58,7 @@ def first_layers(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("usual_smoothing")
 @pytest.mark.parametrize("page", PAGES)
 def test_the_python_of_a_page_runs(
     page: pathlib.Path,

@@ -67,7 +67,7 @@ def test_a_quick_run_has_a_row_for_each_kind(outliers: Any, tmp_path: pathlib.Pa
     output = tmp_path / "found.json"
     assert outliers.main(["--quick", "--caches", "native,kivi", "--output", str(output)]) == 0
     found = json.loads(output.read_text())["results"]["outliers"]
-    assert len(found["rows"]) == 5
+    assert len(found["rows"]) == 6
     assert found["bytes"]["native"]["bytes"] > 0
     for cells in found["rows"].values():
         assert 0 < cells["native"]["kl"] < 1

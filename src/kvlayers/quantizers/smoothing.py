@@ -77,7 +77,7 @@ class KeySmoothing:
 
     @classmethod
     def of_state(cls, tensors: dict[str, Tensor]) -> Self:
-        """The one in the state of a store, which has been checked. States from before keys were smoothed have no vectors."""
+        """The one in the state of a store, which has been checked. Older states have no vectors."""
         return cls(*(tensors.get(name) for name in NAMES))
 
     def state(self) -> dict[str, Tensor]:

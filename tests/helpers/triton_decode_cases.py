@@ -566,7 +566,7 @@ def check_resources() -> dict[str, Any]:
             obstacle = kernel.obstacle(query, segments, None)
             for _ in range(2):
                 assert kernel.obstacle(query, segments, None) == obstacle
-            variant = plan.plan_of(packed).kernels.variant(4, 1, 0, 1, False, False)
+            variant = plan.plan_of(packed).kernels.variant(4, 1, 0, 1, False, False, False, False)
             found["stages"].append(obstacle or variant.constants["num_stages"])
             paths = PathCounter()
             out = dispatch.attend(query, segments, None, 0.125, paths)

@@ -41,17 +41,20 @@ class SegmentPiece(ABC):
 
     Attributes:
         position: column of the first token, or that of the gathered segment.
-        is_packed: whether the tokens are packed.
         keys_rotated: whether the keys are still rotated.
         values_rotated: whether the values are.
         gathered: where the tokens stand in a gathered segment.
     """
 
     position: int
-    is_packed: bool = False
     keys_rotated: bool = False
     values_rotated: bool = False
     gathered: PieceColumns | None = None
+
+    @property
+    @abstractmethod
+    def is_packed(self) -> bool:
+        """Whether the tokens are packed."""
 
     @property
     @abstractmethod
@@ -88,6 +91,11 @@ class StatePiece(SegmentPiece):
 
     @property
     @override
+    def is_packed(self) -> bool:
+        return isinstance(self.segment, PackedSegment)
+
+    @property
+    @override
     def tokens(self) -> int:
         return self.segment.tokens
 
@@ -111,6 +119,11 @@ class CodePiece(SegmentPiece):
     """Whole blocks, whose scales are folded into the few rows that are multiplied with them: no state is computed."""
 
     segment: PackedSegment
+
+    @property
+    @override
+    def is_packed(self) -> bool:
+        return True
 
     @property
     @override
@@ -140,7 +153,7 @@ def pieces_for(segments: KVSegments, rows: int) -> Iterator[SegmentPiece]:
             rotated = segment.keys.format.rotated, segment.values.format.rotated
             of_block = segment.batch * segment.kv_heads * segment.keys.block_tokens * max(segment.head_dims)
             for some in segment.pieces(max(CPU_CODES_AT_ONCE // of_block, 1)):
-                yield CodePiece(position, True, *rotated, segment=some)
+                yield CodePiece(position, *rotated, segment=some)
                 position += some.tokens
         else:
             for piece in state_pieces(KVSegments((segment,)), rows):
@@ -182,5 +195,5 @@ def _state_pieces(segment: DenseSegment | PackedSegment, tokens: int) -> Iterato
         rotated = segment.keys.format.rotated, segment.values.format.rotated
         some = segment.pieces(max(tokens // segment.keys.block_tokens, 1))
     for piece in some:
-        yield StatePiece(position, isinstance(segment, PackedSegment), *rotated, segment=piece)
+        yield StatePiece(position, *rotated, segment=piece)
         position += piece.tokens

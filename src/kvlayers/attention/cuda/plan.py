@@ -141,8 +141,8 @@ class SplitKernels:
         readers: int,
         indexed: bool,
         gathered: bool,
-        factors: bool = False,
-        means: bool = False,
+        factors: bool,
+        means: bool,
     ) -> Variant:
         """The split kernel.
 

@@ -65,12 +65,14 @@ def uneven_heads(
         chunk: tokens of a forward pass.
         caches: makers of empty caches.
     """
-    made = {name: make() for name, make in caches.items()}
-    quantized = {name: cache for name, cache in made.items() if isinstance(cache, Cache) and _quantized_layers(cache)}
-    if not quantized:
-        return {}
-    states = attended_states(model, ids, chunk)
-    return {name: uneven_head(cache, states) for name, cache in quantized.items()}
+    states: list[KVPair | None] | None = None
+    found: dict[str, UnevenHead | None] = {}
+    for name, make in caches.items():
+        cache = make()
+        if isinstance(cache, Cache) and _quantized_layers(cache):
+            states = attended_states(model, ids, chunk) if states is None else states
+            found[name] = uneven_head(cache, states)
+    return found
 
 
 def _quantized_layers(cache: Cache) -> dict[int, QuantizedLayer]:

@@ -68,19 +68,12 @@ class QuantizedParts:
         self.follows_packed = follows_packed
         self._vectors = vectors
         """The vectors of `smoothing` by their names, in buffers because they are offloaded with the tokens."""
-        self._smoothed_by: dict[str, TokenBuffer] | None = None
-        self._smoothing: KeySmoothing | None = None
 
     @property
     def smoothing(self) -> KeySmoothing | None:
         """How all packed keys were smoothed, found in the first block; `None` before one is packed."""
         vectors = self._vectors
-        if vectors is not self._smoothed_by:
-            # Each token asks for it, and the vectors hardly ever change.
-            self._smoothed_by = vectors
-            tensors = {name: buffer.tensor for name, buffer in (vectors or {}).items()}
-            self._smoothing = None if vectors is None else KeySmoothing.of_state(tensors)
-        return self._smoothing
+        return None if vectors is None else KeySmoothing.of_state({name: vectors[name].tensor for name in vectors})
 
     @smoothing.setter
     def smoothing(self, smoothing: KeySmoothing) -> None:

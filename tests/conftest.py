@@ -76,15 +76,17 @@ def _kernels_are_there() -> None:
         library.get()
 
 
-# Keys as even as those of tests have factors too, so that whatever reads packed keys is seen to use them.
-USUAL_UNEVEN = smoothing.UNEVEN
-smoothing.UNEVEN = 0.0
+# Keys as even as those of tests have factors and means too, so that whatever reads packed keys is seen to use them.
+THRESHOLDS = {name: getattr(smoothing, name) for name in ("UNEVEN", "UNEVEN_ROTATED", "LARGE_MEAN")}
+for _name in THRESHOLDS:
+    setattr(smoothing, _name, 0.0)
 
 
 @pytest.fixture
 def usual_smoothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let heads have factors as they have them in use: only if a channel is much larger than the others."""
-    monkeypatch.setattr(smoothing, "UNEVEN", USUAL_UNEVEN)
+    """Let heads have factors and means as they have them in use: only if these are large."""
+    for name, threshold in THRESHOLDS.items():
+        monkeypatch.setattr(smoothing, name, threshold)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,9 +1,7 @@
 """The vectors of `KeySmoothing`, found in one launch."""
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +13,9 @@ from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.utils.triton_support import TritonKernel, device_obstacle, shared_memory_limit
 
 FIND = TritonKernel("kvlayers.quantizers.cuda.triton_smoothing", "find_vectors")
+
+# Fused multiply-add is not the default of every version of triton.
+OPTIONS = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": True}
 
 LARGEST_TILE = 64 * 256
 """Keys that one program holds at most."""
@@ -30,10 +31,11 @@ class _Constants:
     CHANNELS: int
     FACTORS: bool
     MEANS: bool
+    UNEVEN: float
+    LARGE_MEAN: float
     SMALLEST: float = torch.finfo(torch.float32).tiny
     MOST: float = smoothing.LARGEST_FACTOR**4
     POWER: float = smoothing.POWER
-    UNEVEN: float = smoothing.UNEVEN
     LARGEST_VARIANCE: float = smoothing.LARGEST_VARIANCE
     LARGEST_FACTOR: float = smoothing.LARGEST_FACTOR
 
@@ -43,44 +45,32 @@ def smoothing_for(keys: Tensor, quantizer: Quantizer) -> KeySmoothing:
     factors, means = smoothing.vectors_for(quantizer)
     batch, kv_heads, tokens, head_dim = keys.shape
     wanted = (factors or means) and keys.numel()
-    if not wanted or _obstacle(keys.device, keys.dtype, tokens, head_dim, factors, means) is not None:
+    constants = _constants(tokens, head_dim, factors, means, *smoothing.thresholds(quantizer))
+    if not wanted or _obstacle(keys.device, keys.dtype, constants) is not None:
         return KeySmoothing.for_keys(keys, quantizer)
     shape = batch, kv_heads, 1, head_dim
     factor, mean = (keys.new_empty(shape) if is_wanted else None for is_wanted in (factors, means))
     # Any pointer stands for what is not written.
     arguments = (keys, *(keys if vectors is None else vectors for vectors in (factor, mean)), *keys.stride())
-    FIND.launch(keys.device, (kv_heads, batch), arguments, _constants(tokens, head_dim, factors, means))
+    FIND.launch(keys.device, (kv_heads, batch), arguments, {"C": constants, **OPTIONS})
     return KeySmoothing(factor, mean)
 
 
 @functools.lru_cache(maxsize=64)
-def _constants(tokens: int, head_dim: int, factors: bool, means: bool) -> Mapping[str, Any]:
+def _constants(tokens: int, head_dim: int, factors: bool, means: bool, uneven: float, large_mean: float) -> _Constants:
     padded_tokens, channels = (1 << (number - 1).bit_length() for number in (tokens, head_dim))
-    # Fused multiply-add is not the default of every version of triton.
-    options = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": True}
-    return {"C": _Constants(tokens, head_dim, padded_tokens, channels, factors, means), **options}
+    return _Constants(tokens, head_dim, padded_tokens, channels, factors, means, uneven, large_mean)
 
 
-def _obstacle(
-    device: torch.device, dtype: torch.dtype, tokens: int, head_dim: int, factors: bool, means: bool
-) -> str | None:
+def _obstacle(device: torch.device, dtype: torch.dtype, constants: _Constants) -> str | None:
     if (found := device_obstacle(device)) is not None:
         return found
-    return _kernel_obstacle(device, dtype, tokens, head_dim, factors, means, shared_memory_limit(device))
+    return _kernel_obstacle(device, dtype, constants, shared_memory_limit(device))
 
 
 @functools.lru_cache(maxsize=64)
-def _kernel_obstacle(
-    device: torch.device,
-    dtype: torch.dtype,
-    tokens: int,
-    head_dim: int,
-    factors: bool,
-    means: bool,
-    limit: int | None,
-) -> str | None:
-    constants = _constants(tokens, head_dim, factors, means)
-    if dtype not in DTYPES or constants["C"].TOKENS * constants["C"].CHANNELS > LARGEST_TILE:
-        return f"the kernel does not take {tokens} tokens of {head_dim} channels of {dtype}"
+def _kernel_obstacle(device: torch.device, dtype: torch.dtype, constants: _Constants, limit: int | None) -> str | None:
+    if dtype not in DTYPES or constants.TOKENS * constants.CHANNELS > LARGEST_TILE:
+        return f"the kernel does not take {constants.BLOCK_TOKENS} tokens of {constants.HEAD_DIM} channels of {dtype}"
     # Dtypes stand for tensors, and 16 for strides: the kernel is compiled, not launched.
-    return FIND.obstacle(device, (1,), (dtype, dtype, dtype, 16, 16, 16, 1), constants)
+    return FIND.obstacle(device, (1,), (dtype, dtype, dtype, 16, 16, 16, 1), {"C": constants, **OPTIONS})

@@ -44,11 +44,13 @@ def find_vectors(keys, factors, means, batch_stride, head_stride, token_stride, 
     count = tl.maximum(tl.sum(finite.to(tl.float32), axis=0), 1.0)
     mean = tl.sum(states, axis=0) / count
     place = (sequence * tl.num_programs(0) + head) * C.HEAD_DIM + channels
+    distance = tl.where(finite[:, None], states - mean[None, :], 0.0)
+    variance = tl.sum(distance * distance, axis=0) / count
     if C.MEANS:
-        tl.store(means + place, rounded_to(mean * largest, DTYPE).to(DTYPE), mask=is_channel)
+        is_large = tl.sum(mean * mean, axis=0) >= C.LARGE_MEAN * tl.sum(variance, axis=0)
+        subtracted = tl.where(is_large, mean * largest, 0.0)
+        tl.store(means + place, rounded_to(subtracted, DTYPE).to(DTYPE), mask=is_channel)
     if C.FACTORS:
-        distance = tl.where(finite[:, None], states - mean[None, :], 0.0)
-        variance = tl.sum(distance * distance, axis=0) / count
         ascending = tl.sort(tl.where(is_channel, variance, float("inf")))
         median = tl.sum(tl.where(channels == (C.HEAD_DIM - 1) // 2, ascending, 0.0), axis=0)
         relative = tl.minimum(tl.maximum(variance / tl.maximum(median, C.SMALLEST), 1.0), C.MOST)

@@ -10,7 +10,7 @@ from typing_extensions import Self, override
 from kvlayers.attention.cpu import kernel, products
 from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.gqa_repeats import marked_for_sdpa
+from kvlayers.attention.gqa import marked_for_sdpa
 from kvlayers.attention.packed_tensor import as_dense
 from kvlayers.attention.segments import KVSegments, Segment
 from kvlayers.errors import StateMismatchError

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.attention.cpu import kernel, products
+from kvlayers.attention.cpu import call, kernel
 from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.gqa import marked_for_sdpa
@@ -67,7 +67,7 @@ class QuantizedStore(TokenStore):
         # One is compiled at a time. Attention gains more by its kernel than packing.
         packs = backend(quantization.backend)
         sides = (quantization.keys, quantization.values)
-        multiply = [products.library(side.nbits, packs.has_zero) for side in sides]
+        multiply = [call.products_for(side.nbits, packs.has_zero) for side in sides]
         for library in (kernel.LIBRARY, *multiply, packs.kernel):
             if library is not None:
                 library.begin()

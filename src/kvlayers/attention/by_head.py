@@ -4,7 +4,7 @@ The tokens of one KV head of one sequence are a dense tensor, whatever other hea
 as long as this head is computed, so no more than one head is in full precision at once.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -17,17 +17,13 @@ from kvlayers.attention.gathered_segment import GatheredSegment
 from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.attention.segments import KVSegments, is_packed
 
-Runs = list[tuple[int, int]]
-"""Begin and end of consecutive tokens, or columns."""
-
-
 MINIMUM_ROWS_OF_PACKED = 128
 """Queries of one KV head for which unpacking all its tokens at once pays. Measured on a CPU."""
 
 
 def pays(query: Tensor, segments: KVSegments) -> bool:
     """Whether `attend` takes less time than attention block by block, as measured on a CPU."""
-    if query.shape[2] == 1 or not segments.gathered:
+    if query.shape[2] == 1 or not segments.holds_gathered:
         return False
     rows = query.shape[1] // segments.kv_heads * query.shape[2]
     return not segments.holds_packed or rows >= MINIMUM_ROWS_OF_PACKED
@@ -45,12 +41,12 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
         own_mask = None if mask is None else _additive(unexpanded(mask[one]), dtype)
         for head in range(segments.kv_heads):
             keys, values, columns = _tokens_of(segments, sequence, head, dtype)
-            if not columns:
+            if not len(columns):
                 continue
             own = slice(head * group, (head + 1) * group)
             seen = None
             if own_mask is not None:
-                seen = _joined(own_mask if own_mask.shape[1] == 1 else own_mask[:, own], columns, 3)
+                seen = (own_mask if own_mask.shape[1] == 1 else own_mask[:, own]).index_select(3, columns)
             # The queries of a KV head are heads that read the same memory.
             keys, values = (states.expand(1, group, -1, -1) for states in (keys, values))
             out[one, own] = scaled_dot_product_attention(query[one, own].to(dtype), keys, values, seen, scale=scale)
@@ -64,85 +60,51 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
-def _tokens_of(segments: KVSegments, sequence: int, head: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Runs]:
+def _tokens_of(segments: KVSegments, sequence: int, head: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values `[tokens, head_dim]` of one KV head of one sequence, and the columns of its tokens."""
-    sides: list[tuple[Tensor, Tensor]] = []
-    columns: Runs = []
-    position = 0
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
     smoothing = segments.smoothing
     if smoothing is not None:
         smoothing = smoothing.mapped(lambda vectors: vectors[sequence, head])
-    for segment in segments.in_order:
+    for position, segment in segments.with_columns:
         if isinstance(segment, GatheredSegment):
-            blocks, tokens, own_columns = _pieces_of(segment, sequence, head)
-            keys, values = _states(segment.source, sequence, head, blocks, dtype)
-            keys, values = _joined(keys, tokens, 0), _joined(values, tokens, 0)
+            found = _gathered(segment, sequence, head, dtype)
         else:
-            own_columns = [(0, segment.tokens)]
-            keys, values = _states(segment, sequence, head, None, dtype)
-        if smoothing is not None and is_packed(segment):
-            keys = smoothing.restored(keys)
-        sides.append((keys, values))
-        columns += ((position + begin, position + end) for begin, end in own_columns)
-        position += segment.tokens
-    keys, values = (torch.cat([states.to(dtype) for states in parts]) for parts in zip(*sides, strict=True))
-    return keys, values, _merged(columns)
+            columns = torch.arange(segment.tokens)
+            found = [(*_states(_of_head(segment, sequence, head), dtype), columns)]
+        for keys, values, columns in found:
+            if smoothing is not None and is_packed(segment):
+                keys = smoothing.restored(keys)
+            parts.append((keys.to(dtype), values.to(dtype), columns + position))
+    keys, values, columns = (torch.cat(each) for each in zip(*parts, strict=True))
+    return keys, values, columns
 
 
-def _pieces_of(segment: GatheredSegment, sequence: int, head: int) -> tuple[Tensor, Runs, Runs]:
-    """The pieces of a head.
-
-    Returns:
-        Where they start, their tokens in a dense source or among these blocks of a packed one, and their columns.
-    """
-    is_read = segment.counts[sequence, head] > 0
-    starts, counts, columns = (
-        table[sequence, head][is_read] for table in (segment.starts, segment.counts, segment.columns)
-    )
-    first = starts
-    if isinstance(segment.source, PackedSegment):
-        evicted = torch.where(starts == 0, segment.source.first, 0)
-        first = torch.arange(len(starts), device=starts.device) * segment.source.keys.block_tokens + evicted
-    tokens, own_columns = (
-        _merged(zip(begin.tolist(), (begin + counts).tolist(), strict=True)) for begin in (first, columns)
-    )
-    return starts, tokens, own_columns
+def _gathered(
+    segment: GatheredSegment, sequence: int, head: int, dtype: torch.dtype
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Keys, values and columns of the tokens that a head reads of a segment."""
+    tables = (table[sequence, head][None, None] for table in (segment.starts, segment.counts, segment.columns))
+    own = GatheredSegment(_of_head(segment.source, sequence, head), *tables, segment.width)
+    for padded, columns in own.padded_pieces(segment.width):
+        of_tokens = columns.of_tokens[0, 0]
+        is_read = of_tokens < segment.width
+        keys, values = _states(padded, dtype)
+        yield keys[is_read], values[is_read], of_tokens[is_read]
 
 
-def _states(
-    source: DenseSegment | PackedSegment, sequence: int, head: int, blocks: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Keys and values `[tokens, head_dim]` of a head; if they are packed, of the blocks at int64 `[any]` alone."""
+def _of_head(source: DenseSegment | PackedSegment, sequence: int, head: int) -> DenseSegment | PackedSegment:
+    """A segment of one head of one sequence."""
     row = sequence if source.rows is None else int(source.rows.on(torch.device("cpu"))[0][sequence])
-    if isinstance(source, DenseSegment):
-        return source.keys[row, head], source.values[row, head]
-    own = slice(row, row + 1), slice(head, head + 1)
-    keys, values = (
-        replace(side, codes=side.codes[own], parameters=side.parameters[own], format=side.format.for_head(head))
-        for side in (source.keys, source.values)
-    )
-    chosen = PackedSegment(keys, values, source.first, source.ends)
-    if blocks is not None:
-        keys, values = (
-            replace(side, codes=side.codes.index_select(2, blocks), parameters=side.parameters.index_select(2, blocks))
-            for side in (keys, values)
-        )
-        chosen = PackedSegment(keys, values)
-    return chosen.states("keys", dtype)[0, 0], chosen.states("values", dtype)[0, 0]
+    own = source.with_tensors(states[row : row + 1, head : head + 1] for states in source.tensors).with_rows(None)
+    if isinstance(own, DenseSegment):
+        return own
+    keys, values = (replace(side, format=side.format.for_head(head)) for side in (own.keys, own.values))
+    return replace(own, keys=keys, values=values)
 
 
-def _merged(runs: Iterable[tuple[int, int]]) -> Runs:
-    """The runs that are not empty. Those next to each other are one."""
-    merged: Runs = []
-    for begin, end in runs:
-        if merged and merged[-1][1] == begin:
-            merged[-1] = merged[-1][0], end
-        elif end > begin:
-            merged.append((begin, end))
-    return merged
-
-
-def _joined(states: Tensor, runs: Runs, dim: int) -> Tensor:
-    """The runs of a dimension side by side: a view, if there is one."""
-    parts = [states.narrow(dim, begin, end - begin) for begin, end in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else states.narrow(dim, 0, 0)
+def _states(segment: DenseSegment | PackedSegment, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values `[tokens, head_dim]` of a segment of one head."""
+    if isinstance(segment, DenseSegment):
+        return segment.keys[0, 0], segment.values[0, 0]
+    return segment.states("keys", dtype)[0, 0], segment.states("values", dtype)[0, 0]

@@ -1,9 +1,10 @@
 """Tokens in full precision that the queries of one update attend to."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvlayers.attention.segment_rows import SegmentRows
@@ -118,3 +119,8 @@ class DenseSegment:
     def with_rows(self, rows: SegmentRows | None) -> "DenseSegment":
         """The segment with other `rows`."""
         return DenseSegment(self.key_slots, self.value_slots, rows, self._slots)
+
+    def pieces(self, tokens: int) -> Iterator["DenseSegment"]:
+        """The segment in pieces of at most `tokens` tokens, of which each sequence of the batch reads its own."""
+        for sides in zip(*(torch.split(states, tokens, 2) for states in self.tensors), strict=True):
+            yield DenseSegment(*(states if self.rows is None else self.rows.select(states) for states in sides))

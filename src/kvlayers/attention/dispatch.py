@@ -133,4 +133,4 @@ def _means_of_products(queries: Tensor, segments: KVSegments, paths: PathCounter
         return _cpu_means(segments, cpu_kernel.obstacle(queries, segments), paths)
     shares = segments.shares_rows
     paths.record(f"{fused.PLAIN}, {SHARED}" if shares else f"{fused.PLAIN}, {SLABS}, as {PRODUCT}")
-    return shared_segments if shares else fused
+    return shared_segments if shares else reference

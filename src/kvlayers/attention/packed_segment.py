@@ -78,11 +78,14 @@ class PackedSegment:
         """The segment with other `rows`."""
         return replace(self, rows=rows)
 
-    def pieces(self, blocks: int) -> Iterator["PackedSegment"]:
-        """The segment in pieces of at most `blocks` blocks."""
+    def pieces(self, tokens: int) -> Iterator["PackedSegment"]:
+        """The segment in pieces of about `tokens` tokens, whole blocks, of which each sequence of the batch reads its
+        own."""
+        blocks = max(tokens // self.keys.block_tokens, 1)
         for start in range(0, self.blocks, blocks):
             some = slice(start, start + blocks)
-            piece = self.with_tensors(states[:, :, some] for states in self.tensors)
+            parts = (states[:, :, some] for states in self.tensors)
+            piece = self.with_tensors(states if self.rows is None else self.rows.select(states) for states in parts)
             first = self.first if start == 0 else 0
             yield replace(piece, first=first, ends=None if self.ends is None else self.ends[some], rows=None)
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -32,13 +31,9 @@ class PieceColumns:
         """Entries of `[batch, heads, rows, width]` for the tokens, `[batch, heads, rows, tokens]`; any for padding."""
         return rows.gather(3, self._index(rows, self.of_tokens.clamp(max=self.width - 1)))
 
-    def write(self, entries: Tensor, rows: Tensor, position: int) -> None:
-        """Write `[batch, kv_heads, rows, tokens]` to `[batch, kv_heads, rows, columns]`, from a column on.
-
-        Entries of padding are written to the last column.
-        """
-        columns = torch.where(self.of_tokens == self.width, rows.shape[3] - 1, self.of_tokens + position)
-        rows.scatter_(3, self._index(rows, columns), entries)
+    def write(self, entries: Tensor, rows: Tensor) -> None:
+        """Write `[batch, kv_heads, rows, tokens]` to `[batch, kv_heads, rows, width + 1]`, padding at the end."""
+        rows.scatter_(3, self._index(rows, self.of_tokens), entries)
 
     def _index(self, rows: Tensor, columns: Tensor) -> Tensor:
         batch, heads, count, _ = rows.shape

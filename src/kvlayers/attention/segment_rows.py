@@ -53,6 +53,10 @@ class SegmentRows:
                 self._on_devices[device] = self._copies(device)
         return self._on_devices[device]
 
+    def select(self, states: Tensor) -> Tensor:
+        """The states `[sequences, ...]` that each sequence of the batch reads, a copy `[batch, ...]`."""
+        return states.index_select(0, self.on(states.device)[0])
+
     def _copies(self, device: torch.device) -> tuple[Tensor, Tensor]:
         positions = torch.arange(len(self), device=device)
         if self.are_even:

@@ -42,11 +42,15 @@ class KVSegments:
         return any(map(is_packed, self.in_order))
 
     @property
-    def gathered(self) -> list[tuple[int, GatheredSegment]]:
-        """The segments of which each head reads its own tokens, with the column at which each begins."""
+    def holds_gathered(self) -> bool:
+        """Whether there is a segment of which each head reads its own tokens."""
+        return any(isinstance(segment, GatheredSegment) for segment in self.in_order)
+
+    @property
+    def with_columns(self) -> list[tuple[int, Segment]]:
+        """The segments, with the column at which each begins."""
         first = itertools.accumulate((segment.tokens for segment in self.in_order), initial=0)
-        pairs = zip(first, self.in_order, strict=False)
-        return [(column, segment) for column, segment in pairs if isinstance(segment, GatheredSegment)]
+        return list(zip(first, self.in_order, strict=False))
 
     @property
     def only_dense(self) -> DenseSegment | None:
@@ -65,11 +69,6 @@ class KVSegments:
     def most_readers(self) -> int:
         """Most sequences of the batch that read the same sequence of a segment."""
         return max((1 if segment.rows is None else segment.rows.most_readers) for segment in self.in_order)
-
-    def of_sequence(self, index: int) -> "KVSegments":
-        """The segments of one sequence, a batch of one. The host must know their rows."""
-        smoothing = None if self.smoothing is None else self.smoothing.mapped(lambda vector: vector[index : index + 1])
-        return KVSegments(tuple(_of_sequence(segment, index) for segment in self.in_order), smoothing)
 
     def with_prefix(self, segment: DenseSegment) -> "KVSegments":
         """The same segments with another one in front."""
@@ -118,7 +117,7 @@ class KVSegments:
         for segment in self.in_order:
             states = segment.side(side) if isinstance(segment, DenseSegment) else segment.states(side, dtype)
             if segment.rows is not None:
-                states = states.index_select(0, segment.rows.on(states.device)[0])
+                states = segment.rows.select(states)
             if side == "keys" and self.smoothing is not None and is_packed(segment):
                 states = self.smoothing.restored(states)
             parts.append(states)
@@ -138,14 +137,3 @@ def _source(segment: Segment) -> DenseSegment | PackedSegment:
 def without_rows(segment: Segment) -> Segment:
     """The segment with as many sequences as it holds."""
     return segment if isinstance(segment, GatheredSegment) else segment.with_rows(None)
-
-
-def _of_sequence(segment: Segment, index: int) -> Segment:
-    if isinstance(segment, GatheredSegment):
-        raise ValueError("the sequences of a gathered segment are not shared: read all of them.")
-    if segment.rows is not None:
-        if segment.rows.known is None:
-            raise ValueError("index must be that of a sequence whose rows the host knows: read all sequences.")
-        index = segment.rows.known[index]
-    one = slice(index, index + 1)
-    return segment.with_tensors(states[one] for states in segment.tensors).with_rows(None)

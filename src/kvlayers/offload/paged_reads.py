@@ -91,7 +91,7 @@ class PagedReads:
         """Segments on the device, instead of where the pages are held."""
         brought: list[Segment] = []
         always_read: dict[tuple[int, int], DenseSegment | PackedSegment] = {}
-        end, tokens, are_packed, choose = 0, segments.tokens, segments.holds_packed, bool(segments.gathered)
+        end, tokens, are_packed, choose = 0, segments.tokens, segments.holds_packed, segments.holds_gathered
         for segment in segments.in_order:
             start, end = end, end + segment.tokens
             if are_packed and not is_packed(segment):

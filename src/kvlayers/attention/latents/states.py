@@ -65,7 +65,7 @@ def as_latents(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """
     snapshot = snapshot_of(keys, values)
     # Somebody who looks at queries, or chooses tokens by them, knows no queries of latents.
-    chooses = snapshot.observe is not None or snapshot.choose is not None or snapshot.segments.gathered
+    chooses = snapshot.observe is not None or snapshot.choose is not None or snapshot.segments.holds_gathered
     if chooses or snapshot.follows_gradients:
         return keys, values
     rotated = values if isinstance(values, PackedStates) else packed_like(keys, values, snapshot)[1]

@@ -20,8 +20,7 @@ from kvlayers import QuantizedCache
 from kvlayers.attention import dispatch
 from kvlayers.attention import reference as plain
 from kvlayers.attention.cuda import kernel, plan
-from kvlayers.attention.cuda.plan import Launch
-from kvlayers.attention.cuda.support import supports
+from kvlayers.attention.cuda.plan import Launch, supports
 from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_segment import PackedSegment
@@ -566,7 +565,7 @@ def check_resources() -> dict[str, Any]:
             obstacle = kernel.obstacle(query, segments, None)
             for _ in range(2):
                 assert kernel.obstacle(query, segments, None) == obstacle
-            variant = plan.plan_of(packed).kernels.variant(4, 1, 0, 1, False, False, False, False)
+            variant = plan.variant_for(plan.plan_of(packed).kind, 4, 1, 0, 1, False, False, False, False)
             found["stages"].append(obstacle or variant.constants["num_stages"])
             paths = PathCounter()
             out = dispatch.attend(query, segments, None, 0.125, paths)
@@ -586,8 +585,8 @@ def check_wrong_code() -> dict[str, Any]:
         launch(device, grid, (*arguments[:-1], 30 * arguments[-1]), constants)
 
     def forget() -> None:
-        plan._variants.clear()
-        plan.split_kernels.cache_clear()
+        for cached in (plan._variant_of, plan.variant_for, plan.segment_kind):
+            cached.cache_clear()
 
     forget()
     with mock.patch.object(plan.ATTEND_SPLIT, "launch", wrong):

@@ -70,8 +70,8 @@ def _tokens_of(segments: KVSegments, sequence: int, head: int, dtype: torch.dtyp
         if isinstance(segment, GatheredSegment):
             found = _gathered(segment, sequence, head, dtype)
         else:
-            columns = torch.arange(segment.tokens)
-            found = [(*_states(_of_head(segment, sequence, head), dtype), columns)]
+            keys, values = _states(_of_head(segment, sequence, head), dtype)
+            found = iter([(keys, values, torch.arange(segment.tokens))])
         for keys, values, columns in found:
             if smoothing is not None and is_packed(segment):
                 keys = smoothing.restored(keys)
@@ -84,10 +84,12 @@ def _gathered(
     segment: GatheredSegment, sequence: int, head: int, dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Keys, values and columns of the tokens that a head reads of a segment."""
-    tables = (table[sequence, head][None, None] for table in (segment.starts, segment.counts, segment.columns))
-    own = GatheredSegment(_of_head(segment.source, sequence, head), *tables, segment.width)
-    for padded, columns in own.padded_pieces(segment.width):
-        of_tokens = columns.of_tokens[0, 0]
+    starts, counts, columns = (
+        table[sequence, head][None, None] for table in (segment.starts, segment.counts, segment.columns)
+    )
+    own = GatheredSegment(_of_head(segment.source, sequence, head), starts, counts, columns, segment.width)
+    for padded, where in own.padded_pieces(segment.width):
+        of_tokens = where.of_tokens[0, 0]
         is_read = of_tokens < segment.width
         keys, values = _states(padded, dtype)
         yield keys[is_read], values[is_read], of_tokens[is_read]

@@ -122,5 +122,8 @@ class DenseSegment:
 
     def pieces(self, tokens: int) -> Iterator["DenseSegment"]:
         """The segment in pieces of at most `tokens` tokens, of which each sequence of the batch reads its own."""
-        for sides in zip(*(torch.split(states, tokens, 2) for states in self.tensors), strict=True):
-            yield DenseSegment(*(states if self.rows is None else self.rows.select(states) for states in sides))
+        for keys, values in zip(*(torch.split(states, tokens, 2) for states in self.tensors), strict=True):
+            if self.rows is None:
+                yield DenseSegment(keys, values)
+            else:
+                yield DenseSegment(self.rows.select(keys), self.rows.select(values))

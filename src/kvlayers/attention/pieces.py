@@ -163,7 +163,9 @@ def state_pieces(position: int, segment: Segment, rows: int) -> Iterator[StatePi
     source = segment.source if isinstance(segment, GatheredSegment) else segment
     least = CPU_MINIMUM_BLOCK_TOKENS if isinstance(source, DenseSegment) else source.keys.block_tokens
     tokens = min(max(CPU_SCORES_AT_ONCE // max(rows, 1), least), CPU_MAXIMUM_TOKENS_AT_ONCE)
-    rotated = (source.keys.format.rotated, source.values.format.rotated) if isinstance(source, PackedSegment) else ()
+    rotated = False, False
+    if isinstance(source, PackedSegment):
+        rotated = source.keys.format.rotated, source.values.format.rotated
     if isinstance(segment, GatheredSegment):
         for padded, columns in segment.padded_pieces(tokens):
             yield StatePiece(position, padded, *rotated, gathered=columns)

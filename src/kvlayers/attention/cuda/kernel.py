@@ -6,9 +6,8 @@ import math
 import torch
 from torch import Tensor
 
-from kvlayers.attention.cuda.launch import SplitCall, kind_of, variant_of
+from kvlayers.attention.cuda.launch import Read, SplitCall, kind_of, reads_of, variant_of
 from kvlayers.attention.cuda.plan import DEFAULT_LAUNCH, Launch, Variant
-from kvlayers.attention.cuda.reads import Read, reads_of
 from kvlayers.attention.segments import KVSegments
 from kvlayers.errors import StateMismatchError
 
@@ -36,16 +35,16 @@ def obstacle(query: Tensor, segments: KVSegments, mask: Tensor | None, launch: L
     reads = reads_of(segments, launch)
     if isinstance(reads, str):
         return reads
-    plan, kind = reads[0].plan, kind_of(mask)
+    kind, mask_kind = reads[0].plan.kind, kind_of(mask)
     batch, heads, queries, _ = query.shape
-    if heads // plan.kv_heads * queries * max(read.readers for read in reads) > MAXIMUM_ROWS:
+    if heads // kind.kv_heads * queries * max(read.readers for read in reads) > MAXIMUM_ROWS:
         return f"there are more than {MAXIMUM_ROWS} queries for a kv head, as in a prompt"
-    if batch * plan.kv_heads > MAXIMUM_HEADS:
+    if batch * kind.kv_heads > MAXIMUM_HEADS:
         return f"there are more than {MAXIMUM_HEADS} kv heads in all sequences"
-    if query.dtype != plan.dtype:
-        return f"queries are {query.dtype}, and scales {plan.dtype}"
+    if query.dtype != kind.dtype:
+        return f"queries are {query.dtype}, and scales {kind.dtype}"
     for read in reads:
-        variant = variant_of(read, heads, queries, kind)
+        variant = variant_of(read, heads, queries, mask_kind)
         if variant.constants is None:
             SplitCall(query, reads, mask, 1.0)
         if variant.obstacle is not None:

@@ -18,9 +18,9 @@ from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_ops import packed_pair
 from kvlayers.attention.packed_segment import PackedSegment
-from kvlayers.attention.packed_tensor import Snapshot, Version
 from kvlayers.attention.segment_rows import SegmentRows, of_repeats
 from kvlayers.attention.segments import KVSegments, Segment
+from kvlayers.attention.snapshot import Snapshot, Version
 from kvlayers.quantizers.contract import Side
 from random_states import check, code_format, packed_states
 

@@ -28,9 +28,9 @@ from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.gathered_segment import GatheredSegment
 from kvlayers.attention.packed_ops import packed_pair
 from kvlayers.attention.packed_segment import PackedSegment
-from kvlayers.attention.packed_tensor import Snapshot, Version
 from kvlayers.attention.segment_rows import SegmentRows
 from kvlayers.attention.segments import KVSegments
+from kvlayers.attention.snapshot import Snapshot, Version
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from random_states import SUMS, check
 

@@ -10,6 +10,8 @@ from kvlayers.attention import by_head, fused, reference, shared_segments
 from kvlayers.attention.cpu import kernel as cpu_kernel
 from kvlayers.attention.cuda import kernel as cuda_kernel
 from kvlayers.attention.segments import KVSegments
+from kvlayers.upstream.attention_calls import running_attention_implementation
+from kvlayers.upstream.deprecation import warn_the_caller
 from kvlayers.utils.autocast import without_autocast
 
 CPU = "a compiled kernel on segments"
@@ -22,6 +24,12 @@ SHARED = "shared segments once for all sequences"
 """Paths on which no state is brought to full precision for longer than it is used."""
 
 PRODUCT = "no kernel takes a single product of eager attention"
+
+
+READ_AS_HELD = ("sdpa", "eager", "kvlayers")
+"""The attention implementations that read codes, and a prefix that sequences share, as they are held."""
+
+_warned: set[str] = set()
 
 
 class PathCounter:
@@ -39,6 +47,26 @@ class PathCounter:
     def record(self, path: str) -> None:
         """Count one more call on this path."""
         self.counts[path] += 1
+
+    def note_dense_read(self, path: str) -> None:
+        """Count that states are read in full precision.
+
+        It warns once in a process for each `attn_implementation` of models that cannot do otherwise.
+
+        Args:
+            path: what reads the states, and why not as they are held.
+        """
+        if path not in self.counts:
+            name = running_attention_implementation()
+            if name is not None and name not in (*READ_AS_HELD, *_warned):
+                _warned.add(name)
+                warn_the_caller(
+                    f"The attention {name!r} reads states in full precision only. So at every step each layer of this "
+                    "cache copies all of its states to full precision, which is slower than a DynamicCache and takes "
+                    "the memory of one layer's copy. Use model.set_attn_implementation('sdpa'), or 'kvlayers' after "
+                    "kvlayers.install(): both read the states as the cache holds them."
+                )
+        self.record(path)
 
 
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float | None, paths: PathCounter) -> Tensor:

@@ -14,10 +14,10 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from kvlayers.attention import dispatch
 from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.packed_tensor import Snapshot
 from kvlayers.attention.pieces import state_pieces
 from kvlayers.attention.reference import OnlineSoftmax, masked
 from kvlayers.attention.segments import KVSegments
+from kvlayers.attention.snapshot import Snapshot
 from kvlayers.quantizers.hadamard import rotate
 from kvlayers.utils.autocast import without_autocast
 

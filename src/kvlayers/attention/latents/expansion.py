@@ -4,7 +4,7 @@ A linear layer makes the keys and values of all heads from the latents. They are
 are written to a new tensor, beside the rotated key. What comes out goes to attention.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,8 +14,7 @@ from typing_extensions import override
 
 from kvlayers.attention.latents import absorption
 from kvlayers.attention.latents.absorption import HeadWeights, Projection
-from kvlayers.attention.latents.deferred import DeferredTensor, implemented_in
-from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.packed_tensor import Implementations, PackedStates, StateTensor, implements
 from kvlayers.utils.transforms import is_changed_by_torch
 
 Axes = Literal["projected", "by token", "by head"]
@@ -40,6 +39,21 @@ class Expansion:
         return self.computed
 
 
+COMPUTED = "something reads it"
+"""Why a function is given the computed tensor."""
+
+
+class DeferredTensor(StateTensor):
+    """A tensor that is computed if a function needs it.
+
+    Every later function is given the same computed tensor: what is written to it is not lost.
+    """
+
+    @override
+    def data_ptr(self) -> int:
+        return self.dense().data_ptr()
+
+
 class ExpandedLatents(DeferredTensor):
     """A view of an expansion.
 
@@ -51,7 +65,7 @@ class ExpandedLatents(DeferredTensor):
         stop: the channel behind them.
     """
 
-    implementations: ClassVar[dict[Any, Callable[..., Any]]] = {}
+    implementations: ClassVar[Implementations] = {}
 
     expansion: Expansion
     axes: Axes
@@ -64,12 +78,14 @@ class ExpandedLatents(DeferredTensor):
     ) -> "ExpandedLatents":
         """A view of this shape."""
         weight = expansion.projection.weight
-        view: ExpandedLatents = cls.of(shape, weight.dtype, weight.device)
+        view: ExpandedLatents = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=weight.dtype, device=weight.device
+        )
         view.expansion, view.axes, view.first, view.stop = expansion, axes, first, stop
         return view
 
     @override
-    def computed(self) -> Tensor:
+    def dense(self) -> Tensor:
         product = self.expansion.read()
         if self.axes == "projected":
             return product
@@ -141,7 +157,7 @@ class AssembledKeys(DeferredTensor):
         swapped: whether the axes of tokens and channels are swapped.
     """
 
-    implementations: ClassVar[dict[Any, Callable[..., Any]]] = {}
+    implementations: ClassVar[Implementations] = {}
 
     memory: NewKeys
     first: int
@@ -152,12 +168,12 @@ class AssembledKeys(DeferredTensor):
         cls, memory: NewKeys, shape: Sequence[int], first: int = 0, *, swapped: bool = False
     ) -> "AssembledKeys":
         """A view of this shape."""
-        view: AssembledKeys = cls.of(shape, memory.dtype, memory.device)
+        view: AssembledKeys = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=memory.dtype, device=memory.device)
         view.memory, view.first, view.swapped = memory, first, swapped
         return view
 
     @override
-    def computed(self) -> Tensor:
+    def dense(self) -> Tensor:
         keys = self.memory.read()
         if self.swapped:
             return keys.transpose(2, 3)
@@ -169,22 +185,22 @@ class AssembledKeys(DeferredTensor):
         return self.memory.of_heads if is_whole else None
 
 
-_of_latents = implemented_in(ExpandedLatents.implementations)
-_of_keys = implemented_in(AssembledKeys.implementations)
-_of_both = implemented_in(ExpandedLatents.implementations, AssembledKeys.implementations)
+_of_latents = implements(ExpandedLatents)
+_of_keys = implements(AssembledKeys)
+_of_both = implements(ExpandedLatents, AssembledKeys)
 
 
 @_of_latents(Tensor.view, Tensor.reshape)
 def _view(states: Any, *sizes: Any) -> Any:
     shape = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
     if not isinstance(states, ExpandedLatents) or states.axes != "projected" or len(shape) != 4:
-        return NotImplemented
+        return COMPUTED
     batch, _, tokens, channels = states.shape
     if not all(isinstance(size, int) for size in shape) or shape[3] < 1 or channels % shape[3]:
-        return NotImplemented
+        return COMPUTED
     heads = channels // shape[3]
     if shape[:2] != (batch, tokens) or shape[2] not in (-1, heads):
-        return NotImplemented
+        return COMPUTED
     viewed = (batch, tokens, heads, shape[3])
     return ExpandedLatents.view_of(states.expansion, viewed, "by token", 0, shape[3])
 
@@ -192,7 +208,7 @@ def _view(states: Any, *sizes: Any) -> Any:
 @_of_latents(Tensor.transpose, torch.transpose)
 def _by_head(states: Any, dim0: int, dim1: int) -> Any:
     if not isinstance(states, ExpandedLatents) or states.axes != "by token" or {dim0 % 4, dim1 % 4} != {1, 2}:
-        return NotImplemented
+        return COMPUTED
     batch, tokens, heads, channels = states.shape
     shape = (batch, heads, tokens, channels)
     return ExpandedLatents.view_of(states.expansion, shape, "by head", states.first, states.stop)
@@ -201,9 +217,9 @@ def _by_head(states: Any, dim0: int, dim1: int) -> Any:
 @_of_latents(torch.split, Tensor.split)
 def _split(states: Any, sizes: Any, dim: int = 0) -> Any:
     if not isinstance(states, ExpandedLatents) or states.axes != "by head" or dim not in (3, -1):
-        return NotImplemented
+        return COMPUTED
     if not isinstance(sizes, list | tuple) or sum(sizes) != states.shape[3]:
-        return NotImplemented
+        return COMPUTED
     parts, first = [], states.first
     for size in sizes:
         shape = (*states.shape[:3], size)
@@ -216,16 +232,16 @@ def _split(states: Any, sizes: Any, dim: int = 0) -> Any:
 def _new_empty(states: Any, *sizes: Any, **options: Any) -> Any:
     shape = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
     if options or states.axes != "by head" or len(shape) != 4 or shape[:3] != tuple(states.shape[:3]):
-        return NotImplemented
+        return COMPUTED
     return AssembledKeys.view_of(NewKeys(shape, states.dtype, states.device), shape)
 
 
 @_of_keys(Tensor.__getitem__)
 def _channels(keys: Any, index: Any) -> Any:
     if keys.swapped or not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis:
-        return NotImplemented
+        return COMPUTED
     if not isinstance(index[1], slice) or index[1].step not in (None, 1):
-        return NotImplemented
+        return COMPUTED
     first, stop, _ = index[1].indices(keys.shape[3])
     shape = (*keys.shape[:3], max(stop - first, 0))
     return AssembledKeys.view_of(keys.memory, shape, keys.first + first)
@@ -234,14 +250,14 @@ def _channels(keys: Any, index: Any) -> Any:
 @_of_keys(Tensor.copy_)
 def _write(keys: Any, states: Any, **options: Any) -> Any:
     if options or not isinstance(keys, AssembledKeys) or keys.swapped or keys.memory.computed is not None:
-        return NotImplemented
+        return COMPUTED
     if states.shape != keys.shape or states.dtype != keys.dtype:
-        return NotImplemented
+        return COMPUTED
     # Neither changes until attention reads it: the expansion is not computed yet, and packed states are read-only.
     is_expansion = isinstance(states, ExpandedLatents) and states.is_deferred
     is_rotated = isinstance(states, PackedStates) and states.side == "values" and not states.packed_view.swapped
     if not is_expansion and not is_rotated:
-        return NotImplemented
+        return COMPUTED
     keys.memory.parts.append((keys.first, states))
     return keys
 
@@ -249,10 +265,10 @@ def _write(keys: Any, states: Any, **options: Any) -> Any:
 @_of_keys(Tensor.transpose, torch.transpose)
 def _swapped(keys: Any, dim0: int, dim1: int) -> Any:
     if not isinstance(keys, AssembledKeys) or {dim0 % 4, dim1 % 4} != {2, 3}:
-        return NotImplemented
+        return COMPUTED
     batch, heads, tokens, head_dim = keys.shape
     if keys.swapped or head_dim != keys.memory.shape[3]:
-        return NotImplemented
+        return COMPUTED
     return AssembledKeys.view_of(keys.memory, (batch, heads, head_dim, tokens), swapped=True)
 
 
@@ -260,7 +276,7 @@ def _swapped(keys: Any, dim0: int, dim1: int) -> Any:
 def _unchanged(states: Any, *args: Any, **kwargs: Any) -> Any:
     wanted = {*args, *kwargs.values()}
     is_same = isinstance(states, DeferredTensor) and wanted <= {states.dtype, states.device}
-    return states if is_same else NotImplemented
+    return states if is_same else COMPUTED
 
 
 @_of_both(scaled_dot_product_attention)
@@ -275,16 +291,16 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     if not isinstance(key, AssembledKeys) or not isinstance(value, ExpandedLatents) or dropout_p or enable_gqa:
-        return NotImplemented
+        return COMPUTED
     keys, values = key.of_heads(swapped=False), _values(value)
     if keys is None or values is None or not _is_one_update(key, keys, values) or not _fits(query, key):
-        return NotImplemented
+        return COMPUTED
     if attn_mask is not None and (attn_mask.dtype not in (torch.bool, torch.float32, query.dtype) or is_causal):
-        return NotImplemented
+        return COMPUTED
     if attn_mask is not None and (attn_mask.device != query.device or _needs_gradients(attn_mask)):
-        return NotImplemented
+        return COMPUTED
     if not absorption.pays(query.shape[2], keys, values, key.shape[3] - keys.stop + keys.first):
-        return NotImplemented
+        return COMPUTED
     return absorption.attend(query, keys, values, attn_mask, is_causal, scale)
 
 
@@ -292,19 +308,19 @@ def _attention(
 def _product(left: Any, right: Any) -> Any:
     """`queries @ keys.transpose(2, 3)`, or `weights @ values`, as eager attention is written."""
     if isinstance(left, DeferredTensor) or left.dim() != 4 or left.shape[:2] != right.shape[:2]:
-        return NotImplemented
+        return COMPUTED
     if left.dtype != right.dtype or left.device != right.device or _needs_gradients(left):
-        return NotImplemented
+        return COMPUTED
     if left.shape[3] != right.shape[2] or is_changed_by_torch(left):
-        return NotImplemented
+        return COMPUTED
     if isinstance(right, AssembledKeys):
         keys = right.of_heads(swapped=True)
         if keys is None or not _is_one_update(right, keys, keys) or not absorption.pays_in_product(left.shape[2], keys):
-            return NotImplemented
+            return COMPUTED
         return absorption.scores(left, keys)
     values = _values(right)
     if values is None or not absorption.pays_in_product(left.shape[2], values):
-        return NotImplemented
+        return COMPUTED
     return absorption.combine(left, values)
 
 

@@ -11,7 +11,8 @@ from typing_extensions import override
 
 from kvlayers.attention.latents.expansion import expand
 from kvlayers.attention.packed_ops import packed_like, snapshot_of
-from kvlayers.attention.packed_tensor import PackedStates, Snapshot
+from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.snapshot import Snapshot
 from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.transforms import is_changed_by_torch
 

@@ -24,9 +24,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.attention import dispatch
-from kvlayers.attention.dense_segment import DenseSegment
-from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.attention.segments import KVSegments, Segment
 from kvlayers.stores.quantization import Quantization
 from kvlayers.stores.quantized import QuantizedStore

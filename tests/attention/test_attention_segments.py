@@ -14,11 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.attention import dispatch, reference, shared_segments
 from kvlayers.attention.cpu import call, kernel
-from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_ops import packed_pair
-from kvlayers.attention.packed_segment import PackedSegment
-from kvlayers.attention.segment_rows import SegmentRows, of_repeats
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows, of_repeats
 from kvlayers.attention.segments import KVSegments, Segment
 from kvlayers.attention.snapshot import Snapshot, Version
 from kvlayers.quantizers.contract import Side

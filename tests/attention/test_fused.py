@@ -9,9 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.attention import dispatch, fused, fused_kernels, pieces, reference
-from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.packed_segment import PackedSegment
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.attention.segments import KVSegments
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
 from kvlayers.quantizers.packed_side import PackedSide, pack_side

@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvlayers import DynamicLayer
 from kvlayers.attention import dispatch, fused, pieces
-from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.packed_segment import PackedSegment
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.attention.segments import KVSegments
 from kvlayers.quantizers.contract import CodeFormat, Side
 from kvlayers.quantizers.packed_side import PackedSide

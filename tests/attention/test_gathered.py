@@ -23,13 +23,10 @@ from gathered_states import (
 )
 from kvlayers.attention import dispatch, fused, pieces, reference
 from kvlayers.attention.cpu import kernel
-from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.gathered_segment import GatheredSegment
 from kvlayers.attention.packed_ops import packed_pair
-from kvlayers.attention.packed_segment import PackedSegment
-from kvlayers.attention.segment_rows import SegmentRows
-from kvlayers.attention.segments import KVSegments
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows
+from kvlayers.attention.segments import GatheredSegment, KVSegments
 from kvlayers.attention.snapshot import Snapshot, Version
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from random_states import SUMS, check

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvlayers.quantizers import Quantizer, Side, SideOptions, backend
+from kvlayers.quantizers.block_layout import unpack
 from kvlayers.quantizers.packed_side import PackedSide
-from kvlayers.quantizers.packing import unpack
 from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.stores.buffer import form_of
 from kvlayers.stores.packed_blocks import SIDES, PackedBlocks

@@ -21,14 +21,12 @@ from kvlayers.attention import dispatch
 from kvlayers.attention import reference as plain
 from kvlayers.attention.cuda import kernel, plan
 from kvlayers.attention.cuda.plan import Launch, supports
-from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.segment_rows import SegmentRows, of_repeats
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows, of_repeats
 from kvlayers.attention.segments import KVSegments, Segment
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
-from kvlayers.quantizers.hadamard import rotation_size
+from kvlayers.quantizers.groups import rotation_size
 from kvlayers.quantizers.packed_side import PackedSide, pack_side
 from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.utils import triton_support

@@ -13,11 +13,8 @@ from torch import Tensor
 
 from kvlayers.attention.cuda import kernel
 from kvlayers.attention.cuda.plan import Launch
-from kvlayers.attention.dense_segment import DenseSegment
-from kvlayers.attention.gathered_segment import GatheredSegment
-from kvlayers.attention.packed_segment import PackedSegment
-from kvlayers.attention.segment_rows import SegmentRows
-from kvlayers.attention.segments import KVSegments, Segment
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows
+from kvlayers.attention.segments import GatheredSegment, KVSegments, Segment
 from kvlayers.quantizers.contract import Side
 from packed_reference import counted_launches
 from triton_decode_cases import FLOAT8, SIDES, Case, hadamard, native, quantized, states_in_float64

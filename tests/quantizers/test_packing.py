@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvlayers.quantizers.block_layout import pack, padded_columns, row_bytes, unpack
 from kvlayers.quantizers.contract import WIDTHS, CodeFormat, QuantizedGroups, Side
 from kvlayers.quantizers.packed_side import PackedSide, pack_side, side_bytes
-from kvlayers.quantizers.packing import pack, padded_columns, row_bytes, unpack
 
 BLOCK_TOKENS = 64
 

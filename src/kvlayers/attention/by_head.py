@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.fused import unexpanded
-from kvlayers.attention.gathered_segment import GatheredSegment
-from kvlayers.attention.packed_segment import PackedSegment
-from kvlayers.attention.segments import KVSegments, is_packed
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.attention.segments import GatheredSegment, KVSegments, is_packed
 
 MINIMUM_ROWS_OF_PACKED = 128
 """Queries of one KV head for which unpacking all its tokens at once pays. Measured on a CPU."""

@@ -20,7 +20,7 @@ from kvlayers.attention import fused
 from kvlayers.attention.cpu import kernel as cpu_kernel
 from kvlayers.attention.cpu.call import DTYPES
 from kvlayers.attention.cuda import kernel as cuda_kernel
-from kvlayers.attention.dense_segment import DenseSegment
+from kvlayers.attention.segment_kinds import DenseSegment
 from kvlayers.attention.segments import KVSegments
 from kvlayers.utils.transforms import is_changed_by_torch
 from kvlayers.utils.triton_support import runs_triton

@@ -12,7 +12,7 @@ from kvlayers.attention.cuda import kernel as cuda_kernel
 from kvlayers.attention.segments import KVSegments
 from kvlayers.upstream.attention_calls import running_attention_implementation
 from kvlayers.upstream.deprecation import warn_the_caller
-from kvlayers.utils.autocast import without_autocast
+from kvlayers.utils.transforms import without_autocast
 
 CPU = "a compiled kernel on segments"
 CUDA = "a Triton kernel on segments"

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from kvlayers.attention.fused_kernels import ALIGNED_NUMBERS, attend_dense, kernels_for
-from kvlayers.attention.gathered_segment import GatheredSegment
 from kvlayers.attention.pieces import StatePiece, slabs
-from kvlayers.attention.segments import KVSegments
+from kvlayers.attention.segments import GatheredSegment, KVSegments
 from kvlayers.utils.triton_support import TritonKernel, runs_triton
 
 PARTS_AT_ONCE = 8
@@ -27,7 +26,7 @@ HIDDEN = -2.3e38
 MERGED_ROWS = 4
 """Rows of a result that one program of the Triton kernel merges."""
 
-MERGE_PARTS = TritonKernel("kvlayers.attention.cuda.triton_merge_parts", "merge_parts")
+MERGE_PARTS = TritonKernel("kvlayers.attention.cuda.triton_kernels", "merge_parts")
 
 FUSED = "torch's fused attention"
 PLAIN = "plain torch"

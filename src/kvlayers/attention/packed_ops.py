@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.attention import dispatch
-from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.gqa import attend_dense, kv_head_copies
 from kvlayers.attention.packed_tensor import UNCHANGED, PackedStates, PackedView, implements
+from kvlayers.attention.segment_kinds import DenseSegment
 from kvlayers.attention.segments import KVSegments
 from kvlayers.attention.snapshot import Snapshot, Version, attend_packed
-from kvlayers.utils.autocast import autocast_converts
-from kvlayers.utils.transforms import transforms_run
+from kvlayers.utils.transforms import autocast_converts, transforms_run
 
 
 def packed_pair(snapshot: Snapshot, key_shape: Sequence[int], value_shape: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvlayers.attention.dense_segment import DenseSegment
-from kvlayers.attention.gathered_segment import GatheredSegment
-from kvlayers.attention.packed_segment import PackedSegment
-from kvlayers.attention.piece_columns import PieceColumns
-from kvlayers.attention.segments import KVSegments, Segment
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.attention.segments import GatheredSegment, KVSegments, PieceColumns, Segment
 from kvlayers.quantizers.contract import Side
 from kvlayers.utils.triton_support import runs_triton
 

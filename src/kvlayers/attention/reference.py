@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.attention import fused
-from kvlayers.attention.gathered_segment import GatheredSegment
 from kvlayers.attention.pieces import CPU_SCORES_AT_ONCE, SegmentPiece, pieces_for, slabs
-from kvlayers.attention.segments import KVSegments
-from kvlayers.quantizers.hadamard import rotate
+from kvlayers.attention.segments import GatheredSegment, KVSegments
+from kvlayers.quantizers.groups import rotate
 from kvlayers.quantizers.smoothing import KeySmoothing
 
 

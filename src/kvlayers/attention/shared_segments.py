@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.attention import fused, reference
-from kvlayers.attention.segment_rows import SegmentRows
+from kvlayers.attention.segment_kinds import SegmentRows
 from kvlayers.attention.segments import KVSegments, without_rows
 from kvlayers.quantizers.smoothing import KeySmoothing
 

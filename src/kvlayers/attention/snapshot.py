@@ -22,7 +22,7 @@ from kvlayers.attention.segments import KVSegments
 from kvlayers.errors import StaleStatesError
 from kvlayers.quantizers.contract import Side
 from kvlayers.upstream import compat
-from kvlayers.utils.autocast import without_autocast
+from kvlayers.utils.transforms import without_autocast
 
 _numbers = itertools.count()
 _handles: "weakref.WeakValueDictionary[int, StoreHandle]" = weakref.WeakValueDictionary()

@@ -1,9 +1,13 @@
-"""The contract of a quantizer, which turns a block of states into codes, and of the backend that makes it."""
+"""The contract of a quantizer, which turns a block of states into codes, and of the backend that makes it.
+
+Backends have names, for the option `backend="..."`.
+"""
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +15,7 @@ from torch import Tensor
 from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.upstream.deprecation import warn_the_caller
 from kvlayers.utils.native_library import NativeLibrary
+from kvlayers.utils.registry import FactoryRegistry
 
 Side = Literal["keys", "values"]
 
@@ -290,3 +295,49 @@ def channel_group(options: SideOptions, head_dim: int, default: int = DEFAULT_GR
             "the largest smaller size that does, are used instead."
         )
     return size
+
+
+ENTRY_POINT_GROUP = "kvlayers.quantizers"
+"""Entry points in this group are factories in other packages. The entry point's name is the backend's name."""
+
+Factory = TypeVar("Factory", bound=Callable[[], Backend])
+
+_backends = FactoryRegistry("quantization backend", ENTRY_POINT_GROUP, "unregister_quantizer", Backend)  # type: ignore[type-abstract]
+
+
+def register_quantizer(name: str) -> Callable[[Factory], Factory]:
+    """Decorator that registers a factory (a class or function that returns a `Backend`) as backend `name`.
+
+    Raises:
+        RegistryError: the name is empty or taken.
+    """
+    return _backends.register(name)
+
+
+def unregister_quantizer(name: str) -> None:
+    """Remove a backend.
+
+    Raises:
+        RegistryError: the name is not registered.
+    """
+    _backends.remove(name)
+
+
+def quantizer_names() -> list[str]:
+    """All names of backends, including those of entry points in other packages."""
+    return _backends.names()
+
+
+def backend(name: str) -> Backend:
+    """The backend called `name`.
+
+    Raises:
+        OptionError: no backend has this name.
+        RegistryError: the factory with this name does not return a backend.
+
+    Example:
+        >>> from kvlayers.quantizers import backend
+        >>> backend("native").widths
+        (1, 2, 3, 4, 5, 6, 8)
+    """
+    return _backends.make(name)

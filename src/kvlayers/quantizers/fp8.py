@@ -17,17 +17,17 @@ from kvlayers.quantizers.contract import (
     Quantizer,
     SideOptions,
     channel_group,
+    register_quantizer,
 )
-from kvlayers.quantizers.dequantize import scales_by_head
-from kvlayers.quantizers.grouping import (
+from kvlayers.quantizers.groups import (
     GROUP_DIMS,
     LARGEST_FLOAT8,
     grouped,
     largest_float8_scale,
+    scales_by_head,
     smallest_positive,
     ungrouped,
 )
-from kvlayers.quantizers.registry import register_quantizer
 
 
 class Fp8Quantizer(Quantizer):

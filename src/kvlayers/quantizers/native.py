@@ -9,6 +9,10 @@ The range of each group is searched: clipping the outermost states makes the ste
 of a grid of clipped ranges is fitted to its own codes by least squares, as in Lloyd's method and as HQQ does for
 another norm (https://dropbox.github.io/hqq_blog/). Then the scale is stretched, so that products with a query are not
 biased towards zero, the concern of TurboQuant (https://arxiv.org/abs/2504.19874).
+
+KIVI itself is here too, without a rotation or a search: each group is divided into equal steps from its smallest to its
+largest state. As in the paper, groups have 32 states, and the newest 128 tokens stay in full precision
+(`residual_length`).
 """
 
 from collections.abc import Iterator
@@ -28,12 +32,11 @@ from kvlayers.quantizers.contract import (
     Quantizer,
     SideOptions,
     channel_group,
+    register_quantizer,
 )
 from kvlayers.quantizers.cpu.pack import LIBRARY, pack_blocks, packs
-from kvlayers.quantizers.grouping import GROUP_DIMS, grouped, rounded, smallest_positive, ungrouped
-from kvlayers.quantizers.hadamard import rotate, rotation_size
+from kvlayers.quantizers.groups import GROUP_DIMS, grouped, rotate, rotation_size, rounded, smallest_positive, ungrouped
 from kvlayers.quantizers.packed_side import unpack_side
-from kvlayers.quantizers.registry import register_quantizer
 
 CLIPS = {
     1: (0.0, 0.1, 0.2, 0.3, 0.4),
@@ -275,3 +278,39 @@ class NativeBackend(Backend):
             return NativeQuantizer(CodeFormat(options.nbits, options.group_size or DEFAULT_GROUP_SIZE, 1, rotated=True))
         group_channels = channel_group(options, head_dim)
         return NativeQuantizer(CodeFormat(options.nbits, 1, group_channels, rotated=True))
+
+
+GROUP_SIZE = 32
+
+
+class KiviQuantizer(NativeQuantizer):
+    """Affine codes of the whole range of each group.
+
+    Args:
+        code_format: the meaning of the codes.
+    """
+
+    @property
+    @override
+    def range_search(self) -> KernelSearch:
+        return KernelSearch(largest_state=LARGEST_STATE)
+
+
+@register_quantizer("kivi")
+class KiviBackend(Backend):
+    """Keys by 32 neighbouring tokens of a channel, values by 32 neighbouring channels of a token."""
+
+    name = "kivi"
+    widths = (2, 4)
+    kernel = LIBRARY
+
+    def quantizer(self, options: SideOptions, head_dim: int) -> KiviQuantizer:
+        """A quantizer for keys, or values, of a head_dim.
+
+        Raises:
+            OptionError: the backend does not take the options.
+        """
+        self.check(options)
+        if options.side == "keys":
+            return KiviQuantizer(CodeFormat(options.nbits, options.group_size or GROUP_SIZE, 1))
+        return KiviQuantizer(CodeFormat(options.nbits, 1, channel_group(options, head_dim, GROUP_SIZE)))

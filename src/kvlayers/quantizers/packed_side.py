@@ -1,21 +1,42 @@
 """Keys, or values, as blocks of packed codes, in the layout of `block_layout`."""
 
 import functools
+import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvlayers.quantizers.block_layout import BlockLayout
+from kvlayers.quantizers.block_layout import BlockLayout, pack, unpack
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
-from kvlayers.quantizers.cuda.launch import read_blocks
-from kvlayers.quantizers.cuda.support import read_obstacle
-from kvlayers.quantizers.dequantize import numbers_of
-from kvlayers.quantizers.hadamard import rotate
-from kvlayers.quantizers.packing import pack, unpack
-from kvlayers.utils.scratch import scratch
+from kvlayers.quantizers.cuda.launch import read_blocks, read_obstacle
+from kvlayers.quantizers.groups import numbers_of, rotate
 from kvlayers.utils.transforms import is_followed, is_memory, transforms_run
+
+MOST_KEPT = 1 << 21
+"""Numbers that a thread keeps memory for."""
+
+
+class _Memory(threading.local):
+    numbers: Tensor | None = None
+
+
+_memory = _Memory()
+
+
+def scratch(*shape: int) -> Tensor:
+    """A float32 tensor on the CPU, of any content. The next call in this thread may return the same memory."""
+    count = math.prod(shape)
+    if count > MOST_KEPT:
+        return torch.empty(shape, dtype=torch.float32, device="cpu")
+    memory = _memory.numbers
+    if memory is None or memory.numel() < count:
+        # Not an inference tensor, which could not be written to outside of inference mode.
+        with torch.inference_mode(False):
+            memory = _memory.numbers = torch.empty(count, dtype=torch.float32, device="cpu")
+    return memory[:count].view(shape)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.attention.cpu import call, kernel
-from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.gqa import marked_for_sdpa
 from kvlayers.attention.packed_tensor import as_dense
+from kvlayers.attention.segment_kinds import DenseSegment
 from kvlayers.attention.segments import KVSegments, Segment
 from kvlayers.errors import StateMismatchError
-from kvlayers.quantizers.registry import backend
+from kvlayers.quantizers.contract import backend
 from kvlayers.quantizers.smoothing import NAMES as SMOOTHING_NAMES
 from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.stores import quantized_plan as plan

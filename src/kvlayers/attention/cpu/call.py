@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.attention.gathered_segment import GatheredSegment
-from kvlayers.attention.packed_segment import PackedSegment
-from kvlayers.attention.segments import KVSegments, Segment
+from kvlayers.attention.segment_kinds import PackedSegment
+from kvlayers.attention.segments import GatheredSegment, KVSegments, Segment
 from kvlayers.quantizers.packed_side import PackedSide
 from kvlayers.utils.native_library import NativeLibrary
 

@@ -30,12 +30,9 @@ from kvlayers.attention.cuda.plan import (
     variant_for,
 )
 from kvlayers.attention.cuda.specs import ADDED_MASK, BOOL_MASK, NO_MASK
-from kvlayers.attention.dense_segment import DENSE_PIECE_TOKENS, DenseSegment
 from kvlayers.attention.fused import unexpanded
-from kvlayers.attention.gathered_segment import GatheredSegment
-from kvlayers.attention.packed_segment import PackedSegment
-from kvlayers.attention.segment_rows import SegmentRows
-from kvlayers.attention.segments import KVSegments
+from kvlayers.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment, SegmentRows
+from kvlayers.attention.segments import GatheredSegment, KVSegments
 from kvlayers.quantizers.smoothing import KeySmoothing
 
 _LOG2_E = math.log2(math.e)

@@ -18,8 +18,7 @@ from kvlayers.attention.cuda.specs import (
     split_spec,
     warps_of_program,
 )
-from kvlayers.attention.dense_segment import DENSE_PIECE_TOKENS, DenseSegment
-from kvlayers.attention.packed_segment import PackedSegment
+from kvlayers.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment
 from kvlayers.quantizers.contract import CodeFormat, Side
 from kvlayers.utils.triton_support import (
     KeptConstants,

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from kvlayers.attention import dispatch
-from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.pieces import state_pieces
 from kvlayers.attention.reference import OnlineSoftmax, masked
+from kvlayers.attention.segment_kinds import DenseSegment
 from kvlayers.attention.segments import KVSegments
 from kvlayers.attention.snapshot import Snapshot
-from kvlayers.quantizers.hadamard import rotate
-from kvlayers.utils.autocast import without_autocast
+from kvlayers.quantizers.groups import rotate
+from kvlayers.utils.transforms import without_autocast
 
 CPU_MINIMUM_ROWS = 32
 """Queries of all heads from which torch's attention on dense latents beats the kernel on segments, on a CPU."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvlayers.quantizers import smoothing
 from kvlayers.quantizers.contract import Quantizer
-from kvlayers.quantizers.cuda.support import DTYPES
+from kvlayers.quantizers.cuda.launch import DTYPES
 from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.utils.triton_support import TritonKernel, device_obstacle, shared_memory_limit
 

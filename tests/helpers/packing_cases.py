@@ -170,7 +170,11 @@ def packed(case: Packing, keys: Tensor, values: Tensor) -> PackedBlocks:
 
 
 def codes_of(side: PackedSide) -> Tensor:
-    return unpack(torch.unflatten(side.codes, -1, (side.rows, side.row_bytes)), side.format.bits, side.columns)
+    return unpack(
+        torch.unflatten(side.codes, -1, (side.layout.rows, side.layout.row_bytes)),
+        side.format.bits,
+        side.layout.columns,
+    )
 
 
 def squared_error(side: PackedSide, states: Tensor, finite: Tensor) -> float:

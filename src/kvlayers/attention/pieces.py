@@ -152,7 +152,7 @@ def pieces_for(segments: KVSegments, rows: int) -> Iterator[SegmentPiece]:
 
 
 def _folds_scales(segment: PackedSegment) -> bool:
-    return segment.ends is None and segment.keys.row_group == segment.values.row_group == 1
+    return segment.ends is None and segment.keys.layout.row_group == segment.values.layout.row_group == 1
 
 
 def state_pieces(position: int, segment: Segment, rows: int) -> Iterator[StatePiece]:

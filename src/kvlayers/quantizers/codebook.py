@@ -20,13 +20,12 @@ from torch import Tensor
 
 from kvlayers.errors import OptionError
 from kvlayers.quantizers.contract import (
-    DEFAULT_GROUP_SIZE,
     Backend,
     CodeFormat,
     QuantizedGroups,
     Quantizer,
     SideOptions,
-    channel_group,
+    groups_for,
     register_quantizer,
 )
 from kvlayers.quantizers.groups import GROUP_DIMS, grouped, rotate, rotation_size, smallest_positive, ungrouped
@@ -126,10 +125,7 @@ class NF4Backend(Backend):
             OptionError: the backend does not take the options.
         """
         self.check(options)
-        levels = normal_float_levels()
-        if options.side == "keys":
-            return NF4Quantizer(CodeFormat(4, options.group_size or DEFAULT_GROUP_SIZE, 1, levels=levels))
-        return NF4Quantizer(CodeFormat(4, 1, channel_group(options, head_dim), levels=levels))
+        return NF4Quantizer(CodeFormat(4, *groups_for(options, head_dim), levels=normal_float_levels()))
 
 
 class TurboQuantizer(Quantizer):

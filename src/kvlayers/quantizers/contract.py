@@ -297,6 +297,13 @@ def channel_group(options: SideOptions, head_dim: int, default: int = DEFAULT_GR
     return size
 
 
+def groups_for(options: SideOptions, head_dim: int, default: int = DEFAULT_GROUP_SIZE) -> tuple[int, int]:
+    """Tokens and channels that share a scale: neighbouring tokens of a key channel, or channels of a value."""
+    if options.side == "keys":
+        return options.group_size or default, 1
+    return 1, channel_group(options, head_dim, default)
+
+
 ENTRY_POINT_GROUP = "kvlayers.quantizers"
 """Entry points in this group are factories in other packages. The entry point's name is the backend's name."""
 

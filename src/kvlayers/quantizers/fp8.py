@@ -16,7 +16,7 @@ from kvlayers.quantizers.contract import (
     QuantizedGroups,
     Quantizer,
     SideOptions,
-    channel_group,
+    groups_for,
     register_quantizer,
 )
 from kvlayers.quantizers.groups import (
@@ -95,6 +95,4 @@ class Fp8Backend(Backend):
         if options.scales:
             group = (DEFAULT_GROUP_SIZE, 1) if options.side == "keys" else (1, head_dim)
             return FixedScaleFp8Quantizer(CodeFormat(8, *group, floating=True, fixed_scales=options.scales))
-        if options.side == "keys":
-            return Fp8Quantizer(CodeFormat(8, options.group_size or DEFAULT_GROUP_SIZE, 1, floating=True))
-        return Fp8Quantizer(CodeFormat(8, 1, channel_group(options, head_dim), floating=True))
+        return Fp8Quantizer(CodeFormat(8, *groups_for(options, head_dim), floating=True))

@@ -24,14 +24,13 @@ from typing_extensions import override
 
 from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.contract import (
-    DEFAULT_GROUP_SIZE,
     Backend,
     CodeFormat,
     KernelSearch,
     QuantizedGroups,
     Quantizer,
     SideOptions,
-    channel_group,
+    groups_for,
     register_quantizer,
 )
 from kvlayers.quantizers.cpu.pack import LIBRARY, pack_blocks, packs
@@ -274,10 +273,7 @@ class NativeBackend(Backend):
             OptionError: the backend does not take the options.
         """
         self.check(options)
-        if options.side == "keys":
-            return NativeQuantizer(CodeFormat(options.nbits, options.group_size or DEFAULT_GROUP_SIZE, 1, rotated=True))
-        group_channels = channel_group(options, head_dim)
-        return NativeQuantizer(CodeFormat(options.nbits, 1, group_channels, rotated=True))
+        return NativeQuantizer(CodeFormat(options.nbits, *groups_for(options, head_dim), rotated=True))
 
 
 GROUP_SIZE = 32
@@ -311,6 +307,4 @@ class KiviBackend(Backend):
             OptionError: the backend does not take the options.
         """
         self.check(options)
-        if options.side == "keys":
-            return KiviQuantizer(CodeFormat(options.nbits, options.group_size or GROUP_SIZE, 1))
-        return KiviQuantizer(CodeFormat(options.nbits, 1, channel_group(options, head_dim, GROUP_SIZE)))
+        return KiviQuantizer(CodeFormat(options.nbits, *groups_for(options, head_dim, GROUP_SIZE)))

@@ -66,31 +66,6 @@ class PackedSide:
         return BlockLayout(self.format, self.side, self.head_dim, self.block_tokens)
 
     @property
-    def rows(self) -> int:
-        """Rows of a block: channels of keys, tokens of values."""
-        return self.layout.rows
-
-    @property
-    def columns(self) -> int:
-        """Columns of a block: tokens of keys, channels of values."""
-        return self.layout.columns
-
-    @property
-    def row_group(self) -> int:
-        """Neighbouring rows that share a scale."""
-        return self.layout.row_group
-
-    @property
-    def column_group(self) -> int:
-        """Neighbouring columns that share a scale."""
-        return self.layout.column_group
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row of codes."""
-        return self.layout.row_bytes
-
-    @property
     def blocks(self) -> int:
         """Number of blocks."""
         return self.codes.shape[2]
@@ -101,21 +76,23 @@ class PackedSide:
         Args:
             make: makes the memory for them from a shape, if not torch.
         """
-        packed, bits = torch.unflatten(self.codes, -1, (self.rows, self.row_bytes)), self.format.bits
+        layout = self.layout
+        packed, bits = torch.unflatten(self.codes, -1, (layout.rows, layout.row_bytes)), self.format.bits
         is_one_plane = bits in (1, 2, 4) and not self.format.levels
-        if not is_one_plane or self.row_bytes * 8 != self.columns * bits:
-            return numbers_of(unpack(packed, bits, self.columns), self.format)
+        if not is_one_plane or layout.row_bytes * 8 != layout.columns * bits:
+            return numbers_of(unpack(packed, bits, layout.columns), self.format)
         # Without the copies of `unpack`: this is most of the time of a step without a kernel.
-        shape = (*packed.shape[:-1], self.columns)
+        shape = (*packed.shape[:-1], layout.columns)
         numbers = packed.new_empty(shape, dtype=torch.float32) if make is None else make(*shape)
-        for lowest, part in zip(range(0, 8, bits), torch.split(numbers, self.row_bytes, dim=-1), strict=True):
+        for lowest, part in zip(range(0, 8, bits), torch.split(numbers, layout.row_bytes, dim=-1), strict=True):
             moved = packed >> lowest if lowest else packed
             part.copy_(moved if lowest + bits == 8 else moved & (1 << bits) - 1)
         return numbers
 
     def _parameters(self) -> Tensor:
         """Scales, and zeros, float32 `[batch, kv_heads, blocks, parameters, groups of rows, groups of columns]`."""
-        grid = (self.format.parameters, self.rows // self.row_group, self.columns // self.column_group)
+        layout = self.layout
+        grid = (self.format.parameters, layout.rows // layout.row_group, layout.columns // layout.column_group)
         return torch.unflatten(self.parameters.float(), -1, grid)
 
     def products(self, factors: Tensor) -> Tensor:
@@ -131,11 +108,12 @@ class PackedSide:
         is_kept = factors.requires_grad or transforms_run() or is_followed()
         make = scratch if is_memory(self.codes) and not is_kept else None
         numbers, parameters = self._numbers(make).flatten(0, 2), self._parameters().flatten(0, 2)
-        given, size = factors.flatten(0, 2), self.column_group
+        columns, size = self.layout.columns, self.layout.column_group
+        given = factors.flatten(0, 2)
         parts = []
-        for group in range(self.columns // size):
+        for group in range(columns // size):
             scale, *zero = parameters[:, :, :, group].unbind(1)
-            of_group = numbers if size == self.columns else numbers[:, :, group * size : (group + 1) * size]
+            of_group = numbers if size == columns else numbers[:, :, group * size : (group + 1) * size]
             scaled = given * scale[:, None]
             if zero:
                 parts.append(torch.baddbmm(torch.bmm(given, zero[0][:, :, None]), scaled, of_group))
@@ -148,8 +126,8 @@ class PackedSide:
         """The states, float32 `[batch, kv_heads, blocks * block_tokens, head_dim]`, rotated if they were packed so."""
         parameters = self._parameters()
         # Groups get dimensions of their own, so that scale and zero are broadcast rather than repeated in memory.
-        groups = torch.unflatten(self._numbers(), -1, (-1, self.column_group))
-        groups = torch.unflatten(groups, -3, (-1, self.row_group))
+        groups = torch.unflatten(self._numbers(), -1, (-1, self.layout.column_group))
+        groups = torch.unflatten(groups, -3, (-1, self.layout.row_group))
         states = groups * parameters[:, :, :, 0, :, None, :, None]
         if self.format.has_zero:
             states = states + parameters[:, :, :, 1, :, None, :, None]

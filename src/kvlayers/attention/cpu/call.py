@@ -185,7 +185,7 @@ def _of_gathered(segment: GatheredSegment) -> tuple[bytes, Any]:
 
 
 def _of_side(side: PackedSide) -> bytes:
-    code_format, kv_heads = side.format, side.codes.shape[1]
+    code_format, layout, kv_heads = side.format, side.layout, side.codes.shape[1]
     levels = scales = 0
     if code_format.levels:
         levels = ctypes.addressof(_floats(code_format.levels))
@@ -200,7 +200,8 @@ def _of_side(side: PackedSide) -> bytes:
         *(side.codes.data_ptr(), side.parameters.data_ptr()),
         *side.codes.stride()[:3],
         *side.parameters.stride()[:3],
-        *(code_format.bits, code_format.floating, side.rows, side.columns, side.row_group, side.column_group),
+        *(code_format.bits, code_format.floating),
+        *(layout.rows, layout.columns, layout.row_group, layout.column_group),
         *(levels, scales, ctypes.cast(products.kvlayers_multiply, ctypes.c_void_p).value or 0),
     )
 

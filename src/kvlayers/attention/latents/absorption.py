@@ -29,23 +29,27 @@ COPY = "a copy of latents"
 EXPANDED = "latents expanded to the keys and values of all heads"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Projection:
-    """Latents of a cache, and the weight that expands them.
+    """Latents of a cache, and the weight that expands them, which is done once if something reads the product.
 
     Attributes:
         snapshot: the tokens. Their keys are the latents, their values the rotated keys that all heads share.
         weight: `[heads * head_channels, latent_dim]`.
+        product: `[batch, 1, tokens, heads * head_channels]`; `None` until something reads it.
     """
 
     snapshot: Snapshot
     weight: Tensor
+    product: Tensor | None = None
 
     def expanded(self) -> Tensor:
-        """What transformers computes, `[batch, 1, tokens, heads * head_channels]`."""
-        self.snapshot.paths.record(EXPANDED)
-        latents = self.snapshot.read().dense("keys", self.snapshot.dtype)
-        return linear(latents, self.weight)
+        """What transformers computes, which is the same tensor at every call."""
+        if self.product is None:
+            self.snapshot.paths.record(EXPANDED)
+            latents = self.snapshot.read().dense("keys", self.snapshot.dtype)
+            self.product = linear(latents, self.weight)
+        return self.product
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,25 +24,6 @@ from kvlayers.utils.transforms import is_changed_by_torch
 Axes = Literal["projected", "by token", "by head"]
 
 
-class Expansion:
-    """The product of latents and a weight, computed once if something reads it.
-
-    Attributes:
-        projection: the latents and the weight.
-        computed: the product `[batch, 1, tokens, heads * head_channels]`; `None` until something reads it.
-    """
-
-    def __init__(self, projection: Projection) -> None:
-        self.projection = projection
-        self.computed: Tensor | None = None
-
-    def read(self) -> Tensor:
-        """The product, which is the same tensor at every call."""
-        if self.computed is None:
-            self.computed = self.projection.expanded()
-        return self.computed
-
-
 COMPUTED = "something reads it"
 """Why a function is given the computed tensor."""
 
@@ -59,10 +40,10 @@ class DeferredTensor(StateTensor):
 
 
 class ExpandedLatents(DeferredTensor):
-    """A view of an expansion.
+    """A view of expanded latents.
 
     Attributes:
-        expansion: the expansion.
+        projection: the latents, and the weight that expands them.
         axes: what its axes are: `[batch, 1, tokens, heads * head_channels]`, `[batch, tokens, heads, head_channels]` or
             `[batch, heads, tokens, head_channels]`.
         first: first of the channels of a head.
@@ -71,26 +52,26 @@ class ExpandedLatents(DeferredTensor):
 
     implementations: ClassVar[Implementations] = {}
 
-    expansion: Expansion
+    projection: Projection
     axes: Axes
     first: int
     stop: int
 
     @classmethod
     def view_of(
-        cls, expansion: Expansion, shape: Sequence[int], axes: Axes, first: int, stop: int
+        cls, projection: Projection, shape: Sequence[int], axes: Axes, first: int, stop: int
     ) -> "ExpandedLatents":
         """A view of this shape."""
-        weight = expansion.projection.weight
+        weight = projection.weight
         view: ExpandedLatents = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=weight.dtype, device=weight.device
         )
-        view.expansion, view.axes, view.first, view.stop = expansion, axes, first, stop
+        view.projection, view.axes, view.first, view.stop = projection, axes, first, stop
         return view
 
     @override
     def dense(self) -> Tensor:
-        product = self.expansion.read()
+        product = self.projection.expanded()
         if self.axes == "projected":
             return product
         by_token = product.view(product.shape[0], product.shape[2], self._heads, -1)
@@ -102,14 +83,11 @@ class ExpandedLatents(DeferredTensor):
         return self.shape[2] if self.axes == "by token" else self.shape[1]
 
     @property
-    def of_heads(self) -> HeadWeights:
-        """The part of the weight that the view is made by."""
-        return HeadWeights(self.expansion.projection, self._heads, self.first, self.stop)
-
-    @property
-    def is_deferred(self) -> bool:
-        """Whether the view is by head, and nothing has read the expansion."""
-        return self.axes == "by head" and self.expansion.computed is None
+    def of_heads(self) -> HeadWeights | None:
+        """The part of the weight that the view is made by, `None` if it is not by head, or something has read it."""
+        if self.axes != "by head" or self.projection.product is not None:
+            return None
+        return HeadWeights(self.projection, self._heads, self.first, self.stop)
 
 
 class NewKeys:
@@ -145,7 +123,7 @@ class NewKeys:
         if self.computed is not None or len(self.parts) != 2:
             return None
         (first, own), (second, rotated) = self.parts
-        if not isinstance(own, ExpandedLatents) or not own.is_deferred or not isinstance(rotated, PackedStates):
+        if not isinstance(own, ExpandedLatents) or not isinstance(rotated, PackedStates):
             return None
         channels = own.stop - own.first
         is_whole = (first, second) == (0, channels) and channels + rotated.shape[3] == self.shape[3]
@@ -206,7 +184,7 @@ def _view(states: Any, *sizes: Any) -> Any:
     if shape[:2] != (batch, tokens) or shape[2] not in (-1, heads):
         return COMPUTED
     viewed = (batch, tokens, heads, shape[3])
-    return ExpandedLatents.view_of(states.expansion, viewed, "by token", 0, shape[3])
+    return ExpandedLatents.view_of(states.projection, viewed, "by token", 0, shape[3])
 
 
 @_of_latents(Tensor.transpose, torch.transpose)
@@ -215,7 +193,7 @@ def _by_head(states: Any, dim0: int, dim1: int) -> Any:
         return COMPUTED
     batch, tokens, heads, channels = states.shape
     shape = (batch, heads, tokens, channels)
-    return ExpandedLatents.view_of(states.expansion, shape, "by head", states.first, states.stop)
+    return ExpandedLatents.view_of(states.projection, shape, "by head", states.first, states.stop)
 
 
 @_of_latents(torch.split, Tensor.split)
@@ -227,7 +205,7 @@ def _split(states: Any, sizes: Any, dim: int = 0) -> Any:
     parts, first = [], states.first
     for size in sizes:
         shape = (*states.shape[:3], size)
-        parts.append(ExpandedLatents.view_of(states.expansion, shape, "by head", first, first + size))
+        parts.append(ExpandedLatents.view_of(states.projection, shape, "by head", first, first + size))
         first += size
     return tuple(parts)
 
@@ -258,7 +236,7 @@ def _write(keys: Any, states: Any, **options: Any) -> Any:
     if states.shape != keys.shape or states.dtype != keys.dtype:
         return COMPUTED
     # Neither changes until attention reads it: the expansion is not computed yet, and packed states are read-only.
-    is_expansion = isinstance(states, ExpandedLatents) and states.is_deferred
+    is_expansion = isinstance(states, ExpandedLatents) and states.of_heads is not None
     is_rotated = isinstance(states, PackedStates) and states.side == "values" and not states.packed_view.swapped
     if not is_expansion and not is_rotated:
         return COMPUTED
@@ -296,7 +274,8 @@ def _attention(
 ) -> Any:
     if not isinstance(key, AssembledKeys) or not isinstance(value, ExpandedLatents) or dropout_p or enable_gqa:
         return COMPUTED
-    keys, values = key.of_heads(swapped=False), _values(value)
+    keys = key.of_heads(swapped=False)
+    values = value.of_heads
     if keys is None or values is None or not _is_one_update(key, keys, values) or not _fits(query, key):
         return COMPUTED
     if attn_mask is not None and (attn_mask.dtype not in (torch.bool, torch.float32, query.dtype) or is_causal):
@@ -322,14 +301,10 @@ def _product(left: Any, right: Any) -> Any:
         if keys is None or not _is_one_update(right, keys, keys) or not absorption.pays_in_product(left.shape[2], keys):
             return COMPUTED
         return absorption.scores(left, keys)
-    values = _values(right)
+    values = right.of_heads
     if values is None or not absorption.pays_in_product(left.shape[2], values):
         return COMPUTED
     return absorption.combine(left, values)
-
-
-def _values(states: ExpandedLatents) -> HeadWeights | None:
-    return states.of_heads if states.is_deferred else None
 
 
 def _is_one_update(key: AssembledKeys, keys: HeadWeights, values: HeadWeights) -> bool:
@@ -350,18 +325,6 @@ def _fits(query: Any, key: AssembledKeys) -> bool:
 
 def _needs_gradients(states: Tensor) -> bool:
     return torch.is_grad_enabled() and states.requires_grad
-
-
-def expand(snapshot_latents: PackedStates, weight: Tensor) -> ExpandedLatents:
-    """The latents of an update, expanded by a linear layer without a bias.
-
-    Args:
-        snapshot_latents: `[batch, 1, tokens, latent_dim]`.
-        weight: `[heads * head_channels, latent_dim]`.
-    """
-    expansion = Expansion(Projection(snapshot_latents.snapshot, weight))
-    shape = (*snapshot_latents.shape[:3], weight.shape[0])
-    return ExpandedLatents.view_of(expansion, shape, "projected", 0, weight.shape[0])
 
 
 @sent_by_value
@@ -400,7 +363,8 @@ def _linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     is_plain = type(weight) in (Tensor, Parameter) and weight.dtype == states.dtype and weight.is_contiguous()
     follows = snapshot.follows_gradients or (torch.is_grad_enabled() and weight.requires_grad)
     if bias is None and is_plain and not follows and not is_changed_by_torch(states) and weight.device == states.device:
-        return expand(states, weight)
+        shape = (*states.shape[:3], weight.shape[0])
+        return ExpandedLatents.view_of(Projection(snapshot, weight), shape, "projected", 0, weight.shape[0])
     return linear(snapshot.read().dense("keys", snapshot.dtype), weight, bias)
 
 

@@ -436,18 +436,23 @@ def query_of(case: Case) -> Tensor:
 
 def errors(case: Case, launch: Launch) -> dict[str, float]:
     """Errors of a case against the reference, each as a share of what it may be."""
+    with mock.patch.object(plan, "LAUNCH", launch):
+        return errors_of(case)
+
+
+def errors_of(case: Case) -> dict[str, float]:
     torch.manual_seed(0)
     segments, query = states_of(case), query_of(case)
     mask = mask_of(case, segments)
     scale = case.options.get("scale", case.key_dim**-0.5)
-    assert kernel.obstacle(query, segments, mask, launch) is None
-    out, lse = kernel.attend_partly(query, segments, mask, scale, launch)
+    assert kernel.obstacle(query, segments, mask) is None
+    out, lse = kernel.attend_partly(query, segments, mask, scale)
     expected, expected_lse = reference(query, segments, mask, case.options)
     assert out.dtype == lse.dtype == torch.float32
     assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
     assert not out[lse == -torch.inf].any()
     if case.after:
-        rounded = kernel.attend(query, segments, mask, scale, launch)
+        rounded = kernel.attend(query, segments, mask, scale)
         assert rounded.dtype == case.dtype
         assert rounded.transpose(1, 2).is_contiguous()
         # The interpreter cuts float32 off to bfloat16, and does not round it.

@@ -137,7 +137,7 @@ def test_a_device_without_triton_is_an_obstacle(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_kernel_that_needs_more_shared_memory_than_there_is_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cached in (launch._pack_resource_obstacle, launch._read_resource_obstacle):
+    for cached in (launch._pack_obstacle, launch._read_obstacle):
         cached.cache_clear()
     monkeypatch.setattr(triton_support, "device_facts", lambda device: DeviceFacts(None, 1, 10_000))
     monkeypatch.setattr(TritonKernel, "shared_memory", lambda *arguments: 10_001)

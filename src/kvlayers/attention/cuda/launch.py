@@ -18,10 +18,8 @@ from torch import Tensor
 
 from kvlayers.attention.cuda.plan import (
     ATTEND_SPLIT,
-    DEFAULT_LAUNCH,
     DENSE_TOKENS,
     MERGE_SPLITS,
-    Launch,
     SegmentPlan,
     Variant,
     merge_constants,
@@ -94,18 +92,18 @@ class Read(NamedTuple):
     smoothing: KeySmoothing | None = None
 
 
-def reads_of(segments: KVSegments, launch: Launch = DEFAULT_LAUNCH) -> list[Read] | str:
+def reads_of(segments: KVSegments) -> list[Read] | str:
     """What each launch of the split kernel reads, or why the kernel cannot take the segments. Found once for them.
 
     Launches that read packed segments are in front, and one of these is first.
     """
-    found: tuple[Launch, list[Read] | str] | None = segments.kernel_cache.get("triton")
-    if found is None or found[0] is not launch:
-        found = segments.kernel_cache["triton"] = launch, _reads_of(segments, launch)
-    return found[1]
+    reads: list[Read] | str | None = segments.kernel_cache.get("triton")
+    if reads is None:
+        reads = segments.kernel_cache["triton"] = _reads_of(segments)
+    return reads
 
 
-def _reads_of(segments: KVSegments, launch: Launch) -> list[Read] | str:
+def _reads_of(segments: KVSegments) -> list[Read] | str:
     packed: list[Read] = []
     gathered: list[Read] = []
     dense: list[tuple[DenseSegment, int, int, SegmentRows | None]] = []
@@ -115,7 +113,7 @@ def _reads_of(segments: KVSegments, launch: Launch) -> list[Read] | str:
                 dense.append((segment, column, *_readers(segment.rows)))
             continue
         source = segment.source if isinstance(segment, GatheredSegment) else segment
-        plan = plan_of(source, launch)
+        plan = plan_of(source)
         if isinstance(plan, str):
             return plan
         smoothing = segments.smoothing if isinstance(source, PackedSegment) else None
@@ -132,7 +130,7 @@ def _reads_of(segments: KVSegments, launch: Launch) -> list[Read] | str:
             return "there are no tokens"
         # A launch without blocks, with the plan that any of the segments would have.
         one, _, readers, rows = dense[0]
-        plan = plan_of(one, launch)
+        plan = plan_of(one)
         if isinstance(plan, str):
             return plan
         reads = [Read(plan, 0, 0, readers, rows, None, [])]

@@ -61,7 +61,8 @@ class Launch:
     assembly: bool = True
 
 
-DEFAULT_LAUNCH = Launch()
+LAUNCH = Launch()
+"""How work is divided. Kinds of segments keep it, so it holds for segments that are read for the first time."""
 
 DENSE_TOKENS = 64
 """Fewest tokens in full precision of a split."""
@@ -242,17 +243,17 @@ class SegmentPlan:
         return starts
 
 
-def plan_of(segment: PackedSegment | DenseSegment, launch: Launch = DEFAULT_LAUNCH) -> SegmentPlan | str:
+def plan_of(segment: PackedSegment | DenseSegment) -> SegmentPlan | str:
     """The plan of a segment, made once for as long as it does not change, or why the kernel cannot take it."""
     # Not with the segment itself: it holds the plan, and the two would outlive each other on the GPU.
-    found: tuple[Launch, SegmentPlan | str] | None = segment.kernel_cache.get("triton")
-    if found is None or found[0] is not launch:
-        made = _of_packed(segment, launch) if isinstance(segment, PackedSegment) else _of_dense(segment, launch)
-        found = segment.kernel_cache["triton"] = launch, made
-    return found[1]
+    plan: SegmentPlan | str | None = segment.kernel_cache.get("triton")
+    if plan is None:
+        plan = _of_packed(segment) if isinstance(segment, PackedSegment) else _of_dense(segment)
+        segment.kernel_cache["triton"] = plan
+    return plan
 
 
-def _of_packed(segment: PackedSegment, launch: Launch) -> SegmentPlan | str:
+def _of_packed(segment: PackedSegment) -> SegmentPlan | str:
     keys, values = segment.keys, segment.values
     device, dtype, block_tokens = keys.codes.device, keys.parameters.dtype, keys.block_tokens
     if (obstacle := device_obstacle(device)) is not None:
@@ -274,21 +275,21 @@ def _of_packed(segment: PackedSegment, launch: Launch) -> SegmentPlan | str:
         multiprocessors(device),
         shared_memory_limit(device),
         dtype,
-        side_spec(keys.format, "keys", keys.head_dim, block_tokens, dtype, launch.assembly),
-        side_spec(values.format, "values", values.head_dim, block_tokens, dtype, launch.assembly),
+        side_spec(keys.format, "keys", keys.head_dim, block_tokens, dtype, LAUNCH.assembly),
+        side_spec(values.format, "values", values.head_dim, block_tokens, dtype, LAUNCH.assembly),
         keys.codes.shape[1],
         block_tokens,
         True,
         segment.first > 0,
         segment.ends is not None,
-        launch,
+        LAUNCH,
     )
     ends = key_codes if segment.ends is None else _ends_of(segment)
     strides = tuple(stride for tensor in of_packed for stride in tensor.stride()[:3])
     return SegmentPlan(kind, (*of_packed, ends), strides, segment.blocks, segment.first)
 
 
-def _of_dense(segment: DenseSegment, launch: Launch) -> SegmentPlan | str:
+def _of_dense(segment: DenseSegment) -> SegmentPlan | str:
     keys, values = segment.keys, segment.values
     device, dtype, key_dim, value_dim = keys.device, keys.dtype, keys.shape[3], values.shape[3]
     if (obstacle := device_obstacle(device)) is not None:
@@ -309,7 +310,7 @@ def _of_dense(segment: DenseSegment, launch: Launch) -> SegmentPlan | str:
         False,
         False,
         False,
-        launch,
+        LAUNCH,
     )
     keys, values, strides = rows_of_channels(keys, values)
     nothing = (0, 0, 0)

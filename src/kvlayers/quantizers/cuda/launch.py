@@ -16,7 +16,8 @@ from kvlayers.quantizers.block_layout import PLANES, BlockLayout, padded_columns
 from kvlayers.quantizers.contract import KernelSearch
 from kvlayers.quantizers.groups import largest_float8_scale, rotation_size, smallest_positive
 from kvlayers.quantizers.smoothing import KeySmoothing
-from kvlayers.utils.triton_support import TritonKernel, device_obstacle, is_interpreted, shared_memory_limit
+from kvlayers.utils import triton_support
+from kvlayers.utils.triton_support import DeviceFacts, TritonKernel, is_interpreted
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of the states."""
@@ -232,9 +233,16 @@ def read_obstacle(layout: BlockLayout, dtype: torch.dtype, device: torch.device)
         dtype: dtype of the states that are written.
         device: device of the blocks.
     """
-    if (found := device_obstacle(device) or _form_obstacle(layout, dtype)) is not None:
+    return _read_obstacle(layout, dtype, device, triton_support.device_facts(device))
+
+
+@functools.lru_cache(maxsize=64)
+def _read_obstacle(layout: BlockLayout, dtype: torch.dtype, device: torch.device, facts: DeviceFacts) -> str | None:
+    if (found := facts.obstacle or _form_obstacle(layout, dtype)) is not None:
         return found
-    return _read_resource_obstacle(layout, dtype, device, shared_memory_limit(device))
+    # Dtypes stand for tensors, and 16 for strides: the kernel is compiled, not launched.
+    arguments = (torch.uint8, dtype, dtype, *[16] * 7)
+    return READ.obstacle(device, (1,), arguments, read_constants(layout))
 
 
 def pack_obstacle(
@@ -257,13 +265,10 @@ def pack_obstacle(
         factors: as for `pack_constants`.
         means: as for `pack_constants`.
     """
-    if (found := device_obstacle(device) or _pack_obstacle(layout, partner_dim, dtype)) is not None:
-        return found
-    limit = shared_memory_limit(device)
-    return _pack_resource_obstacle(layout, partner_dim, dtype, device, search, factors, means, limit)
+    facts = triton_support.device_facts(device)
+    return _pack_obstacle(layout, partner_dim, dtype, device, search, factors, means, facts)
 
 
-@functools.lru_cache(maxsize=64)
 def _form_obstacle(layout: BlockLayout, dtype: torch.dtype) -> str | None:
     if dtype not in DTYPES:
         return f"states are of {dtype}"
@@ -279,8 +284,17 @@ def _form_obstacle(layout: BlockLayout, dtype: torch.dtype) -> str | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _pack_obstacle(layout: BlockLayout, partner_dim: int, dtype: torch.dtype) -> str | None:
-    if (found := _form_obstacle(layout, dtype)) is not None:
+def _pack_obstacle(
+    layout: BlockLayout,
+    partner_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    search: KernelSearch,
+    factors: bool,
+    means: bool,
+    facts: DeviceFacts,
+) -> str | None:
+    if (found := facts.obstacle or _form_obstacle(layout, dtype)) is not None:
         return found
     if partner_dim > LARGEST_HEAD_DIM:
         return f"the other head_dim is {partner_dim}, above {LARGEST_HEAD_DIM}"
@@ -291,29 +305,6 @@ def _pack_obstacle(layout: BlockLayout, partner_dim: int, dtype: torch.dtype) ->
         return f"a block has {tokens} tokens, not a power of two from {SMALLEST_SIDE} on"
     if (columns := _tile(layout)[1]) > LARGEST_COLUMNS:
         return f"a row of a block takes {columns} columns, above {LARGEST_COLUMNS}"
-    return None
-
-
-@functools.lru_cache(maxsize=64)
-def _read_resource_obstacle(
-    layout: BlockLayout, dtype: torch.dtype, device: torch.device, limit: int | None
-) -> str | None:
-    # Dtypes stand for tensors, and 16 for strides: the kernel is compiled, not launched.
-    arguments = (torch.uint8, dtype, dtype, *[16] * 7)
-    return READ.obstacle(device, (1,), arguments, read_constants(layout))
-
-
-@functools.lru_cache(maxsize=64)
-def _pack_resource_obstacle(
-    layout: BlockLayout,
-    partner_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    search: KernelSearch,
-    factors: bool,
-    means: bool,
-    limit: int | None,
-) -> str | None:
     arguments = (dtype, dtype, torch.uint8, dtype, dtype, dtype, *([16, 16, 16, 1] * 2), *[16] * 6)
     constants = pack_constants(layout, partner_dim, dtype, search, factors, means)
     return PACK.obstacle(device, (1,), arguments, constants)

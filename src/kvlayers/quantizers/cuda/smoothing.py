@@ -10,7 +10,8 @@ from kvlayers.quantizers import smoothing
 from kvlayers.quantizers.contract import Quantizer
 from kvlayers.quantizers.cuda.launch import DTYPES
 from kvlayers.quantizers.smoothing import KeySmoothing
-from kvlayers.utils.triton_support import TritonKernel, device_obstacle, shared_memory_limit
+from kvlayers.utils import triton_support
+from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
 
 FIND = TritonKernel("kvlayers.quantizers.cuda.triton_smoothing", "find_vectors")
 
@@ -46,7 +47,8 @@ def smoothing_for(keys: Tensor, quantizer: Quantizer) -> KeySmoothing:
     batch, kv_heads, tokens, head_dim = keys.shape
     wanted = (factors or means) and keys.numel()
     constants = _constants(tokens, head_dim, factors, means, *smoothing.thresholds(quantizer))
-    if not wanted or _obstacle(keys.device, keys.dtype, constants) is not None:
+    facts = triton_support.device_facts(keys.device)
+    if not wanted or _obstacle(keys.device, keys.dtype, constants, facts) is not None:
         return KeySmoothing.for_keys(keys, quantizer)
     shape = batch, kv_heads, 1, head_dim
     factor, mean = (keys.new_empty(shape) if is_wanted else None for is_wanted in (factors, means))
@@ -62,14 +64,10 @@ def _constants(tokens: int, head_dim: int, factors: bool, means: bool, uneven: f
     return _Constants(tokens, head_dim, padded_tokens, channels, factors, means, uneven, large_mean)
 
 
-def _obstacle(device: torch.device, dtype: torch.dtype, constants: _Constants) -> str | None:
-    if (found := device_obstacle(device)) is not None:
-        return found
-    return _kernel_obstacle(device, dtype, constants, shared_memory_limit(device))
-
-
 @functools.lru_cache(maxsize=64)
-def _kernel_obstacle(device: torch.device, dtype: torch.dtype, constants: _Constants, limit: int | None) -> str | None:
+def _obstacle(device: torch.device, dtype: torch.dtype, constants: _Constants, facts: DeviceFacts) -> str | None:
+    if facts.obstacle is not None:
+        return facts.obstacle
     if dtype not in DTYPES or constants.TOKENS * constants.CHANNELS > LARGEST_TILE:
         return f"the kernel does not take {constants.BLOCK_TOKENS} tokens of {constants.HEAD_DIM} channels of {dtype}"
     # Dtypes stand for tensors, and 16 for strides: the kernel is compiled, not launched.

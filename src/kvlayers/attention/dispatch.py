@@ -2,11 +2,11 @@
 
 import math
 from collections import Counter
-from typing import Protocol
+from types import ModuleType
 
 from torch import Tensor
 
-from kvlayers.attention import by_head, fused, reference, shared_segments
+from kvlayers.attention import fused, reference, shared_segments
 from kvlayers.attention.cpu import kernel as cpu_kernel
 from kvlayers.attention.cuda import kernel as cuda_kernel
 from kvlayers.attention.segments import KVSegments
@@ -119,34 +119,29 @@ def _attend_on_cpu(
         if reference.copying_pays(query, segments):
             paths.record(f"{COPY}, as {obstacle}")
             return reference.attend_to_copy(query, segments, mask, scale)
-        if by_head.pays(query, segments):
+        if reference.by_head_pays(query, segments):
             paths.record(f"{HEADS}, as {obstacle}")
-            return by_head.attend(query, segments, mask, scale)
-        return _cpu_means(segments, obstacle, paths).attend(query, segments, mask, scale)
+            return reference.attend_by_head(query, segments, mask, scale)
+        out: Tensor = _cpu_means(segments, obstacle, paths).attend(query, segments, mask, scale)
+        return out
 
 
 def scores(query: Tensor, segments: KVSegments, paths: PathCounter) -> Tensor:
     """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
     with without_autocast(query.device):
-        return _means_of_products(query, segments, paths).scores(query, segments)
+        products: Tensor = _means_of_products(query, segments, paths).scores(query, segments)
+        return products
 
 
 def combine(weights: Tensor, segments: KVSegments, paths: PathCounter) -> Tensor:
     """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
     with without_autocast(weights.device):
-        return _means_of_products(weights, segments, paths).combine(weights, segments)
+        sums: Tensor = _means_of_products(weights, segments, paths).combine(weights, segments)
+        return sums
 
 
-class _Means(Protocol):
-    """A module that computes attention."""
-
-    def attend(self, query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor: ...
-    def scores(self, query: Tensor, segments: KVSegments) -> Tensor: ...
-    def combine(self, weights: Tensor, segments: KVSegments) -> Tensor: ...
-
-
-def _cpu_means(segments: KVSegments, obstacle: str | None, paths: PathCounter) -> _Means:
-    """What computes attention on a CPU, given the obstacle to the compiled kernel. It is counted."""
+def _cpu_means(segments: KVSegments, obstacle: str | None, paths: PathCounter) -> ModuleType:
+    """The module that computes attention on a CPU, given the obstacle to the compiled kernel. It is counted."""
     if obstacle is None:
         paths.record(CPU)
         return cpu_kernel
@@ -155,8 +150,8 @@ def _cpu_means(segments: KVSegments, obstacle: str | None, paths: PathCounter) -
     return shared_segments if shares else reference
 
 
-def _means_of_products(queries: Tensor, segments: KVSegments, paths: PathCounter) -> _Means:
-    """What computes a product of eager attention with queries, or weights, `[batch, heads, queries, any]`."""
+def _means_of_products(queries: Tensor, segments: KVSegments, paths: PathCounter) -> ModuleType:
+    """The module that computes a product of eager attention with queries, or weights, of four dimensions."""
     if not fused.serves(queries):
         return _cpu_means(segments, cpu_kernel.obstacle(queries, segments), paths)
     shares = segments.shares_rows

@@ -307,6 +307,4 @@ def _unchanged(states: Tensor, *args: Any, **kwargs: Any) -> Tensor | str:
     return states if isinstance(states, PackedStates) and wanted <= {states.dtype, states.device} else CONVERTED
 
 
-@_of_packed(Tensor.mT.__get__)  # type: ignore[attr-defined]
-def _matrix_transposed(states: Tensor) -> Tensor | str:
-    return _transposed(states, 2, 3)
+PackedStates.implementations[Tensor.mT.__get__] = lambda states: _transposed(states, 2, 3)  # type: ignore[attr-defined]

@@ -236,9 +236,6 @@ class PackedStates(StateTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dense().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PackedStates({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
 
 def as_dense(states: Tensor) -> Tensor:
     """The states in full precision: a copy of packed states, or the tensor itself."""

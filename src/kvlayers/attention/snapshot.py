@@ -43,16 +43,12 @@ class StoreHandle:
         # A tensor born in inference mode could not be an argument of compiled code outside of it.
         with torch.inference_mode(False):
             self.number = torch.tensor(number, device="cpu")
-        self.newest: Callable[[], Any] = _nothing
+        self.newest: Callable[[], Any] = lambda: None
         _handles[number] = self
 
     def __reduce__(self) -> tuple[type["StoreHandle"], tuple[()]]:
         # A copy of the store has returned no states yet.
         return StoreHandle, ()
-
-
-def _nothing() -> None:
-    return None
 
 
 class Version:

@@ -83,6 +83,10 @@ class StateTensor(Tensor):
         """The states in full precision, of the same shape and dtype."""
         raise NotImplementedError
 
+    @override
+    def data_ptr(self) -> int:
+        return self.dense().data_ptr()
+
     @classmethod
     @override
     def __torch_function__(

@@ -28,19 +28,8 @@ COMPUTED = "something reads it"
 """Why a function is given the computed tensor."""
 
 
-class DeferredTensor(StateTensor):
-    """A tensor that is computed if a function needs it.
-
-    Every later function is given the same computed tensor: what is written to it is not lost.
-    """
-
-    @override
-    def data_ptr(self) -> int:
-        return self.dense().data_ptr()
-
-
-class ExpandedLatents(DeferredTensor):
-    """A view of expanded latents.
+class ExpandedLatents(StateTensor):
+    """A view of expanded latents. What is written to the computed tensor is not lost: it is the same one each time.
 
     Attributes:
         projection: the latents, and the weight that expands them.
@@ -130,8 +119,8 @@ class NewKeys:
         return own.of_heads if is_whole else None
 
 
-class AssembledKeys(DeferredTensor):
-    """A view of new keys.
+class AssembledKeys(StateTensor):
+    """A view of new keys, as of `ExpandedLatents`.
 
     Attributes:
         memory: what the keys are written to.
@@ -257,7 +246,7 @@ def _swapped(keys: Any, dim0: int, dim1: int) -> Any:
 @_of_both(Tensor.contiguous, Tensor.detach, Tensor.to)
 def _unchanged(states: Any, *args: Any, **kwargs: Any) -> Any:
     wanted = {*args, *kwargs.values()}
-    is_same = isinstance(states, DeferredTensor) and wanted <= {states.dtype, states.device}
+    is_same = isinstance(states, StateTensor) and wanted <= {states.dtype, states.device}
     return states if is_same else COMPUTED
 
 
@@ -290,7 +279,7 @@ def _attention(
 @_of_both(torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def _product(left: Any, right: Any) -> Any:
     """`queries @ keys.transpose(2, 3)`, or `weights @ values`, as eager attention is written."""
-    if isinstance(left, DeferredTensor) or left.dim() != 4 or left.shape[:2] != right.shape[:2]:
+    if isinstance(left, StateTensor) or left.dim() != 4 or left.shape[:2] != right.shape[:2]:
         return COMPUTED
     if left.dtype != right.dtype or left.device != right.device or _needs_gradients(left):
         return COMPUTED
@@ -316,7 +305,7 @@ def _is_one_update(key: AssembledKeys, keys: HeadWeights, values: HeadWeights) -
 
 def _fits(query: Any, key: AssembledKeys) -> bool:
     """Whether queries are plain ones for these keys, which autograd does not follow."""
-    if isinstance(query, DeferredTensor | PackedStates) or query.dim() != 4 or query.shape[:2] != key.shape[:2]:
+    if isinstance(query, StateTensor) or query.dim() != 4 or query.shape[:2] != key.shape[:2]:
         return False
     if query.shape[3] != key.shape[3] or query.dtype != key.dtype or query.device != key.device:
         return False

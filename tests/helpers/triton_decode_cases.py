@@ -383,7 +383,7 @@ def hadamard(head_dim: int) -> Tensor:
 def states_in_float64(segment: Segment, side: Side) -> Tensor:
     """The held states of a segment, rotated back, for each sequence of the batch."""
     if isinstance(segment, DenseSegment):
-        states = segment.side(side).double()
+        states = segment.states(side, torch.float64)
     else:
         packed = segment.side(side)
         held = counted(packed.blocks, packed.block_tokens, {"first": segment.first, "ends": segment.ends})

@@ -222,7 +222,7 @@ def columns_in_float64(segment: Segment, side: Side) -> tuple[Tensor, Tensor]:
         states = packed.dequantized().double()
         states = states @ hadamard(packed.head_dim) if packed.format.rotated else states
     else:
-        states = source.side(side).double()
+        states = source.states(side, torch.float64)
     batch, heads, pieces = segment.starts.shape
     found = torch.zeros(batch, heads, segment.width, states.shape[3], dtype=torch.float64)
     held = torch.zeros(batch, heads, segment.width, dtype=torch.bool)

@@ -100,9 +100,8 @@ class StatePiece(SegmentPiece):
     def states(self, side: Side) -> Tensor:
         """The keys, or the values. They are computed anew each time."""
         segment = self.segment
-        if isinstance(segment, DenseSegment):
-            states = segment.side(side).to(self.dtype)
-        elif self.keys_rotated if side == "keys" else self.values_rotated:
+        stays_rotated = self.keys_rotated if side == "keys" else self.values_rotated
+        if stays_rotated and isinstance(segment, PackedSegment):
             states = segment.dequantized(side)
         else:
             states = segment.states(side, self.dtype)

@@ -281,17 +281,17 @@ def _tokens_of(segments: KVSegments, sequence: int, head: int, dtype: torch.dtyp
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     smoothing = segments.smoothing
     if smoothing is not None:
-        smoothing = smoothing.mapped(lambda vectors: vectors[sequence, head])
+        smoothing = smoothing.mapped(lambda vectors: vectors[sequence, head][None, None])
     for position, segment in segments.with_columns:
         if isinstance(segment, GatheredSegment):
             found = _gathered(segment, sequence, head, dtype)
         else:
-            keys, values = _states(_of_head(segment, sequence, head), dtype)
-            found = iter([(keys, values, torch.arange(segment.tokens))])
+            own = _of_head(segment, sequence, head)
+            found = iter([(own.states("keys", dtype), own.states("values", dtype), torch.arange(segment.tokens))])
         for keys, values, columns in found:
             if smoothing is not None and is_packed(segment):
                 keys = smoothing.restored(keys)
-            parts.append((keys.to(dtype), values.to(dtype), columns + position))
+            parts.append((keys[0, 0], values[0, 0], columns + position))
     keys, values, columns = (torch.cat(each) for each in zip(*parts, strict=True))
     return keys, values, columns
 
@@ -307,8 +307,8 @@ def _gathered(
     for padded, where in own.padded_pieces(segment.width):
         of_tokens = where.of_tokens[0, 0]
         is_read = of_tokens < segment.width
-        keys, values = _states(padded, dtype)
-        yield keys[is_read], values[is_read], of_tokens[is_read]
+        keys, values = padded.states("keys", dtype), padded.states("values", dtype)
+        yield keys[:, :, is_read], values[:, :, is_read], of_tokens[is_read]
 
 
 def _of_head(source: DenseSegment | PackedSegment, sequence: int, head: int) -> DenseSegment | PackedSegment:
@@ -319,10 +319,3 @@ def _of_head(source: DenseSegment | PackedSegment, sequence: int, head: int) -> 
         return own
     keys, values = (replace(side, format=side.format.for_head(head)) for side in (own.keys, own.values))
     return replace(own, keys=keys, values=values)
-
-
-def _states(segment: DenseSegment | PackedSegment, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values `[tokens, head_dim]` of a segment of one head."""
-    if isinstance(segment, DenseSegment):
-        return segment.keys[0, 0], segment.values[0, 0]
-    return segment.states("keys", dtype)[0, 0], segment.states("values", dtype)[0, 0]

@@ -193,9 +193,9 @@ class DenseSegment:
         """Channels of a key, and of a value."""
         return self.key_slots.shape[3], self.value_slots.shape[3]
 
-    def side(self, side: Side) -> Tensor:
-        """Keys or values."""
-        return self.keys if side == "keys" else self.values
+    def states(self, side: Side, dtype: torch.dtype) -> Tensor:
+        """Keys or values in a dtype, `[batch, kv_heads, tokens, head_dim]`: a view, if they are."""
+        return (self.keys if side == "keys" else self.values).to(dtype)
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> "DenseSegment":
         """The segment with other `tensors`, in the same order."""

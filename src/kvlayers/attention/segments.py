@@ -152,8 +152,8 @@ class GatheredSegment:
         shape = (*self.starts.shape[:2], self.width + 1, head_dim)
         states = torch.empty(shape, dtype=dtype, device=self.starts.device)
         for padded, columns in self.padded_pieces(self.width):
-            found = padded.side(side) if isinstance(padded, DenseSegment) else padded.states(side, dtype)
-            states.scatter_(2, columns.of_tokens[..., None].expand(-1, -1, -1, head_dim), found.to(dtype))
+            found = padded.states(side, dtype)
+            states.scatter_(2, columns.of_tokens[..., None].expand(-1, -1, -1, head_dim), found)
         return states[:, :, :-1]
 
 
@@ -280,7 +280,7 @@ class KVSegments:
         """
         parts = []
         for segment in self.in_order:
-            states = segment.side(side) if isinstance(segment, DenseSegment) else segment.states(side, dtype)
+            states = segment.states(side, dtype)
             if segment.rows is not None:
                 states = segment.rows.select(states)
             if side == "keys" and self.smoothing is not None and is_packed(segment):

@@ -20,7 +20,7 @@ from kvlayers.utils.registry import FactoryRegistry
 Side = Literal["keys", "values"]
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
-"""Numbers of bits that a code may have. A new width needs its planes in `packing`, and in the kernel for CPUs."""
+"""Numbers of bits that a code may have. A new width needs its planes in `block_layout`, and in the kernel for CPUs."""
 
 MOST_CODEBOOK_BITS = 4
 """The widest code that may look up a level: kernels hold a codebook in registers."""
@@ -37,7 +37,7 @@ class CodeFormat:
         group_tokens: neighbouring tokens that share a scale and a zero.
         group_channels: neighbouring channels that share a scale and a zero. One of the two numbers is 1.
         floating: whether codes are the bytes of float8 numbers (e4m3fn), without a zero.
-        rotated: whether the states were rotated by `hadamard.rotate` before they were quantized.
+        rotated: whether the states were rotated by `groups.rotate` before they were quantized.
         levels: the codebook: the number that each code stands for, before the scale. Empty if a code stands for itself.
         fixed_scales: float32 factors of float8 numbers, before the scale of the group, that never change: one for all
             KV heads or one for each. Empty if there are none.

@@ -2,7 +2,7 @@
 
 Some channels of keys are large in every token, so keys share a scale along the tokens of a channel. Values have no such
 channels, and share a scale along the channels of a token, as in KIVI (https://arxiv.org/abs/2402.02750). Both are
-rotated first, as in QuaRot (see `hadamard`): without the rotation of keys, the divergence of a real model about
+rotated first, as in QuaRot (see `groups`): without the rotation of keys, the divergence of a real model about
 doubles.
 
 The range of each group is searched: clipping the outermost states makes the steps between the others finer. The best

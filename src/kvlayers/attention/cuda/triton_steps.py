@@ -22,7 +22,7 @@ jit = triton.jit if triton is not None else lambda function: function
 
 @jit
 def rotate(states, ROTATION: tl.constexpr):
-    """Rotate float32 `[rows, channels]` as `quantizers.hadamard.rotate`, in runs of `2**ROTATION` channels.
+    """Rotate float32 `[rows, channels]` as `quantizers.groups.rotate`, in runs of `2**ROTATION` channels.
 
     This is the fast Walsh-Hadamard transform: each step adds and subtracts the states whose channels differ in the
     lowest bit, and makes that bit the highest one. After `ROTATION` steps all bits are where they were.

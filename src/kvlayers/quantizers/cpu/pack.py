@@ -1,4 +1,4 @@
-"""Packs blocks on a CPU, by a C++ kernel. `native.py` and `packing.py` do the same in torch, for other devices."""
+"""Packs blocks on a CPU, by a C++ kernel. `native.py` and `packed_side.py` do the same in torch, for other devices."""
 
 import ctypes
 import math

@@ -14,10 +14,9 @@ from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.contract import CodeFormat, Quantizer, Side, check_groups
 from kvlayers.quantizers.cpu import pack as cpu_pack
 from kvlayers.quantizers.cuda import launch as cuda_launch
-from kvlayers.quantizers.cuda import smoothing as cuda_smoothing
 from kvlayers.quantizers.cuda.launch import pack_obstacle
 from kvlayers.quantizers.packed_side import PackedSide, pack_side, side_bytes
-from kvlayers.quantizers.smoothing import KeySmoothing, vectors_for
+from kvlayers.quantizers.smoothing import KeySmoothing, smoothing_for, vectors_for
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import BufferSwap, KVPair
 from kvlayers.stores.dense import DenseStore, without_spare_room
@@ -109,7 +108,7 @@ class PackedBlocks:
     @torch.no_grad()
     def smoothing_for(self, keys: Tensor) -> KeySmoothing:
         """How keys are to be smoothed before they are written, found in those of the first block."""
-        return cuda_smoothing.smoothing_for(keys[:, :, : self.block_tokens], self._quantizers["keys"])
+        return smoothing_for(keys[:, :, : self.block_tokens], self._quantizers["keys"])
 
     @torch.no_grad()
     def write(self, skipped: int, keys: Tensor, values: Tensor, smoothing: KeySmoothing | None = None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvlayers.attention.fused_kernels import ALIGNED_NUMBERS, attend_dense, kernels_for
 from kvlayers.attention.pieces import StatePiece, slabs
 from kvlayers.attention.segments import GatheredSegment, KVSegments
-from kvlayers.utils.triton_support import TritonKernel, runs_triton
+from kvlayers.utils.triton_support import TritonKernel, power_of_two, runs_triton
 
 PARTS_AT_ONCE = 8
 """Results of slabs that are kept until they are merged."""
@@ -210,7 +210,7 @@ def _merge_constants(width: int, parts: int, logsumexp: bool) -> Mapping[str, An
     """Compile-time constants of `merge_parts` for so many parts with values of `width` channels."""
     # Fused multiply-add is not the default of every version of triton.
     options = {"num_warps": 4, "enable_fp_fusion": True}
-    sizes = {"VALUE_DIM": width, "CHANNELS": 1 << (width - 1).bit_length(), "ROWS": MERGED_ROWS}
+    sizes = {"VALUE_DIM": width, "CHANNELS": power_of_two(width), "ROWS": MERGED_ROWS}
     return {**sizes, "PARTS": parts, "LOGSUMEXP": logsumexp, **options}
 
 

@@ -21,7 +21,7 @@ from typing_extensions import Self
 
 from kvlayers.quantizers.contract import Quantizer
 from kvlayers.utils import triton_support
-from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
+from kvlayers.utils.triton_support import DTYPES, DeviceFacts, TritonKernel, power_of_two
 
 UNEVEN = 24.0
 """How many times the median variance of a head's channels the largest must be before its channels get factors.
@@ -185,8 +185,6 @@ def _factors(variance: Tensor, uneven: float) -> Tensor:
     return factors.clamp(max=LARGEST_FACTOR)
 
 
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
 FIND = TritonKernel("kvlayers.quantizers.cuda.triton_smoothing", "find_vectors")
 
 # Fused multiply-add is not the default of every version of triton.
@@ -234,7 +232,7 @@ def smoothing_for(keys: Tensor, quantizer: Quantizer) -> KeySmoothing:
 
 @functools.lru_cache(maxsize=64)
 def _constants(tokens: int, head_dim: int, factors: bool, means: bool, uneven: float, large_mean: float) -> _Constants:
-    padded_tokens, channels = (1 << (number - 1).bit_length() for number in (tokens, head_dim))
+    padded_tokens, channels = power_of_two(tokens), power_of_two(head_dim)
     found_by = torch.finfo(torch.float32).tiny, LARGEST_FACTOR**4, POWER, LARGEST_VARIANCE, LARGEST_FACTOR
     return _Constants(tokens, head_dim, padded_tokens, channels, factors, means, uneven, large_mean, *found_by)
 
@@ -243,7 +241,7 @@ def _constants(tokens: int, head_dim: int, factors: bool, means: bool, uneven: f
 def _obstacle(device: torch.device, dtype: torch.dtype, constants: _Constants, facts: DeviceFacts) -> str | None:
     if facts.obstacle is not None:
         return facts.obstacle
-    if dtype not in KERNEL_DTYPES or constants.TOKENS * constants.CHANNELS > LARGEST_TILE:
+    if dtype not in DTYPES or constants.TOKENS * constants.CHANNELS > LARGEST_TILE:
         return f"the kernel does not take {constants.BLOCK_TOKENS} tokens of {constants.HEAD_DIM} channels of {dtype}"
     # Dtypes stand for tensors, and 16 for strides: the kernel is compiled, not launched.
     return FIND.obstacle(device, (1,), (dtype, dtype, dtype, 16, 16, 16, 1), {"C": constants, **OPTIONS})

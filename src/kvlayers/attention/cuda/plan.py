@@ -21,6 +21,7 @@ from kvlayers.attention.cuda.specs import (
 from kvlayers.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment
 from kvlayers.quantizers.contract import CodeFormat, Side
 from kvlayers.utils.triton_support import (
+    DTYPES,
     KeptConstants,
     TritonKernel,
     device_obstacle,
@@ -31,9 +32,6 @@ from kvlayers.utils.triton_support import (
 
 WIDTHS = (2, 4, 8)
 """Bits of a code that the kernel unpacks."""
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of the states."""
 
 LARGEST_BLOCK = 256
 """Tokens of a block: the scores of more do not fit into registers."""

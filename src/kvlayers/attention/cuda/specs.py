@@ -19,7 +19,7 @@ import torch
 from kvlayers.quantizers.block_layout import row_bytes
 from kvlayers.quantizers.contract import CodeFormat, Side
 from kvlayers.quantizers.groups import rotation_size
-from kvlayers.utils.triton_support import is_interpreted
+from kvlayers.utils.triton_support import is_interpreted, power_of_two
 
 
 def unpacking_instructions(bits: int, floating: bool, dtype: torch.dtype) -> tuple[str, ...]:
@@ -247,11 +247,6 @@ class MergeSpec:
     at_once: int
     logsumexp: bool
     gaps: bool
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
-    return 1 << (number - 1).bit_length()
 
 
 @functools.cache

@@ -17,10 +17,7 @@ from kvlayers.quantizers.contract import KernelSearch
 from kvlayers.quantizers.groups import largest_float8_scale, rotation_size, smallest_positive
 from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.utils import triton_support
-from kvlayers.utils.triton_support import DeviceFacts, TritonKernel, is_interpreted
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of the states."""
+from kvlayers.utils.triton_support import DTYPES, DeviceFacts, TritonKernel, is_interpreted, power_of_two
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 """Bits of a code that the kernels pack and read."""
@@ -117,10 +114,6 @@ class ReadConstants(_SharedConstants):
     CHANNELS: int
 
 
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
-
-
 def _shared(layout: BlockLayout, pieces: int) -> dict[str, Any]:
     rotation = rotation_size(layout.head_dim) if layout.format.rotated else 1
     entry = 2.0 ** -(rotation.bit_length() // 2)
@@ -141,7 +134,7 @@ def _shared(layout: BlockLayout, pieces: int) -> dict[str, Any]:
         "ROTATION": rotation,
         "ENTRY": entry,
         "NORM": 1 / math.sqrt(rotation) / entry,
-        "CHUNK": min(CHUNK, max(SMALLEST_SIDE, _power_of_two(layout.head_dim))),
+        "CHUNK": min(CHUNK, max(SMALLEST_SIDE, power_of_two(layout.head_dim))),
         "PIECES": pieces,
         "EMULATED": is_interpreted(),
     }
@@ -149,10 +142,10 @@ def _shared(layout: BlockLayout, pieces: int) -> dict[str, Any]:
 
 def _tile(layout: BlockLayout) -> tuple[int, int, int]:
     """Rows and columns of a tile of `pack_block`, and the columns of each of its groups."""
-    group = _power_of_two(layout.column_group)
-    groups = _power_of_two(layout.columns // layout.column_group)
+    group = power_of_two(layout.column_group)
+    groups = power_of_two(layout.columns // layout.column_group)
     columns = max(group * groups, SMALLEST_SIDE)
-    rows = min(max(TILE // columns, SMALLEST_SIDE), max(_power_of_two(layout.rows), SMALLEST_SIDE))
+    rows = min(max(TILE // columns, SMALLEST_SIDE), max(power_of_two(layout.rows), SMALLEST_SIDE))
     return rows, columns, group
 
 
@@ -205,9 +198,9 @@ def pack_constants(
 @functools.lru_cache(maxsize=64)
 def read_constants(layout: BlockLayout) -> Mapping[str, Any]:
     """Constants of `read_block`."""
-    channels = max(SMALLEST_SIDE, _power_of_two(layout.head_dim))
+    channels = max(SMALLEST_SIDE, power_of_two(layout.head_dim))
     tokens = min(
-        max(TILE // channels, SMALLEST_SIDE), max(_power_of_two(layout.block_tokens), SMALLEST_SIDE), READ_TOKENS
+        max(TILE // channels, SMALLEST_SIDE), max(power_of_two(layout.block_tokens), SMALLEST_SIDE), READ_TOKENS
     )
     constants = ReadConstants(
         **_shared(layout, -(-layout.block_tokens // tokens)),

@@ -24,9 +24,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.attention import dispatch
-from kvlayers.attention.dense_segment import DenseSegment
-from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.attention.segments import KVSegments, Segment
 from kvlayers.stores.quantization import Quantization
 from kvlayers.stores.quantized import QuantizedStore
@@ -97,7 +96,9 @@ def states(tokens: int) -> list[torch.Tensor]:
 def behind_a_prefix(segments: KVSegments) -> KVSegments:
     """The segments of a fork, whose own tokens come behind those of the prompt: packed ones and a residual."""
     packed = next(segment for segment in segments.in_order if isinstance(segment, PackedSegment))
-    return KVSegments((*segments.in_order, next(packed.pieces(4)), DenseSegment(*states(100))))
+    return KVSegments(
+        (*segments.in_order, next(packed.pieces(4 * packed.keys.block_tokens)), DenseSegment(*states(100)))
+    )
 
 
 def measure(nbits: int, launches: ctypes.c_long) -> list[dict[str, Any]]:

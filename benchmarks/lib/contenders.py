@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 import kvlayers
-from kvlayers.attention.gqa import grouped_for_one_query
+from kvlayers.attention.gqa import marked_for_sdpa
 
 Maker = Callable[[Any, int], Any]
 """Makes an empty cache from a model config and the final number of tokens."""
@@ -76,8 +76,8 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.keys[:, :, start:end].copy_(key_states)
         self.values[:, :, start:end].copy_(value_states)
         self.seen = end
-        keys = self.keys[:, :, :end]
-        return (grouped_for_one_query(keys) if key_states.shape[2] == 1 else keys), self.values[:, :, :end]
+        keys, values = self.keys[:, :, :end], self.values[:, :, :end]
+        return marked_for_sdpa(keys, values, 1) if key_states.shape[2] == 1 else (keys, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and first position of the keys that the next update returns."""

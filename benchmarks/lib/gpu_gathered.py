@@ -8,10 +8,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 from kvlayers.attention import dispatch, reference
-from kvlayers.attention.dense_segment import DENSE_PIECE_TOKENS, DenseSegment
 from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.gathered_segment import GatheredSegment
-from kvlayers.attention.segments import KVSegments
+from kvlayers.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment
+from kvlayers.attention.segments import GatheredSegment, KVSegments
 from lib.gpu_stage import Findings, Setup
 from lib.gpu_timing import copies_of, median, microseconds
 from packed_reference import counted_launches, random_pair, relative_error

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
-from kvlayers.attention import gqa
-from kvlayers.attention.cpu import dense
-from kvlayers.attention.gqa import CPU_MINIMUM_FLOAT32_TOKENS, GroupedKeys, grouped_for_one_query
+from kvlayers.attention import dense_kernels, gqa
+from kvlayers.attention.gqa import CPU_MINIMUM_FLOAT32_TOKENS, GroupedKeys, marked_for_sdpa
 from models import prompt, tiny_model
 
 BATCH = 8
@@ -28,7 +27,11 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled kernel for dense states has tests of its own."""
-    monkeypatch.setattr(dense, "CPU_MINIMUM_STATES", 1 << 60)
+    monkeypatch.setattr(dense_kernels, "CPU_MINIMUM_STATES", 1 << 60)
+
+
+def grouped_for_one_query(keys: Tensor) -> Tensor:
+    return marked_for_sdpa(keys, keys, 1)[0]
 
 
 def states(

@@ -10,7 +10,7 @@ import torch
 import flash_stand_in
 import kvlayers
 from flash_stand_in import flash_attention as flash_attention
-from kvlayers.attention import dense_reads
+from kvlayers.attention import dispatch
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.upstream import compat
 from models import fresh_model, given, prompt
@@ -32,7 +32,7 @@ CACHES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.fixture(autouse=True)
 def _not_warned_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(dense_reads, "_warned", set())
+    monkeypatch.setattr(dispatch, "_warned", set())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The attention 'fl")
         yield
@@ -156,7 +156,7 @@ def test_flex_attention_attends_to_what_sdpa_does(monkeypatch: pytest.MonkeyPatc
     cache = CACHES["packed"](model.config)
     torch.testing.assert_close(logits(model, cache, ids, None), expected, rtol=1e-4, atol=1e-4)
     assert any("compiled code in full precision" in path for path in cache.explain().attention)
-    assert "flex_attention" in dense_reads._warned
+    assert "flex_attention" in dispatch._warned
 
 
 def test_packed_states_have_no_address() -> None:

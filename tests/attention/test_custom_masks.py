@@ -13,7 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 import versions
-from kvlayers.attention.cpu import dense, kernel
+from kvlayers.attention import dense_kernels
+from kvlayers.attention.cpu import kernel
 from kvlayers.stores import static
 from kvlayers.upstream import compat
 from models import WINDOW, fresh_model, given, prompt
@@ -212,10 +213,12 @@ def test_keys_are_plain_in_what_models_do_not_do_to_them() -> None:
 def test_keys_of_a_few_queries_are_repeated_no_earlier(
     implementation: str, columns: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dense, "CPU_MINIMUM_STATES", 0)
+    monkeypatch.setattr(dense_kernels, "CPU_MINIMUM_STATES", 0)
     called: list[tuple[int, int]] = []
-    attend = dense.attend
-    monkeypatch.setattr(dense, "attend", lambda *given: called.append(given[1].shape[1]) or attend(*given))
+    attend = dense_kernels.attend_on_cpu
+    monkeypatch.setattr(
+        dense_kernels, "attend_on_cpu", lambda *given: called.append(given[1].shape[1]) or attend(*given)
+    )
     model, ids = fresh_model("llama"), prompt(2, sum(PARTS))
     model.set_attn_implementation(implementation)
     expected = decoded(model, transformers.DynamicCache(), ids, "additive", None)

@@ -13,8 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 import versions
-from kvlayers.attention import gqa_repeats, model_attention
-from kvlayers.attention.cpu import dense, kernel
+from kvlayers.attention import dense_kernels, gqa, model_attention
+from kvlayers.attention.cpu import kernel
+from kvlayers.attention.dense_kernels import attend_on_cpu, takes_on_cpu
 from models import COMMON, fresh_model, prompt, tiny_model
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
@@ -24,8 +25,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True)
 def kernel_at_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "CPU_MINIMUM_STATES", 0)
-    monkeypatch.setattr(dense, "CPU_MAXIMUM_FLOAT32_QUERIES", dense.CPU_MAXIMUM_QUERIES)
+    monkeypatch.setattr(dense_kernels, "CPU_MINIMUM_STATES", 0)
+    monkeypatch.setattr(dense_kernels, "CPU_MAXIMUM_FLOAT32_QUERIES", dense_kernels.CPU_MAXIMUM_QUERIES)
 
 
 @pytest.fixture
@@ -100,10 +101,10 @@ def test_random_shapes_are_as_close_to_float64_as_torch(seed: int) -> None:
     kind = chosen.choice(["none", "bool", "left padding", "all hidden", "infinities", "lowest", "additive"])
     mask = some_mask(kind, batch, heads, queries, tokens, dtype)
     scale = chosen.choice([head_dim**-0.5, 0.3])
-    assert dense.takes(query, keys, values, mask)
+    assert takes_on_cpu(query, keys, values, mask)
 
     right = exact(query, keys, values, mask, scale)
-    error = (dense.attend(query, keys, values, mask, scale).double() - right).norm()
+    error = (attend_on_cpu(query, keys, values, mask, scale).double() - right).norm()
     of_torch = mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
     torchs = scaled_dot_product_attention(query, keys, values, of_torch, scale=scale, enable_gqa=True)
     # Sums in another order: as close as torch's, give or take a rounding.
@@ -111,7 +112,7 @@ def test_random_shapes_are_as_close_to_float64_as_torch(seed: int) -> None:
 
     softcap, sinks = chosen.choice([None, 5.0]), torch.randn(heads)
     right = exact(query, keys, values, mask, scale, softcap, sinks)
-    error = (dense.attend(query, keys, values, mask, scale, softcap, sinks).double() - right).norm()
+    error = (attend_on_cpu(query, keys, values, mask, scale, softcap, sinks).double() - right).norm()
     assert error <= 4 * torch.finfo(dtype).eps * right.norm() + 1e-12
 
 
@@ -120,34 +121,34 @@ def test_slots_behind_the_last_token_are_not_read(seen: int) -> None:
     """A static cache has free slots behind its tokens, which cost nothing, whatever they hold."""
     query, keys, values = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 600, 16), torch.randn(1, 2, 600, 16)
     mask = (torch.arange(600) < seen).expand(1, 1, 1, 600)
-    expected = dense.attend(query, keys[:, :, :seen], values[:, :, :seen], None, None)
+    expected = attend_on_cpu(query, keys[:, :, :seen], values[:, :, :seen], None, None)
     keys[:, :, seen:], values[:, :, seen:] = math.nan, math.nan
-    assert torch.equal(dense.attend(query, keys, values, mask, None), expected)
+    assert torch.equal(attend_on_cpu(query, keys, values, mask, None), expected)
 
 
 @pytest.mark.parametrize("hidden", [1, 63, 256, 300])
 def test_padding_in_front_is_not_read(hidden: int) -> None:
     query, keys, values = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 600, 16), torch.randn(1, 2, 600, 16)
     mask = (torch.arange(600) >= hidden).expand(1, 1, 1, 600)
-    expected = dense.attend(query, keys[:, :, hidden:], values[:, :, hidden:], None, None)
+    expected = attend_on_cpu(query, keys[:, :, hidden:], values[:, :, hidden:], None, None)
     keys[:, :, :hidden], values[:, :, :hidden] = math.nan, math.nan
     # Units of tokens begin elsewhere, so sums are in another order.
-    torch.testing.assert_close(dense.attend(query, keys, values, mask, None), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(attend_on_cpu(query, keys, values, mask, None), expected, rtol=0, atol=1e-6)
 
 
 def test_rows_that_see_other_tokens_are_read_to_the_last_of_any() -> None:
     query, keys, values = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 600, 16), torch.randn(1, 2, 600, 16)
     mask = torch.arange(600) < torch.tensor([[300], [5], [290]])
     for row in range(3):
-        expected = dense.attend(query[:, :, row : row + 1], keys, values, mask[None, None, row : row + 1], None)
-        seen = dense.attend(query, keys, values, mask[None, None], None)
+        expected = attend_on_cpu(query[:, :, row : row + 1], keys, values, mask[None, None, row : row + 1], None)
+        seen = attend_on_cpu(query, keys, values, mask[None, None], None)
         torch.testing.assert_close(seen[:, :, row : row + 1], expected, rtol=0, atol=1e-6)
 
 
 def test_nan_that_is_seen_stays_nan() -> None:
     query, keys, values = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16)
     keys[:, 0, 100] = math.nan
-    attended = dense.attend(query, keys, values, None, None)
+    attended = attend_on_cpu(query, keys, values, None, None)
     assert attended[:, :2].isnan().all()
     assert attended[:, 2:].isfinite().all()
 
@@ -170,14 +171,14 @@ def test_what_the_kernel_does_not_know_is_left_to_torch(change: dict[str, Any]) 
     mask = change.pop("mask", None)
     heads, queries = change.pop("heads", 4), change.pop("queries", 1)
     query, keys = torch.randn(1, heads, queries, 16, **change), torch.randn(1, 2, 300, 16, **change)
-    assert not dense.takes(query, keys, keys, mask)
+    assert not takes_on_cpu(query, keys, keys, mask)
 
 
 def test_fake_and_traced_tensors_are_left_to_torch() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        assert not dense.takes(torch.randn(1, 4, 1, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16), None)
+        assert not takes_on_cpu(torch.randn(1, 4, 1, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16), None)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
@@ -209,7 +210,7 @@ def test_chunks_and_steps_of_padded_batches_read_each_kv_head_once(
         torch.testing.assert_close(found[1:], expected[1:], atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(found[0, -1:], expected[0, -1:], atol=tolerance, rtol=tolerance)
         # Before 5.23, transformers repeats keys itself for one token with a mask.
-        if width <= dense.CPU_MAXIMUM_QUERIES and (width > 1 or versions.PACKS_ONE_QUERY):
+        if width <= dense_kernels.CPU_MAXIMUM_QUERIES and (width > 1 or versions.PACKS_ONE_QUERY):
             # A group of query heads of one token may arrive as queries of its KV head.
             assert made in ([(4, 2)] * 2, [(2, 2)] * 2)
         start = end
@@ -217,8 +218,8 @@ def test_chunks_and_steps_of_padded_batches_read_each_kv_head_once(
 
 def test_states_that_wait_to_be_repeated_are_plain_tensors_to_everything_else() -> None:
     keys = torch.randn(2, 2, 30, 8)
-    marked, values = gqa_repeats.marked_for_sdpa(keys, keys.clone(), 3)
-    assert type(marked) is type(values) is gqa_repeats.SharedStates
+    marked, values = gqa.marked_for_sdpa(keys, keys.clone(), 3)
+    assert type(marked) is type(values) is gqa.SharedStates
     repeated = marked[:, :, None].expand(2, 2, 3, 30, 8).reshape(2, 6, 30, 8)
     assert repeated.shape == (2, 6, 30, 8)
     written_out = keys.repeat_interleave(3, dim=1)

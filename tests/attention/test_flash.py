@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvlayers
-from kvlayers.attention.cuda import few_queries, flash
+from kvlayers.attention import dense_kernels
 from kvlayers.attention.segments import KVSegments
 
 FLASH = "aten._scaled_dot_product_flash_attention.default"
@@ -17,7 +17,7 @@ KV_HEADS, HEADS, HEAD_DIM = 2, 8, 64
 
 @pytest.fixture(autouse=True)
 def cudnn_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "replaces_cudnn", lambda states: states.is_meta)
+    monkeypatch.setattr(dense_kernels, "replaces_cudnn", lambda states: states.is_meta)
 
 
 def states(tokens: int, heads: int = KV_HEADS) -> Tensor:
@@ -84,7 +84,7 @@ def test_other_attention_is_left_to_torch(options: dict[str, object]) -> None:
 def test_a_prompt_and_states_of_other_gpus_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = kvlayers.DynamicCache()
     assert not calls_flash(*cache.update(states(20), states(20), 0), queries=20)
-    monkeypatch.setattr(flash, "replaces_cudnn", lambda states: False)
+    monkeypatch.setattr(dense_kernels, "replaces_cudnn", lambda states: False)
     keys, values = cache.update(states(1), states(1), 0)
     assert type(keys) is Tensor
     assert not calls_flash(keys, values)
@@ -101,9 +101,9 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         batch, heads, queries, _ = query.shape
         return query.new_empty((batch, queries, heads, segment.values.shape[3])).transpose(1, 2)
 
-    monkeypatch.setattr(few_queries, "serves", lambda states: states.is_meta)
-    monkeypatch.setattr(few_queries.kernel, "obstacle", lambda query, segments, mask: None)
-    monkeypatch.setattr(few_queries.kernel, "attend", attend)
+    monkeypatch.setattr(dense_kernels, "serves_few_queries", lambda states: states.is_meta)
+    monkeypatch.setattr(dense_kernels.cuda_kernel, "obstacle", lambda query, segments, mask: None)
+    monkeypatch.setattr(dense_kernels.cuda_kernel, "attend", attend)
     return seen
 
 

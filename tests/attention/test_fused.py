@@ -8,10 +8,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlayers.attention import dispatch, fused, fused_kernels
-from kvlayers.attention.dense_segment import DenseSegment
+from kvlayers.attention import dispatch, fused, fused_kernels, pieces, reference
 from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.packed_segment import PackedSegment
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.attention.segments import KVSegments
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
 from kvlayers.quantizers.packed_side import PackedSide, pack_side
@@ -25,8 +24,8 @@ KV_HEADS = 2
 @pytest.fixture(autouse=True)
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slabs of two blocks, and a merge in between, so that few tokens go all ways."""
-    monkeypatch.setattr(fused, "SLAB_BYTES", 1)
-    monkeypatch.setattr(fused, "MINIMUM_SLAB_TOKENS", 2 * BLOCK)
+    monkeypatch.setattr(pieces, "SLAB_BYTES", 1)
+    monkeypatch.setattr(pieces, "MINIMUM_SLAB_TOKENS", 2 * BLOCK)
     monkeypatch.setattr(fused, "PARTS_AT_ONCE", 3)
     monkeypatch.setattr(fused, "serves", lambda device: True)
 
@@ -188,9 +187,9 @@ def test_the_products_of_eager_attention_are_those_of_the_states(dtype: torch.dt
     weights = torch.rand(2, 8, 3, held.tokens).to(dtype)
     # Each of 64 or 300 summands has two factors that are rounded, and each of four parts is rounded once.
     close = {"rtol": 0, "atol": 8 * torch.finfo(dtype).eps}
-    seen, wanted = fused.scores(query, held).double(), query.double() @ keys.transpose(2, 3)
+    seen, wanted = reference.scores(query, held).double(), query.double() @ keys.transpose(2, 3)
     torch.testing.assert_close(seen / wanted.abs().max(), wanted / wanted.abs().max(), **close)
-    seen, wanted = fused.combine(weights, held).double(), weights.double() @ values
+    seen, wanted = reference.combine(weights, held).double(), weights.double() @ values
     torch.testing.assert_close(seen / wanted.abs().max(), wanted / wanted.abs().max(), **close)
 
 

@@ -13,10 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvlayers import DynamicLayer
-from kvlayers.attention import dispatch, fused
-from kvlayers.attention.dense_segment import DenseSegment
+from kvlayers.attention import dispatch, fused, pieces
 from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.packed_segment import PackedSegment
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.attention.segments import KVSegments
 from kvlayers.quantizers.contract import CodeFormat, Side
 from kvlayers.quantizers.packed_side import PackedSide
@@ -90,7 +89,7 @@ def test_slabs_do_not_become_many_after_a_crop() -> None:
 
 @pytest.mark.parametrize("slabs", [1, 4])
 def test_decoding_on_an_accelerator_without_triton(slabs: int) -> None:
-    tokens = slabs * fused.MINIMUM_SLAB_TOKENS
+    tokens = slabs * pieces.MINIMUM_SLAB_TOKENS
     held = int4_segments(tokens, 128)
     mask = meta(1, 1, 1, held.tokens, dtype=torch.bool)
     weights = meta(1, HEADS, 1, held.tokens)
@@ -201,4 +200,4 @@ def test_a_long_mask_is_converted_piece_by_piece() -> None:
 
     with Largest():
         fused.attend(query_of_a_model(1, 8192), held, mask.expand(-1, HEADS, -1, -1), 0.1)
-    assert 0 < largest <= fused.SLAB_BYTES
+    assert 0 < largest <= pieces.SLAB_BYTES

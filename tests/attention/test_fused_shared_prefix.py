@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers import DynamicLayer
-from kvlayers.attention import fused, segment_rows
+from kvlayers.attention import fused, segment_kinds
 from kvlayers.attention.packed_tensor import PackedStates
 
 PREFIXES, REPEATS, PREFIX_TOKENS = 2, 3, 50
@@ -26,7 +26,7 @@ CHOICES = {
 def indices_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Attention as on an accelerator, where indices come from the host, or from the accelerator."""
     monkeypatch.setattr(fused, "serves", lambda device: True)
-    monkeypatch.setattr(segment_rows, "reading_waits", lambda indices: request.param == "not read")
+    monkeypatch.setattr(segment_kinds, "reading_waits", lambda indices: request.param == "not read")
     return str(request.param)
 
 
@@ -131,15 +131,15 @@ def test_forks_and_copies_have_their_own_sequences(indices_are: str) -> None:
 
 
 def test_many_sequences_of_several_prefixes_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment_rows, "reading_waits", lambda indices: True)
-    numbers = segment_rows.SegmentRows(2, segment_rows.of_repeats(2, 100))
+    monkeypatch.setattr(segment_kinds, "reading_waits", lambda indices: True)
+    numbers = segment_kinds.SegmentRows(2, segment_kinds.of_repeats(2, 100))
     few = numbers.selected(torch.arange(0, 200, 10))
     assert few.known is None
     assert not few.are_even
     again = few.selected(torch.arange(20).repeat_interleave(5))
-    assert again.known == segment_rows.of_repeats(2, 50)
+    assert again.known == segment_kinds.of_repeats(2, 50)
     assert again.are_even
-    assert segment_rows.SegmentRows(1, (0, 0)).selected(torch.zeros(500, dtype=torch.int64)).are_even
+    assert segment_kinds.SegmentRows(1, (0, 0)).selected(torch.zeros(500, dtype=torch.int64)).are_even
 
 
 def test_eager_attention_on_an_accelerator(indices_are: str) -> None:
@@ -157,7 +157,7 @@ def test_eager_attention_on_an_accelerator(indices_are: str) -> None:
 
 
 def test_autograd_can_use_numbers_that_were_first_read_in_inference_mode() -> None:
-    numbers = segment_rows.SegmentRows(2, (0, 1, 1))
+    numbers = segment_kinds.SegmentRows(2, (0, 1, 1))
     with torch.inference_mode():
         numbers.on(torch.device("cpu"))
     states = torch.randn(2, 3, requires_grad=True)

@@ -1,6 +1,7 @@
 """Attention to pieces of segments, other ones for each head, against sums in float64 over the tokens of each head."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -20,16 +21,13 @@ from gathered_states import (
     packed_source,
     random_pieces,
 )
-from kvlayers.attention import dispatch, fused, reference
+from kvlayers.attention import dispatch, fused, pieces, reference
 from kvlayers.attention.cpu import kernel
-from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.gathered_segment import GatheredSegment
 from kvlayers.attention.packed_ops import packed_pair
-from kvlayers.attention.packed_segment import PackedSegment
-from kvlayers.attention.packed_tensor import Snapshot, Version
-from kvlayers.attention.segment_rows import SegmentRows
-from kvlayers.attention.segments import KVSegments
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows
+from kvlayers.attention.segments import GatheredSegment, KVSegments
+from kvlayers.attention.snapshot import Snapshot, Version
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from random_states import SUMS, check
 
@@ -279,24 +277,32 @@ def test_what_stands_beside_the_pieces_is_not_read(with_kernel: bool, name: str)
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_path_of_accelerators(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, name: str) -> None:
-    monkeypatch.setattr(fused, "serves", lambda device: True)
-    monkeypatch.setattr(fused, "MINIMUM_SLAB_TOKENS", 2 * BLOCK)
-    monkeypatch.setattr(fused, "SLAB_BYTES", 1)
+    monkeypatch.setattr(pieces, "MINIMUM_SLAB_TOKENS", 2 * BLOCK)
+    monkeypatch.setattr(pieces, "SLAB_BYTES", 1)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+
+    def accelerated(compute: Callable[..., Tensor], *arguments: object) -> Tensor:
+        with monkeypatch.context() as accelerator:
+            accelerator.setattr(fused, "serves", lambda device: True)
+            return compute(*arguments, PathCounter())
+
     for seed in range(3):
         held = around(held_pieces(name, 2, dtype, seed), 2, dtype)
         for queries in (1, 3):
             query = held.query(2, queries)
             for kind in MASKS[seed % 2 :: 2]:
                 mask = random_mask(kind, query, held)
-                seen = dispatch.attend(query, held.segments, mask, 0.2, PathCounter())
+                seen = accelerated(dispatch.attend, query, held.segments, mask, 0.2)
                 wanted = reference.attend(query, held.segments, full_mask(mask, query, held), 0.2)
-                tolerance = 1e-5 if dtype == torch.float32 else 0.03
                 torch.testing.assert_close(seen, wanted, rtol=tolerance, atol=tolerance)
-            products = dispatch.scores(query, held.segments, PathCounter())
             wanted = reference.scores(query, held.segments)
-            torch.testing.assert_close(products, wanted, rtol=tolerance, atol=tolerance * 8)
+            seen = accelerated(dispatch.scores, query, held.segments)
+            torch.testing.assert_close(seen, wanted, rtol=tolerance, atol=tolerance * 8)
             weights = wanted.mul(0.2).softmax(-1)
-            seen, wanted = (part.combine(weights, held.segments) for part in (fused, reference))
+            seen, wanted = (
+                accelerated(dispatch.combine, weights, held.segments),
+                reference.combine(weights, held.segments),
+            )
             torch.testing.assert_close(seen, wanted, rtol=tolerance, atol=tolerance)
 
 
@@ -364,9 +370,11 @@ def test_a_copy_has_tables_of_its_own(with_kernel: bool) -> None:
     held.check(query, None, dispatch.attend(query, copied, None, 0.2, PathCounter()))
 
 
-def test_empty_segments_beside_pieces_on_accelerators() -> None:
-    pieces = gathered(dense_source(1, 70, torch.float32), [[[(1, 9)], [(0, 4)]]])
+def test_empty_segments_beside_pieces_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = gathered(dense_source(1, 70, torch.float32), [[[(1, 9)], [(0, 4)]]])
     empty = ordinary(dense_source(1, 0, torch.float32))
-    held = mixed([empty, pieces, empty, ordinary(dense_source(1, 3, torch.float32)), empty], torch.float32)
+    held = mixed([empty, read, empty, ordinary(dense_source(1, 3, torch.float32)), empty], torch.float32)
     query = held.query(1, 1)
-    torch.testing.assert_close(fused.scores(query, held.segments), reference.scores(query, held.segments))
+    expected = reference.scores(query, held.segments)
+    monkeypatch.setattr(fused, "serves", lambda device: True)
+    torch.testing.assert_close(reference.scores(query, held.segments), expected)

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvlayers
 from kvlayers.attention.latents.absorption import BLOCKS, EXPANDED, by_products
-from kvlayers.attention.latents.expansion import AssembledKeys, ExpandedLatents
-from kvlayers.attention.latents.states import LatentStates, as_latents
+from kvlayers.attention.latents.expansion import AssembledKeys, ExpandedLatents, LatentStates, as_latents
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.upstream import compat
 from models import COMMON, prompt

@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 
 import kvlayers
 from kvlayers.__main__ import make_app
-from kvlayers.attention.cpu import kernel, products
-from kvlayers.attention.dense_segment import DenseSegment
+from kvlayers.attention.cpu import call, kernel
+from kvlayers.attention.segment_kinds import DenseSegment
 from kvlayers.attention.segments import KVSegments
 from kvlayers.tools import kernels
-from kvlayers.utils import compilation, native_library
+from kvlayers.utils import native_library
 from kvlayers.utils.native_builds import BUILDS, best_build, cpu_features, headers
 from kvlayers.utils.native_library import NativeLibrary
 
@@ -170,7 +170,7 @@ def test_what_hinders_the_compiler_is_one_warning(
         case == "a compiler that fails later"
     )
     assert "install g++" in failed
-    assert {path.name for path in tmp_path.iterdir()} <= {compilation.LOCK}
+    assert {path.name for path in tmp_path.iterdir()} <= {native_library.LOCK}
 
 
 def test_a_library_that_is_not_wanted_is_no_warning(
@@ -199,7 +199,7 @@ def test_a_kept_library_that_is_damaged_is_compiled_again(
     library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     stand_in(monkeypatch, tmp_path, pathlib.Path(loaded_from()))
-    kept = compilation.Compilation(SOURCE)
+    kept = native_library.Compilation(SOURCE)
     kept.wait()
     kept.library.write_bytes(b"half of a")
     assert library.get() is not None
@@ -209,9 +209,9 @@ def test_a_kept_library_that_is_damaged_is_compiled_again(
 def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     monkeypatch.delenv("KVLAYERS_CACHE", raising=False)
-    assert compilation.cache_directory() == pathlib.Path("/somewhere/kvlayers")
+    assert native_library.cache_directory() == pathlib.Path("/somewhere/kvlayers")
     monkeypatch.setenv("KVLAYERS_CACHE", "/elsewhere")
-    assert compilation.cache_directory() == pathlib.Path("/elsewhere")
+    assert native_library.cache_directory() == pathlib.Path("/elsewhere")
 
 
 def test_an_unknown_way_to_compile_is_an_error(library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,21 +228,21 @@ def test_of_two_that_compile_at_once_one_runs_the_compiler_and_both_have_the_lib
     gate: pathlib.Path, caplog: pytest.LogCaptureFixture, tmp_path: pathlib.Path
 ) -> None:
     with caplog.at_level(logging.INFO):
-        first, second = compilation.Compilation(SOURCE), compilation.Compilation(SOURCE)
+        first, second = native_library.Compilation(SOURCE), native_library.Compilation(SOURCE)
     assert not first.is_done()
     assert not second.is_done()
     gate.touch()
     second.wait()
     first.wait()
     assert caplog.text.count("kvlayers runs") == 1
-    assert {path.name for path in (tmp_path / "cache").iterdir()} == {first.library.name, compilation.LOCK}
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {first.library.name, native_library.LOCK}
 
 
 @needs_compiler
 def test_another_process_goes_on_if_a_compiler_is_killed(
     gate: pathlib.Path, caplog: pytest.LogCaptureFixture, tmp_path: pathlib.Path
 ) -> None:
-    first, second = compilation.Compilation(SOURCE), compilation.Compilation(SOURCE)
+    first, second = native_library.Compilation(SOURCE), native_library.Compilation(SOURCE)
     assert first._process is not None
     os.killpg(first._process.pid, signal.SIGKILL)
     (tmp_path / "cache" / f"{first.library.stem}-1.part").touch()
@@ -250,7 +250,7 @@ def test_another_process_goes_on_if_a_compiler_is_killed(
     with caplog.at_level(logging.INFO):
         second.wait()
     assert caplog.text.count("kvlayers runs") == 1
-    assert {path.name for path in (tmp_path / "cache").iterdir()} == {first.library.name, compilation.LOCK}
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {first.library.name, native_library.LOCK}
     with pytest.raises(RuntimeError, match="the compiler failed"):
         first.wait()
 
@@ -348,12 +348,12 @@ def test_without_a_compiler_there_is_one_warning_and_decoding_is_the_same(
 def test_a_compilation_outlives_the_process_that_began_it(gate: pathlib.Path, tmp_path: pathlib.Path) -> None:
     child = os.fork()
     if not child:
-        compilation.Compilation(SOURCE)
+        native_library.Compilation(SOURCE)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     gate.touch()
     until(lambda: {path.suffix for path in (tmp_path / "cache").iterdir()} == {".so", ".lock"})
-    assert compilation.Compilation(SOURCE).was_kept
+    assert native_library.Compilation(SOURCE).was_kept
 
 
 @forks
@@ -398,8 +398,8 @@ def test_packed_codes_are_attended_to_in_torch_until_their_products_are_there(
 ) -> None:
     expected = decoded()
     late = NativeLibrary(SOURCE.with_name("other_products.cpp"), "kvlayers_multiply", purpose="other codes")
-    stand_in(monkeypatch, gate.parent, pathlib.Path(products.OTHER.compile()), gate)
-    monkeypatch.setattr(products, "OTHER", late)
+    stand_in(monkeypatch, gate.parent, pathlib.Path(call.OTHER.compile()), gate)
+    monkeypatch.setattr(call, "OTHER", late)
     called: list[bool] = []
     original = kernel.attend
     monkeypatch.setattr(kernel, "attend", lambda *a, **k: (called.append(True), original(*a, **k))[1])

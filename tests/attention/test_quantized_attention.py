@@ -21,10 +21,9 @@ from transformers.models.llama.modeling_llama import repeat_kv as eager_repeat_k
 import kvlayers
 from kvlayers.attention import dispatch, pieces, reference
 from kvlayers.attention.cpu import kernel
-from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.attention.segments import KVSegments
 from models import prompt, tiny_model
 from pairwise import in_turn

@@ -13,10 +13,9 @@ import fresh_process
 import interpreted_kernels
 import versions
 from kvlayers.attention.cuda import kernel
-from kvlayers.attention.cuda.unpacking import unpacking_instructions
-from kvlayers.attention.dense_segment import DenseSegment
-from kvlayers.attention.packed_segment import PackedSegment
+from kvlayers.attention.cuda.specs import unpacking_instructions
 from kvlayers.attention.reference import merge
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.attention.segments import KVSegments
 from kvlayers.quantizers.contract import CodeFormat, Side
 from kvlayers.quantizers.packed_side import PackedSide, side_bytes

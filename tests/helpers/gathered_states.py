@@ -5,10 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlayers.attention.dense_segment import DenseSegment
-from kvlayers.attention.gathered_segment import GatheredSegment
-from kvlayers.attention.packed_segment import PackedSegment
-from kvlayers.attention.segments import KVSegments, Segment
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.attention.segments import GatheredSegment, KVSegments, Segment
 from random_states import check, code_format, packed_states
 
 BLOCK = 16

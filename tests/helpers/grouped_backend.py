@@ -8,7 +8,7 @@ from torch import Tensor
 
 import kvlayers
 from kvlayers.quantizers.contract import Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions
-from kvlayers.quantizers.grouping import GROUP_DIMS, grouped, ungrouped
+from kvlayers.quantizers.groups import GROUP_DIMS, grouped, ungrouped
 
 NAME = "grouped"
 

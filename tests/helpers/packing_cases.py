@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvlayers.quantizers import Quantizer, Side, SideOptions, backend
+from kvlayers.quantizers.block_layout import unpack
 from kvlayers.quantizers.packed_side import PackedSide
-from kvlayers.quantizers.packing import unpack
 from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.stores.buffer import form_of
 from kvlayers.stores.packed_blocks import SIDES, PackedBlocks
@@ -170,7 +170,11 @@ def packed(case: Packing, keys: Tensor, values: Tensor) -> PackedBlocks:
 
 
 def codes_of(side: PackedSide) -> Tensor:
-    return unpack(torch.unflatten(side.codes, -1, (side.rows, side.row_bytes)), side.format.bits, side.columns)
+    return unpack(
+        torch.unflatten(side.codes, -1, (side.layout.rows, side.layout.row_bytes)),
+        side.format.bits,
+        side.layout.columns,
+    )
 
 
 def squared_error(side: PackedSide, states: Tensor, finite: Tensor) -> float:

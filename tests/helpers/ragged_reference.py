@@ -5,10 +5,9 @@ import copy
 import torch
 from torch import Tensor
 
-from kvlayers.attention.dense_segment import DenseSegment
-from kvlayers.attention.gathered_segment import GatheredSegment
 from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.segments import KVSegments
+from kvlayers.attention.segment_kinds import DenseSegment
+from kvlayers.attention.segments import GatheredSegment, KVSegments
 from kvlayers.eviction.kept import KeptTokens
 from kvlayers.stores.held_tokens import HeldTokens
 

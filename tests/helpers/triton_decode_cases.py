@@ -20,16 +20,13 @@ from kvlayers import QuantizedCache
 from kvlayers.attention import dispatch
 from kvlayers.attention import reference as plain
 from kvlayers.attention.cuda import kernel, plan
-from kvlayers.attention.cuda.plan import Launch
-from kvlayers.attention.cuda.support import supports
-from kvlayers.attention.dense_segment import DenseSegment
+from kvlayers.attention.cuda.plan import Launch, supports
 from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.segment_rows import SegmentRows, of_repeats
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows, of_repeats
 from kvlayers.attention.segments import KVSegments, Segment
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
-from kvlayers.quantizers.hadamard import rotation_size
+from kvlayers.quantizers.groups import rotation_size
 from kvlayers.quantizers.packed_side import PackedSide, pack_side
 from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.utils import triton_support
@@ -386,7 +383,7 @@ def hadamard(head_dim: int) -> Tensor:
 def states_in_float64(segment: Segment, side: Side) -> Tensor:
     """The held states of a segment, rotated back, for each sequence of the batch."""
     if isinstance(segment, DenseSegment):
-        states = segment.side(side).double()
+        states = segment.states(side, torch.float64)
     else:
         packed = segment.side(side)
         held = counted(packed.blocks, packed.block_tokens, {"first": segment.first, "ends": segment.ends})
@@ -439,18 +436,23 @@ def query_of(case: Case) -> Tensor:
 
 def errors(case: Case, launch: Launch) -> dict[str, float]:
     """Errors of a case against the reference, each as a share of what it may be."""
+    with mock.patch.object(plan, "LAUNCH", launch):
+        return errors_of(case)
+
+
+def errors_of(case: Case) -> dict[str, float]:
     torch.manual_seed(0)
     segments, query = states_of(case), query_of(case)
     mask = mask_of(case, segments)
     scale = case.options.get("scale", case.key_dim**-0.5)
-    assert kernel.obstacle(query, segments, mask, launch) is None
-    out, lse = kernel.attend_partly(query, segments, mask, scale, launch)
+    assert kernel.obstacle(query, segments, mask) is None
+    out, lse = kernel.attend_partly(query, segments, mask, scale)
     expected, expected_lse = reference(query, segments, mask, case.options)
     assert out.dtype == lse.dtype == torch.float32
     assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
     assert not out[lse == -torch.inf].any()
     if case.after:
-        rounded = kernel.attend(query, segments, mask, scale, launch)
+        rounded = kernel.attend(query, segments, mask, scale)
         assert rounded.dtype == case.dtype
         assert rounded.transpose(1, 2).is_contiguous()
         # The interpreter cuts float32 off to bfloat16, and does not round it.
@@ -566,7 +568,7 @@ def check_resources() -> dict[str, Any]:
             obstacle = kernel.obstacle(query, segments, None)
             for _ in range(2):
                 assert kernel.obstacle(query, segments, None) == obstacle
-            variant = plan.plan_of(packed).kernels.variant(4, 1, 0, 1, False, False, False, False)
+            variant = plan.variant_for(plan.plan_of(packed).kind, 4, 1, 0, 1, False, False, False, False)
             found["stages"].append(obstacle or variant.constants["num_stages"])
             paths = PathCounter()
             out = dispatch.attend(query, segments, None, 0.125, paths)
@@ -586,8 +588,8 @@ def check_wrong_code() -> dict[str, Any]:
         launch(device, grid, (*arguments[:-1], 30 * arguments[-1]), constants)
 
     def forget() -> None:
-        plan._variants.clear()
-        plan.split_kernels.cache_clear()
+        for cached in (plan._variant_of, plan.variant_for, plan.segment_kind):
+            cached.cache_clear()
 
     forget()
     with mock.patch.object(plan.ATTEND_SPLIT, "launch", wrong):

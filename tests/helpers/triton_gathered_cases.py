@@ -7,17 +7,15 @@ import json
 import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from kvlayers.attention.cuda import kernel
+from kvlayers.attention.cuda import kernel, plan
 from kvlayers.attention.cuda.plan import Launch
-from kvlayers.attention.dense_segment import DenseSegment
-from kvlayers.attention.gathered_segment import GatheredSegment
-from kvlayers.attention.packed_segment import PackedSegment
-from kvlayers.attention.segment_rows import SegmentRows
-from kvlayers.attention.segments import KVSegments, Segment
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows
+from kvlayers.attention.segments import GatheredSegment, KVSegments, Segment
 from kvlayers.quantizers.contract import Side
 from packed_reference import counted_launches
 from triton_decode_cases import FLOAT8, SIDES, Case, hadamard, native, quantized, states_in_float64
@@ -224,7 +222,7 @@ def columns_in_float64(segment: Segment, side: Side) -> tuple[Tensor, Tensor]:
         states = packed.dequantized().double()
         states = states @ hadamard(packed.head_dim) if packed.format.rotated else states
     else:
-        states = source.side(side).double()
+        states = source.states(side, torch.float64)
     batch, heads, pieces = segment.starts.shape
     found = torch.zeros(batch, heads, segment.width, states.shape[3], dtype=torch.float64)
     held = torch.zeros(batch, heads, segment.width, dtype=torch.bool)
@@ -275,7 +273,7 @@ def mask_of(case: Case, tokens: int) -> Tensor | None:
     return torch.randn(shown.shape).masked_fill(~shown, -torch.inf).to(case.mask_dtype)
 
 
-def errors(gathered: Gathered, launch: Launch) -> dict[str, float]:
+def errors(gathered: Gathered) -> dict[str, float]:
     """Errors of a case, each as a share of what it may be, and how many kernels are launched."""
     torch.manual_seed(1)
     case, segments = gathered.sizes, states_of(gathered)
@@ -283,9 +281,9 @@ def errors(gathered: Gathered, launch: Launch) -> dict[str, float]:
     query = torch.randn(batch, case.q_tokens, heads, case.key_dim).transpose(1, 2).to(case.dtype)
     mask = mask_of(case, sum(segment.tokens for segment in segments.in_order))
     scale = case.key_dim**-0.5
-    assert kernel.obstacle(query, segments, mask, launch) is None
+    assert kernel.obstacle(query, segments, mask) is None
     with counted_launches() as launches:
-        out, lse = kernel.attend_partly(query, segments, mask, scale, launch)
+        out, lse = kernel.attend_partly(query, segments, mask, scale)
     expected, expected_lse = reference(query, segments, mask, scale)
     assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
     assert not out[lse == -torch.inf].any()
@@ -313,7 +311,8 @@ def check_cases() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, case, launch in runs:
         try:
-            found[name] = errors(CASES[case], launch)
+            with mock.patch.object(plan, "LAUNCH", launch):
+                found[name] = errors(CASES[case])
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     return found

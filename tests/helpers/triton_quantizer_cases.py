@@ -21,9 +21,8 @@ from kvlayers.quantizers import CodeFormat, QuantizedGroups
 from kvlayers.quantizers import packed_side as side_module
 from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.cuda.launch import read_blocks
-from kvlayers.quantizers.cuda.smoothing import smoothing_for
 from kvlayers.quantizers.packed_side import PackedSide, pack_side
-from kvlayers.quantizers.smoothing import KeySmoothing
+from kvlayers.quantizers.smoothing import KeySmoothing, smoothing_for
 from kvlayers.stores import packed_blocks as blocks_module
 from kvlayers.stores.packed_blocks import SIDES
 from kvlayers.utils.triton_support import TritonKernel

@@ -16,7 +16,7 @@ import zipfile
 import pytest
 
 import kvlayers
-from kvlayers.attention.cpu import kernel, products
+from kvlayers.attention.cpu import call, kernel
 from kvlayers.quantizers.cpu import pack
 from kvlayers.utils.native_builds import BUILDS, SOURCES, best_build, cpu_features
 
@@ -51,10 +51,11 @@ cp "$made" "$2"
 # Without a cache, which would import all that transformers does.
 ATTEND = """
 import torch
-from kvlayers.attention.cpu import kernel, products
-from kvlayers.attention.dense_segment import DenseSegment
+from kvlayers.attention.cpu import call, kernel
+from kvlayers.attention.segment_kinds import DenseSegment
 from kvlayers.attention.segments import KVSegments
-from kvlayers.quantizers import SideOptions, backend, dequantize
+from kvlayers.quantizers import SideOptions, backend
+from kvlayers.quantizers import groups
 from kvlayers.quantizers.cpu import pack
 torch.manual_seed(0)
 query, keys, values = torch.randn(1, 4, 1, 16), *torch.randn(2, 1, 4, 300, 16)
@@ -65,7 +66,7 @@ torch.testing.assert_close(kernel.attend(query, segments, None, 0.25), expected,
 quantizer = backend("native").quantizer(SideOptions("values", 4), 16)
 back = dequantize(quantizer.quantize(keys), quantizer.format, torch.float32)
 torch.testing.assert_close(back, keys, rtol=0, atol=1)
-libraries = (kernel.LIBRARY, products.WHOLE, pack.LIBRARY, products.OTHER)
+libraries = (kernel.LIBRARY, call.WHOLE, pack.LIBRARY, call.OTHER)
 print(*(library.get()._name for library in libraries), sep="\\n")
 """
 
@@ -206,7 +207,7 @@ def found_in(wheel: pathlib.Path, tmp_path: pathlib.Path) -> list[str]:
 
 
 def stand_in(folder: pathlib.Path) -> pathlib.Path:
-    libraries = {"kernel": kernel.LIBRARY, "whole": products.WHOLE, "pack": pack.LIBRARY, "other": products.OTHER}
+    libraries = {"kernel": kernel.LIBRARY, "whole": call.WHOLE, "pack": pack.LIBRARY, "other": call.OTHER}
     made = {name: library.get() for name, library in libraries.items()}
     script = folder / "stand-in"
     script.write_text(STAND_IN.format(**{name: library and library._name for name, library in made.items()}))

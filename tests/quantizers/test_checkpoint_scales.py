@@ -20,7 +20,7 @@ from kvlayers.errors import OptionError
 from kvlayers.quantizers import SideOptions, backend, dequantize
 from kvlayers.quantizers.checkpoint_scales import check_scheme, read_scales
 from kvlayers.quantizers.contract import CodeFormat
-from kvlayers.quantizers.dequantize import scales_by_head
+from kvlayers.quantizers.groups import scales_by_head
 from kvlayers.stores import QuantizedStore
 from kvlayers.upstream import compat
 from kvlayers.upstream.model_layers import layer_specs

@@ -9,8 +9,7 @@ from torch import Tensor
 import kvlayers
 from kvlayers.errors import OptionError
 from kvlayers.quantizers import CodeFormat, Quantizer, Side, SideOptions, backend, dequantize
-from kvlayers.quantizers.codebook import gaussian_levels
-from kvlayers.quantizers.nf4 import normal_float_levels
+from kvlayers.quantizers.codebook import gaussian_levels, normal_float_levels
 from random_states import hadamard
 
 SIDES: tuple[Side, Side] = ("keys", "values")

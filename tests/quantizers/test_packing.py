@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvlayers.quantizers.block_layout import pack, padded_columns, row_bytes, unpack
 from kvlayers.quantizers.contract import WIDTHS, CodeFormat, QuantizedGroups, Side
 from kvlayers.quantizers.packed_side import PackedSide, pack_side, side_bytes
-from kvlayers.quantizers.packing import pack, padded_columns, row_bytes, unpack
 
 BLOCK_TOKENS = 64
 
@@ -86,16 +86,16 @@ def test_a_packed_side_gives_the_states_of_its_groups(code_format: CodeFormat, s
         assert codes.dtype == torch.uint8
         assert parameters.dtype == dtype
         assert packed.blocks == 3
-        assert codes.shape == (2, 3, 3, packed.rows * packed.row_bytes)
+        assert codes.shape == (2, 3, 3, packed.layout.rows * packed.layout.row_bytes)
         assert parameters.shape[:3] == (2, 3, 3)
         dequantized = packed.dequantized()
         assert dequantized.dtype == torch.float32
         # Bit for bit: both are one product and one sum in float32.
         assert torch.equal(dequantized, states_of(groups, code_format))
-        if packed.row_group == 1:
+        if packed.layout.row_group == 1:
             by_block = torch.unflatten(dequantized.double(), 2, (3, BLOCK_TOKENS))
             rows = by_block.transpose(3, 4) if side == "keys" else by_block
-            factors = torch.randn(2, 3, 3, 5, packed.rows)
+            factors = torch.randn(2, 3, 3, 5, packed.layout.rows)
             # Sums of up to 96 products, of codes up to 255, in float32.
             torch.testing.assert_close(packed.products(factors).double(), factors.double() @ rows, rtol=1e-4, atol=1e-2)
         block_bytes = codes.shape[3] + parameters.shape[3] * parameters.element_size()
@@ -118,5 +118,17 @@ def test_rows_and_columns_follow_the_side() -> None:
     empty = torch.empty(1, 1, 0, 0, dtype=torch.uint8)
     keys = PackedSide(empty, empty, code_format, "keys", 80, BLOCK_TOKENS)
     values = dataclasses.replace(keys, side="values")
-    assert (keys.rows, keys.columns, keys.row_group, keys.column_group, keys.row_bytes) == (80, 64, 1, 16, 32)
-    assert (values.rows, values.columns, values.row_group, values.column_group, values.row_bytes) == (64, 80, 16, 1, 40)
+    assert (
+        keys.layout.rows,
+        keys.layout.columns,
+        keys.layout.row_group,
+        keys.layout.column_group,
+        keys.layout.row_bytes,
+    ) == (80, 64, 1, 16, 32)
+    assert (
+        values.layout.rows,
+        values.layout.columns,
+        values.layout.row_group,
+        values.layout.column_group,
+        values.layout.row_bytes,
+    ) == (64, 80, 16, 1, 40)

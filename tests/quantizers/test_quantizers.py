@@ -22,12 +22,12 @@ from kvlayers.quantizers import (
     SideOptions,
     backend,
     dequantize,
-    packages,
+    other_packages,
     quantizer_names,
     register_quantizer,
     unregister_quantizer,
 )
-from kvlayers.quantizers.hadamard import rotate
+from kvlayers.quantizers.groups import rotate
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -426,7 +426,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     def missing(module: str) -> None:
         raise ImportError(f"No module named '{module}'")
 
-    monkeypatch.setattr(packages.importlib, "import_module", missing)
+    monkeypatch.setattr(other_packages.importlib, "import_module", missing)
     message = rf'run `pip install {package}`, or `pip install "kvlayers\[{extra}\]"`'
     with pytest.raises(OptionError, match=message):
         backend(name).check(SideOptions("keys", 4))

@@ -12,8 +12,8 @@ import versions
 from kvlayers.quantizers import CodeFormat, NativeQuantizer, QuantizedGroups, Quantizer, SideOptions, backend
 from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.contract import KernelSearch
-from kvlayers.quantizers.cuda import support
-from kvlayers.quantizers.cuda.support import pack_obstacle, read_obstacle
+from kvlayers.quantizers.cuda import launch
+from kvlayers.quantizers.cuda.launch import pack_obstacle, read_obstacle
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
 from packing_cases import PACKINGS
@@ -137,7 +137,7 @@ def test_a_device_without_triton_is_an_obstacle(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_kernel_that_needs_more_shared_memory_than_there_is_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cached in (support._pack_resource_obstacle, support._read_resource_obstacle):
+    for cached in (launch._pack_obstacle, launch._read_obstacle):
         cached.cache_clear()
     monkeypatch.setattr(triton_support, "device_facts", lambda device: DeviceFacts(None, 1, 10_000))
     monkeypatch.setattr(TritonKernel, "shared_memory", lambda *arguments: 10_001)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvlayers import Quantization
-from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.attention.segment_kinds import PackedSegment
 from kvlayers.stores import QuantizedStore
 from kvlayers.stores.dense import DenseStore
 from kvlayers.stores.packed_blocks import PackedBlocks

@@ -8,7 +8,6 @@ as eager attention is written, where the mask meets the scores, the products of 
 TorchDynamo traces this code.
 """
 
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
-from kvlayers.attention.gqa import GroupedKeys
-from kvlayers.attention.gqa_repeats import RepeatedStates, SharedStates, marked_for_sdpa
+from kvlayers.attention.gqa import GroupedKeys, MarkedStates, RepeatedStates, SharedStates, marked_for_sdpa
 from kvlayers.upstream import compat
 from kvlayers.utils.sending import sent_by_value
 
@@ -95,7 +93,7 @@ class MaskedScores(_CutsMasks):
             return result.as_subclass(cls) if func in SCALES_SCORES or func in MASKS_SCORES else result
 
 
-class CustomMaskKeys(_CutsMasks):
+class CustomMaskKeys(_CutsMasks, MarkedStates):
     """Keys `[batch, kv_heads, tokens, head_dim]`. To functions that models do not call on keys, a plain tensor."""
 
     @classmethod
@@ -115,12 +113,6 @@ class CustomMaskKeys(_CutsMasks):
             if func in MULTIPLIES_KEYS:
                 return result.as_subclass(cls.scores)
             return result.as_subclass(cls) if func in KEEPS_KEYS else result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return copy.deepcopy(self.as_subclass(Tensor), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class _DelaysRepetition(_CutsMasks):

@@ -2,15 +2,17 @@
 
 import math
 from collections import Counter
-from typing import Protocol
+from types import ModuleType
 
 from torch import Tensor
 
-from kvlayers.attention import by_head, fused, reference, shared_segments
+from kvlayers.attention import fused, reference, shared_segments
 from kvlayers.attention.cpu import kernel as cpu_kernel
 from kvlayers.attention.cuda import kernel as cuda_kernel
 from kvlayers.attention.segments import KVSegments
-from kvlayers.utils.autocast import without_autocast
+from kvlayers.upstream.attention_calls import running_attention_implementation
+from kvlayers.upstream.deprecation import warn_the_caller
+from kvlayers.utils.transforms import without_autocast
 
 CPU = "a compiled kernel on segments"
 CUDA = "a Triton kernel on segments"
@@ -22,6 +24,12 @@ SHARED = "shared segments once for all sequences"
 """Paths on which no state is brought to full precision for longer than it is used."""
 
 PRODUCT = "no kernel takes a single product of eager attention"
+
+
+READ_AS_HELD = ("sdpa", "eager", "kvlayers")
+"""The attention implementations that read codes, and a prefix that sequences share, as they are held."""
+
+_warned: set[str] = set()
 
 
 class PathCounter:
@@ -39,6 +47,26 @@ class PathCounter:
     def record(self, path: str) -> None:
         """Count one more call on this path."""
         self.counts[path] += 1
+
+    def note_dense_read(self, path: str) -> None:
+        """Count that states are read in full precision.
+
+        It warns once in a process for each `attn_implementation` of models that cannot do otherwise.
+
+        Args:
+            path: what reads the states, and why not as they are held.
+        """
+        if path not in self.counts:
+            name = running_attention_implementation()
+            if name is not None and name not in (*READ_AS_HELD, *_warned):
+                _warned.add(name)
+                warn_the_caller(
+                    f"The attention {name!r} reads states in full precision only. So at every step each layer of this "
+                    "cache copies all of its states to full precision, which is slower than a DynamicCache and takes "
+                    "the memory of one layer's copy. Use model.set_attn_implementation('sdpa'), or 'kvlayers' after "
+                    "kvlayers.install(): both read the states as the cache holds them."
+                )
+        self.record(path)
 
 
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float | None, paths: PathCounter) -> Tensor:
@@ -91,34 +119,29 @@ def _attend_on_cpu(
         if reference.copying_pays(query, segments):
             paths.record(f"{COPY}, as {obstacle}")
             return reference.attend_to_copy(query, segments, mask, scale)
-        if by_head.pays(query, segments):
+        if reference.by_head_pays(query, segments):
             paths.record(f"{HEADS}, as {obstacle}")
-            return by_head.attend(query, segments, mask, scale)
-        return _cpu_means(segments, obstacle, paths).attend(query, segments, mask, scale)
+            return reference.attend_by_head(query, segments, mask, scale)
+        out: Tensor = _cpu_means(segments, obstacle, paths).attend(query, segments, mask, scale)
+        return out
 
 
 def scores(query: Tensor, segments: KVSegments, paths: PathCounter) -> Tensor:
     """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
     with without_autocast(query.device):
-        return _means_of_products(query, segments, paths).scores(query, segments)
+        products: Tensor = _means_of_products(query, segments, paths).scores(query, segments)
+        return products
 
 
 def combine(weights: Tensor, segments: KVSegments, paths: PathCounter) -> Tensor:
     """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
     with without_autocast(weights.device):
-        return _means_of_products(weights, segments, paths).combine(weights, segments)
+        sums: Tensor = _means_of_products(weights, segments, paths).combine(weights, segments)
+        return sums
 
 
-class _Means(Protocol):
-    """A module that computes attention."""
-
-    def attend(self, query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor: ...
-    def scores(self, query: Tensor, segments: KVSegments) -> Tensor: ...
-    def combine(self, weights: Tensor, segments: KVSegments) -> Tensor: ...
-
-
-def _cpu_means(segments: KVSegments, obstacle: str | None, paths: PathCounter) -> _Means:
-    """What computes attention on a CPU, given the obstacle to the compiled kernel. It is counted."""
+def _cpu_means(segments: KVSegments, obstacle: str | None, paths: PathCounter) -> ModuleType:
+    """The module that computes attention on a CPU, given the obstacle to the compiled kernel. It is counted."""
     if obstacle is None:
         paths.record(CPU)
         return cpu_kernel
@@ -127,10 +150,10 @@ def _cpu_means(segments: KVSegments, obstacle: str | None, paths: PathCounter) -
     return shared_segments if shares else reference
 
 
-def _means_of_products(queries: Tensor, segments: KVSegments, paths: PathCounter) -> _Means:
-    """What computes a product of eager attention with queries, or weights, `[batch, heads, queries, any]`."""
+def _means_of_products(queries: Tensor, segments: KVSegments, paths: PathCounter) -> ModuleType:
+    """The module that computes a product of eager attention with queries, or weights, of four dimensions."""
     if not fused.serves(queries):
         return _cpu_means(segments, cpu_kernel.obstacle(queries, segments), paths)
     shares = segments.shares_rows
     paths.record(f"{fused.PLAIN}, {SHARED}" if shares else f"{fused.PLAIN}, {SLABS}, as {PRODUCT}")
-    return shared_segments if shares else fused
+    return shared_segments if shares else reference

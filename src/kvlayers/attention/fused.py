@@ -6,31 +6,16 @@ A fused kernel attends to each, and returns the log-sum-exp of the scores, by wh
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.fused_kernels import ALIGNED_NUMBERS, attend_dense, kernels_for
-from kvlayers.attention.gathered_segment import GatheredSegment
-from kvlayers.attention.packed_segment import PackedSegment
-from kvlayers.attention.piece_columns import PieceColumns
-from kvlayers.attention.segments import KVSegments
-from kvlayers.quantizers.contract import Side
-from kvlayers.quantizers.smoothing import KeySmoothing
-from kvlayers.utils.triton_support import TritonKernel, runs_triton
-
-SLAB_BYTES = 1 << 28
-"""Bytes of keys, values and mask that are in full precision at once."""
-
-MINIMUM_SLAB_TOKENS = 8192
-"""Fewest tokens of a slab, whatever the batch: with fewer, launches and merging cost more than attention."""
-
-UNPACKING_BYTES = 16
-"""Bytes that each state takes while plain torch unpacks it: in float32, at several stages at once."""
+from kvlayers.attention.pieces import StatePiece, slabs
+from kvlayers.attention.segments import GatheredSegment, KVSegments
+from kvlayers.utils.triton_support import TritonKernel, power_of_two, runs_triton
 
 PARTS_AT_ONCE = 8
 """Results of slabs that are kept until they are merged."""
@@ -41,7 +26,7 @@ HIDDEN = -2.3e38
 MERGED_ROWS = 4
 """Rows of a result that one program of the Triton kernel merges."""
 
-MERGE_PARTS = TritonKernel("kvlayers.attention.cuda.triton_merge_parts", "merge_parts")
+MERGE_PARTS = TritonKernel("kvlayers.attention.cuda.triton_kernels", "merge_parts")
 
 FUSED = "torch's fused attention"
 PLAIN = "plain torch"
@@ -144,21 +129,20 @@ def _attend_slabs(
     if query.stride(3) != 1 or any(stride % ALIGNED_NUMBERS for stride in query.stride()[:3]):
         query = query.contiguous()
     parts: list[tuple[Tensor, Tensor]] = []
-    for_packed, offsets = _for_packed(query, segments.smoothing)
-    for slab in _slabs(segments, query.dtype, 0 if mask is None else mask.shape[:3].numel()):
+    smoothing = segments.smoothing
+    for_packed = query if smoothing is None else smoothing.queries(query)
+    offsets = None if smoothing is None else smoothing.offsets(query)
+    for slab in slabs(segments, query.dtype, 0 if mask is None else mask.shape[:3].numel()):
         rows = for_packed if slab.is_packed else query
-        out, logsumexp = attend_dense(rows, slab.keys, slab.values, slab.mask_of(query, mask), scale)
+        out, logsumexp = attend_dense(
+            rows, slab.states("keys"), slab.states("values"), _mask_of(slab, query, mask), scale
+        )
         if slab.is_packed and offsets is not None:
             logsumexp = logsumexp + (offsets[..., 0] * scale).view(logsumexp.shape)
         parts.append((out, logsumexp))
         if len(parts) == PARTS_AT_ONCE:
             parts = [_merged_partly(parts)]
     return parts
-
-
-def _for_packed(query: Tensor, smoothing: KeySmoothing | None) -> tuple[Tensor, Tensor | None]:
-    """Queries for packed keys, and what their products lack, as `KeySmoothing.offsets`."""
-    return (query, None) if smoothing is None else (smoothing.queries(query), smoothing.offsets(query))
 
 
 def _clear_hidden(out: Tensor, mask: Tensor | None, segments: KVSegments) -> Tensor:
@@ -173,17 +157,15 @@ def _clear_hidden(out: Tensor, mask: Tensor | None, segments: KVSegments) -> Ten
 
 def _hidden_queries(mask: Tensor | None, segments: KVSegments) -> Tensor | None:
     """Which queries see no token, bool of four dimensions, with any number of heads that divides that of queries."""
-    if not segments.gathered:
+    if not segments.holds_gathered:
         if mask is None:
             return None
         if mask.dtype == torch.bool:
             return mask.any(-1, keepdim=True).logical_not()
         return mask.amax(-1, keepdim=True) <= HIDDEN
     seen: Tensor | bool = False
-    position = 0
-    for segment in segments.in_order:
-        part = None if mask is None else mask[..., position : position + segment.tokens]
-        position += segment.tokens
+    for position, segment in segments.with_columns:
+        part = None if mask is None else mask.narrow(3, position, segment.tokens)
         if part is not None and part.dtype != torch.bool:
             part = part > HIDDEN
         if not isinstance(segment, GatheredSegment):
@@ -228,7 +210,7 @@ def _merge_constants(width: int, parts: int, logsumexp: bool) -> Mapping[str, An
     """Compile-time constants of `merge_parts` for so many parts with values of `width` channels."""
     # Fused multiply-add is not the default of every version of triton.
     options = {"num_warps": 4, "enable_fp_fusion": True}
-    sizes = {"VALUE_DIM": width, "CHANNELS": 1 << (width - 1).bit_length(), "ROWS": MERGED_ROWS}
+    sizes = {"VALUE_DIM": width, "CHANNELS": power_of_two(width), "ROWS": MERGED_ROWS}
     return {**sizes, "PARTS": parts, "LOGSUMEXP": logsumexp, **options}
 
 
@@ -245,131 +227,17 @@ def _has_merge_parts(device: torch.device, dtype: torch.dtype, width: int) -> bo
     return MERGE_PARTS.obstacle(device, (1,), arguments, _merge_constants(width, 2, False)) is None
 
 
-def scores(query: Tensor, segments: KVSegments) -> Tensor:
-    """Products with all keys; arguments and result are those of `reference.scores`."""
-    batch, heads, queries, head_dim = query.shape
-    rows = query.reshape(batch, segments.kv_heads, heads // segments.kv_heads * queries, head_dim)
-    products: dict[int, Tensor] = {}
-    for position, gathered in segments.gathered:
-        # Padding is written behind the last column.
-        products[position] = rows.new_full((*rows.shape[:3], gathered.width + 1), -torch.inf)
-    for_packed, offsets = _for_packed(rows, segments.smoothing)
-    for slab in _slabs_of_side(segments, "keys", query.dtype):
-        found = (for_packed if slab.is_packed else rows) @ slab.states.transpose(2, 3)
-        if slab.is_packed and offsets is not None:
-            found = (found + offsets).to(found.dtype)
-        if slab.gathered is not None:
-            slab.gathered.write(found, products[slab.position], 0)
-        elif found.shape[3] or not products:
-            # An empty slab begins where the next one does.
-            products[slab.position] = found
-    for position, gathered in segments.gathered:
-        products[position] = products[position][..., : gathered.width]
-    in_order = [products[position] for position in sorted(products)]
-    return torch.cat(in_order, dim=3).reshape(batch, heads, queries, segments.tokens)
-
-
-def combine(weights: Tensor, segments: KVSegments) -> Tensor:
-    """Weighted sums of all values; arguments and result are those of `reference.combine`."""
-    batch, heads, queries, tokens = weights.shape
-    rows = weights.reshape(batch, segments.kv_heads, heads // segments.kv_heads * queries, tokens)
-    sums: list[Tensor] = []
-    for slab in _slabs_of_side(segments, "values", weights.dtype):
-        if slab.gathered is None:
-            part = rows.narrow(3, slab.position, slab.states.shape[2])
-        else:
-            part = slab.gathered.read(rows.narrow(3, slab.position, slab.gathered.width))
-            part = part.masked_fill(slab.gathered.is_padding, 0)
-        sums.append(part @ slab.states)
-    result = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0, dtype=torch.float32).to(weights.dtype)
-    return result.reshape(batch, heads, queries, result.shape[3])
-
-
-@dataclass(frozen=True, eq=False)
-class _Slab:
-    """Keys and values of a few tokens in full precision.
-
-    Attributes:
-        position: column of the first token, or that of the gathered segment.
-        is_packed: whether the tokens were packed, so that the keys are smoothed.
-        gathered: where the tokens stand in a gathered segment.
-    """
-
-    position: int
-    keys: Tensor
-    values: Tensor
-    is_packed: bool
-    gathered: PieceColumns | None = None
-
-    def mask_of(self, query: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Entries of the mask of all tokens for those of the slab, without padding."""
-        if self.gathered is None:
-            return None if mask is None else mask.narrow(3, self.position, self.keys.shape[2])
-        batch, heads = query.shape[:2]
-        hidden = self.gathered.is_padding.repeat_interleave(heads // self.keys.shape[1], 1)
-        if mask is None:
-            return hidden.logical_not()
-        part = self.gathered.read(mask.narrow(3, self.position, self.gathered.width).expand(batch, heads, -1, -1))
-        return part.masked_fill(hidden, False if part.dtype == torch.bool else -torch.inf)
-
-
-@dataclass(frozen=True, eq=False)
-class _SlabOfSide:
-    """As `_Slab`, of keys or of values."""
-
-    position: int
-    states: Tensor
-    is_packed: bool
-    gathered: PieceColumns | None
-
-
-def _slabs(segments: KVSegments, dtype: torch.dtype, mask_rows: int) -> Iterator[_Slab]:
-    """The segments in slabs of full precision. Dense states are divided only if a mask as long must be converted."""
-    at_once = _slab_tokens(segments, dtype, mask_rows)
-    for segment, position, gathered in _parts(segments, at_once):
-        if isinstance(segment, DenseSegment):
-            step = at_once if mask_rows and gathered is None else max(segment.tokens, 1)
-            for start in range(0, segment.tokens, step):
-                keys, values = (side[:, :, start : start + step].to(dtype) for side in (segment.keys, segment.values))
-                values = values if gathered is None else gathered.cleared(values)
-                yield _Slab(position + start, keys, values, False, gathered)
-            continue
-        if segment.tokens:
-            keys, values = segment.states("keys", dtype), segment.states("values", dtype)
-            yield _Slab(position, keys, values if gathered is None else gathered.cleared(values), True, gathered)
-
-
-def _slabs_of_side(segments: KVSegments, side: Side, dtype: torch.dtype) -> Iterator[_SlabOfSide]:
-    for segment, position, gathered in _parts(segments, _slab_tokens(segments, dtype, 0)):
-        states = segment.side(side).to(dtype) if isinstance(segment, DenseSegment) else segment.states(side, dtype)
-        states = states if gathered is None else gathered.cleared(states)
-        yield _SlabOfSide(position, states, isinstance(segment, PackedSegment), gathered)
-
-
-def _parts(
-    segments: KVSegments, tokens: int
-) -> Iterator[tuple[DenseSegment | PackedSegment, int, PieceColumns | None]]:
-    """Dense segments as they are, others in parts of about so many tokens, with the column at which each begins."""
-    position = 0
-    for segment in segments.in_order:
-        if isinstance(segment, DenseSegment):
-            yield segment, position, None
-        elif isinstance(segment, GatheredSegment):
-            for padded, columns in segment.padded_pieces(tokens):
-                yield padded, position, columns
-        else:
-            start = position
-            for piece in segment.pieces(max(tokens // segment.keys.block_tokens, 1)):
-                yield piece, start, None
-                start += piece.tokens
-        position += segment.tokens
-
-
-def _slab_tokens(segments: KVSegments, dtype: torch.dtype, mask_rows: int) -> int:
-    """Tokens of a slab, with the columns of a mask that belong to them."""
-    itemsize = dtype.itemsize if runs_triton(segments.device) else UNPACKING_BYTES
-    numbers = segments.batch * segments.kv_heads * sum(segments.head_dims)
-    return max(SLAB_BYTES // (numbers * itemsize + mask_rows * dtype.itemsize), MINIMUM_SLAB_TOKENS)
+def _mask_of(piece: StatePiece, query: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Entries of the mask of all tokens for those of a piece, without padding."""
+    if piece.gathered is None:
+        return None if mask is None else piece.columns_of(mask)
+    batch, heads = query.shape[:2]
+    padding = piece.gathered.is_padding
+    hidden = padding.repeat_interleave(heads // padding.shape[1], 1)
+    if mask is None:
+        return hidden.logical_not()
+    part = piece.columns_of(mask.expand(batch, heads, -1, -1))
+    return part.masked_fill(hidden, False if part.dtype == torch.bool else -torch.inf)
 
 
 def unexpanded(mask: Tensor) -> Tensor:

@@ -94,16 +94,18 @@ def _allowed_kernels(
     if key_dim % ALIGNED_NUMBERS or value_dim % ALIGNED_NUMBERS:
         return none
     if device.type == "cpu":
-        return Kernels(_of_cpu, _of_cpu) if key_dim == value_dim else none
+        of_cpu = functools.partial(_of_equal_heads, _of_cpu)
+        return Kernels(of_cpu, of_cpu) if key_dim == value_dim else none
+    by_efficient = functools.partial(_of_equal_heads, _efficient)
     if device.type == "meta":
         # Counting launches: as on a current GPU.
-        return Kernels(_flash if key_dim == value_dim else _efficient, _efficient)
+        return Kernels(_flash if key_dim == value_dim else by_efficient, by_efficient)
     # Builds for other GPUs have such kernels too, whose log-sum-exp nobody has compared.
     if device.type != "cuda" or torch.version.cuda is None:
         return none
     keys, values = (torch.empty((1, 1, 8, width), dtype=dtype, device=device) for width in (key_dim, value_dim))
     asked = torch.backends.cuda.SDPAParams(keys, keys, values, None, 0.0, False, False)
-    efficient = _efficient if torch.backends.cuda.can_use_efficient_attention(asked) else None
+    efficient = by_efficient if torch.backends.cuda.can_use_efficient_attention(asked) else None
     return Kernels(_flash if torch.backends.cuda.can_use_flash_attention(asked) else efficient, efficient)
 
 
@@ -121,13 +123,7 @@ def _flash(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, sca
 
 
 def _efficient(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Memory-efficient attention (Rabe and Staats 2021, arXiv:2112.05682), as xFormers has it."""
-    return _of_equal_heads(_efficient_of_equal_heads, query, keys, values, bias, scale)
-
-
-def _efficient_of_equal_heads(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+    """Memory-efficient attention (Rabe and Staats 2021, arXiv:2112.05682), as xFormers has it, of equal heads."""
     out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, keys, values, bias, True, scale=scale
     )
@@ -136,13 +132,7 @@ def _efficient_of_equal_heads(
 
 
 def _of_cpu(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Torch's kernel for a CPU, on which the whole path can be tested."""
-    return _of_equal_heads(_of_cpu_of_equal_heads, query, keys, values, bias, scale)
-
-
-def _of_cpu_of_equal_heads(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+    """Torch's kernel for a CPU, on which the whole path can be tested, of equal heads."""
     out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, attn_mask=bias, scale=scale
     )

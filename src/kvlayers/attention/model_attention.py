@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvlayers.attention import custom_masks
-from kvlayers.attention.cpu import dense
+from kvlayers.attention import custom_masks, dense_kernels
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import ConfigError
 from kvlayers.upstream import compat
@@ -92,8 +91,9 @@ def attention(
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if not dropout and type(key) is not PackedStates and type(value) is not PackedStates:
         with torch._C.DisableTorchFunctionSubclass():
-            if dense.takes(query, key, value, attention_mask):
-                return dense.attend(query, key, value, attention_mask, scale, softcap, s_aux).transpose(1, 2), None
+            if dense_kernels.takes_on_cpu(query, key, value, attention_mask):
+                out = dense_kernels.attend_on_cpu(query, key, value, attention_mask, scale, softcap, s_aux)
+                return out.transpose(1, 2), None
     return _by_products(query, key, value, attention_mask, dropout, scale, softcap, s_aux), None
 
 

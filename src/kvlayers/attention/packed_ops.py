@@ -13,22 +13,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.attention import dispatch
-from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.gqa import attend_dense, kv_head_copies
-from kvlayers.attention.packed_operators import attend_packed
-from kvlayers.attention.packed_tensor import (
-    UNCHANGED,
-    PackedStates,
-    PackedView,
-    Snapshot,
-    Version,
-    implements,
-    implements_in_graphs,
-)
+from kvlayers.attention.packed_tensor import UNCHANGED, PackedStates, PackedView, implements
+from kvlayers.attention.segment_kinds import DenseSegment
 from kvlayers.attention.segments import KVSegments
-from kvlayers.utils.autocast import autocast_converts
-from kvlayers.utils.transforms import transforms_run
+from kvlayers.attention.snapshot import Snapshot, Version, attend_packed
+from kvlayers.utils.transforms import autocast_converts, transforms_run
 
 
 def packed_pair(snapshot: Snapshot, key_shape: Sequence[int], value_shape: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -100,10 +91,12 @@ def choosing(
     return packed_like(keys, values, snapshot)
 
 
+_of_packed = implements(PackedStates)
+
 NEEDS_GRADIENTS = "autograd follows what is computed"
 
 
-@implements(scaled_dot_product_attention)
+@_of_packed(scaled_dot_product_attention)
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -164,7 +157,6 @@ def _obstacle(
     return None
 
 
-@implements_in_graphs(scaled_dot_product_attention)
 def _attention_in_graph(
     query: Tensor,
     key: Tensor,
@@ -185,7 +177,10 @@ def _attention_in_graph(
     return attended
 
 
-@implements(torch.matmul, Tensor.matmul, Tensor.__matmul__)
+PackedStates.in_graphs[scaled_dot_product_attention] = _attention_in_graph
+
+
+@_of_packed(torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def _product(left: Tensor, right: Tensor) -> Tensor | str:
     """`queries @ keys.transpose(2, 3)`, or `weights @ values`."""
     if not isinstance(right, PackedStates) or isinstance(left, PackedStates):
@@ -234,7 +229,7 @@ UNKNOWN_VIEW = "attention takes no such view of keys or values"
 CONVERTED = "they are converted"
 
 
-@implements(Tensor.transpose, torch.transpose, Tensor.swapaxes)
+@_of_packed(Tensor.transpose, torch.transpose, Tensor.swapaxes)
 def _transposed(states: Tensor, dim0: int, dim1: int) -> Tensor | str:
     if not isinstance(states, PackedStates) or states.dim() != 4 or {dim0 % 4, dim1 % 4} != {2, 3}:
         return UNKNOWN_VIEW
@@ -248,7 +243,7 @@ def _transposed(states: Tensor, dim0: int, dim1: int) -> Tensor | str:
 _WITH_AN_AXIS_FOR_COPIES = (slice(None), slice(None), None, slice(None), slice(None))
 
 
-@implements(Tensor.__getitem__)
+@_of_packed(Tensor.__getitem__)
 def _item(states: Tensor, index: Any) -> Tensor | str:
     if not isinstance(states, PackedStates) or states.packed_view != UNCHANGED or not isinstance(index, tuple):
         return UNKNOWN_VIEW
@@ -260,7 +255,7 @@ def _item(states: Tensor, index: Any) -> Tensor | str:
     return PackedStates(states.snapshot, states.side, (batch, kv_heads, 1, *rest), PackedView(grouped=True))
 
 
-@implements(Tensor.expand)
+@_of_packed(Tensor.expand)
 def _expanded(states: Tensor, *sizes: Any, **named: Any) -> Tensor | str:
     shape = _numbers(sizes)
     if named or not isinstance(states, PackedStates):
@@ -278,7 +273,7 @@ def _expanded(states: Tensor, *sizes: Any, **named: Any) -> Tensor | str:
     return PackedStates(states.snapshot, states.side, shape, PackedView(copies, grouped=True))
 
 
-@implements(Tensor.reshape, Tensor.view)
+@_of_packed(Tensor.reshape, Tensor.view)
 def _reshaped(states: Tensor, *sizes: Any, **named: Any) -> Tensor | str:
     shape = _numbers(sizes)
     if named or not isinstance(states, PackedStates):
@@ -291,7 +286,7 @@ def _reshaped(states: Tensor, *sizes: Any, **named: Any) -> Tensor | str:
     return PackedStates(states.snapshot, states.side, shape, PackedView(copies))
 
 
-@implements(Tensor.repeat_interleave, torch.repeat_interleave)
+@_of_packed(Tensor.repeat_interleave, torch.repeat_interleave)
 def _repeated(states: Tensor, repeats: Any, dim: int | None = None, **options: Any) -> Tensor | str:
     if not isinstance(states, PackedStates) or states.packed_view != UNCHANGED or dim != 1:
         return UNKNOWN_VIEW
@@ -306,12 +301,10 @@ def _numbers(sizes: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
 
 
-@implements(Tensor.contiguous, Tensor.detach, Tensor.to)
+@_of_packed(Tensor.contiguous, Tensor.detach, Tensor.to)
 def _unchanged(states: Tensor, *args: Any, **kwargs: Any) -> Tensor | str:
     wanted = {*args, *kwargs.values()}
     return states if isinstance(states, PackedStates) and wanted <= {states.dtype, states.device} else CONVERTED
 
 
-@implements(Tensor.mT.__get__)  # type: ignore[attr-defined]
-def _matrix_transposed(states: Tensor) -> Tensor | str:
-    return _transposed(states, 2, 3)
+PackedStates.implementations[Tensor.mT.__get__] = lambda states: _transposed(states, 2, 3)  # type: ignore[attr-defined]

@@ -1,23 +1,22 @@
 """The tokens of segments in pieces, which attention in plain torch multiplies one after the other.
 
-With many queries, a few packed blocks are brought to full precision at once. With few, as in a decode step, the codes
-of many blocks are multiplied as they are, and their scales are folded into the other factor.
+On a CPU, many queries take a few packed blocks in float32 at once. With few, as in a decode step, the codes of many
+blocks are multiplied as they are, and their scales are folded into the other factor. On an accelerator a piece is as
+many packed tokens as may be in full precision at once, in the dtype of the queries.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvlayers.attention.dense_segment import DenseSegment
-from kvlayers.attention.gathered_segment import GatheredSegment
-from kvlayers.attention.packed_segment import PackedSegment
-from kvlayers.attention.piece_columns import PieceColumns
-from kvlayers.attention.segments import KVSegments
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.attention.segments import GatheredSegment, KVSegments, PieceColumns, Segment
 from kvlayers.quantizers.contract import Side
+from kvlayers.utils.triton_support import runs_triton
 
 CPU_SCORES_AT_ONCE = 1 << 15
 """Scores of one head that are worth a round of torch calls on a CPU: with fewer, their fixed cost dominates."""
@@ -34,6 +33,15 @@ CPU_MAXIMUM_ROWS_OF_CODES = 32
 CPU_CODES_AT_ONCE = 1 << 21
 """Codes of keys, or of values, that are numbers in float32 at once: with fewer, the fixed cost of calls dominates."""
 
+SLAB_BYTES = 1 << 28
+"""Bytes of keys, values and mask that are in full precision at once on an accelerator."""
+
+MINIMUM_SLAB_TOKENS = 8192
+"""Fewest tokens of a piece there, whatever the batch: with fewer, launches and merging cost more than attention."""
+
+UNPACKING_BYTES = 16
+"""Bytes that each state takes while plain torch unpacks it: in float32, at several stages at once."""
+
 
 @dataclass(frozen=True, eq=False)
 class SegmentPiece(ABC):
@@ -41,25 +49,27 @@ class SegmentPiece(ABC):
 
     Attributes:
         position: column of the first token, or that of the gathered segment.
+        segment: the tokens.
         keys_rotated: whether the keys are still rotated.
         values_rotated: whether the values are.
         gathered: where the tokens stand in a gathered segment.
     """
 
     position: int
+    segment: DenseSegment | PackedSegment
     keys_rotated: bool = False
     values_rotated: bool = False
     gathered: PieceColumns | None = None
 
     @property
-    @abstractmethod
     def is_packed(self) -> bool:
-        """Whether the tokens are packed."""
+        """Whether the tokens are packed, so that their keys are smoothed."""
+        return isinstance(self.segment, PackedSegment)
 
     @property
-    @abstractmethod
     def tokens(self) -> int:
         """Tokens of the piece."""
+        return self.segment.tokens
 
     @abstractmethod
     def scores(self, query: Tensor) -> Tensor:
@@ -75,34 +85,26 @@ class SegmentPiece(ABC):
             return rows.narrow(3, self.position, self.tokens)
         return self.gathered.read(rows.narrow(3, self.position, self.gathered.width))
 
-    def write(self, products: Tensor, rows: Tensor) -> None:
-        """Write products of the tokens to `[batch, kv_heads, rows, all tokens and one more]`."""
-        if self.gathered is None:
-            rows.narrow(3, self.position, self.tokens).copy_(products)
-        else:
-            self.gathered.write(products, rows, self.position)
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StatePiece(SegmentPiece):
-    """Tokens whose states are brought to float32, one side after the other: `[batch, kv_heads, tokens, head_dim]`."""
+    """Tokens whose states are brought to a dtype, one side after the other: `[batch, kv_heads, tokens, head_dim]`.
 
-    segment: DenseSegment | PackedSegment
+    Attributes:
+        dtype: the dtype. Packed states are rotated back, unless they are float32 and `keys_rotated` or `values_rotated`
+            say otherwise.
+    """
 
-    @property
-    @override
-    def is_packed(self) -> bool:
-        return isinstance(self.segment, PackedSegment)
-
-    @property
-    @override
-    def tokens(self) -> int:
-        return self.segment.tokens
+    dtype: torch.dtype = torch.float32
 
     def states(self, side: Side) -> Tensor:
-        """The keys, or the values, still rotated if they were packed so. They are computed anew each time."""
+        """The keys, or the values. They are computed anew each time."""
         segment = self.segment
-        states = segment.side(side).float() if isinstance(segment, DenseSegment) else segment.dequantized(side)
+        stays_rotated = self.keys_rotated if side == "keys" else self.values_rotated
+        if stays_rotated and isinstance(segment, PackedSegment):
+            states = segment.dequantized(side)
+        else:
+            states = segment.states(side, self.dtype)
         return states if self.gathered is None or side == "keys" else self.gathered.cleared(states)
 
     @override
@@ -114,21 +116,11 @@ class StatePiece(SegmentPiece):
         return weights @ self.states("values")
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class CodePiece(SegmentPiece):
     """Whole blocks, whose scales are folded into the few rows that are multiplied with them: no state is computed."""
 
     segment: PackedSegment
-
-    @property
-    @override
-    def is_packed(self) -> bool:
-        return True
-
-    @property
-    @override
-    def tokens(self) -> int:
-        return self.segment.tokens
 
     @override
     def scores(self, query: Tensor) -> Tensor:
@@ -146,54 +138,56 @@ class CodePiece(SegmentPiece):
 
 
 def pieces_for(segments: KVSegments, rows: int) -> Iterator[SegmentPiece]:
-    """All segments in pieces, of codes where few rows are multiplied with them."""
-    position = 0
-    for segment in segments.in_order:
-        if isinstance(segment, PackedSegment) and rows <= CPU_MAXIMUM_ROWS_OF_CODES and _folds_scales(segment):
-            rotated = segment.keys.format.rotated, segment.values.format.rotated
-            of_block = segment.batch * segment.kv_heads * segment.keys.block_tokens * max(segment.head_dims)
-            for some in segment.pieces(max(CPU_CODES_AT_ONCE // of_block, 1)):
-                yield CodePiece(position, *rotated, segment=some)
-                position += some.tokens
-        else:
-            for piece in state_pieces(KVSegments((segment,)), rows):
-                yield replace(piece, position=position + piece.position)
-            position += segment.tokens
+    """All segments in pieces for a CPU, of codes where few rows are multiplied with them."""
+    for position, segment in segments.with_columns:
+        if not isinstance(segment, PackedSegment) or rows > CPU_MAXIMUM_ROWS_OF_CODES or not _folds_scales(segment):
+            yield from state_pieces(position, segment, rows)
+            continue
+        rotated = segment.keys.format.rotated, segment.values.format.rotated
+        of_token = segments.batch * segment.kv_heads * max(segment.head_dims)
+        for some in segment.pieces(CPU_CODES_AT_ONCE // of_token):
+            yield CodePiece(position, some, *rotated)
+            position += some.tokens
 
 
 def _folds_scales(segment: PackedSegment) -> bool:
-    return segment.ends is None and segment.keys.row_group == segment.values.row_group == 1
+    return segment.ends is None and segment.keys.layout.row_group == segment.values.layout.row_group == 1
 
 
-def state_pieces(segments: KVSegments, rows: int) -> Iterator[StatePiece]:
-    """All segments in pieces of states, small enough for so many queries."""
-    position = 0
-    for segment in segments.in_order:
-        if not segment.tokens:
-            continue
-        source = segment.source if isinstance(segment, GatheredSegment) else segment
-        block_tokens = CPU_MINIMUM_BLOCK_TOKENS if isinstance(source, DenseSegment) else source.keys.block_tokens
-        tokens = min(max(CPU_SCORES_AT_ONCE // max(rows, 1), block_tokens), CPU_MAXIMUM_TOKENS_AT_ONCE)
+def state_pieces(position: int, segment: Segment, rows: int) -> Iterator[StatePiece]:
+    """A segment, whose first column is `position`, in float32 pieces that are small enough for so many queries."""
+    source = segment.source if isinstance(segment, GatheredSegment) else segment
+    least = CPU_MINIMUM_BLOCK_TOKENS if isinstance(source, DenseSegment) else source.keys.block_tokens
+    tokens = min(max(CPU_SCORES_AT_ONCE // max(rows, 1), least), CPU_MAXIMUM_TOKENS_AT_ONCE)
+    rotated = False, False
+    if isinstance(source, PackedSegment):
+        rotated = source.keys.format.rotated, source.values.format.rotated
+    if isinstance(segment, GatheredSegment):
+        for padded, columns in segment.padded_pieces(tokens):
+            yield StatePiece(position, padded, *rotated, gathered=columns)
+        return
+    for piece in segment.pieces(tokens) if segment.tokens else ():
+        yield StatePiece(position, piece, *rotated)
+        position += piece.tokens
+
+
+def slabs(segments: KVSegments, dtype: torch.dtype, mask_rows: int = 0) -> Iterator[StatePiece]:
+    """All segments in pieces for an accelerator. Dense states are divided only if a mask as long must be converted.
+
+    Args:
+        segments: the segments.
+        dtype: dtype of the pieces.
+        mask_rows: rows of the mask that is read beside them.
+    """
+    itemsize = dtype.itemsize if runs_triton(segments.device) else UNPACKING_BYTES
+    numbers = segments.batch * segments.kv_heads * sum(segments.head_dims)
+    tokens = max(SLAB_BYTES // (numbers * itemsize + mask_rows * dtype.itemsize), MINIMUM_SLAB_TOKENS)
+    for position, segment in segments.with_columns:
         if isinstance(segment, GatheredSegment):
             for padded, columns in segment.padded_pieces(tokens):
-                for piece in _state_pieces(padded, tokens):
-                    yield replace(piece, position=position, gathered=columns)
-        else:
-            for piece in _state_pieces(segment, tokens):
-                yield replace(piece, position=position + piece.position)
-        position += segment.tokens
-
-
-def _state_pieces(segment: DenseSegment | PackedSegment, tokens: int) -> Iterator[StatePiece]:
-    """A segment in pieces of at most so many tokens, or one block. Padded pieces are one."""
-    position = 0
-    if isinstance(segment, DenseSegment):
-        rotated = False, False
-        sides = torch.split(segment.keys, tokens, 2), torch.split(segment.values, tokens, 2)
-        some: Iterator[DenseSegment | PackedSegment] = map(DenseSegment, *sides)
-    else:
-        rotated = segment.keys.format.rotated, segment.values.format.rotated
-        some = segment.pieces(max(tokens // segment.keys.block_tokens, 1))
-    for piece in some:
-        yield StatePiece(position, *rotated, segment=piece)
-        position += piece.tokens
+                yield StatePiece(position, padded, gathered=columns, dtype=dtype)
+            continue
+        at_once = max(segment.tokens, 1) if isinstance(segment, DenseSegment) and not mask_rows else tokens
+        for piece in segment.pieces(at_once) if segment.tokens else ():
+            yield StatePiece(position, piece, dtype=dtype)
+            position += piece.tokens

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.attention.cpu import kernel
-from kvlayers.attention.latents.states import as_latents
+from kvlayers.attention.latents.expansion import as_latents
 from kvlayers.caches.forward_pass import ForwardPassFollower, PassStart, interruption
 from kvlayers.caches.from_config import dynamic_layers, placed, share_mask_extents
 from kvlayers.caches.given_cache import GivenToGenerate

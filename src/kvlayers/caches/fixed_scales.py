@@ -16,7 +16,7 @@ from kvlayers.quantizers.checkpoint_scales import (
     checked_scales,
     read_scales,
 )
-from kvlayers.quantizers.registry import backend as backend_called
+from kvlayers.quantizers.contract import backend as backend_called
 from kvlayers.upstream import model_layers, model_types
 from kvlayers.upstream.config_numbers import ConfigNumbers
 from kvlayers.upstream.kv_heads import kv_heads

@@ -15,7 +15,7 @@ from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import OptionError
 from kvlayers.layers import Checkpoints, Recall
 from kvlayers.layers.arguments import whole_number
-from kvlayers.quantizers.registry import backend as backend_called
+from kvlayers.quantizers.contract import backend as backend_called
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.layerwise_quantization import QuantizationOfLayers, quantization_of_layers
 from kvlayers.stores.quantization import SCALES

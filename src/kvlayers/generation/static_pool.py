@@ -18,7 +18,7 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import fixed_layers
 from kvlayers.caches.static import StaticCache
 from kvlayers.generation.registry import CacheRequest
-from kvlayers.utils.autocast import autocast_dtype
+from kvlayers.utils.transforms import autocast_dtype
 
 REUSABLE = (StaticCache, HybridCache, HybridChunkedCache, SlidingWindowCache)
 """Classes whose `reset` is known to leave nothing behind. Subclasses from elsewhere may hold more."""

@@ -5,11 +5,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvlayers.attention.dense_segment import DenseSegment
-from kvlayers.attention.gathered_segment import GatheredSegment
 from kvlayers.attention.packed_ops import packed_like, snapshot_of
 from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.segments import KVSegments, Segment
+from kvlayers.attention.segment_kinds import DenseSegment
+from kvlayers.attention.segments import GatheredSegment, KVSegments, Segment
 from kvlayers.stores.contract import KVPair, TokenStore
 from kvlayers.stores.ragged import RaggedStore
 

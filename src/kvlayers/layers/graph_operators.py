@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
-from kvlayers.attention.dense_reads import note_dense_read
 from kvlayers.attention.gqa import kv_head_copies
-from kvlayers.attention.packed_operators import GIVEN_TO_COMPILED_CODE
 from kvlayers.attention.packed_tensor import METADATA_FUNCTIONS, PackedStates, as_dense
+from kvlayers.attention.snapshot import GIVEN_TO_COMPILED_CODE
 from kvlayers.errors import StaleStatesError
 from kvlayers.stores.contract import KVPair
 from kvlayers.upstream import compat
@@ -183,7 +182,7 @@ def read(number: Tensor, layer_idx: int, is_values: bool, like: Tensor, shape: S
     with torch.no_grad():
         states = _handle(number).states(layer_idx, shape[2])[is_values]
         if isinstance(states, PackedStates):
-            note_dense_read(states.snapshot.paths, GIVEN_TO_COMPILED_CODE)
+            states.snapshot.paths.note_dense_read(GIVEN_TO_COMPILED_CODE)
         # A copy, as compiled code may write to the results of operators.
         return as_dense(states).as_subclass(Tensor).clone(memory_format=torch.contiguous_format)
 

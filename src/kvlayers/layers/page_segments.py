@@ -6,10 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvlayers.attention.dense_segment import DenseSegment
-from kvlayers.attention.gathered_segment import GatheredSegment
-from kvlayers.attention.packed_segment import PackedSegment
-from kvlayers.attention.segments import KVSegments, Segment
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.attention.segments import GatheredSegment, KVSegments, Segment
 from kvlayers.layers.page_bounds import PagePlaces
 from kvlayers.layers.token_layer import TokenLayer
 

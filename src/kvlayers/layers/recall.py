@@ -11,8 +11,9 @@ from typing_extensions import Self, override
 
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_ops import choosing
-from kvlayers.attention.packed_tensor import PackedStates, Version, as_dense
+from kvlayers.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.attention.segments import KVSegments
+from kvlayers.attention.snapshot import Version
 from kvlayers.errors import OptionError
 from kvlayers.layers.arguments import repeated_rows
 from kvlayers.layers.dynamic import DynamicLayer

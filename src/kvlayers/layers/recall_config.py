@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from typing_extensions import Self
 
-from kvlayers.attention.dense_segment import DENSE_PIECE_TOKENS
+from kvlayers.attention.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.errors import OptionError
 from kvlayers.stores.description import Fact, Facts
 from kvlayers.utils.options import as_options, mapping_option

@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvlayers.attention.dense_segment import DenseSegment
-from kvlayers.attention.gathered_segment import with_full_blocks
-from kvlayers.attention.packed_segment import PackedSegment
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.attention.segments import with_full_blocks
 
 Carry = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Brings contiguous tensors of the host to the device, for all work that is queued there from now on."""

@@ -7,12 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvlayers.attention.dense_segment import DenseSegment
-from kvlayers.attention.gathered_segment import GatheredSegment
 from kvlayers.attention.packed_ops import packed_like
-from kvlayers.attention.packed_segment import PackedSegment
 from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.segments import KVSegments, Segment, is_packed
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.attention.segments import GatheredSegment, KVSegments, Segment, is_packed
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.offload.device_queue import OffloadTarget
 from kvlayers.offload.page_pool import NO_PAGE, Carry, PagePool
@@ -91,7 +89,7 @@ class PagedReads:
         """Segments on the device, instead of where the pages are held."""
         brought: list[Segment] = []
         always_read: dict[tuple[int, int], DenseSegment | PackedSegment] = {}
-        end, tokens, are_packed, choose = 0, segments.tokens, segments.holds_packed, bool(segments.gathered)
+        end, tokens, are_packed, choose = 0, segments.tokens, segments.holds_packed, segments.holds_gathered
         for segment in segments.in_order:
             start, end = end, end + segment.tokens
             if are_packed and not is_packed(segment):

@@ -1,5 +1,6 @@
 """Quantizers, which turn states into codes. Each backend has its own file."""
 
+from kvlayers.quantizers.codebook import NF4Backend, NF4Quantizer, TurboQuantBackend, TurboQuantizer
 from kvlayers.quantizers.contract import (
     Backend,
     CodeFormat,
@@ -7,17 +8,16 @@ from kvlayers.quantizers.contract import (
     Quantizer,
     Side,
     SideOptions,
+    backend,
     channel_group,
+    quantizer_names,
+    register_quantizer,
+    unregister_quantizer,
 )
-from kvlayers.quantizers.dequantize import dequantize
 from kvlayers.quantizers.fp8 import Fp8Backend, Fp8Quantizer
-from kvlayers.quantizers.hqq import HQQBackend, HQQQuantizer
-from kvlayers.quantizers.kivi import KiviBackend, KiviQuantizer
-from kvlayers.quantizers.native import NativeBackend, NativeQuantizer
-from kvlayers.quantizers.nf4 import NF4Backend, NF4Quantizer
-from kvlayers.quantizers.quanto import QuantoBackend, QuantoQuantizer
-from kvlayers.quantizers.registry import backend, quantizer_names, register_quantizer, unregister_quantizer
-from kvlayers.quantizers.turboquant import TurboQuantBackend, TurboQuantizer
+from kvlayers.quantizers.groups import dequantize
+from kvlayers.quantizers.native import KiviBackend, KiviQuantizer, NativeBackend, NativeQuantizer
+from kvlayers.quantizers.other_packages import HQQBackend, HQQQuantizer, QuantoBackend, QuantoQuantizer
 
 __all__ = [
     "Backend",

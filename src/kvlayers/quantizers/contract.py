@@ -1,9 +1,13 @@
-"""The contract of a quantizer, which turns a block of states into codes, and of the backend that makes it."""
+"""The contract of a quantizer, which turns a block of states into codes, and of the backend that makes it.
+
+Backends have names, for the option `backend="..."`.
+"""
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,11 +15,12 @@ from torch import Tensor
 from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.upstream.deprecation import warn_the_caller
 from kvlayers.utils.native_library import NativeLibrary
+from kvlayers.utils.registry import FactoryRegistry
 
 Side = Literal["keys", "values"]
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
-"""Numbers of bits that a code may have. A new width needs its planes in `packing`, and in the kernel for CPUs."""
+"""Numbers of bits that a code may have. A new width needs its planes in `block_layout`, and in the kernel for CPUs."""
 
 MOST_CODEBOOK_BITS = 4
 """The widest code that may look up a level: kernels hold a codebook in registers."""
@@ -32,7 +37,7 @@ class CodeFormat:
         group_tokens: neighbouring tokens that share a scale and a zero.
         group_channels: neighbouring channels that share a scale and a zero. One of the two numbers is 1.
         floating: whether codes are the bytes of float8 numbers (e4m3fn), without a zero.
-        rotated: whether the states were rotated by `hadamard.rotate` before they were quantized.
+        rotated: whether the states were rotated by `groups.rotate` before they were quantized.
         levels: the codebook: the number that each code stands for, before the scale. Empty if a code stands for itself.
         fixed_scales: float32 factors of float8 numbers, before the scale of the group, that never change: one for all
             KV heads or one for each. Empty if there are none.
@@ -290,3 +295,56 @@ def channel_group(options: SideOptions, head_dim: int, default: int = DEFAULT_GR
             "the largest smaller size that does, are used instead."
         )
     return size
+
+
+def groups_for(options: SideOptions, head_dim: int, default: int = DEFAULT_GROUP_SIZE) -> tuple[int, int]:
+    """Tokens and channels that share a scale: neighbouring tokens of a key channel, or channels of a value."""
+    if options.side == "keys":
+        return options.group_size or default, 1
+    return 1, channel_group(options, head_dim, default)
+
+
+ENTRY_POINT_GROUP = "kvlayers.quantizers"
+"""Entry points in this group are factories in other packages. The entry point's name is the backend's name."""
+
+Factory = TypeVar("Factory", bound=Callable[[], Backend])
+
+_backends = FactoryRegistry("quantization backend", ENTRY_POINT_GROUP, "unregister_quantizer", Backend)  # type: ignore[type-abstract]
+
+
+def register_quantizer(name: str) -> Callable[[Factory], Factory]:
+    """Decorator that registers a factory (a class or function that returns a `Backend`) as backend `name`.
+
+    Raises:
+        RegistryError: the name is empty or taken.
+    """
+    return _backends.register(name)
+
+
+def unregister_quantizer(name: str) -> None:
+    """Remove a backend.
+
+    Raises:
+        RegistryError: the name is not registered.
+    """
+    _backends.remove(name)
+
+
+def quantizer_names() -> list[str]:
+    """All names of backends, including those of entry points in other packages."""
+    return _backends.names()
+
+
+def backend(name: str) -> Backend:
+    """The backend called `name`.
+
+    Raises:
+        OptionError: no backend has this name.
+        RegistryError: the factory with this name does not return a backend.
+
+    Example:
+        >>> from kvlayers.quantizers import backend
+        >>> backend("native").widths
+        (1, 2, 3, 4, 5, 6, 8)
+    """
+    return _backends.make(name)

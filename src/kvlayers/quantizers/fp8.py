@@ -16,18 +16,18 @@ from kvlayers.quantizers.contract import (
     QuantizedGroups,
     Quantizer,
     SideOptions,
-    channel_group,
+    groups_for,
+    register_quantizer,
 )
-from kvlayers.quantizers.dequantize import scales_by_head
-from kvlayers.quantizers.grouping import (
+from kvlayers.quantizers.groups import (
     GROUP_DIMS,
     LARGEST_FLOAT8,
     grouped,
     largest_float8_scale,
+    scales_by_head,
     smallest_positive,
     ungrouped,
 )
-from kvlayers.quantizers.registry import register_quantizer
 
 
 class Fp8Quantizer(Quantizer):
@@ -95,6 +95,4 @@ class Fp8Backend(Backend):
         if options.scales:
             group = (DEFAULT_GROUP_SIZE, 1) if options.side == "keys" else (1, head_dim)
             return FixedScaleFp8Quantizer(CodeFormat(8, *group, floating=True, fixed_scales=options.scales))
-        if options.side == "keys":
-            return Fp8Quantizer(CodeFormat(8, options.group_size or DEFAULT_GROUP_SIZE, 1, floating=True))
-        return Fp8Quantizer(CodeFormat(8, 1, channel_group(options, head_dim), floating=True))
+        return Fp8Quantizer(CodeFormat(8, *groups_for(options, head_dim), floating=True))

@@ -2,13 +2,17 @@
 
 Some channels of keys are large in every token, so keys share a scale along the tokens of a channel. Values have no such
 channels, and share a scale along the channels of a token, as in KIVI (https://arxiv.org/abs/2402.02750). Both are
-rotated first, as in QuaRot (see `hadamard`): without the rotation of keys, the divergence of a real model about
+rotated first, as in QuaRot (see `groups`): without the rotation of keys, the divergence of a real model about
 doubles.
 
 The range of each group is searched: clipping the outermost states makes the steps between the others finer. The best
 of a grid of clipped ranges is fitted to its own codes by least squares, as in Lloyd's method and as HQQ does for
 another norm (https://dropbox.github.io/hqq_blog/). Then the scale is stretched, so that products with a query are not
 biased towards zero, the concern of TurboQuant (https://arxiv.org/abs/2504.19874).
+
+KIVI itself is here too, without a rotation or a search: each group is divided into equal steps from its smallest to its
+largest state. As in the paper, groups have 32 states, and the newest 128 tokens stay in full precision
+(`residual_length`).
 """
 
 from collections.abc import Iterator
@@ -20,20 +24,18 @@ from typing_extensions import override
 
 from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.contract import (
-    DEFAULT_GROUP_SIZE,
     Backend,
     CodeFormat,
     KernelSearch,
     QuantizedGroups,
     Quantizer,
     SideOptions,
-    channel_group,
+    groups_for,
+    register_quantizer,
 )
 from kvlayers.quantizers.cpu.pack import LIBRARY, pack_blocks, packs
-from kvlayers.quantizers.grouping import GROUP_DIMS, grouped, rounded, smallest_positive, ungrouped
-from kvlayers.quantizers.hadamard import rotate, rotation_size
+from kvlayers.quantizers.groups import GROUP_DIMS, grouped, rotate, rotation_size, rounded, smallest_positive, ungrouped
 from kvlayers.quantizers.packed_side import unpack_side
-from kvlayers.quantizers.registry import register_quantizer
 
 CLIPS = {
     1: (0.0, 0.1, 0.2, 0.3, 0.4),
@@ -271,7 +273,38 @@ class NativeBackend(Backend):
             OptionError: the backend does not take the options.
         """
         self.check(options)
-        if options.side == "keys":
-            return NativeQuantizer(CodeFormat(options.nbits, options.group_size or DEFAULT_GROUP_SIZE, 1, rotated=True))
-        group_channels = channel_group(options, head_dim)
-        return NativeQuantizer(CodeFormat(options.nbits, 1, group_channels, rotated=True))
+        return NativeQuantizer(CodeFormat(options.nbits, *groups_for(options, head_dim), rotated=True))
+
+
+GROUP_SIZE = 32
+
+
+class KiviQuantizer(NativeQuantizer):
+    """Affine codes of the whole range of each group.
+
+    Args:
+        code_format: the meaning of the codes.
+    """
+
+    @property
+    @override
+    def range_search(self) -> KernelSearch:
+        return KernelSearch(largest_state=LARGEST_STATE)
+
+
+@register_quantizer("kivi")
+class KiviBackend(Backend):
+    """Keys by 32 neighbouring tokens of a channel, values by 32 neighbouring channels of a token."""
+
+    name = "kivi"
+    widths = (2, 4)
+    kernel = LIBRARY
+
+    def quantizer(self, options: SideOptions, head_dim: int) -> KiviQuantizer:
+        """A quantizer for keys, or values, of a head_dim.
+
+        Raises:
+            OptionError: the backend does not take the options.
+        """
+        self.check(options)
+        return KiviQuantizer(CodeFormat(options.nbits, *groups_for(options, head_dim, GROUP_SIZE)))

@@ -1,21 +1,42 @@
 """Keys, or values, as blocks of packed codes, in the layout of `block_layout`."""
 
 import functools
+import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvlayers.quantizers.block_layout import BlockLayout
+from kvlayers.quantizers.block_layout import BlockLayout, pack, unpack
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
-from kvlayers.quantizers.cuda.launch import read_blocks
-from kvlayers.quantizers.cuda.support import read_obstacle
-from kvlayers.quantizers.dequantize import numbers_of
-from kvlayers.quantizers.hadamard import rotate
-from kvlayers.quantizers.packing import pack, unpack
-from kvlayers.utils.scratch import scratch
+from kvlayers.quantizers.cuda.launch import read_blocks, read_obstacle
+from kvlayers.quantizers.groups import numbers_of, rotate
 from kvlayers.utils.transforms import is_followed, is_memory, transforms_run
+
+MOST_KEPT = 1 << 21
+"""Numbers that a thread keeps memory for."""
+
+
+class _Memory(threading.local):
+    numbers: Tensor | None = None
+
+
+_memory = _Memory()
+
+
+def scratch(*shape: int) -> Tensor:
+    """A float32 tensor on the CPU, of any content. The next call in this thread may return the same memory."""
+    count = math.prod(shape)
+    if count > MOST_KEPT:
+        return torch.empty(shape, dtype=torch.float32, device="cpu")
+    memory = _memory.numbers
+    if memory is None or memory.numel() < count:
+        # Not an inference tensor, which could not be written to outside of inference mode.
+        with torch.inference_mode(False):
+            memory = _memory.numbers = torch.empty(count, dtype=torch.float32, device="cpu")
+    return memory[:count].view(shape)
 
 
 @dataclass(frozen=True)
@@ -45,31 +66,6 @@ class PackedSide:
         return BlockLayout(self.format, self.side, self.head_dim, self.block_tokens)
 
     @property
-    def rows(self) -> int:
-        """Rows of a block: channels of keys, tokens of values."""
-        return self.layout.rows
-
-    @property
-    def columns(self) -> int:
-        """Columns of a block: tokens of keys, channels of values."""
-        return self.layout.columns
-
-    @property
-    def row_group(self) -> int:
-        """Neighbouring rows that share a scale."""
-        return self.layout.row_group
-
-    @property
-    def column_group(self) -> int:
-        """Neighbouring columns that share a scale."""
-        return self.layout.column_group
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row of codes."""
-        return self.layout.row_bytes
-
-    @property
     def blocks(self) -> int:
         """Number of blocks."""
         return self.codes.shape[2]
@@ -80,21 +76,23 @@ class PackedSide:
         Args:
             make: makes the memory for them from a shape, if not torch.
         """
-        packed, bits = torch.unflatten(self.codes, -1, (self.rows, self.row_bytes)), self.format.bits
+        layout = self.layout
+        packed, bits = torch.unflatten(self.codes, -1, (layout.rows, layout.row_bytes)), self.format.bits
         is_one_plane = bits in (1, 2, 4) and not self.format.levels
-        if not is_one_plane or self.row_bytes * 8 != self.columns * bits:
-            return numbers_of(unpack(packed, bits, self.columns), self.format)
+        if not is_one_plane or layout.row_bytes * 8 != layout.columns * bits:
+            return numbers_of(unpack(packed, bits, layout.columns), self.format)
         # Without the copies of `unpack`: this is most of the time of a step without a kernel.
-        shape = (*packed.shape[:-1], self.columns)
+        shape = (*packed.shape[:-1], layout.columns)
         numbers = packed.new_empty(shape, dtype=torch.float32) if make is None else make(*shape)
-        for lowest, part in zip(range(0, 8, bits), torch.split(numbers, self.row_bytes, dim=-1), strict=True):
+        for lowest, part in zip(range(0, 8, bits), torch.split(numbers, layout.row_bytes, dim=-1), strict=True):
             moved = packed >> lowest if lowest else packed
             part.copy_(moved if lowest + bits == 8 else moved & (1 << bits) - 1)
         return numbers
 
     def _parameters(self) -> Tensor:
         """Scales, and zeros, float32 `[batch, kv_heads, blocks, parameters, groups of rows, groups of columns]`."""
-        grid = (self.format.parameters, self.rows // self.row_group, self.columns // self.column_group)
+        layout = self.layout
+        grid = (self.format.parameters, layout.rows // layout.row_group, layout.columns // layout.column_group)
         return torch.unflatten(self.parameters.float(), -1, grid)
 
     def products(self, factors: Tensor) -> Tensor:
@@ -110,11 +108,12 @@ class PackedSide:
         is_kept = factors.requires_grad or transforms_run() or is_followed()
         make = scratch if is_memory(self.codes) and not is_kept else None
         numbers, parameters = self._numbers(make).flatten(0, 2), self._parameters().flatten(0, 2)
-        given, size = factors.flatten(0, 2), self.column_group
+        columns, size = self.layout.columns, self.layout.column_group
+        given = factors.flatten(0, 2)
         parts = []
-        for group in range(self.columns // size):
+        for group in range(columns // size):
             scale, *zero = parameters[:, :, :, group].unbind(1)
-            of_group = numbers if size == self.columns else numbers[:, :, group * size : (group + 1) * size]
+            of_group = numbers if size == columns else numbers[:, :, group * size : (group + 1) * size]
             scaled = given * scale[:, None]
             if zero:
                 parts.append(torch.baddbmm(torch.bmm(given, zero[0][:, :, None]), scaled, of_group))
@@ -127,8 +126,8 @@ class PackedSide:
         """The states, float32 `[batch, kv_heads, blocks * block_tokens, head_dim]`, rotated if they were packed so."""
         parameters = self._parameters()
         # Groups get dimensions of their own, so that scale and zero are broadcast rather than repeated in memory.
-        groups = torch.unflatten(self._numbers(), -1, (-1, self.column_group))
-        groups = torch.unflatten(groups, -3, (-1, self.row_group))
+        groups = torch.unflatten(self._numbers(), -1, (-1, self.layout.column_group))
+        groups = torch.unflatten(groups, -3, (-1, self.layout.row_group))
         states = groups * parameters[:, :, :, 0, :, None, :, None]
         if self.format.has_zero:
             states = states + parameters[:, :, :, 1, :, None, :, None]

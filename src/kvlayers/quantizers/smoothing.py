@@ -11,6 +11,7 @@ group. A rotation spreads a channel that varies over all others. Two vectors men
 Both are found in the first block that is packed, and hold for all packed tokens of a sequence.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from torch import Tensor
 from typing_extensions import Self
 
 from kvlayers.quantizers.contract import Quantizer
+from kvlayers.utils import triton_support
+from kvlayers.utils.triton_support import DTYPES, DeviceFacts, TritonKernel, power_of_two
 
 UNEVEN = 24.0
 """How many times the median variance of a head's channels the largest must be before its channels get factors.
@@ -180,3 +183,65 @@ def _factors(variance: Tensor, uneven: float) -> Tensor:
     taken_out = torch.maximum(relative**POWER, relative / LARGEST_VARIANCE)
     factors = torch.where(relative.amax(-1, keepdim=True) > uneven, taken_out, 1.0).sqrt()
     return factors.clamp(max=LARGEST_FACTOR)
+
+
+FIND = TritonKernel("kvlayers.quantizers.cuda.triton_smoothing", "find_vectors")
+
+# Fused multiply-add is not the default of every version of triton.
+OPTIONS = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": True}
+
+LARGEST_TILE = 64 * 256
+"""Keys that one program holds at most."""
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """Compile-time constants of `find_vectors`."""
+
+    BLOCK_TOKENS: int
+    HEAD_DIM: int
+    TOKENS: int
+    CHANNELS: int
+    FACTORS: bool
+    MEANS: bool
+    UNEVEN: float
+    LARGE_MEAN: float
+    SMALLEST: float
+    MOST: float
+    POWER: float
+    LARGEST_VARIANCE: float
+    LARGEST_FACTOR: float
+
+
+def smoothing_for(keys: Tensor, quantizer: Quantizer) -> KeySmoothing:
+    """As `KeySmoothing.for_keys`, which serves where the kernel does not run, in one launch."""
+    factors, means = vectors_for(quantizer)
+    batch, kv_heads, tokens, head_dim = keys.shape
+    wanted = (factors or means) and keys.numel()
+    constants = _constants(tokens, head_dim, factors, means, *thresholds(quantizer))
+    facts = triton_support.device_facts(keys.device)
+    if not wanted or _obstacle(keys.device, keys.dtype, constants, facts) is not None:
+        return KeySmoothing.for_keys(keys, quantizer)
+    shape = batch, kv_heads, 1, head_dim
+    factor, mean = (keys.new_empty(shape) if is_wanted else None for is_wanted in (factors, means))
+    # Any pointer stands for what is not written.
+    arguments = (keys, *(keys if vectors is None else vectors for vectors in (factor, mean)), *keys.stride())
+    FIND.launch(keys.device, (kv_heads, batch), arguments, {"C": constants, **OPTIONS})
+    return KeySmoothing(factor, mean)
+
+
+@functools.lru_cache(maxsize=64)
+def _constants(tokens: int, head_dim: int, factors: bool, means: bool, uneven: float, large_mean: float) -> _Constants:
+    padded_tokens, channels = power_of_two(tokens), power_of_two(head_dim)
+    found_by = torch.finfo(torch.float32).tiny, LARGEST_FACTOR**4, POWER, LARGEST_VARIANCE, LARGEST_FACTOR
+    return _Constants(tokens, head_dim, padded_tokens, channels, factors, means, uneven, large_mean, *found_by)
+
+
+@functools.lru_cache(maxsize=64)
+def _obstacle(device: torch.device, dtype: torch.dtype, constants: _Constants, facts: DeviceFacts) -> str | None:
+    if facts.obstacle is not None:
+        return facts.obstacle
+    if dtype not in DTYPES or constants.TOKENS * constants.CHANNELS > LARGEST_TILE:
+        return f"the kernel does not take {constants.BLOCK_TOKENS} tokens of {constants.HEAD_DIM} channels of {dtype}"
+    # Dtypes stand for tensors, and 16 for strides: the kernel is compiled, not launched.
+    return FIND.obstacle(device, (1,), (dtype, dtype, dtype, 16, 16, 16, 1), {"C": constants, **OPTIONS})

@@ -64,16 +64,8 @@ _SWITCHES: dict[str, Callable[[PretrainedConfig], bool]] = {
 _LayerRule = Callable[[PretrainedConfig, int, str], bool]
 
 
-def _everywhere(config: PretrainedConfig, index: int, layer_type: str) -> bool:
-    return True
-
-
-def _in_windows(config: PretrainedConfig, index: int, layer_type: str) -> bool:
-    return layer_type == "sliding_attention"
-
-
-def _in_windows_if_any(config: PretrainedConfig, index: int, layer_type: str) -> bool:
-    return config.sliding_window is None or layer_type == "sliding_attention"
+def _where_theta_is_set(config: PretrainedConfig, index: int, layer_type: str) -> bool:
+    return bool(listed_per_layer(config, "layer_rope_theta")[index])
 
 
 def _in_windows_or_dense(config: PretrainedConfig, index: int, layer_type: str) -> bool:
@@ -81,19 +73,17 @@ def _in_windows_or_dense(config: PretrainedConfig, index: int, layer_type: str) 
     return (dense and config.prefix_dense_sliding_window_pattern == 1) or layer_type == "sliding_attention"
 
 
-def _where_listed(config: PretrainedConfig, index: int, layer_type: str) -> bool:
-    # Despite its name, the list has a 1 for each layer that does rotate its keys.
-    return bool(listed_per_layer(config, "no_rope_layers")[index])
-
-
-def _where_theta_is_set(config: PretrainedConfig, index: int, layer_type: str) -> bool:
-    return bool(listed_per_layer(config, "layer_rope_theta")[index])
-
-
 _ROTATES: dict[str, _LayerRule] = {
-    **dict.fromkeys(("afmoe", "cohere2", "flint"), _in_windows),
-    **dict.fromkeys(("exaone4", "exaone_moe", "kolibri1"), _in_windows_if_any),
-    **dict.fromkeys(("llama4_text", "smollm3"), _where_listed),
+    **dict.fromkeys(("afmoe", "cohere2", "flint"), lambda config, index, layer_type: layer_type == "sliding_attention"),
+    **dict.fromkeys(
+        ("exaone4", "exaone_moe", "kolibri1"),
+        lambda config, index, layer_type: config.sliding_window is None or layer_type == "sliding_attention",
+    ),
+    # Despite its name, the list has a 1 for each layer that does rotate its keys.
+    **dict.fromkeys(
+        ("llama4_text", "smollm3"),
+        lambda config, index, layer_type: bool(listed_per_layer(config, "no_rope_layers")[index]),
+    ),
     **dict.fromkeys(("granite_swa", "granitemoe_swa"), _where_theta_is_set),
     "cohere2_moe": _in_windows_or_dense,
 }
@@ -241,10 +231,10 @@ def depends_on_length(config: object) -> bool:
 
 def _layer_frequencies(decoder: PretrainedConfig, specs: list[LayerSpec]) -> Iterator[Tensor | None]:
     """Radians per token for the keys of each layer, float32 `[pairs]`; `None` for layers that do not rotate keys."""
-    rotates = _ROTATES.get(decoder.model_type, _everywhere)
+    rotates = _ROTATES.get(decoder.model_type)
     shared, of_windows = _model_frequencies(decoder), rope_config_of_windows(decoder)
     for index, spec in enumerate(specs):
-        if spec.layer_type in WITHOUT_KEYS or not rotates(decoder, index, spec.layer_type):
+        if spec.layer_type in WITHOUT_KEYS or (rotates and not rotates(decoder, index, spec.layer_type)):
             yield None
         elif rotates is _where_theta_is_set:
             own = copy.copy(decoder)

@@ -109,7 +109,7 @@ class Rotary:
         """
         head_dim = keys.shape[-1]
         after = self._dims_after(head_dim)
-        wide = keys.to(_wide(keys.dtype))[..., self.first : self.first + self.rotated_dims]
+        wide = keys.to(torch.promote_types(keys.dtype, torch.float32))[..., self.first : self.first + self.rotated_dims]
         if self.layout == "halves":
             one, other = wide.chunk(2, dim=-1)
             turned = torch.cat((-other, one), dim=-1)
@@ -197,10 +197,6 @@ class Rotary:
                 f"{self.first} on are rotated, got head_dim {head_dim}: use the Rotary of the model's own layer."
             )
         return after
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _by_sequence(distance: Tensor, frequencies: Tensor) -> Tensor:

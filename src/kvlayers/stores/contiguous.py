@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvlayers.attention.gqa import first_grouped_length
-from kvlayers.attention.gqa_repeats import marked_for_sdpa
+from kvlayers.attention.gqa import first_grouped_length, marked_for_sdpa
 from kvlayers.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.errors import InterruptedPassError
 from kvlayers.stores.buffer import StateForm, TokenBuffer

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvlayers.attention.dense_segment import DENSE_PIECE_TOKENS
+from kvlayers.attention.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.errors import StateMismatchError
 from kvlayers.eviction.kept import KeptTokens
 from kvlayers.stores.contract import KVPair, TokenStore

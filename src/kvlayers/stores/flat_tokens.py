@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.attention.dense_segment import DENSE_PIECE_TOKENS, DenseSegment
-from kvlayers.attention.gathered_segment import GatheredSegment
-from kvlayers.attention.packed_segment import PackedSegment
+from kvlayers.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment
+from kvlayers.attention.segments import GatheredSegment
 from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import BufferSwap, KVPair

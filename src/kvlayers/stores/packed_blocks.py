@@ -8,21 +8,19 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.attention.dense_segment import DenseSegment
-from kvlayers.attention.packed_segment import PackedSegment
+from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.errors import StateMismatchError
 from kvlayers.quantizers.block_layout import BlockLayout
 from kvlayers.quantizers.contract import CodeFormat, Quantizer, Side, check_groups
 from kvlayers.quantizers.cpu import pack as cpu_pack
 from kvlayers.quantizers.cuda import launch as cuda_launch
-from kvlayers.quantizers.cuda import smoothing as cuda_smoothing
-from kvlayers.quantizers.cuda.support import pack_obstacle
+from kvlayers.quantizers.cuda.launch import pack_obstacle
 from kvlayers.quantizers.packed_side import PackedSide, pack_side, side_bytes
-from kvlayers.quantizers.smoothing import KeySmoothing, vectors_for
+from kvlayers.quantizers.smoothing import KeySmoothing, smoothing_for, vectors_for
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import BufferSwap, KVPair
 from kvlayers.stores.dense import DenseStore, without_spare_room
-from kvlayers.utils.autocast import without_autocast
+from kvlayers.utils.transforms import without_autocast
 
 GROWTH_DIVISOR = 128
 """Full blocks grow by their number divided by this: moving them is cheap beside reading all at every token."""
@@ -110,7 +108,7 @@ class PackedBlocks:
     @torch.no_grad()
     def smoothing_for(self, keys: Tensor) -> KeySmoothing:
         """How keys are to be smoothed before they are written, found in those of the first block."""
-        return cuda_smoothing.smoothing_for(keys[:, :, : self.block_tokens], self._quantizers["keys"])
+        return smoothing_for(keys[:, :, : self.block_tokens], self._quantizers["keys"])
 
     @torch.no_grad()
     def write(self, skipped: int, keys: Tensor, values: Tensor, smoothing: KeySmoothing | None = None) -> None:

@@ -9,9 +9,8 @@ from typing_extensions import Self
 
 from kvlayers.errors import OptionError
 from kvlayers.quantizers.checkpoint_scales import Scales, checked_scales
-from kvlayers.quantizers.contract import Backend, Quantizer, Side, SideOptions
-from kvlayers.quantizers.registry import backend as backend_called
-from kvlayers.quantizers.registry import quantizer_names
+from kvlayers.quantizers.contract import Backend, Quantizer, Side, SideOptions, quantizer_names
+from kvlayers.quantizers.contract import backend as backend_called
 from kvlayers.stores.description import Facts
 from kvlayers.utils.options import as_options, mapping_option
 

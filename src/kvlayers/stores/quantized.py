@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.attention.cpu import kernel, products
-from kvlayers.attention.dense_segment import DenseSegment
+from kvlayers.attention.cpu import call, kernel
 from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.gqa_repeats import marked_for_sdpa
+from kvlayers.attention.gqa import marked_for_sdpa
 from kvlayers.attention.packed_tensor import as_dense
+from kvlayers.attention.segment_kinds import DenseSegment
 from kvlayers.attention.segments import KVSegments, Segment
 from kvlayers.errors import StateMismatchError
-from kvlayers.quantizers.registry import backend
+from kvlayers.quantizers.contract import backend
 from kvlayers.quantizers.smoothing import NAMES as SMOOTHING_NAMES
 from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.stores import quantized_plan as plan
@@ -67,7 +67,7 @@ class QuantizedStore(TokenStore):
         # One is compiled at a time. Attention gains more by its kernel than packing.
         packs = backend(quantization.backend)
         sides = (quantization.keys, quantization.values)
-        multiply = [products.library(side.nbits, packs.has_zero) for side in sides]
+        multiply = [call.products_for(side.nbits, packs.has_zero) for side in sides]
         for library in (kernel.LIBRARY, *multiply, packs.kernel):
             if library is not None:
                 library.begin()

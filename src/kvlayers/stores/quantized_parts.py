@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.attention.dense_segment import DenseSegment
+from kvlayers.attention.segment_kinds import DenseSegment
 from kvlayers.attention.segments import KVSegments, Segment
 from kvlayers.errors import StateMismatchError
 from kvlayers.quantizers.smoothing import KeySmoothing

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.attention.dense_segment import DenseSegment
-from kvlayers.attention.gathered_segment import UNEVEN_HEADS
 from kvlayers.attention.packed_ops import packed_like
 from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.segments import KVSegments
+from kvlayers.attention.segment_kinds import DenseSegment
+from kvlayers.attention.segments import UNEVEN_HEADS, KVSegments
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.stores.buffer import StateForm

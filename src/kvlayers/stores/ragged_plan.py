@@ -4,7 +4,7 @@ How many tokens each head holds depends on the states, so the bytes of tables, o
 tokens that every head holds can only be guessed. They are a few percent of all.
 """
 
-from kvlayers.attention.dense_segment import DENSE_PIECE_TOKENS
+from kvlayers.attention.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import TokenStore
 from kvlayers.stores.dense import SMALL_STEP

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.attention.dense_segment import DENSE_PIECE_TOKENS
+from kvlayers.attention.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores.buffer import COUNT_DTYPE, form_of
 from kvlayers.stores.contract import TokenStore

@@ -7,8 +7,9 @@ import torch
 
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_ops import packed_pair
-from kvlayers.attention.packed_tensor import PackedStates, Snapshot, Version
+from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segments import KVSegments
+from kvlayers.attention.snapshot import Snapshot, Version
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import KVPair
 

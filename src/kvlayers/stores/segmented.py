@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.attention.dense_segment import DenseSegment
-from kvlayers.attention.gqa_repeats import marked_for_one_query
+from kvlayers.attention.gqa import marked_for_one_query
+from kvlayers.attention.segment_kinds import DenseSegment
 from kvlayers.attention.segments import KVSegments
 from kvlayers.stores.buffer import StateForm, TokenBuffer
 from kvlayers.stores.contiguous import ContiguousStore

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.attention.dense_segment import DenseSegment
-from kvlayers.attention.segment_rows import SegmentRows
+from kvlayers.attention.segment_kinds import DenseSegment, SegmentRows
 from kvlayers.attention.segments import KVSegments
 from kvlayers.stores.buffer import TokenBuffer
 from kvlayers.stores.copy_on_write import CopyOnWrite

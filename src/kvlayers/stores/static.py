@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.attention.custom_masks import ReservedColumns, columns_of, marked_for_custom_masks
-from kvlayers.attention.gqa_repeats import marked_for_sdpa, shared_in_graph
+from kvlayers.attention.gqa import marked_for_sdpa, shared_in_graph
 from kvlayers.stores.buckets import Buckets
 from kvlayers.stores.contract import KVPair
 from kvlayers.stores.description import DescriptionContext, Fact, Facts

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from kvlayers.attention.cpu import kernel, products
+from kvlayers.attention.cpu import call, kernel
 from kvlayers.quantizers.cpu import pack
 
-LIBRARIES = (kernel.LIBRARY, products.WHOLE, pack.LIBRARY, products.OTHER)
+LIBRARIES = (kernel.LIBRARY, call.WHOLE, pack.LIBRARY, call.OTHER)
 
 
 def compile_kernels() -> dict[str, Path]:

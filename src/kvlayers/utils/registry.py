@@ -278,12 +278,8 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
             return name
         for point in self._entry_points:
             # The module of an entry point may import the class from elsewhere in its package.
-            if _package(point.module) == _package(cls.__module__):
+            if point.module.partition(".")[0] == cls.__module__.partition(".")[0]:
                 with contextlib.suppress(RegistryError):
                     if self.get(point.name) is cls:
                         return point.name
         return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _package(module: str) -> str:
-    return module.partition(".")[0]

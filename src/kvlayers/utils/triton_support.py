@@ -24,6 +24,15 @@ MINIMUM_CAPABILITY = 8
 """Products of bfloat16 came with compute capability 8."""
 
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of states that the kernels take."""
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number`, as the sizes of tiles are."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
 def triton_version() -> Version:
     """Version of triton, found without importing it. Nightly builds have a package name of their own."""
     for name in ("triton", "pytorch-triton"):

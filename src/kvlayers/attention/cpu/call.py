@@ -1,24 +1,33 @@
-"""The arguments of the C++ kernel as bytes, in the layout of `call.h`.
+"""The arguments of the C++ kernel as bytes, in the layout of `call.h`, and the libraries that multiply packed codes.
 
-Each layer needs them anew for each token. Setting the fields of a `ctypes.Structure` one by one would take longer.
+Each layer needs the bytes anew for each token. Setting the fields of a `ctypes.Structure` one by one would take longer.
+
+The kernel calls the functions that multiply codes by their address, which it is told with each side. They are compiled
+apart from the kernel, so that attention in full precision is fast first, and then the common codes.
 """
 
 import ctypes
 import functools
+import pathlib
 import struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvlayers.attention.cpu import products
-from kvlayers.attention.gathered_segment import GatheredSegment
-from kvlayers.attention.packed_segment import PackedSegment
-from kvlayers.attention.segments import KVSegments, Segment
+from kvlayers.attention.segment_kinds import PackedSegment
+from kvlayers.attention.segments import GatheredSegment, KVSegments, Segment
 from kvlayers.quantizers.packed_side import PackedSide
+from kvlayers.utils.native_library import NativeLibrary
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernel takes, in the order of its `Dtype`."""
+
+_FOLDER = pathlib.Path(__file__).parent
+WHOLE = NativeLibrary(_FOLDER / "whole_products.cpp", "kvlayers_multiply", purpose="codes of 4 and 8 bits")
+OTHER = NativeLibrary(_FOLDER / "other_products.cpp", "kvlayers_multiply", purpose="other codes")
+
+COMMON_BITS = (4, 8)
 
 # The fields are those of the structures in `call.h`, in the same order: P is a pointer, q an int64_t, d a double, x a
 # byte that is not used.
@@ -37,6 +46,28 @@ NO_MASK = bytes(_MASK.size)
 
 NO_ROWS = bytes(_POINTER.size)
 """Of a segment of which each sequence of the batch reads its own sequence."""
+
+
+def products_for(bits: int, is_whole: bool) -> NativeLibrary:
+    """The library that multiplies codes.
+
+    Args:
+        bits: width of a code.
+        is_whole: whether a code stands for itself, before its scale and its zero.
+    """
+    return WHOLE if is_whole and bits in COMMON_BITS else OTHER
+
+
+def products_obstacle(segments: KVSegments) -> str | None:
+    """Why the packed codes of segments cannot be multiplied; `None` if they can, or there are none."""
+    for segment in segments.in_order:
+        source = segment.source if isinstance(segment, GatheredSegment) else segment
+        if isinstance(source, PackedSegment):
+            for side in (source.keys, source.values):
+                needed = products_for(side.format.bits, side.format.has_zero)
+                if needed.get() is None:
+                    return f"the kernel for {needed.purpose} {needed.obstacle}"
+    return None
 
 
 def readable(states: Tensor) -> Tensor:
@@ -154,7 +185,7 @@ def _of_gathered(segment: GatheredSegment) -> tuple[bytes, Any]:
 
 
 def _of_side(side: PackedSide) -> bytes:
-    code_format, kv_heads = side.format, side.codes.shape[1]
+    code_format, layout, kv_heads = side.format, side.layout, side.codes.shape[1]
     levels = scales = 0
     if code_format.levels:
         levels = ctypes.addressof(_floats(code_format.levels))
@@ -162,12 +193,16 @@ def _of_side(side: PackedSide) -> bytes:
         code_format.check_heads(kv_heads)
         given = code_format.fixed_scales
         scales = ctypes.addressof(_floats(given * kv_heads if len(given) == 1 else given))
+    products = products_for(code_format.bits, code_format.has_zero).get()
+    if products is None:
+        raise RuntimeError("The CPU kernel's products are not loaded: call obstacle() first.")
     return _SIDE.pack(
         *(side.codes.data_ptr(), side.parameters.data_ptr()),
         *side.codes.stride()[:3],
         *side.parameters.stride()[:3],
-        *(code_format.bits, code_format.floating, side.rows, side.columns, side.row_group, side.column_group),
-        *(levels, scales, products.address(code_format)),
+        *(code_format.bits, code_format.floating),
+        *(layout.rows, layout.columns, layout.row_group, layout.column_group),
+        *(levels, scales, ctypes.cast(products.kvlayers_multiply, ctypes.c_void_p).value or 0),
     )
 
 

@@ -9,8 +9,7 @@ import pathlib
 import torch
 from torch import Tensor
 
-from kvlayers.attention.cpu import call, products
-from kvlayers.attention.cpu.call import DTYPES, NO_MASK, NO_ROWS
+from kvlayers.attention.cpu import call
 from kvlayers.attention.segments import KVSegments
 from kvlayers.utils.native_library import NativeLibrary
 
@@ -39,7 +38,7 @@ def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
     """Why the kernel cannot take queries, or weights, `[batch, heads, queries, any]`; `None` if it can."""
     if not rows.is_cpu:
         return f"there is no kernel for {rows.device.type}"
-    if rows.dtype not in DTYPES:
+    if rows.dtype not in call.DTYPES:
         return f"the kernel does not take {rows.dtype}"
     # No KV head has more queries than all heads of all sequences together. If these are few, as in a decode step,
     # nothing else is looked at.
@@ -48,7 +47,7 @@ def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
         maximum = _maximum_rows(segments)
         if heads // segments.kv_heads * queries * segments.most_readers > maximum:
             return f"there are more than {maximum} queries for a kv head, as in a prompt"
-    return products.obstacle(segments) if library() is not None else f"the kernel {LIBRARY.obstacle}"
+    return call.products_obstacle(segments) if library() is not None else f"the kernel {LIBRARY.obstacle}"
 
 
 def _maximum_rows(segments: KVSegments) -> int:
@@ -59,22 +58,9 @@ def _maximum_rows(segments: KVSegments) -> int:
 
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention; arguments and result are those of `reference.attend`. States have the dtype of the query."""
-    query, head_dims = call.readable(query), segments.head_dims
-    out = _result(query, head_dims[1])
-    mask = None if mask is None else _as_read(mask)
-    of_mask = NO_MASK if mask is None else call.of_mask(mask)
-    numbers = call.of_call(
-        query,
-        out,
-        segments.kv_heads,
-        head_dims,
-        len(segments.in_order),
-        scale,
-        of_mask,
-        smoothing=call.of_smoothing(segments),
-    )
-    _loaded().kvlayers_attend(numbers, *call.of_segments(segments, query.device))
-    return out
+    described, smoothing = call.of_segments(segments, query.device), call.of_smoothing(segments)
+    count = len(segments.in_order)
+    return _attend(query, segments.kv_heads, segments.head_dims, mask, scale, described, count, smoothing=smoothing)
 
 
 def attend_dense(
@@ -89,7 +75,7 @@ def attend_dense(
     """As `attend`, for states in full precision, one per token.
 
     Args:
-        query: `[batch, heads, queries, head_dim]`, of one of `DTYPES`.
+        query: `[batch, heads, queries, head_dim]`, of one of `call.DTYPES`.
         keys: `[batch, kv_heads, tokens, head_dim]`, of the same dtype.
         values: `[batch, kv_heads, tokens, value_head_dim]`, of the same dtype.
         mask: bool or additive, `[batch, heads, queries, tokens]`, or `None`.
@@ -97,24 +83,39 @@ def attend_dense(
         softcap: limit of the scores, `None` for no limit.
         sinks: `[heads]`, scores of keys without a value, or `None`.
     """
-    query, head_dims = call.readable(query), (keys.shape[3], values.shape[3])
-    out = _result(query, head_dims[1])
-    # Their memory must live until the kernel returns.
-    mask = None if mask is None else _as_read(mask)
-    sinks = None if sinks is None else sinks.float().contiguous()
+    # What is kept, and the sinks, must live until the kernel returns.
     segment, _kept = call.of_dense(keys, values, 0, keys.shape[2])
-    arguments = call.of_call(
-        query,
-        out,
-        keys.shape[1],
-        head_dims,
-        1,
-        scale,
-        NO_MASK if mask is None else call.of_mask(mask),
-        softcap or 0.0,
-        0 if sinks is None else sinks.data_ptr(),
+    sinks = None if sinks is None else sinks.float().contiguous()
+    address = 0 if sinks is None else sinks.data_ptr()
+    head_dims = keys.shape[3], values.shape[3]
+    return _attend(
+        query, keys.shape[1], head_dims, mask, scale, (segment, call.NO_ROWS), 1, softcap=softcap or 0.0, sinks=address
     )
-    _loaded().kvlayers_attend(arguments, segment, NO_ROWS)
+
+
+def _attend(
+    query: Tensor,
+    kv_heads: int,
+    head_dims: tuple[int, int],
+    mask: Tensor | None,
+    scale: float,
+    segments: tuple[bytes, bytes],
+    count: int,
+    softcap: float = 0.0,
+    sinks: int = 0,
+    smoothing: tuple[int, int] = (0, 0),
+) -> Tensor:
+    """Attention to `count` segments; the arguments are those of `call.of_call`."""
+    query = call.readable(query)
+    batch, heads, queries, _ = query.shape
+    # In the layout of torch's own result: the transpose after it costs nothing.
+    strides = (heads * queries * head_dims[1], head_dims[1], heads * head_dims[1], 1)
+    out = query.new_empty_strided((batch, heads, queries, head_dims[1]), strides)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.float()
+    of_mask = call.NO_MASK if mask is None else call.of_mask(mask)
+    numbers = call.of_call(query, out, kv_heads, head_dims, count, scale, of_mask, softcap, sinks, smoothing)
+    _loaded().kvlayers_attend(numbers, *segments)
     return out
 
 
@@ -141,18 +142,6 @@ def _call_without_mask(query: Tensor, out: Tensor, segments: KVSegments) -> tupl
     count = len(segments.in_order)
     numbers = call.of_call(query, out, segments.kv_heads, segments.head_dims, count, 1.0, smoothing=smoothing)
     return numbers, *call.of_segments(segments, query.device)
-
-
-def _result(query: Tensor, value_dim: int) -> Tensor:
-    """Memory for a result of attention, in the layout of torch's own: the transpose after it costs nothing."""
-    batch, heads, queries, _ = query.shape
-    strides = (heads * queries * value_dim, value_dim, heads * value_dim, 1)
-    return query.new_empty_strided((batch, heads, queries, value_dim), strides)
-
-
-def _as_read(mask: Tensor) -> Tensor:
-    """The mask as the kernel reads it: bool or float32."""
-    return mask if mask.dtype == torch.bool else mask.float()
 
 
 def _loaded() -> ctypes.CDLL:

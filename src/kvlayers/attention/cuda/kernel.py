@@ -6,9 +6,8 @@ import math
 import torch
 from torch import Tensor
 
-from kvlayers.attention.cuda.launch import SplitCall, kind_of, variant_of
-from kvlayers.attention.cuda.plan import DEFAULT_LAUNCH, Launch, Variant
-from kvlayers.attention.cuda.reads import Read, reads_of
+from kvlayers.attention.cuda.launch import Read, SplitCall, kind_of, reads_of, variant_of
+from kvlayers.attention.cuda.plan import Variant
 from kvlayers.attention.segments import KVSegments
 from kvlayers.errors import StateMismatchError
 
@@ -28,24 +27,24 @@ MAXIMUM_HEADS = 65535
 """Kv heads of all sequences up to which CUDA can launch the kernel, in the second dimension of a grid."""
 
 
-def obstacle(query: Tensor, segments: KVSegments, mask: Tensor | None, launch: Launch = DEFAULT_LAUNCH) -> str | None:
+def obstacle(query: Tensor, segments: KVSegments, mask: Tensor | None) -> str | None:
     """Why the kernel cannot take queries `[batch, heads, queries, key_head_dim]`; `None` if it can.
 
     The first answer for a kind of states compiles the kernel, to see how much shared memory it needs.
     """
-    reads = reads_of(segments, launch)
+    reads = reads_of(segments)
     if isinstance(reads, str):
         return reads
-    plan, kind = reads[0].plan, kind_of(mask)
+    kind, mask_kind = reads[0].plan.kind, kind_of(mask)
     batch, heads, queries, _ = query.shape
-    if heads // plan.kv_heads * queries * max(read.readers for read in reads) > MAXIMUM_ROWS:
+    if heads // kind.kv_heads * queries * max(read.readers for read in reads) > MAXIMUM_ROWS:
         return f"there are more than {MAXIMUM_ROWS} queries for a kv head, as in a prompt"
-    if batch * plan.kv_heads > MAXIMUM_HEADS:
+    if batch * kind.kv_heads > MAXIMUM_HEADS:
         return f"there are more than {MAXIMUM_HEADS} kv heads in all sequences"
-    if query.dtype != plan.dtype:
-        return f"queries are {query.dtype}, and scales {plan.dtype}"
+    if query.dtype != kind.dtype:
+        return f"queries are {query.dtype}, and scales {kind.dtype}"
     for read in reads:
-        variant = variant_of(read, heads, queries, kind)
+        variant = variant_of(read, heads, queries, mask_kind)
         if variant.constants is None:
             SplitCall(query, reads, mask, 1.0)
         if variant.obstacle is not None:
@@ -53,15 +52,13 @@ def obstacle(query: Tensor, segments: KVSegments, mask: Tensor | None, launch: L
     return None
 
 
-def variants_to_compare(
-    query: Tensor, segments: KVSegments, mask: Tensor | None, launch: Launch = DEFAULT_LAUNCH
-) -> list[Variant]:
+def variants_to_compare(query: Tensor, segments: KVSegments, mask: Tensor | None) -> list[Variant]:
     """The compiled variants that take these queries, of which no result has been compared with that of torch.
 
     Comparing waits for the device, so there are none while a CUDA graph is recorded.
     """
     kind, (_, heads, queries, _) = kind_of(mask), query.shape
-    variants = [variant_of(read, heads, queries, kind) for read in _reads(segments, launch)]
+    variants = [variant_of(read, heads, queries, kind) for read in _reads(segments)]
     if all(variant.compared for variant in variants) or not query.numel() or query.is_meta:
         return []
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -86,30 +83,26 @@ def compare(variants: list[Variant], seen: Tensor, expected: Tensor) -> str | No
     return found
 
 
-def attend(
-    query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float, launch: Launch = DEFAULT_LAUNCH
-) -> Tensor:
+def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention; arguments and result are those of `reference.attend`. `obstacle` must have said `None`.
 
     The result has the memory layout of torch's own attention, `[batch, queries, heads, value_head_dim]`.
     """
-    return SplitCall(query, _reads(segments, launch), mask, scale).run(query.dtype, logsumexp=False)[0]
+    return SplitCall(query, _reads(segments), mask, scale).run(query.dtype, logsumexp=False)[0]
 
 
-def attend_partly(
-    query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float, launch: Launch = DEFAULT_LAUNCH
-) -> tuple[Tensor, Tensor]:
+def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """As `attend`, for segments that are only a part of the tokens that the queries attend to.
 
     Returns:
         Attended values float32 `[batch, heads, queries, value_head_dim]`, and the log-sum-exp of the scores, float32
         `[batch, heads, queries]`, as `reference.merge` takes them.
     """
-    return SplitCall(query, _reads(segments, launch), mask, scale).run(torch.float32, logsumexp=True)
+    return SplitCall(query, _reads(segments), mask, scale).run(torch.float32, logsumexp=True)
 
 
-def _reads(segments: KVSegments, launch: Launch) -> list[Read]:
-    reads = reads_of(segments, launch)
+def _reads(segments: KVSegments) -> list[Read]:
+    reads = reads_of(segments)
     if isinstance(reads, str):
         raise StateMismatchError(f"The kernel cannot take the segments ({reads}): call obstacle() first.")
     return reads

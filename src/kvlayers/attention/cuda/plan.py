@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kvlayers.attention.cuda.specs import (
     BOOL_MASK,
-    MergeSpec,
     SideSpec,
     SplitSpec,
     dense_side_spec,
@@ -19,16 +18,26 @@ from kvlayers.attention.cuda.specs import (
     split_spec,
     warps_of_program,
 )
-from kvlayers.attention.cuda.support import DTYPES, LARGEST_HEAD_DIM, supports
-from kvlayers.attention.dense_segment import DENSE_PIECE_TOKENS, DenseSegment
-from kvlayers.attention.packed_segment import PackedSegment
+from kvlayers.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment
+from kvlayers.quantizers.contract import CodeFormat, Side
 from kvlayers.utils.triton_support import (
+    DTYPES,
     KeptConstants,
     TritonKernel,
     device_obstacle,
     multiprocessors,
+    runs_triton,
     shared_memory_limit,
 )
+
+WIDTHS = (2, 4, 8)
+"""Bits of a code that the kernel unpacks."""
+
+LARGEST_BLOCK = 256
+"""Tokens of a block: the scores of more do not fit into registers."""
+
+LARGEST_HEAD_DIM = 256
+"""Channels of a key or value that one program holds at most."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,8 @@ class Launch:
     assembly: bool = True
 
 
-DEFAULT_LAUNCH = Launch()
+LAUNCH = Launch()
+"""How work is divided. Kinds of segments keep it, so it holds for segments that are read for the first time."""
 
 DENSE_TOKENS = 64
 """Fewest tokens in full precision of a split."""
@@ -94,17 +104,25 @@ class Variant:
         self.constants = constants
 
 
-_variants: dict[tuple[torch.device, int | None, SplitSpec, Launch], Variant] = {}
+@functools.cache
+def _variant_of(
+    device: torch.device, shared_memory: int | None, spec: SplitSpec, launch: Launch, dtype: torch.dtype
+) -> Variant:
+    """The variant of all segments that need the same one. How it fits depends on the device."""
+    return Variant(spec, launch, dtype)
 
 
-class SplitKernels:
-    """The kernels for segments that are coded in one way.
+@dataclass(frozen=True, eq=False)
+class SegmentKind:
+    """What segments that are coded in one way have in common. Some segments are new at each step, their kind is not.
 
-    Args:
+    Attributes:
         device: device of the segments.
-        limits: its multiprocessors, and bytes of shared memory that a program can have, `None` without a limit.
+        multiprocessors: of the device.
+        shared_memory: bytes of shared memory that a program can have there, `None` without a limit.
         dtype: dtype of the states.
-        sides: how keys and values are coded.
+        keys: how keys are coded.
+        values: how values are coded.
         kv_heads: heads that have keys and values.
         block_tokens: tokens of a block.
         packed: whether blocks are packed.
@@ -113,244 +131,188 @@ class SplitKernels:
         launch: how work is divided.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        limits: tuple[int, int | None],
-        dtype: torch.dtype,
-        sides: tuple[SideSpec, SideSpec],
-        kv_heads: int,
-        block_tokens: int,
-        packed: bool,
-        first: bool,
-        ends: bool,
-        launch: Launch,
-    ) -> None:
-        self.multiprocessors, self.shared_memory = limits
-        self._device, self._dtype, self._sides, self._launch = device, dtype, sides, launch
-        self._kv_heads, self._block_tokens = kv_heads, block_tokens
-        self._packed, self._first, self._ends = packed, first, ends
-        self._variants: dict[tuple[int | bool, ...], Variant] = {}
-        self._merges: dict[tuple[int, bool, bool], KeptConstants] = {}
-
-    def variant(
-        self,
-        heads: int,
-        q_tokens: int,
-        mask: int,
-        readers: int,
-        indexed: bool,
-        gathered: bool,
-        factors: bool,
-        means: bool,
-    ) -> Variant:
-        """The split kernel.
-
-        Args:
-            heads: query heads.
-            q_tokens: queries of a sequence.
-            mask: kind of mask.
-            readers: sequences that read each sequence of the segments.
-            indexed: whether there are `Read.rows`.
-            gathered: whether there are `Read.tables`.
-            factors: whether keys were divided by factors; see `KeySmoothing`.
-            means: whether means were subtracted from them.
-        """
-        wanted = heads, q_tokens, mask, readers, indexed, gathered, factors, means
-        variant = self._variants.get(wanted)
-        if variant is None:
-            groups = heads // self._kv_heads
-            spec = split_spec(
-                *self._sides,
-                self._block_tokens,
-                self._dtype,
-                self._kv_heads,
-                groups,
-                rows_of_program(groups * q_tokens * readers),
-                mask,
-                self._first,
-                self._ends,
-                readers > 1,
-                indexed,
-                self._packed,
-                gathered,
-                factors,
-                means,
-            )
-            key = self._device, self.shared_memory, spec, self._launch
-            variant = _variants.setdefault(key, Variant(spec, self._launch, self._dtype))
-            self._variants[wanted] = variant
-        return variant
-
-    def merge(self, heads: int, logsumexp: bool, gaps: bool) -> KeptConstants:
-        """The constants of the merge kernel for a number of query heads; see `MergeSpec`."""
-        constants = self._merges.get((heads, logsumexp, gaps))
-        if constants is None:
-            spec: MergeSpec = merge_spec(heads, self._sides[1], logsumexp, gaps)
-            constants = KeptConstants(SPEC=spec, num_warps=4, enable_fp_fusion=True)
-            self._merges[heads, logsumexp, gaps] = constants
-        return constants
+    device: torch.device
+    multiprocessors: int
+    shared_memory: int | None
+    dtype: torch.dtype
+    keys: SideSpec
+    values: SideSpec
+    kv_heads: int
+    block_tokens: int
+    packed: bool
+    first: bool
+    ends: bool
+    launch: Launch
 
     def blocks_per_split(self, blocks: int, programs_of_a_split: int) -> int:
         """Blocks of a split among so many, so that all multiprocessors are busy."""
-        launch = self._launch
-        wanted = -(-self.multiprocessors * launch.programs // programs_of_a_split)
-        splits = min(wanted, -(-blocks // launch.minimum_blocks))
+        wanted = -(-self.multiprocessors * self.launch.programs // programs_of_a_split)
+        splits = min(wanted, -(-blocks // self.launch.minimum_blocks))
         return max(1, -(-blocks // max(1, splits)))
 
 
-@functools.lru_cache(maxsize=256)
-def split_kernels(
-    device: torch.device,
-    limits: tuple[int, int | None],
-    dtype: torch.dtype,
-    sides: tuple[SideSpec, SideSpec],
-    kv_heads: int,
-    block_tokens: int,
-    packed: bool,
-    first: bool,
-    ends: bool,
-    launch: Launch,
-) -> SplitKernels:
-    """The kernels of all segments of one kind. Some segments are new at each step, and only their arguments are."""
-    return SplitKernels(device, limits, dtype, sides, kv_heads, block_tokens, packed, first, ends, launch)
+segment_kind = functools.lru_cache(maxsize=256)(SegmentKind)
+"""The same object for the same attributes."""
 
 
+@functools.lru_cache(maxsize=4096)
+def variant_for(
+    kind: SegmentKind,
+    heads: int,
+    q_tokens: int,
+    mask: int,
+    readers: int,
+    indexed: bool,
+    gathered: bool,
+    factors: bool,
+    means: bool,
+) -> Variant:
+    """The split kernel.
+
+    Args:
+        kind: the kind of the segments.
+        heads: query heads.
+        q_tokens: queries of a sequence.
+        mask: kind of mask.
+        readers: sequences that read each sequence of the segments.
+        indexed: whether there are `Read.rows`.
+        gathered: whether there are `Read.tables`.
+        factors: whether keys were divided by factors; see `KeySmoothing`.
+        means: whether means were subtracted from them.
+    """
+    groups = heads // kind.kv_heads
+    spec = split_spec(
+        kind.keys,
+        kind.values,
+        kind.block_tokens,
+        kind.dtype,
+        kind.kv_heads,
+        groups,
+        rows_of_program(groups * q_tokens * readers),
+        mask,
+        kind.first,
+        kind.ends,
+        readers > 1,
+        indexed,
+        kind.packed,
+        gathered,
+        factors,
+        means,
+    )
+    return _variant_of(kind.device, kind.shared_memory, spec, kind.launch, kind.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def merge_constants(kind: SegmentKind, heads: int, logsumexp: bool, gaps: bool) -> KeptConstants:
+    """The constants of the merge kernel for a number of query heads; see `MergeSpec`."""
+    return KeptConstants(SPEC=merge_spec(heads, kind.values, logsumexp, gaps), num_warps=4, enable_fp_fusion=True)
+
+
+@dataclass(eq=False)
 class SegmentPlan:
-    """Arguments and kernels for one packed segment.
+    """The arguments of one segment.
+
+    If the segment is in full precision, keys and values stand for codes, a block is the most tokens of a piece, and
+    nothing is rotated.
 
     Attributes:
-        obstacle: why the kernel cannot take the segment, `None` if it can.
-        launch: how work is divided.
-        kernels: the kernels.
-        device: device of the codes.
-        dtype: dtype of the parameters.
-        kv_heads: heads that have keys and values.
-        tensors: codes and parameters of the keys and of the values, and the ends of the blocks.
+        kind: the kind of the segment.
+        tensors: codes and parameters of the keys and of the values, and the ends of the blocks. Pointers of the right
+            type stand for what is never read.
         strides: batch, head and block strides of the first four tensors.
         blocks: number of blocks.
-        block_tokens: tokens of a block.
-        tokens: tokens that are held.
         first: tokens at the front of the first block that have been evicted.
-        value_dim: channels of a value.
-        rotation: binary logarithm of the channels that a Hadamard matrix has mixed in values, or 0.
     """
 
-    def __init__(self, segment: PackedSegment, launch: Launch) -> None:
-        keys, values = segment.keys, segment.values
-        self.device, self.dtype = keys.codes.device, keys.parameters.dtype
-        self.obstacle = device_obstacle(self.device)
-        if self.obstacle is None and not supports(
-            keys.format,
-            values.format,
-            key_head_dim=keys.head_dim,
-            value_head_dim=values.head_dim,
-            block_tokens=keys.block_tokens,
-            dtype=self.dtype,
-            device=self.device,
-        ):
-            self.obstacle = "the kernel does not support such codes"
-        if self.obstacle is not None:
-            return
-        self.launch = launch
-        self.kv_heads, self.blocks = keys.codes.shape[1], segment.blocks
-        self.block_tokens, self.tokens, self.first = keys.block_tokens, segment.tokens, segment.first
-        self.value_dim = values.head_dim
-        key_codes, value_codes = _words(keys.codes), _words(values.codes)
-        of_packed = key_codes, keys.parameters, value_codes, values.parameters
-        self.strides = tuple(stride for tensor in of_packed for stride in tensor.stride()[:3])
-        # Pointers of the right type stand for what is never read.
-        ends = _ends_of(segment) if segment.ends is not None else key_codes
-        self.tensors = (*of_packed, ends)
-        # Not the segment itself: it holds the plan, and the two would outlive each other on the GPU.
-        self._has_ends = segment.ends is not None
-        self._starts: Tensor | None = None
-        sides = (
-            side_spec(keys.format, "keys", keys.head_dim, self.block_tokens, self.dtype, launch.assembly),
-            side_spec(values.format, "values", values.head_dim, self.block_tokens, self.dtype, launch.assembly),
-        )
-        self.rotation = sides[1].rotation
-        self.kernels = split_kernels(
-            self.device,
-            (multiprocessors(self.device), shared_memory_limit(self.device)),
-            self.dtype,
-            sides,
-            self.kv_heads,
-            self.block_tokens,
-            packed=True,
-            first=self.first > 0,
-            ends=self._has_ends,
-            launch=launch,
-        )
+    kind: SegmentKind
+    tensors: tuple[Tensor, ...]
+    strides: tuple[int, ...]
+    blocks: int = 0
+    first: int = 0
 
+    @functools.cached_property
     def starts(self) -> Tensor:
         """int32 `[blocks]`: the tokens that are held in front of each block, by which masks are indexed."""
-        if not self._has_ends:
-            return self.tensors[4]
-        if self._starts is None:
-            ends = self.tensors[4]
-            self._starts = torch.cumsum(ends, 0, dtype=torch.int32) - ends
-            self._starts[1:] -= self.first
-        return self._starts
+        ends = self.tensors[4]
+        if not self.kind.ends:
+            return ends
+        starts = torch.cumsum(ends, 0, dtype=torch.int32) - ends
+        starts[1:] -= self.first
+        return starts
 
 
-class DensePlan:
-    """Arguments and kernels for one segment in full precision of which pieces are read.
-
-    Attributes: those of a `SegmentPlan`. Keys and values stand for codes, a block is the most tokens of a piece, and
-    nothing is rotated.
-    """
-
-    def __init__(self, segment: DenseSegment, launch: Launch) -> None:
-        keys, values = segment.keys, segment.values
-        self.device, self.dtype = keys.device, keys.dtype
-        key_dim, self.value_dim = keys.shape[3], values.shape[3]
-        self.obstacle = device_obstacle(self.device)
-        if self.obstacle is None and (self.dtype not in DTYPES or values.dtype != self.dtype):
-            self.obstacle = f"the kernel does not support keys that are {self.dtype}, and values {values.dtype}"
-        elif self.obstacle is None and max(key_dim, self.value_dim) > LARGEST_HEAD_DIM:
-            self.obstacle = f"the kernel does not support more than {LARGEST_HEAD_DIM} channels"
-        if self.obstacle is not None:
-            return
-        self.launch = launch
-        self.kv_heads, self.block_tokens = keys.shape[1], DENSE_PIECE_TOKENS
-        self.first = self.rotation = 0
-        keys, values, strides = rows_of_channels(keys, values)
-        self.tensors = keys, keys, values, values, keys
-        nothing = (0, 0, 0)
-        self.strides = (*strides[:3], *nothing, *strides[3:], *nothing)
-        self.kernels = split_kernels(
-            self.device,
-            (multiprocessors(self.device), shared_memory_limit(self.device)),
-            self.dtype,
-            (dense_side_spec(key_dim), dense_side_spec(self.value_dim)),
-            self.kv_heads,
-            self.block_tokens,
-            packed=False,
-            first=False,
-            ends=False,
-            launch=launch,
-        )
-
-    def starts(self) -> Tensor:
-        """Any pointer: no run of blocks is read."""
-        return self.tensors[4]
-
-
-def plan_of(segment: PackedSegment, launch: Launch = DEFAULT_LAUNCH) -> SegmentPlan:
-    """The plan of a segment, made once for as long as its blocks do not change."""
-    plan: SegmentPlan | None = segment.kernel_cache.get("triton")
-    if plan is None or (plan.obstacle is None and plan.launch is not launch):
-        plan = segment.kernel_cache["triton"] = SegmentPlan(segment, launch)
+def plan_of(segment: PackedSegment | DenseSegment) -> SegmentPlan | str:
+    """The plan of a segment, made once for as long as it does not change, or why the kernel cannot take it."""
+    # Not with the segment itself: it holds the plan, and the two would outlive each other on the GPU.
+    plan: SegmentPlan | str | None = segment.kernel_cache.get("triton")
+    if plan is None:
+        plan = _of_packed(segment) if isinstance(segment, PackedSegment) else _of_dense(segment)
+        segment.kernel_cache["triton"] = plan
     return plan
 
 
-def dense_plan_of(segment: DenseSegment, launch: Launch = DEFAULT_LAUNCH) -> DensePlan:
-    """The plan of a segment in full precision, made once for it."""
-    plan: DensePlan | None = segment.kernel_cache.get("triton")
-    if plan is None or (plan.obstacle is None and plan.launch is not launch):
-        plan = segment.kernel_cache["triton"] = DensePlan(segment, launch)
-    return plan
+def _of_packed(segment: PackedSegment) -> SegmentPlan | str:
+    keys, values = segment.keys, segment.values
+    device, dtype, block_tokens = keys.codes.device, keys.parameters.dtype, keys.block_tokens
+    if (obstacle := device_obstacle(device)) is not None:
+        return obstacle
+    if not supports(
+        keys.format,
+        values.format,
+        key_head_dim=keys.head_dim,
+        value_head_dim=values.head_dim,
+        block_tokens=block_tokens,
+        dtype=dtype,
+        device=device,
+    ):
+        return "the kernel does not support such codes"
+    key_codes, value_codes = _words(keys.codes), _words(values.codes)
+    of_packed = key_codes, keys.parameters, value_codes, values.parameters
+    kind = segment_kind(
+        device,
+        multiprocessors(device),
+        shared_memory_limit(device),
+        dtype,
+        side_spec(keys.format, "keys", keys.head_dim, block_tokens, dtype, LAUNCH.assembly),
+        side_spec(values.format, "values", values.head_dim, block_tokens, dtype, LAUNCH.assembly),
+        keys.codes.shape[1],
+        block_tokens,
+        True,
+        segment.first > 0,
+        segment.ends is not None,
+        LAUNCH,
+    )
+    ends = key_codes if segment.ends is None else _ends_of(segment)
+    strides = tuple(stride for tensor in of_packed for stride in tensor.stride()[:3])
+    return SegmentPlan(kind, (*of_packed, ends), strides, segment.blocks, segment.first)
+
+
+def _of_dense(segment: DenseSegment) -> SegmentPlan | str:
+    keys, values = segment.keys, segment.values
+    device, dtype, key_dim, value_dim = keys.device, keys.dtype, keys.shape[3], values.shape[3]
+    if (obstacle := device_obstacle(device)) is not None:
+        return obstacle
+    if dtype not in DTYPES or values.dtype != dtype:
+        return f"the kernel does not support keys that are {dtype}, and values {values.dtype}"
+    if max(key_dim, value_dim) > LARGEST_HEAD_DIM:
+        return f"the kernel does not support more than {LARGEST_HEAD_DIM} channels"
+    kind = segment_kind(
+        device,
+        multiprocessors(device),
+        shared_memory_limit(device),
+        dtype,
+        dense_side_spec(key_dim),
+        dense_side_spec(value_dim),
+        keys.shape[1],
+        DENSE_PIECE_TOKENS,
+        False,
+        False,
+        False,
+        LAUNCH,
+    )
+    keys, values, strides = rows_of_channels(keys, values)
+    nothing = (0, 0, 0)
+    return SegmentPlan(kind, (keys, keys, values, values, keys), (*strides[:3], *nothing, *strides[3:], *nothing))
 
 
 def rows_of_channels(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
@@ -376,3 +338,45 @@ def _ends_of(segment: PackedSegment) -> Tensor:
         if end != size:
             ends[block].fill_(end)
     return ends
+
+
+def supports(
+    key_format: CodeFormat,
+    value_format: CodeFormat,
+    *,
+    key_head_dim: int,
+    value_head_dim: int,
+    block_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Whether `attend_packed` takes packed states of this kind; otherwise the caller has to unpack them.
+
+    Args:
+        key_format: meaning of the key codes.
+        value_format: meaning of the value codes.
+        key_head_dim: channels of a key, and of a query.
+        value_head_dim: channels of a value.
+        block_tokens: tokens of a block.
+        dtype: dtype of queries and parameters.
+        device: device of the states.
+    """
+    if not runs_triton(device) or dtype not in DTYPES:
+        return False
+    # Two tiles of scores must have 16 columns.
+    if block_tokens & (block_tokens - 1) or block_tokens * key_format.bits < 128 or block_tokens > LARGEST_BLOCK:
+        return False
+    sides: tuple[tuple[CodeFormat, Side, int], ...] = (
+        (key_format, "keys", key_head_dim),
+        (value_format, "values", value_head_dim),
+    )
+    return all(_supports_side(code_format, side, head_dim, block_tokens) for code_format, side, head_dim in sides)
+
+
+def _supports_side(code_format: CodeFormat, side: Side, head_dim: int, block_tokens: int) -> bool:
+    if code_format.bits not in WIDTHS or code_format.levels or code_format.fixed_scales:
+        return False
+    if head_dim > LARGEST_HEAD_DIM or block_tokens % code_format.group_tokens or head_dim % code_format.group_channels:
+        return False
+    # Rows are read in words of two bytes.
+    return side == "keys" or code_format.bits != 8 or head_dim % 2 == 0

@@ -22,7 +22,7 @@ try:
 except ImportError:  # Tools that import every module, such as a collector of doctests, may still import this one.
     tl = None
 
-from kvlayers.attention.cuda.triton_hadamard import jit
+from kvlayers.attention.cuda.triton_steps import jit
 
 
 @jit

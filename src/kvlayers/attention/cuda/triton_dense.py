@@ -13,9 +13,9 @@ except ImportError:  # Tools that import every module, such as a collector of do
     tl = None
 
 from kvlayers.attention.cuda.triton_codes import add_product
-from kvlayers.attention.cuda.triton_hadamard import jit
-from kvlayers.attention.cuda.triton_softmax import (
+from kvlayers.attention.cuda.triton_steps import (
     finite_base,
+    jit,
     logsumexp_of,
     mask_part,
     normalised,

@@ -23,14 +23,15 @@ from kvlayers.attention.cuda.triton_codes import (
     tokens_of_part,
     zero_unseen,
 )
-from kvlayers.attention.cuda.triton_gathered import block_of_piece
-from kvlayers.attention.cuda.triton_hadamard import jit, rotate
-from kvlayers.attention.cuda.triton_softmax import (
+from kvlayers.attention.cuda.triton_steps import (
+    block_of_piece,
     finite_base,
+    jit,
     logsumexp_of,
     mask_part,
     normalised,
     result_rows,
+    rotate,
     row_maxima,
     row_sums,
     rows_of_program,

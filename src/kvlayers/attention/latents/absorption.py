@@ -12,12 +12,14 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from kvlayers.attention import dispatch
-from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.latents import blocks
-from kvlayers.attention.packed_tensor import Snapshot
+from kvlayers.attention.pieces import state_pieces
+from kvlayers.attention.reference import OnlineSoftmax, masked
+from kvlayers.attention.segment_kinds import DenseSegment
 from kvlayers.attention.segments import KVSegments
-from kvlayers.utils.autocast import without_autocast
+from kvlayers.attention.snapshot import Snapshot
+from kvlayers.quantizers.groups import rotate
+from kvlayers.utils.transforms import without_autocast
 
 CPU_MINIMUM_ROWS = 32
 """Queries of all heads from which torch's attention on dense latents beats the kernel on segments, on a CPU."""
@@ -27,23 +29,27 @@ COPY = "a copy of latents"
 EXPANDED = "latents expanded to the keys and values of all heads"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Projection:
-    """Latents of a cache, and the weight that expands them.
+    """Latents of a cache, and the weight that expands them, which is done once if something reads the product.
 
     Attributes:
         snapshot: the tokens. Their keys are the latents, their values the rotated keys that all heads share.
         weight: `[heads * head_channels, latent_dim]`.
+        product: `[batch, 1, tokens, heads * head_channels]`; `None` until something reads it.
     """
 
     snapshot: Snapshot
     weight: Tensor
+    product: Tensor | None = None
 
     def expanded(self) -> Tensor:
-        """What transformers computes, `[batch, 1, tokens, heads * head_channels]`."""
-        self.snapshot.paths.record(EXPANDED)
-        latents = self.snapshot.read().dense("keys", self.snapshot.dtype)
-        return linear(latents, self.weight)
+        """What transformers computes, which is the same tensor at every call."""
+        if self.product is None:
+            self.snapshot.paths.record(EXPANDED)
+            latents = self.snapshot.read().dense("keys", self.snapshot.dtype)
+            self.product = linear(latents, self.weight)
+        return self.product
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +142,7 @@ def attend(
             attended = _attend_dense(absorbed, rotated, segments, mask, scale, snapshot.paths)
         elif query.device.type == "cpu":
             snapshot.paths.record(BLOCKS)
-            attended = blocks.attend(absorbed, rotated, segments, mask, scale)
+            attended = _attend_packed(absorbed, rotated, segments, mask, scale)
         else:
             snapshot.paths.record(COPY)
             copied = DenseSegment(segments.dense("keys", query.dtype), segments.dense("values", query.dtype))
@@ -160,6 +166,34 @@ def _attend_dense(
     attend = scaled_dot_product_attention if query.device.type == "cpu" else by_products
     attended = attend(rows, only.keys, only.keys, added.to(query.dtype), scale=scale)
     return attended.reshape(batch, heads, queries, latent_dim)
+
+
+def _attend_packed(query: Tensor, rotated: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
+    """As `_attend_dense`, on a CPU: a few blocks at a time are brought to full precision, once for all heads."""
+    batch, heads, queries, latent_dim = query.shape
+    rows = heads * queries
+    # Products stay the same if both sides are rotated. A rotation by blocks of a Hadamard matrix is its own inverse.
+    of_latents = _both(query.reshape(batch, 1, rows, latent_dim).float() * scale)
+    of_rotated = _both(rotated.reshape(batch, 1, rows, -1).float() * scale)
+    if mask is not None:
+        mask = mask.expand(batch, heads, queries, segments.tokens)
+    softmax, smoothing = OnlineSoftmax(of_latents[False]), segments.smoothing
+    for position, segment in segments.with_columns:
+        for piece in state_pieces(position, segment, rows):
+            latents, latents_rotated = piece.states("keys"), piece.keys_rotated
+            if smoothing is not None and piece.is_packed:
+                # Latents are summed up as well, so the queries cannot make up for it.
+                latents = smoothing.restored(rotate(latents) if latents_rotated else latents)
+                latents_rotated = False
+            scores = of_latents[latents_rotated] @ latents.transpose(2, 3)
+            scores += of_rotated[piece.values_rotated] @ piece.states("values").transpose(2, 3)
+            softmax.add(softmax.weights(masked(scores, piece, mask)) @ latents, latents_rotated)
+    return softmax.result()[0].reshape(batch, heads, queries, latent_dim).to(query.dtype)
+
+
+def _both(query: Tensor) -> dict[bool, Tensor]:
+    """Queries as they are, and rotated."""
+    return {False: query, True: rotate(query)}
 
 
 def by_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float) -> Tensor:

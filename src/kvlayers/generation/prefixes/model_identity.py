@@ -8,7 +8,7 @@ import torch
 
 from kvlayers.persistence import weights_id
 from kvlayers.persistence.format import canonical
-from kvlayers.utils.autocast import autocast_dtype
+from kvlayers.utils.transforms import autocast_dtype
 
 
 def model_identity(model: torch.nn.Module) -> str:

@@ -133,7 +133,7 @@ class BlockPacker {
         }
     }
 
-    // Packs the codes of some rows, see `packing.py`.
+    // Packs the codes of some rows, see `block_layout.py`.
     void write_rows(uint8_t* to, int64_t count) {
         typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
         int64_t first = 0;

@@ -1,4 +1,4 @@
-"""Packs blocks on a CPU, by a C++ kernel. `native.py` and `packing.py` do the same in torch, for other devices."""
+"""Packs blocks on a CPU, by a C++ kernel. `native.py` and `packed_side.py` do the same in torch, for other devices."""
 
 import ctypes
 import math
@@ -7,11 +7,9 @@ import pathlib
 import torch
 from torch import Tensor
 
-from kvlayers.quantizers.block_layout import BlockLayout
+from kvlayers.quantizers.block_layout import PLANES, BlockLayout
 from kvlayers.quantizers.contract import KernelSearch
-from kvlayers.quantizers.grouping import smallest_positive
-from kvlayers.quantizers.hadamard import rotation_size
-from kvlayers.quantizers.packing import PLANES
+from kvlayers.quantizers.groups import rotation_size, smallest_positive
 from kvlayers.utils.native_library import NativeLibrary
 from kvlayers.utils.transforms import is_followed, is_memory
 

@@ -222,7 +222,7 @@ def pack_block(
 
 @jit
 def store_plane(codes, row_places, row_is_real, found, SHIFT: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr):
-    """Write some bits of all codes, packed as `packing` says: byte `j` of `n` has columns `j`, `j + n`, ..."""
+    """Write some bits of all codes, packed as `block_layout` says: byte `j` of `n` has columns `j`, `j + n`, ..."""
     SLOTS: tl.constexpr = 8 // WIDTH
     BYTES: tl.constexpr = C.PADDED_COLUMNS // SLOTS
     if C.NATURAL:

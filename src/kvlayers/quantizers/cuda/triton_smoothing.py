@@ -1,4 +1,4 @@
-"""The Triton kernel that finds the vectors of `KeySmoothing`. Only `smoothing` of this folder imports it."""
+"""The Triton kernel that finds the vectors of `KeySmoothing`. Only a launch imports it."""
 
 # mypy: ignore-errors
 # triton compiles the decorated functions from their source: their annotations are triton's, not Python types.

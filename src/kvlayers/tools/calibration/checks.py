@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from kvlayers.caches.quantized import QuantizedCache
 from kvlayers.errors import CapacityError, ConfigError, OptionError, StateMismatchError
 from kvlayers.layers.arguments import whole_number
-from kvlayers.quantizers.registry import backend
+from kvlayers.quantizers.contract import backend
 from kvlayers.stores.quantization import Quantization, block_tokens
 from kvlayers.tools.calibration.budgets import Budget, BytesBudget, DivergenceBudget
 from kvlayers.tools.calibration.sensitivities import Sensitivity

@@ -1,4 +1,4 @@
-"""Steps of the Triton kernels that turn scores into weights. Importing this module imports triton.
+"""Steps that the Triton kernels share. Importing this module imports triton.
 
 Scores are in units of log2(e), so that `exp2` takes them as they are. The scores of a block come in *parts*, a tuple of
 tensors `[rows, tokens]`.
@@ -6,17 +6,59 @@ tensors `[rows, tokens]`.
 
 # mypy: ignore-errors
 # triton compiles the decorated functions from their source: their annotations are triton's, not Python types.
-# ruff: noqa: N803, RUF005
+# ruff: noqa: N803, N806, RUF005
 # Compile-time constants are in capitals, as in triton itself; and its language lacks some of Python.
 
 from __future__ import annotations
 
 try:
+    import triton
     import triton.language as tl
 except ImportError:  # Tools that import every module, such as a collector of doctests, may still import this one.
-    tl = None
+    triton = tl = None
 
-from kvlayers.attention.cuda.triton_hadamard import jit
+jit = triton.jit if triton is not None else lambda function: function
+
+
+@jit
+def rotate(states, ROTATION: tl.constexpr):
+    """Rotate float32 `[rows, channels]` as `quantizers.groups.rotate`, in runs of `2**ROTATION` channels.
+
+    This is the fast Walsh-Hadamard transform: each step adds and subtracts the states whose channels differ in the
+    lowest bit, and makes that bit the highest one. After `ROTATION` steps all bits are where they were.
+    """
+    ROWS: tl.constexpr = states.shape[0]
+    CHANNELS: tl.constexpr = states.shape[1]
+    SIZE: tl.constexpr = 1 << ROTATION
+    RUNS: tl.constexpr = ROWS * CHANNELS // SIZE
+    rotated = tl.reshape(states * (SIZE**-0.5), [RUNS, SIZE])
+    for _ in tl.static_range(ROTATION):
+        even, odd = tl.split(tl.reshape(rotated, [RUNS, SIZE // 2, 2]))
+        rotated = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), [RUNS, SIZE])
+    return tl.reshape(rotated, [ROWS, CHANNELS])
+
+
+@jit
+def filled_pieces(counts, begin, end):
+    """The first of the pieces from `begin` to `end` that has tokens, and the piece behind the last one that has.
+
+    If no piece has tokens, they are `end` and `begin`. So a program whose pieces are all empty reads nothing else, and
+    empty pieces at either end cost nothing.
+    """
+    first = end
+    behind = begin
+    for start in range(begin, end, 32):
+        pieces = start + tl.arange(0, 32)
+        filled = tl.load(counts + pieces, mask=pieces < end, other=0) > 0
+        first = tl.minimum(first, tl.min(tl.where(filled, pieces, end), axis=0))
+        behind = tl.maximum(behind, tl.max(tl.where(filled, pieces + 1, begin), axis=0))
+    return first, behind
+
+
+@jit
+def block_of_piece(pieces, counts, piece):
+    """The block that a piece is in. An empty piece may name no block: it is in the first."""
+    return tl.where(tl.load(counts + piece) > 0, tl.load(pieces + piece), 0)
 
 
 @jit

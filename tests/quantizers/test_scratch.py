@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from kvlayers.utils import scratch as module
-from kvlayers.utils.scratch import scratch
+from kvlayers.quantizers import packed_side as module
+from kvlayers.quantizers.packed_side import scratch
 
 
 def test_a_thread_gets_its_own_memory_again() -> None:

@@ -17,7 +17,7 @@ from kvlayers.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.errors import InterruptedPassError, StateMismatchError
 from kvlayers.stores.buffer import StateForm, TokenBuffer
 from kvlayers.stores.contract import BufferSwap, KVPair, TokenStore
-from kvlayers.stores.copy_on_write import CopyOnWrite
+from kvlayers.stores.sharing import CopyOnWrite
 from kvlayers.stores.validation import check_dense_state, check_one_batch, checked_forms, mismatch, no_room_for_tokens
 from kvlayers.upstream import compat
 

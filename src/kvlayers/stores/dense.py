@@ -12,10 +12,9 @@ from kvlayers.attention.gqa_repeats import marked_for_one_query
 from kvlayers.attention.segments import KVSegments
 from kvlayers.stores.buffer import StateForm, TokenBuffer, nbytes_of
 from kvlayers.stores.contiguous import ContiguousStore
-from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
-from kvlayers.stores.registry import register_store
+from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore, register_store
 from kvlayers.stores.returned_states import ReturnedStates
-from kvlayers.stores.shared_segment import SharedSegment, at_most, selected, tokens_of, write_segment
+from kvlayers.stores.sharing import SharedSegment, at_most, selected, tokens_of, write_segment
 from kvlayers.stores.validation import promoted_forms
 
 GROWTH_DIVISOR = 8

@@ -11,14 +11,20 @@ from typing_extensions import Self, override
 from kvlayers.attention.custom_masks import ReservedColumns, columns_of, marked_for_custom_masks
 from kvlayers.attention.gqa_repeats import marked_for_sdpa, shared_in_graph
 from kvlayers.errors import StateMismatchError
-from kvlayers.stores.buckets import Buckets
 from kvlayers.stores.buffer import COUNT_DTYPE, StateForm, TokenBuffer, form_of, nbytes_of
 from kvlayers.stores.contiguous import ContiguousStore
-from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair
+from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, register_store
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
-from kvlayers.stores.masking import MaskExtent
-from kvlayers.stores.registry import register_store
-from kvlayers.stores.slots import SPECIALIZED_SIZES, TracedCount, device_count, is_static_int, slots_of, symbolic_number
+from kvlayers.stores.slots import (
+    SPECIALIZED_SIZES,
+    Buckets,
+    MaskExtent,
+    TracedCount,
+    device_count,
+    is_static_int,
+    slots_of,
+    symbolic_number,
+)
 from kvlayers.stores.validation import mismatch, no_room_for_batch, no_room_for_tokens
 from kvlayers.upstream import compat
 from kvlayers.utils.module_calls import in_module

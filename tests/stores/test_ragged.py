@@ -9,13 +9,12 @@ from torch import Tensor
 from kvlayers.errors import RollbackError, StaleStatesError, StateMismatchError, UnsupportedLayerError
 from kvlayers.stores import DenseStore, StaticStore
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import TokenStore
+from kvlayers.stores.contract import TokenStore, store_from_description
 from kvlayers.stores.dense import dense_in_small_steps
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.eviction import evicted
 from kvlayers.stores.held_tokens import held_tokens
 from kvlayers.stores.ragged import RaggedStore
-from kvlayers.stores.registry import store_from_description
 from ragged_reference import (
     HEADS,
     KEY_DIM,

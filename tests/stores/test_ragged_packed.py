@@ -11,13 +11,12 @@ from kvlayers.attention.packed_tensor import as_dense
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.kept import KeptTokens
 from kvlayers.stores import DenseStore, QuantizedStore
-from kvlayers.stores.contract import TokenStore
+from kvlayers.stores.contract import TokenStore, store_from_description
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.eviction import evicted
 from kvlayers.stores.held_tokens import HeldTokens, held_tokens
 from kvlayers.stores.packed_blocks import SIDES, block_nbytes
 from kvlayers.stores.ragged import RaggedStore
-from kvlayers.stores.registry import store_from_description
 from ragged_reference import (
     HEADS,
     KEY_DIM,

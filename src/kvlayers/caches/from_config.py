@@ -25,11 +25,9 @@ from kvlayers.layers.upstream_adapter.adapter import adapted
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.rope.from_config import rotaries
 from kvlayers.rope.rotary import Rotary
-from kvlayers.stores.buckets import Buckets
-from kvlayers.stores.layerwise_quantization import QuantizationOfLayers, check_count
-from kvlayers.stores.masking import MaskExtent
-from kvlayers.stores.quantization import Quantization
+from kvlayers.stores.quantization import Quantization, QuantizationOfLayers, check_count
 from kvlayers.stores.quantized import QuantizedStore
+from kvlayers.stores.slots import Buckets, MaskExtent
 from kvlayers.upstream import compat, model_layers, model_types
 from kvlayers.upstream.attention_scale import attention_scale
 from kvlayers.upstream.model_layers import LayerSpec

@@ -17,8 +17,7 @@ from kvlayers.layers import Checkpoints, Recall
 from kvlayers.layers.arguments import whole_number
 from kvlayers.quantizers.contract import backend as backend_called
 from kvlayers.stores.description import DescriptionContext
-from kvlayers.stores.layerwise_quantization import QuantizationOfLayers, quantization_of_layers
-from kvlayers.stores.quantization import SCALES
+from kvlayers.stores.quantization import SCALES, QuantizationOfLayers, quantization_of_layers
 from kvlayers.upstream import model_types
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.units import tokens

@@ -6,8 +6,8 @@ from typing import Any, TypeVar, overload
 from kvlayers.errors import RegistryError
 from kvlayers.layers.operations import LAYER_CLASSES, LayerOperations
 from kvlayers.rope.rotary import Rotary
+from kvlayers.stores.contract import store_from_description
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
-from kvlayers.stores.registry import store_from_description
 
 Layer = TypeVar("Layer", bound=type[LayerOperations])
 

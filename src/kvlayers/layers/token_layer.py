@@ -14,10 +14,9 @@ from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores import DenseStore, TokenStore
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import BufferSwap, Fidelity
+from kvlayers.stores.contract import BufferSwap, Fidelity, store_class_of
 from kvlayers.stores.description import DescribedByArguments, DescriptionContext, Fact, Facts
 from kvlayers.stores.pending_assignment import PendingAssignment, same_tokens
-from kvlayers.stores.registry import store_class_of
 
 DEFAULT_STORE: dict[str, Fact] = {"store": DenseStore.__name__}
 """The description of the store that layers make by themselves, which their own descriptions leave out."""

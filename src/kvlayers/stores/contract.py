@@ -2,13 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args, overload
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.errors import UnsupportedLayerError
+from kvlayers.errors import RegistryError, UnsupportedLayerError
 from kvlayers.stores.buffer import StateForm, TokenBuffer
 from kvlayers.stores.description import DescribedByArguments, DescriptionContext, Fact, Facts
 from kvlayers.utils.registry import ClassRegistry, DescribesItself
@@ -393,3 +393,65 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
 
 STORE_CLASSES = ClassRegistry("store", "kvlayers.stores", "unregister_store", TokenStore)  # type: ignore[type-abstract]
 """The stores that a file may name."""
+
+
+Store = TypeVar("Store", bound=type[TokenStore])
+
+
+@overload
+def register_store(store_class: Store, *, name: str | None = None) -> Store: ...
+
+
+@overload
+def register_store(store_class: None = None, *, name: str | None = None) -> Callable[[Store], Store]: ...
+
+
+def register_store(store_class: Any = None, *, name: str | None = None) -> Any:
+    """Allow layers with a store of this class to be saved and loaded. Use it as a decorator or call it.
+
+    Args:
+        store_class: the class, derived from `TokenStore`.
+        name: its name in files, by default the name of the class.
+
+    Raises:
+        RegistryError: the name is taken, or the class lacks a member of the contract, which is named.
+    """
+    if store_class is None:
+        return lambda decorated: register_store(decorated, name=name)
+    STORE_CLASSES.register(store_class, name)
+    return store_class
+
+
+def unregister_store(name: str) -> None:
+    """Remove a store.
+
+    Raises:
+        RegistryError: no store is registered by this name.
+    """
+    STORE_CLASSES.remove(name)
+
+
+def store_names() -> list[str]:
+    """All stores that a file may name, including those of entry points in other packages."""
+    return STORE_CLASSES.names()
+
+
+def store_class_of(facts: Facts) -> type[TokenStore] | None:
+    """The class of the store that a layer's facts describe; `None` if the layer makes its own.
+
+    Raises:
+        RegistryError: no store is registered by the name in the facts.
+    """
+    if "store" not in facts:
+        return None
+    found = STORE_CLASSES.get(facts["store"])
+    if found is None:
+        unknown = STORE_CLASSES.unknown(facts["store"])
+        raise RegistryError(f"{unknown} Import the package that registers it, or call register_store().")
+    return found
+
+
+def store_from_description(facts: Facts, context: DescriptionContext) -> TokenStore | None:
+    """The empty store that a layer's facts describe; `None` if the layer makes its own. Raises as `store_class_of`."""
+    store_class = store_class_of(facts)
+    return None if store_class is None else store_class.from_description(facts, context)

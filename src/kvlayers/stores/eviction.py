@@ -8,10 +8,9 @@ from kvlayers.errors import StateMismatchError
 from kvlayers.eviction.kept import KeptTokens
 from kvlayers.stores.contract import KVPair, TokenStore
 from kvlayers.stores.dense import DenseStore, store_of
-from kvlayers.stores.flat_tokens import DenseFlatTokens
+from kvlayers.stores.flat_tokens import DenseFlatTokens, PieceTables
 from kvlayers.stores.held_tokens import HeldTokens, cannot_evict_from, taken
 from kvlayers.stores.packed_eviction import packed_evicted, packed_pieces
-from kvlayers.stores.piece_tables import PieceTables
 from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.stores.ragged import RaggedStore
 

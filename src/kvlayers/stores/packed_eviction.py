@@ -12,10 +12,9 @@ from kvlayers.quantizers.contract import Side
 from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.stores.buffer import form_of
 from kvlayers.stores.contract import KVPair, TokenStore
-from kvlayers.stores.flat_tokens import PackedFlatTokens, flat_form
+from kvlayers.stores.flat_tokens import PackedFlatTokens, PieceTables, flat_form
 from kvlayers.stores.held_tokens import HeldTokens, taken
 from kvlayers.stores.packed_blocks import SIDES, PackedBlocks
-from kvlayers.stores.piece_tables import PieceTables
 from kvlayers.stores.quantization import Quantization, block_tokens
 from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.stores.quantized_checks import checked_quantizers

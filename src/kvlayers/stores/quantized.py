@@ -19,14 +19,13 @@ from kvlayers.quantizers.smoothing import NAMES as SMOOTHING_NAMES
 from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.stores import quantized_plan as plan
 from kvlayers.stores.buffer import StateForm, form_of
-from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
+from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore, register_store
 from kvlayers.stores.dense import DenseStore
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.packed_blocks import PackedBlocks
 from kvlayers.stores.quantization import Quantization, block_tokens, blocks_beyond
 from kvlayers.stores.quantized_checks import check_quantized_state, checked_quantizers, in_one_dtype
 from kvlayers.stores.quantized_parts import QuantizedParts, append_states, residual_after_blocks, residual_length_hint
-from kvlayers.stores.registry import register_store
 from kvlayers.stores.returned_states import ReturnedStates
 from kvlayers.stores.validation import checked_forms, mismatch, promoted_forms
 

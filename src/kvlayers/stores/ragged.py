@@ -15,7 +15,7 @@ from kvlayers.attention.segments import UNEVEN_HEADS, KVSegments
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore
+from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore, register_store
 from kvlayers.stores.dense import DenseStore, dense_in_small_steps
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.flat_tokens import FlatTokens
@@ -23,7 +23,6 @@ from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.stores.quantized_checks import in_one_dtype
 from kvlayers.stores.ragged_plan import planned_nbytes
 from kvlayers.stores.ragged_state import RaggedColumns, check_ragged_state, flat_tokens_of, is_ragged, tail_state
-from kvlayers.stores.registry import register_store
 from kvlayers.stores.returned_states import ReturnedStates
 from kvlayers.stores.validation import checked_forms, mismatch
 

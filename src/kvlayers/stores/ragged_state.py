@@ -10,9 +10,16 @@ from kvlayers.attention.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores.buffer import COUNT_DTYPE, form_of
 from kvlayers.stores.contract import TokenStore
-from kvlayers.stores.flat_tokens import DenseFlatTokens, FlatTokens, PackedFlatTokens, flat_form
+from kvlayers.stores.flat_tokens import (
+    TABLE_NAMES,
+    DenseFlatTokens,
+    FlatTokens,
+    PackedFlatTokens,
+    PieceTables,
+    check_tables,
+    flat_form,
+)
 from kvlayers.stores.packed_blocks import PACKED_NAMES, PackedBlocks, check_packed_state
-from kvlayers.stores.piece_tables import TABLE_NAMES, PieceTables, check_tables
 from kvlayers.stores.quantization import block_tokens
 from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.stores.quantized_checks import checked_quantizers

@@ -1,15 +1,91 @@
-"""Linked slots: how compiled code counts the tokens of a reservation without reading a number."""
+"""How a static reservation is counted and read: sizes of buckets, linked slots, and what a mask covers."""
 
 import functools
 import gc
+import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
+from kvlayers.errors import OptionError
 from kvlayers.stores.buffer import COUNT_DTYPE
+from kvlayers.stores.description import Fact, Facts
+
+ALIGNMENT = 8
+"""Bucket sizes are multiples of this many tokens, as attention kernels require of a mask's rows."""
+
+
+LARGEST_FACTOR = 2**20
+"""The largest factor: above it there is only one bucket in any case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Bucket sizes that grow geometrically, up to the size of the reservation.
+
+    A larger factor means fewer sizes, each of which is compiled once, and more empty slots that attention reads.
+
+    Args:
+        minimum: tokens in the smallest bucket.
+        factor: size of each bucket, divided by the size of the one before.
+
+    Raises:
+        OptionError: `minimum` is below one token, or `factor` does not grow.
+
+    Example:
+        >>> import kvlayers
+        >>> kvlayers.stores.Buckets().sizes(4096)
+        (256, 512, 1024, 2048, 4096)
+    """
+
+    minimum: int = 256
+    factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.minimum, int) or isinstance(self.minimum, bool) or self.minimum < 1:
+            raise OptionError(f"`minimum` of Buckets must be at least 1 token, got {self.minimum!r}.")
+        if not isinstance(self.factor, int | float) or not 1 < self.factor <= LARGEST_FACTOR:
+            raise OptionError(
+                f"`factor` of Buckets must be above 1 and at most {LARGEST_FACTOR:,}, got {self.factor!r}."
+            )
+
+    def facts(self) -> dict[str, Fact]:
+        """The arguments as plain facts."""
+        return {"smallest_bucket": self.minimum, "bucket_factor": self.factor}
+
+    @classmethod
+    def from_facts(cls, facts: Facts) -> Self:
+        """The buckets with these `facts`, which may contain other facts too."""
+        given: Any = facts
+        return cls(given["smallest_bucket"], given["bucket_factor"])
+
+    def sizes(self, capacity: int, whole_from: int | None = None) -> tuple[int, ...]:
+        """Sizes of the buckets of a reservation of `capacity` tokens, smallest first.
+
+        Args:
+            capacity: tokens reserved, the last size.
+            whole_from: a bucket of this many tokens or more is of no use, except the last; `None` for `capacity`.
+
+        Raises:
+            OptionError: `capacity` is not a positive number of tokens.
+        """
+        if not isinstance(capacity, int) or capacity < 1:
+            raise OptionError(f"`capacity` must be at least 1 token, got {capacity!r}.")
+        sizes, size = [], self.minimum
+        while size < (capacity if whole_from is None else min(whole_from, capacity)):
+            sizes.append(size)
+            size = self.after(size)
+        return (*sizes, capacity)
+
+    def after(self, size: int) -> int:
+        """The size that follows `size`."""
+        return max(math.ceil(size * self.factor / ALIGNMENT), size // ALIGNMENT + 1) * ALIGNMENT
+
 
 SPECIALIZED_SIZES = 2
 """TorchDynamo always treats sizes below this one as constants."""
@@ -177,3 +253,82 @@ def device_count(number: int, device: torch.device) -> Tensor:
     """A count on a device: int64, without a dimension."""
     with torch.inference_mode(False):
         return torch.full((), number, dtype=COUNT_DTYPE, device=device)
+
+
+class MaskMode:
+    """Facts on which all layers of a cache agree, because the masks of all layers are made alike.
+
+    Args:
+        compiled: whether eager code reads buckets too, for masks that are passed to compiled code. `None` if it does
+            unless the states are on a CPU.
+
+    Attributes:
+        device: device of the states, `None` before the first ones.
+        recording: whether the cache records tokens for a rollback.
+        mixed: whether the layers cannot share masks of a bucket, because some are offloaded, not static, or of other
+            sizes.
+    """
+
+    def __init__(self, compiled: bool | None = False) -> None:
+        self.compiled = compiled
+        self.device: torch.device | None = None
+        self.recording = False
+        self.mixed = False
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether eager code reads buckets too."""
+        if self.compiled is None:
+            return self.device is None or self.device.type != "cpu"
+        return self.compiled
+
+    @property
+    def compileable(self) -> bool:
+        """Whether the forward pass around the cache may be compiled."""
+        # What is recorded for a rollback does not fit a window's bucket, and a layer that grows has no buckets.
+        if self.recording or self.mixed:
+            return False
+        # Read at every step of a layer: without a further call if there is no accelerator.
+        compiled = self.is_compiled if self.compiled is None else self.compiled
+        return compiled or torch.compiler.is_compiling()
+
+    @property
+    def uses_buckets(self) -> bool:
+        """Whether a mask that is made now has the size of a bucket."""
+        # Eager code concatenates states that autograd follows, so they are in no bucket.
+        return self.compileable and (torch.compiler.is_compiling() or not torch.is_grad_enabled())
+
+
+class MaskExtent:
+    """Remembers whether the mask of a forward pass covers the held tokens or a bucket, so that updates return the same.
+
+    Eager code reads the held tokens: one query then needs no mask, and no empty slot is read. Compiled code reads a
+    bucket, whose size stays the same for many tokens. A mask may be made outside of the compiled code that uses it, or
+    the reverse, so the mask decides: its size is chosen first, and the update follows. Layers that share a mask share
+    a `MaskExtent`.
+    """
+
+    def __init__(self, mode: MaskMode | None = None) -> None:
+        self.mode = MaskMode() if mode is None else mode
+        self._slot: Slot | None = None
+        self._asked_at: Slot | None = None
+
+    def choose(self, slot: Slot, is_step: bool) -> None:
+        """Choose the bucket of a slot if the mode uses buckets and a single token goes there, else the held tokens."""
+        self._asked_at = slot
+        self._slot = slot if is_step and self.mode.uses_buckets else None
+
+    def was_asked_at(self, slot: Slot) -> bool:
+        """Whether a mask was asked for, of tokens from this slot on."""
+        return self._asked_at is slot
+
+    def is_bucket_of(self, slot: Slot) -> bool:
+        """Whether the bucket of `slot` was chosen."""
+        return self._slot is slot
+
+    def forget(self) -> None:
+        """Forget the choice, because the tokens that it was made for have changed."""
+        self._slot = self._asked_at = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_slot": None, "_asked_at": None}

@@ -11,7 +11,7 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import fixed_layers
 from kvlayers.generation import assisted, registry, static_pool, static_room, validate_cache
 from kvlayers.generation.call_arguments import sequences_per_prompt
-from kvlayers.stores.masking import MaskMode
+from kvlayers.stores.slots import MaskMode
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
 from kvlayers.upstream.layer_devices import layer_devices
 

@@ -1,8 +1,8 @@
 """Notes that states are read in full precision, and warns if a model's attention does so at every step."""
 
 from kvlayers.attention.dispatch import PathCounter
-from kvlayers.upstream.attention_calls import running_attention_implementation
 from kvlayers.upstream.deprecation import warn_the_caller
+from kvlayers.upstream.generate_calls import running_attention_implementation
 
 READ_AS_HELD = ("sdpa", "eager", "kvlayers")
 """The attention implementations that read codes, and a prefix that sequences share, as they are held."""

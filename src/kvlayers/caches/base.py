@@ -15,11 +15,9 @@ from kvlayers.attention.cpu import kernel
 from kvlayers.attention.latents.states import as_latents
 from kvlayers.caches.forward_pass import ForwardPassFollower, PassStart, interruption
 from kvlayers.caches.from_config import dynamic_layers, placed, share_mask_extents
-from kvlayers.caches.given_cache import GivenToGenerate
+from kvlayers.caches.given_cache import GivenToGenerate, SeenTokens
 from kvlayers.caches.legacy_api import LegacySurface
 from kvlayers.caches.operations import CacheState, LayerwiseOperations
-from kvlayers.caches.recurrent import RecurrentSurface
-from kvlayers.caches.seen_tokens import SeenTokens
 from kvlayers.caches.summary import CacheSummary, Explanation, explanation_of, summary_of
 from kvlayers.errors import (
     ConfigError,
@@ -40,7 +38,7 @@ from kvlayers.utils.options import checks_options
 from kvlayers.utils.registry import ClassRegistry
 
 
-class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.Cache):  # type: ignore[misc]
+class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ignore[misc]
     """A list of layers, one for each layer of the model. The cache itself stores nothing.
 
     Args:

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.caches import nested_tuples
+from kvlayers.caches import legacy_api
 from kvlayers.caches.base import Cache
 from kvlayers.caches.cross_attention import CrossAttentionFlags, Fingerprint, are_alike, fingerprint
 from kvlayers.caches.dynamic import DynamicCache
@@ -330,15 +330,15 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     def _four(self, layer_idx: int) -> tuple[Tensor | None, ...]:
         cross = self.cross_attention_cache
-        crossed: nested_tuples.StatePair = cross[layer_idx] if layer_idx < len(cross.layers) else (None, None)
+        crossed: legacy_api.StatePair = cross[layer_idx] if layer_idx < len(cross.layers) else (None, None)
         return (*self.self_attention_cache[layer_idx], *crossed)
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:  # type: ignore[override]
         """For each layer, the four tensors of `cache[layer]`."""
         layers = enumerate(self.adapted_layers())
-        return (nested_tuples.with_window(self._four(layer_idx), layer) for layer_idx, layer in layers)
+        return (legacy_api.with_window(self._four(layer_idx), layer) for layer_idx, layer in layers)
 
-    def to_legacy_cache(self) -> nested_tuples.LegacyStates:
+    def to_legacy_cache(self) -> legacy_api.LegacyStates:
         """Copies of the states, `((keys, values, cross_keys, cross_values), ...)`; only `(keys, values)` if empty.
 
         Raises:
@@ -347,7 +347,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         return super().to_legacy_cache()
 
     @override
-    def as_tuples(self, states_of: Callable[[Any], nested_tuples.StatePair]) -> nested_tuples.LegacyStates:
+    def as_tuples(self, states_of: Callable[[Any], legacy_api.StatePair]) -> legacy_api.LegacyStates:
         own, cross = (part.as_tuples(states_of) for part in self._parts())
         if not cross:
             return own  # type: ignore[no-any-return]
@@ -364,7 +364,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         Raises:
             LegacyFormatError: the tuples are nested in another way.
         """
-        return cls(() if past_key_values is None else nested_tuples.check_tuples(past_key_values, width=(2, 4)))
+        return cls(() if past_key_values is None else legacy_api.check_tuples(past_key_values, width=(2, 4)))
 
     def check_dynamic_cache(self, method: str) -> None:
         """Do nothing: every operation works for every kind of cache. Kept for code that asks first."""
@@ -395,7 +395,7 @@ def _batch_size_after(cache: Cache, state: CacheState) -> int:
 def _caches_of(states: Any) -> tuple[DynamicCache, DynamicCache]:
     own: list[Any] = []
     cross: list[Any] = []
-    layers = nested_tuples.check_nesting(states, width=(2, 4, 6))
+    layers = legacy_api.check_nesting(states, width=(2, 4, 6))
     for index, layer in enumerate(layers):
         if len(layer) != len(layers[0]):
             raise LegacyFormatError(

@@ -15,7 +15,7 @@ import transformers
 from transformers import cache_utils as upstream
 
 from kvlayers.caches.from_config import fixed_layers, iter_fixed_layers, share_mask_extents
-from kvlayers.generation.scoped_value import ScopedValue
+from kvlayers.generation.patching import ScopedValue
 from kvlayers.layers import (
     DynamicLayer,
     LayerOperations,

@@ -19,9 +19,9 @@ from transformers.utils import ModelOutput
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import PromptMismatchError
-from kvlayers.generation.call_arguments import sequences_per_prompt
-from kvlayers.generation.scoped_value import ScopedValue
+from kvlayers.generation.patching import ScopedValue
 from kvlayers.upstream.deprecation import warn_the_caller
+from kvlayers.upstream.generate_calls import sequences_per_prompt
 
 STRICT_PROMPTS = ScopedValue("strict_prompts", False)
 """The option `strict_prompts` of `install()`."""

@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from kvlayers.caches.base import Cache
+from kvlayers.caches.given_cache import check_is_new
 from kvlayers.caches.preparation import left_padding_of
-from kvlayers.caches.seen_tokens import check_is_new
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError
 from kvlayers.upstream import compat, generate_calls
 from kvlayers.upstream.model_layers import layer_specs

@@ -12,7 +12,7 @@ from typing import Any
 import transformers.generation.configuration_utils as configuration
 
 from kvlayers.generation import registry
-from kvlayers.generation.scoped_value import ScopedValue
+from kvlayers.generation.patching import ScopedValue
 from kvlayers.upstream.deprecation import warn_the_caller
 
 FIELD = "kvlayers"
@@ -113,17 +113,6 @@ class SavedName:
 
     def __delete__(self, config: Any) -> None:
         del vars(config)[FIELD]
-
-
-def add_field(takes_over: Callable[[], bool]) -> None:
-    """From now on, let configs take over the names in their separate fields. See `SavedName`."""
-    setattr(configuration.GenerationConfig, FIELD, SavedName(takes_over))
-
-
-def remove_field() -> None:
-    """Undo `add_field`."""
-    if isinstance(vars(configuration.GenerationConfig).get(FIELD), SavedName):
-        delattr(configuration.GenerationConfig, FIELD)
 
 
 def save_pretrained(original: Callable[..., None]) -> Callable[..., None]:

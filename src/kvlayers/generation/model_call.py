@@ -10,40 +10,24 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from transformers.modeling_utils import PreTrainedModel
 
 from kvlayers.caches.base import Cache
 from kvlayers.generation import empty_caches, known_ids, legacy_tuples, registry
-from kvlayers.generation.patching import Patch
 from kvlayers.upstream import cache_argument
 
-_is_active: Callable[[], bool] | None = None
+is_active: Callable[[], bool] | None = None
+"""Whether kvlayers is to handle a forward pass, asked in the thread of that pass. `install` sets it, and resets it to
+`None` when it is no longer in place: another library may still call the replacement underneath its own."""
 
 
-def apply_patch(is_active: Callable[[], bool]) -> None:
-    """From now on, look at the caches that models are given.
+def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `PreTrainedModel.__call__`: looks at the caches that models are given."""
 
-    Args:
-        is_active: whether kvlayers is to handle a forward pass, asked in the thread of that pass.
-    """
-    global _is_active
-    _is_active = is_active
-    _patch.apply()
-
-
-def remove_patch() -> None:
-    """Undo `apply_patch`."""
-    global _is_active
-    _is_active = None
-    _patch.remove()
-
-
-def _call(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Read once: another thread may uninstall kvlayers meanwhile.
-        is_active = _is_active
-        if is_active is None:
+        is_active_now = is_active
+        if is_active_now is None:
             return original(self, *args, **kwargs)
         kwargs = cache_argument.respelled(self, kwargs)
         past = kwargs.get(cache_argument.name_for(self))
@@ -56,14 +40,11 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
         for argument in args:
             if isinstance(argument, tuple | list):
                 return legacy_tuples.forward_with_tuples(original, self, args, kwargs)
-        if past is None or is_compiling or not is_active():
+        if past is None or is_compiling or not is_active_now():
             return original(self, *args, **kwargs)
         return _forward_with_cache(functools.partial(original, self), self, past, args, kwargs)
 
     return call
-
-
-_patch = Patch(PreTrainedModel, "__call__", _call)
 
 
 def _forward_with_cache(

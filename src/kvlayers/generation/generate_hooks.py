@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+import threading
 from typing import Any
 
 from torch import Tensor
@@ -17,18 +17,16 @@ from kvlayers.generation import (
     empty_caches,
     known_ids,
     legacy_tuples,
+    make_cache,
     registry,
+    saved_names,
     shared_prefill,
     static_pool,
-    static_room,
     validate_cache,
 )
-from kvlayers.generation.hooks import generation_config as config_hooks
-from kvlayers.generation.hooks import make_cache, old_names
+from kvlayers.generation.patching import Method, Patch
 from kvlayers.generation.prefixes import active_store, prefixed_call
 from kvlayers.upstream import cache_argument, compat, generate_calls
-
-Method = Callable[..., Any]
 
 
 def generate(original: Method) -> Method:
@@ -41,9 +39,9 @@ def generate(original: Method) -> Method:
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs = cache_argument.respelled_for_generate(self, kwargs)
-        old_names.hand_over_cache(self)
+        hand_over_cache(self)
         registry.move_name_to_option(cache_argument.name_in_generate(self), kwargs)
-        with config_hooks.REQUESTED_NAME.override(config_hooks.requested_name(by_name(args, kwargs))):
+        with saved_names.REQUESTED_NAME.override(saved_names.requested_name(by_name(args, kwargs))):
             active = active_store.CURRENT.get()
             if active is None:
                 return generate_without_store(self, *args, **kwargs)
@@ -81,7 +79,7 @@ def generate(original: Method) -> Method:
         given = by_name(args, kwargs)
         may_be_stopped = bool(given.get("stopping_criteria")) or given.get("custom_generate") is not None
         try:
-            with static_pool.tracking() as acquired, known_ids.recording(record), static_room.stopping(may_be_stopped):
+            with static_pool.tracking() as acquired, known_ids.recording(record), make_cache.stopping(may_be_stopped):
                 output = original(assisted.view_for_generate(self, given), *args, **kwargs)
         finally:
             if mask_mode is not None:
@@ -149,7 +147,7 @@ def prepare_cache_for_generation(original: Method) -> Method:
     ) -> None:
         argument = cache_argument.name_in_generate(self)
         past = model_kwargs.get(argument)
-        config_hooks.resolve_name(generation_config, config_hooks.REQUESTED_NAME.get(), past is not None)
+        saved_names.resolve_name(generation_config, saved_names.REQUESTED_NAME.get(), past is not None)
         name = generation_config.cache_implementation or "dynamic"
         _prepare_passed_cache(self, past, generation_config, model_kwargs, max_cache_length)
         mask_mode = make_cache.mask_mode(past)
@@ -206,7 +204,7 @@ def _prepare_passed_cache(
     if new_tokens is not None and total_tokens is not None and not model.config.is_encoder_decoder:
         # The new tokens may have been passed alone, with a mask for all.
         max_cache_length = max(max_cache_length, total_tokens + new_tokens - 1)
-    static_room.check_room(past, generation_config, max_cache_length)
+    make_cache.check_room(past, generation_config, max_cache_length)
     if record is not None:
         record.begin(past, generation_config, attention_mask)
     if compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.get_seq_length():
@@ -229,3 +227,41 @@ def prefill(original: Method) -> Method:
         return transformers_prefill(input_ids, model_kwargs) if output is None else output
 
     return prefill
+
+
+METHOD = "prepare_inputs_for_generation"
+
+_handing_lock = threading.Lock()
+_handing_over: dict[type, Patch] = {}
+
+
+def hand_over_cache(model: Any) -> None:
+    """Let a model that keeps an old name get the cache of `generate()`, until `take_cache_back`."""
+    owner = type(model)
+    if not cache_argument.keeps_an_old_name(model) or getattr(owner, METHOD) is getattr(GenerationMixin, METHOD):
+        return
+    with _handing_lock:
+        if owner not in _handing_over:
+            _handing_over[owner] = Patch(owner, METHOD, functools.partial(_respelling, cache_argument.name_for(model)))
+        _handing_over[owner].apply()
+
+
+def take_cache_back() -> None:
+    """Undo `hand_over_cache` for all classes."""
+    with _handing_lock:
+        for patch in _handing_over.values():
+            patch.remove()
+        _handing_over.clear()
+
+
+def _respelling(old: str, original: Method) -> Method:
+    @functools.wraps(original)
+    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **cache_argument.respelled(self, kwargs))
+
+    # transformers reads in the signature what a call of generate() may pass.
+    signature = inspect.signature(original)
+    new = cache_argument.usual_name()
+    parameters = [each.replace(name=new) if each.name == old else each for each in signature.parameters.values()]
+    prepare_inputs.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return prepare_inputs

@@ -78,8 +78,13 @@ def generate(original: Method) -> Method:
         record = known_ids.TokenRecord(input_ids if cache_sees_ids else None, mask, total_tokens)
         given = by_name(args, kwargs)
         may_be_stopped = bool(given.get("stopping_criteria")) or given.get("custom_generate") is not None
+        acquired: list[static_pool.Acquired] = []
         try:
-            with static_pool.tracking() as acquired, known_ids.recording(record), make_cache.stopping(may_be_stopped):
+            with (
+                static_pool.ACQUIRED.override(acquired),
+                known_ids.recording(record),
+                make_cache.MAY_BE_STOPPED.override(may_be_stopped),
+            ):
                 output = original(assisted.view_for_generate(self, given), *args, **kwargs)
         finally:
             if mask_mode is not None:
@@ -195,7 +200,7 @@ def _prepare_passed_cache(
     # A draft model gets its own cache several times within one call.
     outputs = None if generation_config.is_assistant else model_kwargs.get("encoder_outputs")
     encoded = None if outputs is None else outputs[0]
-    record = known_ids.current_record()
+    record = known_ids.CURRENT.get()
     total_tokens = None if record is None else record.total_tokens
     if attention_mask is not None:
         total_tokens = attention_mask.shape[1]

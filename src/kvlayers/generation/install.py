@@ -32,7 +32,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from transformers import AttentionInterface
@@ -54,7 +53,7 @@ from kvlayers.generation import (
     static_pool,
     transformers4_names,
 )
-from kvlayers.generation.patching import Activation, Method, Patch
+from kvlayers.generation.patching import Activation, Method, Patch, ScopedValue
 from kvlayers.generation.prefixes import active_store
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import compat, supported
@@ -184,18 +183,14 @@ def _check_flags(legacy_names: object, replace_empty_caches: object, strict_prom
             raise OptionError(f"`{name}` must be True or False, got {value!r}.")
 
 
-_in_call: ContextVar[bool | None] = ContextVar("whether the current call of generate() uses kvlayers", default=None)
+_in_call: ScopedValue[bool | None] = ScopedValue("whether the current call of generate() uses kvlayers", None)
 
 
 @contextmanager
 def call_with_kvlayers() -> Iterator[None]:
     """Lasts for one call that uses kvlayers, installed or not. Calls in other threads are not affected."""
-    with _activation.private_call():
-        token = _in_call.set(True)
-        try:
-            yield
-        finally:
-            _in_call.reset(token)
+    with _activation.private_call(), _in_call.override(True):
+        yield
 
 
 @contextmanager
@@ -207,11 +202,8 @@ def _call_of_generate() -> Iterator[bool]:
     """
     with _activation.call() as is_active, transformers4_names.ACTIVATION.call():
         uses_kvlayers = is_active or bool(_in_call.get())
-        token = _in_call.set(uses_kvlayers)
-        try:
+        with _in_call.override(uses_kvlayers):
             yield uses_kvlayers
-        finally:
-            _in_call.reset(token)
 
 
 def _uses_kvlayers() -> bool:

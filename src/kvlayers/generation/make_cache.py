@@ -1,11 +1,8 @@
 """The cache that a call of `generate()` asks for by name, and whether transformers will compile a model around it."""
 
-import contextlib
 import copy
 import dataclasses
 import logging
-from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import transformers
@@ -15,6 +12,7 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import fixed_layers
 from kvlayers.errors import CapacityError
 from kvlayers.generation import assisted, registry, static_pool, validate_cache
+from kvlayers.generation.patching import ScopedValue
 from kvlayers.stores.masking import MaskMode
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
 from kvlayers.upstream.generate_calls import sequences_per_prompt
@@ -150,17 +148,7 @@ def _draft_length(generation_config: Any) -> int:
 
 logger = logging.getLogger(__name__)
 
-_may_be_stopped: ContextVar[bool] = ContextVar("_may_be_stopped", default=True)
-
-
-@contextlib.contextmanager
-def stopping(may_be_stopped: bool) -> Iterator[None]:
-    """Within one call of `generate()`, know whether the caller's code may stop it at any token."""
-    token = _may_be_stopped.set(may_be_stopped)
-    try:
-        yield
-    finally:
-        _may_be_stopped.reset(token)
+MAY_BE_STOPPED = ScopedValue("whether the caller's code may stop the current call of generate() at any token", True)
 
 
 def check_room(cache: object, generation_config: Any, needed: int) -> None:
@@ -200,7 +188,7 @@ def check_room(cache: object, generation_config: Any, needed: int) -> None:
 
 def _fewest_tokens(generation_config: Any, needed: int) -> int:
     """Tokens that the cache of a call holds at its end, however early it ends."""
-    if _may_be_stopped.get() or generation_config.max_time is not None or generation_config.stop_strings is not None:
+    if MAY_BE_STOPPED.get() or generation_config.max_time is not None or generation_config.stop_strings is not None:
         return 0
     return needed if generation_config.eos_token_id is None else (generation_config.min_length or 0) - 1
 

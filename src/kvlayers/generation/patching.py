@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
@@ -92,25 +92,14 @@ class Activation:
                     self._calls.add(token)
             yield is_active
         finally:
-            self._end_call(token)
-
-    @contextmanager
-    def private_call(self) -> Iterator[None]:
-        """Lasts for one call that needs the changes for itself alone. This does not make them active for others."""
-        token = object()
-        try:
             with self._lock:
-                self._calls.add(token)
-                self._apply()
-            yield
-        finally:
-            self._end_call(token)
+                if token in self._calls:
+                    self._calls.discard(token)
+                    self._remove_if_unused()
 
-    def _end_call(self, token: object) -> None:
-        with self._lock:
-            if token in self._calls:
-                self._calls.discard(token)
-                self._remove_if_unused()
+    def private_call(self) -> AbstractContextManager[None]:
+        """Lasts for one call that needs the changes for itself alone. This does not make them active for others."""
+        return self._in_place_for(self._calls)
 
     def activate(self) -> None:
         """Make the changes, until `deactivate`."""
@@ -130,18 +119,21 @@ class Activation:
             self._blocks.clear()
             self._remove_if_unused()
 
-    @contextmanager
-    def block(self) -> Iterator[None]:
+    def block(self) -> AbstractContextManager[None]:
         """`activate` for the length of a `with` block. Blocks nest and overlap: the last one to end deactivates."""
+        return self._in_place_for(self._blocks)
+
+    @contextmanager
+    def _in_place_for(self, users: set[object]) -> Iterator[None]:
         token = object()
         try:
             with self._lock:
-                self._blocks.add(token)
+                users.add(token)
                 self._apply()
             yield
         finally:
             with self._lock:
-                self._blocks.discard(token)
+                users.discard(token)
                 self._remove_if_unused()
 
     def _remove_if_unused(self) -> None:

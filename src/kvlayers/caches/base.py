@@ -67,6 +67,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     """Whether the cache must know the model and the padding before the first tokens; see `prepare`."""
     prefix_notes: tuple[str, ...] = ()
     """What a prefix store had of the prompts of the call that made the cache; see `explain`."""
+    _rotary: Rotary | None = None
+    """How the model's keys are rotated, if the user says it in the place of the model's config."""
     _traces: Mapping[int, int] = MappingProxyType({})
     """For each layer index, how often code that updates the layer was traced."""
     _prefetcher: Prefetcher | None = None
@@ -129,7 +131,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
         """The rotations that the descriptions of the cache and of its layers name by their fingerprints."""
-        return tuple(rotary for layer in self.adapted_layers() for rotary in layer.rotaries)
+        own = () if self._rotary is None else (self._rotary,)
+        return (*own, *(rotary for layer in self.adapted_layers() for rotary in layer.rotaries))
 
     def describe(self) -> dict[str, Any]:
         """The arguments of the cache that its layers do not describe themselves: values that JSON has, and no paths."""

@@ -62,6 +62,8 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
     """
 
     recall: Recall | None = None
+    is_compileable = False
+    """Shapes change at every token, and transformers does not compile around such a cache."""
 
     @checks_options
     def __init__(
@@ -113,11 +115,6 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
                 layer.update(*legacy_api.with_dropped(states, slides))
         # Evicted states may have a different length in each layer. They were given so: no pass was interrupted.
         self._pass.in_step = len(given) - 1
-
-    @property
-    def is_compileable(self) -> bool:
-        """False: shapes change at every token, and transformers does not compile around such a cache."""
-        return False
 
     @override
     def describe(self) -> dict[str, Any]:

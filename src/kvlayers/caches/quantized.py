@@ -257,6 +257,8 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
     """
 
     recall: Recall | None = None
+    is_compileable = False
+    """Shapes change at every token, and transformers does not compile around such a cache."""
 
     @checks_options
     def __init__(
@@ -350,11 +352,6 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         # Scales were measured in self-attention.
         facts = {name: fact for name, fact in self.quantization.facts().items() if name not in SCALES}
         return QuantizedCache(**facts, **self.offloading_options())
-
-    @property
-    def is_compileable(self) -> bool:
-        """False: shapes change at every token, and transformers does not compile around such a cache."""
-        return False
 
 
 def bare_layers(

@@ -126,14 +126,12 @@ def cache_for_forward(config: Any, states: Iterable[Any]) -> Cache:
         if source is not None:
             return source
     checked = _checked(config, states)
-    if _has_cross_attention(config, checked):
-        return EncoderDecoderCache.from_legacy_cache(checked)
-    layers = DynamicCache(config=config).layers
-    if all(isinstance(layer, CacheLayer) and not layer.is_recurrent for layer in layers):
+    layers = [] if _has_cross_attention(config) else DynamicCache(config=config).layers
+    if layers and all(isinstance(layer, CacheLayer) and not layer.is_recurrent for layer in layers):
         if checked:
             _check_count(checked, len(layers))
         return DynamicCache.from_legacy_cache(checked)
-    return DynamicCache.from_legacy_cache(checked, config=config)
+    return cache_for_generate(config, checked)
 
 
 def cache_for_generate(config: Any, states: Iterable[Any]) -> Cache:
@@ -143,7 +141,7 @@ def cache_for_generate(config: Any, states: Iterable[Any]) -> Cache:
         LegacyFormatError: as `cache_for_forward`.
     """
     checked = _checked(config, states)
-    if _has_cross_attention(config, checked):
+    if _has_cross_attention(config):
         return EncoderDecoderCache.from_legacy_cache(checked)
     return DynamicCache.from_legacy_cache(checked, config=config)
 
@@ -154,7 +152,7 @@ def _checked(config: Any, states: Iterable[Any]) -> LegacyStates:
         legacy_api.check_is_whole(layer, index)
     if checked and config.is_encoder_decoder:
         _check_count(checked, model_types.decoder_config(config).num_hidden_layers)
-    elif not _has_cross_attention(config, checked):
+    elif not _has_cross_attention(config):
         legacy_api.check_tuples(checked, width=(2,))
     return checked
 
@@ -167,7 +165,7 @@ def _check_count(states: LegacyStates, layers: int) -> None:
         )
 
 
-def _has_cross_attention(config: Any, states: LegacyStates) -> bool:
+def _has_cross_attention(config: Any) -> bool:
     # Not every config has this field.
     return bool(config.is_encoder_decoder or getattr(config, "add_cross_attention", False))
 

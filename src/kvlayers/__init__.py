@@ -221,7 +221,7 @@ _MOVED = {
         "register_eviction_rule",
         "unregister_eviction_rule",
     ),
-    "generation.resilient": (
+    "generation.ladder": (
         "DEFAULT_LADDER",
         "Rung",
     ),

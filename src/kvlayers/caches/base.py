@@ -13,9 +13,8 @@ from typing_extensions import Self, override
 
 from kvlayers.attention.cpu import kernel
 from kvlayers.attention.latents.states import as_latents
-from kvlayers.caches.forward_pass import ForwardPassFollower, PassStart, interruption
+from kvlayers.caches.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart, SeenTokens, interruption
 from kvlayers.caches.from_config import dynamic_layers, placed, share_mask_extents
-from kvlayers.caches.given_cache import GivenToGenerate, SeenTokens
 from kvlayers.caches.legacy_api import LegacySurface
 from kvlayers.caches.operations import CacheState, LayerwiseOperations
 from kvlayers.caches.summary import CacheSummary, Explanation, explanation_of, summary_of

@@ -1,7 +1,6 @@
 """Let `generate()` use kvlayers' caches: explicitly, reversibly, and with as few changes to transformers as possible.
 
-While kvlayers is installed, these are replaced (`generate_hooks.py`, `model_call.py` and `saved_names.py` have what
-replaces them):
+While kvlayers is installed, these are replaced (`hooks.py` and `saved_names.py` have what replaces them):
 
 * `GenerationMixin.generate`, so that it takes legacy tuples and `return_legacy_cache=True`, which transformers 5
   dropped, keeps the name of a cache that it is asked for, and uses a prefix store (`prefixes/`). To decode with drafts
@@ -11,12 +10,12 @@ replaces them):
 * `GenerationMixin._prefill`, which ignores what a cache has seen if the model's scan starts from zero
   (`chunked_prefill.py`).
 * `PreTrainedModel.__call__`, so that models take and return legacy tuples (`legacy_tuples.py`), empty caches of
-  transformers get layers of kvlayers (`empty_caches.py`), and caches remember the ids of prompts (`known_ids.py`).
+  transformers get layers of kvlayers (`passed_caches.py`), and caches remember the ids of prompts (`known_ids.py`).
 * `GenerationConfig.save_pretrained`, so that a config with a name that only kvlayers knows can be loaded without
   kvlayers.
 * `HfExporter.__init__`, so that torch takes kvlayers' caches apart before the exporter does it differently.
 * `prepare_inputs_for_generation` of models that keep an older name of the cache argument, so that they get the cache
-  (`generate_hooks.py`).
+  (`hooks.py`).
 
 These are added to:
 
@@ -44,10 +43,9 @@ from kvlayers.attention import model_attention
 from kvlayers.caches.export import register_export_support
 from kvlayers.errors import OptionError
 from kvlayers.generation import (
-    empty_caches,
-    generate_hooks,
+    hooks,
     known_ids,
-    model_call,
+    passed_caches,
     registry,
     saved_names,
     static_pool,
@@ -98,7 +96,7 @@ def install(
         if active is not None:
             active_store.CURRENT.set_default(active)
         if replace_empty_caches is not None:
-            empty_caches.REPLACE.set_default(replace_empty_caches)
+            passed_caches.REPLACE.set_default(replace_empty_caches)
         if strict_prompts is not None:
             known_ids.STRICT_PROMPTS.set_default(strict_prompts)
         _activation.activate()
@@ -112,7 +110,7 @@ def uninstall() -> None:
     """
     with _lock:
         active_store.CURRENT.set_default(None)
-        empty_caches.REPLACE.set_default(True)
+        passed_caches.REPLACE.set_default(True)
         known_ids.STRICT_PROMPTS.set_default(False)
         transformers4_names.ACTIVATION.deactivate()
         _activation.deactivate()
@@ -169,7 +167,7 @@ def installed(
         if active is not None:
             stack.enter_context(active_store.CURRENT.override(active))
         if replace_empty_caches is not None:
-            stack.enter_context(empty_caches.REPLACE.override(replace_empty_caches))
+            stack.enter_context(passed_caches.REPLACE.override(replace_empty_caches))
         if strict_prompts is not None:
             stack.enter_context(known_ids.STRICT_PROMPTS.override(strict_prompts))
         yield
@@ -228,7 +226,7 @@ def _if_kvlayers_is_used(hook: Callable[[Method], Method]) -> Callable[[Method],
 
 
 def _wrap_generate(original: Method) -> Method:
-    replacement = generate_hooks.generate(original)
+    replacement = hooks.generate(original)
 
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -248,21 +246,21 @@ def _export_support_first(original: Method) -> Method:
 
 def _patches() -> list[Patch]:
     """The table of all that is replaced in classes of transformers while kvlayers is installed."""
-    hooks: list[tuple[type, str, Callable[[Method], Method]]] = [
-        (GenerationMixin, "_prepare_cache_for_generation", generate_hooks.prepare_cache_for_generation),
+    replacements: list[tuple[type, str, Callable[[Method], Method]]] = [
+        (GenerationMixin, "_prepare_cache_for_generation", hooks.prepare_cache_for_generation),
         (GenerationConfig, "save_pretrained", saved_names.save_pretrained),
     ]
     if compat.PREFILLS_APART:
-        hooks.append((GenerationMixin, "_prefill", generate_hooks.prefill))
+        replacements.append((GenerationMixin, "_prefill", hooks.prefill))
     if compat.HAS_EXPORTERS:
         from transformers.exporters.base import HfExporter
 
-        hooks.append((HfExporter, "__init__", _export_support_first))
+        replacements.append((HfExporter, "__init__", _export_support_first))
     return [
         Patch(GenerationMixin, "generate", _wrap_generate),
-        *(Patch(owner, name, _if_kvlayers_is_used(hook)) for owner, name, hook in hooks),
+        *(Patch(owner, name, _if_kvlayers_is_used(hook)) for owner, name, hook in replacements),
         # This one costs something at each token, so it asks as late as possible whether kvlayers is used.
-        Patch(PreTrainedModel, "__call__", model_call.forward_pass),
+        Patch(PreTrainedModel, "__call__", hooks.forward_pass),
         Patch(GenerationConfig, saved_names.FIELD, lambda _: saved_names.SavedName(_takes_over_names)),
     ]
 
@@ -292,7 +290,7 @@ _ATTENTION = (
 def _apply_patches() -> None:
     for patch in _PATCHES:
         patch.apply()
-    model_call.is_active = _uses_kvlayers
+    hooks.is_active = _uses_kvlayers
     for interface, function in _ATTENTION:
         interface.register(model_attention.NAME, function)
     _accept_names()
@@ -301,8 +299,8 @@ def _apply_patches() -> None:
 def _remove_patches() -> None:
     for patch in _PATCHES:
         patch.remove()
-    model_call.is_active = None
-    generate_hooks.take_cache_back()
+    hooks.is_active = None
+    hooks.take_cache_back()
     for interface, function in _ATTENTION:
         # `register` has no inverse. One of the dicts of the class has what it added, unless somebody has replaced it.
         for functions in [

@@ -11,7 +11,7 @@ from transformers.generation.utils import GenerationMode
 from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import fixed_layers
 from kvlayers.errors import CapacityError
-from kvlayers.generation import assisted, registry, static_pool, validate_cache
+from kvlayers.generation import assisted, passed_caches, registry, static_pool
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.stores.masking import MaskMode
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
@@ -44,7 +44,7 @@ def for_call(
 
     Raises:
         CapacityError: the options reserve fewer tokens than the call needs.
-        KVLayersError: as `registry.make_cache` and `validate_cache.check_rope_dtype`.
+        KVLayersError: as `registry.make_cache` and `passed_caches.check_rope_dtype`.
     """
     drafts = generation_mode == GenerationMode.ASSISTED_GENERATION
     encoder = None if model_types.replaces_cross_attention_cache(model) else model_kwargs.get("encoder_outputs")
@@ -61,13 +61,13 @@ def for_call(
         device=model.device,
         dtype=model.dtype,
         encoder_length=None if encoder is None else encoder[0].shape[1],
-        attention_mask=validate_cache.padding_mask(model_kwargs),
+        attention_mask=passed_caches.padding_mask(model_kwargs),
         layer_devices=layer_devices(model),
     )
     cache = _acquire(model, name, request, generation_config, generation_mode)
     check_room(cache, generation_config, max_cache_length)
     if isinstance(cache, Cache) and cache.rotates_keys:
-        validate_cache.check_rope_dtype(model)
+        passed_caches.check_rope_dtype(model)
     if generation_config.is_assistant:
         cache.activate_past_recording()
         cache = assisted.as_draft_cache(cache)

@@ -44,7 +44,7 @@ def generate(original: Method) -> Method:
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs = cache_argument.respelled_for_generate(self, kwargs)
+        kwargs = cache_argument.respelled(self, kwargs, cache_argument.name_in_generate(self))
         hand_over_cache(self)
         registry.move_name_to_option(cache_argument.name_in_generate(self), kwargs)
         with saved_names.REQUESTED_NAME.override(saved_names.requested_name(by_name(args, kwargs))):

@@ -71,7 +71,7 @@ def resilient_generate(
     """
     rungs, unsuitable = suitable_rungs(ladder, model)
     # Nothing else may hold a cache that the call leaves behind.
-    kwargs = cache_argument.respelled_for_generate(model, kwargs)
+    kwargs = cache_argument.respelled(model, kwargs, cache_argument.name_in_generate(model))
     call = GenerateCall(model, args, kwargs)
     rung, *below = call.rungs_to_try(rungs)
     history: list[_Failure] = []

@@ -1,7 +1,7 @@
 """The caches that kvlayers registers under a name."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import transformers
@@ -23,17 +23,22 @@ from kvlayers.caches.sink import SinkCache
 from kvlayers.caches.static import StaticCache
 from kvlayers.errors import OptionError
 from kvlayers.eviction import BUILTIN_RULES
-from kvlayers.generation.registry import CacheRequest, register
+from kvlayers.generation.registry import CacheFactory, CacheRequest, register
 from kvlayers.layers import Recall
 from kvlayers.utils import late
 from kvlayers.utils.units import tokens
 
 
-@dataclass(frozen=True)
-class _Builtin:
+def _factory(
+    kind: Callable[..., Cache],
+    hint: str = "",
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    fixed: Mapping[str, Any] = MappingProxyType({}),
+    general: str = "",
+) -> CacheFactory:
     """A factory: which class makes the cache, and with which options.
 
-    Attributes:
+    Args:
         kind: the class.
         hint: the option that is the length hint unless the request says otherwise; "" for a class without one.
         defaults: options that the request may change.
@@ -41,52 +46,48 @@ class _Builtin:
         general: the name of a cache of this class whose options are all free.
     """
 
-    kind: Callable[..., Cache]
-    hint: str = ""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    general: str = ""
-
-    def __call__(self, request: CacheRequest) -> Cache:
-        for option, value in self.fixed.items():
+    def make(request: CacheRequest) -> Cache:
+        for option, value in fixed.items():
             if request.options.get(option, value) != value:
                 raise OptionError(
                     f"`{option}` is {value!r} for a cache of this name, got {request.options[option]!r}: use the name "
-                    f"{self.general!r}, or leave the option out."
+                    f"{general!r}, or leave the option out."
                 )
-        options = {**self.defaults, **self.fixed}
-        if self.hint:
-            options[self.hint] = request.length_hint
-        if self.kind in (SinkCache, EvictingCache) and request.attention_mask is not None:
+        options = {**defaults, **fixed}
+        if hint:
+            options[hint] = request.length_hint
+        if kind in (SinkCache, EvictingCache) and request.attention_mask is not None:
             options["left_padding"] = left_padding_of(request.attention_mask)
-        return self.kind(**{**options, **request.options, "config": request.config})
+        return kind(**{**options, **request.options, "config": request.config})
+
+    return make
 
 
-def _quantized(**fixed: Any) -> _Builtin:
-    return _Builtin(QuantizedCache, "length_hint", fixed=fixed, general="quantized")
+def _quantized(**fixed: Any) -> CacheFactory:
+    return _factory(QuantizedCache, "length_hint", fixed=fixed, general="quantized")
 
 
 SINK_WINDOW = 256
 """The window length of a sink cache if the options give none, as in transformers 4."""
 
-_OFFLOADED_STATIC = _Builtin(OffloadedStaticCache, "max_cache_len")
+_OFFLOADED_STATIC = _factory(OffloadedStaticCache, "max_cache_len")
 
-_BUILTINS: dict[str, _Builtin] = {
-    "dynamic": _Builtin(DynamicCache, "length_hint"),
-    "recall": _Builtin(DynamicCache, "length_hint", {"recall": Recall()}),
-    "static": _Builtin(StaticCache, "max_cache_len"),
-    "sliding_window": _Builtin(SlidingWindowCache, "max_cache_len"),
-    "hybrid": _Builtin(HybridCache, "max_cache_len"),
-    "hybrid_chunked": _Builtin(HybridChunkedCache, "max_cache_len"),
-    "offloaded": _Builtin(OffloadedCache, "length_hint"),
+_BUILTINS: dict[str, CacheFactory] = {
+    "dynamic": _factory(DynamicCache, "length_hint"),
+    "recall": _factory(DynamicCache, "length_hint", {"recall": Recall()}),
+    "static": _factory(StaticCache, "max_cache_len"),
+    "sliding_window": _factory(SlidingWindowCache, "max_cache_len"),
+    "hybrid": _factory(HybridCache, "max_cache_len"),
+    "hybrid_chunked": _factory(HybridChunkedCache, "max_cache_len"),
+    "offloaded": _factory(OffloadedCache, "length_hint"),
     "offloaded_static": _OFFLOADED_STATIC,
     "offloaded_hybrid": _OFFLOADED_STATIC,
     "offloaded_hybrid_chunked": _OFFLOADED_STATIC,
-    "sink": _Builtin(SinkCache, defaults={"window_length": SINK_WINDOW}),
-    "evicting": _Builtin(EvictingCache),
+    "sink": _factory(SinkCache, defaults={"window_length": SINK_WINDOW}),
+    "evicting": _factory(EvictingCache),
     # A rule of another package has no such name, which might be that of a cache: it is an option of "evicting".
-    **{rule: _Builtin(EvictingCache, fixed={"rule": rule}, general="evicting") for rule in BUILTIN_RULES},
-    "quantized": _Builtin(QuantizedCache, "length_hint"),
+    **{rule: _factory(EvictingCache, fixed={"rule": rule}, general="evicting") for rule in BUILTIN_RULES},
+    "quantized": _factory(QuantizedCache, "length_hint"),
     "offloaded_quantized": _quantized(offloading=True),
     "fp8": _quantized(backend="fp8"),
     "int8": _quantized(nbits=8),
@@ -94,8 +95,8 @@ _BUILTINS: dict[str, _Builtin] = {
     "int2": _quantized(nbits=2),
 }
 
-for _name, _builtin in _BUILTINS.items():
-    register(_name)(_builtin)
+for _name, _made_by in _BUILTINS.items():
+    register(_name)(_made_by)
 
 
 @register("dynamic_full")

@@ -29,8 +29,7 @@ from fractions import Fraction
 from typing import Any
 
 from kvlayers.eviction import eviction_rule, eviction_rule_names
-from kvlayers.generation.name_options import named_cache
-from kvlayers.generation.registry import is_registered
+from kvlayers.generation.registry import is_registered, named_cache
 from kvlayers.tools.tasks.outcome import TaskOutcome
 from kvlayers.tools.tasks.summary import summarize
 from kvlayers.utils.units import tokens

@@ -31,7 +31,7 @@ from kvlayers.eviction import (
 from kvlayers.eviction.contract import check_scores
 from kvlayers.eviction.for_model import rules_for
 from kvlayers.rope.rotary import Layout, Rotary
-from kvlayers.upstream.attention_scale import attention_scale
+from kvlayers.upstream.model_types import attention_scale
 
 BATCH, KV_HEADS, GROUPS, HEAD_DIM = 2, 3, 2, 8
 FREQUENCIES = torch.tensor([1.0, 0.3, 0.05, 0.01], dtype=torch.float64)

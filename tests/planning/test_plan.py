@@ -15,7 +15,7 @@ import kvlayers
 import versions
 from kvlayers.eviction import BUILTIN_RULES
 from kvlayers.generation import registry
-from kvlayers.generation.name_options import named_cache
+from kvlayers.generation.registry import named_cache
 from kvlayers.layers import LayerOperations, TokenLayer
 from kvlayers.upstream import cache_argument, model_layers
 from models import COMMON, CONFIGS, WINDOW, fresh_model, prompt, tiny_model

@@ -79,6 +79,8 @@ class EvictingCache(Cache):
     """
 
     learns_padding = True
+    is_compileable = False
+    """Which tokens are kept depends on their states."""
 
     @checks_options
     def __init__(
@@ -176,11 +178,6 @@ class EvictingCache(Cache):
             layer.announce(columns)
         return super().get_mask_sizes(query_length, layer_idx)
 
-    @property
-    @override
-    def rotaries(self) -> tuple[Rotary, ...]:
-        return super().rotaries if self._rotary is None else (self._rotary, *super().rotaries)
-
     @override
     def describe(self) -> dict[str, Any]:
         return {
@@ -210,11 +207,6 @@ class EvictingCache(Cache):
         """Forget all tokens, and the padding before them; the memory is kept for the next ones."""
         super().reset()
         self._evicting = self._evicting.with_padding(None)
-
-    @property
-    def is_compileable(self) -> bool:
-        """False: which tokens are kept depends on their states."""
-        return False
 
 
 def _checked_layer_budgets(given: LayerBudgets) -> LayerBudgets:

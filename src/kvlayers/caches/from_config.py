@@ -29,8 +29,8 @@ from kvlayers.stores.quantization import Quantization, QuantizationOfLayers, che
 from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.stores.slots import Buckets, MaskExtent
 from kvlayers.upstream import compat, model_layers, model_types
-from kvlayers.upstream.attention_scale import attention_scale
 from kvlayers.upstream.model_layers import LayerSpec
+from kvlayers.upstream.model_types import attention_scale
 
 WINDOWED = ("sliding_attention", "chunked_attention")
 """Layer types that attend to a fixed number of tokens. For a cache they are one kind: only their masks differ."""

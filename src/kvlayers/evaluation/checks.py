@@ -12,7 +12,7 @@ from kvlayers.caches.base import Cache
 from kvlayers.errors import CapacityError, ConfigError, OptionError
 from kvlayers.evaluation.requests import ScoringRequest
 from kvlayers.upstream import cache_argument, model_layers, model_types
-from kvlayers.upstream.module_states import kept_states
+from kvlayers.upstream.model_types import kept_states
 
 
 def check_model(model: Any) -> None:

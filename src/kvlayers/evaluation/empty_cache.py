@@ -9,7 +9,7 @@ import transformers
 from kvlayers.caches.base import Cache
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError
 from kvlayers.generation import registry
-from kvlayers.generation.validate_cache import validate
+from kvlayers.generation.passed_caches import validate
 from kvlayers.layers import LayerOperations
 from kvlayers.layers.upstream_adapter.adapter import adapted
 from kvlayers.upstream.model_layers import layer_specs

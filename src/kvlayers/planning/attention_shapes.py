@@ -2,8 +2,7 @@
 
 from kvlayers.layers.shape import TokenShape
 from kvlayers.upstream import compat
-from kvlayers.upstream.config_numbers import ConfigNumbers
-from kvlayers.upstream.kv_heads import kv_heads
+from kvlayers.upstream.model_types import ConfigNumbers, kv_heads
 
 
 def token_shape(numbers: ConfigNumbers, layer_type: str) -> TokenShape:

@@ -13,8 +13,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from kvlayers.errors import CapacityError, KVLayersError, OptionError
-from kvlayers.generation.name_options import NamedCache, named_cache
-from kvlayers.generation.registry import CacheRequest, cache_for, cache_names
+from kvlayers.generation.registry import CacheRequest, NamedCache, cache_for, cache_names, named_cache
 from kvlayers.layers.arguments import whole_number
 from kvlayers.planning.cache_bytes import CacheArithmetic, CacheBytes
 from kvlayers.planning.longest_context import longest_context

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from kvlayers.errors import ConfigError
 from kvlayers.layers.shape import RecurrentShape
-from kvlayers.upstream.config_numbers import ConfigNumbers
+from kvlayers.upstream.model_types import ConfigNumbers
 
 
 def recurrent_shape(numbers: ConfigNumbers) -> RecurrentShape:

@@ -10,8 +10,8 @@ from kvlayers.layers.shape import LayerShape
 from kvlayers.planning.attention_shapes import INDEXED, token_shape
 from kvlayers.planning.recurrent_shapes import recurrent_shape
 from kvlayers.upstream import compat, model_layers, model_types
-from kvlayers.upstream.config_numbers import ConfigNumbers
 from kvlayers.upstream.model_layers import LayerSpec
+from kvlayers.upstream.model_types import ConfigNumbers
 
 HOLD_NOTHING = ("dummy", "moe", "mlp")
 """Layer types without a cache of their own."""

@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers.generation.utils import GenerationMode
 
 from kvlayers.generation import registry
-from kvlayers.generation.call_arguments import uses_transformers_generate
 from kvlayers.generation.prompt_batch import PromptBatch, is_token_ids
 from kvlayers.persistence.format import canonical
 from kvlayers.rope.from_config import depends_on_length
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_layers, model_types
-from kvlayers.upstream.module_states import kept_states
+from kvlayers.upstream.generate_calls import uses_transformers_generate
+from kvlayers.upstream.model_types import kept_states
 
 MODES = (
     GenerationMode.GREEDY_SEARCH,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from kvlayers.generation.generate import generate
+from kvlayers.generation.install import generate
 from kvlayers.prefix import PrefixStore
 from kvlayers.tools.measuring.nbytes import cache_nbytes
 from kvlayers.tools.measuring.predictions import is_tie

@@ -21,13 +21,12 @@ from kvlayers.caches.from_config import WINDOWED
 from kvlayers.errors import KVLayersError, OptionError, UnsupportedLayerError
 from kvlayers.evaluation.empty_cache import holds_states
 from kvlayers.eviction import EvictionRule
-from kvlayers.generation.name_options import NamedCache, named_cache, options_after
-from kvlayers.generation.registry import CacheRequest, cache_for, cache_names
+from kvlayers.generation.registry import CacheRequest, NamedCache, cache_for, cache_names, named_cache, options_after
 from kvlayers.planning.cache_bytes import fidelity_of
 from kvlayers.stores.contract import Fidelity
 from kvlayers.tools.names import KVLAYERS, TRANSFORMERS
 from kvlayers.upstream import model_layers
-from kvlayers.upstream.layer_devices import layer_devices
+from kvlayers.upstream.model_layers import layer_devices
 from kvlayers.upstream.model_types import config_of
 
 Key = tuple[str, str]

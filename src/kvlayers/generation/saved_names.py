@@ -12,7 +12,7 @@ from typing import Any
 import transformers.generation.configuration_utils as configuration
 
 from kvlayers.generation import registry
-from kvlayers.generation.scoped_value import ScopedValue
+from kvlayers.generation.patching import ScopedValue
 from kvlayers.upstream.deprecation import warn_the_caller
 
 FIELD = "kvlayers"
@@ -43,12 +43,6 @@ def accept_names(list_names: Callable[[], list[str]]) -> None:
         configuration.ALL_CACHE_IMPLEMENTATIONS = other_names + _added_names
 
 
-def check_name(name: str) -> None:
-    """Raise `RegistryError` if `generate()` does not know the cache name `name`."""
-    if name not in (*configuration.ALL_CACHE_IMPLEMENTATIONS, CONTINUOUS_BATCHING):
-        raise registry.unknown_name(name)
-
-
 def requested_name(arguments: Mapping[str, Any]) -> str | None:
     """The cache name that a call of `generate()` asks for itself, by an argument or in the config that it is given.
 
@@ -62,8 +56,8 @@ def requested_name(arguments: Mapping[str, Any]) -> str | None:
     given = arguments.get("generation_config")
     if name is None and given is not None:
         name = given.cache_implementation
-    if name is not None:
-        check_name(name)
+    if name not in (None, *configuration.ALL_CACHE_IMPLEMENTATIONS, CONTINUOUS_BATCHING):
+        raise registry.unknown_name(name)
     return name
 
 
@@ -82,8 +76,12 @@ def resolve_name(config: Any, requested: str | None, is_given_a_cache: bool) -> 
     """
     if config.cache_implementation is None:
         config.cache_implementation = requested
-    if not is_given_a_cache:
-        _use_saved_name(config)
+    # The separate field is left in a config that was loaded before kvlayers was installed.
+    name, options = _saved(config)
+    if name is not None and config.cache_implementation is None and not is_given_a_cache:
+        if not registry.is_registered(name):
+            raise registry.unknown_name(name)
+        _use(config, name, options)
 
 
 class SavedName:
@@ -115,17 +113,6 @@ class SavedName:
         del vars(config)[FIELD]
 
 
-def add_field(takes_over: Callable[[], bool]) -> None:
-    """From now on, let configs take over the names in their separate fields. See `SavedName`."""
-    setattr(configuration.GenerationConfig, FIELD, SavedName(takes_over))
-
-
-def remove_field() -> None:
-    """Undo `add_field`."""
-    if isinstance(vars(configuration.GenerationConfig).get(FIELD), SavedName):
-        delattr(configuration.GenerationConfig, FIELD)
-
-
 def save_pretrained(original: Callable[..., None]) -> Callable[..., None]:
     """For `GenerationConfig.save_pretrained`: write the name and the options into the separate field."""
 
@@ -148,15 +135,6 @@ def save_pretrained(original: Callable[..., None]) -> Callable[..., None]:
         )
 
     return save_pretrained
-
-
-def _use_saved_name(config: Any) -> None:
-    """Apply the separate field of a config that was loaded before kvlayers was installed."""
-    name, options = _saved(config)
-    if name is not None and config.cache_implementation is None:
-        if not registry.is_registered(name):
-            raise registry.unknown_name(name)
-        _use(config, name, options)
 
 
 def _saved(config: Any) -> tuple[str | None, Any]:

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from kvlayers.generation.oom.attempt import GenerateCall
-from kvlayers.generation.oom.ladder import DEFAULT_LADDER, Rung, RungLike, first_line, suitable_rungs
+from kvlayers.generation.ladder import DEFAULT_LADDER, GenerateCall, Rung, RungLike, first_line, suitable_rungs
 from kvlayers.generation.static_pool import free_reservations
 from kvlayers.upstream import cache_argument
 
@@ -72,7 +71,7 @@ def resilient_generate(
     """
     rungs, unsuitable = suitable_rungs(ladder, model)
     # Nothing else may hold a cache that the call leaves behind.
-    kwargs = cache_argument.respelled_for_generate(model, kwargs)
+    kwargs = cache_argument.respelled(model, kwargs, cache_argument.name_in_generate(model))
     call = GenerateCall(model, args, kwargs)
     rung, *below = call.rungs_to_try(rungs)
     history: list[_Failure] = []

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import logging
 from typing import Any
 
 import transformers
@@ -9,11 +10,13 @@ from transformers.generation.utils import GenerationMode
 
 from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import fixed_layers
-from kvlayers.generation import assisted, registry, static_pool, static_room, validate_cache
-from kvlayers.generation.call_arguments import sequences_per_prompt
+from kvlayers.errors import CapacityError
+from kvlayers.generation import assisted, passed_caches, registry, static_pool
+from kvlayers.generation.patching import ScopedValue
 from kvlayers.stores.slots import MaskMode
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
-from kvlayers.upstream.layer_devices import layer_devices
+from kvlayers.upstream.generate_calls import sequences_per_prompt
+from kvlayers.upstream.model_layers import layer_devices
 
 COMPILED_MODES = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
 """Decoding modes whose steps transformers compiles. With a chunked prefill, it compiles the prefill in every mode."""
@@ -41,7 +44,7 @@ def for_call(
 
     Raises:
         CapacityError: the options reserve fewer tokens than the call needs.
-        KVLayersError: as `registry.make_cache` and `validate_cache.check_rope_dtype`.
+        KVLayersError: as `registry.make_cache` and `passed_caches.check_rope_dtype`.
     """
     drafts = generation_mode == GenerationMode.ASSISTED_GENERATION
     encoder = None if model_types.replaces_cross_attention_cache(model) else model_kwargs.get("encoder_outputs")
@@ -58,13 +61,13 @@ def for_call(
         device=model.device,
         dtype=model.dtype,
         encoder_length=None if encoder is None else encoder[0].shape[1],
-        attention_mask=validate_cache.padding_mask(model_kwargs),
+        attention_mask=passed_caches.padding_mask(model_kwargs),
         layer_devices=layer_devices(model),
     )
     cache = _acquire(model, name, request, generation_config, generation_mode)
-    static_room.check_room(cache, generation_config, max_cache_length)
+    check_room(cache, generation_config, max_cache_length)
     if isinstance(cache, Cache) and cache.rotates_keys:
-        validate_cache.check_rope_dtype(model)
+        passed_caches.check_rope_dtype(model)
     if generation_config.is_assistant:
         cache.activate_past_recording()
         cache = assisted.as_draft_cache(cache)
@@ -141,3 +144,62 @@ def will_be_compiled(
 def _draft_length(generation_config: Any) -> int:
     """How many tokens a draft may reach beyond the end of the sequence before it is rolled back."""
     return 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
+
+
+logger = logging.getLogger(__name__)
+
+MAY_BE_STOPPED = ScopedValue("whether the caller's code may stop the current call of generate() at any token", True)
+
+
+def check_room(cache: object, generation_config: Any, needed: int) -> None:
+    """Check that a call does not run for long only to find that its cache is full.
+
+    A call that may end before that goes on, with a warning: at a token that ends a sequence, at a string, by the time,
+    or by code of the caller. A draft ends when its model is unsure, and is never warned of.
+
+    Args:
+        cache: the cache of the call.
+        generation_config: config of the call, with all of its lengths.
+        needed: tokens that the cache must hold if the call generates as many as it may.
+
+    Raises:
+        CapacityError: the call cannot end before the cache is full.
+    """
+    limit = _reserved_tokens(cache)
+    if limit is None or needed <= limit or generation_config.is_assistant:
+        return
+    advice = (
+        f"reserve {needed} or more (max_cache_len), let it generate fewer tokens (max_new_tokens), or make the cache "
+        "with grow=True."
+    )
+    if _fewest_tokens(generation_config, needed) > limit:
+        raise CapacityError(
+            f"expected a reservation of {needed} tokens, which this call of generate() needs for its prompt and all "
+            f"new tokens but the last, but saw one of {limit}: {advice}"
+        )
+    logger.warning(
+        "The cache has room for %d tokens, and this call of generate() fails if it does not end before it needs more: "
+        "it may need %d. To be safe, %s",
+        limit,
+        needed,
+        advice,
+    )
+
+
+def _fewest_tokens(generation_config: Any, needed: int) -> int:
+    """Tokens that the cache of a call holds at its end, however early it ends."""
+    if MAY_BE_STOPPED.get() or generation_config.max_time is not None or generation_config.stop_strings is not None:
+        return 0
+    return needed if generation_config.eos_token_id is None else (generation_config.min_length or 0) - 1
+
+
+def _reserved_tokens(cache: object) -> int | None:
+    """The most tokens that the layers of a cache can take in, `None` if there is no such number."""
+    if not isinstance(cache, Cache):
+        return None
+    limits: list[int | None] = []
+    for layer in cache.self_attention.adapted_layers():
+        attention: Any = layer.parts[0].unwrapped
+        if attention.reserved is not None and not attention.reserved.grow:
+            limits.append(attention.token_limit if attention.is_sliding else attention.capacity)
+    return min((limit for limit in limits if limit is not None), default=None)

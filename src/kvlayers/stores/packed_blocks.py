@@ -122,6 +122,9 @@ class PackedBlocks:
             values: likewise, of the same tokens.
             smoothing: how the keys are smoothed first, the same for all blocks; `None` to pack them as they are.
         """
+        if keys.is_meta:
+            # A plan asks for bytes, and the room was made.
+            return
         blocks = keys.shape[2] // self.block_tokens
         finite: Tensor | None = None
         is_known = False

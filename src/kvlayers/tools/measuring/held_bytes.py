@@ -8,7 +8,7 @@ import torch
 from kvlayers.caches.base import Cache
 from kvlayers.errors import KVLayersError
 from kvlayers.layers.shape import LayerShape
-from kvlayers.planning.cache_bytes import CacheArithmetic
+from kvlayers.planning.cache_bytes import CacheTrial
 from kvlayers.planning.shapes import layer_shapes
 from kvlayers.tools.measuring.nbytes import cache_nbytes
 
@@ -30,7 +30,7 @@ def bytes_of(make: Callable[[Any, int], Any], config: Any, tokens: int) -> int:
         UnsupportedLayerError: the cache is of another library.
     """
     shapes = layer_shapes(config, 1, DTYPE_IN_USE)
-    return CacheArithmetic(lambda length_hint: make(config, length_hint), shapes, None).nbytes(tokens).total
+    return CacheTrial(lambda length_hint: make(config, length_hint), shapes, None).nbytes(tokens).total
 
 
 def held_nbytes(make: Callable[[], Any], config: Any, tokens: int, chunk: int) -> int | None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.stores.buffer import StateForm, nbytes_of
+from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import Fidelity, KVPair
 from kvlayers.stores.registry import register_store
 from kvlayers.stores.returned_states import ReturnedStates
@@ -79,11 +79,6 @@ class DenseStore(SegmentedStore):
     @override
     def fidelity(self) -> Fidelity:
         return "exact"
-
-    @override
-    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
-        capacity = self.capacity_for(tokens, sized_for) + self.prefix_room if tokens else 0
-        return nbytes_of(key_form, capacity) + nbytes_of(value_form, capacity)
 
     # States of another dtype
 

@@ -20,7 +20,7 @@ from kvlayers.errors import CapacityError
 from kvlayers.layers import Recall
 from kvlayers.layers.shape import LayerShape, TokenShape
 from kvlayers.offload import DiskMemory, HostMemory, Prefetcher, Traffic
-from kvlayers.offload.page_pool import NO_PAGE, PagePool
+from kvlayers.offload.paged_reads import NO_PAGE, PagePool
 from kvlayers.offload.transfers import BlockingTransfers
 from kvlayers.planning.cache_bytes import layer_bytes
 from kvlayers.stores import DenseStore, TokenStore

@@ -22,7 +22,7 @@ from kvlayers.layers.static import StaticLayer
 from kvlayers.layers.static_sliding import StaticSlidingLayer
 from kvlayers.layers.upstream_adapter.adapter import TransformersLayer, adapted
 from kvlayers.layers.wrapper import WrapperLayer
-from kvlayers.offload.page_pool import places_for
+from kvlayers.offload.paged_reads import places_for
 from kvlayers.stores import DenseStore, TokenStore
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import Fidelity, least_faithful

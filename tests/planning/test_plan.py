@@ -523,6 +523,22 @@ def test_layers_of_another_package_are_planned_like_those_of_kvlayers(tokens: in
     assert plan["newest"].longest_context is None
 
 
+def test_a_layer_that_reads_the_numbers_of_its_states_is_left_out_with_the_reason() -> None:
+    class Reading(Newest):
+        @override
+        def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            self.largest = key_states.max().item()
+            return super().update(key_states, value_states)
+
+    def reading(request: kvlayers.CacheRequest) -> kvlayers.Cache:
+        return kvlayers.Cache(layers=[Reading(kvlayers.stores.DenseStore())])
+
+    with registered(reading=reading) as names:
+        assert "`Reading` cannot be planned" in kvlayers.plan(LLAMA, 10).left_out["reading"]
+        with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="which have no numbers"):
+            kvlayers.plan(LLAMA, 10, names=names)
+
+
 def test_a_store_that_does_not_say_its_fidelity_is_refused_by_the_name_of_the_member() -> None:
     with pytest.raises(kvlayers.errors.UnsupportedLayerError, match=r"`Mute.fidelity`"):
         _ = type("Mute", (kvlayers.stores.DenseStore,), {"fidelity": kvlayers.stores.TokenStore.fidelity})().fidelity

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvlayers.attention.dense_segment import DENSE_PIECE_TOKENS
 from kvlayers.caches.base import Cache
-from kvlayers.errors import UnsupportedLayerError
+from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.layers import LayerOperations
 from kvlayers.layers.evicting import EvictingLayer
 from kvlayers.layers.hybrid import HybridLayer
@@ -245,8 +245,21 @@ def layer_bytes(layer: LayerOperations, shape: LayerShape, tokens: int) -> Layer
         CapacityError: the layer reserves room for fewer tokens.
         ConfigError: the layer attends, and the model's layer does not.
     """
+    try:
+        return _bytes_after_update(layer, shape, tokens)
+    except KVLayersError:
+        raise
+    # torch's error for code that reads the numbers of a meta tensor is one of these.
+    except RuntimeError as error:
+        raise UnsupportedLayerError(
+            f"The memory of a `{type(layer).__name__}` cannot be planned, because it cannot take in states on the meta "
+            f"device, which have no numbers ({error}): make the cache, run the model, and ask the cache for `nbytes`."
+        ) from error
+
+
+def _bytes_after_update(layer: LayerOperations, shape: LayerShape, tokens: int) -> LayerBytes:
     if isinstance(layer, HybridLayer):
-        attention, linear = (layer_bytes(part, shape, tokens) for part in (layer.wrapped, layer.linear))
+        attention, linear = (_bytes_after_update(part, shape, tokens) for part in (layer.wrapped, layer.linear))
         return attention._replace(device=attention.device + linear.device)
     if isinstance(layer, OffloadedLayer):
         states, beside = _states_and_beside(layer.wrapped, shape, tokens)

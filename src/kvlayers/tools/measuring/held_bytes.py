@@ -17,7 +17,7 @@ DTYPE_IN_USE = torch.bfloat16
 
 
 def bytes_of(make: Callable[[Any, int], Any], config: Any, tokens: int) -> int:
-    """Bytes of a cache after `tokens` tokens of one sequence in `DTYPE_IN_USE`, by arithmetic.
+    """Bytes of a cache after `tokens` tokens of one sequence in `DTYPE_IN_USE`, as a plan finds them.
 
     Args:
         make: makes an empty cache from a model config and a length hint.
@@ -36,7 +36,7 @@ def bytes_of(make: Callable[[Any, int], Any], config: Any, tokens: int) -> int:
 def held_nbytes(make: Callable[[], Any], config: Any, tokens: int, chunk: int) -> int | None:
     """As `bytes_of` for a cache of any library; `None` if the bytes are not known.
 
-    A cache that has no arithmetic is filled with random states.
+    A cache that cannot be planned is filled with random states.
 
     Args:
         make: makes an empty cache for `tokens` tokens.

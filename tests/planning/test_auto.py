@@ -8,7 +8,7 @@ import torch
 import transformers as tf
 
 import kvlayers
-from kvlayers.planning import auto, free_memory
+from kvlayers.planning import auto
 from models import COMMON, prompt, tiny_model
 
 CONFIG = tf.LlamaConfig(**COMMON)
@@ -88,5 +88,5 @@ def test_bad_input_is_refused(options: dict[str, Any], words: str) -> None:
 
 def test_a_device_that_does_not_tell_is_refused() -> None:
     with pytest.raises(kvlayers.OptionError, match="pass `memory`"):
-        free_memory.free_memory(torch.device("meta"))
-    assert 0 < free_memory.free_memory(torch.device("cpu")) < 2**50
+        auto.free_memory(torch.device("meta"))
+    assert 0 < auto.free_memory(torch.device("cpu")) < 2**50

@@ -16,12 +16,10 @@ from kvlayers.layers.awaited_queries import NOTHING, AwaitedQueries
 from kvlayers.layers.dynamic import check_rollback
 from kvlayers.layers.evicting_states import held_states, joined_states, with_columns
 from kvlayers.layers.eviction_choice import evict
-from kvlayers.layers.eviction_plan import planned_nbytes
 from kvlayers.layers.eviction_progress import WHOLE_FROM, EvictionProgress, of_the_store
 from kvlayers.layers.observed_queries import ObservedQueries
 from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.registry import register_layer
-from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.sink_tokens import padding_of
 from kvlayers.layers.token_layer import TokenLayer, facts_beside
 from kvlayers.quantizers.contract import Side
@@ -228,10 +226,6 @@ class EvictingLayer(TokenLayer):
     def exact_from(self) -> int | None:
         first = self._store.exact_from
         return None if first is None else max(self._progress.whole_from, self._seen - self._store.length + first)
-
-    @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        return planned_nbytes(self.settings, self._empty, shape, tokens, sized_for)
 
     @property
     def left_padding(self) -> Tensor | None:

@@ -12,7 +12,6 @@ from kvlayers.layers.contract import CacheLayer
 from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.registry import layer_class, register_layer
-from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.wrapper import WrapperLayer
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.stores.buffer import StateForm
@@ -102,12 +101,6 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     @override
     def fidelity(self) -> Fidelity:
         return least_faithful((self.wrapped.fidelity, self.linear.fidelity))
-
-    @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        attention = self.wrapped.planned_nbytes(shape, tokens, sized_for)
-        linear = self.linear.planned_nbytes(shape, tokens, None)
-        return attention._replace(device=attention.device + linear.device, host=attention.host + linear.host)
 
     @property
     def keys(self) -> Any:

@@ -16,13 +16,12 @@ from kvlayers.layers.offloaded_state import facts_of_wrapped, on_device, on_host
 from kvlayers.layers.operations import LayerState
 from kvlayers.layers.page_segments import page_tokens_of
 from kvlayers.layers.registry import layer_class, register_layer
-from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.layers.wrapper import WrapperLayer
 from kvlayers.offload.paged_reads import PagedReads
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.quantizers.contract import Side
-from kvlayers.stores.buffer import StateForm, memory_of
+from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import BufferSwap
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 
@@ -366,14 +365,6 @@ class OffloadedLayer(WrapperLayer):
     @override
     def length(self) -> int:
         return self._seen if torch.compiler.is_compiling() else self.wrapped.length
-
-    @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        used = self.wrapped.planned_nbytes(shape, tokens, sized_for)
-        with memory_of(self.prefetcher.memory.allocated_nbytes):
-            allocated = self.wrapped.planned_nbytes(shape, tokens, sized_for).device
-        copies = self.wrapped.planned_copies(shape, tokens)
-        return PlannedBytes(0, used.device, allocated - used.device, used.resident, copies)
 
     @override
     def make_room(self, tokens: int) -> None:

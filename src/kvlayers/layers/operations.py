@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.layers.arguments import repeated_rows
-from kvlayers.layers.shape import LayerShape, PlannedBytes
+from kvlayers.layers.shape import LayerShape
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.buffer import StateForm
@@ -245,21 +245,6 @@ class LayerOperations(DescribesItself, ABC):
             UnsupportedLayerError: the class does not say what its `fidelity` is.
         """
         return 0 if self.fidelity == "exact" else None
-
-    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        """The `nbytes` of a layer like this one after it took in `tokens` tokens at once.
-
-        Args:
-            shape: the shapes that the model's layer holds for each token and each sequence.
-            tokens: tokens of a sequence.
-            sized_for: number of tokens to make room for, in place of the layer's own `sized_for`.
-
-        Raises:
-            CapacityError: the tokens do not fit into a reservation of `sized_for` tokens.
-            ConfigError: the layer attends, and the model's layer does not.
-            UnsupportedLayerError: the class does not define it.
-        """
-        raise lacks_member(self, "planned_nbytes")
 
     def planned_bits(self, shape: LayerShape) -> float:
         """Bits of one number of a key or value, with its share of scales; not of the few tokens in full precision."""

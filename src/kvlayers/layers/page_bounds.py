@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from kvlayers.errors import StateMismatchError
-from kvlayers.stores.buffer import StateForm, TokenBuffer, nbytes_of
+from kvlayers.stores.buffer import StateForm, TokenBuffer
 
 GROWTH_DIVISOR = 8
 """A full buffer grows by its size divided by this."""
@@ -313,12 +313,6 @@ def check_bounds_state(tensors: dict[str, Tensor], keys: Tensor, first: int, len
             f"`{ENDS}` of a state must be ends of pages of 1 to {page_tokens} tokens, up to {length}, got "
             f"{positions[1:]}: take the state again."
         )
-
-
-def planned_nbytes(key_form: StateForm, tokens: int, page_tokens: int, first: int) -> int:
-    """The bytes of the bounds of a layer after `tokens` tokens came at once."""
-    pages = max(tokens - first, 0) // page_tokens
-    return nbytes_of(key_form._replace(head_dim=2 * key_form.head_dim), _capacity_for(pages)) if pages else 0
 
 
 def _capacity_for(pages: int) -> int:

@@ -25,16 +25,12 @@ from kvlayers.layers.page_bounds import (
     PagePlaces,
     PagePriority,
     check_bounds_state,
-    planned_nbytes,
 )
 from kvlayers.layers.page_segments import chosen_segments
 from kvlayers.layers.recall_config import Recall
 from kvlayers.layers.registry import register_layer
-from kvlayers.layers.shape import LayerShape, PlannedBytes
-from kvlayers.offload.page_pool import places_for
 from kvlayers.quantizers.contract import Side
-from kvlayers.stores import DenseStore, TokenStore
-from kvlayers.stores.buffer import nbytes_of
+from kvlayers.stores import TokenStore
 from kvlayers.stores.contract import Fidelity
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.utils.options import checks_options
@@ -203,28 +199,6 @@ class RecallLayer(DynamicLayer):
         # Every token is kept, but what a query leaves out is an error of attention, as rounding is: it shows in the
         # outputs, and depends on which tokens come together.
         return super().fidelity if self.recall.pages == "all" else "rounded"
-
-    @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        planned = super().planned_nbytes(shape, tokens, sized_for)
-        if self.recall.pages == "all":
-            return planned
-        bounds = planned_nbytes(shape.forms()[0], tokens, self.recall.page_tokens, self._store.first_block)
-        return planned._replace(resident=bounds)
-
-    @override
-    def planned_copies(self, shape: LayerShape, tokens: int) -> int:
-        recall, size, store = self.recall, self.recall.page_tokens, self._store
-        first = -(-max(recall.sink_tokens - store.first_block, 0) // size)
-        last = (tokens - store.first_block - recall.recent_tokens) // size
-        if recall.pages == "all" or last - first <= recall.pages:
-            return 0
-        forms, pages = shape.forms(), first + places_for(recall.pages)
-        if not store.holds_tokens_apart:
-            # So many blocks, and what is in full precision: as a store of a shorter text.
-            return store.planned_nbytes(*forms, tokens - (last - pages) * size, None)
-        newest = DenseStore().planned_nbytes(*forms, tokens - last * size, None)
-        return sum(nbytes_of(form, pages * size) for form in forms) + newest
 
     # Operations
 

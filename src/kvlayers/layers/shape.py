@@ -1,7 +1,6 @@
 """The shapes that a layer of a model holds for each token and each sequence. Planned bytes are computed from them."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -100,21 +99,3 @@ class LayerShape:
                 "model's config."
             )
         return self.token
-
-
-class PlannedBytes(NamedTuple):
-    """The bytes that a layer will hold, each counted once.
-
-    Attributes:
-        device: bytes of states on the device. Of an offloaded layer, they are kept on the host.
-        host: bytes that are kept on the host, and are on the device only while the layer is attended to.
-        spare: further bytes that the allocator of the host's memory rounds up to, which stay on the host.
-        resident: bytes beside the states, which are on the device even if the layer is offloaded.
-        copies: bytes of the host that are on the device too, between one token and the next.
-    """
-
-    device: int = 0
-    host: int = 0
-    spare: int = 0
-    resident: int = 0
-    copies: int = 0

@@ -13,7 +13,6 @@ from kvlayers.layers.arguments import repeated_rows, whole_number
 from kvlayers.layers.dynamic import check_rollback
 from kvlayers.layers.operations import LayerState
 from kvlayers.layers.registry import register_layer
-from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.sink_tokens import NAMES, PADDING_NAME, Sinks, check_sinks, padding_of
 from kvlayers.layers.sliding import take_back, window_room
 from kvlayers.layers.token_layer import TokenLayer
@@ -154,15 +153,6 @@ class SinkLayer(TokenLayer):
     @override
     def fidelity(self) -> Fidelity:
         return "evicting"
-
-    @override
-    def planned_tokens(self, tokens: int) -> int:
-        return tokens if tokens <= self.room else self.window_length - 1 - self.num_sink_tokens
-
-    @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        window = super().planned_nbytes(shape, tokens, sized_for)
-        return PlannedBytes(window.device + self._sinks.planned_nbytes(*shape.forms()))
 
     @property
     def rotary(self) -> Rotary | None:

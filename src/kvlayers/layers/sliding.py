@@ -134,10 +134,6 @@ class SlidingLayer(TokenLayer):
         return min(tokens, self.sliding_window - 1)
 
     @override
-    def planned_tokens(self, tokens: int) -> int:
-        return tokens if tokens <= self.room else self.sliding_window - 1
-
-    @override
     def check_truncate(self, length: int) -> None:
         check_rollback(length, self._seen)
         dropped = self._seen - self._tokens_to_return_to()

@@ -9,7 +9,6 @@ from typing_extensions import Self, override
 from kvlayers.errors import CapacityError, StateMismatchError
 from kvlayers.layers.in_step import in_step
 from kvlayers.layers.registry import register_layer
-from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.sliding import SlidingLayer, check_window, window_room
 from kvlayers.layers.static import RESERVATION_FACTS, check_reservation, reservation_from
 from kvlayers.stores import Buckets, StaticStore
@@ -185,14 +184,6 @@ class StaticSlidingLayer(SlidingLayer):
     @override
     def sized_for(self) -> int | None:
         return self._expected
-
-    @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        expected = self._expected if sized_for is None else sized_for
-        room = reserved_room(expected, self.sliding_window, self._store.grow)
-        # A whole window slides on over the reservation.
-        held = min(tokens, room) if room >= self.sliding_window else tokens
-        return PlannedBytes(self._store.planned_nbytes(*shape.forms(), held, room))
 
     @property
     def max_batch_size(self) -> int | None:

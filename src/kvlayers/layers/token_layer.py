@@ -10,7 +10,7 @@ from typing_extensions import Self, override
 from kvlayers.errors import RegistryError, StateMismatchError
 from kvlayers.layers.contract import CacheLayer
 from kvlayers.layers.operations import LayerOperations, LayerState
-from kvlayers.layers.shape import LayerShape, PlannedBytes
+from kvlayers.layers.shape import LayerShape
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores import DenseStore, TokenStore
 from kvlayers.stores.buffer import StateForm
@@ -97,18 +97,6 @@ class TokenLayer(DescribedByArguments, CacheLayer):
     def chosen_page_tokens(self, tokens: int) -> int | None:
         """Tokens of a page, if the query of an update of `tokens` tokens reads pages that it chooses, else `None`."""
         return None
-
-    def planned_copies(self, shape: LayerShape, tokens: int) -> int:
-        """Bytes of tokens that stay on the device if the layer is offloaded, because later queries may read them."""
-        return 0
-
-    def planned_tokens(self, tokens: int) -> int:
-        """How many tokens the store is given room for if the layer takes in `tokens` tokens at once."""
-        return tokens
-
-    @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        return PlannedBytes(self._store.planned_nbytes(*shape.forms(), self.planned_tokens(tokens), sized_for))
 
     @override
     def planned_bits(self, shape: LayerShape) -> float:

@@ -24,7 +24,6 @@ from kvlayers.layers.linear.states import LinearStates, StatesByIndex
 from kvlayers.layers.linear.token_count import TokenCount
 from kvlayers.layers.operations import LayerState
 from kvlayers.layers.registry import register_layer
-from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.transformers_names import TransformersNames
 from kvlayers.stores.contract import Fidelity
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
@@ -173,15 +172,6 @@ class LinearAttentionLayer(TransformersNames, compat.LINEAR_LAYER):  # type: ign
     @override
     def fidelity(self) -> Fidelity:
         return "exact"
-
-    @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        states = shape.recurrent_nbytes()
-        if not states:
-            return PlannedBytes()
-        # One checkpoint is taken after the prompt, unless the prompt is a single token.
-        checkpoints = min(self.checkpoints.most, 1) if tokens > 1 else 0
-        return PlannedBytes(states * (1 + checkpoints) + self._count.planned_nbytes())
 
     # Taking in states
 

@@ -55,10 +55,6 @@ class TokenCount:
         with torch.inference_mode(False):
             return torch.zeros(self._number_of_states, dtype=COUNT_DTYPE, device=device)
 
-    def planned_nbytes(self) -> int:
-        """Bytes of the device's counts, once tokens have been counted."""
-        return self._number_of_states * COUNT_DTYPE.itemsize
-
     def add_token_without_columns(self, state_idx: int) -> bool:
         """Count one token if a recurrent state came without columns. Returns whether it did."""
         if self._columns_were_counted[state_idx]:

@@ -9,9 +9,8 @@ from typing_extensions import Self, override
 
 from kvlayers.errors import OptionError, UnsupportedLayerError
 from kvlayers.layers.operations import LayerOperations, LayerState
-from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.upstream_adapter import calls, rollback, saved_states
-from kvlayers.stores.buffer import StateForm, nbytes_of
+from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import Fidelity
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.upstream import compat
@@ -247,26 +246,6 @@ class TransformersLayer(LayerOperations):
     @override
     def fidelity(self) -> Fidelity:
         return "rounded" if isinstance(self.layer, compat.QUANTIZED_LAYERS) else "exact"
-
-    @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        """See `LayerOperations.planned_nbytes`. Counters are not included.
-
-        Raises:
-            UnsupportedLayerError: it is not known how much memory a layer of this class takes.
-        """
-        if isinstance(self.layer, compat.DUMMY_LAYER):
-            return PlannedBytes()
-        if isinstance(self.layer, compat.INDEXED_LAYER):
-            held = tokens
-        elif isinstance(self.layer, compat.STATIC_INDEXED_LAYER):
-            held = self.layer.max_cache_len if sized_for is None else sized_for
-        else:
-            raise UnsupportedLayerError(
-                f"The memory of transformers' `{type(self.layer).__name__}` cannot be planned: make the cache, run the "
-                "model, and ask the cache for `nbytes`."
-            )
-        return PlannedBytes(sum(nbytes_of(form, held) for form in shape.forms()) + shape.indexer_nbytes(held))
 
     # Both
 

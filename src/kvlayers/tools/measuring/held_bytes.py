@@ -8,7 +8,7 @@ import torch
 from kvlayers.caches.base import Cache
 from kvlayers.errors import KVLayersError
 from kvlayers.layers.shape import LayerShape
-from kvlayers.planning.cache_bytes import CacheArithmetic
+from kvlayers.planning.cache_bytes import CacheTrial
 from kvlayers.planning.shapes import layer_shapes
 from kvlayers.tools.measuring.nbytes import cache_nbytes
 
@@ -17,7 +17,7 @@ DTYPE_IN_USE = torch.bfloat16
 
 
 def bytes_of(make: Callable[[Any, int], Any], config: Any, tokens: int) -> int:
-    """Bytes of a cache after `tokens` tokens of one sequence in `DTYPE_IN_USE`, by arithmetic.
+    """Bytes of a cache after `tokens` tokens of one sequence in `DTYPE_IN_USE`, as a plan finds them.
 
     Args:
         make: makes an empty cache from a model config and a length hint.
@@ -30,13 +30,13 @@ def bytes_of(make: Callable[[Any, int], Any], config: Any, tokens: int) -> int:
         UnsupportedLayerError: the cache is of another library.
     """
     shapes = layer_shapes(config, 1, DTYPE_IN_USE)
-    return CacheArithmetic(lambda length_hint: make(config, length_hint), shapes, None).nbytes(tokens).total
+    return CacheTrial(lambda length_hint: make(config, length_hint), shapes, None).nbytes(tokens).total
 
 
 def held_nbytes(make: Callable[[], Any], config: Any, tokens: int, chunk: int) -> int | None:
     """As `bytes_of` for a cache of any library; `None` if the bytes are not known.
 
-    A cache that has no arithmetic is filled with random states.
+    A cache that cannot be planned is filled with random states.
 
     Args:
         make: makes an empty cache for `tokens` tokens.

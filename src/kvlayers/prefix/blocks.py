@@ -45,29 +45,6 @@ BlockTensors = Mapping[str, Tensor]
 """The tensors of a block by name, `[layers, batch, kv_heads, rows, width]`."""
 
 
-def empty_block(entries: Mapping[str, TensorEntry], position: int) -> tuple[bytearray, dict[str, Tensor]]:
-    """The content of a block with these tensors, and the tensors themselves, to be filled.
-
-    Args:
-        entries: their forms.
-        position: position of the first token. With it in the content, equal states of other tokens are another block.
-    """
-    # Wide numbers first, so that all are aligned.
-    names = sorted(entries, key=lambda name: (-entries[name].dtype.itemsize, name))
-    header: dict[str, object] = {"__metadata__": {**FORMAT, "position": str(position)}}
-    end = 0
-    for name in names:
-        entry = entries[name]
-        begin, end = end, end + math.prod(entry.shape) * entry.dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": [begin, end]}
-    text = canonical(header).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    content = bytearray(LENGTH_BYTES + len(text) + end)
-    content[:LENGTH_BYTES] = len(text).to_bytes(LENGTH_BYTES, "little")
-    content[LENGTH_BYTES : LENGTH_BYTES + len(text)] = text
-    return content, _tensors(content, "", entries)
-
-
 def name_of(content: Content) -> str:
     """The name of the block with this content."""
     return hashlib.sha256(content).hexdigest()
@@ -87,17 +64,15 @@ def opened_block(path: str, name: str, content: Content) -> BlockTensors:
     seen = name_of(content)
     if seen != name:
         refuse(path, f"content with the SHA-256 {name[:16]}...", f"{seen[:16]}...", "it is damaged, and is not used")
-    return _tensors(content, path, None)
+    return _tensors(content, path)
 
 
-def _tensors(content: Content, path: str, expected: Mapping[str, TensorEntry] | None) -> dict[str, Tensor]:
+def _tensors(content: Content, path: str) -> dict[str, Tensor]:
     whole = memoryview(content)
     if whole.readonly:
         # Bytes of a remote file: torch warns of memory that must not be written to.
         whole = memoryview(bytearray(whole))
     header = parse_header(path, len(whole), lambda start, end: bytes(whole[start:end]))
-    if expected is not None and expected.keys() != header.tensors.keys():
-        refuse(path, "the tensors of a block", str(list(header.tensors)))
     tensors = {}
     for name, entry in header.tensors.items():
         begin, end = header.ranges[name]
@@ -152,12 +127,22 @@ def filled_block(group: BlockGroup, rows: Sequence[Mapping[str, Tensor]], positi
     Args:
         group: the layers.
         rows: the tensors of each layer, `[batch, kv_heads, rows, width]`.
-        position: position of the first token.
+        position: position of the first token. With it in the content, equal states of other tokens are another block.
     """
-    count = rows[0][group.tensors[0].name].shape[2]
-    content, tensors = empty_block(group.shapes(count), position)
-    for number, states in enumerate(rows):
-        for name, target in tensors.items():
+    entries = group.shapes(rows[0][group.tensors[0].name].shape[2])
+    header: dict[str, object] = {"__metadata__": {**FORMAT, "position": str(position)}}
+    end = 0
+    # Wide numbers first, so that all are aligned.
+    for name in sorted(entries, key=lambda name: (-entries[name].dtype.itemsize, name)):
+        entry = entries[name]
+        begin, end = end, end + math.prod(entry.shape) * entry.dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": [begin, end]}
+    text = canonical(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    content = bytearray(LENGTH_BYTES + len(text) + end)
+    content[: LENGTH_BYTES + len(text)] = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    for name, target in _tensors(content, "").items():
+        for number, states in enumerate(rows):
             target[number].copy_(states[name])
     return content
 

@@ -120,25 +120,17 @@ class FsspecBackend(RemoteBackend):
 
     def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
         """As `RemoteBackend.read_ranges`; concurrently, if the file system can do that."""
-        names, starts, ends = (
-            [each.file.name for each in ranges],
-            [each.start for each in ranges],
-            [each.end for each in ranges],
-        )
-        return [b"" if found is None else found for found in self._cat_ranges(names, starts, ends)]
+        return [b"" if found is None else found for found in self._cat_ranges(ranges)]
 
     def read_whole(self, files: Sequence[StoredFile]) -> list[bytes | UnreachableError | None]:
         """As `RemoteBackend.read_whole`; concurrently, if the file system can do that."""
-        return self._cat_ranges([file.name for file in files], [0] * len(files), [file.nbytes + 1 for file in files])
+        return self._cat_ranges([ByteRange(file, 0, file.nbytes + 1) for file in files])
 
-    def _cat_ranges(
-        self, names: Sequence[str], starts: Sequence[int], ends: Sequence[int]
-    ) -> list[bytes | UnreachableError | None]:
+    def _cat_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError | None]:
         """The bytes of each range, or the error; `None` if the file does not exist."""
-        paths = [self._at(name) for name in names]
-        found: list[bytes | Exception] = self._call(
-            lambda: self._fs.cat_ranges(paths, list(starts), list(ends), on_error="return")
-        )
+        paths = [self._at(each.file.name) for each in ranges]
+        starts, ends = [each.start for each in ranges], [each.end for each in ranges]
+        found: list[bytes | Exception] = self._call(lambda: self._fs.cat_ranges(paths, starts, ends, on_error="return"))
         return [self._content(each) for each in found]
 
     def _content(self, found: bytes | Exception) -> bytes | UnreachableError | None:

@@ -8,8 +8,13 @@ import torch
 from kvlayers.caches.base import Cache
 from kvlayers.errors import ConfigError, KVLayersError
 from kvlayers.generation.prefixes.active_store import ActiveStore
-from kvlayers.generation.prefixes.eligibility import IneligibleError, check_cache, check_model, options_as_text
-from kvlayers.generation.prefixes.model_identity import model_identity
+from kvlayers.generation.prefixes.eligibility import (
+    IneligibleError,
+    check_cache,
+    check_model,
+    model_identity,
+    options_as_text,
+)
 from kvlayers.generation.prefixes.stored_caches import usable_cache
 from kvlayers.prefix import Hit
 

@@ -27,8 +27,8 @@ from kvlayers.stores import DenseStore, TokenStore
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import Fidelity, least_faithful
 from kvlayers.stores.dense import SMALL_STEP
-from kvlayers.stores.packed_blocks import SIDES, block_nbytes
 from kvlayers.stores.flat_tokens import tables_nbytes
+from kvlayers.stores.packed_blocks import SIDES, block_nbytes
 from kvlayers.stores.quantization import block_tokens
 from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.stores.quantized_checks import checked_quantizers

@@ -30,11 +30,11 @@ from kvlayers.generation.prefixes.eligibility import (
     check_model,
     check_options,
     ids_name,
+    model_identity,
     options_as_text,
     options_of,
     prompts_of,
 )
-from kvlayers.generation.prefixes.model_identity import model_identity
 from kvlayers.generation.prefixes.stored_caches import StoredCaches, depends_on_chunks
 from kvlayers.generation.saved_names import requested_name, resolve_name
 from kvlayers.generation.shared_prefill import MIN_TOKENS

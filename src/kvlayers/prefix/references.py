@@ -3,13 +3,16 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvlayers.persistence.block_table import BlockTable
 from kvlayers.persistence.inspect import CacheFile
 from kvlayers.prefix.backends import StoredFile
+
+Hold = Callable[[Iterable[str]], None]
+"""Keeps blocks with these names."""
 
 
 @dataclass(frozen=True)
@@ -95,19 +98,24 @@ class BlockReferences:
                 del self._counts[name]
 
     @contextmanager
-    def holding(self) -> Iterator["HeldBlocks"]:
-        """Blocks that a writer of this process is about to refer to."""
-        held = HeldBlocks(self)
+    def holding(self) -> Iterator[Hold]:
+        """For the length of the context, this process deletes none of the blocks that the function was called with.
+
+        A writer calls it with the blocks that it is about to refer to.
+        """
+        held: set[str] = set()
+
+        def hold(names: Iterable[str]) -> None:
+            more = set(names) - held
+            held.update(more)
+            with self._lock:
+                self._held.update(more)
+
         try:
-            yield held
+            yield hold
         finally:
             with self._lock:
-                self._held -= held.names
-
-    def hold(self, names: Counter[str]) -> None:
-        """See `HeldBlocks.add`."""
-        with self._lock:
-            self._held += names
+                self._held -= Counter(held)
 
     def forget_gone(self, listed: Iterable[str], began: int) -> None:
         """Forget entries that are not in a listing.
@@ -157,17 +165,3 @@ class BlockReferences:
         with self._lock:
             for name in names:
                 self._sole.pop(name, None)
-
-
-class HeldBlocks:
-    """Names of blocks that one writer holds."""
-
-    def __init__(self, references: BlockReferences) -> None:
-        self.names: Counter[str] = Counter()
-        self._references = references
-
-    def add(self, names: Iterable[str]) -> None:
-        """Keep this process from deleting these blocks."""
-        more = Counter(set(names) - set(self.names))
-        self.names += more
-        self._references.hold(more)

@@ -22,7 +22,7 @@ from kvlayers.tools.tasks import (
     task_names,
     unregister_task,
 )
-from kvlayers.tools.tasks.answer_score import answer_score
+from kvlayers.tools.tasks.runner import answer_score
 from kvlayers.tools.tasks.samples import LEAST_FILLER
 from model_directories import random_text, word_tokenizer
 

@@ -7,15 +7,29 @@ import torch
 from torch import Tensor
 
 from kvlayers.errors import CapacityError, OptionError
-from kvlayers.evaluation.cache_copies import SharedCache, is_exact, repeat, takes_rows
-from kvlayers.evaluation.checks import check_count, check_model, most_tokens
-from kvlayers.evaluation.context_caches import ContextCaches
-from kvlayers.evaluation.division import Division, exact_division, lossy_division
-from kvlayers.evaluation.empty_cache import layers_of
-from kvlayers.evaluation.forward_passes import LOGITS_AT_ONCE, PassSizes, ScoredToken, TokenScores, scored_logits
+from kvlayers.evaluation.caches import (
+    SharedCache,
+    check_count,
+    check_model,
+    is_exact,
+    layers_of,
+    most_tokens,
+    repeat,
+    takes_rows,
+)
+from kvlayers.evaluation.contexts import ChunkedEntries, ContextCaches, ContextEntries, ExactEntries, StoredContexts
+from kvlayers.evaluation.passes import (
+    LOGITS_AT_ONCE,
+    Division,
+    PassSizes,
+    ScoredToken,
+    TokenScores,
+    exact_division,
+    lossy_division,
+    scored_logits,
+)
 from kvlayers.evaluation.prefix_plan import ScoredRow, SharedPrefix, plan_prefixes
 from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest
-from kvlayers.evaluation.stored_contexts import ChunkedEntries, ContextEntries, ExactEntries, StoredContexts
 from kvlayers.generation.shared_prefill import MIN_TOKENS
 from kvlayers.layers.upstream_adapter import calls
 from kvlayers.upstream import compat, model_types

@@ -11,12 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from kvlayers.errors import OptionError
-from kvlayers.evaluation.checks import check_count, check_model, check_tokens
-from kvlayers.evaluation.empty_cache import empty_cache
-from kvlayers.evaluation.encoding import TokenIds, encoded
+from kvlayers.evaluation.caches import check_count, check_model, check_tokens, empty_cache
+from kvlayers.evaluation.contexts import stored_contexts
 from kvlayers.evaluation.engine import score_tokens
-from kvlayers.evaluation.requests import ContinuationScore
-from kvlayers.evaluation.stored_contexts import stored_contexts
+from kvlayers.evaluation.requests import ContinuationScore, TokenIds, encoded
 from kvlayers.generation.prefixes import active_store
 from kvlayers.prefix import PrefixStore
 

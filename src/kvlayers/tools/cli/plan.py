@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvlayers.tools.cli.dtypes import Dtype
-from kvlayers.tools.cli.exit_codes import one_line_errors
+from kvlayers.tools.cli.common import Dtype, one_line_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,8 +49,7 @@ def plan(
     """
     # Imported late: torch takes seconds to import, and `--help` does not need it.
     from kvlayers.planning import plan as plan_caches
-    from kvlayers.tools.cli.files import config_of
-    from kvlayers.tools.cli.output import print_json, quiet_libraries
+    from kvlayers.tools.cli.console import config_of, print_json, quiet_libraries
     from kvlayers.utils.units import bytes_or_share, tokens
 
     with one_line_errors("plan", OPTIONS), quiet_libraries():

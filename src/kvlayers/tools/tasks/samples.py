@@ -6,8 +6,7 @@ from typing import Any
 
 from kvlayers.errors import OptionError
 from kvlayers.tools.measuring.text import bos_ids
-from kvlayers.tools.tasks.contract import Task, TaskSample, task_named, task_names
-from kvlayers.tools.tasks.haystack import Haystack
+from kvlayers.tools.tasks.contract import Haystack, Task, TaskSample, task_named, task_names
 
 LEAST_FILLER = 64
 """Tokens of filler in a sample, at least: with fewer of them, depth means nothing."""

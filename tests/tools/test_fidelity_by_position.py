@@ -31,9 +31,7 @@ from kvlayers.tools.measuring.fidelity import (  # noqa: E402
 )
 from kvlayers.tools.measuring.nbytes import bytes_of, held_nbytes  # noqa: E402
 from kvlayers.tools.measuring.run_file import (  # noqa: E402
-    PASSAGE_SCORES,
     PassageFile,
-    RunFile,
 )
 from kvlayers.tools.measuring.scoring import LastPacking, PassageScores  # noqa: E402
 
@@ -328,8 +326,7 @@ def test_a_file_of_another_run_is_refused(llama: Path, tmp_path: Path) -> None:
 
 def test_a_failure_and_scores_that_are_not_finite_are_tried_again(tmp_path: Path) -> None:
     for _ in range(2):
-        with RunFile(tmp_path / "run.jsonl", PASSAGE_SCORES, {}) as file:
-            record = PassageFile(file, {})
+        with PassageFile(tmp_path / "run.jsonl", {}, {}) as record:
             assert set(record.of_passage(0)) <= {"good"}
             record.add(0, "bad", PassageScores(failure="MemoryError: "))
             record.add(0, "overflowing", scores([math.nan]))

@@ -1,7 +1,7 @@
 """Caches that have seen the prefixes of contexts: found in a prefix store, or computed and stored."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,19 +79,6 @@ def stored_contexts(
         return None
 
 
-class ContextEntries(Protocol):
-    """How the contexts of one kind of cache are stored."""
-
-    def stored_length(self, length: int, cache: Any) -> int:
-        """How many of `length` tokens are stored, if the logits of the last one must still be computed."""
-
-    def find(self, ids: tuple[int, ...], length: int, make_cache: Callable[[], Any]) -> Any | None:
-        """A cache that has seen the first `length` of these tokens or fewer, `None` if there is no such cache."""
-
-    def insert(self, ids: tuple[int, ...], cache: Any) -> None:
-        """Insert a cache that has seen these tokens."""
-
-
 class ExactEntries:
     """Entries of exact caches, which `generate()` shares.
 
@@ -146,6 +133,10 @@ class ChunkedEntries:
 
     def _division(self, length: int) -> str:
         return f" {length} tokens in chunks of {self._chunk}"
+
+
+ContextEntries = ExactEntries | ChunkedEntries
+"""How the contexts of one kind of cache are stored."""
 
 
 class ContextCaches:

@@ -74,9 +74,9 @@ def bench(
         fitting = fitting_lengths(found.config, asked_lengths, steps)
         prompt = rows(found.tokenizer, content, batch, fitting[-1])
         check_known(found.config, prompt)
-        choice = choose_caches(found.config, name, against_names, fitting[-1] + steps)
+        fidelities, left_out = choose_caches(found.config, name, against_names, fitting[-1] + steps)
         loaded = load(console, found, dtype.on(target), target)
-        results = BenchResults(RunFacts.of(loaded), batch, steps, trials, choice.fidelities, choice.left_out)
+        results = BenchResults(RunFacts.of(loaded), batch, steps, trials, fidelities, left_out)
         results.measure(console, loaded, prompt, fitting)
         results.show(console)
         if path is not None:

@@ -36,19 +36,6 @@ NOTES = (
 )
 
 
-@dataclass(frozen=True)
-class BenchChoice:
-    """The caches to measure.
-
-    Attributes:
-        fidelities: fidelity of each cache by library and name, the reference first.
-        left_out: for each name that the model does not support, why.
-    """
-
-    fidelities: dict[Key, Fidelity]
-    left_out: dict[str, str]
-
-
 def transformers_names(asked: Sequence[str] | None) -> list[str]:
     """Names of transformers' caches beside the dynamic one: the names asked for, by default all that are installed.
 
@@ -69,7 +56,7 @@ def transformers_names(asked: Sequence[str] | None) -> list[str]:
 
 def choose_caches(
     config: Any, names: Sequence[str] | None, transformers_names: Sequence[str], length: int
-) -> BenchChoice:
+) -> tuple[dict[Key, Fidelity], dict[str, str]]:
     """The caches that a model supports.
 
     Args:
@@ -77,6 +64,10 @@ def choose_caches(
         names: names of kvlayers' caches, `None` for all default ones that suit the model.
         transformers_names: names of transformers' caches, beside its dynamic one.
         length: the most tokens that a cache will hold.
+
+    Returns:
+        The fidelity of each cache by library and name, the reference first; and for each name that the model does not
+        support, why.
 
     Raises:
         KVLayersError: a cache in `names` cannot be made.
@@ -97,7 +88,7 @@ def choose_caches(
     fidelities |= {(TRANSFORMERS, name): fidelity((TRANSFORMERS, name)) for name in transformers_names}
     # Exact caches first, so that caches that round stand beside each other.
     ordered = sorted(fidelities.items(), key=lambda item: item[1] != fidelities[REFERENCE])
-    return BenchChoice(dict(ordered), left_out)
+    return dict(ordered), left_out
 
 
 def fitting_lengths(config: Any, asked: Sequence[int], steps: int) -> list[int]:
@@ -230,7 +221,7 @@ class BenchResults:
         """Print a table for each length, and the findings."""
         for length, measured in self.by_length.items():
             styles = [None if self.passes(result) else "red" for result in measured]
-            console.print(table(COLUMNS, map(self._cells, measured), self._title(length), styles, left=2))
+            console.print(table(COLUMNS, map(self._cells, measured), self._title(length), styles, (0, 1)))
         if any(self.is_within_noise(result) for result in self._succeeded):
             console.print(WITHIN_NOISE, style="dim", markup=False, highlight=False)
         print_sentences(console, self.findings)

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def table(
     rows: Iterable[Sequence[str]],
     title: str | None = None,
     styles: Iterable[str | None] = (),
-    left: int = 1,
+    texts: Collection[int] = (0,),
 ) -> Table:
     """A table without borders, so that figures are never cut on a console of 80 columns. Long names are folded.
 
@@ -92,11 +92,11 @@ def table(
         rows: cells of each row. Brackets in them are no markup.
         title: title of the table.
         styles: style of each row.
-        left: columns with text, which stand first. The others have figures.
+        texts: indices of the columns with text. The others have figures.
     """
     found = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=title, title_justify="left")
     for index, column in enumerate(columns):
-        is_text = index < left
+        is_text = index in texts
         found.add_column(escape(column), justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
     for row, style in itertools.zip_longest(rows, styles):
         found.add_row(*map(escape, row), style=style)

@@ -1,5 +1,6 @@
 """The demo: a real model continues real text through the caches of kvlayers and of transformers."""
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.errors import KVLayersError
 from kvlayers.generation.generate import generate
 from kvlayers.prefix import PrefixStore
-from kvlayers.tools.cli import demo_view as report
+from kvlayers.tools.cli import demo_view
 from kvlayers.tools.cli.common import CHECK_FAILED, Dtype, one_line_errors
 from kvlayers.tools.cli.console import bar_between_runs, print_json, quiet_libraries
 from kvlayers.tools.cli.demo_view import Answer, Samples
@@ -30,6 +31,18 @@ from kvlayers.tools.names import KVLAYERS, TRANSFORMERS
 from kvlayers.upstream import cache_argument
 
 ROUNDED_OR_EVICTING = ("int8", "int4", "sink")
+STORE_BYTES = 4 * 2**30
+LIBRARIES = (TRANSFORMERS, KVLAYERS)
+SAMPLES = 8
+TOKENS_OF_SAMPLES = 16
+PROMPT_OF_SAMPLES = 1024
+"""Tokens: transformers reads them once for each sample, which would take minutes at 4k."""
+
+QUESTION = "\n\nWhat is this text about? It is about"
+NEXT = (
+    "Next: `kvlayers bench` and `kvlayers fidelity` measure your own model, `kvlayers plan` shows how many bytes each "
+    "cache will take, and docs/choosing.md helps to choose one."
+)
 
 
 def demo_contenders(model: Any, length: int) -> list[Contender]:
@@ -44,28 +57,6 @@ def demo_contenders(model: Any, length: int) -> list[Contender]:
     return [make_contender(TRANSFORMERS, "dynamic", model, length), *filter(_is_supported, kvlayers_contenders)]
 
 
-def compare(
-    model: Any,
-    ids: Tensor,
-    tokens: int,
-    trials: int,
-    contenders: list[Contender],
-    on_run: Callable[[Contender, int], None],
-) -> list[ContenderResult]:
-    """Time every cache on the same prompt and the same continuation; see `measure_in_rounds`.
-
-    Args:
-        model: a causal language model.
-        ids: the prompt, int64 `[1, tokens]`.
-        tokens: tokens to predict, 2 or more.
-        trials: runs of each cache.
-        contenders: the caches, the reference first.
-        on_run: called before each run, with the cache and the index of the trial.
-    """
-    warm_up(model, ids, contenders)
-    return measure_in_rounds(model, ids, tokens - 1, trials, contenders, on_run)
-
-
 def _is_supported(contender: Contender) -> bool:
     """Whether the model supports the cache. A sink cache, for example, needs rotary position embeddings."""
     try:
@@ -73,9 +64,6 @@ def _is_supported(contender: Contender) -> bool:
     except KVLayersError:
         return False
     return isinstance(cache, Cache)
-
-
-STORE_BYTES = 4 * 2**30
 
 
 class TokenClock(BaseStreamer):  # type: ignore[misc]
@@ -104,22 +92,19 @@ def continue_text(model: Any, ids: Tensor, tokens: int, cache: Any, streamer: An
     )
 
 
-def sample(model: Any, ids: Tensor, tokens: int, count: int, with_kvlayers: bool) -> Samples:
+def sample(call: Callable[..., Any], ids: Tensor, tokens: int, count: int) -> Samples:
     """Sample continuations of a prompt, always with the same seed.
 
     Args:
-        model: a causal language model.
-        ids: the prompt, int64 `[1, tokens]`.
+        call: `model.generate`, or `kvlayers.generate` for the model.
+        ids: the prompt, int64 `[1, tokens]`, on the model's device.
         tokens: tokens of each sample.
         count: the number of samples.
-        with_kvlayers: whether `kvlayers.generate` or `model.generate` is called.
     """
-    ids = ids.to(model.device)
     options = {**_options(ids, tokens), "min_new_tokens": tokens, "do_sample": True, "num_return_sequences": count}
     torch.manual_seed(0)
     begin = time.perf_counter()
-    call = _with_kvlayers if with_kvlayers else _alone
-    output = call(model, ids, **options, return_dict_in_generate=True)
+    output = call(ids, **options, return_dict_in_generate=True)
     seconds = time.perf_counter() - begin
     return Samples(seconds, cache_nbytes(cache_argument.in_output(output)), output.sequences.cpu())
 
@@ -138,11 +123,11 @@ def second_turn(model: Any, first: Tensor, question: Tensor, tokens: int) -> tup
     """
     store = PrefixStore(max_bytes=STORE_BYTES)
     first = first.to(model.device)
-    answered = _with_kvlayers(model, first, **_options(first, tokens), do_sample=False, prefix_store=store)
+    with_kvlayers = functools.partial(generate, model, prefix_store=store)
+    answered = with_kvlayers(first, **_options(first, tokens), do_sample=False)
     chat = torch.cat([answered, question.to(model.device)], dim=1)
     options = {**_options(chat, tokens), "min_new_tokens": tokens, "do_sample": False}
-    alone = _answer(_alone, model, chat, options)
-    return chat, alone, _answer(_with_kvlayers, model, chat, {**options, "prefix_store": store})
+    return chat, _answer(model.generate, chat, options), _answer(with_kvlayers, chat, options)
 
 
 def differs(model: Any, chat: Tensor, expected: list[int], seen: list[int]) -> bool:
@@ -157,18 +142,10 @@ def differs(model: Any, chat: Tensor, expected: list[int], seen: list[int]) -> b
     return not is_tie(logits, expected[index], seen[index], model.dtype)
 
 
-def _alone(model: Any, ids: Tensor, **options: Any) -> Any:
-    return model.generate(ids, **options)
-
-
-def _with_kvlayers(model: Any, ids: Tensor, **options: Any) -> Any:
-    return generate(model, ids, **options)
-
-
-def _answer(call: Any, model: Any, chat: Tensor, options: dict[str, Any]) -> Answer:
+def _answer(call: Callable[..., Any], chat: Tensor, options: dict[str, Any]) -> Answer:
     clock = TokenClock()
     begin = time.perf_counter()
-    output = call(model, chat, **options, streamer=clock)
+    output = call(chat, **options, streamer=clock)
     _, first_token, *_ = clock.times
     return Answer(first_token - begin, output[0, chat.shape[1] :].tolist())
 
@@ -181,19 +158,6 @@ def _options(ids: Tensor, tokens: int) -> dict[str, Any]:
         # Otherwise generate() compiles for some caches and not for others.
         "disable_compile": True,
     }
-
-
-LIBRARIES = (TRANSFORMERS, KVLAYERS)
-SAMPLES = 8
-TOKENS_OF_SAMPLES = 16
-PROMPT_OF_SAMPLES = 1024
-"""Tokens: transformers reads them once for each sample, which would take minutes at 4k."""
-
-QUESTION = "\n\nWhat is this text about? It is about"
-NEXT = (
-    "Next: `kvlayers bench` and `kvlayers fidelity` measure your own model, `kvlayers plan` shows how many bytes each "
-    "cache will take, and docs/choosing.md helps to choose one."
-)
 
 
 def run_demo(
@@ -222,7 +186,7 @@ def run_demo(
         results = _compare(console, loaded, ids, tokens, trials)
         samples = _sample(console, loaded.model, ids[:, -PROMPT_OF_SAMPLES:], min(tokens, TOKENS_OF_SAMPLES))
         answers, is_other = _second_turn(console, loaded.model, ids, question, min(tokens, TOKENS_OF_SAMPLES))
-        console.print(report.summary(results, samples, answers), style="bold", highlight=False)
+        console.print(demo_view.summary(results, samples, answers), style="bold", highlight=False)
         console.print(NEXT, highlight=False)
     if as_json:
         print_json(
@@ -230,10 +194,11 @@ def run_demo(
                 "model": loaded.name,
                 "prompt_tokens": ids.shape[1],
                 "tokens": tokens,
-                "caches": [report.plain_result(result) for result in results],
-                "samples": None
-                if samples is None
-                else dict(zip(LIBRARIES, map(report.plain_samples, samples), strict=True)),
+                "caches": [demo_view.plain_result(result) for result in results],
+                "samples": {
+                    library: {"seconds": each.seconds, "nbytes": each.nbytes, "samples": each.sequences.shape[0]}
+                    for library, each in zip(LIBRARIES, samples, strict=True)
+                },
                 "second_turn": None if answers is None else dict(zip(LIBRARIES, answers, strict=True)),
             }
         )
@@ -253,7 +218,7 @@ def _stream(console: Console, loaded: LoadedModel, ids: Tensor, prompt: str, con
     )
     shown = prompt or "..." + loaded.tokenizer.decode(ids[0, -40:])
     console.print(shown, end="", style="dim", markup=False, highlight=False, soft_wrap=True)
-    streamer = report.ConsoleStreamer(loaded.tokenizer, console)
+    streamer = demo_view.ConsoleStreamer(loaded.tokenizer, console)
     continue_text(model, ids, tokens, DynamicCache(config=model.config), streamer)
     console.print()
 
@@ -261,11 +226,19 @@ def _stream(console: Console, loaded: LoadedModel, ids: Tensor, prompt: str, con
 def _compare(console: Console, loaded: LoadedModel, ids: Tensor, tokens: int, trials: int) -> list[ContenderResult]:
     # The last token is never fed back, so the cache holds one token less.
     contenders = demo_contenders(loaded.model, ids.shape[1] + tokens - 1)
-    with report.runs_bar(console, trials * len(contenders)) as on_run:
-        results = compare(loaded.model, ids, tokens, trials, contenders, on_run)
+    with bar_between_runs(console, trials * len(contenders), "Every cache on the same prompt") as begin:
+        warm_up(loaded.model, ids, contenders)
+        results = measure_in_rounds(
+            loaded.model,
+            ids,
+            tokens - 1,
+            trials,
+            contenders,
+            lambda contender, trial: begin(f"{contender.name}, trial {trial + 1}"),
+        )
     if results[0].failure is not None:
         raise ReadingError(results[0].failure)
-    console.print(report.table_of_caches(results))
+    console.print(demo_view.table_of_caches(results))
     console.print(
         f"Prompt: the forward pass over {ids.shape[1]} tokens. Step: the forward pass over one more token, median of "
         f"{tokens - 1}{f', of {trials} trials' if trials > 1 else ''}, and half of the range of the middle ones; the "
@@ -273,7 +246,7 @@ def _compare(console: Console, loaded: LoadedModel, ids: Tensor, tokens: int, tr
         "DynamicCache's, in nats.",
         highlight=False,
     )
-    if report.is_noisy(results):
+    if demo_view.is_noisy(results):
         console.print(
             "The machine is busy: the same step takes very different times, so compare the caches on a quiet one.",
             style="yellow",
@@ -287,14 +260,14 @@ def _compare(console: Console, loaded: LoadedModel, ids: Tensor, tokens: int, tr
     return results
 
 
-def _sample(console: Console, model: Any, ids: Tensor, tokens: int) -> tuple[Samples, Samples] | None:
+def _sample(console: Console, model: Any, ids: Tensor, tokens: int) -> tuple[Samples, Samples]:
     with bar_between_runs(console, len(LIBRARIES), f"{SAMPLES} samples of the prompt") as begin:
         found = []
-        for library in LIBRARIES:
+        for library, call in zip(LIBRARIES, (model.generate, functools.partial(generate, model)), strict=True):
             begin(f"{SAMPLES} samples of the prompt, {library}")
-            found.append(sample(model, ids, tokens, SAMPLES, with_kvlayers=library == KVLAYERS))
+            found.append(sample(call, ids.to(model.device), tokens, SAMPLES))
     alone, shared = found
-    console.print(report.table_of_samples(alone, shared, ids.shape[1]))
+    console.print(demo_view.table_of_samples(alone, shared, ids.shape[1]))
     if not torch.equal(alone.sequences, shared.sequences):
         reason = (
             "Both use one seed. Sums in another order can change a draw between two tokens of nearly equal probability."
@@ -315,5 +288,5 @@ def _second_turn(
         console.print(f"No second turn: {error}", markup=False, highlight=False)
         return None, False
     is_other = differs(model, chat, alone.tokens, stored.tokens)
-    console.print(report.table_of_answers(alone, stored, is_other))
+    console.print(demo_view.table_of_answers(alone, stored, is_other))
     return (alone, stored), is_other

@@ -1,7 +1,6 @@
 """Output of the demo: progress, streamed text, and tables."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,6 @@ from rich.table import Table
 from torch import Tensor
 from transformers import TextStreamer
 
-from kvlayers.tools.cli.console import bar_between_runs
-from kvlayers.tools.measuring.contenders import Contender
 from kvlayers.tools.measuring.decoding import ContenderResult
 from kvlayers.tools.names import KVLAYERS
 from kvlayers.utils.units import readable_bytes
@@ -68,13 +65,6 @@ class ConsoleStreamer(TextStreamer):  # type: ignore[misc]
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Called with each piece of text that later tokens cannot change."""
         self._console.print(text, end="\n" if stream_end else "", markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def runs_bar(console: Console, runs: int) -> Iterator[Callable[[Contender, int], None]]:
-    """Draw a bar over `runs` runs. Yields a function to call before each run."""
-    with bar_between_runs(console, runs, "Every cache on the same prompt") as begin:
-        yield lambda contender, trial: begin(f"{contender.name}, trial {trial + 1}")
 
 
 def table_of_caches(results: Sequence[ContenderResult]) -> Table:
@@ -157,11 +147,6 @@ def plain_result(result: ContenderResult) -> dict[str, Any]:
         "step_seconds": result.step_seconds,
         "nbytes": result.nbytes,
     }
-
-
-def plain_samples(samples: Samples) -> dict[str, Any]:
-    """Samples as JSON types."""
-    return {"seconds": samples.seconds, "nbytes": samples.nbytes, "samples": samples.sequences.shape[0]}
 
 
 def summary(

@@ -89,7 +89,10 @@ def choose_caches(
         KVLayersError: the model does not support a cache that the user named, or no cache at all.
     """
     of_bits = settings(default_bits if bits is None else bits) if bits is not None or not names else []
-    of_calibration = [] if calibration is None else [calibrated(calibration)]
+    of_calibration = []
+    if calibration is not None:
+        found = Calibration.load(home_expanded(calibration))
+        of_calibration.append(QuantizationSetting(CALIBRATED, found.cache_config))
     required = [*([] if bits is None else of_bits), *of_calibration]
     possible, left_out = _possible_settings([*of_bits, *of_calibration], config, tokens, required)
     contenders = [
@@ -108,11 +111,6 @@ def choose_caches(
         | {each.name: each.generate_options for each in possible},
         left_out,
     )
-
-
-def calibrated(path: Path) -> QuantizationSetting:
-    """The setting in the file of a calibration. Raises `OptionError` if there is no such file."""
-    return QuantizationSetting(CALIBRATED, Calibration.load(home_expanded(path)).cache_config)
 
 
 def _possible_settings(

@@ -22,16 +22,14 @@ from kvlayers.tools.cli.fidelity_choice import (
     lengths,
     needed_tokens,
 )
-from kvlayers.tools.cli.fidelity_tasks_view import Resumption, TaskResults
+from kvlayers.tools.cli.fidelity_tasks_view import TaskResults
 from kvlayers.tools.cli.fidelity_view import FidelityResults
 from kvlayers.tools.measuring.contenders import named_contender
 from kvlayers.tools.measuring.fidelity import FULL, FidelityBudget, measure_fidelity
 from kvlayers.tools.measuring.nbytes import held_nbytes
 from kvlayers.tools.measuring.run_file import (
-    PASSAGE_SCORES,
     PassageFile,
     ResultsFile,
-    RunFile,
     identity_of,
     run_identity,
 )
@@ -41,8 +39,8 @@ from kvlayers.tools.measuring.text import passages as passages_of
 from kvlayers.tools.models import LoadedModel, RunFacts, find, find_device, load
 from kvlayers.tools.names import FIDELITY_BITS, FIDELITY_CHUNK, TASK_BITS
 from kvlayers.tools.reporting.page import command_line, publish, report_path
+from kvlayers.tools.tasks.contract import samples_of
 from kvlayers.tools.tasks.runner import run_tasks
-from kvlayers.tools.tasks.samples import samples_of
 from kvlayers.tools.tasks.summary import summarize
 from kvlayers.upstream.model_types import tokens_at_once
 from kvlayers.utils.units import bytes_or_share, tokens
@@ -167,8 +165,7 @@ def _record(
     if path is None:
         yield NoRecord()
         return
-    with RunFile(path, PASSAGE_SCORES, identity_of(loaded.model, loaded.name, content, facts)) as file:
-        record = PassageFile(file, chosen.uses)
+    with PassageFile(path, identity_of(loaded.model, loaded.name, content, facts), chosen.uses) as record:
         names, passages = [FULL, *chosen.makers], facts["passages"]
         known = record.known(passages, names)
         if known:
@@ -196,14 +193,14 @@ def _measure_tasks(console: Console, asked: FidelityRequest, path: Path | None) 
     # Weights are loaded when all that the user asked for is checked.
     loaded = load(console, found, asked.dtype.on(target), target)
     with ExitStack() as open_file:
-        file, resumption = None, None
+        file, known = None, 0
         if path is not None:
             identity = run_identity(loaded.model, loaded.name, content, asked.seed, asked.chunk, asked.question_chunk)
             uses = {each.name: chosen.uses.get(each.short_name, {}) for each in contenders}
             # A calibration has options of its own each time, whatever its name.
             options = {name: plain(use) for name, use in uses.items() if "cache_config" in use}
             file = open_file.enter_context(ResultsFile(path, identity, options))
-            resumption = Resumption.of(file, samples, contenders)
+            known = sum(file.outcome(each.name, sample) is not None for sample in samples for each in contenders)
         runs = len(samples) * len(contenders)
         begin = open_file.enter_context(bar_between_runs(console, runs, "Every cache on every sample"))
         outcomes = run_tasks(
@@ -226,7 +223,8 @@ def _measure_tasks(console: Console, asked: FidelityRequest, path: Path | None) 
         nbytes={each.name: held_nbytes(each.make, config, most, at_once) for each in contenders},
         nbytes_tokens=most,
         left_out=chosen.left_out,
-        resumption=resumption,
+        results_file=path,
+        known=known,
         outcomes=outcomes,
         summary=summarize(outcomes, contenders[0].name),
     )

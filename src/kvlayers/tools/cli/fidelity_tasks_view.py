@@ -11,11 +11,10 @@ from rich.console import Console
 
 from kvlayers.tools.cli.console import print_sentences, table, usage_line
 from kvlayers.tools.measuring.contenders import Contender
-from kvlayers.tools.measuring.run_file import ResultsFile
 from kvlayers.tools.models import RunFacts
 from kvlayers.tools.reporting.page import Report, ReportPlot, ReportTable
 from kvlayers.tools.reporting.plots import Cells, heat_maps
-from kvlayers.tools.tasks.contract import TaskSample, task_named
+from kvlayers.tools.tasks.contract import task_named
 from kvlayers.tools.tasks.summary import TaskFigures, TaskOutcome, TaskSummary
 from kvlayers.utils.units import readable_bytes
 
@@ -30,27 +29,6 @@ NOTES = (
     "scales and the tokens that stay in full precision.",
     "In a table of one length, the loss beside the exact cache stands in parentheses.",
 )
-
-
-@dataclass(frozen=True)
-class Resumption:
-    """What an earlier run had written to the file of results.
-
-    Attributes:
-        path: the file.
-        known: answers that were in the file.
-        wanted: answers of the whole run.
-    """
-
-    path: Path
-    known: int
-    wanted: int
-
-    @classmethod
-    def of(cls, file: ResultsFile, samples: Sequence[TaskSample], contenders: Sequence[Contender]) -> "Resumption":
-        """What a file has of the answers of these caches to these samples."""
-        pairs = [(each.name, sample) for sample in samples for each in contenders]
-        return cls(file.path, sum(file.outcome(*pair) is not None for pair in pairs), len(pairs))
 
 
 @dataclass(frozen=True)
@@ -74,7 +52,8 @@ class TaskResults:
             if they are not known.
         nbytes_tokens: tokens of the longest sample and its answer.
         left_out: for each default setting that the model does not support, why.
-        resumption: what was in the file of results, `None` without a file.
+        results_file: the file that a run goes on from, `None` for no file.
+        known: answers that were in the file.
         outcomes: the answer to every sample through every cache.
         summary: means of the outcomes.
     """
@@ -94,7 +73,8 @@ class TaskResults:
     nbytes: Mapping[str, int | None]
     nbytes_tokens: int
     left_out: Mapping[str, str]
-    resumption: Resumption | None
+    results_file: Path | None
+    known: int
     outcomes: Sequence[TaskOutcome]
     summary: TaskSummary
 
@@ -158,7 +138,7 @@ class TaskResults:
             "caches": [self._plain_cache(each) for each in self.contenders],
             "recommended": None if self.recommended is None else self.recommended.name,
             "passed": self.passed,
-            "resumed": 0 if self.resumption is None else self.resumption.known,
+            "resumed": self.known,
             "summary": self.summary.plain(),
             "outcomes": self.outcomes,
         }
@@ -201,9 +181,8 @@ class TaskResults:
             if each.name in self.failures:
                 failed = sum(one.cache == each.name and one.failure is not None for one in self.outcomes)
                 found.append(f"{each.short_name} failed at {counted(failed, 'sample')}: {self.failures[each.name]}")
-        if self.resumption is not None and self.resumption.known:
-            known, wanted = self.resumption.known, counted(self.resumption.wanted, "answer")
-            found.append(f"{known} of {wanted} were in {self.resumption.path} before.")
+        if self.known:
+            found.append(f"{self.known} of {counted(len(self.outcomes), 'answer')} were in {self.results_file} before.")
         return found + [f"Not for this model: {name} ({reason})" for name, reason in self.left_out.items()]
 
     def _verdict(self, budget: float) -> list[str]:

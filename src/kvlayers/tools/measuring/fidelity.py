@@ -1,5 +1,6 @@
 """What caches change in a model's predictions, and the bytes that they take."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -274,20 +275,21 @@ def measure_fidelity(
     perplexity = scores[FULL].summary()["perplexity"]
     readable = {name: make for name, make in caches.items() if scores[name].failure is None}
     uneven = uneven_heads(model, passages[0][:, :-1], chunk, readable)
-    return [
-        SettingFidelity(
+    measured = []
+    for (name, score), nbytes in zip(scores.items(), held.values(), strict=True):
+        found = SettingFidelity(
             name,
             nbytes,
             None if nbytes is None else nbytes / tokens,
             None if nbytes is None else nbytes / full_nbytes,
             **_figures(score, context, perplexity),
-            within=None
-            if name == FULL or not budget.is_given
-            else _is_within(budget, score, perplexity, nbytes, full_nbytes),
             uneven_head=uneven.get(name),
         )
-        for (name, score), nbytes in zip(scores.items(), held.values(), strict=True)
-    ]
+        if name != FULL and budget.is_given:
+            within = budget.allows(found.kl, found.perplexity_increase, nbytes, full_nbytes)
+            found = dataclasses.replace(found, within=within)
+        measured.append(found)
+    return measured
 
 
 def _ignoring_config(make: Callable[[], Any]) -> CacheMaker:
@@ -305,20 +307,8 @@ def _figures(score: Scores, context: int, perplexity: float) -> dict[str, Any]:
     return {
         **{name: figures[name] for name in ("tokens", "kl", "kl_99", "perplexity", "agreement")},
         "kl_of_passages": tuple(figures["kl_of_passages"]),
-        "perplexity_increase": _increase(figures, perplexity),
+        "perplexity_increase": 100 * float(figures["perplexity"] / perplexity - 1),
         "by_position": by_position(score.passages, context),
         "since_packing": since_packing(score.passages),
         "drift": drift(score.passages, context),
     }
-
-
-def _is_within(budget: FidelityBudget, score: Scores, perplexity: float, nbytes: int | None, full_nbytes: int) -> bool:
-    figures = score.summary()
-    if "failure" in figures:
-        return False
-    return budget.allows(figures["kl"], _increase(figures, perplexity), nbytes, full_nbytes)
-
-
-def _increase(figures: Mapping[str, Any], perplexity: float) -> float:
-    """The increase of perplexity, in percent."""
-    return 100 * float(figures["perplexity"] / perplexity - 1)

@@ -21,6 +21,9 @@ from kvlayers.tools.tasks.summary import TaskOutcome
 
 FORMAT_VERSION = 1
 
+PASSAGE_SCORES, TASK_RESULTS = "passage scores", "task results"
+"""What the records of a file are."""
+
 MOST_SHOWN = 24
 """Letters of a value that an error shows: the beginning of a digest is enough."""
 
@@ -103,7 +106,7 @@ class RunFile:
         """Close the file."""
         self._file.close()
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         """Write a record of JSON types.
 
         Raises:
@@ -186,34 +189,32 @@ def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield prefix + name, value
 
 
-PASSAGE_SCORES, TASK_RESULTS = "passage scores", "task results"
-"""What the records of a file are."""
-
-
-class PassageFile:
-    """Knows the scores in the file of a run, and writes others to it as they come.
+class PassageFile(RunFile):
+    """The scores of passages, one cache and passage a line. It is a `PassageRecord`.
 
     Args:
-        file: the file.
+        path: the file. It is made if it does not exist.
+        identity: what identifies the run, as JSON types; see `identity_of`.
         options: for each cache that its name does not identify, the options that it is made with, as JSON types. Scores
             of a cache of the same name with other options are not its scores.
 
     Raises:
-        ResultsFileError: a record of the file has no scores.
+        ResultsFileError: as a `RunFile`, or a record of the file has no scores.
     """
 
-    def __init__(self, file: RunFile, options: Mapping[str, Any]) -> None:
-        self._file = file
+    def __init__(self, path: Path, identity: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        super().__init__(path, PASSAGE_SCORES, identity)
         self._options = options
         self._scores: dict[int, dict[str, PassageScores]] = {}
-        for number, record in enumerate(file.records, 2):
+        for number, record in enumerate(self.records, 2):
             try:
                 index, name, scores = record["passage"], record["cache"], _scores(record["scores"])
                 # A failure may be of the moment, such as a lack of memory: the passage is read again.
                 if scores.failure is None and record["options"] == options.get(name):
                     self._scores.setdefault(index, {})[name] = scores
             except (AttributeError, KeyError, TypeError):
-                raise file.damaged(f"line {number} has no scores") from None
+                self.close()
+                raise self.damaged(f"line {number} has no scores") from None
 
     def known(self, passages: int, names: Iterable[str]) -> int:
         """How many scores the file has, of those of these caches on the first `passages` passages."""
@@ -232,7 +233,7 @@ class PassageFile:
         if not all(map(math.isfinite, (*scores.kl, *scores.surprise))):
             return
         options = self._options.get(name)
-        self._file.add({"passage": index, "cache": name, "options": options, "scores": dataclasses.asdict(scores)})
+        self.write({"passage": index, "cache": name, "options": options, "scores": dataclasses.asdict(scores)})
 
 
 def _scores(fields: Mapping[str, Any]) -> PassageScores:
@@ -264,8 +265,8 @@ def run_identity(
     return identity_of(model, name, text, {"seed": seed, "chunk": chunk, **question})
 
 
-class ResultsFile:
-    """Outcomes in a `RunFile`, one a line. A run may add samples, tasks and caches, which do not identify it.
+class ResultsFile(RunFile):
+    """Outcomes of tasks, one a line. A run may add samples, tasks and caches, which do not identify it.
 
     Args:
         path: the file. It is made if it does not exist.
@@ -280,11 +281,10 @@ class ResultsFile:
     def __init__(
         self, path: Path, identity: Mapping[str, Any], options: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
-        self.path = path
+        super().__init__(path, TASK_RESULTS, identity)
         self._options = options
-        self._file = RunFile(path, TASK_RESULTS, identity)
         self._outcomes: dict[SampleKey, TaskOutcome] = {}
-        for number, record in enumerate(self._file.records, 2):
+        for number, record in enumerate(self.records, 2):
             made_with = record.pop("options", None)
             try:
                 outcome = TaskOutcome(**record)
@@ -293,19 +293,9 @@ class ResultsFile:
                 is_outcome = False
             if not is_outcome:
                 self.close()
-                raise self._file.damaged(f"line {number} is no outcome")
+                raise self.damaged(f"line {number} is no outcome")
             if made_with == options.get(outcome.cache):
                 self._outcomes[_key(outcome)] = outcome
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
     def outcome(self, cache: str, sample: TaskSample) -> TaskOutcome | None:
         """The outcome of a sample with the cache of this name. `None` if it is not known, or if the cache failed."""
@@ -319,7 +309,7 @@ class ResultsFile:
             ResultsFileError: the file cannot be written.
         """
         options = {"options": self._options[outcome.cache]} if outcome.cache in self._options else {}
-        self._file.add({**dataclasses.asdict(outcome), **options})
+        self.write({**dataclasses.asdict(outcome), **options})
         self._outcomes[_key(outcome)] = outcome
 
 

@@ -13,11 +13,11 @@ from kvlayers.tools.tasks.contract import (
     TaskSample,
     TaskText,
     register_task,
+    samples_of,
     task_named,
     task_names,
     unregister_task,
 )
-from kvlayers.tools.tasks.samples import samples_of
 
 __all__ = [
     "Haystack",

@@ -30,8 +30,7 @@ from typing import Any
 
 from kvlayers.eviction import eviction_rule, eviction_rule_names
 from kvlayers.generation.registry import is_registered, named_cache
-from kvlayers.tools.tasks.outcome import TaskOutcome
-from kvlayers.tools.tasks.summary import summarize
+from kvlayers.tools.tasks.summary import TaskOutcome, summarize
 from kvlayers.utils.units import tokens
 
 ROOT = pathlib.Path(__file__).parents[1]

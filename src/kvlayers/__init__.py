@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from kvlayers.caches.sink import SinkCache
     from kvlayers.caches.static import StaticCache
     from kvlayers.errors import CapacityError, KVLayersError, OptionError
-    from kvlayers.evaluation.score import score
+    from kvlayers.evaluation.engine import score
     from kvlayers.generation.chat import Chat
     from kvlayers.generation.install import generate, install, installed, is_installed, uninstall
     from kvlayers.generation.known_ids import PromptMismatchWarning
@@ -125,7 +125,7 @@ _NAMES = {
         "KVLayersError",
         "OptionError",
     ),
-    "evaluation.score": ("score",),
+    "evaluation.engine": ("score",),
     "generation.chat": ("Chat",),
     "generation.install": (
         "generate",

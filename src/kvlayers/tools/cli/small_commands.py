@@ -1,11 +1,33 @@
-"""The command `kvlayers lm-eval`."""
+"""The commands `kvlayers compile` and `kvlayers lm-eval`."""
 
 import importlib.util
 import sys
+import time
 
 import typer
+from rich.console import Console
 
-from kvlayers.tools.cli.exit_codes import INPUT_ERROR, one_line_errors
+from kvlayers.tools.cli.common import CHECK_FAILED, INPUT_ERROR, one_line_errors
+
+
+def compile_command() -> None:
+    """Compile the kernels for this CPU now, so that no script waits for them. It takes about half a minute, once.
+
+    Nothing is compiled if the kernels are in the wheel, or were compiled before. Exits with 1 if the compiler fails.
+    """
+    # Imported late: torch takes seconds to import, and `--help` does not need it.
+    from kvlayers.errors import KernelError
+    from kvlayers.tools.kernels import LIBRARIES
+
+    console = Console()
+    with one_line_errors("compile", errors=KernelError, code=CHECK_FAILED):
+        for library in LIBRARIES:
+            began = time.monotonic()
+            with console.status(f"compiling the kernel for {library.purpose}"):
+                path = library.compile()
+            seconds = time.monotonic() - began
+            console.print(f"{library.purpose}: {path} ({seconds:.1f} s)", highlight=False, soft_wrap=True)
+
 
 FOR_THE_HARNESS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 """Settings under which typer leaves all arguments to the harness, from the first that is not `--help`."""

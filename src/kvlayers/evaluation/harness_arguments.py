@@ -12,7 +12,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import handle_arg_string
 
 from kvlayers.errors import OptionError
-from kvlayers.evaluation.checks import check_count
+from kvlayers.evaluation.caches import check_count
 from kvlayers.generation.registry import is_registered, make_cache, unknown_name
 from kvlayers.prefix import PrefixStore
 from kvlayers.utils.units import amount_of_bytes

@@ -9,7 +9,7 @@ from kvlayers.attention.dense_segment import DenseSegment
 from kvlayers.attention.gathered_segment import GatheredSegment
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segments import KVSegments
-from kvlayers.eviction.kept import KeptTokens
+from kvlayers.eviction.selection import KeptTokens
 from kvlayers.stores.held_tokens import HeldTokens
 
 HEADS = 4

@@ -11,9 +11,8 @@ from torch.nn.functional import pad
 from typing_extensions import Self, override
 
 from kvlayers.errors import OptionError
-from kvlayers.eviction.attention_sums import needed
-from kvlayers.eviction.contract import ALL_QUERIES, EvictionRule
-from kvlayers.eviction.registry import register_eviction_rule
+from kvlayers.eviction.attention_rules import needed
+from kvlayers.eviction.contract import ALL_QUERIES, EvictionRule, register_eviction_rule
 from kvlayers.rope.rotary import Rotary
 
 TOKENS_AT_ONCE = 512

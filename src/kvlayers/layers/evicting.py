@@ -12,13 +12,16 @@ from kvlayers.errors import StateMismatchError
 from kvlayers.eviction import EvictionRule
 from kvlayers.eviction.settings import FACT_PREFIX, STEP, EvictionSettings
 from kvlayers.layers.arguments import repeated_rows, whole_number
-from kvlayers.layers.awaited_queries import NOTHING, AwaitedQueries
 from kvlayers.layers.dynamic import check_rollback
-from kvlayers.layers.evicting_states import held_states, joined_states, with_columns
-from kvlayers.layers.eviction_choice import evict
-from kvlayers.layers.eviction_plan import planned_nbytes
-from kvlayers.layers.eviction_progress import WHOLE_FROM, EvictionProgress, of_the_store
-from kvlayers.layers.observed_queries import ObservedQueries
+from kvlayers.layers.evicting_attention import (
+    NOTHING,
+    AwaitedQueries,
+    ObservedQueries,
+    held_states,
+    joined_states,
+    with_columns,
+)
+from kvlayers.layers.eviction_progress import WHOLE_FROM, EvictionProgress, evict, of_the_store
 from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
@@ -27,6 +30,7 @@ from kvlayers.layers.token_layer import TokenLayer, facts_beside
 from kvlayers.quantizers.contract import Side
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import TokenStore
+from kvlayers.stores.buffer import nbytes_of
 from kvlayers.stores.contract import Fidelity, KVPair
 from kvlayers.stores.dense import dense_in_small_steps
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
@@ -231,7 +235,12 @@ class EvictingLayer(TokenLayer):
 
     @override
     def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        return planned_nbytes(self.settings, self._empty, shape, tokens, sized_for)
+        settings, forms = self.settings, shape.forms()
+        held = min(tokens, settings.allowed(tokens))
+        are_uneven = held < tokens and settings.heads_differ and forms[0].kv_heads > 1
+        store = RaggedStore(self._empty) if are_uneven else self._empty
+        queries = nbytes_of(shape.query_form(), settings.retained_queries(tokens))
+        return PlannedBytes(store.planned_nbytes(*forms, held, sized_for), resident=queries)
 
     @property
     def left_padding(self) -> Tensor | None:

@@ -8,12 +8,11 @@ from typing_extensions import Self, override
 
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.layers.arguments import whole_number
-from kvlayers.layers.contract import CacheLayer
+from kvlayers.layers.contract import CacheLayer, WrapperLayer, forwarded
 from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.registry import layer_class, register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
-from kvlayers.layers.wrapper import WrapperLayer, forwarded
 from kvlayers.stores.contract import Fidelity, least_faithful
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.upstream import compat

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
-from kvlayers.layers.arguments import repeated_rows
+from kvlayers.layers.arguments import BatchIndices, as_batch_indices, crop_target, repeated_rows, unbounded_as_minus_one
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.rope.rotary import Rotary
@@ -455,6 +455,42 @@ class LayerOperations(DescribesItself, ABC):
             UnsupportedLayerError: always.
         """
         self.offload()
+
+    # By the names of transformers and older code
+
+    def get_max_length(self) -> int:
+        """As `capacity`, with -1 for no maximum."""
+        return unbounded_as_minus_one(self.capacity)
+
+    def get_max_cache_shape(self) -> int:
+        """The name of `get_max_length` before transformers 5.13."""
+        return self.get_max_length()
+
+    def crop(self, tokens: int) -> None:
+        """Roll back, exactly: keep `tokens` tokens if the number is positive, else remove the newest `-tokens` tokens.
+
+        Raises:
+            RollbackError: see `check_truncate`.
+        """
+        length = crop_target(tokens, self.length or 0)
+        self.check_truncate(length)
+        self.truncate(length)
+
+    def reorder_cache(self, beam_idx: BatchIndices) -> None:
+        """As `batch_select_indices`, by the name that beam search uses."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: BatchIndices) -> None:
+        """Keep the sequences at `indices`, in that order. An index may occur more than once."""
+        if self.batch_size is not None:
+            self.select(as_batch_indices(indices, self.batch_size))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence `repeats` times in a row."""
+        if self.batch_size is not None:
+            self.select(repeated_rows(repeats, self.batch_size))
+
+    # Copies
 
     def __copy__(self) -> Self:
         # Like a shallow copy of transformers' layer, it may be updated without a change of the original.

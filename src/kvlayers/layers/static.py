@@ -1,5 +1,6 @@
 """A layer that keeps every token, up to the number that memory is reserved for."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,11 +9,31 @@ from typing_extensions import Self, override
 
 from kvlayers.errors import CapacityError, OptionError, StateMismatchError
 from kvlayers.layers.dynamic import DynamicLayer
-from kvlayers.layers.in_step import in_step
+from kvlayers.layers.operations import LayerOperations
 from kvlayers.layers.registry import register_layer
+from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.stores import Buckets, StaticStore
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.utils.options import checks_options
+
+
+def in_step(asked: LayerOperations, layers: Sequence[LayerOperations]) -> tuple[int, ...]:
+    """Indices of the layers that have seen as many tokens as a layer, and may hold as many: one mask is made for all.
+
+    Other layers may hold something else, such as the image that cross-attention reads (mllama), or stand still.
+
+    Args:
+        asked: the layer that is asked how its next tokens are masked.
+        layers: layers of the same cache.
+    """
+    seen, capacity = asked.length_on_host, asked.capacity
+    return tuple(
+        index
+        for index, layer in enumerate(layers)
+        # A count that stands on an accelerator, and is not waited for, is None.
+        if layer.length_on_host in (seen, None) and layer.capacity == capacity
+    )
+
 
 RESERVATION_FACTS = frozenset({"max_cache_len", "max_batch_size", "smallest_bucket", "bucket_factor", "grow"})
 """Facts that say what a static layer reserves. Its states do not depend on that."""
@@ -46,8 +67,63 @@ def reservation_from(facts: Facts) -> dict[str, Any]:
     return {**options, "buckets": Buckets.from_facts(facts)}
 
 
+class ReservedLayer(TokenLayer):
+    """A layer over memory that is reserved once, at an address that does not change."""
+
+    _store: StaticStore
+    followers: "tuple[ReservedLayer, ...]" = ()
+    """Layers that make room when this layer is asked for its mask sizes, in a cache that asks one layer for all."""
+
+    @property
+    @override
+    def reserved(self) -> StaticStore:
+        """The memory, and the part of it that attention reads."""
+        return self._store
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether generate() may compile the forward pass around it."""
+        return self._store.mask_extent.mode.compileable
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """Sequences that memory is reserved for, `None` before the first tokens if it was not given."""
+        return self._store.reserved_batch_size
+
+    @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        self.make_room(query_length)
+        for index in self._followers_in_step():
+            self.followers[index].make_room(query_length)
+        bucket = self._store.choose_extent(query_length)
+        if bucket is None:
+            return super().mask_sizes(query_length)
+        return bucket, self._bucket_offset
+
+    @property
+    def _bucket_offset(self) -> int:
+        """Position of the first token of a bucket."""
+        return 0
+
+    # A constant of compiled code, in which lengths would be constants otherwise.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _followers_in_step(self) -> tuple[int, ...]:
+        return in_step(self, self.followers)
+
+    @override
+    def get_seq_length(self) -> int:
+        """As `length`. In compiled code it is a tensor, since a number would be that of the step that was compiled."""
+        return self._store.total_on_device() if torch.compiler.is_compiling() else self.length  # type: ignore[return-value]
+
+    @override
+    def fork(self) -> Self:
+        twin = super().fork()
+        twin.followers = ()
+        return twin
+
+
 @register_layer
-class StaticLayer(DynamicLayer):
+class StaticLayer(ReservedLayer, DynamicLayer):
     """Full attention over memory that is reserved once, at an address that does not change.
 
     In eager code attention reads the tokens that are held. In compiled code it reads the smallest bucket that contains
@@ -61,10 +137,7 @@ class StaticLayer(DynamicLayer):
         grow: take a larger reservation instead of raising `CapacityError`. Compiled code cannot, and raises.
     """
 
-    _store: StaticStore
     reservation_facts = RESERVATION_FACTS
-    followers: "tuple[StaticLayer, ...]" = ()
-    """Layers that make room when this layer is asked for its mask sizes, in a cache that asks one layer for all."""
 
     @checks_options
     def __init__(
@@ -87,11 +160,6 @@ class StaticLayer(DynamicLayer):
     def capacity(self) -> int | None:
         return self._store.capacity
 
-    @property
-    def max_batch_size(self) -> int | None:
-        """Sequences that memory is reserved for, `None` before the first tokens if it was not given."""
-        return self._store.reserved_batch_size
-
     @override
     def recount(self, length: int) -> None:
         """Go on from `length` tokens, as `truncate`.
@@ -100,17 +168,6 @@ class StaticLayer(DynamicLayer):
             RollbackError: fewer tokens are held.
         """
         self.truncate(length)
-
-    @property
-    @override
-    def reserved(self) -> StaticStore:
-        """The memory, and the part of it that attention reads."""
-        return self._store
-
-    @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether generate() may compile the forward pass around it."""
-        return self._store.mask_extent.mode.compileable
 
     @override
     def assignable(self, states: Tensor) -> Tensor:
@@ -137,30 +194,6 @@ class StaticLayer(DynamicLayer):
             self._store.make_room(tokens)
         else:
             self._store.check_room(tokens)
-
-    @override
-    def fork(self) -> Self:
-        twin = super().fork()
-        twin.followers = ()
-        return twin
-
-    @override
-    def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        self.make_room(query_length)
-        for index in self._followers_in_step():
-            self.followers[index].make_room(query_length)
-        bucket = self._store.choose_extent(query_length)
-        return (self._store.length + query_length if bucket is None else bucket), 0
-
-    # A constant of compiled code, in which lengths would be constants otherwise.
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _followers_in_step(self) -> tuple[int, ...]:
-        return in_step(self, self.followers)
-
-    @override
-    def get_seq_length(self) -> int:
-        """As `length`. In compiled code it is a tensor, since a number would be that of the step that was compiled."""
-        return self._store.total_on_device() if torch.compiler.is_compiling() else self.length  # type: ignore[return-value]
 
     def covers(self, other: Any, batch_size: int | None) -> bool:
         """Whether this layer can replace another one, for `batch_size` sequences, with the memory that it has."""

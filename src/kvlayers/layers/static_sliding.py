@@ -7,11 +7,10 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.errors import CapacityError, StateMismatchError
-from kvlayers.layers.in_step import in_step
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.sliding import SlidingLayer, check_window, window_room
-from kvlayers.layers.static import RESERVATION_FACTS, check_reservation, reservation_from
+from kvlayers.layers.static import RESERVATION_FACTS, ReservedLayer, check_reservation, reservation_from
 from kvlayers.stores import Buckets, StaticStore
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.validation import no_room_for_tokens
@@ -24,7 +23,7 @@ def reserved_room(max_cache_len: int, sliding_window: int, grow: bool) -> int:
 
 
 @register_layer
-class StaticSlidingLayer(SlidingLayer):
+class StaticSlidingLayer(ReservedLayer, SlidingLayer):
     """Sliding-window and chunked attention over memory that is reserved once, at an address that does not change.
 
     The window has spare room, and moves to the front when the room is used up. So a token is written once, and moved
@@ -43,10 +42,7 @@ class StaticSlidingLayer(SlidingLayer):
         grow: reserve for the whole window even if fewer tokens are expected, and for more sequences when they come.
     """
 
-    _store: StaticStore
     reservation_facts = RESERVATION_FACTS | {"token_limit"}
-    followers: "tuple[StaticSlidingLayer, ...]" = ()
-    """Layers that make room when this layer is asked for its mask sizes, in a cache that asks one layer for all."""
 
     @checks_options
     def __init__(
@@ -101,17 +97,6 @@ class StaticSlidingLayer(SlidingLayer):
         most = self.sliding_window - 1
         return most if self._seen >= most else self._seen
 
-    @property
-    @override
-    def reserved(self) -> StaticStore:
-        """The memory, and the part of it that attention reads."""
-        return self._store
-
-    @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether generate() may compile the forward pass around it."""
-        return self._store.mask_extent.mode.compileable
-
     @override
     def make_room(self, tokens: int) -> None:
         if self._store.mask_extent.mode.uses_buckets:
@@ -121,31 +106,10 @@ class StaticSlidingLayer(SlidingLayer):
         else:
             self._check_token_limit(tokens)
 
+    @property
     @override
-    def fork(self) -> Self:
-        twin = super().fork()
-        twin.followers = ()
-        return twin
-
-    @override
-    def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        self.make_room(query_length)
-        for index in self._followers_in_step():
-            self.followers[index].make_room(query_length)
-        bucket = self._store.choose_extent(query_length)
-        if bucket is None:
-            return super().mask_sizes(query_length)
-        return bucket, self._store.mask_offset  # type: ignore[return-value]
-
-    # A constant of compiled code, in which lengths would be constants otherwise.
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _followers_in_step(self) -> tuple[int, ...]:
-        return in_step(self, self.followers)
-
-    @override
-    def get_seq_length(self) -> int:
-        """As `length`. In compiled code it is a tensor, since a number would be that of the step that was compiled."""
-        return self._store.total_on_device() if torch.compiler.is_compiling() else self.length  # type: ignore[return-value]
+    def _bucket_offset(self) -> int:
+        return self._store.mask_offset  # type: ignore[return-value]
 
     def _update_compiled(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         store = self._store
@@ -193,11 +157,6 @@ class StaticSlidingLayer(SlidingLayer):
         # A whole window slides on over the reservation.
         held = min(tokens, room) if room >= self.sliding_window else tokens
         return PlannedBytes(self._store.planned_nbytes(*shape.forms(), held, room))
-
-    @property
-    def max_batch_size(self) -> int | None:
-        """Sequences that memory is reserved for, `None` before the first tokens if it was not given."""
-        return self._store.reserved_batch_size
 
     @property
     def cumulative_length_int(self) -> int:

@@ -76,6 +76,11 @@ class TokenLayer(DescribedByArguments, CacheLayer):
         """How many of the newest `tokens` tokens the next one attends to, besides itself."""
         return tokens
 
+    @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        past = self.attended_past(self._store.length)
+        return past + query_length, self.length - past
+
     @property
     @override
     def sized_for(self) -> int | None:

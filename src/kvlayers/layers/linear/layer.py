@@ -9,8 +9,12 @@ from typing_extensions import Self, override
 
 from kvlayers.errors import RollbackError, UnsupportedLayerError
 from kvlayers.layers.arguments import whole_number
-from kvlayers.layers.linear.checkpoints import Checkpoints
-from kvlayers.layers.linear.checks import (
+from kvlayers.layers.linear.checkpoints import Checkpoints, LinearPast
+from kvlayers.layers.linear.saving import check_linear_state, linear_state, read_history
+from kvlayers.layers.linear.states import (
+    LinearStates,
+    StatesByIndex,
+    TokenCount,
     check_columns,
     check_first_columns,
     check_first_recurrent,
@@ -18,14 +22,9 @@ from kvlayers.layers.linear.checks import (
     check_recurrent,
     no_state,
 )
-from kvlayers.layers.linear.past import LinearPast
-from kvlayers.layers.linear.saving import check_linear_state, linear_state, read_history
-from kvlayers.layers.linear.states import LinearStates, StatesByIndex
-from kvlayers.layers.linear.token_count import TokenCount
-from kvlayers.layers.operations import LayerState
+from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
-from kvlayers.layers.transformers_names import TransformersNames
 from kvlayers.stores.contract import Fidelity
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.upstream import compat
@@ -33,7 +32,7 @@ from kvlayers.utils.options import checks_options
 
 
 @register_layer
-class LinearAttentionLayer(TransformersNames, compat.LINEAR_LAYER):  # type: ignore[misc]
+class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignore[misc]
     """Convolution states and recurrent states, at a fixed address, and the count of tokens that they have seen.
 
     A convolution state holds the newest `conv_kernel_size` columns that a causal convolution reads. A recurrent state

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from kvlayers.errors import StateMismatchError
 from kvlayers.layers.linear.checkpoints import Checkpoint, StateHistory
-from kvlayers.layers.linear.states import LinearStates, kept
-from kvlayers.layers.linear.token_count import TokenCount
+from kvlayers.layers.linear.states import LinearStates, TokenCount, kept
 from kvlayers.layers.operations import LayerState
 from kvlayers.stores.description import Fact, Facts
 

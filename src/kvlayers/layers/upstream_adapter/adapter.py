@@ -10,7 +10,7 @@ from typing_extensions import Self, override
 from kvlayers.errors import OptionError, UnsupportedLayerError
 from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.shape import LayerShape, PlannedBytes
-from kvlayers.layers.upstream_adapter import calls, rollback, saved_states
+from kvlayers.layers.upstream_adapter import calls
 from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import Fidelity
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
@@ -293,14 +293,14 @@ class TransformersLayer(LayerOperations):
     @property
     def record_past(self) -> bool:  # type: ignore[override]
         """Whether more is held than is needed, for a later crop. Not every class of transformers says so."""
-        return rollback.records_past(self.layer)
+        return calls.records_past(self.layer)
 
     # Rolling back
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether `remove_newest` can put the layer back as it was."""
-        return calls.is_croppable(self.layer) and rollback.crops_every_state(self.layer)
+        return calls.is_croppable(self.layer) and calls.crops_every_state(self.layer)
 
     @override
     def nearest_restorable(self, length: int) -> int:
@@ -318,16 +318,16 @@ class TransformersLayer(LayerOperations):
     @property
     def is_empty(self) -> bool:
         """Whether the layer holds nothing."""
-        return saved_states.is_empty(self.layer)
+        return calls.is_empty(self.layer)
 
     @override
     def check_removal(self, tokens: int) -> None:
-        rollback.check_removal(self.layer, tokens)
+        calls.check_removal(self.layer, tokens)
 
     @override
     def remove_newest(self, tokens: int) -> None:
         self.check_removal(tokens)
-        rollback.remove_newest(self.layer, tokens)
+        calls.remove_newest(self.layer, tokens)
 
     @override
     def check_select(self, batch_size: int) -> None:
@@ -362,11 +362,11 @@ class TransformersLayer(LayerOperations):
 
     @override
     def activate_past_recording(self) -> None:
-        rollback.start_recording(self.layer)
+        calls.start_recording(self.layer)
 
     @override
     def deactivate_past_recording(self) -> None:
-        rollback.stop_recording(self.layer)
+        calls.stop_recording(self.layer)
 
     @override
     def reset(self) -> None:
@@ -381,22 +381,22 @@ class TransformersLayer(LayerOperations):
 
     @override
     def fork(self) -> Self:
-        return type(self)(saved_states.copy_of(self.layer), self.grows)
+        return type(self)(calls.copy_of(self.layer), self.grows)
 
     @override
     def held_tensors(self) -> Iterator[Tensor]:
-        yield from saved_states.held_tensors(self.layer)
+        yield from calls.held_tensors(self.layer)
 
     @override
     def state(self) -> LayerState:
-        return saved_states.state_of(self.layer, self.kind)
+        return calls.state_of(self.layer, self.kind)
 
     @override
     def check_state(self, state: LayerState) -> None:
         # Files of the first version have the name of the class alone.
-        saved_states.check_state(self.layer, state, (self.kind, type(self.layer).__name__))
+        calls.check_state(self.layer, state, (self.kind, type(self.layer).__name__))
 
     @override
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
-        saved_states.load_state(self.layer, state)
+        calls.load_state(self.layer, state)

@@ -162,7 +162,7 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         unused = self.linear.length == 0
         if unused or (self.linear.length is None and length == self.wrapped.length):
             return length
-        return self.linear.nearest_restorable(length)
+        return int(self.linear.nearest_restorable(length))
 
     @override
     def check_truncate(self, length: int) -> None:

@@ -1,6 +1,6 @@
 """The past of a recurrent layer: checkpoints and recorded columns, to which it can be put back."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -123,68 +123,6 @@ class Checkpoint:
         return [*self.states(), *(() if self.chosen is None else (self.chosen,))]
 
 
-class StateHistory:
-    """The checkpoints that a layer holds, from the oldest to the newest.
-
-    An update gives its states one after another, so the newest checkpoint may be incomplete until the update ends.
-    """
-
-    def __init__(self, checkpoints: Iterable[Checkpoint] = ()) -> None:
-        self._held = list(checkpoints)
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    @property
-    def newest(self) -> Checkpoint | None:
-        """The newest checkpoint."""
-        return self._held[-1] if self._held else None
-
-    def add(self, checkpoint: Checkpoint, most: int) -> None:
-        """Hold one more checkpoint, and drop the oldest ones beyond `most`."""
-        self._held.append(checkpoint)
-        del self._held[: max(len(self._held) - most, 0)]
-
-    def latest(self, length: int, conv: Iterable[int], recurrent: Iterable[int]) -> Checkpoint | None:
-        """The latest checkpoint, at `length` tokens or before, that has all states of these indices."""
-        whole = set(conv), set(recurrent)
-        return next(
-            (
-                checkpoint
-                for checkpoint in reversed(self._held)
-                if checkpoint.length <= length and (set(checkpoint.conv), set(checkpoint.recurrent)) == whole
-            ),
-            None,
-        )
-
-    def drop_from(self, length: int) -> None:
-        """Drop the checkpoints of `length` tokens or more."""
-        self._held = [checkpoint for checkpoint in self._held if checkpoint.length < length]
-
-    def drop_beyond(self, length: int) -> None:
-        """Drop the checkpoints of more than `length` tokens."""
-        self.drop_from(length + 1)
-
-    def clear(self) -> None:
-        """Drop all checkpoints."""
-        self._held = []
-
-    def select(self, indices: Tensor) -> None:
-        """Make sequence `i` of each checkpoint what sequence `indices[i]` was."""
-        self._held = [checkpoint.select(indices) for checkpoint in self._held]
-
-    def fork(self) -> Self:
-        """An independent history. The tensors are shared, as nobody writes to them."""
-        return type(self)(checkpoint.copy() for checkpoint in self._held)
-
-    def tensors(self) -> list[Tensor]:
-        """The tensors of all checkpoints."""
-        return [tensor for checkpoint in self._held for tensor in checkpoint.tensors()]
-
-    def __iter__(self) -> Iterator[Checkpoint]:
-        return iter(self._held)
-
-
 class LinearPast:
     """Checkpoints of a recurrent layer, and the columns that it records if it has only convolutions.
 
@@ -198,7 +136,7 @@ class LinearPast:
 
     def __init__(self, checkpoints: Checkpoints, states: LinearStates, count: TokenCount) -> None:
         self.checkpoints = checkpoints
-        self.history = StateHistory()
+        self.history: list[Checkpoint] = []
         self.is_recording = False
         self._states = states
         self._count = count
@@ -230,7 +168,7 @@ class LinearPast:
             return
         if self._open is None:
             self._open = Checkpoint(dict(self._count.seen()))
-            self.history.add(self._open, most)
+            self._hold(self._open)
         self._open.seen = dict(self._count.seen())
         self._open.conv[state_idx] = kept(held)
 
@@ -261,12 +199,27 @@ class LinearPast:
         length = self._count.length
         if not length or not self._most:
             return
-        there_is = self.history.latest(length, *self._states.filled())
+        there_is = self._latest(length)
         if there_is is None or there_is.length != length:
             # Such a checkpoint is left of an interrupted update.
-            self.history.drop_from(length)
+            self._drop_from(length)
             conv, recurrent = ({index: kept(states) for index, states in live.items()} for live in self._states.live())
-            self.history.add(Checkpoint(dict(self._count.seen()), conv, recurrent), self._most)
+            self._hold(Checkpoint(dict(self._count.seen()), conv, recurrent))
+
+    def _hold(self, checkpoint: Checkpoint) -> None:
+        """Hold one more checkpoint, and drop the oldest ones beyond the most that are kept."""
+        self.history = [*self.history, checkpoint][-self._most :]
+
+    def _latest(self, length: int) -> Checkpoint | None:
+        """The latest checkpoint, at `length` tokens or before, that has all states."""
+        whole = self._states.filled()
+        for checkpoint in reversed(self.history):
+            if checkpoint.length <= length and (set(checkpoint.conv), set(checkpoint.recurrent)) == whole:
+                return checkpoint
+        return None
+
+    def _drop_from(self, length: int) -> None:
+        self.history = [checkpoint for checkpoint in self.history if checkpoint.length < length]
 
     @property
     def _most(self) -> int:
@@ -311,12 +264,12 @@ class LinearPast:
             raise RollbackError(f"expected to roll back to between 0 and {held} tokens, but was asked for {length}.")
         if (length == held and not self._is_broken()) or 0 < held - length <= self._recorded_tokens():
             return length
-        checkpoint = self.history.latest(length, *self._states.filled())
+        checkpoint = self._latest(length)
         return 0 if checkpoint is None else checkpoint.length
 
     def _is_broken(self) -> bool:
         """Whether an update of several tokens was interrupted before all states had been given."""
-        last = self.history.newest
+        last = self.history[-1] if self.history else None
         if last is None or last.length != self._count.length:
             return False
         return (set(last.conv), set(last.recurrent)) != self._states.filled()
@@ -338,7 +291,7 @@ class LinearPast:
                 self._states.put_conv(index, rest[..., -kernel:], kernel)
             self._count.remove(removed)
         elif removed or self._is_broken():
-            checkpoint = self.history.latest(target, *self._states.filled())
+            checkpoint = self._latest(target)
             if checkpoint is None or checkpoint.length != target:
                 raise RollbackError(f"expected a checkpoint at {target} tokens, but no checkpoint is there.")
             restored = checkpoint.resolved()
@@ -347,7 +300,7 @@ class LinearPast:
             for index, states in restored.recurrent.items():
                 self._states.put_recurrent(index, states)
             self._count.set(checkpoint.seen)
-        self.history.drop_beyond(target)
+        self._drop_from(target + 1)
         self._recorded = {}
         self.end_pass()
         if self.is_recording:
@@ -357,23 +310,24 @@ class LinearPast:
 
     def select(self, indices: Tensor) -> None:
         """Make sequence `i` what sequence `indices[i]` was, in checkpoints and recorded columns."""
-        self.history.select(indices)
+        self.history = [checkpoint.select(indices) for checkpoint in self.history]
         self._recorded = {index: rows(states, indices) for index, states in self._recorded.items()}
         self.end_pass()
 
     def clear(self) -> None:
         """Forget checkpoints and recorded columns."""
-        self.history.clear()
+        self.history = []
         self._recorded = {}
         self.end_pass()
 
     def fork(self, states: LinearStates, count: TokenCount) -> Self:
         """The same past for a copy of the states and the count. The tensors are shared, as nobody writes to them."""
         twin = type(self)(self.checkpoints, states, count)
-        twin.history, twin.is_recording = self.history.fork(), self.is_recording
+        twin.history = [checkpoint.copy() for checkpoint in self.history]
+        twin.is_recording = self.is_recording
         twin._recorded = dict(self._recorded)
         return twin
 
     def tensors(self) -> list[Tensor]:
         """The tensors of checkpoints and recorded columns."""
-        return [*self.history.tensors(), *self._recorded.values()]
+        return [*(tensor for held in self.history for tensor in held.tensors()), *self._recorded.values()]

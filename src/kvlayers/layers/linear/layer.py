@@ -9,6 +9,7 @@ from typing_extensions import Self, override
 
 from kvlayers.errors import RollbackError, UnsupportedLayerError
 from kvlayers.layers.arguments import whole_number
+from kvlayers.layers.contract import forwarded
 from kvlayers.layers.linear.checkpoints import Checkpoints, LinearPast
 from kvlayers.layers.linear.saving import check_linear_state, linear_state, read_history
 from kvlayers.layers.linear.states import (
@@ -71,6 +72,14 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     keys: Tensor | None = None
     values: Tensor | None = None
 
+    checkpoints = forwarded("_past")
+    """When checkpoints are taken, and how many are kept."""
+
+    is_recording = forwarded("_past")
+    nearest_restorable = forwarded("_past")
+    length = forwarded("_count")
+    """Tokens seen and not rolled back, `None` if the model does not pass one column for each token."""
+
     @checks_options
     def __init__(
         self,
@@ -84,11 +93,6 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         self._states = LinearStates(number_of_states)
         self._count = TokenCount(number_of_states)
         self._past = LinearPast(Checkpoints.of(checkpoints), self._states, self._count)
-
-    @property
-    def checkpoints(self) -> Checkpoints:
-        """When checkpoints are taken, and how many are kept."""
-        return self._past.checkpoints
 
     def conv_state(self, state_idx: int) -> Tensor | None:
         """The convolution state itself, `[batch, channels, conv_kernel_size]`, `None` before the first tokens."""
@@ -284,11 +288,6 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         self._past.stop_recording()
 
     @property
-    @override
-    def is_recording(self) -> bool:
-        return self._past.is_recording
-
-    @property
     def record_past(self) -> bool:
         """Always true: models must pass the states of each token, since tokens are counted here."""
         return True
@@ -298,15 +297,6 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         # transformers ends a recording by assigning this.
         if not record_past:
             self.deactivate_past_recording()
-
-    @override
-    def nearest_restorable(self, length: int) -> int:
-        """The greatest length, `length` at most, to which the layer can be put back: 0 if there is no other.
-
-        Raises:
-            RollbackError: fewer tokens were seen, or the layer does not know how many were seen.
-        """
-        return self._past.nearest_restorable(length)
 
     @override
     def check_truncate(self, length: int) -> None:
@@ -335,7 +325,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
             RollbackError: as `nearest_restorable`; nothing is changed.
         """
         length = whole_number(length, "a length")
-        target = self.nearest_restorable(length)
+        target: int = self.nearest_restorable(length)
         if target == 0:
             self.reset()
         else:
@@ -407,12 +397,6 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         self._past.history = read_history(state)
 
     # What it is
-
-    @property
-    @override
-    def length(self) -> int | None:
-        """Tokens seen and not rolled back, `None` if the model does not pass one column for each token."""
-        return self._count.length
 
     @property
     @override

@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.errors import OptionError, UnsupportedLayerError
+from kvlayers.layers.contract import forwarded
 from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.upstream_adapter import calls
@@ -20,6 +21,11 @@ from kvlayers.upstream import compat
 @runtime_checkable
 class _Reorderable(Protocol):
     def reorder_cache(self, beam_idx: Tensor) -> None: ...
+
+
+@runtime_checkable
+class _Recording(Protocol):
+    def activate_past_recording(self) -> None: ...
 
 
 @runtime_checkable
@@ -66,6 +72,12 @@ class TransformersLayer(LayerOperations):
     """
 
     is_upstream = True
+    is_initialized = forwarded("layer")
+    is_compileable = forwarded("layer")
+    # A layer may count in a tensor, and static layers do so in compiled code.
+    get_seq_length = forwarded("layer")
+    offload = forwarded("layer")
+    prefetch = forwarded("layer")
 
     def __init__(self, layer: Any, grows: bool = False) -> None:
         self.layer = layer
@@ -138,11 +150,6 @@ class TransformersLayer(LayerOperations):
 
     @property
     @override
-    def is_initialized(self) -> bool:
-        return bool(self.layer.is_initialized)
-
-    @property
-    @override
     def length(self) -> int | None:
         return int(self.layer.get_seq_length()) if self.attends else None
 
@@ -151,11 +158,6 @@ class TransformersLayer(LayerOperations):
     def length_on_host(self) -> int | None:
         seen = self.layer.get_seq_length() if self.attends else None
         return seen if isinstance(seen, int) else None
-
-    @override
-    def get_seq_length(self) -> int:
-        """As `length`. A layer may count in a tensor, and static layers do so in compiled code."""
-        return self.layer.get_seq_length()  # type: ignore[no-any-return]
 
     @property
     @override
@@ -169,11 +171,6 @@ class TransformersLayer(LayerOperations):
     def is_sliding(self) -> bool:  # type: ignore[override]
         """Whether the layer attends within a window. Not every class of transformers says so."""
         return bool(getattr(self.layer, "is_sliding", False))
-
-    @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether generate() may compile the forward pass around the layer."""
-        return bool(self.layer.is_compileable)
 
     @property
     def keys(self) -> Tensor | None:
@@ -202,14 +199,6 @@ class TransformersLayer(LayerOperations):
     def held_tokens(self) -> int | None:
         keys = self.keys
         return self.length if keys is None or keys.dim() != 4 else min(self.length or 0, int(keys.shape[2]))
-
-    @override
-    def offload(self) -> None:
-        self.layer.offload()
-
-    @override
-    def prefetch(self) -> None:
-        self.layer.prefetch()
 
     # Recurrent states
 
@@ -362,7 +351,8 @@ class TransformersLayer(LayerOperations):
 
     @override
     def activate_past_recording(self) -> None:
-        calls.start_recording(self.layer)
+        if isinstance(self.layer, _Recording):
+            self.layer.activate_past_recording()
 
     @override
     def deactivate_past_recording(self) -> None:

@@ -128,11 +128,6 @@ class _Croppable(Protocol):
     def crop(self, tokens_to_remove: int) -> None: ...
 
 
-@runtime_checkable
-class _Recording(Protocol):
-    def activate_past_recording(self) -> None: ...
-
-
 def records_past(layer: Any) -> bool:
     """Whether a layer holds more than it needs, for a later crop. Not every class of transformers says so."""
     return bool(vars(layer).get("record_past", False))
@@ -210,12 +205,6 @@ def remove_newest(layer: Any, tokens: int) -> None:
         return
     if tokens or (isinstance(layer, compat.LINEAR_LAYER) and records_past(layer)):
         layer.crop(-tokens)
-
-
-def start_recording(layer: Any) -> None:
-    """Let a layer hold what a later removal needs, if it can."""
-    if isinstance(layer, _Recording):
-        layer.activate_past_recording()
 
 
 def stop_recording(layer: Any) -> None:

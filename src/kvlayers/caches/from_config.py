@@ -17,8 +17,7 @@ from kvlayers.layers.quantized import quantized_layer
 from kvlayers.layers.recall import Recall, RecallLayer
 from kvlayers.layers.sink import SinkConfig
 from kvlayers.layers.sliding import SlidingLayer, window_room
-from kvlayers.layers.static import StaticLayer
-from kvlayers.layers.static_sliding import StaticSlidingLayer
+from kvlayers.layers.static import StaticLayer, StaticSlidingLayer
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.layers.upstream_adapter.adapter import adapted
 from kvlayers.offload.prefetcher import Prefetcher

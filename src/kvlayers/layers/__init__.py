@@ -13,8 +13,7 @@ from kvlayers.layers.recall import Recall, RecallLayer
 from kvlayers.layers.registry import layer_names, register_layer, unregister_layer
 from kvlayers.layers.sink import SinkLayer
 from kvlayers.layers.sliding import SlidingLayer
-from kvlayers.layers.static import StaticLayer
-from kvlayers.layers.static_sliding import StaticSlidingLayer
+from kvlayers.layers.static import StaticLayer, StaticSlidingLayer
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.layers.upstream_adapter.adapter import TransformersLayer
 

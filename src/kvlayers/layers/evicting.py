@@ -21,7 +21,7 @@ from kvlayers.layers.evicting_attention import (
     joined_states,
     with_columns,
 )
-from kvlayers.layers.eviction_progress import WHOLE_FROM, EvictionProgress, evict, of_the_store
+from kvlayers.layers.eviction_progress import PROGRESS_NAMES, WHOLE_FROM, EvictionProgress, evict
 from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
@@ -315,7 +315,8 @@ class EvictingLayer(TokenLayer):
     def _evict_recorded(self) -> None:
         """Evict what recording has held beyond the step that is allowed while single tokens come."""
         progress = self._progress
-        if self.record_past and progress.can_score and progress.account.is_due(self._seen, STEP - 1):
+        can_score = not self.settings.rule.queries or progress.queries.count > 0
+        if self.record_past and can_score and progress.account.is_due(self._seen, STEP - 1):
             self._evict(None, progress.queries, self._seen)
 
     # The batch, copies and state
@@ -388,7 +389,7 @@ class EvictingLayer(TokenLayer):
 
     @override
     def check_state(self, state: LayerState) -> None:
-        stored = of_the_store(state)
+        stored = state.split(PROGRESS_NAMES)[1]
         # As a layer with a store of the same kind checks it.
         twin = self._twin()
         twin._store = self._store_of(stored)
@@ -411,7 +412,7 @@ class EvictingLayer(TokenLayer):
     @override
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
-        stored = of_the_store(state)
+        stored = state.split(PROGRESS_NAMES)[1]
         store = self._store_of(stored)
         store.load_state(stored.tensors)
         self._store = store

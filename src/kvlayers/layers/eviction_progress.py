@@ -24,6 +24,9 @@ EVICTED_NAME = "evicted_tokens"
 ACCOUNT_NAMES = (EVICTED_NAME, PADDING_NAME)
 """The names of all numbers in a state."""
 
+PROGRESS_NAMES = (*ACCOUNT_NAMES, QUERIES_NAME)
+"""The names of all tensors in a state that the store does not hold."""
+
 _NOTHING = torch.zeros(1, dtype=torch.int64)
 
 
@@ -174,11 +177,6 @@ class EvictionProgress:
             return padding
         return (padding - self.whole_from - self.settings.recent_tokens).clamp(min=0)
 
-    @property
-    def can_score(self) -> bool:
-        """Whether the rule has the queries that it asks for."""
-        return not self.settings.rule.queries or self.queries.count > 0
-
     def after_eviction(self, seen: int, counts: Tensor, queries: ObservedQueries) -> "EvictionProgress":
         """The progress after an eviction.
 
@@ -254,19 +252,12 @@ class EvictionProgress:
                 f"`{WHOLE_FROM}` must be a position among the {state.length} tokens of the state, got {whole_from!r}: "
                 "take the state again."
             )
-        numbers = {name: state.tensors[name] for name in ACCOUNT_NAMES if name in state.tensors}
-        account = self.account.of_state(numbers, state.length)
+        account = self.account.of_state(state.split(ACCOUNT_NAMES)[0], state.length)
         if not whole_from and bool(account.evicted.any()):
             raise StateMismatchError(
                 f"`{WHOLE_FROM}` must be 0 only if no token is evicted, got 0: take the state again."
             )
         return EvictionProgress(account, self.queries.of_state(state.tensors), whole_from)
-
-
-def of_the_store(state: LayerState) -> LayerState:
-    """The part of a layer's state that its store understands."""
-    own = {*ACCOUNT_NAMES, QUERIES_NAME}
-    return LayerState(state.kind, {n: tensor for n, tensor in state.tensors.items() if n not in own}, state.facts)
 
 
 def evict(

@@ -1,8 +1,8 @@
 """The contract of every layer of a cache, whether it attends or not. `CacheLayer` adds attention."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -48,6 +48,12 @@ class LayerState:
         if not isinstance(length, int):
             raise StateMismatchError(f"expected a state that counts its tokens, but saw length={length!r}.")
         return length
+
+    def split(self, names: Collection[str]) -> "tuple[dict[str, Tensor], LayerState]":
+        """The tensors of these names, which a layer keeps beside its store, and the state without them."""
+        own = {name: tensor for name, tensor in self.tensors.items() if name in names}
+        rest = {name: tensor for name, tensor in self.tensors.items() if name not in names}
+        return own, replace(self, tensors=rest)
 
 
 class LayerOperations(DescribesItself, ABC):

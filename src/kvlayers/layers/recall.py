@@ -394,7 +394,7 @@ class RecallLayer(DynamicLayer):
 
     @override
     def check_state(self, state: LayerState) -> None:
-        own, held = _split(state)
+        own, held = state.split((BOUNDS, ENDS))
         super().check_state(held)
         if own:
             keys, first = held.tensors["keys"], self._store.first_block
@@ -403,7 +403,7 @@ class RecallLayer(DynamicLayer):
     @override
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
-        own, held = _split(state)
+        own, held = state.split((BOUNDS, ENDS))
         self._store.load_state(held.tensors)
         self._forget_pages()
         if own:
@@ -418,10 +418,3 @@ def _left_padding(mask: Tensor) -> Tensor:
     if visible.dtype != torch.bool:
         visible = visible > torch.finfo(visible.dtype).min / 2
     return visible.to(torch.uint8).argmax(1)
-
-
-def _split(state: LayerState) -> tuple[dict[str, Tensor], LayerState]:
-    """The tensors of the pages, and the state of the tokens."""
-    own = {name: tensor for name, tensor in state.tensors.items() if name in (BOUNDS, ENDS)}
-    held = {name: tensor for name, tensor in state.tensors.items() if name not in own}
-    return own, LayerState(state.kind, held, state.facts)

@@ -293,7 +293,7 @@ class SinkLayer(WindowLayer):
 
     @override
     def check_state(self, state: LayerState) -> None:
-        own, window = _split(state)
+        own, window = state.split((*NAMES, PADDING_NAME))
         super().check_state(window)
         sinks = self._sinks.of_state(own)
         seen = state.length
@@ -314,7 +314,7 @@ class SinkLayer(WindowLayer):
     @override
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
-        own, window = _split(state)
+        own, window = state.split((*NAMES, PADDING_NAME))
         sinks = self._sinks.of_state(own)
         self._store.load_state(window.tensors)
         self._sinks, self._seen = sinks, state.length
@@ -346,11 +346,3 @@ class SinkConfig:
 def _copied(states: Tensor | None) -> Tensor | None:
     # Handles of packed states cannot be written to.
     return states if states is None or isinstance(states, PackedStates) else states.clone()
-
-
-def _split(state: LayerState) -> tuple[dict[str, Tensor], LayerState]:
-    """The tensors of the sinks, and the state of the window."""
-    names = {*NAMES, PADDING_NAME}
-    own = {name: tensor for name, tensor in state.tensors.items() if name in names}
-    window = {name: tensor for name, tensor in state.tensors.items() if name not in names}
-    return own, LayerState(state.kind, window, state.facts)

@@ -24,7 +24,6 @@ from kvlayers.eviction import (
     attention_rules,
     eviction_rule,
     eviction_rule_names,
-    expected_attention,
     register_eviction_rule,
     unregister_eviction_rule,
 )
@@ -204,7 +203,7 @@ def expected_scores(
 def test_expected_attention(
     layout: Layout | None, tokens: int, first: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expected_attention, "TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr(attention_rules, "TOKENS_AT_ONCE", at_once)
     keys, values, plain = states(tokens, torch.float64)
     positions = torch.arange(first, first + tokens, dtype=torch.float64)
     if layout is None:

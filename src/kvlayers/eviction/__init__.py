@@ -1,6 +1,6 @@
 """Rules of eviction: which tokens a layer of limited memory keeps."""
 
-from kvlayers.eviction.attention_rules import HeavyHitters, SnapKV, Tova
+from kvlayers.eviction.attention_rules import ExpectedAttention, HeavyHitters, SnapKV, Tova
 from kvlayers.eviction.contract import (
     ALL_QUERIES,
     EvictionRule,
@@ -10,7 +10,6 @@ from kvlayers.eviction.contract import (
     register_eviction_rule,
     unregister_eviction_rule,
 )
-from kvlayers.eviction.expected_attention import ExpectedAttention
 from kvlayers.eviction.key_rules import KeyDiff, KNorm, RandomEviction, Streaming
 
 BUILTIN_RULES = tuple(added_rule_names())

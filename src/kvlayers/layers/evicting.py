@@ -84,6 +84,8 @@ class EvictingLayer(TokenLayer):
     described = ("rule", "keep", "budget", "sink_tokens", "recent_tokens", "per_head", "scale")
     hints = ("left_padding",)
     evicts_by_states = True
+    fidelity: Fidelity = "evicting"
+    capacity: int | None = None
 
     @checks_options
     def __init__(
@@ -195,11 +197,6 @@ class EvictingLayer(TokenLayer):
     def batch_size(self) -> int | None:
         return super().batch_size if self._awaited.new is None else int(self._awaited.new[0].shape[0])
 
-    @property
-    @override
-    def capacity(self) -> int | None:
-        return None
-
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         held = max(self.columns, self._announced)
@@ -221,11 +218,6 @@ class EvictingLayer(TokenLayer):
     @override
     def held_tokens(self) -> int:
         return int(self._progress.account.held(self._seen).max())
-
-    @property
-    @override
-    def fidelity(self) -> Fidelity:
-        return "evicting"
 
     @property
     @override

@@ -130,7 +130,7 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @property
     @override
-    def can_be_stacked(self) -> bool:
+    def can_be_stacked(self) -> bool:  # type: ignore[override]
         return self.wrapped.can_be_stacked and self.linear.can_be_stacked
 
     @property

@@ -12,7 +12,7 @@ from typing_extensions import Self, override
 from kvlayers.attention.packed_ops import observed, observer_of
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import CapacityError, UnsupportedLayerError
-from kvlayers.layers.contract import WrapperLayer
+from kvlayers.layers.contract import WrapperLayer, forwarded
 from kvlayers.layers.operations import LayerState
 from kvlayers.layers.registry import layer_class, register_layer
 from kvlayers.layers.shape import LayerShape, PlannedBytes
@@ -21,7 +21,6 @@ from kvlayers.offload.paged_reads import PagedReads
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores.buffer import StateForm, memory_of
-from kvlayers.stores.contract import BufferSwap
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 
 
@@ -77,6 +76,8 @@ class OffloadedLayer(WrapperLayer):
     """
 
     is_opaque = True
+    keeps_every_token = forwarded("wrapped")
+    swap_buffers = forwarded("wrapped")
     wrapped: TokenLayer
 
     def __init__(self, layer: TokenLayer, prefetcher: Prefetcher | None = None) -> None:
@@ -252,10 +253,6 @@ class OffloadedLayer(WrapperLayer):
         with contextlib.suppress(CapacityError):
             self.prefetcher.write_back(self)
 
-    def swap_buffers(self, swap: BufferSwap) -> None:
-        """See `TokenStore.swap_buffers`."""
-        self.wrapped.swap_buffers(swap)
-
     # Operations
 
     @override
@@ -371,15 +368,10 @@ class OffloadedLayer(WrapperLayer):
 
     @property
     @override
-    def memory_tier(self) -> str:
+    def memory_tier(self) -> str:  # type: ignore[override]
         if not self.prefetcher.offloads(self.device):
             return "device"
         return "disk" if self.prefetcher.memory.holds_host_states else "host"
-
-    @property
-    def keeps_every_token(self) -> bool:  # type: ignore[override]
-        """Whether it can be put back to any number of tokens, whatever it has seen since."""
-        return self.wrapped.keeps_every_token
 
     @property
     @override

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -77,6 +78,14 @@ class LayerOperations(DescribesItself, ABC):
         keeps_every_token: whether it can be put back to any number of tokens, whatever it has seen since.
         counts_columns: whether it counts its tokens by the columns that its convolutions are given.
         rotaries: rotations that its description names by their fingerprints.
+        bits: bits of a number of a key and of a value if they are rounded, `None` in full precision.
+        attention_paths: how often attention on its states was computed in which way; empty in full precision.
+        packing_paths: how often an accelerator packed keys, or values, on each path; empty if it packs none.
+        reserved: the memory that was reserved at one address, `None` for a layer that takes memory as it needs it.
+        memory_tier: where the states are between updates: "device", "host" or "disk".
+        can_be_stacked: whether states of several such layers can be put side by side, the shorter ones padded on the
+            left.
+        sized_for: the number of tokens that the layer was told to make room for, `None` if it was told no number.
     """
 
     is_compileable = False
@@ -93,6 +102,13 @@ class LayerOperations(DescribesItself, ABC):
     keeps_every_token = False
     counts_columns = False
     rotaries: tuple[Rotary, ...] = ()
+    bits: tuple[int, int] | None = None
+    attention_paths: Mapping[str, int] = MappingProxyType({})
+    packing_paths: Mapping[str, int] = MappingProxyType({})
+    reserved: StaticStore | None = None
+    memory_tier: str = "device"
+    can_be_stacked: bool = False
+    sized_for: int | None = None
 
     # What the layer consists of
 
@@ -194,41 +210,6 @@ class LayerOperations(DescribesItself, ABC):
     @property
     def held_tokens(self) -> int | None:
         """Tokens of which keys and values are held, `None` for a layer that does not attend."""
-        return None
-
-    @property
-    def bits(self) -> tuple[int, int] | None:
-        """Bits of a number of a key and of a value if they are rounded, `None` in full precision."""
-        return None
-
-    @property
-    def attention_paths(self) -> Mapping[str, int]:
-        """How often attention on its states was computed in which way; empty in full precision."""
-        return {}
-
-    @property
-    def packing_paths(self) -> Mapping[str, int]:
-        """How often an accelerator packed keys, or values, on each path; empty if it packs none."""
-        return {}
-
-    @property
-    def reserved(self) -> StaticStore | None:
-        """The memory that was reserved at one address, `None` for a layer that takes memory as it needs it."""
-        return None
-
-    @property
-    def memory_tier(self) -> str:
-        """Where the states are between updates: "device", "host" or "disk"."""
-        return "device"
-
-    @property
-    def can_be_stacked(self) -> bool:
-        """Whether states of several such layers can be put side by side, the shorter ones padded on the left."""
-        return False
-
-    @property
-    def sized_for(self) -> int | None:
-        """The number of tokens that the layer was told to make room for, `None` if it was told no number."""
         return None
 
     @property

@@ -264,7 +264,7 @@ class RecallLayer(DynamicLayer):
 
     @property
     @override
-    def attention_paths(self) -> Mapping[str, int]:
+    def attention_paths(self) -> Mapping[str, int]:  # type: ignore[override]
         return Counter(super().attention_paths) + self._paths.counts
 
     @property

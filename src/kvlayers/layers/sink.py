@@ -10,6 +10,7 @@ from typing_extensions import Self, override
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import RollbackError, StateMismatchError
 from kvlayers.layers.arguments import repeated_rows
+from kvlayers.layers.contract import forwarded
 from kvlayers.layers.dynamic import check_rollback
 from kvlayers.layers.operations import LayerState
 from kvlayers.layers.registry import register_layer
@@ -62,6 +63,9 @@ class SinkLayer(WindowLayer):
 
     described = ("window_length", "num_sink_tokens")
     hints = ("left_padding",)
+    fidelity: Fidelity = "evicting"
+    rotary = forwarded("_sinks")
+    """How keys are rotated, `None` for keys that do not know positions."""
 
     @checks_options
     def __init__(
@@ -146,11 +150,6 @@ class SinkLayer(WindowLayer):
     def held_tokens(self) -> int:
         return min(self._seen, self.num_sink_tokens + self._store.length)
 
-    @property
-    @override
-    def fidelity(self) -> Fidelity:
-        return "evicting"
-
     @override
     def planned_tokens(self, tokens: int) -> int:
         return tokens if tokens <= self.room else self.window_length - 1 - self.num_sink_tokens
@@ -159,11 +158,6 @@ class SinkLayer(WindowLayer):
     def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
         window = super().planned_nbytes(shape, tokens, sized_for)
         return PlannedBytes(window.device + self._sinks.planned_nbytes(*shape.forms()))
-
-    @property
-    def rotary(self) -> Rotary | None:
-        """How keys are rotated, `None` for keys that do not know positions."""
-        return self._sinks.rotary
 
     @property
     def left_padding(self) -> Tensor | None:

@@ -148,7 +148,7 @@ class SlidingLayer(WindowLayer):
 
     @property
     @override
-    def can_be_stacked(self) -> bool:
+    def can_be_stacked(self) -> bool:  # type: ignore[override]
         return self._store.holds_tokens_apart
 
     @override

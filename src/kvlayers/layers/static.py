@@ -79,7 +79,7 @@ class ReservedLayer(TokenLayer):
 
     @property
     @override
-    def reserved(self) -> StaticStore:
+    def reserved(self) -> StaticStore:  # type: ignore[override]
         """The memory, and the part of it that attention reads."""
         return self._store
 
@@ -160,7 +160,7 @@ class StaticLayer(ReservedLayer, DynamicLayer):
 
     @property
     @override
-    def capacity(self) -> int | None:
+    def capacity(self) -> int | None:  # type: ignore[override]
         return self._store.capacity
 
     @override
@@ -362,7 +362,7 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
 
     @property
     @override
-    def sized_for(self) -> int | None:
+    def sized_for(self) -> int | None:  # type: ignore[override]
         return self._expected
 
     @override

@@ -68,6 +68,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     is_recurrent = True
     counts_columns = True
     can_be_stacked = True
+    fidelity: Fidelity = "exact"
     capacity: int | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
@@ -171,11 +172,6 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     def is_recurrent_states_initialized(self) -> dict[int, bool]:
         """By state index, whether there is memory for a recurrent state."""
         return {index: states is not None for index, states in self._states.recurrent.items()}
-
-    @property
-    @override
-    def fidelity(self) -> Fidelity:
-        return "exact"
 
     @override
     def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:

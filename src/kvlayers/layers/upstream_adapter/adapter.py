@@ -86,6 +86,8 @@ class TransformersLayer(LayerOperations):
         self.attends = isinstance(layer, compat.ATTENTION_LAYER)
         self.has_other_states = isinstance(layer, _Indexed)
         self.keeps_every_token = isinstance(layer, compat.DUMMY_LAYER)
+        # A dummy holds nothing.
+        self.can_be_stacked = self.keeps_every_token
 
     @property
     @override
@@ -229,7 +231,7 @@ class TransformersLayer(LayerOperations):
 
     @property
     @override
-    def sized_for(self) -> int | None:
+    def sized_for(self) -> int | None:  # type: ignore[override]
         return int(self.layer.max_cache_len) if isinstance(self.layer, compat.STATIC_INDEXED_LAYER) else None
 
     @property
@@ -272,12 +274,6 @@ class TransformersLayer(LayerOperations):
     def device(self) -> torch.device | None:
         """Device of the states, `None` before the first ones."""
         return next((tensor.device for tensor in self.held_tensors()), None)
-
-    @property
-    @override
-    def can_be_stacked(self) -> bool:
-        # A dummy holds nothing.
-        return self.keeps_every_token
 
     @property
     def record_past(self) -> bool:  # type: ignore[override]

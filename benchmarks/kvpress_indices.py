@@ -33,10 +33,9 @@ import transformers
 from torch import Tensor
 
 from kvlayers.eviction import ALL_QUERIES, EvictionRule, eviction_rule
+from kvlayers.eviction.budgets import AdaptiveHeads, EvenHeads
 from kvlayers.eviction.for_model import rules_for
-from kvlayers.eviction.head_budgets import AdaptiveHeads, EvenHeads
-from kvlayers.eviction.kept import KeptTokens
-from kvlayers.eviction.selection import select
+from kvlayers.eviction.selection import KeptTokens, select
 from lib import report
 from lib.workload import RandomModel, Shape, default_model, real_workload
 

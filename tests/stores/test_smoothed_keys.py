@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import kvlayers
 from kvlayers.attention.packed_tensor import as_dense
 from kvlayers.errors import StateMismatchError
-from kvlayers.eviction.kept import KeptTokens
+from kvlayers.eviction.selection import KeptTokens
 from kvlayers.quantizers import NativeQuantizer, SideOptions, backend
 from kvlayers.quantizers.contract import CodeFormat
 from kvlayers.quantizers.smoothing import LARGEST_FACTOR, KeySmoothing, vectors_for

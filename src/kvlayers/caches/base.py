@@ -27,7 +27,7 @@ from kvlayers.errors import (
 )
 from kvlayers.layers import LayerOperations
 from kvlayers.layers.graph_operators import GraphHandle, calls_operators, updated
-from kvlayers.layers.in_step import in_step
+from kvlayers.layers.static import in_step
 from kvlayers.offload import Offloading, Prefetcher, TrafficMeter
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.description import DescriptionContext

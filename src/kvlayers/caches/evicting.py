@@ -13,7 +13,7 @@ from kvlayers.caches.preparation import check_empty, check_rotary, left_padding_
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import ConfigError, UnsupportedLayerError
 from kvlayers.eviction import EvictionRule
-from kvlayers.eviction.layer_budgets import LayerBudgets, check_layer_budgets
+from kvlayers.eviction.budgets import LayerBudgets, check_layer_budgets
 from kvlayers.eviction.settings import check_amounts, found_rule
 from kvlayers.layers import EvictingLayer, LayerOperations
 from kvlayers.layers.evicting_config import EvictingConfig

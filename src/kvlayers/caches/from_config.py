@@ -14,12 +14,10 @@ from kvlayers.layers.linear.checkpoints import Checkpoints
 from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.offloaded import OffloadedLayer
 from kvlayers.layers.quantized import quantized_layer
-from kvlayers.layers.recall import RecallLayer
-from kvlayers.layers.recall_config import Recall
+from kvlayers.layers.recall import Recall, RecallLayer
 from kvlayers.layers.sink import SinkConfig
 from kvlayers.layers.sliding import SlidingLayer, window_room
-from kvlayers.layers.static import StaticLayer
-from kvlayers.layers.static_sliding import StaticSlidingLayer
+from kvlayers.layers.static import StaticLayer, StaticSlidingLayer
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.layers.upstream_adapter.adapter import adapted
 from kvlayers.offload.prefetcher import Prefetcher

@@ -12,16 +12,15 @@ from kvlayers.attention.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.caches.base import Cache
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.layers import LayerOperations
+from kvlayers.layers.contract import WrapperLayer
 from kvlayers.layers.evicting import EvictingLayer
 from kvlayers.layers.hybrid import HybridLayer
 from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.offloaded import OffloadedLayer
 from kvlayers.layers.recall import RecallLayer
 from kvlayers.layers.shape import LayerShape
-from kvlayers.layers.static import StaticLayer
-from kvlayers.layers.static_sliding import StaticSlidingLayer
+from kvlayers.layers.static import StaticLayer, StaticSlidingLayer
 from kvlayers.layers.upstream_adapter.adapter import TransformersLayer, adapted
-from kvlayers.layers.wrapper import WrapperLayer
 from kvlayers.offload.paged_reads import places_for
 from kvlayers.stores import DenseStore, TokenStore
 from kvlayers.stores.buffer import StateForm, nbytes_of

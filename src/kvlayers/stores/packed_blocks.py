@@ -120,9 +120,6 @@ class PackedBlocks:
             values: likewise, of the same tokens.
             smoothing: how the keys are smoothed first, the same for all blocks; `None` to pack them as they are.
         """
-        if keys.is_meta:
-            # A plan asks for bytes, and the room was made.
-            return
         blocks = keys.shape[2] // self.block_tokens
         finite: Tensor | None = None
         is_known = False
@@ -133,6 +130,9 @@ class PackedBlocks:
             is_here = codes.device == states.device
             if search is not None and is_here and self.obstacle(side) is None:
                 cuda_launch.pack_blocks(states, partner, codes, parameters, layout, search, of_side)
+                continue
+            if states.is_meta:
+                # A plan asks for bytes, and the room was made.
                 continue
             states = states if of_side is None else of_side.applied(states)
             if search is not None and is_here and cpu_pack.packs(layout, states, partner):

@@ -1,4 +1,4 @@
-"""Imports of the package run downwards, late ones included, each class has a name of its own, and nothing grows unseen."""
+"""Imports run downwards, late ones included, each class has a name of its own, and nothing grows unseen."""
 
 import ast
 import collections
@@ -103,9 +103,9 @@ def test_each_class_has_a_name_of_its_own() -> None:
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
-MOST_STATEMENTS = 0
-MOST_FILES = 0
-LONGEST_CHAIN = 0
+MOST_STATEMENTS = 29_147
+MOST_FILES = 289
+LONGEST_CHAIN = 7
 """Ceilings of the package. They go down with the code, and up only for a reason that the same commit gives."""
 
 

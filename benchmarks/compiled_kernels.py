@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for GPUs that need not be there: registers, spills and shared memory of each.
 
-    python benchmarks/kernels.py [--capability 80 86 89 90 100 120] [--only TEXT] [--few] [--json PATH]
+    python benchmarks/compiled_kernels.py [--capability 80 86 89 90 100 120] [--only TEXT] [--few] [--json PATH]
 
 The kernels are those that a quantized layer launches for a prompt, for a decoded token and for its states in full
 precision, and that of a shared prefix, on meta tensors in place of a GPU's. triton compiles them for each compute

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for GPUs that are not there and fit them: `benchmarks/compiled_kernels.py` compiles them."""
+"""The Triton kernels compile for GPUs that are not there, and fit them (`benchmarks/compiled_kernels.py`)."""
 
 import json
 import os

@@ -85,13 +85,6 @@ class LayerShape:
         """Bytes of the indexer's keys of `tokens` tokens, for all sequences."""
         return self.batch_size * tokens * self._attending().indexer_head_dim * self.dtype.itemsize
 
-    def recurrent_nbytes(self) -> int:
-        """Bytes of the convolution states and recurrent states, for all sequences."""
-        if self.recurrent is None:
-            return 0
-        conv = self.recurrent.conv * self.dtype.itemsize
-        return self.batch_size * (conv + self.recurrent.recurrent * torch.float32.itemsize)
-
     def _attending(self) -> TokenShape:
         if self.token is None:
             raise ConfigError(

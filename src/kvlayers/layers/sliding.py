@@ -29,7 +29,7 @@ def window_room(sliding_window: int) -> int:
 
 
 class WindowLayer(TokenLayer):
-    """A layer that counts the tokens it has seen, and drops those that have left its window.
+    """A layer that counts the tokens that it has seen, and drops tokens that have left its window.
 
     While the past is recorded, no token is dropped between one `truncate` or `crop` and the next. So the tokens of a
     rejected draft can be taken back although the window is full.

@@ -280,7 +280,7 @@ def _states_and_beside(layer: Any, shape: LayerShape, tokens: int) -> tuple[list
         return _evicting_nbytes(layer, shape, tokens)
     with torch.no_grad():
         layer.update(*_states_of(forms, tokens))
-    # The bounds of pages are read to choose those that travel.
+    # The bounds of pages stay on the device, where recall chooses the pages that travel.
     states = list(storages_of((layer.store if isinstance(layer, RecallLayer) else layer).held_tensors()).values())
     return states, layer.nbytes - sum(states)
 

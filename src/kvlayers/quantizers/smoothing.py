@@ -36,8 +36,8 @@ UNEVEN_ROTATED = 96.0
 LARGE_MEAN = 3.0
 """How many times the variance of such keys the square of their mean must be before the mean is subtracted.
 
-Below that, the few tokens that differ most from the others, at which attention often looks, lose more than the others
-gain. Measured with turboquant on SmolLM2.
+Below that, predictions were further from those of the exact cache with a mean than without one. Measured with
+turboquant on SmolLM2.
 """
 
 POWER = 0.75

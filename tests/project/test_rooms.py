@@ -103,7 +103,7 @@ def test_each_class_has_a_name_of_its_own() -> None:
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
-MOST_STATEMENTS = 29_142
+MOST_STATEMENTS = 29_156
 MOST_FILES = 289
 LONGEST_CHAIN = 7
 """Ceilings of the package. They go down with the code, and up only for a reason that the same commit gives."""

@@ -36,6 +36,8 @@ AUTO = "auto"
 TOKENS_AHEAD = 4096
 """`bytes_per_token` is the mean over this many further tokens, since packed blocks grow by many tokens at a time."""
 
+FIRST_STEP = 32
+"""Tokens from a guess to the next number that is tried. Most guesses are wrong by less than a block."""
 
 NO_END = 2**40
 """More tokens than any context has: if so many fit, any number fits."""
@@ -230,8 +232,7 @@ def _planned(
     costs = trial.nbytes(context_length)
     missing, device = _missing(trial, context_length, memory)
     where = "" if device is None else f" of {device}"
-    # Nearly all caches grow nearly evenly.
-    guess = context_length * sum(memory.values()) // max(costs.device, 1)
+    guess = _guess(trial, context_length, sum(memory.values())) if memory else 0
     return PlannedCache(
         name=name,
         nbytes=costs.total,
@@ -244,6 +245,21 @@ def _planned(
         fits=missing <= 0,
         reason=f"it needs {readable_bytes(missing)} more than the budget{where}." if missing > 0 else "",
     )
+
+
+def _guess(trial: CacheTrial, context_length: int, memory: int) -> int:
+    """About how many tokens fit, since nearly all caches grow nearly evenly."""
+    tokens, further = context_length, context_length + TOKENS_AHEAD
+    try:
+        # Where a buffer is enlarged, and how much, differs between short and long contexts.
+        for _ in range(3):
+            here, there = trial.nbytes(tokens).device, trial.nbytes(further).device
+            growth = max(there - here, 1)
+            tokens = min(max(tokens + (memory - here) * (further - tokens) // growth, 1), NO_END - 1)
+            further = tokens + TOKENS_AHEAD
+    except CapacityError:
+        pass
+    return tokens
 
 
 def longest_context(fits: Callable[[int], bool], guess: int = 1) -> int | None:
@@ -260,7 +276,7 @@ def longest_context(fits: Callable[[int], bool], guess: int = 1) -> int | None:
     if fits(NO_END):
         return None
     least, most = 0, NO_END
-    tokens, step = min(max(guess, 1), NO_END - 1), 1
+    tokens, step = min(max(guess, 1), NO_END - 1), FIRST_STEP
     # Outwards from the guess in steps that double, until the result is between `least` and `most`.
     while least < tokens < most:
         if fits(tokens):

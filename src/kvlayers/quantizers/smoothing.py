@@ -76,6 +76,10 @@ class KeySmoothing:
         factors, means = vectors_for(quantizer)
         if not keys.numel() or not (factors or means):
             return cls()
+        if keys.is_meta:
+            # A plan asks for bytes alone.
+            shape = (*keys.shape[:2], 1, keys.shape[3])
+            return cls(*(keys.new_empty(shape) if wanted else None for wanted in (factors, means)))
         finite = keys.isfinite().all(-1, keepdim=True)
         exact = torch.where(finite, keys.float(), 0.0)
         # Squares of the largest keys would overflow.

@@ -265,8 +265,11 @@ def _guess(trial: CacheTrial, context_length: int, memory: int) -> int:
 def longest_context(fits: Callable[[int], bool], guess: int = 1) -> int | None:
     """The most tokens that fit, 0 if not even one fits, `None` if any number fits.
 
+    A cache that has just packed a block may be smaller than before. Of several numbers of tokens that fit, while one
+    more does not, the result is one that the search meets first.
+
     Args:
-        fits: whether a number of tokens fits. If a number fits, so does any smaller one.
+        fits: whether a number of tokens fits.
         guess: where the search begins: the nearer to the result, the shorter it is.
 
     Example:

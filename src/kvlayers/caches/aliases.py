@@ -15,9 +15,10 @@ from kvlayers.caches.quantized import QuantizedCache
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.caches.static import StaticCache
 from kvlayers.errors import ConfigError, LayerIndexError, OptionError
-from kvlayers.layers import Checkpoints, Recall
+from kvlayers.layers.linear.checkpoints import Checkpoints
+from kvlayers.layers.recall import Recall
 from kvlayers.layers.static import check_reserved
-from kvlayers.stores import Buckets
+from kvlayers.stores.slots import Buckets
 from kvlayers.upstream import model_layers, model_types
 from kvlayers.utils.options import check_accepted, checks_options
 

@@ -25,10 +25,12 @@ from kvlayers.errors import (
     StateMismatchError,
     UnsupportedLayerError,
 )
-from kvlayers.layers import LayerOperations
 from kvlayers.layers.graph_operators import GraphHandle, calls_operators, updated
+from kvlayers.layers.operations import LayerOperations
 from kvlayers.layers.static import in_step
-from kvlayers.offload import Offloading, Prefetcher, TrafficMeter
+from kvlayers.offload.prefetcher import Prefetcher
+from kvlayers.offload.storage import Offloading
+from kvlayers.offload.transfers import TrafficMeter
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.upstream import compat

@@ -15,8 +15,11 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import dynamic_layers, full_attention_layer
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
-from kvlayers.layers import Checkpoints, DynamicLayer, Recall, SlidingLayer
 from kvlayers.layers.arguments import whole_number
+from kvlayers.layers.dynamic import DynamicLayer
+from kvlayers.layers.linear.checkpoints import Checkpoints
+from kvlayers.layers.recall import Recall
+from kvlayers.layers.sliding import SlidingLayer
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.upstream import model_types
 from kvlayers.utils.options import checks_options

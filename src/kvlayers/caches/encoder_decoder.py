@@ -16,9 +16,9 @@ from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.operations import CacheState, check_is_state
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import BatchIndexError, LayerIndexError, LegacyFormatError, OptionError, StateMismatchError
-from kvlayers.layers import LayerOperations
 from kvlayers.layers.arguments import repeated_rows
-from kvlayers.offload import TrafficMeter
+from kvlayers.layers.operations import LayerOperations
+from kvlayers.offload.transfers import TrafficMeter
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.description import DescriptionContext
 from kvlayers.utils.options import checks_options

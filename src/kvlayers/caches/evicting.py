@@ -12,11 +12,12 @@ from kvlayers.caches.from_config import evicting_layers
 from kvlayers.caches.preparation import check_empty, check_rotary, left_padding_of, prepare_layers
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import ConfigError, UnsupportedLayerError
-from kvlayers.eviction import EvictionRule
 from kvlayers.eviction.budgets import LayerBudgets, check_layer_budgets
+from kvlayers.eviction.contract import EvictionRule
 from kvlayers.eviction.settings import check_amounts, found_rule
-from kvlayers.layers import EvictingLayer, LayerOperations
+from kvlayers.layers.evicting import EvictingLayer
 from kvlayers.layers.evicting_config import EvictingConfig
+from kvlayers.layers.operations import LayerOperations
 from kvlayers.layers.sink_tokens import padding_of
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.description import DescriptionContext

@@ -14,8 +14,9 @@ from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.caches.from_config import WINDOWED
 from kvlayers.errors import UnsupportedLayerError
-from kvlayers.layers import DynamicLayer, SlidingLayer, StaticLayer
-from kvlayers.layers.static import check_reserved
+from kvlayers.layers.dynamic import DynamicLayer
+from kvlayers.layers.sliding import SlidingLayer
+from kvlayers.layers.static import StaticLayer, check_reserved
 from kvlayers.upstream import cache_argument, compat, model_layers
 
 Children = list[Any]

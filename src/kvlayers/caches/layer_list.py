@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvlayers.caches.forward_pass import ForwardPassFollower
 from kvlayers.errors import LayerIndexError, OptionError, UnsupportedLayerError
-from kvlayers.layers import LayerOperations
 from kvlayers.layers.arguments import unbounded_as_minus_one
+from kvlayers.layers.operations import LayerOperations
 from kvlayers.layers.upstream_adapter.adapter import adapted_anew
 from kvlayers.stores.buffer import StateForm
 

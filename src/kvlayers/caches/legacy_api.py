@@ -10,7 +10,7 @@ from torch import Tensor
 from kvlayers.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.caches.layer_list import LayerList
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
-from kvlayers.layers import LayerOperations
+from kvlayers.layers.operations import LayerOperations
 from kvlayers.upstream import compat
 from kvlayers.upstream.deprecation import warn_of_old_use
 

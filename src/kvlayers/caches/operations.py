@@ -12,7 +12,6 @@ from kvlayers.caches.from_config import share_mask_extents
 from kvlayers.caches.layer_list import LayerList
 from kvlayers.caches.legacy_api import crop_argument
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
-from kvlayers.layers import LayerOperations, LayerState
 from kvlayers.layers.arguments import (
     BatchIndices,
     as_batch_indices,
@@ -21,6 +20,7 @@ from kvlayers.layers.arguments import (
     repeated_rows,
     whole_number,
 )
+from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.upstream_adapter.adapter import adapted
 from kvlayers.utils.registry import DescribesItself
 from kvlayers.utils.sending import sent_by_value

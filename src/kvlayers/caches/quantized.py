@@ -14,8 +14,9 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import FULL, HYBRID, WINDOWED, packed_attention_layer, quantized_layers
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import OptionError
-from kvlayers.layers import Checkpoints, Recall
 from kvlayers.layers.arguments import whole_number
+from kvlayers.layers.linear.checkpoints import Checkpoints
+from kvlayers.layers.recall import Recall
 from kvlayers.quantizers.checkpoint_scales import (
     CHECKPOINT,
     Scales,

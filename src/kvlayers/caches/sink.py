@@ -13,8 +13,7 @@ from kvlayers.caches.from_config import sink_layers
 from kvlayers.caches.preparation import check_empty, check_rotary, left_padding_of, prepare_layers
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import ConfigError
-from kvlayers.layers import SinkLayer
-from kvlayers.layers.sink import SinkConfig
+from kvlayers.layers.sink import SinkConfig, SinkLayer
 from kvlayers.layers.sink_tokens import check_sinks, padding_of
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.description import DescriptionContext

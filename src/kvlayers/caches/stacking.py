@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import UnsupportedLayerError
-from kvlayers.layers import LayerState
 from kvlayers.layers.hybrid import LINEAR
+from kvlayers.layers.operations import LayerState
 from kvlayers.stores.description import Fact
 
 

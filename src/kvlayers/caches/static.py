@@ -13,9 +13,10 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import Reservation, fixed_layers, static_layers
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import ConfigError, OptionError
-from kvlayers.layers import Checkpoints, StaticLayer
-from kvlayers.stores import Buckets
+from kvlayers.layers.linear.checkpoints import Checkpoints
+from kvlayers.layers.static import StaticLayer
 from kvlayers.stores.description import DescriptionContext
+from kvlayers.stores.slots import Buckets
 from kvlayers.upstream import model_types
 from kvlayers.utils.options import check_accepted, checks_options
 from kvlayers.utils.units import tokens

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvlayers.layers import LayerOperations
+from kvlayers.layers.operations import LayerOperations
 from kvlayers.utils.units import html_table, plain_table, readable_bytes
 
 if TYPE_CHECKING:

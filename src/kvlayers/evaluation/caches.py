@@ -16,7 +16,7 @@ from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionErr
 from kvlayers.evaluation.requests import ScoringRequest
 from kvlayers.generation import registry
 from kvlayers.generation.passed_caches import validate
-from kvlayers.layers import LayerOperations
+from kvlayers.layers.operations import LayerOperations
 from kvlayers.layers.upstream_adapter.adapter import adapted
 from kvlayers.planning.cache_bytes import fidelity_of
 from kvlayers.upstream import cache_argument, model_layers, model_types

@@ -24,7 +24,7 @@ from kvlayers.caches.static import StaticCache
 from kvlayers.errors import OptionError
 from kvlayers.eviction import BUILTIN_RULES
 from kvlayers.generation.registry import CacheFactory, CacheRequest, register
-from kvlayers.layers import Recall
+from kvlayers.layers.recall import Recall
 from kvlayers.utils import late
 from kvlayers.utils.units import tokens
 

@@ -15,7 +15,7 @@ from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.caches.legacy_api import LegacyStates
 from kvlayers.errors import LegacyFormatError, StateMismatchError
-from kvlayers.layers import CacheLayer
+from kvlayers.layers.contract import CacheLayer
 from kvlayers.upstream import cache_argument, model_types
 from kvlayers.upstream.deprecation import warn_of_old_use
 

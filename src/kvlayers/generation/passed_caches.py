@@ -23,15 +23,12 @@ from kvlayers.caches.from_config import fixed_layers, iter_fixed_layers, share_m
 from kvlayers.caches.preparation import left_padding_of
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError
 from kvlayers.generation.patching import ScopedValue
-from kvlayers.layers import (
-    DynamicLayer,
-    LayerOperations,
-    LinearAttentionLayer,
-    SlidingLayer,
-    StaticLayer,
-    StaticSlidingLayer,
-    TransformersLayer,
-)
+from kvlayers.layers.dynamic import DynamicLayer
+from kvlayers.layers.linear.layer import LinearAttentionLayer
+from kvlayers.layers.operations import LayerOperations
+from kvlayers.layers.sliding import SlidingLayer
+from kvlayers.layers.static import StaticLayer, StaticSlidingLayer
+from kvlayers.layers.upstream_adapter.adapter import TransformersLayer
 from kvlayers.upstream import compat, generate_calls, model_layers, model_types
 from kvlayers.upstream.compat import MODELS_PASS_COLUMNS
 from kvlayers.upstream.model_layers import layer_specs

@@ -14,8 +14,8 @@ from kvlayers.caches.base import Cache
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
 from kvlayers.errors import OptionError, RegistryError
-from kvlayers.eviction import eviction_rule_names
-from kvlayers.quantizers import quantizer_names
+from kvlayers.eviction.contract import eviction_rule_names
+from kvlayers.quantizers.contract import quantizer_names
 from kvlayers.upstream import model_types
 from kvlayers.upstream.model_layers import layer_devices
 from kvlayers.utils.options import checked_device, checked_dtype

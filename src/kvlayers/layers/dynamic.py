@@ -7,7 +7,8 @@ from kvlayers.errors import RollbackError
 from kvlayers.layers.arguments import whole_number
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.token_layer import TokenLayer
-from kvlayers.stores import DenseStore, TokenStore
+from kvlayers.stores.contract import TokenStore
+from kvlayers.stores.dense import DenseStore
 from kvlayers.utils.options import checks_options
 
 

@@ -9,7 +9,7 @@ from typing_extensions import Self, override
 
 from kvlayers.attention.packed_ops import observed
 from kvlayers.errors import StateMismatchError
-from kvlayers.eviction import EvictionRule
+from kvlayers.eviction.contract import EvictionRule
 from kvlayers.eviction.settings import FACT_PREFIX, STEP, EvictionSettings
 from kvlayers.layers.arguments import repeated_rows, whole_number
 from kvlayers.layers.dynamic import check_rollback
@@ -28,8 +28,7 @@ from kvlayers.layers.sink_tokens import padding_of
 from kvlayers.layers.token_layer import TokenLayer, facts_beside
 from kvlayers.quantizers.contract import Side
 from kvlayers.rope.rotary import Rotary
-from kvlayers.stores import TokenStore
-from kvlayers.stores.contract import Fidelity, KVPair
+from kvlayers.stores.contract import Fidelity, KVPair, TokenStore
 from kvlayers.stores.dense import dense_in_small_steps
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.packed_eviction import check_evictable

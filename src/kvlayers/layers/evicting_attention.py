@@ -11,7 +11,7 @@ from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segment_kinds import DenseSegment
 from kvlayers.attention.segments import GatheredSegment, KVSegments, Segment
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
-from kvlayers.eviction import ALL_QUERIES
+from kvlayers.eviction.contract import ALL_QUERIES
 from kvlayers.eviction.settings import EvictionSettings
 from kvlayers.stores.contract import KVPair, TokenStore
 from kvlayers.stores.ragged import RaggedStore

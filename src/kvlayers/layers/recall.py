@@ -31,8 +31,7 @@ from kvlayers.layers.pages import (
 )
 from kvlayers.layers.registry import register_layer
 from kvlayers.quantizers.contract import Side
-from kvlayers.stores import TokenStore
-from kvlayers.stores.contract import Fidelity
+from kvlayers.stores.contract import Fidelity, TokenStore
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.utils.options import as_options, checks_options, mapping_option
 

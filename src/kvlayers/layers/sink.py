@@ -18,8 +18,8 @@ from kvlayers.layers.sink_tokens import NAMES, PADDING_NAME, Sinks, check_sinks,
 from kvlayers.layers.sliding import WindowLayer, take_back, window_room
 from kvlayers.quantizers.contract import Side
 from kvlayers.rope.rotary import Rotary
-from kvlayers.stores import DenseStore, TokenStore
-from kvlayers.stores.contract import Fidelity, KVPair
+from kvlayers.stores.contract import Fidelity, KVPair, TokenStore
+from kvlayers.stores.dense import DenseStore
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.quantization import Quantization
 from kvlayers.stores.quantized import QuantizedStore

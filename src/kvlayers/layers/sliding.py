@@ -12,7 +12,8 @@ from kvlayers.layers.dynamic import check_rollback
 from kvlayers.layers.operations import LayerState
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.token_layer import TokenLayer
-from kvlayers.stores import DenseStore, TokenStore
+from kvlayers.stores.contract import TokenStore
+from kvlayers.stores.dense import DenseStore
 from kvlayers.stores.description import DescriptionContext, Facts
 from kvlayers.utils.options import checks_options
 

@@ -13,8 +13,9 @@ from kvlayers.layers.operations import LayerOperations
 from kvlayers.layers.registry import register_layer
 from kvlayers.layers.sliding import SlidingLayer, check_window, window_room
 from kvlayers.layers.token_layer import TokenLayer
-from kvlayers.stores import Buckets, StaticStore
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
+from kvlayers.stores.slots import Buckets
+from kvlayers.stores.static import StaticStore
 from kvlayers.stores.validation import no_room_for_tokens
 from kvlayers.utils.options import checks_options
 

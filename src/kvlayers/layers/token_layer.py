@@ -12,9 +12,9 @@ from kvlayers.layers.contract import CacheLayer, forwarded
 from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.shape import LayerShape
 from kvlayers.quantizers.contract import Side
-from kvlayers.stores import DenseStore, TokenStore
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import Fidelity, store_class_of
+from kvlayers.stores.contract import Fidelity, TokenStore, store_class_of
+from kvlayers.stores.dense import DenseStore
 from kvlayers.stores.description import DescribedByArguments, DescriptionContext, Fact, Facts
 from kvlayers.stores.pending_assignment import PendingAssignment, same_tokens
 

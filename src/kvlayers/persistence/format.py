@@ -11,8 +11,8 @@ from typing import Any
 
 from kvlayers.errors import OptionError
 from kvlayers.persistence.safetensors_header import parse_json, refuse, shown
-from kvlayers.stores import Buckets
 from kvlayers.stores.description import Fact
+from kvlayers.stores.slots import Buckets
 
 FORMAT = "kvlayers.cache"
 FORMAT_VERSION = 2

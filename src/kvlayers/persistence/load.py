@@ -10,8 +10,9 @@ from torch import Tensor
 from kvlayers.caches.base import Cache
 from kvlayers.caches.operations import CacheState
 from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
-from kvlayers.layers import LayerOperations, LayerState, TokenLayer
+from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.registry import description_context
+from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.layers.upstream_adapter.adapter import adapted
 from kvlayers.persistence.fingerprint import check_model
 from kvlayers.persistence.format import TOKEN_IDS, CacheRecord, LayerRecord, layer_prefix
@@ -24,8 +25,8 @@ from kvlayers.persistence.rebuild import (
 )
 from kvlayers.persistence.safetensors_header import checked_path, refuse
 from kvlayers.persistence.saved_file import SavedFile, opened
-from kvlayers.stores import DenseStore
 from kvlayers.stores.contract import KVPair
+from kvlayers.stores.dense import DenseStore
 from kvlayers.upstream.model_types import config_of
 from kvlayers.utils.options import checked_device
 

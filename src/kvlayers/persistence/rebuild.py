@@ -7,8 +7,8 @@ from typing import Any
 from kvlayers.caches import aliases, quantized, sink, static  # noqa: F401 - they register their caches
 from kvlayers.caches.base import CACHE_CLASSES, Cache
 from kvlayers.errors import CacheFileError, KVLayersError, ModelMismatchError, RegistryError
-from kvlayers.layers import layer_names
 from kvlayers.layers.operations import LAYER_CLASSES, LayerOperations
+from kvlayers.layers.registry import layer_names
 from kvlayers.persistence.format import CacheRecord, LayerRecord, layer_prefix, rotary_name
 from kvlayers.persistence.safetensors_header import refuse, shown
 from kvlayers.persistence.saved_file import SavedFile

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvlayers.caches.base import Cache
 from kvlayers.caches.operations import CacheState
 from kvlayers.errors import CacheFileError, OptionError, StateMismatchError
-from kvlayers.layers import LayerState
+from kvlayers.layers.operations import LayerState
 from kvlayers.persistence.atomic_file import replacing
 from kvlayers.persistence.block_table import BlockTable
 from kvlayers.persistence.checksums import checksum, digest_table

@@ -11,21 +11,20 @@ from torch import Tensor
 from kvlayers.attention.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.caches.base import Cache
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
-from kvlayers.layers import LayerOperations
 from kvlayers.layers.contract import WrapperLayer
 from kvlayers.layers.evicting import EvictingLayer
 from kvlayers.layers.hybrid import HybridLayer
 from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.offloaded import OffloadedLayer
+from kvlayers.layers.operations import LayerOperations
 from kvlayers.layers.recall import RecallLayer
 from kvlayers.layers.shape import LayerShape
 from kvlayers.layers.static import StaticLayer, StaticSlidingLayer
 from kvlayers.layers.upstream_adapter.adapter import TransformersLayer, adapted
 from kvlayers.offload.paged_reads import places_for
-from kvlayers.stores import DenseStore, TokenStore
 from kvlayers.stores.buffer import StateForm, nbytes_of
-from kvlayers.stores.contract import Fidelity, least_faithful
-from kvlayers.stores.dense import SMALL_STEP
+from kvlayers.stores.contract import Fidelity, TokenStore, least_faithful
+from kvlayers.stores.dense import SMALL_STEP, DenseStore
 from kvlayers.stores.flat_tokens import tables_nbytes
 from kvlayers.stores.packed_blocks import SIDES, block_nbytes
 from kvlayers.stores.quantization import block_tokens

@@ -7,7 +7,9 @@ from typing import Protocol
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import RollbackError
-from kvlayers.layers import EvictingLayer, LayerOperations, OffloadedLayer
+from kvlayers.layers.evicting import EvictingLayer
+from kvlayers.layers.offloaded import OffloadedLayer
+from kvlayers.layers.operations import LayerOperations
 from kvlayers.prefix.keys import RadixTree, Tokens
 from kvlayers.utils.tensor_memory import Storages
 

@@ -13,13 +13,14 @@ from torch import Tensor
 from kvlayers.caches.base import Cache
 from kvlayers.caches.operations import CacheState
 from kvlayers.errors import UnsupportedLayerError
-from kvlayers.layers import LayerState, TokenLayer
+from kvlayers.layers.operations import LayerState
+from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.persistence.block_table import BlockGroup, BlockTable, Piece, RowRun, TensorForm
 from kvlayers.persistence.format import canonical
 from kvlayers.persistence.safetensors_header import DTYPES
 from kvlayers.prefix.blocks import BLOCK_TOKENS, CODE_NAMES, DENSE_NAMES, filled_block
 from kvlayers.quantizers.smoothing import NAMES as SMOOTHING_NAMES
-from kvlayers.stores import DenseStore
+from kvlayers.stores.dense import DenseStore
 
 MOST_PIECES = 4
 """Pieces of other blocks that stand for the tokens of one block. More are written as one block."""

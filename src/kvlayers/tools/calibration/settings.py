@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.quantized import QuantizedCache
-from kvlayers.layers import QuantizedLayer
+from kvlayers.layers.quantized import QuantizedLayer
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.packed_blocks import SIDES, block_nbytes

@@ -22,10 +22,10 @@ from kvlayers.caches.from_config import WINDOWED
 from kvlayers.caches.quantized import QuantizedCache
 from kvlayers.errors import KVLayersError, OptionError, UnsupportedLayerError
 from kvlayers.evaluation.caches import holds_states
-from kvlayers.eviction import EvictionRule
+from kvlayers.eviction.contract import EvictionRule
 from kvlayers.generation.registry import CacheRequest, NamedCache, cache_for, cache_names, named_cache, options_after
 from kvlayers.planning.cache_bytes import fidelity_of
-from kvlayers.quantizers import quantizer_names
+from kvlayers.quantizers.contract import quantizer_names
 from kvlayers.stores.contract import Fidelity
 from kvlayers.tools.names import KVLAYERS, TRANSFORMERS
 from kvlayers.upstream import model_layers

@@ -12,7 +12,7 @@ token to token. "x30 in 2 slow, all": the two slowest rotary pairs of all KV hea
 
 Each cache is compared with transformers' DynamicCache of the same modified model, by the mean KL divergence in nats a
 token and by the share of equal top tokens. kvlayers' caches of 4 bits hold about as many bytes; all bytes are shown. A
-name with "plain" is the same quantizer of keys that are not smoothed (`kvlayers.quantizers.smoothing`).
+name with "plain" is the same quantizer of keys that are not smoothed (`kvlayers.kernels.codes.smoothing`).
 """
 
 import argparse

@@ -23,7 +23,7 @@ import transformers.processing_utils  # noqa: F401
 import kvlayers
 import versions
 from counted_graphs import counted as counted
-from kvlayers.quantizers import smoothing
+from kvlayers.kernels.codes import smoothing
 from kvlayers.tools import kernels
 
 hypothesis.settings.register_profile("kvlayers", deadline=None, derandomize=True, print_blob=True)
@@ -43,7 +43,7 @@ FIRST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of several processes, one that has nothing left takes over what is last with another: let that be short."""
     for item in items:
-        if item.name == "kvlayers.caches.aliases.MambaCache":
+        if item.name == "kvlayers.interop.aliases.MambaCache":
             # A doctest, which has no place for a condition of its own.
             item.add_marker(versions.kvlayers_recurrent_layers)
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))

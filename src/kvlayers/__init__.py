@@ -36,7 +36,18 @@ from kvlayers.utils import late
 from kvlayers.version import __version__
 
 if TYPE_CHECKING:
-    from kvlayers.caches.aliases import (
+    from kvlayers.core.cache import Cache
+    from kvlayers.core.dynamic_cache import DynamicCache
+    from kvlayers.errors import CapacityError, KVLayersError, OptionError
+    from kvlayers.evaluation.engine import score
+    from kvlayers.eviction.evicting_cache import EvictingCache
+    from kvlayers.generation.chat import Chat
+    from kvlayers.generation.install import generate, install, installed, is_installed, uninstall
+    from kvlayers.generation.known_ids import PromptMismatchWarning
+    from kvlayers.generation.registry import CacheRequest, cache_names, make_cache, register, unregister
+    from kvlayers.generation.resilient import SteppedDownWarning, resilient_generate
+    from kvlayers.generation.static_pool import free_reservations
+    from kvlayers.interop.aliases import (
         HQQQuantizedCache,
         HybridCache,
         HybridChunkedCache,
@@ -47,22 +58,7 @@ if TYPE_CHECKING:
         QuantoQuantizedCache,
         SlidingWindowCache,
     )
-    from kvlayers.caches.base import Cache
-    from kvlayers.caches.dynamic import DynamicCache
-    from kvlayers.caches.encoder_decoder import EncoderDecoderCache
-    from kvlayers.caches.evicting import EvictingCache
-    from kvlayers.caches.export import ExportableDecoder, register_export_support
-    from kvlayers.caches.quantized import QuantizedCache, QuantizedCacheConfig
-    from kvlayers.caches.sink import SinkCache
-    from kvlayers.caches.static import StaticCache
-    from kvlayers.errors import CapacityError, KVLayersError, OptionError
-    from kvlayers.evaluation.engine import score
-    from kvlayers.generation.chat import Chat
-    from kvlayers.generation.install import generate, install, installed, is_installed, uninstall
-    from kvlayers.generation.known_ids import PromptMismatchWarning
-    from kvlayers.generation.registry import CacheRequest, cache_names, make_cache, register, unregister
-    from kvlayers.generation.resilient import SteppedDownWarning, resilient_generate
-    from kvlayers.generation.static_pool import free_reservations
+    from kvlayers.interop.export import ExportableDecoder, register_export_support
     from kvlayers.layers import (
         CacheLayer,
         DynamicLayer,
@@ -77,14 +73,18 @@ if TYPE_CHECKING:
         StaticLayer,
         StaticSlidingLayer,
     )
+    from kvlayers.pairs.encoder_decoder import EncoderDecoderCache
     from kvlayers.persistence import inspect_cache, load_cache, save_cache, weights_id
     from kvlayers.planning import plan
     from kvlayers.prefix import PrefixStore
+    from kvlayers.quantized.quantized_cache import QuantizedCache, QuantizedCacheConfig
+    from kvlayers.sinks.sink_cache import SinkCache
+    from kvlayers.static.static_cache import StaticCache
     from kvlayers.stores import Quantization
     from kvlayers.tools.calibration import BytesBudget, Calibration, DivergenceBudget, calibrate
     from kvlayers.tools.kernels import compile_kernels
 
-late.provide("DynamicCache", "kvlayers.caches.dynamic:DynamicCache")
+late.provide("DynamicCache", "kvlayers.core.dynamic_cache:DynamicCache")
 late.provide("save_cache", "kvlayers.persistence.save:save_cache")
 late.provide("chosen_cache", "kvlayers.planning.auto:chosen_cache")
 
@@ -95,7 +95,7 @@ if not is_command():
     check_installed()
 
 _NAMES = {
-    "caches.aliases": (
+    "interop.aliases": (
         "HQQQuantizedCache",
         "HybridCache",
         "HybridChunkedCache",
@@ -106,20 +106,20 @@ _NAMES = {
         "QuantoQuantizedCache",
         "SlidingWindowCache",
     ),
-    "caches.base": ("Cache",),
-    "caches.dynamic": ("DynamicCache",),
-    "caches.encoder_decoder": ("EncoderDecoderCache",),
-    "caches.evicting": ("EvictingCache",),
-    "caches.export": (
+    "core.cache": ("Cache",),
+    "core.dynamic_cache": ("DynamicCache",),
+    "pairs.encoder_decoder": ("EncoderDecoderCache",),
+    "eviction.evicting_cache": ("EvictingCache",),
+    "interop.export": (
         "ExportableDecoder",
         "register_export_support",
     ),
-    "caches.quantized": (
+    "quantized.quantized_cache": (
         "QuantizedCache",
         "QuantizedCacheConfig",
     ),
-    "caches.sink": ("SinkCache",),
-    "caches.static": ("StaticCache",),
+    "sinks.sink_cache": ("SinkCache",),
+    "static.static_cache": ("StaticCache",),
     "errors": (
         "CapacityError",
         "KVLayersError",
@@ -183,16 +183,14 @@ _NAMES = {
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 _MOVED = {
-    "caches.operations": ("CacheState",),
-    "caches.registry": (
-        "cache_class_names",
-        "register_cache_class",
-        "unregister_cache_class",
-    ),
-    "caches.summary": (
+    "caches": (
+        "CacheState",
         "CacheSummary",
         "Explanation",
         "LayerSummary",
+        "cache_class_names",
+        "register_cache_class",
+        "unregister_cache_class",
     ),
     "errors": (
         "BatchIndexError",

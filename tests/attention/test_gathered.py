@@ -21,14 +21,14 @@ from gathered_states import (
     packed_source,
     random_pieces,
 )
-from kvlayers.attention import dispatch, fused, pieces, reference
-from kvlayers.attention.cpu import kernel
-from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.packed_ops import packed_pair
-from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows
-from kvlayers.attention.segments import GatheredSegment, KVSegments
-from kvlayers.attention.snapshot import Snapshot, Version
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.kernels import dispatch, fused, pieces, reference
+from kvlayers.kernels.cpu import kernel
+from kvlayers.kernels.dispatch import PathCounter
+from kvlayers.kernels.packed_ops import packed_pair
+from kvlayers.kernels.segment_kinds import DenseSegment, PackedSegment, SegmentRows
+from kvlayers.kernels.segments import GatheredSegment, KVSegments
+from kvlayers.kernels.snapshot import Snapshot, Version
 from random_states import SUMS, check
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

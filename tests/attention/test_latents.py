@@ -12,9 +12,9 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvlayers
-from kvlayers.attention.latents.absorption import BLOCKS, EXPANDED, by_products
-from kvlayers.attention.latents.expansion import AssembledKeys, ExpandedLatents, LatentStates, as_latents
-from kvlayers.attention.packed_tensor import PackedStates
+from kvlayers.kernels.latents.absorption import BLOCKS, EXPANDED, by_products
+from kvlayers.kernels.latents.expansion import AssembledKeys, ExpandedLatents, LatentStates, as_latents
+from kvlayers.kernels.packed_tensor import PackedStates
 from kvlayers.upstream import compat
 from models import COMMON, prompt
 
@@ -149,7 +149,7 @@ def test_packed_latents_are_read_as_if_in_full_precision(
     seen = torch.cat([few, read(model, cache, ids, (30, 1), 5)])
     with monkeypatch.context() as patched:
         # What a linear layer of transformers makes of the states in full precision.
-        patched.setattr(kvlayers.caches.base, "_are_latents", lambda keys, values: False)
+        patched.setattr(kvlayers.core.cache, "_are_latents", lambda keys, values: False)
         expected = read(model, twin, ids, (1, 3, 1, 30, 1), 5)
     torch.testing.assert_close(seen, expected, **NEAR)
     if implementation == "sdpa":

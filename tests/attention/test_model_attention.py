@@ -10,9 +10,9 @@ import transformers as tf
 from transformers.masking_utils import AttentionMaskInterface
 
 import kvlayers
-from kvlayers.attention import model_attention
-from kvlayers.attention.dispatch import SHARED
 from kvlayers.errors import ConfigError
+from kvlayers.kernels import model_attention
+from kvlayers.kernels.dispatch import SHARED
 from kvlayers.upstream import compat
 from models import COMMON, fresh_model, prompt
 

@@ -11,8 +11,8 @@ import transformers
 
 import kvlayers
 from families import model_and_inputs
-from kvlayers.caches.operations import CacheState
-from kvlayers.stores.buffer import TokenBuffer
+from kvlayers.core.buffer import TokenBuffer
+from kvlayers.core.cache_operations import CacheState
 from models import COMMON, WINDOW, prompt, tiny_model
 
 LAYERS: dict[str, Callable[[], kvlayers.CacheLayer]] = {

@@ -18,7 +18,7 @@ import kvlayers
 import versions
 from agreement import bytes_reached
 from families import FAMILIES as OTHERS
-from kvlayers.caches.operations import CacheState
+from kvlayers.core.cache_operations import CacheState
 from kvlayers.upstream import cache_argument
 from models import CONFIGS, prompt, tiny_model
 

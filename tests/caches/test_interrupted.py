@@ -11,8 +11,8 @@ import transformers as tf
 import kvlayers
 import versions
 from families import model_and_inputs
+from kvlayers.core.buffer import TokenBuffer
 from kvlayers.errors import InterruptedPassError, RollbackError
-from kvlayers.stores.buffer import TokenBuffer
 from models import COMMON, bare, fresh_model, given, prompt
 from versions import need_recurrent_layers
 

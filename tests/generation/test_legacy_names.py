@@ -13,7 +13,7 @@ import transformers
 
 import fresh_process
 import kvlayers
-from kvlayers.caches.legacy_api import LegacySurface
+from kvlayers.core.legacy_api import LegacySurface
 from kvlayers.generation import transformers4_names
 from kvlayers.generation.transformers4_names import CLASSES, HOMES
 from kvlayers.upstream import compat

@@ -334,7 +334,7 @@ def test_a_factory_that_returns_no_cache_is_named() -> None:
 
 
 def test_other_packages_register_by_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = importlib.metadata.EntryPoint("theirs", "kvlayers:StaticCache", "kvlayers.caches")
+    point = importlib.metadata.EntryPoint("theirs", "kvlayers:StaticCache", "kvlayers.core")
     points = importlib.metadata.EntryPoints([point])
     monkeypatch.setitem(vars(registry._factories), "_entry_points", points.select(group=registry.ENTRY_POINT_GROUP))
     assert "theirs" in kvlayers.cache_names()

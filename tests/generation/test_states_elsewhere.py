@@ -11,7 +11,7 @@ import every_causal_model
 import kvlayers
 import versions
 from families import FAMILIES, any_model_and_inputs
-from kvlayers.layers.upstream_adapter.adapter import TransformersLayer
+from kvlayers.interop.adapter import TransformersLayer
 from kvlayers.upstream import model_types
 from kvlayers.upstream.model_types import kept_states
 

@@ -21,7 +21,7 @@ import kvlayers
 import versions
 from drafts import draft_of, spread
 from kvlayers import DynamicLayer, PrefixStore
-from kvlayers.quantizers.cpu import pack
+from kvlayers.kernels.packing.cpu import pack
 from kvlayers.upstream import compat
 from kvlayers.utils import native_library
 from models import fresh_model, prompt

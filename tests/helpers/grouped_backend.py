@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import kvlayers
-from kvlayers.quantizers.contract import Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions
-from kvlayers.quantizers.groups import GROUP_DIMS, grouped, ungrouped
+from kvlayers.kernels.codes.groups import GROUP_DIMS, grouped, ungrouped
+from kvlayers.kernels.codes.quantizer import Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions
 
 NAME = "grouped"
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvlayers.core.buffer import form_of
+from kvlayers.kernels.codes.block_layout import unpack
+from kvlayers.kernels.codes.packed_side import PackedSide
+from kvlayers.kernels.codes.smoothing import KeySmoothing
+from kvlayers.quantized.packed_blocks import SIDES, PackedBlocks
 from kvlayers.quantizers import Quantizer, Side, SideOptions, backend
-from kvlayers.quantizers.block_layout import unpack
-from kvlayers.quantizers.packed_side import PackedSide
-from kvlayers.quantizers.smoothing import KeySmoothing
-from kvlayers.stores.buffer import form_of
-from kvlayers.stores.packed_blocks import SIDES, PackedBlocks
 
 BLOCK_TOKENS = 64
 

@@ -5,11 +5,11 @@ import copy
 import torch
 from torch import Tensor
 
-from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.segment_kinds import DenseSegment
-from kvlayers.attention.segments import GatheredSegment, KVSegments
+from kvlayers.eviction.held_tokens import HeldTokens
 from kvlayers.eviction.selection import KeptTokens
-from kvlayers.stores.held_tokens import HeldTokens
+from kvlayers.kernels.packed_tensor import PackedStates
+from kvlayers.kernels.segment_kinds import DenseSegment
+from kvlayers.kernels.segments import GatheredSegment, KVSegments
 
 HEADS = 4
 """Query heads, two of which share a KV head."""

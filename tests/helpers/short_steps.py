@@ -4,7 +4,8 @@ import pytest
 
 import eviction_oracle
 import kept_oracle
-from kvlayers.layers import evicting, eviction_progress
+from kvlayers.eviction import evicting_layer as evicting
+from kvlayers.eviction import eviction_progress
 
 STEP = 16
 

@@ -17,14 +17,14 @@ import transformers
 from torch import Tensor
 
 import kvlayers
+from kvlayers.kernels.codes import packed_side as side_module
+from kvlayers.kernels.codes.block_layout import BlockLayout
+from kvlayers.kernels.codes.packed_side import PackedSide, pack_side
+from kvlayers.kernels.codes.smoothing import KeySmoothing, smoothing_for
+from kvlayers.kernels.packing.cuda.launch import read_blocks
+from kvlayers.quantized import packed_blocks as blocks_module
+from kvlayers.quantized.packed_blocks import SIDES
 from kvlayers.quantizers import CodeFormat, QuantizedGroups
-from kvlayers.quantizers import packed_side as side_module
-from kvlayers.quantizers.block_layout import BlockLayout
-from kvlayers.quantizers.cuda.launch import read_blocks
-from kvlayers.quantizers.packed_side import PackedSide, pack_side
-from kvlayers.quantizers.smoothing import KeySmoothing, smoothing_for
-from kvlayers.stores import packed_blocks as blocks_module
-from kvlayers.stores.packed_blocks import SIDES
 from kvlayers.utils.triton_support import TritonKernel
 from packing_cases import PACKINGS, Packing, codes_of, packed, quantizers_of, smoothing_of, squared_error, states_of
 

@@ -23,11 +23,11 @@ from kvlayers import (
     StaticLayer,
     StaticSlidingLayer,
 )
+from kvlayers.eviction.held_tokens import held_tokens
+from kvlayers.eviction.ragged_state import is_ragged
 from kvlayers.offload import Prefetcher
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import QuantizedStore
-from kvlayers.stores.held_tokens import held_tokens
-from kvlayers.stores.ragged_state import is_ragged
 from kvlayers.utils.tensor_memory import storages_of
 from layer_kinds import KINDS
 from oracle import KV_HEADS, TOLERANCE

@@ -16,10 +16,10 @@ from eviction_oracle import EvictionOracle
 from kvlayers import EvictingLayer, OptionError
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction import ALL_QUERIES, BUILTIN_RULES, EvictionRule, eviction_rule, register_eviction_rule
+from kvlayers.eviction.evicting_attention import ObservedQueries
+from kvlayers.eviction.eviction_progress import EvictionAccount
+from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.selection import select
-from kvlayers.layers.evicting_attention import ObservedQueries
-from kvlayers.layers.eviction_progress import EvictionAccount
-from kvlayers.stores.held_tokens import held_tokens
 from ragged_reference import of_head
 from short_steps import STEP, shorten_steps
 

@@ -7,7 +7,7 @@ import torch
 
 from agreement import bytes_reached
 from kvlayers import DynamicCache, DynamicLayer, SlidingLayer, StaticLayer, StaticSlidingLayer
-from kvlayers.stores.buffer import TokenBuffer
+from kvlayers.core.buffer import TokenBuffer
 from models import prompt, tiny_model
 
 

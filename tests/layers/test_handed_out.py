@@ -15,8 +15,8 @@ import kvlayers
 import versions
 from agreement import check_at_rest, step
 from kvlayers import CacheLayer, PrefixStore
-from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import LegacyFormatError, ReadOnlyStatesError, StaleStatesError
+from kvlayers.kernels.packed_tensor import PackedStates
 from layer_kinds import KINDS as ALL_KINDS
 from models import prompt, tiny_model
 from oracle import Oracle, states

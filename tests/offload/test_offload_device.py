@@ -15,12 +15,12 @@ import kvlayers
 import versions
 from fake_device import CPU, DEVICE, IS_SUPPORTED, Crossings, DeviceTransfers, device
 from kvlayers import OffloadedLayer
-from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import StateMismatchError
+from kvlayers.kernels.packed_tensor import PackedStates
 from kvlayers.layers import LayerState, TokenLayer
 from kvlayers.offload import Prefetcher, Traffic
 from kvlayers.offload.transfers import BlockingTransfers, Transfers, transfers_for
-from kvlayers.stores.quantized import QuantizedStore
+from kvlayers.quantized.quantized_store import QuantizedStore
 from models import fresh_model, prompt
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="PyTorch has no devices that are written in Python")
@@ -342,7 +342,7 @@ def test_a_model_on_the_device_generates_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch, kind: str, transfers: str
 ) -> None:
     monkeypatch.setattr(
-        kvlayers.caches.base, "Prefetcher", lambda memory: Prefetcher(memory, transfers=TRANSFERS[transfers])
+        kvlayers.core.cache, "Prefetcher", lambda memory: Prefetcher(memory, transfers=TRANSFERS[transfers])
     )
     caches: dict[str, Callable[..., kvlayers.Cache]] = {
         "dynamic": lambda config, **options: kvlayers.DynamicCache(config=config, **options),

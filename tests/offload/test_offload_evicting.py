@@ -16,7 +16,7 @@ from fake_device import CPU, DEVICE, IS_SUPPORTED, DeviceTransfers, device
 from kvlayers import OffloadedLayer, Quantization
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.eviction import ALL_QUERIES, EvictionRule, register_eviction_rule, unregister_eviction_rule
-from kvlayers.layers.evicting import EvictingLayer
+from kvlayers.eviction.evicting_layer import EvictingLayer
 from kvlayers.offload import DiskMemory, Prefetcher, Traffic
 from kvlayers.offload.transfers import BlockingTransfers, Transfers
 from kvlayers.stores import QuantizedStore

@@ -13,10 +13,10 @@ from torch.nn.functional import scaled_dot_product_attention
 import kvlayers
 from fake_device import DEVICE, IS_SUPPORTED
 from kvlayers import OffloadedLayer
+from kvlayers.core.dense_store import DenseStore
 from kvlayers.layers import TokenLayer
 from kvlayers.offload import Prefetcher, transfers
 from kvlayers.offload.device_queue import DeviceQueue
-from kvlayers.stores.dense import DenseStore
 from race_detector import FakeStream, Race, RaceDetector
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="PyTorch has no devices that are written in Python")

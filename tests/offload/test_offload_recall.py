@@ -15,16 +15,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fake_device import CPU, DEVICE, IS_SUPPORTED, DeviceTransfers, device
 from kvlayers import OffloadedLayer, Quantization, RecallLayer
-from kvlayers.attention.packed_tensor import as_dense
+from kvlayers.core.layer_shape import LayerShape, TokenShape
 from kvlayers.errors import CapacityError
+from kvlayers.kernels.packed_tensor import as_dense
 from kvlayers.layers import Recall
-from kvlayers.layers.shape import LayerShape, TokenShape
 from kvlayers.offload import DiskMemory, HostMemory, Prefetcher, Traffic
 from kvlayers.offload.paged_reads import NO_PAGE, PagePool
 from kvlayers.offload.transfers import BlockingTransfers
 from kvlayers.planning.cache_bytes import layer_bytes
+from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.stores import DenseStore, TokenStore
-from kvlayers.stores.quantized import QuantizedStore
 from race_detector import RaceDetector
 
 KV_HEADS, HEAD_DIM = 2, 8

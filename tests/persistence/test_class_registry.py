@@ -14,9 +14,9 @@ import torch
 
 import kvlayers
 from kvlayers import inspect_cache, load_cache, save_cache
-from kvlayers.caches.base import CACHE_CLASSES
+from kvlayers.core.cache import CACHE_CLASSES
+from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.errors import CacheFileError, RegistryError
-from kvlayers.layers.operations import LAYER_CLASSES
 from kvlayers.utils.registry import ClassRegistry, DescribesItself
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 import kvlayers
 import versions
 from kvlayers import inspect_cache, load_cache, save_cache
-from kvlayers.caches.registry import cache_class_names, register_cache_class, unregister_cache_class
+from kvlayers.core.cache_registry import cache_class_names, register_cache_class, unregister_cache_class
+from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.errors import CacheFileError, RegistryError, StateMismatchError
-from kvlayers.layers.operations import LAYER_CLASSES
 from kvlayers.persistence.format import CacheRecord, Description, LayerRecord, ModelRecord, read_description
 from kvlayers.persistence.rebuild import check_remakeable
 from models import CONFIGS, prompt, tiny_model
@@ -204,7 +204,7 @@ def test_forks_go_on_apart(kind: str) -> None:
 
 
 def test_layers_describe_the_layers_that_they_are_made_of(registered: None) -> None:
-    context = kvlayers.layers.registry.description_context({})
+    context = kvlayers.core.layer_registry.description_context({})
     linear = kvlayers.LinearAttentionLayer(2, kvlayers.layers.Checkpoints(every=8, most=3), tokens_at_once=1)
     hybrid = kvlayers.HybridLayer(kvlayers.OffloadedLayer(RecentLayer(12, 6, store=SteppedStore(5))), linear)
     twin = kvlayers.HybridLayer.from_description(hybrid.describe(), context)
@@ -220,7 +220,7 @@ def test_layers_describe_the_layers_that_they_are_made_of(registered: None) -> N
 
 @pytest.mark.parametrize("within", ["HybridLayer", "OffloadedLayer", "nothing", None, 3])
 def test_a_description_of_a_layer_in_itself_is_refused(within: object) -> None:
-    context = kvlayers.layers.registry.description_context({})
+    context = kvlayers.core.layer_registry.description_context({})
     for layer_class, name in ((kvlayers.HybridLayer, "attention"), (kvlayers.OffloadedLayer, "offloaded")):
         with pytest.raises((KeyError, kvlayers.KVLayersError)):
             layer_class.from_description({name: within}, context)
@@ -266,7 +266,7 @@ class Bare(kvlayers.CacheLayer):
         (kvlayers.layers.register_layer, 3, "LayerOperations"),
         (kvlayers.stores.register_store, ForgetfulStore, "`step`"),
         (kvlayers.stores.register_store, RecentLayer, "TokenStore"),
-        (register_cache_class, RecentLayer, "kvlayers.caches.base.Cache"),
+        (register_cache_class, RecentLayer, "kvlayers.core.cache.Cache"),
     ],
 )
 def test_a_class_that_lacks_a_member_is_refused_with_its_name(register: Any, cls: Any, named: str) -> None:

@@ -10,9 +10,9 @@ import torch
 
 import kvlayers
 from kvlayers import CapacityError, PrefixStore
+from kvlayers.core.buffer import StateForm, TokenBuffer
 from kvlayers.prefix import PrefixEntry
 from kvlayers.prefix.entry import MemoryAccount
-from kvlayers.stores.buffer import StateForm, TokenBuffer
 from models import tiny_model
 
 HEADS, HEAD_DIM, WINDOW, STEP = 2, 4, 8, 16

@@ -42,7 +42,7 @@ def test_beside_transformers_an_import_adds_next_to_nothing(imported: Any) -> No
 
 @needs_a_fork
 def test_a_cache_is_made_without_generate(imported: Any) -> None:
-    assert "kvlayers.caches.dynamic" in imported["a cache"]
+    assert "kvlayers.core.dynamic_cache" in imported["a cache"]
     assert "transformers.generation.utils" not in imported["a cache"]
     assert not roots(imported["a cache"]) & OPTIONAL
 

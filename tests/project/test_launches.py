@@ -19,8 +19,8 @@ from torch import Tensor
 import kvlayers
 import versions
 from kvlayers.eviction import BUILTIN_RULES
-from kvlayers.stores.quantization import Quantization
-from kvlayers.stores.quantized import QuantizedStore
+from kvlayers.quantized.quantization import Quantization
+from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.utils.triton_support import TritonKernel
 from models import fresh_model
 

@@ -16,8 +16,8 @@ import zipfile
 import pytest
 
 import kvlayers
-from kvlayers.attention.cpu import call, kernel
-from kvlayers.quantizers.cpu import pack
+from kvlayers.kernels.cpu import call, kernel
+from kvlayers.kernels.packing.cpu import pack
 from kvlayers.utils.native_builds import BUILDS, SOURCES, best_build, cpu_features
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -51,11 +51,11 @@ cp "$made" "$2"
 # Without a cache, which would import all that transformers does.
 ATTEND = """
 import torch
-from kvlayers.attention.cpu import call, kernel
-from kvlayers.attention.segment_kinds import DenseSegment
-from kvlayers.attention.segments import KVSegments
+from kvlayers.kernels.cpu import call, kernel
+from kvlayers.kernels.segment_kinds import DenseSegment
+from kvlayers.kernels.segments import KVSegments
 from kvlayers.quantizers import SideOptions, backend, dequantize
-from kvlayers.quantizers.cpu import pack
+from kvlayers.kernels.packing.cpu import pack
 torch.manual_seed(0)
 query, keys, values = torch.randn(1, 4, 1, 16), *torch.randn(2, 1, 4, 300, 16)
 segments = KVSegments((DenseSegment(keys, values),))
@@ -132,7 +132,7 @@ def test_the_wheel_is_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> No
     }
     seen = set(wheel.namelist())
     assert {name for name in seen if not name.startswith(information())} == expected
-    assert {"kvlayers/py.typed", "kvlayers/attention/cpu/kernel.cpp", f"{information()}/licenses/LICENSE"} <= seen
+    assert {"kvlayers/py.typed", "kvlayers/kernels/cpu/kernel.cpp", f"{information()}/licenses/LICENSE"} <= seen
 
 
 def test_the_metadata_says_what_it_needs_and_what_it_is(metadata: email.message.Message) -> None:

@@ -17,10 +17,10 @@ from torch import Tensor
 import kvlayers
 import models
 from kvlayers.errors import OptionError
+from kvlayers.kernels.codes.groups import scales_by_head
+from kvlayers.kernels.codes.quantizer import CodeFormat
+from kvlayers.quantized.checkpoint_scales import check_scheme, read_scales
 from kvlayers.quantizers import SideOptions, backend, dequantize
-from kvlayers.quantizers.checkpoint_scales import check_scheme, read_scales
-from kvlayers.quantizers.contract import CodeFormat
-from kvlayers.quantizers.groups import scales_by_head
 from kvlayers.stores import QuantizedStore
 from kvlayers.upstream import compat
 from kvlayers.upstream.model_layers import layer_specs

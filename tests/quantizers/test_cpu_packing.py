@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import packing_cases
+from kvlayers.kernels.codes.block_layout import BlockLayout
+from kvlayers.kernels.packing.cpu import pack
+from kvlayers.quantized.packed_blocks import SIDES, PackedBlocks
 from kvlayers.quantizers import CodeFormat, NativeQuantizer
-from kvlayers.quantizers.block_layout import BlockLayout
-from kvlayers.quantizers.cpu import pack
-from kvlayers.stores.packed_blocks import SIDES, PackedBlocks
 from kvlayers.utils.native_library import NativeLibrary
 from packing_cases import PACKINGS, Packing, codes_of, packed, squared_error
 

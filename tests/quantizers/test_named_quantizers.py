@@ -8,8 +8,8 @@ from torch import Tensor
 
 import kvlayers
 from kvlayers.errors import OptionError
+from kvlayers.quantized.codebook import gaussian_levels, normal_float_levels
 from kvlayers.quantizers import CodeFormat, Quantizer, Side, SideOptions, backend, dequantize
-from kvlayers.quantizers.codebook import gaussian_levels, normal_float_levels
 from random_states import hadamard
 
 SIDES: tuple[Side, Side] = ("keys", "values")

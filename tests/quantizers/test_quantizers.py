@@ -11,7 +11,9 @@ from torch import Tensor
 
 import fresh_process
 from kvlayers.errors import OptionError, RegistryError
-from kvlayers.layers.upstream_adapter import calls
+from kvlayers.interop import calls
+from kvlayers.kernels.codes.groups import rotate
+from kvlayers.quantized import other_packages
 from kvlayers.quantizers import (
     Backend,
     CodeFormat,
@@ -22,12 +24,10 @@ from kvlayers.quantizers import (
     SideOptions,
     backend,
     dequantize,
-    other_packages,
     quantizer_names,
     register_quantizer,
     unregister_quantizer,
 )
-from kvlayers.quantizers.groups import rotate
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from kvlayers.quantizers import packed_side as module
-from kvlayers.quantizers.packed_side import scratch
+from kvlayers.kernels.codes import packed_side as module
+from kvlayers.kernels.codes.packed_side import scratch
 
 
 def test_a_thread_gets_its_own_memory_again() -> None:

@@ -9,11 +9,11 @@ from torch import Tensor
 import fresh_process
 import interpreted_kernels
 import versions
+from kvlayers.kernels.codes.block_layout import BlockLayout
+from kvlayers.kernels.codes.quantizer import KernelSearch
+from kvlayers.kernels.packing.cuda import launch
+from kvlayers.kernels.packing.cuda.launch import pack_obstacle, read_obstacle
 from kvlayers.quantizers import CodeFormat, NativeQuantizer, QuantizedGroups, Quantizer, SideOptions, backend
-from kvlayers.quantizers.block_layout import BlockLayout
-from kvlayers.quantizers.contract import KernelSearch
-from kvlayers.quantizers.cuda import launch
-from kvlayers.quantizers.cuda.launch import pack_obstacle, read_obstacle
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
 from packing_cases import PACKINGS
@@ -95,7 +95,7 @@ def test_a_cache_that_kernels_pack_holds_what_the_cpu_would(interpreted: dict[st
 
 
 def test_kernels_are_not_imported_before_they_are_launched() -> None:
-    code = "import sys, kvlayers.quantizers.cuda.launch; sys.exit('cuda.triton_blocks' in str(sys.modules.keys()))"
+    code = "import sys, kvlayers.kernels.packing.cuda.launch; sys.exit('cuda.triton_blocks' in str(sys.modules.keys()))"
     ran = fresh_process.run(code)
     assert ran.returncode == 0, ran.stderr
 

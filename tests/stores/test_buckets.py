@@ -15,8 +15,8 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from agreement import check_at_rest
 from kvlayers import CapacityError, OptionError, StaticLayer, StaticSlidingLayer
 from kvlayers.errors import RollbackError
+from kvlayers.static.slots import ALIGNMENT, slot_of, slots_of
 from kvlayers.stores import Buckets
-from kvlayers.stores.slots import ALIGNMENT, slot_of, slots_of
 from layer_rules import MOST_ROWS, LayerRules
 from oracle import Oracle, states
 

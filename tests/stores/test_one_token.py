@@ -9,10 +9,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers import DynamicLayer
+from kvlayers.core.token_store import KVPair
 from kvlayers.errors import StateMismatchError
+from kvlayers.quantized.quantization import Quantization
 from kvlayers.stores import DenseStore, QuantizedStore
-from kvlayers.stores.contract import KVPair
-from kvlayers.stores.quantization import Quantization
 
 STORES = [DenseStore, QuantizedStore]
 

@@ -9,7 +9,7 @@ import transformers as tf
 
 import kvlayers
 from kvlayers import DynamicLayer, Quantization, QuantizedLayer, SlidingLayer
-from kvlayers.stores.buffer import TokenBuffer
+from kvlayers.core.buffer import TokenBuffer
 from models import COMMON
 
 HEAD_DIM = 64

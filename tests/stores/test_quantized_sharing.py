@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from kvlayers import Quantization
-from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.segment_kinds import PackedSegment
+from kvlayers.core.dense_store import DenseStore
+from kvlayers.kernels.packed_tensor import PackedStates
+from kvlayers.kernels.segment_kinds import PackedSegment
+from kvlayers.quantized.packed_blocks import PackedBlocks
 from kvlayers.stores import QuantizedStore
-from kvlayers.stores.dense import DenseStore
-from kvlayers.stores.packed_blocks import PackedBlocks
 from kvlayers.utils.tensor_memory import storages_of
 
 QUANTIZATION = Quantization(nbits=4, residual_length=24, sink_tokens=4)

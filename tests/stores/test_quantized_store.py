@@ -16,12 +16,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 from kvlayers import OptionError, Quantization, QuantizedLayer
-from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.segments import Segment
+from kvlayers.core.dense_store import DenseStore
 from kvlayers.errors import StateMismatchError
+from kvlayers.kernels.packed_tensor import PackedStates
+from kvlayers.kernels.segments import Segment
 from kvlayers.quantizers import Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions, dequantize
 from kvlayers.stores import QuantizedStore
-from kvlayers.stores.dense import DenseStore
 from models import prompt, tiny_model
 
 BLOCK = 64

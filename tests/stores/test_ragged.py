@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvlayers.core.dense_store import dense_in_small_steps
+from kvlayers.core.description import DescriptionContext
+from kvlayers.core.token_store import TokenStore, store_from_description
 from kvlayers.errors import RollbackError, StaleStatesError, StateMismatchError, UnsupportedLayerError
+from kvlayers.eviction.held_tokens import held_tokens
+from kvlayers.eviction.ragged_store import RaggedStore
+from kvlayers.eviction.store_eviction import evicted
 from kvlayers.stores import DenseStore, StaticStore
-from kvlayers.stores.contract import TokenStore, store_from_description
-from kvlayers.stores.dense import dense_in_small_steps
-from kvlayers.stores.description import DescriptionContext
-from kvlayers.stores.eviction import evicted
-from kvlayers.stores.held_tokens import held_tokens
-from kvlayers.stores.ragged import RaggedStore
 from ragged_reference import (
     HEADS,
     KEY_DIM,

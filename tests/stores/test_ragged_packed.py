@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from kvlayers import Quantization
-from kvlayers.attention.packed_tensor import as_dense
+from kvlayers.core.description import DescriptionContext
+from kvlayers.core.token_store import TokenStore, store_from_description
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers.eviction.held_tokens import HeldTokens, held_tokens
+from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.selection import KeptTokens
+from kvlayers.eviction.store_eviction import evicted
+from kvlayers.kernels.packed_tensor import as_dense
+from kvlayers.quantized.packed_blocks import SIDES, block_nbytes
 from kvlayers.stores import DenseStore, QuantizedStore
-from kvlayers.stores.contract import TokenStore, store_from_description
-from kvlayers.stores.description import DescriptionContext
-from kvlayers.stores.eviction import evicted
-from kvlayers.stores.held_tokens import HeldTokens, held_tokens
-from kvlayers.stores.packed_blocks import SIDES, block_nbytes
-from kvlayers.stores.ragged import RaggedStore
 from ragged_reference import (
     HEADS,
     KEY_DIM,

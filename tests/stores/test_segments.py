@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 import kvlayers
 from agreement import bytes_reached
-from kvlayers.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.errors import StaleStatesError
+from kvlayers.kernels.packed_tensor import PackedStates, as_dense
 from kvlayers.stores import DenseStore
 from kvlayers.utils.tensor_memory import storages_of
 

@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
-from kvlayers.attention.packed_tensor import as_dense
 from kvlayers.errors import StateMismatchError
+from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.selection import KeptTokens
+from kvlayers.eviction.store_eviction import evicted
+from kvlayers.kernels.codes.quantizer import CodeFormat
+from kvlayers.kernels.codes.smoothing import LARGEST_FACTOR, KeySmoothing, vectors_for
+from kvlayers.kernels.packed_tensor import as_dense
+from kvlayers.quantized.packed_blocks import PackedBlocks
+from kvlayers.quantized.quantization import Quantization
 from kvlayers.quantizers import NativeQuantizer, SideOptions, backend
-from kvlayers.quantizers.contract import CodeFormat
-from kvlayers.quantizers.smoothing import LARGEST_FACTOR, KeySmoothing, vectors_for
 from kvlayers.stores import QuantizedStore
-from kvlayers.stores.eviction import evicted
-from kvlayers.stores.held_tokens import held_tokens
-from kvlayers.stores.packed_blocks import PackedBlocks
-from kvlayers.stores.quantization import Quantization
 from packed_reference import attention, relative_error
 
 BACKENDS = ("native", "fp8", "nf4", "turboquant")
@@ -218,7 +218,7 @@ def test_a_state_without_vectors_is_read_and_goes_on_as_it_was() -> None:
     # As an older kvlayers has saved it: keys were packed as they are.
     states = pair(1, 300)
     plain = QuantizedStore(Quantization("native", residual_length=16, sink_tokens=4))
-    plain.reserve_form(*(form for form in (kvlayers.stores.buffer.form_of(side) for side in states)))
+    plain.reserve_form(*(form for form in (kvlayers.core.buffer.form_of(side) for side in states)))
     plain.parts.smoothing = KeySmoothing()
     plain.append(*states)
     tensors = plain.state()

@@ -20,9 +20,9 @@ from torch import Tensor
 import kvlayers
 import versions
 from families import any_model_and_inputs
-from kvlayers.attention.packed_ops import observed
 from kvlayers.errors import CapacityError, OptionError
 from kvlayers.generation.registry import named_cache
+from kvlayers.kernels.packed_ops import observed
 from kvlayers.tools.measuring import contenders as contenders_module
 from kvlayers.tools.measuring.contenders import Contender, against_contenders, is_installed, named_contender
 from kvlayers.tools.measuring.predictions import newest_logits

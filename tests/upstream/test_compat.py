@@ -11,7 +11,7 @@ import fresh_process
 import kvlayers
 import versions
 from kvlayers.generation import install
-from kvlayers.layers.upstream_adapter import calls
+from kvlayers.interop import calls
 from kvlayers.upstream import compat, model_layers, supported
 from kvlayers.upstream.supported import NEWEST_TESTED, check_supported
 from models import ATTENDING, CONFIGS, tiny_model

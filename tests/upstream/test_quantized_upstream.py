@@ -14,9 +14,9 @@ from transformers import cache_utils as upstream
 
 import kvlayers
 import versions
-from kvlayers.attention.cpu import kernel
-from kvlayers.attention.segments import KVSegments
-from kvlayers.layers import quantized
+from kvlayers.kernels.cpu import kernel
+from kvlayers.kernels.segments import KVSegments
+from kvlayers.quantized import quantized_layer as quantized
 from kvlayers.upstream import compat
 from models import COMMON, prompt, tiny_model
 from namesakes import members_left_to_transformers

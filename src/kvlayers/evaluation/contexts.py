@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.caches.base import Cache
+from kvlayers.core.cache import Cache
 from kvlayers.errors import ConfigError, KVLayersError
 from kvlayers.evaluation.caches import SharedCache
 from kvlayers.evaluation.passes import Division, PassSizes, scored_logits

@@ -47,7 +47,7 @@ from kvlayers.evaluation.prefix_plan import ScoredRow, SharedPrefix, plan_prefix
 from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest, TokenIds, encoded
 from kvlayers.generation.prefixes import active_store
 from kvlayers.generation.shared_prefill import MIN_TOKENS
-from kvlayers.layers.upstream_adapter import calls
+from kvlayers.interop import calls
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import compat, model_types
 

@@ -1,7 +1,8 @@
 """Rules of eviction: which tokens a layer of limited memory keeps."""
 
 from kvlayers.eviction.attention_rules import ExpectedAttention, HeavyHitters, SnapKV, Tova
-from kvlayers.eviction.contract import (
+from kvlayers.eviction.key_rules import KeyDiff, KNorm, RandomEviction, Streaming
+from kvlayers.eviction.rule import (
     ALL_QUERIES,
     EvictionRule,
     added_rule_names,
@@ -10,7 +11,6 @@ from kvlayers.eviction.contract import (
     register_eviction_rule,
     unregister_eviction_rule,
 )
-from kvlayers.eviction.key_rules import KeyDiff, KNorm, RandomEviction, Streaming
 
 BUILTIN_RULES = tuple(added_rule_names())
 """Names of the rules of kvlayers, which the imports above have registered."""

@@ -11,7 +11,7 @@ from torch.nn.functional import avg_pool1d, pad
 from typing_extensions import Self, override
 
 from kvlayers.errors import OptionError, StateMismatchError
-from kvlayers.eviction.contract import ALL_QUERIES, EvictionRule, register_eviction_rule
+from kvlayers.eviction.rule import ALL_QUERIES, EvictionRule, register_eviction_rule
 from kvlayers.rope.rotary import Rotary
 
 CPU_SCORES_AT_ONCE = 1 << 21

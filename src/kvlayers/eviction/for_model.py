@@ -1,6 +1,6 @@
 """A rule for each layer of a model."""
 
-from kvlayers.eviction.contract import EvictionRule
+from kvlayers.eviction.rule import EvictionRule
 from kvlayers.rope.from_config import rotaries, rotates_keys
 from kvlayers.rope.rotary import Rotary
 from kvlayers.upstream.model_layers import layer_specs

@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 from typing_extensions import override
 
 from kvlayers.errors import OptionError
-from kvlayers.eviction.contract import EvictionRule, register_eviction_rule
+from kvlayers.eviction.rule import EvictionRule, register_eviction_rule
 
 
 @register_eviction_rule("keydiff")

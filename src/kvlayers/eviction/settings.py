@@ -7,7 +7,7 @@ from typing_extensions import Self
 
 from kvlayers.errors import OptionError
 from kvlayers.eviction.budgets import AdaptiveHeads, EvenHeads, HeadBudgets
-from kvlayers.eviction.contract import ALL_QUERIES, EvictionRule, eviction_rule, eviction_rule_name, eviction_rule_names
+from kvlayers.eviction.rule import ALL_QUERIES, EvictionRule, eviction_rule, eviction_rule_name, eviction_rule_names
 from kvlayers.rope.rotary import Rotary
 
 STEP = 64

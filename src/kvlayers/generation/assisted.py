@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
-from kvlayers.caches.base import Cache
-from kvlayers.caches.legacy_api import crop_argument
+from kvlayers.core.arguments import crop_target
+from kvlayers.core.cache import Cache
+from kvlayers.core.legacy_api import crop_argument
 from kvlayers.errors import RollbackError
 from kvlayers.generation.chunked_prefill import pass_limit, pass_tokens, without_last
-from kvlayers.layers.arguments import crop_target
 from kvlayers.upstream import cache_argument, compat, generate_calls
 from kvlayers.upstream.generate_calls import full_generation_config
 from kvlayers.upstream.model_types import kept_states

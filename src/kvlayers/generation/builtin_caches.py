@@ -6,25 +6,25 @@ from typing import Any
 
 import transformers
 
-from kvlayers.caches.aliases import (
+from kvlayers.core.cache import Cache
+from kvlayers.core.dynamic_cache import DynamicCache
+from kvlayers.core.from_config import every_token_layers
+from kvlayers.core.preparation import left_padding_of
+from kvlayers.errors import OptionError
+from kvlayers.eviction import BUILTIN_RULES
+from kvlayers.eviction.evicting_cache import EvictingCache
+from kvlayers.generation.registry import CacheFactory, CacheRequest, register
+from kvlayers.interop.aliases import (
     HybridCache,
     HybridChunkedCache,
     OffloadedCache,
     OffloadedStaticCache,
     SlidingWindowCache,
 )
-from kvlayers.caches.base import Cache
-from kvlayers.caches.dynamic import DynamicCache
-from kvlayers.caches.evicting import EvictingCache
-from kvlayers.caches.from_config import every_token_layers
-from kvlayers.caches.preparation import left_padding_of
-from kvlayers.caches.quantized import QuantizedCache
-from kvlayers.caches.sink import SinkCache
-from kvlayers.caches.static import StaticCache
-from kvlayers.errors import OptionError
-from kvlayers.eviction import BUILTIN_RULES
-from kvlayers.generation.registry import CacheFactory, CacheRequest, register
-from kvlayers.layers.recall import Recall
+from kvlayers.quantized.quantized_cache import QuantizedCache
+from kvlayers.recall.recall_layer import Recall
+from kvlayers.sinks.sink_cache import SinkCache
+from kvlayers.static.static_cache import StaticCache
 from kvlayers.utils import late
 from kvlayers.utils.units import tokens
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.utils import GenerationMixin
 
-from kvlayers.caches.base import Cache
+from kvlayers.core.cache import Cache
 from kvlayers.errors import CacheFileError, KVLayersError, OptionError
 from kvlayers.generation.install import generate
 from kvlayers.generation.prefixes.active_store import required_store

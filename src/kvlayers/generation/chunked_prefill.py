@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.caches.base import Cache
+from kvlayers.core.cache import Cache
 from kvlayers.errors import StateMismatchError
 from kvlayers.upstream import cache_argument, generate_calls, model_types
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
-from kvlayers.caches.base import Cache
+from kvlayers.core.cache import Cache
 from kvlayers.errors import LegacyFormatError
 from kvlayers.generation import (
     assisted,

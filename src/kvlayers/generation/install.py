@@ -39,8 +39,6 @@ from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import PreTrainedModel
 
-from kvlayers.attention import model_attention
-from kvlayers.caches.export import register_export_support
 from kvlayers.errors import OptionError
 from kvlayers.generation import (
     hooks,
@@ -53,6 +51,8 @@ from kvlayers.generation import (
 )
 from kvlayers.generation.patching import Activation, Method, Patch, ScopedValue
 from kvlayers.generation.prefixes import active_store
+from kvlayers.interop.export import register_export_support
+from kvlayers.kernels import model_attention
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import compat, supported
 

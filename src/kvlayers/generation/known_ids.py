@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from kvlayers.caches.base import Cache
+from kvlayers.core.cache import Cache
 from kvlayers.errors import PromptMismatchError
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.upstream.deprecation import warn_the_caller

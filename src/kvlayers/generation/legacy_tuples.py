@@ -9,13 +9,13 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 from typing_extensions import Self
 
-from kvlayers.caches import legacy_api
-from kvlayers.caches.base import Cache
-from kvlayers.caches.dynamic import DynamicCache
-from kvlayers.caches.encoder_decoder import EncoderDecoderCache
-from kvlayers.caches.legacy_api import LegacyStates
+from kvlayers.core import legacy_api
+from kvlayers.core.cache import Cache
+from kvlayers.core.cache_layer import CacheLayer
+from kvlayers.core.dynamic_cache import DynamicCache
+from kvlayers.core.legacy_api import LegacyStates
 from kvlayers.errors import LegacyFormatError, StateMismatchError
-from kvlayers.layers.contract import CacheLayer
+from kvlayers.pairs.encoder_decoder import EncoderDecoderCache
 from kvlayers.upstream import cache_argument, model_types
 from kvlayers.upstream.deprecation import warn_of_old_use
 

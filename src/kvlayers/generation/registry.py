@@ -10,19 +10,19 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from kvlayers.caches.base import Cache
-from kvlayers.caches.dynamic import DynamicCache
-from kvlayers.caches.encoder_decoder import EncoderDecoderCache
+from kvlayers.core.cache import Cache
+from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.errors import OptionError, RegistryError
-from kvlayers.eviction.contract import eviction_rule_names
-from kvlayers.quantizers.contract import quantizer_names
+from kvlayers.eviction.rule import eviction_rule_names
+from kvlayers.kernels.codes.quantizer import quantizer_names
+from kvlayers.pairs.encoder_decoder import EncoderDecoderCache
 from kvlayers.upstream import model_types
 from kvlayers.upstream.model_layers import layer_devices
 from kvlayers.utils.options import checked_device, checked_dtype
 from kvlayers.utils.registry import Registry
 from kvlayers.utils.units import tokens
 
-ENTRY_POINT_GROUP = "kvlayers.caches"
+ENTRY_POINT_GROUP = "kvlayers.core"
 """Entry points of this group are factories in other packages; the name of the entry point is that of the cache."""
 
 

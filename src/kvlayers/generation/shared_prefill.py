@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.caches.base import Cache
+from kvlayers.core.cache import Cache
 from kvlayers.upstream import cache_argument, compat, model_types
 from kvlayers.upstream.generate_calls import sequences_per_prompt
 from kvlayers.upstream.model_types import kept_states

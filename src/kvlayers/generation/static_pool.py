@@ -10,12 +10,12 @@ import threading
 import weakref
 from typing import Any
 
-from kvlayers.caches.aliases import HybridCache, HybridChunkedCache, SlidingWindowCache
-from kvlayers.caches.base import Cache
-from kvlayers.caches.from_config import fixed_layers
-from kvlayers.caches.static import StaticCache
+from kvlayers.core.cache import Cache
+from kvlayers.core.from_config import fixed_layers
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.generation.registry import CacheRequest
+from kvlayers.interop.aliases import HybridCache, HybridChunkedCache, SlidingWindowCache
+from kvlayers.static.static_cache import StaticCache
 from kvlayers.utils.transforms import autocast_dtype
 
 REUSABLE = (StaticCache, HybridCache, HybridChunkedCache, SlidingWindowCache)

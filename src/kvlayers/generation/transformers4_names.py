@@ -12,8 +12,11 @@ from typing import Any
 import transformers
 from torch import Tensor
 
-from kvlayers.caches import legacy_api
-from kvlayers.caches.aliases import (
+from kvlayers.core import legacy_api
+from kvlayers.core.legacy_api import LegacySurface
+from kvlayers.generation.legacy_tuples import kvlayers_view, to_tuples
+from kvlayers.generation.patching import Activation, Patch
+from kvlayers.interop.aliases import (
     HQQQuantizedCache,
     HybridCache,
     HybridChunkedCache,
@@ -24,11 +27,8 @@ from kvlayers.caches.aliases import (
     QuantoQuantizedCache,
     SlidingWindowCache,
 )
-from kvlayers.caches.legacy_api import LegacySurface
-from kvlayers.caches.quantized import QuantizedCacheConfig
-from kvlayers.caches.sink import SinkCache
-from kvlayers.generation.legacy_tuples import kvlayers_view, to_tuples
-from kvlayers.generation.patching import Activation, Patch
+from kvlayers.quantized.quantized_cache import QuantizedCacheConfig
+from kvlayers.sinks.sink_cache import SinkCache
 from kvlayers.upstream import compat
 from kvlayers.upstream.deprecation import warn_of_old_use
 from kvlayers.upstream.first_import import AS_FIRST_IMPORTED

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvlayers.core.buffer import StateForm, TokenBuffer
 from kvlayers.offload.storage import HomeMemory
-from kvlayers.stores.buffer import StateForm, TokenBuffer
 
 
 def by_tokens(states: Tensor) -> Tensor:

@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 import torch
 
+from kvlayers.core.buffer import TokenBuffer
+from kvlayers.core.token_store import BufferSwap
 from kvlayers.offload.buffers import HostBuffer, StagedBuffer, by_tokens, clipped
 from kvlayers.offload.storage import HomeMemory
 from kvlayers.offload.transfers import Event, PendingCopy, Rows, Traffic, Transfers
-from kvlayers.stores.buffer import TokenBuffer
-from kvlayers.stores.contract import BufferSwap
 
 
 class OffloadTarget(Protocol):

@@ -7,16 +7,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvlayers.attention.packed_ops import packed_like
-from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
-from kvlayers.attention.segments import GatheredSegment, KVSegments, Segment, is_packed, with_full_blocks
+from kvlayers.core.dense_store import DenseStore
+from kvlayers.core.token_store import KVPair
 from kvlayers.errors import UnsupportedLayerError
+from kvlayers.kernels.packed_ops import packed_like
+from kvlayers.kernels.packed_tensor import PackedStates
+from kvlayers.kernels.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.kernels.segments import GatheredSegment, KVSegments, Segment, is_packed, with_full_blocks
 from kvlayers.offload.device_queue import OffloadTarget
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.offload.transfers import Traffic
-from kvlayers.stores.contract import KVPair
-from kvlayers.stores.dense import DenseStore
 
 Carry = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Brings contiguous tensors of the host to the device, for all work that is queued there from now on."""

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvlayers.core.buffer import TokenBuffer
+from kvlayers.core.token_store import BufferSwap, TokenStore
 from kvlayers.offload.buffers import HostBuffer, StagedBuffer
 from kvlayers.offload.device_queue import DeviceQueue, OffloadTarget, Staged, WriteBack
 from kvlayers.offload.storage import HomeMemory, HostMemory
 from kvlayers.offload.transfers import Rows, Traffic, TrafficMeter, Transfers, transfers_for
-from kvlayers.stores.buffer import TokenBuffer
-from kvlayers.stores.contract import BufferSwap, TokenStore
 
 TransfersMaker = Callable[[torch.device], Transfers | None]
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any
 
+from kvlayers.core.description import Fact
 from kvlayers.errors import OptionError
 from kvlayers.persistence.safetensors_header import parse_json, refuse, shown
-from kvlayers.stores.description import Fact
-from kvlayers.stores.slots import Buckets
+from kvlayers.static.slots import Buckets
 
 FORMAT = "kvlayers.cache"
 FORMAT_VERSION = 2

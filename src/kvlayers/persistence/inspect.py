@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.errors import CacheFileError
-from kvlayers.layers.operations import LAYER_CLASSES
 from kvlayers.persistence.block_table import BlockTable
 from kvlayers.persistence.format import TOKEN_IDS, Description, LayerRecord
 from kvlayers.persistence.rebuild import loads_prefixes

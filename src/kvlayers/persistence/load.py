@@ -7,13 +7,15 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from kvlayers.caches.base import Cache
-from kvlayers.caches.operations import CacheState
+from kvlayers.core.cache import Cache
+from kvlayers.core.cache_operations import CacheState
+from kvlayers.core.dense_store import DenseStore
+from kvlayers.core.layer_operations import LayerOperations, LayerState
+from kvlayers.core.layer_registry import description_context
+from kvlayers.core.token_layer import TokenLayer
+from kvlayers.core.token_store import KVPair
 from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
-from kvlayers.layers.operations import LayerOperations, LayerState
-from kvlayers.layers.registry import description_context
-from kvlayers.layers.token_layer import TokenLayer
-from kvlayers.layers.upstream_adapter.adapter import adapted
+from kvlayers.interop.adapter import adapted
 from kvlayers.persistence.fingerprint import check_model
 from kvlayers.persistence.format import TOKEN_IDS, CacheRecord, LayerRecord, layer_prefix
 from kvlayers.persistence.rebuild import (
@@ -25,8 +27,6 @@ from kvlayers.persistence.rebuild import (
 )
 from kvlayers.persistence.safetensors_header import checked_path, refuse
 from kvlayers.persistence.saved_file import SavedFile, opened
-from kvlayers.stores.contract import KVPair
-from kvlayers.stores.dense import DenseStore
 from kvlayers.upstream.model_types import config_of
 from kvlayers.utils.options import checked_device
 

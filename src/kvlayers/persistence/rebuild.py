@@ -4,17 +4,17 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from kvlayers.caches import aliases, quantized, sink, static  # noqa: F401 - they register their caches
-from kvlayers.caches.base import CACHE_CLASSES, Cache
+from kvlayers.core.cache import CACHE_CLASSES, Cache
+from kvlayers.core.description import DescriptionContext
+from kvlayers.core.layer_operations import LAYER_CLASSES, LayerOperations
+from kvlayers.core.layer_registry import layer_names
+from kvlayers.core.token_store import STORE_CLASSES
 from kvlayers.errors import CacheFileError, KVLayersError, ModelMismatchError, RegistryError
-from kvlayers.layers.operations import LAYER_CLASSES, LayerOperations
-from kvlayers.layers.registry import layer_names
 from kvlayers.persistence.format import CacheRecord, LayerRecord, layer_prefix, rotary_name
 from kvlayers.persistence.safetensors_header import refuse, shown
 from kvlayers.persistence.saved_file import SavedFile
 from kvlayers.rope.rotary import Rotary
-from kvlayers.stores.contract import STORE_CLASSES
-from kvlayers.stores.description import DescriptionContext
+from kvlayers.static import static_cache as static  # noqa: F401 - they register their caches
 from kvlayers.upstream.model_layers import layer_specs
 
 MAX_SETTING = 2**31

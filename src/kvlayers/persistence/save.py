@@ -10,10 +10,10 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvlayers.caches.base import Cache
-from kvlayers.caches.operations import CacheState
+from kvlayers.core.cache import Cache
+from kvlayers.core.cache_operations import CacheState
+from kvlayers.core.layer_operations import LayerState
 from kvlayers.errors import CacheFileError, OptionError, StateMismatchError
-from kvlayers.layers.operations import LayerState
 from kvlayers.persistence.atomic_file import replacing
 from kvlayers.persistence.block_table import BlockTable
 from kvlayers.persistence.checksums import checksum, digest_table

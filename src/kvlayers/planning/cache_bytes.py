@@ -8,28 +8,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvlayers.attention.segment_kinds import DENSE_PIECE_TOKENS
-from kvlayers.caches.base import Cache
+from kvlayers.core.buffer import StateForm, nbytes_of
+from kvlayers.core.cache import Cache
+from kvlayers.core.cache_layer import WrapperLayer
+from kvlayers.core.dense_store import SMALL_STEP, DenseStore
+from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.core.layer_shape import LayerShape
+from kvlayers.core.token_store import Fidelity, TokenStore, least_faithful
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
-from kvlayers.layers.contract import WrapperLayer
-from kvlayers.layers.evicting import EvictingLayer
-from kvlayers.layers.hybrid import HybridLayer
-from kvlayers.layers.linear.layer import LinearAttentionLayer
-from kvlayers.layers.offloaded import OffloadedLayer
-from kvlayers.layers.operations import LayerOperations
-from kvlayers.layers.recall import RecallLayer
-from kvlayers.layers.shape import LayerShape
-from kvlayers.layers.static import StaticLayer, StaticSlidingLayer
-from kvlayers.layers.upstream_adapter.adapter import TransformersLayer, adapted
+from kvlayers.eviction.evicting_layer import EvictingLayer
+from kvlayers.eviction.flat_tokens import tables_nbytes
+from kvlayers.interop.adapter import TransformersLayer, adapted
+from kvlayers.kernels.segment_kinds import DENSE_PIECE_TOKENS
+from kvlayers.offload.offloaded_layer import OffloadedLayer
 from kvlayers.offload.paged_reads import places_for
-from kvlayers.stores.buffer import StateForm, nbytes_of
-from kvlayers.stores.contract import Fidelity, TokenStore, least_faithful
-from kvlayers.stores.dense import SMALL_STEP, DenseStore
-from kvlayers.stores.flat_tokens import tables_nbytes
-from kvlayers.stores.packed_blocks import SIDES, block_nbytes
-from kvlayers.stores.quantization import block_tokens
-from kvlayers.stores.quantized import QuantizedStore
-from kvlayers.stores.quantized_checks import checked_quantizers
+from kvlayers.quantized.packed_blocks import SIDES, block_nbytes
+from kvlayers.quantized.quantization import block_tokens
+from kvlayers.quantized.quantized_checks import checked_quantizers
+from kvlayers.quantized.quantized_store import QuantizedStore
+from kvlayers.recall.recall_layer import RecallLayer
+from kvlayers.recurrent.hybrid_layer import HybridLayer
+from kvlayers.recurrent.linear_layer import LinearAttentionLayer
+from kvlayers.static.static_layer import StaticLayer, StaticSlidingLayer
 from kvlayers.upstream import compat
 from kvlayers.utils.tensor_memory import storages_of
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from kvlayers.core.token_store import Fidelity
 from kvlayers.errors import CapacityError, ConfigError, KVLayersError, RegistryError
-from kvlayers.stores.contract import Fidelity
 from kvlayers.utils.units import exact_bytes, html_table, plain_table, readable_bytes
 
 PLAIN_NAMES = ("dynamic", "static", "offloaded", "offloaded_static", "evicting")

@@ -12,9 +12,9 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
+from kvlayers.core.arguments import whole_number
 from kvlayers.errors import CapacityError, KVLayersError, OptionError
 from kvlayers.generation.registry import CacheRequest, NamedCache, cache_for, cache_names, named_cache
-from kvlayers.layers.arguments import whole_number
 from kvlayers.planning.cache_bytes import CacheBytes, CacheTrial
 from kvlayers.planning.planned_cache import (
     SIMPLEST,

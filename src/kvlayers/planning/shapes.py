@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from kvlayers.caches.from_config import HYBRID, RECURRENT, WINDOWED
+from kvlayers.core.from_config import HYBRID, RECURRENT, WINDOWED
+from kvlayers.core.layer_shape import LayerShape, RecurrentShape, TokenShape
 from kvlayers.errors import ConfigError
-from kvlayers.layers.shape import LayerShape, RecurrentShape, TokenShape
 from kvlayers.upstream import compat, model_layers, model_types
 from kvlayers.upstream.model_layers import LayerSpec
 from kvlayers.upstream.model_types import ConfigNumbers, kv_heads

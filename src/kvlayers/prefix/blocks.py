@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvlayers.core.layer_operations import LAYER_CLASSES
+from kvlayers.core.token_store import KVPair
 from kvlayers.errors import CacheFileError, KVLayersError
-from kvlayers.layers.operations import LAYER_CLASSES
+from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
 from kvlayers.persistence.block_table import DTYPE_NAMES, BlockGroup, BlockTable
 from kvlayers.persistence.format import LayerRecord, canonical
 from kvlayers.persistence.rebuild import loads_prefixes
 from kvlayers.persistence.safetensors_header import LENGTH_BYTES, TensorEntry, parse_header, refuse
 from kvlayers.persistence.saved_file import SavedFile
 from kvlayers.prefix.backends.contract import BLOCK_SUFFIX, Content, StorageBackend, StoredFile
-from kvlayers.quantizers.smoothing import NAMES as SMOOTHING_NAMES
-from kvlayers.stores.contract import KVPair
-from kvlayers.stores.packed_blocks import PACKED_NAMES
+from kvlayers.quantized.packed_blocks import PACKED_NAMES
 
 BLOCK_TOKENS = 256
 """Blocks are cut where the position of a token is a multiple of this, so that equal tokens fill equal blocks."""

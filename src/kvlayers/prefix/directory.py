@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvlayers.caches.base import Cache
+from kvlayers.core.cache import Cache
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.inspect import CacheFile
 from kvlayers.persistence.rebuild import check_remakeable

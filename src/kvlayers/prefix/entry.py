@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvlayers.caches.base import Cache
+from kvlayers.core.cache import Cache
+from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.errors import RollbackError
-from kvlayers.layers.evicting import EvictingLayer
-from kvlayers.layers.offloaded import OffloadedLayer
-from kvlayers.layers.operations import LayerOperations
+from kvlayers.eviction.evicting_layer import EvictingLayer
+from kvlayers.offload.offloaded_layer import OffloadedLayer
 from kvlayers.prefix.keys import RadixTree, Tokens
 from kvlayers.utils.tensor_memory import Storages
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlayers.caches.base import Cache
+from kvlayers.core.cache import Cache
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.format import TOKEN_IDS
 from kvlayers.persistence.inspect import CacheFile, summary

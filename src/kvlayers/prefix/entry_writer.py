@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from kvlayers.caches.base import Cache
+from kvlayers.core.cache import Cache
 from kvlayers.errors import CacheFileError, StateMismatchError
 from kvlayers.persistence.block_table import BlockTable, Piece
 from kvlayers.persistence.format import ModelRecord, layer_prefix

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvlayers.caches.base import Cache
+from kvlayers.core.cache import Cache
 from kvlayers.errors import CapacityError, KVLayersError
 from kvlayers.prefix.entry import EvictionPolicy, MemoryAccount, PrefixEntry, can_restore, eviction_order
 from kvlayers.prefix.keys import RadixTree, Tokens

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvlayers.caches.base import Cache
+from kvlayers.core.cache import Cache
 from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.persistence.fingerprint import model_fields
 from kvlayers.persistence.format import canonical

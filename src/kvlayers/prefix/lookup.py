@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvlayers.caches.base import Cache
+from kvlayers.core.cache import Cache
 from kvlayers.errors import CacheFileError, CachePathError, CapacityError
 from kvlayers.prefix.backends import UnreachableError
 from kvlayers.prefix.directory import Directory

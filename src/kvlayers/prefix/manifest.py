@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlayers.caches.base import Cache
-from kvlayers.caches.operations import CacheState
+from kvlayers.core.cache import Cache
+from kvlayers.core.cache_operations import CacheState
+from kvlayers.core.dense_store import DenseStore
+from kvlayers.core.layer_operations import LayerState
+from kvlayers.core.token_layer import TokenLayer
 from kvlayers.errors import UnsupportedLayerError
-from kvlayers.layers.operations import LayerState
-from kvlayers.layers.token_layer import TokenLayer
+from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
 from kvlayers.persistence.block_table import BlockGroup, BlockTable, Piece, RowRun, TensorForm
 from kvlayers.persistence.format import canonical
 from kvlayers.persistence.safetensors_header import DTYPES
 from kvlayers.prefix.blocks import BLOCK_TOKENS, CODE_NAMES, DENSE_NAMES, filled_block
-from kvlayers.quantizers.smoothing import NAMES as SMOOTHING_NAMES
-from kvlayers.stores.dense import DenseStore
 
 MOST_PIECES = 4
 """Pieces of other blocks that stand for the tokens of one block. More are written as one block."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.caches.base import Cache
+from kvlayers.core.cache import Cache
 from kvlayers.errors import OptionError, PrefixError
 from kvlayers.prefix.backends import backend_for
 from kvlayers.prefix.directory import Directory

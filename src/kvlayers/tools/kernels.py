@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from kvlayers.attention.cpu import call, kernel
-from kvlayers.quantizers.cpu import pack
+from kvlayers.kernels.cpu import call, kernel
+from kvlayers.kernels.packing.cpu import pack
 
 LIBRARIES = (kernel.LIBRARY, call.WHOLE, pack.LIBRARY, call.OTHER)
 

@@ -13,10 +13,10 @@ FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", 
 NATIVE = "-march=native"
 
 SOURCES = (
-    "attention/cpu/kernel.cpp",
-    "attention/cpu/whole_products.cpp",
-    "quantizers/cpu/pack.cpp",
-    "attention/cpu/other_products.cpp",
+    "kernels/cpu/kernel.cpp",
+    "kernels/cpu/whole_products.cpp",
+    "kernels/packing/cpu/pack.cpp",
+    "kernels/cpu/other_products.cpp",
 )
 """The files that are compiled, each to one library, relative to the package."""
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from transformers.utils import ModelOutput
 
-from kvlayers.caches.base import Cache
-from kvlayers.caches.stacking import can_be_stacked, stack
+from kvlayers.core.cache import Cache
+from kvlayers.core.stacking import can_be_stacked, stack
 from kvlayers.errors import ConfigError
 from kvlayers.generation.prefixes import active_store
 from kvlayers.generation.prefixes.active_store import ActiveStore

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.caches.base import Cache
-from kvlayers.caches.operations import CacheState
+from kvlayers.core.cache import Cache
+from kvlayers.core.cache_operations import CacheState
 from kvlayers.errors import KVLayersError
 from kvlayers.generation import registry
 from kvlayers.generation.chunked_prefill import pass_limit, pass_tokens

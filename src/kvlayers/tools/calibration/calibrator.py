@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers.utils import logging
 from typing_extensions import Self
 
-from kvlayers.caches.dynamic import DynamicCache
-from kvlayers.caches.quantized import QuantizedCacheConfig
+from kvlayers.core.buffer import StateForm, form_of
+from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.errors import CapacityError, OptionError
-from kvlayers.stores.buffer import StateForm, form_of
-from kvlayers.stores.quantization import Quantization
+from kvlayers.quantized.quantization import Quantization
+from kvlayers.quantized.quantized_cache import QuantizedCacheConfig
 from kvlayers.tools.calibration.checks import (
     Budget,
     DivergenceBudget,

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from kvlayers.caches.quantized import QuantizedCache
+from kvlayers.core.arguments import whole_number
 from kvlayers.errors import CapacityError, ConfigError, OptionError, StateMismatchError
-from kvlayers.layers.arguments import whole_number
-from kvlayers.quantizers.contract import backend
-from kvlayers.stores.quantization import Quantization, block_tokens
+from kvlayers.kernels.codes.quantizer import backend
+from kvlayers.quantized.quantization import Quantization, block_tokens
+from kvlayers.quantized.quantized_cache import QuantizedCache
 from kvlayers.tools.calibration.settings import Part, Sensitivity
 from kvlayers.tools.measuring.text import check_known
 from kvlayers.upstream import model_types

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.caches.dynamic import DynamicCache
+from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.errors import OptionError
 from kvlayers.tools.measuring.predictions import mean_divergence, newest_logits
 from kvlayers.upstream import model_types

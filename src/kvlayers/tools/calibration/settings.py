@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from kvlayers.caches.dynamic import DynamicCache
-from kvlayers.caches.quantized import QuantizedCache
-from kvlayers.layers.quantized import QuantizedLayer
-from kvlayers.quantizers.contract import Side
-from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.packed_blocks import SIDES, block_nbytes
-from kvlayers.stores.quantization import Quantization, block_tokens
+from kvlayers.core.buffer import StateForm
+from kvlayers.core.dynamic_cache import DynamicCache
+from kvlayers.kernels.codes.quantizer import Side
+from kvlayers.quantized.packed_blocks import SIDES, block_nbytes
+from kvlayers.quantized.quantization import Quantization, block_tokens
+from kvlayers.quantized.quantized_cache import QuantizedCache
+from kvlayers.quantized.quantized_layer import QuantizedLayer
 from kvlayers.tools.calibration.divergence import read
 from kvlayers.tools.measuring.predictions import mean_divergence
 

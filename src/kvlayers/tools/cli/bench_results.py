@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
+from kvlayers.core.token_store import Fidelity
 from kvlayers.errors import KVLayersError, OptionError
-from kvlayers.stores.contract import Fidelity
 from kvlayers.tools.cli.console import bar_between_runs, plain, print_sentences, table, usage_line
 from kvlayers.tools.measuring.contenders import Contender, Key, exact_names, is_installed, make_contender
 from kvlayers.tools.measuring.decoding import ContenderResult, measure, warm_up

@@ -62,8 +62,8 @@ def calibrate(
     import torch
     from rich.console import Console
 
-    from kvlayers.caches.quantized import QuantizedCache
     from kvlayers.errors import CapacityError, StateMismatchError
+    from kvlayers.quantized.quantized_cache import QuantizedCache
     from kvlayers.tools.calibration import DivergenceBudget
     from kvlayers.tools.calibration import calibrate as calibrate_model
     from kvlayers.tools.calibration.checks import check_ids, check_positions

@@ -8,7 +8,7 @@ from rich.console import Console
 from typing_extensions import Self
 
 from kvlayers.errors import OptionError
-from kvlayers.stores.quantization import Quantization
+from kvlayers.quantized.quantization import Quantization
 from kvlayers.tools.calibration import Budget, BytesBudget, Calibration, DivergenceBudget
 from kvlayers.tools.calibration.calibrator import file_of
 from kvlayers.tools.calibration.checks import check_context, checked_count, checked_layers, checked_widths

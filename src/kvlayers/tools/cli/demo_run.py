@@ -11,8 +11,8 @@ from rich.console import Console
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from kvlayers.caches.base import Cache
-from kvlayers.caches.dynamic import DynamicCache
+from kvlayers.core.cache import Cache
+from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.errors import KVLayersError
 from kvlayers.generation.install import generate
 from kvlayers.prefix import PrefixStore

@@ -16,17 +16,17 @@ from typing import Any
 
 import transformers
 
-from kvlayers.caches.base import Cache
-from kvlayers.caches.evicting import EvictingCache
-from kvlayers.caches.from_config import WINDOWED
-from kvlayers.caches.quantized import QuantizedCache
+from kvlayers.core.cache import Cache
+from kvlayers.core.from_config import WINDOWED
+from kvlayers.core.token_store import Fidelity
 from kvlayers.errors import KVLayersError, OptionError, UnsupportedLayerError
 from kvlayers.evaluation.caches import holds_states
-from kvlayers.eviction.contract import EvictionRule
+from kvlayers.eviction.evicting_cache import EvictingCache
+from kvlayers.eviction.rule import EvictionRule
 from kvlayers.generation.registry import CacheRequest, NamedCache, cache_for, cache_names, named_cache, options_after
+from kvlayers.kernels.codes.quantizer import quantizer_names
 from kvlayers.planning.cache_bytes import fidelity_of
-from kvlayers.quantizers.contract import quantizer_names
-from kvlayers.stores.contract import Fidelity
+from kvlayers.quantized.quantized_cache import QuantizedCache
 from kvlayers.tools.names import KVLAYERS, TRANSFORMERS
 from kvlayers.upstream import model_layers
 from kvlayers.upstream.model_layers import layer_devices

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from kvlayers.caches.base import Cache
+from kvlayers.core.cache import Cache
+from kvlayers.core.layer_shape import LayerShape
 from kvlayers.errors import KVLayersError
-from kvlayers.layers.shape import LayerShape
 from kvlayers.planning.cache_bytes import CacheTrial
 from kvlayers.planning.shapes import layer_shapes
 from kvlayers.utils.tensor_memory import storages_of

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from kvlayers.caches.base import Cache
+from kvlayers.core.cache import Cache
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.tools.measuring.predictions import divergences, newest_logits
 

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.attention.packed_tensor import as_dense
-from kvlayers.caches.base import Cache
-from kvlayers.caches.dynamic import DynamicCache
-from kvlayers.layers.operations import LayerOperations
-from kvlayers.layers.quantized import QuantizedLayer
-from kvlayers.layers.token_layer import TokenLayer
-from kvlayers.stores.contract import KVPair
-from kvlayers.stores.quantization import Quantization
+from kvlayers.core.cache import Cache
+from kvlayers.core.dynamic_cache import DynamicCache
+from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.core.token_layer import TokenLayer
+from kvlayers.core.token_store import KVPair
+from kvlayers.kernels.packed_tensor import as_dense
+from kvlayers.quantized.quantization import Quantization
+from kvlayers.quantized.quantized_layer import QuantizedLayer
 from kvlayers.tools.measuring.predictions import newest_logits
 
 LOSS_WARNED_OF = 0.1

@@ -1,1 +1,0 @@
-"""A cache is a list of layers: the container, its operations, and the caches by name."""

@@ -1,0 +1,518 @@
+"""The cache: a list of layers, with the interface that transformers, generate() and decode loops call."""
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from typing_extensions import Self, override
+
+from kvlayers.core.cache_operations import CacheState, LayerwiseOperations
+from kvlayers.core.description import DescriptionContext
+from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart, SeenTokens, interruption
+from kvlayers.core.from_config import dynamic_layers, placed, share_mask_extents
+from kvlayers.core.graph_operators import GraphHandle, calls_operators, updated
+from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.core.legacy_api import LegacySurface
+from kvlayers.core.summary import CacheSummary, Explanation, explanation_of, summary_of
+from kvlayers.errors import (
+    ConfigError,
+    InterruptedPassError,
+    OptionError,
+    StateMismatchError,
+    UnsupportedLayerError,
+)
+from kvlayers.kernels.cpu import kernel
+from kvlayers.kernels.latents.expansion import as_latents
+from kvlayers.offload.prefetcher import Prefetcher
+from kvlayers.offload.storage import Offloading
+from kvlayers.offload.transfers import TrafficMeter
+from kvlayers.rope.rotary import Rotary
+from kvlayers.static.static_layer import in_step
+from kvlayers.upstream import compat
+from kvlayers.utils import late
+from kvlayers.utils.options import checks_options
+from kvlayers.utils.registry import ClassRegistry
+
+
+class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ignore[misc]
+    """A list of layers, one for each layer of the model. The cache itself stores nothing.
+
+    Args:
+        layers: layers of kvlayers or of transformers.
+        layer_class_to_replicate: instead of `layers`, a function that makes a layer whenever the model uses one more.
+        offloading: hold states on the host, and on their device only while they are attended to.
+        offload_only_non_sliding: leave layers that attend within a window on the device.
+        offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
+        offload_directory: the directory of these files, for "disk".
+
+    Raises:
+        OptionError: an option that does not exist, options of offloading that contradict each other, or something in
+            `layers` that is not a layer, such as a cache.
+        UnsupportedLayerError: a layer cannot be offloaded, and offloading is asked for.
+        ConfigError: both or neither of the two arguments are given.
+    """
+
+    layer_class_to_replicate: Callable[[], Any] | None
+    is_static = False
+    """Whether the cache reserves its memory once, for a fixed number of tokens."""
+    is_pair = False
+    """Whether the cache has one part for self-attention and one for cross-attention."""
+    rotates_keys = False
+    """Whether held keys are rotated to new positions, so that the cache must know the model's RoPE."""
+    learns_padding = False
+    """Whether the cache must know the model and the padding before the first tokens; see `prepare`."""
+    prefix_notes: tuple[str, ...] = ()
+    """What a prefix store had of the prompts of the call that made the cache; see `explain`."""
+    _rotary: Rotary | None = None
+    """How the model's keys are rotated, if the user says it in the place of the model's config."""
+    _traces: Mapping[int, int] = MappingProxyType({})
+    """For each layer index, how often code that updates the layer was traced."""
+    _prefetcher: Prefetcher | None = None
+    _given: GivenToGenerate | None = None
+    _outlives_generate = False
+
+    @checks_options
+    def __init__(
+        self,
+        layers: list[Any] | None = None,
+        layer_class_to_replicate: Callable[[], Any] | None = None,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = True,
+        offload_device: str = "cpu",
+        offload_directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        # Now, rather than when a kernel is first needed, which may be in the middle of a generation.
+        kernel.LIBRARY.begin()
+        if (layers is None) == (layer_class_to_replicate is None):
+            raise ConfigError(
+                "expected either layers or layer_class_to_replicate, but saw "
+                f"{'neither' if layers is None else 'both'}: pass the layers of the model, or what makes one layer."
+            )
+        if layers is not None and not isinstance(layers, list | tuple):
+            raise OptionError(f"expected a list of layers, but saw a {type(layers).__name__}: pass its layers.")
+        if layers is not None and len({id(layer) for layer in layers}) != len(layers):
+            raise ConfigError("expected a layer of its own for each layer of the model, but saw one layer twice.")
+        self.only_non_sliding = offload_only_non_sliding
+        self._offloading = Offloading.from_options(
+            offloading, offload_only_non_sliding, offload_device, offload_directory
+        )
+        self._prefetcher = None if self._offloading is None else Prefetcher(self._offloading.memory())
+        self._pass = ForwardPassFollower()
+        # A cache that is made within compiled code is traced through.
+        self._handle = None if torch.compiler.is_compiling() else GraphHandle(self)
+        self.layers = [placed(layer, self._prefetcher, offload_only_non_sliding) for layer in layers or ()]
+        share_mask_extents(self.adapted_layers())
+        self.layer_class_to_replicate = None
+        if layer_class_to_replicate is not None:
+            self.make_more_with(layer_class_to_replicate)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Compiled code knows a copy by another handle.
+        return {name: value for name, value in self.__dict__.items() if name != "_handle"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._handle = GraphHandle(self)
+
+    @property
+    def offloading(self) -> bool:
+        """Whether states are held on the host, and on their device only while they are attended to."""
+        return self._prefetcher is not None
+
+    @property
+    def kind(self) -> str:
+        """Name of the kind of cache in saved states: the name that its class is registered by."""
+        return CACHE_CLASSES.name_of(type(self))
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """The rotations that the descriptions of the cache and of its layers name by their fingerprints."""
+        own = () if self._rotary is None else (self._rotary,)
+        return (*own, *(rotary for layer in self.adapted_layers() for rotary in layer.rotaries))
+
+    def describe(self) -> dict[str, Any]:
+        """The arguments of the cache that its layers do not describe themselves: values that JSON has, and no paths."""
+        return {
+            "offloading": self.offloading,
+            "only_non_sliding": bool(self.only_non_sliding),
+            "grows": self.layer_class_to_replicate is not None,
+        }
+
+    @classmethod
+    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
+        """An empty cache over empty layers, which were described by themselves.
+
+        A subclass whose initialiser sets attributes of its own sets them here too, from what it adds to `describe`.
+
+        Args:
+            options: what `describe` returned. They may come from a file that anybody could have written.
+            layers: the empty layers.
+            context: what else descriptions are read with, such as rotations.
+
+        Raises:
+            KeyError: an option is missing.
+            KVLayersError: an option has a value that the cache does not take.
+        """
+        cache = cls.__new__(cls)
+        Cache.__init__(
+            cache, layers, offloading=options["offloading"], offload_only_non_sliding=options["only_non_sliding"]
+        )
+        return cache
+
+    @classmethod
+    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
+        """The layers of a cache with these options for a model. They replace layers that a description cannot make.
+
+        Args:
+            options: what `describe` returned.
+            config: config of the model.
+            context: what else descriptions are read with, such as rotations.
+        """
+        return dynamic_layers(config)
+
+    def make_more_with(self, make_layer: Callable[[], Any]) -> None:
+        """Let `make_layer` make a layer whenever the model uses one more."""
+        self.layer_class_to_replicate = functools.partial(
+            _made_and_placed, make_layer, self._prefetcher, self.only_non_sliding
+        )
+
+    @property
+    def traffic(self) -> TrafficMeter | None:
+        """Bytes that offloading has moved, `None` if nothing is offloaded."""
+        return None if self._prefetcher is None else self._prefetcher.meter
+
+    def _fork(self) -> Self:
+        twin = super()._fork()
+        twin._pass = self._pass.copy()
+        twin._given = None
+        if self._prefetcher is not None:
+            # A prefetcher belongs to one thread, and the two caches may be used in two.
+            twin._prefetcher = self._prefetcher.for_another_cache()
+            for layer in twin.adapted_layers():
+                layer.use_prefetcher(twin._prefetcher)
+            if isinstance(self.layer_class_to_replicate, functools.partial):
+                twin.make_more_with(self.layer_class_to_replicate.args[0])
+        return twin
+
+    @property
+    def self_attention(self) -> "Cache":
+        """The cache that self-attention uses: this one, or the part of a pair."""
+        return self
+
+    def prepare(self, config: object, attention_mask: Tensor | None = None) -> None:
+        """Tell an empty cache which model it is for, and which tokens are padding. Only some caches need to know.
+
+        Args:
+            config: config of the model, or the model.
+            attention_mask: `[batch, tokens]`, 0 for padding on the left.
+        """
+        return
+
+    def offloading_options(self) -> dict[str, Any]:
+        """The options of offloading that this cache was made with, to make another cache with the same."""
+        return {"offloading": False} if self._offloading is None else self._offloading.options()
+
+    def for_cross_attention(self, encoder_length: int | None = None) -> "Cache":
+        """An empty cache for cross-attention in a model that has this cache for self-attention. It grows.
+
+        Args:
+            encoder_length: tokens of the encoder's output, if they are known, for a cache that must reserve them.
+        """
+        growing: Cache = late.function("DynamicCache")(**self.offloading_options())
+        return growing
+
+    def save(self, path: str | os.PathLike[str], token_ids: Tensor | None = None, config: object | None = None) -> None:
+        """Write everything that is needed to go on decoding to a file; see `save_cache`.
+
+        Args:
+            path: path of the file. An existing file is replaced as a whole.
+            token_ids: tokens that the cache has seen, int64 `[batch, tokens]`, to be found in the file again.
+            config: config of the model, or the model, so that the file is refused for another one.
+
+        Raises:
+            CachePathError: the file cannot be written.
+            CacheFileError: a file cannot hold the states.
+        """
+        late.function("save_cache")(self, path, token_ids=token_ids, config=config)
+
+    def summary(self) -> CacheSummary:
+        """What the cache holds: kinds of layers, tokens, bits, and bytes by their place. Printed, it is a table.
+
+        Example:
+            >>> import kvlayers, torch
+            >>> cache = kvlayers.DynamicCache(length_hint=3)
+            >>> _ = cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
+            >>> cache.summary()  # doctest: +NORMALIZE_WHITESPACE
+            DynamicCache: 3 tokens, batch 1, 384 B
+            layers  kind          seen  held  device
+            0       DynamicLayer     3     3   384 B
+        """
+        return summary_of(type(self).__name__, self._token_count(), self.batch_size, self.nbytes, self._layers_by_use())
+
+    def explain(self) -> Explanation:
+        """Why the last calls were not faster: which prefix was missing, which way attention went, what compiled.
+
+        Example:
+            >>> import kvlayers
+            >>> kvlayers.DynamicCache().explain()
+            prefix: no store was asked
+            attention: states are held in full precision, for torch or the compiled kernel to read
+            compiled: no code that updates this cache
+        """
+        layers = [layer for layers in self._layers_by_use().values() for layer in layers]
+        return explanation_of(self.prefix_notes, layers, max(self._traces.values(), default=0))
+
+    # Called while torch traces, and not by the code that it makes.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _note_trace(self, layer_idx: int) -> int:
+        count = self._traces.get(layer_idx, 0) + 1
+        self._traces = {**self._traces, layer_idx: count}
+        return count
+
+    def _layers_by_use(self) -> dict[str, Sequence[LayerOperations]]:
+        return {"": self.adapted_layers()}
+
+    # Taking in states
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Append the states of new tokens to a layer, and return the states that their queries attend to.
+
+        Args:
+            key_states: `[batch, kv_heads, new, key_head_dim]`.
+            value_states: `[batch, kv_heads, new, value_head_dim]`.
+            layer_idx: index of the model's layer.
+            *args: further arguments of models, which change with the version of transformers. They are handed on to
+                transformers' own layers, and ignored by others.
+            **kwargs: the same.
+
+        Returns:
+            Keys and values `[batch, kv_heads, attended, head_dim]`; see `CacheLayer.update`.
+
+        Raises:
+            LayerIndexError: no layer has that index.
+            StateMismatchError: the batch size, kv_heads, head_dim, dtype or device differ from those held.
+            CapacityError: more tokens than fit.
+            InterruptedPassError: an earlier forward pass ended before this layer, which therefore lacks tokens.
+        """
+        if not 0 <= layer_idx < len(self.layers):
+            return self._update_new_layer(key_states, value_states, layer_idx)
+        layer = self.layers[layer_idx]
+        if layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
+            layer = self.adapted_layer(layer_idx)
+            if not layer.attends:
+                raise UnsupportedLayerError(
+                    f"expected a layer that attends, but layer {layer_idx} holds nothing that is attended to: make the "
+                    "cache from the config of the model that uses it."
+                )
+        following, compiling = self._pass, torch.compiler.is_compiling()
+        if compiling:
+            self._note_trace(layer_idx)
+            handle = self._handle
+            if handle is not None and calls_operators(layer, key_states, value_states):
+                return updated(handle, layer, layer_idx, key_states, value_states)
+        elif not following.at < layer_idx <= following.in_step:
+            following.follow(self, layer_idx, key_states.shape[-2])
+        attended: tuple[Tensor, Tensor]
+        if layer.is_upstream:
+            attended = layer.update(key_states, value_states, *args, **kwargs)
+        else:
+            attended = layer.update(key_states, value_states)
+        if not compiling:
+            following.at = layer_idx
+            if key_states.shape[1] == 1 and _are_latents(key_states, value_states):
+                return as_latents(*attended)
+        return attended
+
+    def _update_new_layer(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        if self.layer_class_to_replicate is None or layer_idx < 0:
+            raise self._no_layer(layer_idx)
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            self._pass.follow(self, layer_idx, key_states.shape[-2])
+        layers = self.layers_for(layer_idx + 1)
+        attended: tuple[Tensor, Tensor] = layers[layer_idx].update(key_states, value_states)
+        self.layers.extend(layers[len(self.layers) :])
+        # Now, so that compiled code does not find out: what it sees for the first time it is compiled for.
+        self.adapted_layers()
+        if not compiling:
+            self._pass.at = layer_idx
+            if _are_latents(key_states, value_states):
+                return as_latents(*attended)
+        return attended
+
+    def interruption(self) -> InterruptedPassError | None:
+        """The error for layers that have seen different numbers of tokens, `None` if all have seen as many."""
+        return interruption(self)
+
+    @override
+    def state(self) -> CacheState:
+        """As `LayerwiseOperations.state`.
+
+        Raises:
+            InterruptedPassError: a forward pass was interrupted, so that layers have seen different tokens.
+        """
+        self._pass.check_in_step(self)
+        return super().state()
+
+    @override
+    def forget_pass(self) -> None:
+        self._pass.forget()
+        self.forget_call()
+
+    # What transformers (from 5.17 on) sets if a call of generate() is given a cache, and reads to return it
+
+    @property
+    def _is_user_defined(self) -> bool:
+        return self._outlives_generate
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, is_user_defined: bool) -> None:
+        self.forget_call()
+        self._given = GivenToGenerate(self)
+        self._outlives_generate = is_user_defined
+
+    def forget_call(self) -> None:
+        """Take the call of `generate()` that the cache was given to for one that ended."""
+        if self._given is not None:
+            self._given.end()
+            self._given = None
+
+    def newest_pass(self) -> PassStart | None:
+        """Where the newest forward pass began, as far as it was not compiled; `None` before the first one."""
+        return self.self_attention._pass.began
+
+    @override
+    def layers_for(self, count: int) -> list[Any]:
+        make_layer = self.layer_class_to_replicate
+        missing = range(len(self.layers), count) if make_layer is not None else ()
+        return [*self.layers, *(make_layer() for _ in missing if make_layer is not None)]
+
+    # Lengths and masks
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that a layer has seen. If layer 0 does not attend, it stands for the first layer that does.
+
+        Raises:
+            UnsupportedLayerError: neither attends, and no layer with a recurrent state counts its tokens.
+            InterruptedPassError: layer 0 is asked, outside of the model, and the last forward pass was interrupted, so
+                that later layers have seen fewer tokens. `crop` to the length that they have, or `reset`.
+        """
+        if layer_idx >= len(self.layers):
+            return 0
+        compiling = torch.compiler.is_compiling()
+        if layer_idx == 0 and not compiling and self._pass.at < self._pass.in_step:
+            self._pass.check_in_step(self)
+        layer = self.adapted_layer(layer_idx)
+        if not layer.attends and (self._first_attending(layer_idx) is not None or not layer.counts_columns):
+            layer = self._attending(layer_idx)
+        seen = layer.get_seq_length()
+        # transformers' layers may count in a tensor, and in compiled code all static layers do.
+        if compiling:
+            return seen
+        if self._is_in_prefill():
+            return SeenTokens.of(self, seen)
+        return int(seen)
+
+    def _is_in_prefill(self) -> bool:
+        """Whether `generate()` may be asking, to find the tokens of its sequence that are new."""
+        if not compat.MARKS_GIVEN_CACHES:
+            return compat.PREFILL_SUBTRACTS_LENGTHS
+        given = self._given
+        if given is None or given.is_measured:
+            return False
+        given.measure()
+        return True
+
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
+        """Length of the states that the next update of a layer returns, and the position of its first token.
+
+        No memory is taken, and no token is moved or counted. There is one exception: if compiled code takes the tokens
+        in, it can do neither, so layers that read buckets do it now.
+
+        Args:
+            query_length: tokens of the next update; or their positions, int64 `[query_length]`, as models and decode
+                loops written for transformers before 5.4 pass.
+            layer_idx: index of the model's layer.
+
+        Raises:
+            CapacityError: the tokens do not fit in this layer.
+        """
+        if isinstance(query_length, Tensor):
+            query_length = query_length.shape[0]
+        if layer_idx >= len(self.layers):
+            return query_length, 0
+        asked = self._attending(layer_idx)
+        if asked.capacity is not None:
+            layers = self.adapted_layers()
+            for index in self._in_step_with(layer_idx):
+                layers[index].make_room(query_length)
+        return asked.mask_sizes(query_length)
+
+    # Its result is read while torch traces, and not by the code that it makes: lengths would be constants of that code.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _in_step_with(self, layer_idx: int) -> tuple[int, ...]:
+        """Layers that make room together with a layer that is asked how its next tokens are masked."""
+        return in_step(self._attending(layer_idx), self.adapted_layers())
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Position of the next token in a layer."""
+        seen = self.get_seq_length(layer_idx)
+        return seen if torch.compiler.is_compiling() else int(seen)
+
+    # Placement
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Move a layer's states to the host, if its kind can.
+
+        Raises:
+            UnsupportedLayerError: it cannot.
+        """
+        if not (only_non_sliding and self.is_sliding[layer_idx]):
+            self.adapted_layer(layer_idx).offload()
+
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Bring a layer's states back from the host, if its kind can.
+
+        Raises:
+            UnsupportedLayerError: it cannot.
+        """
+        if not (only_non_sliding and self.is_sliding[layer_idx]):
+            self.adapted_layer(layer_idx).prefetch()
+
+    def __repr__(self) -> str:
+        try:
+            return self.summary().line
+        except StateMismatchError as error:
+            # Assigned keys and values do not match. A debugger shows the cache all the same.
+            return f"{type(self).__name__}({error})"
+
+    def _repr_html_(self) -> str:
+        """The summary, for notebooks."""
+        return self.summary()._repr_html_()
+
+
+CACHE_CLASSES = ClassRegistry("cache", "kvlayers.cache_classes", "unregister_cache_class", Cache)
+"""The caches that a file may name."""
+
+CACHE_CLASSES.register(Cache)
+
+
+def _are_latents(keys: Tensor, values: Tensor) -> bool:
+    """Whether states may be those of multi-head latent attention: one head, and fewer channels that are rotated."""
+    return keys.shape[1] == 1 and keys.shape[3] != values.shape[3] and keys.dim() == 4
+
+
+def _made_and_placed(make_layer: Callable[[], Any], prefetcher: Prefetcher | None, only_non_sliding: bool) -> Any:
+    return placed(make_layer(), prefetcher, only_non_sliding)

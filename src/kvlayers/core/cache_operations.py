@@ -1,0 +1,401 @@
+"""Operations on every layer of a cache: each is done to all layers, or to no layer."""
+
+import copy
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, overload
+
+from torch import Tensor
+from typing_extensions import Self
+
+from kvlayers.core.arguments import (
+    BatchIndices,
+    as_batch_indices,
+    crop_target,
+    is_identity,
+    repeated_rows,
+    whole_number,
+)
+from kvlayers.core.from_config import share_mask_extents
+from kvlayers.core.layer_list import LayerList
+from kvlayers.core.layer_operations import LayerOperations, LayerState
+from kvlayers.core.legacy_api import crop_argument
+from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers.interop.adapter import adapted
+from kvlayers.utils.registry import DescribesItself
+from kvlayers.utils.sending import sent_by_value
+from kvlayers.utils.tensor_memory import Storages, storages_of
+
+
+@sent_by_value
+@dataclass(frozen=True)
+class CacheState:
+    """Everything that a cache needs to go on decoding elsewhere.
+
+    Attributes:
+        kind: name of the cache's class.
+        layers: the state of each layer.
+        parts: for a cache that consists of other caches, the state of each of them.
+    """
+
+    kind: str
+    layers: tuple[LayerState, ...] = ()
+    parts: tuple["CacheState", ...] = ()
+
+
+class LayerwiseOperations(DescribesItself, LayerList):
+    """The part of a cache's interface that changes, copies or measures all of its layers.
+
+    Each operation asks every layer first whether it can, so that an error leaves none of them changed.
+    """
+
+    known_ids: Tensor | None = None
+    """Ids of the first tokens that the cache has seen, int64 `[batch, tokens]`, as far as they are known. Under
+    `install()` the ids of prompts are known, and of sequences that `generate()` has returned. Forks share the tensor.
+    """
+    warned_of_prompt: bool = False
+    """Whether a `PromptMismatchWarning` was given, which comes only once."""
+
+    @abstractmethod
+    def layers_for(self, count: int) -> list[Any]:
+        """The layers, and new ones up to `count`, if the cache makes layers when they are needed."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """Name of the kind of cache, by which saved states are known."""
+
+    @abstractmethod
+    def forget_pass(self) -> None:
+        """Take the next update for the beginning of a forward pass, since all layers have changed."""
+
+    def crop(self, tokens_to_remove: int | None = None, *, max_length: int | None = None) -> None:
+        """Roll back, exactly.
+
+        Args:
+            tokens_to_remove: a positive number is the length to keep; a negative number removes as many of the newest
+                tokens. Zero removes no token, but ends the recording of a past.
+            max_length: the same number, by its name until transformers 5.15.
+
+        Raises:
+            OptionError: both or neither is given.
+            RollbackError: fewer tokens are held, tokens that would be needed again are gone, or a recurrent state can
+                only be put back to an earlier length (see `truncate`); nothing is changed.
+        """
+        number = crop_argument(tokens_to_remove, max_length)
+        length = self._token_count()
+        target = crop_target(number, length)
+        if number > 0:
+            self._remove(self._removals(target))
+        else:
+            self._remove([(layer, length - target) for layer in self.adapted_layers()])
+
+    def truncate(self, length: int) -> int:
+        """Roll back to when the cache had seen `length` tokens, or to the nearest earlier length that its layers allow.
+
+        Layers of tokens go back to any length that they hold. A recurrent state goes back to a checkpoint, and all
+        layers go back with it. Afterwards `get_seq_length()` says how many tokens the cache has seen: pass it the
+        tokens from there on again.
+
+        Args:
+            length: tokens to keep, 0 for none.
+
+        Returns:
+            How many tokens must be passed again to be at `length`: 0 if no layer has a recurrent state.
+
+        Raises:
+            RollbackError: fewer tokens are held, or tokens that would be needed again are gone; nothing is changed.
+        """
+        target = self.nearest_restorable(length)
+        self._remove(self._removals(target))
+        return length - target
+
+    def nearest_restorable(self, length: int) -> int:
+        """The greatest length, `length` at most, to which all layers can be put back.
+
+        Raises:
+            RollbackError: as `truncate`.
+        """
+        held, length = self._token_count(), whole_number(length, "a length")
+        if not 0 <= length <= held:
+            raise RollbackError(
+                f"expected to roll back to between 0 and the {held} tokens that are held, but was asked for {length}."
+            )
+        counting = [layer for layer in self.adapted_layers() if layer.length and not layer.is_upstream]
+        while True:
+            nearest = min((layer.nearest_restorable(length) for layer in counting), default=length)
+            if nearest == length:
+                return length
+            length = nearest
+
+    def _removals(self, length: int) -> list[tuple[LayerOperations, int]]:
+        """By how many tokens each layer must go back. An interrupted pass leaves some layers ahead of others."""
+        held = self._token_count()
+        return [(layer, (layer.length or held) - length) for layer in self.adapted_layers()]
+
+    def _remove(self, removals: list[tuple[LayerOperations, int]]) -> None:
+        held = self._token_count()
+        if any(0 < tokens < held for _, tokens in removals) and self._lacks_recurrent_states():
+            raise RollbackError(
+                "expected recurrent layers that have seen the same tokens as the others, but one has seen nothing: the "
+                "model keeps its states elsewhere, or a forward pass was interrupted; reset() the cache."
+            )
+        for layer, tokens in removals:
+            layer.check_removal(tokens)
+        for layer, tokens in removals:
+            layer.remove_newest(tokens)
+        if self.known_ids is not None:
+            self.known_ids = self.known_ids[:, : self._token_count()]
+        self.forget_pass()
+
+    def _lacks_recurrent_states(self) -> bool:
+        """Whether a recurrent layer has seen nothing, while others have: the model may keep its states elsewhere."""
+        layers = self.adapted_layers()
+        recurrent = [layer for layer in layers if layer.is_recurrent and not layer.attends]
+        # Layers of transformers do not count tokens.
+        empty = any(layer.length == 0 or layer.batch_size is None for layer in recurrent)
+        return empty and self._token_count() > 0
+
+    def _check_holds_states(self) -> None:
+        if self._lacks_recurrent_states():
+            raise UnsupportedLayerError(
+                "expected recurrent layers that have seen the same tokens as the others, but one has seen nothing, so "
+                "that a copy would lack its states: the model keeps them elsewhere, or a forward pass was interrupted; "
+                "compute the tokens again for each continuation."
+            )
+
+    def _token_count(self) -> int:
+        return max((layer.length or 0 for layer in self.adapted_layers()), default=0)
+
+    def reorder_cache(self, beam_idx: BatchIndices) -> None:
+        """As `batch_select_indices`, by the name that beam search uses."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: BatchIndices) -> None:
+        """Keep the sequences at `indices`, in that order. An index may occur more than once.
+
+        Args:
+            indices: whole numbers `[new_batch]`, or a boolean mask `[batch]`.
+
+        Raises:
+            BatchIndexError: an index is out of range; nothing is changed.
+        """
+        batch_size = self.batch_size
+        if batch_size >= 0:
+            self._select(as_batch_indices(indices, batch_size))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence `repeats` times. The copies of a sequence follow one another."""
+        batch_size = self.batch_size
+        if batch_size >= 0:
+            self._select(repeated_rows(repeats, batch_size))
+
+    def batch_split(self, full_batch_size: int, split_size: int) -> list[Self]:
+        """Independent caches of `split_size` sequences each. The last one has the sequences that are left.
+
+        Args:
+            full_batch_size: sequences of this cache.
+            split_size: sequences of each part.
+
+        Raises:
+            OptionError: `full_batch_size` is not the batch size of the cache, or a count is less than 1.
+        """
+        full, each = whole_number(full_batch_size, "full_batch_size"), whole_number(split_size, "split_size")
+        if full != self.batch_size or each < 1:
+            raise OptionError(
+                f"expected a cache of full_batch_size sequences to be split into parts of at least one, but saw {full} "
+                f"for {self.batch_size} and parts of {each}: pass cache.batch_size and the size of a part."
+            )
+        parts = []
+        for begin in range(0, full, each):
+            part = self._fork()
+            part.batch_select_indices(range(begin, min(begin + each, full)))
+            parts.append(part)
+        return parts
+
+    def expand(self, repeats: int) -> None:
+        """Let `repeats` sequences go on from each sequence.
+
+        As `batch_repeat_interleave`, but layers of full attention that hold states in full precision on their device
+        hold the common prefix once for all copies. Attention then reads it once, and the own tokens of each copy beside
+        it.
+
+        Raises:
+            OptionError: `repeats` is less than 1.
+            CapacityError: a static cache has no room for them; nothing is changed.
+        """
+        batch_size = self.batch_size
+        if batch_size >= 0:
+            rows = repeated_rows(repeats, batch_size)
+            if repeats > 1:
+                self.check_select(rows.shape[0])
+                for layer in self.adapted_layers():
+                    layer.expand(repeats)
+                self._select_known_ids(rows)
+
+    def share_prefix(self, other: Self, tokens: int) -> None:
+        """Hold the first `tokens` tokens in the memory in which another cache holds them, layer by layer.
+
+        Use it for caches that have computed the same tokens independently of each other. Their states must be the same,
+        which nobody checks. Layers that cannot share memory with the other cache do not change.
+
+        Args:
+            other: a cache of the same model with the same first tokens. Nobody may change it while this is done.
+            tokens: how many tokens they have in common.
+        """
+        for layer, other_layer in zip(self.adapted_layers(), other.adapted_layers(), strict=False):
+            layer.share_prefix(other_layer, tokens)
+
+    def trim(self) -> None:
+        """Give back spare room, and memory of tokens that no cache reads any more.
+
+        Memory is moved only if more than an eighth of it is given back.
+        """
+        for layer in self.adapted_layers():
+            layer.trim()
+
+    def compact(self) -> None:
+        """Hold the tokens of each layer in one piece of memory that no other cache holds.
+
+        A fork that shares its first tokens reads them in several pieces, and keeps all of the shared memory alive. In
+        one piece it takes more memory in all, and attention may be faster. Layers of other kinds do not change.
+        """
+        for layer in self.adapted_layers():
+            layer.compact()
+
+    def _select(self, rows: Tensor) -> None:
+        if is_identity(rows, self.batch_size):
+            return
+        self.check_select(rows.shape[0])
+        for layer in self.adapted_layers():
+            layer.select(rows)
+        self._select_known_ids(rows)
+
+    def _select_known_ids(self, rows: Tensor) -> None:
+        # On the device of the rows, so that nobody waits for an accelerator.
+        if self.known_ids is not None:
+            self.known_ids = self.known_ids.to(rows.device).index_select(0, rows)
+
+    def check_select(self, batch_size: int) -> None:
+        """Raise what selecting any `batch_size` sequences would raise."""
+        filled = [layer for layer in self.adapted_layers() if layer.length]
+        sizes = {layer.batch_size for layer in filled if layer.batch_size is not None}
+        if len(sizes) > 1:
+            raise BatchIndexError(
+                f"expected layers of one batch size, but saw {sorted(sizes)}: crop the cache to before the forward "
+                "pass that was interrupted, or reset it."
+            )
+        for layer in self.adapted_layers():
+            layer.check_select(batch_size)
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory is kept for the next ones."""
+        for layer in self.adapted_layers():
+            layer.reset()
+        self.known_ids = None
+        self.forget_pass()
+
+    def activate_past_recording(self) -> None:
+        """From now on, let windows hold all tokens between one crop and the next, which may take them back."""
+        for layer in self.adapted_layers():
+            layer.activate_past_recording()
+
+    def deactivate_past_recording(self) -> None:
+        """Forget the recorded past, and record no more."""
+        for layer in self.adapted_layers():
+            layer.deactivate_past_recording()
+
+    @overload
+    def fork(self, n: None = None) -> Self: ...
+
+    @overload
+    def fork(self, n: int) -> list[Self]: ...
+
+    def fork(self, n: int | None = None) -> Self | list[Self]:
+        """An independent continuation: a change of one cache never shows in the other.
+
+        Forks share memory until they write. docs/forks.md lists the kinds whose live tokens are copied at once.
+
+        Args:
+            n: number of forks, returned as a list. If it is not given, one fork is returned by itself.
+
+        Raises:
+            OptionError: `n` is not a whole number, or less than 1.
+            UnsupportedLayerError: a recurrent layer has seen nothing, while others have: its states are elsewhere.
+        """
+        if n is None:
+            return self._fork()
+        count = whole_number(n, "the number of forks")
+        if count < 1:
+            raise OptionError(f"expected a number of forks, at least 1, but saw {count}: pass 1 or more.")
+        return [self._fork() for _ in range(count)]
+
+    def _fork(self) -> Self:
+        self._check_holds_states()
+        twin = copy.copy(self)
+        twin._adapted = [layer.fork() for layer in self.adapted_layers()]
+        twin.layers = [layer.original for layer in twin._adapted]
+        share_mask_extents(twin._adapted)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        twin = self.fork()
+        memo[id(self)] = twin
+        return twin
+
+    def storages(self) -> Storages:
+        """Bytes of each block of memory that is held, by its address. Forks may hold the same blocks."""
+        return storages_of(tensor for layer in self.adapted_layers() for tensor in layer.held_tensors())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held, spare room included."""
+        return sum(self.storages().values())
+
+    def state(self) -> CacheState:
+        """Copies of the live tensors of all layers, and the facts that belong to them.
+
+        Raises:
+            UnsupportedLayerError: a recurrent layer has seen nothing, while others have: its states are elsewhere.
+        """
+        self._check_holds_states()
+        return CacheState(self.kind, tuple(layer.state() for layer in self.adapted_layers()))
+
+    def load_state(self, state: CacheState) -> None:
+        """Become what the cache was when `state` was taken.
+
+        Raises:
+            StateMismatchError: the state is of a cache with other layers; nothing is changed.
+        """
+        check_is_state(state)
+        layers = self.layers_for(len(state.layers))
+        if state.parts or len(state.layers) != len(layers):
+            raise StateMismatchError(
+                f"expected the states of {len(self.layers)} layers, but saw {len(state.layers)}: load the state into a "
+                "cache that was made for the same model config."
+            )
+        adapters = [adapted(layer, self._grows) for layer in layers]
+        pairs = list(zip(adapters, state.layers, strict=True))
+        for layer, layer_state in pairs:
+            layer.check_state(layer_state)
+        batch_sizes = {batch for s in state.layers if s.facts.get("length") and (batch := _batch_of(s)) is not None}
+        if len(batch_sizes) > 1:
+            raise StateMismatchError(f"expected states of one batch size, but saw {sorted(batch_sizes)}.")
+        self.layers, self.known_ids = layers, None
+        self._adapted = adapters
+        for layer, layer_state in pairs:
+            layer.load_state(layer_state)
+        self.forget_pass()
+
+
+def _batch_of(state: LayerState) -> int | None:
+    names = ("keys", *(name for name in state.tensors if "conv_states." in name))
+    return next((state.tensors[name].shape[0] for name in names if name in state.tensors), None)
+
+
+def check_is_state(state: object) -> None:
+    """Raise `StateMismatchError` if `state` is not what a cache's `state()` returns."""
+    if not isinstance(state, CacheState):
+        raise StateMismatchError(
+            f"expected a CacheState, but saw a {type(state).__name__}: pass what the state() of a cache returned."
+        )

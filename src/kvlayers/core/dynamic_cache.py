@@ -1,0 +1,179 @@
+"""The cache that grows with the sequence."""
+
+import functools
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from typing_extensions import Self, override
+
+from kvlayers.core import legacy_api
+from kvlayers.core.arguments import whole_number
+from kvlayers.core.cache import Cache
+from kvlayers.core.cache_registry import register_cache_class
+from kvlayers.core.description import DescriptionContext
+from kvlayers.core.dynamic_layer import DynamicLayer
+from kvlayers.core.from_config import dynamic_layers, full_attention_layer
+from kvlayers.core.sliding_layer import SlidingLayer
+from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
+from kvlayers.recall.recall_layer import Recall
+from kvlayers.recurrent.checkpoints import Checkpoints
+from kvlayers.upstream import model_types
+from kvlayers.utils.options import checks_options
+from kvlayers.utils.units import tokens
+
+
+@register_cache_class
+class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
+    """Grows in place as tokens come. Full attention keeps every token, sliding and chunked attention keep a window.
+
+    Example:
+        >>> import kvlayers, torch, transformers
+        >>> config = transformers.LlamaConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=2)
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> cache = kvlayers.DynamicCache(config=model, length_hint="1k")
+        >>> output = kvlayers.generate(model, torch.ones(1, 8, dtype=torch.int64), cache=cache, max_new_tokens=1)
+        >>> cache
+        DynamicCache(2 x DynamicLayer, 8 tokens, batch 1, ...)
+        >>> cache.crop(-2)
+        >>> cache.get_seq_length()
+        6
+
+    Args:
+        config: the model, or its config. Without it, every layer has full attention.
+        length_hint: the most tokens that are expected, if known, such as 4096 or "4k". Memory then grows to that number
+            and no further, as long as no more tokens come.
+        offloading: hold states on the host, and on their device only while they are attended to.
+        offload_only_non_sliding: leave layers that attend within a window on the device.
+        offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
+        offload_directory: the directory of these files, for "disk".
+        checkpoints: when recurrent layers take checkpoints and how many they keep, `Checkpoints` or a mapping of its
+            arguments.
+        recall: how a single query chooses the pages that it attends to in layers of full attention, `Recall` or a
+            mapping of its arguments. Without it, a query attends to every token.
+        ddp_cache_data: states to begin with. For each layer keys and values, `[batch, kv_heads, tokens, head_dim]`,
+            and optionally the layer's sliding window as a tensor. `None` for keys and values leaves a layer empty.
+
+    Raises:
+        ConfigError: the config does not describe the model's layers.
+        OptionError: an option that does not exist, or a config as the first argument.
+        UnsupportedLayerError: a layer cannot be offloaded, and offloading is asked for.
+        LegacyFormatError: the states are nested in another way.
+    """
+
+    recall: Recall | None = None
+    is_compileable = False
+    """Shapes change at every token, and transformers does not compile around such a cache."""
+
+    @checks_options
+    def __init__(
+        self,
+        ddp_cache_data: Iterable[tuple[Tensor | None, ...]] | None = None,
+        config: object | None = None,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = False,
+        length_hint: int | str | None = None,
+        offload_device: str = "cpu",
+        offload_directory: str | os.PathLike[str] | None = None,
+        checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
+        recall: Recall | Mapping[str, Any] | None = None,
+    ) -> None:
+        self.recall = None if recall is None else Recall.of(recall)
+        if isinstance(ddp_cache_data, transformers.PretrainedConfig | torch.nn.Module):
+            raise OptionError(
+                f"expected states as the first argument, but saw a {type(ddp_cache_data).__name__}: pass it as "
+                "config=...."
+            )
+        if config is not None:
+            config = model_types.config_of(config)
+        if length_hint is not None:
+            length_hint = tokens(length_hint, "length_hint")
+        if checkpoints is not None and config is None:
+            raise OptionError("expected a config with checkpoints, to say which layers are recurrent, but saw none.")
+        given = legacy_api.check_nesting(() if ddp_cache_data is None else ddp_cache_data, width=(2, 3))
+        layers: list[Any] = []
+        if config is not None:
+            layers = dynamic_layers(config, length_hint, checkpoints, self.recall)
+            if len(given) > len(layers):
+                raise LayerIndexError(
+                    f"expected states for at most {len(layers)} layers, as the config has, but saw {len(given)}."
+                )
+        else:
+            layers = [_layer_for(states, length_hint, self.recall) for states in given]
+        make_layer = None if layers else functools.partial(full_attention_layer, length_hint, self.recall)
+        super().__init__(
+            layers or None, make_layer, offloading, offload_only_non_sliding, offload_device, offload_directory
+        )
+        for index, (keys, values, *_) in enumerate(given):
+            if (keys is None) != (values is None):
+                raise LegacyFormatError(f"expected keys and values, or neither, at layer {index}, but saw only one.")
+        legacy_api.check_takes_pairs(
+            layer for layer, (keys, *_) in zip(self.adapted_layers(), given, strict=False) if keys is not None
+        )
+        for layer, slides, states in zip(self.layers, self.is_sliding, given, strict=False):
+            if states[0] is not None:
+                layer.update(*legacy_api.with_dropped(states, slides))
+        # Evicted states may have a different length in each layer. They were given so: no pass was interrupted.
+        self._pass.in_step = len(given) - 1
+
+    @override
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), **({} if self.recall is None else self.recall.facts())}
+
+    @classmethod
+    @override
+    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
+        cache = super().from_description(options, layers, context)
+        cache.recall = Recall.in_facts(options)
+        if options["grows"]:
+            cache.make_more_with(functools.partial(full_attention_layer, recall=cache.recall))
+        return cache
+
+    @classmethod
+    @override
+    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
+        return dynamic_layers(config, recall=Recall.in_facts(options))
+
+    @classmethod
+    def from_legacy_cache(cls, past_key_values: object | None = None, config: object | None = None) -> Self:
+        """A cache that holds copies of `((keys, values), ...)`; an empty cache for `None`.
+
+        Args:
+            past_key_values: for each layer keys and values, `[batch, kv_heads, tokens, head_dim]`.
+            config: as for the cache itself.
+
+        Raises:
+            LegacyFormatError: the tuples are nested in another way.
+        """
+        pairs = legacy_api.check_tuples(() if past_key_values is None else past_key_values, width=(2,))
+        if config is None:
+            return cls(ddp_cache_data=pairs)
+        cache = cls(config=config)
+        attending = [
+            (layer, slides)
+            for layer, slides in zip(cache.adapted_layers(), cache.is_sliding, strict=True)
+            if layer.attends
+        ]
+        if len(pairs) not in (0, len(attending)):
+            raise LegacyFormatError(
+                f"expected states for the {len(attending)} layers of the model that attend, but saw {len(pairs)}: pass "
+                "the states of every layer that attends."
+            )
+        legacy_api.check_takes_pairs(layer for layer in cache.adapted_layers() if pairs and layer.attends)
+        for (layer, slides), pair in zip(attending, pairs, strict=False):
+            layer.update(*legacy_api.with_dropped(pair, slides))
+        return cache
+
+
+def _layer_for(
+    states: tuple[Tensor | None, ...], length_hint: int | None, recall: Recall | None
+) -> DynamicLayer | SlidingLayer:
+    if isinstance(states, legacy_api.WindowedStates):
+        return SlidingLayer(states.sliding_window)
+    sliding_window = states[2] if len(states) == 3 else None
+    if sliding_window is None:
+        return full_attention_layer(length_hint, recall)
+    return SlidingLayer(whole_number(sliding_window, "a window"))

@@ -1,0 +1,329 @@
+"""Follows the forward passes of a cache, and notices what goes wrong with them.
+
+A pass may be interrupted, so that some layers have seen its tokens, and others have not. A prompt of `generate()` may
+have no new tokens. A model that was written for an older version of transformers takes its cache by another name than
+`generate()` passes it by: if it ignores arguments that it does not know, it decodes each token without those before it.
+"""
+
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from typing_extensions import Self
+
+from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.errors import InterruptedPassError, StateMismatchError, UnusedCacheError
+from kvlayers.upstream import cache_argument
+from kvlayers.utils import module_calls
+from kvlayers.utils.module_calls import in_module, outermost_module
+
+NO_PASS = sys.maxsize
+"""Stands for a layer's index when no forward pass is under way, so that the next update begins one."""
+
+
+class Followed(Protocol):
+    """What a follower needs to know of a cache."""
+
+    layers: list[Any]
+    layer_class_to_replicate: Callable[[], Any] | None
+
+    def adapted_layer(self, layer_idx: int) -> LayerOperations:
+        """The layer, with the operations of kvlayers' layers."""
+
+    def adapted_layers(self) -> Sequence[LayerOperations]:
+        """All layers, with the operations of kvlayers' layers."""
+
+
+class GivenCache(Followed, Protocol):
+    """What is asked of a cache that `generate()` was given."""
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether the forward pass may be compiled."""
+
+    def newest_pass(self) -> "PassStart | None":
+        """Where the newest forward pass began, as far as it was not compiled; `None` before the first one."""
+
+    def forget_call(self) -> None:
+        """Take the call of `generate()` that the cache was given to for one that ended."""
+
+    def interruption(self) -> InterruptedPassError | None:
+        """The error for layers that have seen different numbers of tokens, `None` if they have seen as many."""
+
+
+# Not frozen: it is made at every pass, and the initialiser of a frozen one takes three times as long.
+@dataclass(slots=True)
+class PassStart:
+    """Where a forward pass began.
+
+    Attributes:
+        layer: index of the first layer that it has updated.
+        length: tokens that this layer had seen before, `None` if it does not know.
+        tokens: new tokens of the pass.
+        in_module: whether a module updates the cache, rather than a loop over `update`, which may do as it likes.
+        module: identity of the outermost module that was being called, `None` if it was not needed.
+    """
+
+    layer: int
+    length: int | None
+    tokens: int
+    in_module: bool
+    module: int | None
+
+
+class ForwardPassFollower:
+    """Follows the forward passes of one cache from layer to layer.
+
+    A cache compares `at` and `in_step` with the index of a layer before each update, and calls `follow` only if a pass
+    begins there or goes further than the pass before: usually once a pass.
+
+    Attributes:
+        at: index of the layer that the newest forward pass has updated last.
+        in_step: index up to which layers have seen what the first layer has seen, apart from the pass under way.
+        began: where the newest forward pass began.
+    """
+
+    __slots__ = ("at", "began", "in_step")
+
+    def __init__(self, at: int = NO_PASS, in_step: int = -1, began: PassStart | None = None) -> None:
+        self.at = at
+        self.in_step = in_step
+        self.began = began
+
+    def copy(self) -> Self:
+        """A follower of a cache that goes on from the same place."""
+        return type(self)(self.at, self.in_step, self.began)
+
+    def follow(self, cache: Followed, layer_idx: int, tokens: int) -> None:
+        """Note that a layer is about to be updated, if a pass begins there or goes further than the pass before.
+
+        Models may leave out their last layers (early exit). So an interrupted pass shows only when such a layer is
+        updated: it would have seen fewer tokens than the layers before it.
+
+        Raises:
+            InterruptedPassError: the layer has seen fewer tokens than the first layer of this pass.
+        """
+        layers = cache.layers
+        if layer_idx <= self.at:
+            self.in_step = min(self.in_step, self.at)
+            is_in_module = in_module()
+            # This pass can go further than the one before only if more layers exist, or can be made.
+            may_go_on = self.in_step < len(layers) - 1 or cache.layer_class_to_replicate is not None
+            module = outermost_module() if is_in_module and may_go_on else None
+            self.began = PassStart(layer_idx, _seen_by(cache, layer_idx), tokens, is_in_module, module)
+            if is_in_module and layer_idx < len(layers):
+                _check_parts(cache.adapted_layer(layer_idx), tokens)
+        if layer_idx > self.in_step:
+            began = self.began
+            if began is not None and began.module is not None and tokens == began.tokens:
+                seen = _seen_by(cache, layer_idx)
+                uneven = None not in (seen, began.length) and seen != began.length
+                if uneven and outermost_module() == began.module:
+                    raise _interrupted_cache(cache, layer_idx)
+            self.in_step = layer_idx
+
+    def check_in_step(self, cache: Followed) -> None:
+        """Check that the newest forward pass went as far as the earlier ones.
+
+        Within a module nothing is checked, as the pass may still be under way.
+
+        Raises:
+            InterruptedPassError: it ended before them.
+        """
+        began = self.began
+        if began is None or not began.in_module or in_module(module_calls.ALL):
+            return
+        behind = any(_seen_by(cache, index) == began.length for index in range(self.at + 1, self.in_step + 1))
+        if began.length is not None and behind and _seen_by(cache, began.layer) != began.length:
+            raise _interrupted_cache(cache, self.in_step)
+
+    def forget(self) -> None:
+        """Take the next update for the beginning of a forward pass, and look at each layer if one was interrupted."""
+        if self.at < self.in_step:
+            self.in_step = -1
+        self.at = NO_PASS
+
+
+def interruption(cache: Followed) -> InterruptedPassError | None:
+    """The error for layers that have seen different numbers of tokens, `None` if all have seen as many."""
+    count = len(cache.layers)
+    seen = {_seen_by(cache, index) for index in range(count)} - {None}
+    return _interrupted_cache(cache, count - 1) if len(seen) > 1 else None
+
+
+def _seen_by(cache: Followed, layer_idx: int) -> int | None:
+    """Tokens that a layer has seen, `None` if it does not know, or if an accelerator would have to be waited for."""
+    return cache.adapted_layer(layer_idx).length_on_host if layer_idx < len(cache.layers) else 0
+
+
+def _interrupted_cache(cache: Followed, last: int) -> InterruptedPassError:
+    # A layer that is made when it is needed may not exist yet.
+    seen = [_seen_by(cache, index) for index in range(max(len(cache.layers), last + 1))]
+    return _interrupted(seen, any(layer.is_recurrent for layer in cache.adapted_layers()))
+
+
+def _check_parts(layer: LayerOperations, tokens: int) -> None:
+    """Raise if a pass was interrupted between the two parts of its first layer. Either part may come first."""
+    if len(layer.parts) == 1:
+        return
+    attended, recurrent = (part.length for part in layer.parts)
+    if recurrent and recurrent not in (attended, (attended or 0) + tokens):
+        raise _interrupted([attended, recurrent], recurrent=True)
+
+
+def _interrupted(lengths: Sequence[int | None], recurrent: bool) -> InterruptedPassError:
+    """The error for layers that have seen these numbers of tokens, `None` for a layer that does not know."""
+    known = [(length, index) for index, length in enumerate(lengths) if length is not None]
+    groups = [(length, [index for _, index in group]) for length, group in itertools.groupby(known, lambda one: one[0])]
+    seen = ", ".join(
+        f"{f'layers {indices[0]} to' if len(indices) > 1 else 'layer'} {indices[-1]}: {length}"
+        for length, indices in groups
+    )
+    shortest = min(length for length, _ in known)
+    repair = "reset() the cache, and pass all tokens again"
+    if shortest:
+        method = "truncate" if recurrent else "crop"
+        repair = f"{method}({shortest}) the cache and pass the tokens from there on again, or reset() it"
+    return InterruptedPassError(
+        "expected all layers to have seen the same tokens, but the last forward pass of this cache was interrupted "
+        f"(tokens seen by {seen}): {repair}."
+    )
+
+
+class GivenToGenerate:
+    """A call of `generate()` that was given a cache.
+
+    Args:
+        cache: the cache.
+
+    Attributes:
+        is_measured: whether the call has asked for the length of the cache, which it does to find the new tokens.
+    """
+
+    def __init__(self, cache: GivenCache) -> None:
+        self.is_measured = False
+        self._cache = weakref.ref(cache)
+        self._hooks: list[Any] = []
+        self._thread = 0
+        self._began: PassStart | None = None
+        self._model: nn.Module | None = None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # A copy of the cache was not given to the call.
+        return type(None), ()
+
+    def measure(self) -> None:
+        """Note that the call has asked for the length: the next model to be called takes in the prompt.
+
+        That one pass is looked at by hooks on torch's modules. Compiled code would see them, so such passes are not.
+        """
+        self.is_measured = True
+        cache = self._cache()
+        if cache is None or not cache_argument.HAS_OLD_NAMES or cache.is_compileable:
+            return
+        self._thread, self._began = threading.get_ident(), cache.newest_pass()
+        self._hooks = [
+            register_module_forward_pre_hook(self._before_module),
+            register_module_forward_hook(self._after_module, always_call=True),
+        ]
+
+    def end(self) -> None:
+        """Look at no further pass."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _before_module(self, module: nn.Module, args: object) -> None:
+        if self._model is None and threading.get_ident() == self._thread and cache_argument.is_generator(module):
+            self._model = module
+
+    def _after_module(self, module: nn.Module, args: object, output: object) -> None:
+        if module is not self._model or threading.get_ident() != self._thread:
+            return
+        self.end()
+        cache, self._model = self._cache(), None
+        # A pass that failed has no output.
+        if output is not None and cache is not None and cache.newest_pass() is self._began:
+            raise UnusedCacheError(
+                "`generate()` must be given a cache that the model updates, got one that "
+                f"{type(module).__name__} ignores, so that no token would see those before it: call "
+                "kvlayers.install(), by which models written for another version of transformers get their cache."
+            )
+
+
+def check_is_new(cache: GivenCache, held: int, given: int) -> None:
+    """Check that a sequence is longer than what a cache has seen.
+
+    transformers finds the new tokens by counting from the end of the sequence. Without new tokens it would take others.
+
+    Args:
+        cache: the cache.
+        held: tokens that the cache has seen.
+        given: tokens of the sequence.
+
+    Raises:
+        InterruptedPassError: no token is new, and an earlier forward pass was interrupted.
+        StateMismatchError: no token is new.
+    """
+    if given <= held and held:
+        interruption = cache.interruption()
+        if interruption is not None:
+            raise interruption
+        raise StateMismatchError(
+            f"The cache has seen {held} tokens, and a prompt of {given} has no new ones. Pass the whole text with the "
+            "new tokens at its end (or these alone, with an attention_mask for all), or crop() or reset() the cache "
+            "first."
+        )
+
+
+class SeenTokens(int):
+    """Tokens that a cache has seen: an `int` that can tell what is left of a sequence from a number of new tokens.
+
+    `generate()` subtracts it from the length of a sequence, and slices the new tokens from the end of the sequence by
+    the negative of the difference. If no token is new, such a slice has all tokens, or tokens that the cache has seen.
+    """
+
+    cache: "weakref.ref[GivenCache]"
+
+    @classmethod
+    def of(cls, cache: GivenCache, seen: int) -> Self:
+        """The length `seen` of a cache, to which it refers weakly."""
+        tokens = cls(seen)
+        tokens.cache = weakref.ref(cache)
+        return tokens
+
+    def __rsub__(self, given: int) -> int:
+        new = given - int(self)
+        return new if new > 0 else NoNewTokens.of(self, given)
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
+class NoNewTokens(int):
+    """What is left of a sequence of which a cache has seen every token: not positive, and no end of a slice."""
+
+    seen: SeenTokens
+    given: int
+
+    @classmethod
+    def of(cls, seen: SeenTokens, given: int) -> Self:
+        """The difference of the length of a sequence, `given`, and of the tokens that a cache has seen."""
+        none = cls(given - int(seen))
+        none.seen, none.given = seen, given
+        return none
+
+    def __neg__(self) -> int:
+        cache = self.seen.cache()
+        if cache is not None:
+            cache.forget_call()
+            check_is_new(cache, int(self.seen), self.given)
+        return -int(self)
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)

@@ -1,0 +1,305 @@
+"""The layers of a cache: what they are, how much they hold, and the recurrent states that models ask them for."""
+
+import operator
+from abc import ABC
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlayers.core.arguments import unbounded_as_minus_one
+from kvlayers.core.buffer import StateForm
+from kvlayers.core.forward_pass import ForwardPassFollower
+from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.errors import LayerIndexError, OptionError, UnsupportedLayerError
+from kvlayers.interop.adapter import adapted_anew
+
+
+class LayerList(ABC):
+    """The part of a cache's interface that says what its layers are.
+
+    Attributes:
+        layers: the layers, as users see them: a plain list that anybody may change.
+    """
+
+    layers: list[Any]
+    layer_class_to_replicate: Callable[[], Any] | None
+    _pass: ForwardPassFollower
+    _adapted: Sequence[LayerOperations] = ()
+    """Each layer, or its adapter if it is one of transformers' layers, as of the last time that somebody asked."""
+    _grows = False
+    """Whether reservations of transformers' layers are made larger when they are too small."""
+
+    def adapted_layers(self) -> Sequence[LayerOperations]:
+        """The layers with the operations of kvlayers' layers: each layer itself, or its adapter.
+
+        `layers` is a plain list that anybody may change, and shows transformers' layers themselves. Their adapters
+        stand beside it, are made once, and are found by the identity of the layer.
+        """
+        known = self._adapted
+        if len(known) != len(self.layers) or not all(map(operator.is_, known, self.layers)):
+            self._adapted = known = adapted_anew(self.layers, known, self._grows)
+        return known
+
+    def adapted_layer(self, layer_idx: int) -> LayerOperations:
+        """As `adapted_layers()[layer_idx]`, without a look at the other layers."""
+        layer = self.layers[layer_idx]
+        if -len(self._adapted) <= layer_idx < len(self._adapted):
+            known = self._adapted[layer_idx]
+            if known is layer or known.original is layer:
+                return known
+        return self.adapted_layers()[layer_idx]
+
+    @property
+    def keeps_every_token(self) -> bool:
+        """Whether the cache can be put back to any number of tokens, whatever it has seen since."""
+        return all(layer.keeps_every_token for layer in self.adapted_layers())
+
+    def recurrent_parts(self) -> list[Any]:
+        """The `LinearAttentionLayer` of each layer that has one: the layer itself, or a part of a hybrid layer."""
+        return [part for layer in self.adapted_layers() for part in layer.parts if part.counts_columns]
+
+    def check_layer(self, layer_idx: int) -> int:
+        """`layer_idx` counted from the first layer. Negative numbers count from the last.
+
+        Raises:
+            LayerIndexError: no layer has that index.
+        """
+        if not -len(self.layers) <= layer_idx < len(self.layers):
+            raise self._no_layer(layer_idx)
+        return layer_idx % len(self.layers)
+
+    def _no_layer(self, layer_idx: int) -> LayerIndexError:
+        return LayerIndexError(
+            f"expected a layer index from 0 to {len(self.layers) - 1}, but saw {layer_idx}: make the cache from the "
+            "config of the model that uses it."
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences side by side, -1 before the first states."""
+        return next((layer.batch_size for layer in self.adapted_layers() if layer.batch_size is not None), -1)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether every layer that can reserve memory knows the form of its states."""
+        reserving = [layer for layer in self.adapted_layers() if layer.supports_early_init]
+        return bool(reserving) and all(layer.is_initialized for layer in reserving)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether generate() may compile the forward pass around this cache."""
+        return len(self.layers) > 0 and all(layer.is_compileable for layer in self.adapted_layers())
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can put every layer back as it was."""
+        return all(layer.is_croppable for layer in self.adapted_layers())
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """For each layer, whether it attends within a window."""
+        return [layer.is_sliding for layer in self.adapted_layers()]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """For each layer, whether it has a recurrent state and no attention."""
+        return [layer.is_recurrent and not layer.attends for layer in self.adapted_layers()]
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """For each layer, whether it holds nothing at all."""
+        return [not layer.is_recurrent and not layer.attends for layer in self.adapted_layers()]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def _attending(self, layer_idx: int) -> LayerOperations:
+        """The layer if it attends, or the first layer that does if it is layer 0."""
+        layer = self.adapted_layer(layer_idx)
+        found = layer if layer.attends else self._first_attending(layer_idx)
+        if found is None:
+            raise UnsupportedLayerError(
+                f"expected a layer that attends, but layer {layer_idx} is a {type(layer.original).__name__}: ask "
+                "another layer, if the model has one that attends, or make the cache from the config of the model."
+            )
+        return found
+
+    def _first_attending(self, layer_idx: int) -> LayerOperations | None:
+        """The first layer that attends, if layer 0 is asked for."""
+        return next((layer for layer in self.adapted_layers() if layer.attends), None) if layer_idx == 0 else None
+
+    def most_tokens(self, layer_idx: int | None = None) -> int:
+        """As `get_max_length`, whose answer is different under `legacy_names`."""
+        if layer_idx is not None:
+            if layer_idx >= len(self.layers):
+                return -1
+            return unbounded_as_minus_one(self.adapted_layer(layer_idx).capacity)
+        capacities = [layer.capacity for layer in self.adapted_layers() if layer.attends]
+        bounded = [capacity for capacity in capacities if capacity is not None]
+        return unbounded_as_minus_one(max(bounded) if bounded and len(bounded) == len(capacities) else None)
+
+    def early_initialization(
+        self,
+        batch_size: int,
+        num_heads: int | Sequence[int],
+        head_dim: int | Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """Reserve memory before the first forward pass, in the layers that can.
+
+        Args:
+            batch_size: sequences side by side.
+            num_heads: kv_heads, one number for all layers or one for each.
+            head_dim: head_dim of keys and values, one number for all layers or one for each.
+            dtype: dtype of the states.
+            device: device of the states.
+        """
+        if batch_size < 1:
+            raise OptionError(f"expected a batch of at least one sequence, but saw batch_size={batch_size!r}.")
+        layers = self.adapted_layers()
+        heads = [num_heads] * len(layers) if isinstance(num_heads, int) else list(num_heads)
+        dims = [head_dim] * len(layers) if isinstance(head_dim, int) else list(head_dim)
+        if len(heads) != len(layers) or len(dims) != len(layers):
+            raise LayerIndexError(
+                f"expected num_heads and head_dim for each of {len(layers)} layers, but saw {len(heads)} and "
+                f"{len(dims)}: pass one number for all, or one for each."
+            )
+        device = torch.empty(0, device=device).device
+        for layer, layer_heads, layer_dim in zip(layers, heads, dims, strict=True):
+            if layer.supports_early_init and not layer.is_initialized:
+                form = StateForm(batch_size, layer_heads, layer_dim, dtype, device)
+                layer.reserve_form(form, form)
+
+    # What linear-attention, hybrid and sparse-attention models call
+
+    def _recurrent(self, layer_idx: int) -> Any:
+        """The layer at `layer_idx`, which has recurrent states."""
+        try:
+            layer = self.layers[layer_idx]
+        except (IndexError, TypeError):
+            raise self._no_recurrent_layer(layer_idx) from None
+        if layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
+            layer = self.adapted_layer(layer_idx)
+        if layer.is_recurrent:
+            return layer
+        raise UnsupportedLayerError(
+            f"expected a layer with a recurrent state, but layer {layer_idx} is a {type(layer.original).__name__}: the "
+            "cache was made for another model, so make one from the config of the model that uses it."
+        )
+
+    def _no_recurrent_layer(self, layer_idx: object) -> Exception:
+        if not self.layers:
+            return UnsupportedLayerError(
+                "expected a cache that was made from the config of the model that uses it, as it has recurrent layers, "
+                f"but this {type(self).__name__} was made without one: pass config=model.config."
+            )
+        return LayerIndexError(
+            f"expected a layer index from 0 to {len(self.layers) - 1}, but saw {layer_idx!r}: make the cache from the "
+            "config of the model that uses it."
+        )
+
+    @staticmethod
+    def _state(states: dict[int, Any], state_idx: int) -> Any:
+        try:
+            return states[state_idx]
+        except (KeyError, TypeError):
+            raise LayerIndexError(
+                f"expected a state index from 0 to {len(states) - 1}, but saw {state_idx!r}: make the cache from the "
+                "config of the model that uses it."
+            ) from None
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether a recurrent layer (the last one by default) has seen tokens.
+
+        Raises:
+            UnsupportedLayerError: the layer has no recurrent states, or no layer of the cache has.
+            LayerIndexError: the layer has no state of that index.
+        """
+        if layer_idx is None:
+            layer: Any = next((layer for layer in reversed(self.adapted_layers()) if layer.is_recurrent), None)
+            if layer is None:
+                raise UnsupportedLayerError(
+                    "expected a layer with a recurrent state, but no layer has one: make the cache from the config of "
+                    "the model that uses it."
+                )
+        elif layer_idx >= len(self.layers):
+            return False
+        else:
+            layer = self._recurrent(layer_idx)
+        seen = layer.has_previous_state
+        return all(seen.values()) if state_idx is None else bool(self._state(seen, state_idx))
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Convolution state of a layer, `[batch, channels, conv_kernel_size]`, `None` before the first tokens.
+
+        Raises:
+            LayerIndexError: no layer has that index, or the layer has no state of that index.
+            UnsupportedLayerError: the layer has no recurrent states.
+        """
+        layer = self._recurrent(layer_idx)
+        return layer.conv_state(state_idx) if self._state(layer.has_previous_state, state_idx) else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Recurrent state of a layer, `None` before the first tokens. Raises as `get_conv_state`."""
+        layer = self._recurrent(layer_idx)
+        return layer.recurrent_state(state_idx) if self._state(layer.has_previous_state, state_idx) else None
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the layers hold recurrent states alone, so that no layer keeps tokens."""
+        is_linear = self.is_linear
+        return bool(is_linear) and all(is_linear)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **layer_options: Any
+    ) -> Tensor:
+        """Take in the convolution inputs of new tokens in a layer, which checks `layer_options` itself.
+
+        See `LinearAttentionLayer.update_conv_state`, whose option is `conv_kernel_size`.
+
+        Raises:
+            LayerIndexError: no layer has that index, or the layer has no state of that index.
+            UnsupportedLayerError: the layer has no recurrent states, or the model cannot take in several tokens behind
+                others.
+            StateMismatchError: inputs of another batch size, channels, dtype, device or kernel than those held.
+        """
+        layer = self._recurrent(layer_idx)
+        # A forward pass goes through a layer that attends as well when its keys come.
+        followed = layer.counts_columns and not torch.compiler.is_compiling()
+        following = self._pass
+        if followed and not state_idx and not following.at < layer_idx <= following.in_step:
+            following.follow(self, layer_idx, conv_states.shape[-1])
+        updated: Tensor = layer.update_conv_state(conv_states, state_idx, **layer_options)
+        if followed:
+            following.at = layer_idx
+        return updated
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **layer_options: Any
+    ) -> Tensor:
+        """Replace the recurrent state of a layer, which checks `layer_options`. Raises as `update_conv_state`."""
+        layer = self._recurrent(layer_idx)
+        updated: Tensor = layer.update_recurrent_state(recurrent_states, state_idx, **layer_options)
+        return updated
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether a model must pass the states of every token to a layer, instead of writing to the held states.
+
+        kvlayers' recurrent layers always say so, since they count tokens. A layer's `is_recording` says whether it
+        holds more than it needs, for a later rollback.
+        """
+        return bool(self.adapted_layer(layer_idx).record_past)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Take in the indexer keys of new tokens, `[batch, new, index_head_dim]`, in a sparse-attention layer."""
+        layer: Any = self.adapted_layer(layer_idx)
+        if not layer.has_other_states:
+            raise UnsupportedLayerError(
+                f"expected a layer with an indexer, but layer {layer_idx} is a {type(layer.original).__name__}: make "
+                "the cache from the config of the model that uses it."
+            )
+        updated: Tensor = layer.update_indexer(indexer_key_states)
+        return updated

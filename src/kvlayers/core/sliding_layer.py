@@ -1,0 +1,238 @@
+"""A layer that keeps a window of the newest tokens."""
+
+from abc import abstractmethod
+
+from torch import Tensor
+from typing_extensions import Self, override
+
+from kvlayers.core.arguments import whole_number
+from kvlayers.core.cache_layer import not_of_so_many
+from kvlayers.core.dense_store import DenseStore
+from kvlayers.core.description import DescriptionContext, Facts
+from kvlayers.core.dynamic_layer import check_rollback
+from kvlayers.core.layer_operations import LayerState
+from kvlayers.core.layer_registry import register_layer
+from kvlayers.core.token_layer import TokenLayer
+from kvlayers.core.token_store import TokenStore
+from kvlayers.errors import ConfigError, RollbackError, StateMismatchError
+from kvlayers.utils.options import checks_options
+
+SLACK_DIVISOR = 4
+"""A window has spare room for its own length divided by this number, and moves to the front when that is used up."""
+
+MINIMUM_SLACK = 16
+"""The least spare room of a window, in tokens."""
+
+
+def window_room(sliding_window: int) -> int:
+    """Tokens of memory that a window needs so that each step of sliding costs the same."""
+    return sliding_window - 1 + max(sliding_window // SLACK_DIVISOR, MINIMUM_SLACK)
+
+
+class WindowLayer(TokenLayer):
+    """A layer that counts the tokens that it has seen, and drops tokens that have left its window.
+
+    While the past is recorded, no token is dropped between one `truncate` or `crop` and the next. So the tokens of a
+    rejected draft can be taken back although the window is full.
+
+    Attributes:
+        room: tokens of memory for the window, beyond which the store shrinks.
+    """
+
+    room: int
+    record_past = False
+    _seen = 0
+
+    @property
+    @override
+    def length(self) -> int:
+        return self._seen
+
+    @override
+    def count(self, tokens: int) -> None:
+        self._seen = self._seen + tokens
+
+    @override
+    def activate_past_recording(self) -> None:
+        """Hold every token between one `truncate` or `crop` and the next, which may then go back to any of them."""
+        self.record_past = True
+
+    @override
+    def deactivate_past_recording(self) -> None:
+        """Hold no more than the window from now on."""
+        self.record_past = False
+        self._keep_window()
+
+    @override
+    def truncate(self, length: int) -> None:
+        length = whole_number(length, "a length")
+        self.check_truncate(length)
+        if length:
+            self._store.truncate(self._store.length - (self._seen - length))
+        else:
+            self._store.clear()
+        self._seen = length
+        self._keep_window()
+
+    def _keep_window(self) -> None:
+        self._drop_beyond_window()
+        self._store.shrink(self.room)
+
+    @abstractmethod
+    def _drop_beyond_window(self) -> None:
+        """Drop the tokens to which no later token attends."""
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._seen = 0
+
+
+@register_layer
+class SlidingLayer(WindowLayer):
+    """Sliding-window and chunked attention: keeps the newest `sliding_window - 1` tokens.
+
+    A query attends to itself and the `sliding_window - 1` tokens before it, so no more tokens are kept between updates.
+    Chunked attention attends to fewer tokens, those of the query's chunk, by its mask.
+
+    Args:
+        sliding_window: tokens that a query attends to, itself included; the chunk size for chunked attention.
+        store: how the tokens are held; a `DenseStore` if it is not given.
+    """
+
+    described = ("sliding_window",)
+    is_sliding = True
+    sliding_window: int
+
+    @checks_options
+    def __init__(self, sliding_window: int, store: TokenStore | None = None) -> None:
+        check_window(sliding_window)
+        self.room = window_room(sliding_window)
+        super().__init__(DenseStore(length_hint=self.room) if store is None else store)
+        self.sliding_window = sliding_window
+        self._seen = 0
+
+    @override
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        store, seen = self._store, self._seen
+        tokens = store.validate(key_states, value_states)
+        past = self.attended_past(store.length)
+        if self.record_past:
+            store.reserve(store.length + tokens)
+        elif past + tokens > self.room:
+            kept = min(self.sliding_window - 1, past + tokens)
+            attended = store.extend_and_evict(key_states, value_states, past, kept)
+            self._seen = seen + tokens
+            return attended
+        held = store.length
+        try:
+            attended = store.extend(key_states, value_states, past)
+        except BaseException:
+            take_back(store, held)
+            raise
+        self._seen = seen + tokens
+        if not self.record_past:
+            self._drop_beyond_window()
+        return attended
+
+    @override
+    def _drop_beyond_window(self) -> None:
+        beyond = self._store.length - (self.sliding_window - 1)
+        if beyond > 0:
+            self._store.drop_oldest(beyond)
+
+    def resume_at(self, seen: int) -> None:
+        """Take the held tokens for the newest of `seen` tokens."""
+        self._seen = seen
+
+    @property
+    @override
+    def can_be_stacked(self) -> bool:  # type: ignore[override]
+        return self._store.holds_tokens_apart
+
+    @override
+    def recount(self, length: int) -> None:
+        held = self._store.length
+        if not min(length, self.sliding_window - 1) <= held <= length:
+            raise not_of_so_many(length, held)
+        self._seen = length
+
+    @property
+    @override
+    def capacity(self) -> int | None:
+        return self.sliding_window
+
+    @override
+    def attended_past(self, tokens: int) -> int:
+        return min(tokens, self.sliding_window - 1)
+
+    @override
+    def check_truncate(self, length: int) -> None:
+        check_rollback(length, self._seen)
+        dropped = self._seen - self._tokens_to_return_to()
+        needed = max(length - self.sliding_window + 1, 0)
+        if length and needed < dropped:
+            raise RollbackError(
+                f"expected to roll back over tokens that are still held, but going from {self._seen} to {length} "
+                f"tokens needs token {needed} again, and the tokens before {dropped} have left the window of "
+                f"{self.sliding_window}: call activate_past_recording() before the tokens that may be taken back, or "
+                "fork() the cache."
+            )
+
+    def _tokens_to_return_to(self) -> int:
+        """How many of the newest tokens a rollback may need."""
+        return self._store.length
+
+    @override
+    def assignable(self, states: Tensor) -> Tensor:
+        # An assignment does not change how many tokens were seen. The assigned states count as the newest tokens.
+        if states.shape[2] > self._seen:
+            raise StateMismatchError(
+                f"expected states of at most the {self._seen} tokens that were seen, but saw {states.shape[2]} tokens: "
+                "use update for new tokens, and from_legacy_cache to fill a new cache."
+            )
+        return states
+
+    @override
+    def _replace(self, keys: Tensor, values: Tensor) -> None:
+        seen = self._seen
+        super()._replace(keys, values)
+        self._seen = seen
+        if not self.record_past:
+            self._drop_beyond_window()
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        arguments = cls.arguments_from(facts)
+        return cls(**arguments, store=context.store(facts, window_room(arguments["sliding_window"])))
+
+    @override
+    def load_state(self, state: LayerState) -> None:
+        super().load_state(state)
+        self._seen = state.length
+
+    @override
+    def check_held(self, held: int, seen: int) -> None:
+        if not min(seen, self.sliding_window - 1) <= held <= seen:
+            raise StateMismatchError(
+                f"expected a state with at least the newest {min(seen, self.sliding_window - 1)} of {seen} tokens, but "
+                f"saw {held}: take the state again."
+            )
+
+
+def take_back(store: TokenStore, held: int) -> None:
+    """Let a store hold `held` tokens again, after an update that added to them was interrupted."""
+    if store.length > held:
+        store.truncate(held)
+
+
+def check_window(sliding_window: object) -> None:
+    """Raise `ConfigError` if `sliding_window` is not a number of tokens."""
+    if not isinstance(sliding_window, int) or isinstance(sliding_window, bool) or sliding_window < 1:
+        raise ConfigError(
+            f"expected a sliding window (or chunk size) of at least 1 token, but saw {sliding_window!r}: set it in the "
+            "model config, or use a layer for full attention."
+        )

@@ -1,0 +1,338 @@
+"""A layer over a store of tokens: what full, sliding and static attention share."""
+
+from collections.abc import Mapping
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor
+from typing_extensions import Self, override
+
+from kvlayers.core.buffer import StateForm
+from kvlayers.core.cache_layer import CacheLayer, forwarded
+from kvlayers.core.dense_store import DenseStore
+from kvlayers.core.description import DescribedByArguments, DescriptionContext, Fact, Facts
+from kvlayers.core.layer_operations import LayerOperations, LayerState
+from kvlayers.core.layer_shape import LayerShape
+from kvlayers.core.pending_assignment import PendingAssignment, same_tokens
+from kvlayers.core.token_store import Fidelity, TokenStore, store_class_of
+from kvlayers.errors import RegistryError, StateMismatchError
+from kvlayers.kernels.codes.quantizer import Side
+
+DEFAULT_STORE: dict[str, Fact] = {"store": DenseStore.__name__}
+"""The description of the store that layers make by themselves, which their own descriptions leave out."""
+
+
+class TokenLayer(DescribedByArguments, CacheLayer):
+    """A layer that keeps tokens in a `TokenStore`. Which tokens those are, a subclass decides.
+
+    If the initialiser of a subclass takes a `store` (`None` for a `DenseStore`) and plain facts, the class names these
+    facts in `described` and keeps them in attributes of the same names. It can then be saved, and loaded when it is
+    registered with `register_layer`. Any other subclass defines `describe` and `from_description`.
+
+    Args:
+        store: how the tokens are held; a `DenseStore` if it is not given.
+
+    Attributes:
+        reservation_facts: names of described facts that states do not depend on. A state may be loaded into a layer
+            whose facts of these names differ.
+    """
+
+    reservation_facts: ClassVar[frozenset[str]] = frozenset()
+
+    evicts_by_states: ClassVar[bool] = False
+    """Whether tokens are evicted for what their keys and values are. The device of the states computes that."""
+
+    # What the store answers
+
+    is_opaque = forwarded("_store")
+    bits = forwarded("_store")
+    attention_paths = forwarded("_store")
+    packing_paths = forwarded("_store")
+    sized_for = forwarded("_store")
+    select = forwarded("_store")
+    expand = forwarded("_store")
+    trim = forwarded("_store")
+    compact = forwarded("_store")
+    swap_buffers = forwarded("_store")
+    held_tensors = forwarded("_store")
+
+    def __init__(self, store: TokenStore | None = None) -> None:
+        super().__init__()
+        self._store = DenseStore() if store is None else store
+
+    @property
+    def store(self) -> TokenStore:
+        """How the tokens are held."""
+        return self._store
+
+    @property
+    @override
+    def held_tokens(self) -> int:
+        return self._store.length
+
+    def attended_past(self, tokens: int) -> int:
+        """How many of the newest `tokens` tokens the next one attends to, besides itself."""
+        return tokens
+
+    @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        past = self.attended_past(self._store.length)
+        return past + query_length, self.length - past
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        # A layer that evicts tokens to which the model would attend overrides this.
+        return self._store.fidelity
+
+    @property
+    @override
+    def exact_from(self) -> int | None:
+        first = self._store.exact_from
+        if first is None or (first == 0 and self.fidelity != "evicting"):
+            return first
+        return self.length - self._store.length + first
+
+    def chosen_page_tokens(self, tokens: int) -> int | None:
+        """Tokens of a page, if the query of an update of `tokens` tokens reads pages that it chooses, else `None`."""
+        return None
+
+    @override
+    def planned_bits(self, shape: LayerShape) -> float:
+        return self._store.planned_bits(*shape.forms())
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Keys held, a view `[batch, kv_heads, held, head_dim]` in the order of their tokens; `None` at first.
+
+        Writing to the view changes the layer, and no fork of it. A layer that grows never writes there again, so the
+        view stays the same after a crop or a reset. A static layer has one address, so its view shows every change.
+
+        Other keys may be assigned, and then values of as many tokens, or the reverse: of as many tokens as are held, or
+        of fewer, to evict tokens. Using the layer between the two assignments raises `StateMismatchError`.
+        """
+        return self._handed_out("keys")
+
+    @keys.setter
+    def keys(self, states: Tensor) -> None:
+        self._assign(states, "keys")
+
+    @property
+    def values(self) -> Tensor | None:
+        """Values held, `[batch, kv_heads, held, head_dim]`; see `keys`."""
+        return self._handed_out("values")
+
+    @values.setter
+    def values(self, states: Tensor) -> None:
+        self._assign(states, "values")
+
+    def _handed_out(self, side: Side) -> Tensor | None:
+        keys, values = self._store.visible_states()
+        return keys if side == "keys" else values
+
+    @override
+    def peek(self) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if self._store.key_form is None else self._store.newest(self._store.length)
+
+    def _assign(self, states: Tensor, side: Side) -> None:
+        if not isinstance(states, Tensor) or states.dim() != 4:
+            seen = list(states.shape) if isinstance(states, Tensor) else f"a {type(states).__name__}"
+            raise StateMismatchError(
+                f"expected {side} [batch, kv_heads, tokens, head_dim], but saw {seen}: pass a tensor, or use reset() "
+                "to forget all tokens."
+            )
+        before = self._store
+        keys, values = self.keys, self.values
+        self._store = before.complete
+        try:
+            states = self.assignable(states)
+            keys, values = (states, values) if side == "keys" else (keys, states)
+            # A layer without tokens has no states for the other half yet.
+            keys, values = (states[:, :, :0] if half is None else half for half in (keys, values))
+            if same_tokens(keys, values):
+                self._replace(keys, values)
+            else:
+                self._store = cast("TokenStore", PendingAssignment(self._store, keys, values))
+        except BaseException:
+            self._store = before
+            raise
+
+    def assignable(self, states: Tensor) -> Tensor:
+        """The part of the assigned `states` that replaces the held states.
+
+        Args:
+            states: assigned keys or values, `[batch, kv_heads, tokens, head_dim]`.
+
+        Raises:
+            StateMismatchError: this kind of layer cannot go on from the states of as many tokens.
+        """
+        return states
+
+    def _replace(self, keys: Tensor, values: Tensor) -> None:
+        self._store = self._store.rewritten(keys, values)
+
+    @property
+    @override
+    def batch_size(self) -> int | None:
+        form = self._store.key_form
+        return None if form is None else form.batch_size
+
+    @property
+    def num_heads(self) -> int | None:
+        """KV heads, `None` before the first states."""
+        form = self._store.key_form
+        return None if form is None else form.kv_heads
+
+    @property
+    def k_head_dim(self) -> int | None:
+        """head_dim of the keys, `None` before the first states."""
+        form = self._store.key_form
+        return None if form is None else form.head_dim
+
+    @property
+    def v_head_dim(self) -> int | None:
+        """head_dim of the values, `None` before the first states."""
+        form = self._store.value_form
+        return None if form is None else form.head_dim
+
+    @property
+    def head_dim(self) -> int | None:
+        """As `k_head_dim`, by its name in transformers 4."""
+        return self.k_head_dim
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """dtype of the keys, `None` before the first states."""
+        form = self._store.key_form
+        return None if form is None else form.dtype
+
+    @property
+    def values_dtype(self) -> torch.dtype | None:
+        """dtype of the values, `None` before the first states."""
+        form = self._store.value_form
+        return None if form is None else form.dtype
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the keys, `None` before the first states."""
+        form = self._store.key_form
+        return None if form is None else form.device
+
+    @override
+    def check_select(self, batch_size: int) -> None:
+        self._store.check_batch(batch_size)
+
+    @override
+    def share_prefix(self, other: LayerOperations, tokens: int) -> None:
+        if not isinstance(other, TokenLayer):
+            return
+        dropped = self.length - self._store.length
+        if dropped == other.length - other.store.length:
+            self._store.share_prefix(other.store, tokens - dropped)
+
+    @override
+    def reset(self) -> None:
+        self._store = self._store.complete
+        self._store.clear()
+
+    @override
+    def fork(self) -> Self:
+        twin = self._twin()
+        twin._store = self._store.fork()
+        return twin
+
+    @override
+    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
+        if self._store.length:
+            raise StateMismatchError(
+                f"expected an empty layer, but {self._store.length} tokens are held: reset the cache first."
+            )
+        self._store.reserve_form(key_form, value_form)
+
+    def snapshot(self) -> Self:
+        """See `TokenStore.snapshot`."""
+        twin = self._twin()
+        twin._store = self._store.snapshot()
+        return twin
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        return facts_beside(self._store, self.described_arguments())
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        return cls(**cls.arguments_from(facts), store=context.store(facts))
+
+    @classmethod
+    @override
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        store_class = store_class_of(facts)
+        return (0, 0) if store_class is None else store_class.reserved_by(facts)
+
+    @classmethod
+    @override
+    def check_description(cls) -> None:
+        cls.check_initialiser()
+
+    @override
+    def state(self) -> LayerState:
+        facts = self.describe()
+        for name, value in self._store.describe().items():
+            if facts.get(name, value) != value:
+                raise StateMismatchError(
+                    f"expected a {type(self).__name__} and its {type(self._store).__name__} to describe themselves by "
+                    f"different names, but saw {name} in both: rename one of them."
+                )
+        return LayerState(self.kind, self._store.state(), {**facts, "length": self.length})
+
+    @override
+    def load_state(self, state: LayerState) -> None:
+        self.check_state(state)
+        self._store.load_state(state.tensors)
+
+    @override
+    def check_state(self, state: LayerState) -> None:
+        if state.kind != self.kind:
+            raise StateMismatchError(
+                f"expected the state of a {self.kind}, but saw that of a {state.kind}: load it into a cache "
+                "of the kind that it was taken from."
+            )
+        for name, value in self.describe().items():
+            if name not in self.reservation_facts and state.facts.get(name) != value:
+                raise StateMismatchError(
+                    f"expected a state with {name}={value}, but saw {name}={state.facts.get(name)}: load it into a "
+                    "cache that was made with the same settings."
+                )
+        kinds = {(tensor.layout, tensor.device) for tensor in state.tensors.values()}
+        if len(kinds) > 1 or any(layout != torch.strided for layout, _ in kinds):
+            raise StateMismatchError(f"expected dense tensors on one device, but saw {sorted(map(str, kinds))}.")
+        self.check_held(self._store.check_state(state.tensors), state.length)
+
+    def check_held(self, held: int, seen: int) -> None:
+        """Raise `StateMismatchError` if a layer that has seen `seen` tokens cannot go on from the newest `held`."""
+        if held != seen:
+            raise StateMismatchError(
+                f"expected a state with all of its {seen} tokens, but saw {held}: take the state again."
+            )
+
+
+def facts_beside(store: TokenStore, own: Mapping[str, Fact]) -> dict[str, Fact]:
+    """The facts of a layer: those of its store, unless it is the usual one, and its own.
+
+    Args:
+        store: an empty store like the layer's.
+        own: the facts of the layer itself.
+
+    Raises:
+        RegistryError: a fact of the layer has the name of another one of the store, which could not be read again.
+    """
+    held = store.describe()
+    if held == DEFAULT_STORE:
+        return dict(own)
+    if shared := sorted(held.keys() & own.keys()):
+        raise RegistryError(
+            f"The facts of a layer must have other names than those of its store, but both {type(store).__name__} and "
+            f"its layer have `{shared[0]}`: rename the layer's."
+        )
+    return {**held, **own}

@@ -1,0 +1,442 @@
+"""How tokens are held: the contract of a store."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeVar, get_args, overload
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from kvlayers.core.buffer import StateForm, TokenBuffer
+from kvlayers.core.description import DescribedByArguments, DescriptionContext, Fact, Facts
+from kvlayers.errors import RegistryError, UnsupportedLayerError
+from kvlayers.utils.registry import ClassRegistry, DescribesItself
+from kvlayers.utils.tensor_memory import storages_of
+
+Fidelity = Literal["exact", "rounded", "evicting"]
+"""What happens to the states that the model attends to: all are kept as they came, all are kept but some are rounded to
+fewer bits, or the states of some tokens are evicted."""
+
+
+def least_faithful(fidelities: Iterable[Fidelity]) -> Fidelity:
+    """The fidelity of something that consists of parts with these fidelities; "exact" if there are no parts."""
+    return max(fidelities, key=get_args(Fidelity).index, default="exact")
+
+
+def lacks_member(part: object, member: str) -> UnsupportedLayerError:
+    """The error for a layer or a store whose class does not define a member that a plan asks for."""
+    name = type(part).__name__
+    return UnsupportedLayerError(f"`{name}` has no `{member}`, which a plan asks for: define `{name}.{member}`.")
+
+
+KVPair = tuple[Tensor, Tensor]
+"""Keys and values of the same tokens."""
+
+BufferSwap = Callable[[TokenBuffer, int, int], TokenBuffer]
+"""Called with a buffer and the start and end of its live tokens; returns the buffer to hold instead."""
+
+
+UPDATE_METHODS = ("validate", "append", "extend", "newest", "length", "count")
+"""What updates of a store are made of."""
+
+
+class TokenStore(DescribedByArguments, DescribesItself, ABC):
+    """Holds the keys and values of consecutive tokens.
+
+    Keys are `[batch, kv_heads, tokens, key_head_dim]`, values `[batch, kv_heads, tokens, value_head_dim]`; the two
+    head_dims may differ (multi-head latent attention), and so may the kv_heads. A store knows nothing about positions:
+    the layer decides which tokens to keep.
+
+    If the initialiser of a store takes only plain facts, the class names them in `described` and keeps them in
+    attributes of the same names. The store can then be saved, and loaded once it is registered with
+    `register_store`. Any other store defines `describe` and `from_description`.
+    """
+
+    is_opaque = False
+    """Whether compiled code calls the store's layer by an operator instead of tracing through it."""
+
+    is_pending = False
+    """Whether this is a `PendingAssignment`, which waits for values that match its keys, or the reverse."""
+
+    holds_tokens_apart = False
+    """Whether `state()` is `keys` and `values` alone, in which each token lies by itself, in full precision."""
+
+    @property
+    def holds_pages_apart(self) -> bool:
+        """Whether some pages of tokens can be read, wherever they are held, and not all: tokens apart, or blocks."""
+        return self.holds_tokens_apart
+
+    @property
+    def sized_for(self) -> int | None:
+        """The number of tokens that the store was told to make room for, `None` if it was told no number."""
+        return None
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """What the store does to the states that it takes in.
+
+        Raises:
+            UnsupportedLayerError: the class does not say.
+        """
+        raise lacks_member(self, "fidelity")
+
+    @property
+    def exact_from(self) -> int | None:
+        """Number of the held token from which on every token is held as it came; `None` if the class does not say.
+
+        The sinks of a quantized store, in front of rounded tokens, do not count. Exact stores need not define it.
+
+        Raises:
+            UnsupportedLayerError: the class does not say what its `fidelity` is.
+        """
+        return 0 if self.fidelity == "exact" else None
+
+    def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:
+        """Bits of one number of a key or value in the store's main memory, with its share of scales and zeros."""
+        return 8.0 * key_form.dtype.itemsize
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Tokens held."""
+
+    @property
+    def bits(self) -> tuple[int, int] | None:
+        """Bits of a number of a key and of a value if they are rounded, `None` in full precision."""
+        return None
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens that are packed together and cannot be taken apart again; 1 if each token lies by itself."""
+        return 1
+
+    @property
+    def first_block(self) -> int:
+        """Number of the first token that may be packed: blocks follow one another from there on."""
+        return 0
+
+    @property
+    def complete(self) -> Self:
+        """The store that held tokens before keys or values alone were assigned; otherwise the store itself."""
+        return self
+
+    def count(self, tokens: int) -> None:
+        """See `CacheLayer.count`. Only opaque stores need it."""
+        raise NotImplementedError
+
+    @property
+    @abstractmethod
+    def key_form(self) -> StateForm | None:
+        """Form of the keys: batch size, kv_heads, head_dim, dtype and device; `None` before the first states."""
+
+    @property
+    @abstractmethod
+    def value_form(self) -> StateForm | None:
+        """Form of the values, as `key_form`."""
+
+    @abstractmethod
+    def validate(self, keys: Tensor, values: Tensor) -> int:
+        """Check that new states can follow the held ones; return the number of new tokens.
+
+        An empty store takes on their form when they are appended.
+
+        Raises:
+            StateMismatchError: keys and values do not match each other, or the states that are held.
+        """
+
+    @abstractmethod
+    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
+        """Take on a form before the first states arrive, and allocate memory if its size is known."""
+
+    @abstractmethod
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Append validated states to the held ones.
+
+        Raises:
+            CapacityError: the store cannot hold that many tokens.
+        """
+
+    @abstractmethod
+    def extend(
+        self, keys: Tensor, values: Tensor, past: int | None = None, prefix_states: KVPair | None = None
+    ) -> KVPair:
+        """Append validated states; return the keys and values that their queries attend to.
+
+        Args:
+            keys: `[batch, kv_heads, new, key_head_dim]`.
+            values: `[batch, kv_heads, new, value_head_dim]`.
+            past: how many of the newest held tokens are attended to, `None` for all of them.
+            prefix_states: keys and values of other tokens, in the form of the held ones, to attend to in front of them.
+
+        Returns:
+            Keys and values of the prefix, of `past` held tokens and of the new tokens, in order.
+
+        Raises:
+            CapacityError: the store cannot hold that many tokens.
+        """
+
+    def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
+        """`validate` states, then `extend` by them.
+
+        A store may take a shorter way for one token, if its class `keeps_updates_of` the class that knows the way.
+        """
+        self.validate(keys, values)
+        return self.extend(keys, values)
+
+    @classmethod
+    def keeps_updates_of(cls, ancestor: type[Any]) -> bool:
+        """Whether no method that an update calls has been overridden since an ancestor."""
+        return all(getattr(cls, name) is getattr(ancestor, name) for name in UPDATE_METHODS)
+
+    @abstractmethod
+    def extend_and_evict(
+        self, keys: Tensor, values: Tensor, past: int, kept: int, prefix_states: KVPair | None = None
+    ) -> KVPair:
+        """As `extend`, but hold only the newest `kept` tokens afterwards, and make room for no more than these."""
+
+    @abstractmethod
+    def newest_keys(self, count: int) -> Tensor:
+        """Keys of the newest `count` tokens, in order."""
+
+    @abstractmethod
+    def newest_values(self, count: int) -> Tensor:
+        """Values of the newest `count` tokens, in order."""
+
+    def newest(self, count: int) -> KVPair:
+        """Keys and values of the newest `count` tokens, in order."""
+        return self.newest_keys(count), self.newest_values(count)
+
+    def caller_views(self) -> KVPair:
+        """Keys and values of all tokens, for a caller to keep and to write to.
+
+        They are the same tensors until the store changes, because `torch.export` identifies the inputs of a program by
+        identity. No other store shows what the caller writes, and no store writes there again. The tensors that
+        `newest` returns are only for reading, before the store changes.
+        """
+        return self.newest(self.length)
+
+    def visible_states(self) -> tuple[Tensor | None, Tensor | None]:
+        """As `caller_views`, or `None` twice before the first states."""
+        return (None, None) if self.key_form is None else self.caller_views()
+
+    @abstractmethod
+    def drop_oldest(self, count: int) -> None:
+        """Forget the oldest `count` tokens."""
+
+    @abstractmethod
+    def truncate(self, length: int) -> None:
+        """Forget all but the oldest `length` tokens."""
+
+    @abstractmethod
+    def reserve(self, tokens: int) -> None:
+        """Make sure that `tokens` tokens fit in all; move the held ones to larger memory if they do not."""
+
+    @abstractmethod
+    def shrink(self, tokens: int) -> None:
+        """Free the memory beyond what `tokens` tokens need."""
+
+    def check_batch(self, batch_size: int) -> None:
+        """Raise `CapacityError` if `batch_size` sequences do not fit. Stores that grow never raise it."""
+
+    @abstractmethod
+    def select(self, indices: Tensor) -> None:
+        """Make row `indices[i]` of the batch row `i`; `indices` is `[new_batch]`, int64, checked by the caller."""
+
+    def expand(self, repeats: int) -> None:
+        """Repeat each sequence `repeats` times in a row. What the copies have in common may be held only once."""
+        if self.key_form is not None:
+            self.select(torch.arange(self.key_form.batch_size).repeat_interleave(repeats))
+
+    def share_prefix(self, other: "TokenStore", tokens: int) -> None:
+        """Hold the first `tokens` tokens in the memory in which `other` holds them, if both stores can.
+
+        The states of these tokens must be the same in both stores, which nobody checks.
+
+        Args:
+            other: a store with the same first tokens. It does not change while this is done.
+            tokens: how many tokens they have in common.
+        """
+
+    def trim(self) -> None:
+        """Give back spare room, and memory of dropped tokens that no other store reads, if that is worth a copy."""
+
+    def compact(self) -> None:
+        """Hold all tokens in memory of its own, in one piece. Sequences no longer share tokens."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget all tokens; keep the memory."""
+
+    @property
+    def kind(self) -> str:
+        """Name that the class of the store is registered by."""
+        return STORE_CLASSES.name_of(type(self))
+
+    def describe(self) -> dict[str, Fact]:
+        """Plain facts from which an empty store like this one is made. `store` is its kind.
+
+        They are saved among the facts of the store's layer, so their names must differ from the layer's.
+        """
+        return {"store": self.kind, **self.described_arguments()}
+
+    @classmethod
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        """An empty store, from what `describe` returned.
+
+        Args:
+            facts: the result of `describe`, possibly among other facts.
+            context: everything else that it is made from.
+
+        Raises:
+            OptionError: a fact has a value that the store does not take.
+        """
+        hints = {"length_hint": context.length_hint} if "length_hint" in cls.hints else {}
+        return cls(**cls.arguments_from(facts), **hints)
+
+    @classmethod
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        """Tokens and sequences for which a store with these facts reserves memory when its first states arrive.
+
+        0 if it allocates memory as needed. A loader compares the numbers with the states in the file.
+        """
+        return 0, 0
+
+    @classmethod
+    def check_description(cls) -> None:
+        """Raise `RegistryError` if the arguments of the initialiser are not the described ones."""
+        cls.check_initialiser()
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all held tensors, `keys` and `values` among them; empty before the first states."""
+
+    @abstractmethod
+    def check_state(self, tensors: dict[str, Tensor]) -> int:
+        """Check a state; return the number of its tokens.
+
+        Raises:
+            StateMismatchError: the tensors are not the state of a store of this kind.
+        """
+
+    @abstractmethod
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Restore a state, which the caller has checked."""
+
+    @abstractmethod
+    def fork(self) -> Self:
+        """An independent store with the same tokens."""
+
+    @abstractmethod
+    def swap_buffers(self, swap: BufferSwap) -> None:
+        """Replace each buffer by the result of `swap`, which holds the same tokens and has the same capacity.
+
+        Forms stay the same, and with them the device on which new states are expected.
+        """
+
+    def swap_unpaged_buffers(self, swap: BufferSwap) -> None:
+        """As `swap_buffers`, for the few tokens that are in no page if pages are read apart; by default there are none.
+
+        They are where they are computed while pages are read where they are held.
+        """
+
+    @abstractmethod
+    def snapshot(self) -> Self:
+        """A shallow copy over the same buffers. It is valid until something writes to the buffers."""
+
+    def rewritten(self, keys: Tensor, values: Tensor) -> Self:
+        """This store, or a new one like it, with other states for the tokens that it holds.
+
+        Raises:
+            StateMismatchError: keys and values do not match each other.
+        """
+        fresh = self.fork()
+        fresh.clear()
+        fresh.validate(keys, values)
+        fresh.append(keys, values)
+        return fresh
+
+    @abstractmethod
+    def held_tensors(self) -> Iterator[Tensor]:
+        """All tensors that keep memory alive, including spare room."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held, including spare room."""
+        return sum(storages_of(self.held_tensors()).values())
+
+    @property
+    def attention_paths(self) -> Mapping[str, int]:
+        """How often attention on the states of this store took each path; empty if torch reads plain tensors."""
+        return {}
+
+    @property
+    def packing_paths(self) -> Mapping[str, int]:
+        """How often an accelerator packed keys, or values, on each path; empty if it packs none."""
+        return {}
+
+
+STORE_CLASSES = ClassRegistry("store", "kvlayers.stores", "unregister_store", TokenStore)  # type: ignore[type-abstract]
+"""The stores that a file may name."""
+
+
+Store = TypeVar("Store", bound=type[TokenStore])
+
+
+@overload
+def register_store(store_class: Store, *, name: str | None = None) -> Store: ...
+
+
+@overload
+def register_store(store_class: None = None, *, name: str | None = None) -> Callable[[Store], Store]: ...
+
+
+def register_store(store_class: Any = None, *, name: str | None = None) -> Any:
+    """Allow layers with a store of this class to be saved and loaded. Use it as a decorator or call it.
+
+    Args:
+        store_class: the class, derived from `TokenStore`.
+        name: its name in files, by default the name of the class.
+
+    Raises:
+        RegistryError: the name is taken, or the class lacks a member of the contract, which is named.
+    """
+    if store_class is None:
+        return lambda decorated: register_store(decorated, name=name)
+    STORE_CLASSES.register(store_class, name)
+    return store_class
+
+
+def unregister_store(name: str) -> None:
+    """Remove a store.
+
+    Raises:
+        RegistryError: no store is registered by this name.
+    """
+    STORE_CLASSES.remove(name)
+
+
+def store_names() -> list[str]:
+    """All stores that a file may name, including those of entry points in other packages."""
+    return STORE_CLASSES.names()
+
+
+def store_class_of(facts: Facts) -> type[TokenStore] | None:
+    """The class of the store that a layer's facts describe; `None` if the layer makes its own.
+
+    Raises:
+        RegistryError: no store is registered by the name in the facts.
+    """
+    if "store" not in facts:
+        return None
+    found = STORE_CLASSES.get(facts["store"])
+    if found is None:
+        unknown = STORE_CLASSES.unknown(facts["store"])
+        raise RegistryError(f"{unknown} Import the package that registers it, or call register_store().")
+    return found
+
+
+def store_from_description(facts: Facts, context: DescriptionContext) -> TokenStore | None:
+    """The empty store that a layer's facts describe; `None` if the layer makes its own. Raises as `store_class_of`."""
+    store_class = store_class_of(facts)
+    return None if store_class is None else store_class.from_description(facts, context)

@@ -1,0 +1,399 @@
+"""A layer that keeps the tokens that a rule scores highest."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import Self, override
+
+from kvlayers.core.arguments import repeated_rows, whole_number
+from kvlayers.core.dense_store import dense_in_small_steps
+from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.dynamic_layer import check_rollback
+from kvlayers.core.layer_operations import LayerOperations, LayerState
+from kvlayers.core.layer_registry import register_layer
+from kvlayers.core.token_layer import TokenLayer, facts_beside
+from kvlayers.core.token_store import Fidelity, KVPair, TokenStore
+from kvlayers.errors import StateMismatchError
+from kvlayers.eviction.evicting_attention import (
+    NOTHING,
+    AwaitedQueries,
+    ObservedQueries,
+    held_states,
+    joined_states,
+    with_columns,
+)
+from kvlayers.eviction.eviction_progress import PROGRESS_NAMES, WHOLE_FROM, EvictionProgress, evict
+from kvlayers.eviction.packed_eviction import check_evictable
+from kvlayers.eviction.ragged_state import is_ragged
+from kvlayers.eviction.ragged_store import RaggedStore
+from kvlayers.eviction.rule import EvictionRule
+from kvlayers.eviction.settings import FACT_PREFIX, STEP, EvictionSettings
+from kvlayers.kernels.codes.quantizer import Side
+from kvlayers.kernels.packed_ops import observed
+from kvlayers.quantized.quantized_store import QuantizedStore
+from kvlayers.rope.rotary import Rotary
+from kvlayers.sinks.sink_tokens import padding_of
+from kvlayers.utils.options import checks_options
+
+
+@register_layer
+class EvictingLayer(TokenLayer):
+    """Full attention of limited memory: keeps the sinks, the newest tokens, and the tokens with the highest scores.
+
+    A prompt, or a later chunk of several tokens, that would exceed what the layer may hold is attended to as a whole.
+    Only the tokens that are kept are stored. With a `budget`, the layer also evicts while single tokens come, whenever
+    it holds `STEP` tokens more than that. With `keep`, single tokens are all kept until several come at once.
+
+    Kept keys stay as they came. Positions are those of the text: `length` counts all tokens seen.
+
+    The layer can be rolled back within its newest tokens, which every head holds: those since the last eviction, and
+    the `recent_tokens` before it. While the past is recorded, no token is evicted between one `truncate` or `crop` and
+    the next.
+
+    A rule that needs queries gets them when attention reads the states that `update` returned. The layer holds all
+    tokens of the update until then.
+
+    Args:
+        rule: which tokens are evicted first: the name of a rule, or an `EvictionRule`.
+        keep: part of the tokens that an average KV head keeps, larger than 0 and at most 1.
+        budget: tokens that an average KV head keeps, in place of `keep`.
+        sink_tokens: first tokens of each sequence, after its padding, that are always kept.
+        recent_tokens: newest tokens that an eviction always keeps.
+        per_head: whether KV heads keep different numbers of tokens.
+        rotary: how keys are rotated, for rules that need to know; `None` for keys that do not know positions.
+        scale: factor of the scores of attention, `None` for `1 / sqrt(head_dim)`.
+        store: how the tokens are held; a `DenseStore` if it is not given.
+        left_padding: tokens of padding before each sequence, int64 `[batch]`. They are evicted first, and not counted.
+
+    Raises:
+        OptionError: an argument has a wrong value.
+
+    Example:
+        >>> import torch, kvlayers
+        >>> layer = kvlayers.EvictingLayer("knorm", keep=0.25, sink_tokens=4, recent_tokens=16, per_head=False)
+        >>> keys, values = layer.update(torch.randn(1, 2, 400, 8), torch.randn(1, 2, 400, 8))
+        >>> keys.shape, layer.length, layer.held_tokens
+        (torch.Size([1, 2, 400, 8]), 400, 100)
+    """
+
+    described = ("rule", "keep", "budget", "sink_tokens", "recent_tokens", "per_head", "scale")
+    hints = ("left_padding",)
+    evicts_by_states = True
+    fidelity: Fidelity = "evicting"
+    capacity: int | None = None
+
+    @checks_options
+    def __init__(
+        self,
+        rule: str | EvictionRule,
+        keep: float | None = None,
+        budget: int | None = None,
+        sink_tokens: int = 4,
+        recent_tokens: int = 64,
+        per_head: bool = True,
+        rotary: Rotary | None = None,
+        scale: float | None = None,
+        store: TokenStore | None = None,
+        left_padding: Sequence[int] | Tensor | None = None,
+    ) -> None:
+        if isinstance(store, QuantizedStore):
+            check_evictable(store.quantization)
+        settings = EvictionSettings.of(rule, keep, budget, sink_tokens, recent_tokens, per_head, rotary, scale)
+        self.settings, self.rotary, self.scale = settings, rotary, scale
+        self._empty = dense_in_small_steps() if store is None else store
+        super().__init__(self._empty.fork())
+        self.record_past = False
+        self._start_over(EvictionProgress.start(settings, padding_of(left_padding)))
+
+    def _start_over(self, progress: EvictionProgress, seen: int = 0) -> None:
+        """Go on from there, with nothing expected."""
+        self._progress, self._seen = progress, seen
+        self._announced, self._awaited = 0, NOTHING
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KVPair:
+        self._check_settled()
+        store, account, settings = self._store, self._progress.account, self.settings
+        tokens = store.validate(key_states, value_states)
+        account.check_batch(key_states.shape[0])
+        seen = self._seen + tokens
+        if self._awaited.tokens:
+            # Attention has not shown the queries of the last tokens. Earlier ones would not stand beside their keys.
+            self._progress = self._progress.with_queries(self._progress.queries.emptied())
+        is_due = account.is_due(seen, slack=0) if tokens > 1 else account.is_due_in_steps(seen)
+        if is_due and not self.record_past and key_states.shape[0]:
+            return self._update_and_evict(key_states, value_states)
+        attended = with_columns(store.extend(key_states, value_states), self._announced + tokens)
+        self._announced, self._seen = 0, seen
+        if not settings.rule.queries or (settings.budget is None and not self.record_past):
+            return attended
+        self._awaited = AwaitedQueries(tokens)
+        return observed(*attended, functools.partial(self._observe, seen))
+
+    def _update_and_evict(self, keys: Tensor, values: Tensor) -> KVPair:
+        """Attend to everything, but store the kept tokens alone. If scores are wrong, nothing is stored."""
+        tokens = keys.shape[2]
+        states = with_columns(joined_states(held_states(self._store), keys, values), self._announced + tokens)
+        seen = self._seen + tokens
+        if not self.settings.rule.queries:
+            self._evict((keys, values), self._progress.queries, seen)
+            self._announced = 0
+            return states
+        self._announced, self._seen = 0, seen
+        self._awaited = AwaitedQueries(tokens, (keys, values))
+        return observed(*states, functools.partial(self._observe, seen))
+
+    def _observe(self, seen: int, query: Tensor) -> None:
+        """Take note of the queries of the newest tokens, and evict if an eviction has waited for them.
+
+        Args:
+            seen: tokens seen when the states were returned that the queries attend to.
+            query: `[batch, heads, queries, head_dim]`, or `[batch, kv_heads, group * queries, head_dim]`: so are the
+                queries of a group of heads shown by transformers' "sdpa" beside a mask, and by "kvlayers".
+        """
+        awaited = self._awaited
+        if seen != self._seen or not awaited.tokens or query.shape[2] % awaited.tokens:
+            # Queries of another layer, which reads the same states, or of states that were rolled back.
+            return
+        query = query.reshape(query.shape[0], -1, awaited.tokens, query.shape[3])
+        queries = self._progress.queries.with_newest(query)
+        # If the eviction fails, nothing waits any longer, and tokens that were not stored are taken back.
+        self._awaited = NOTHING
+        if awaited.new is not None:
+            self._seen -= awaited.tokens
+            self._evict(awaited.new, queries, seen)
+        else:
+            self._progress = self._progress.with_queries(queries)
+
+    def _evict(self, new: KVPair | None, queries: ObservedQueries, seen: int) -> None:
+        """Keep fewer tokens; the arguments are those of `evict`."""
+        # Tokens that come one by one are evicted in steps.
+        slack = 0 if new is not None and new[0].shape[2] > 1 else STEP - 1
+        self._store, self._progress = evict(self._store, self._progress, new, queries, slack, seen)
+        self._seen = seen
+
+    def _check_settled(self) -> None:
+        """Raise `UnsupportedLayerError` if an eviction waits for queries that attention has not shown."""
+        self._awaited.check_shown(self.settings)
+
+    # What the layer is and holds
+
+    @property
+    @override
+    def length(self) -> int:
+        return self._seen
+
+    @override
+    def count(self, tokens: int) -> None:
+        self._seen = self._seen + tokens
+
+    @property
+    @override
+    def batch_size(self) -> int | None:
+        return super().batch_size if self._awaited.new is None else int(self._awaited.new[0].shape[0])
+
+    @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        held = max(self.columns, self._announced)
+        return held + query_length, self._seen - held
+
+    def announce(self, columns: int) -> None:
+        """Return states with this many columns for held tokens from the next update.
+
+        Layers that share a mask may hold different numbers of tokens. Columns without a token come first.
+        """
+        self._announced = columns
+
+    @property
+    def columns(self) -> int:
+        """Tokens that a head attends to at most, besides the next token."""
+        return self._store.length + self._awaited.unstored
+
+    @property
+    @override
+    def held_tokens(self) -> int:
+        return int(self._progress.account.held(self._seen).max())
+
+    @property
+    @override
+    def exact_from(self) -> int | None:
+        first = self._store.exact_from
+        return None if first is None else max(self._progress.whole_from, self._seen - self._store.length + first)
+
+    @property
+    def left_padding(self) -> Tensor | None:
+        """Tokens of padding before each sequence, int64 `[batch]` on the host; `None` without padding."""
+        return self._progress.account.padding
+
+    @left_padding.setter
+    def left_padding(self, padding: Sequence[int] | Tensor | None) -> None:
+        self._progress = self._progress.with_padding(padding_of(padding), self._seen)
+
+    @override
+    def note_left_padding(self, padding: Tensor | None) -> None:
+        self.left_padding = padding
+
+    @override
+    def held_tensors(self) -> Iterator[Tensor]:
+        yield from super().held_tensors()
+        yield from self._progress.queries.held_tensors()
+        yield from self._awaited.new or ()
+
+    @override
+    def _handed_out(self, side: Side) -> Tensor | None:
+        self._check_settled()
+        return super()._handed_out(side)
+
+    @override
+    def peek(self) -> tuple[Tensor | None, Tensor | None]:
+        self._check_settled()
+        return super().peek()
+
+    @override
+    def assignable(self, states: Tensor) -> Tensor:
+        self._progress.check_assigned(states.shape[2], self._seen)
+        return states
+
+    # Rolling back
+
+    @override
+    def check_truncate(self, length: int) -> None:
+        check_rollback(length, self._seen)
+        if self._seen > length > self._seen - self._awaited.unstored:
+            self._check_settled()
+        self._progress.check_truncate(length, self._seen)
+
+    @override
+    def truncate(self, length: int) -> None:
+        length = whole_number(length, "a length")
+        self.check_truncate(length)
+        if not length:
+            padding = self.left_padding
+            self.reset()
+            self.left_padding = padding
+            return
+        if length == self._seen and self._awaited.new is not None:
+            return
+        self._store.truncate(self._store.length - (self._seen - self._awaited.unstored - length))
+        self._start_over(self._progress.rolled_back(length, self._seen - self._awaited.tokens), length)
+        self._evict_recorded()
+
+    @override
+    def activate_past_recording(self) -> None:
+        """Hold every token between one `truncate` or `crop` and the next, which may then go back to any of them."""
+        self.record_past = True
+
+    @override
+    def deactivate_past_recording(self) -> None:
+        """Evict as usual from now on."""
+        self._check_settled()
+        self._evict_recorded()
+        self.record_past = False
+
+    def _evict_recorded(self) -> None:
+        """Evict what recording has held beyond the step that is allowed while single tokens come."""
+        progress = self._progress
+        can_score = not self.settings.rule.queries or progress.queries.count > 0
+        if self.record_past and can_score and progress.account.is_due(self._seen, STEP - 1):
+            self._evict(None, progress.queries, self._seen)
+
+    # The batch, copies and state
+
+    @override
+    def select(self, indices: Tensor) -> None:
+        self._check_settled()
+        super().select(indices)
+        self._progress = self._progress.selected(indices)
+
+    @override
+    def expand(self, repeats: int) -> None:
+        self._check_settled()
+        batch_size = self.batch_size
+        super().expand(repeats)
+        if batch_size is not None:
+            self._progress = self._progress.selected(repeated_rows(repeats, batch_size))
+
+    @override
+    def share_prefix(self, other: LayerOperations, tokens: int) -> None:
+        # After an eviction the first tokens of the store are no longer those of the text.
+        if isinstance(other, EvictingLayer) and not self._progress.whole_from and not other._progress.whole_from:
+            super().share_prefix(other, tokens)
+
+    @override
+    def reset(self) -> None:
+        """Forget all tokens, and the padding before them; the memory is kept for the next ones."""
+        super().reset()
+        if isinstance(self._store, RaggedStore):
+            self._store = self._empty.fork()
+        self._start_over(EvictionProgress.start(self.settings))
+
+    @override
+    def fork(self) -> Self:
+        self._check_settled()
+        return super().fork()
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:  # type: ignore[override]
+        """The rotation of the keys, if the rule was told."""
+        return () if self.rotary is None else (self.rotary,)
+
+    @override
+    def described_arguments(self) -> dict[str, Fact]:
+        return {**self.settings.facts(), "scale": self.scale}
+
+    @classmethod
+    @override
+    def arguments_from(cls, facts: Facts) -> dict[str, Any]:
+        return {name: facts[name if name == "scale" else FACT_PREFIX + name] for name in cls.described}
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        rotary = None if self.rotary is None else self.rotary.fingerprint
+        return facts_beside(self._empty, {**self.described_arguments(), "rotary": rotary})
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        return cls(**cls.arguments_from(facts), rotary=context.rotary(facts["rotary"]), store=context.store(facts))
+
+    @override
+    def state(self) -> LayerState:
+        self._check_settled()
+        tensors = self._store.state()
+        if tensors:
+            tensors |= dict(self._progress.state(tensors["keys"].device))
+        facts = {**self.describe(), "length": self.length, WHOLE_FROM: self._progress.whole_from}
+        return LayerState(self.kind, tensors, facts)
+
+    @override
+    def check_state(self, state: LayerState) -> None:
+        stored = state.split(PROGRESS_NAMES)[1]
+        # As a layer with a store of the same kind checks it.
+        twin = self._twin()
+        twin._store = self._store_of(stored)
+        super(EvictingLayer, twin).check_state(stored)
+        self._progress.of_state(state)
+
+    def _store_of(self, stored: LayerState) -> TokenStore:
+        """An empty store for the states of a store."""
+        store = self._empty.fork()
+        return RaggedStore(store) if is_ragged(stored.tensors) else store
+
+    @override
+    def check_held(self, held: int, seen: int) -> None:
+        if not (held <= seen and (held or not seen)):
+            raise StateMismatchError(
+                f"A state must hold at least one and at most all of its {seen} tokens, got {held}: take the state "
+                "again."
+            )
+
+    @override
+    def load_state(self, state: LayerState) -> None:
+        self.check_state(state)
+        stored = state.split(PROGRESS_NAMES)[1]
+        store = self._store_of(stored)
+        store.load_state(stored.tensors)
+        self._store = store
+        self._start_over(self._progress.of_state(state), state.length)

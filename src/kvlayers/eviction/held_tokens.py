@@ -1,0 +1,135 @@
+"""The tokens that a store holds, as the selection of tokens to keep looks at them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvlayers.core.dense_store import DenseStore
+from kvlayers.core.token_store import KVPair, TokenStore
+from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.eviction.flat_tokens import FlatTokens
+from kvlayers.eviction.ragged_store import RaggedStore
+from kvlayers.kernels.packed_tensor import as_dense
+from kvlayers.quantized.quantized_store import QuantizedStore
+
+
+@dataclass(frozen=True, eq=False)
+class HeldTokens:
+    """The tokens of each sequence and KV head, right-aligned in the order of the text.
+
+    `KeptTokens.indices` counts the same columns.
+
+    Attributes:
+        keys: `[batch, kv_heads, columns, key_head_dim]` in full precision, zeros where a head holds no token. Packed
+            keys are brought to full precision for scores alone: their codes stay as they are.
+        values: `[batch, kv_heads, columns, value_head_dim]`, likewise.
+        counts: tokens of each head, int64 `[batch, kv_heads]` on the host. They are in its last columns.
+        blocks: int64 `[batch, kv_heads, columns]`, number of the packed block that each token is in, and -1 for tokens
+            in full precision. The tokens of a block are kept or evicted together. `None` if no token is packed.
+    """
+
+    keys: Tensor
+    values: Tensor
+    counts: Tensor
+    blocks: Tensor | None = None
+
+    def followed_by(self, keys: Tensor, values: Tensor) -> "HeldTokens":
+        """The same with tokens in full precision behind them, of every sequence and head."""
+        new, blocks = keys.shape[2], self.blocks
+        return HeldTokens(
+            torch.cat([self.keys, keys], 2),
+            torch.cat([self.values, values], 2),
+            self.counts + new,
+            None if blocks is None else torch.cat([blocks, blocks.new_full((*blocks.shape[:2], new), -1)], 2),
+        )
+
+
+def held_tokens(store: TokenStore, new: KVPair | None = None) -> HeldTokens:
+    """The tokens of a store, with a column for each of its `length`, and new tokens behind them.
+
+    Args:
+        store: the store.
+        new: keys and values of the new tokens, each `[batch, kv_heads, new, head_dim]`.
+
+    Raises:
+        StateMismatchError: there are neither new tokens, nor states that the store has seen.
+        UnsupportedLayerError: the store is of a kind from which no tokens can be evicted.
+    """
+    if new is None:
+        return _of_store(store.complete)
+    keys, values = map(as_dense, new)
+    if not store.length:
+        return HeldTokens(keys, values, torch.full(keys.shape[:2], keys.shape[2]))
+    return _of_store(store.complete).followed_by(keys, values)
+
+
+def _of_store(store: TokenStore) -> HeldTokens:
+    if store.key_form is None:
+        raise StateMismatchError("The store has no tokens that could be evicted: append tokens first.")
+    if isinstance(store, RaggedStore):
+        return _of_ragged(store, store.flat) if store.flat is not None else _of_store(store.tail)
+    if not isinstance(store, DenseStore | QuantizedStore):
+        raise cannot_evict_from(store)
+    keys, values = map(as_dense, store.newest(store.length))
+    counts = torch.full(keys.shape[:2], store.length)
+    return HeldTokens(keys, values, counts, _blocks_of(store, keys))
+
+
+def cannot_evict_from(store: TokenStore) -> UnsupportedLayerError:
+    """The error for a store of a kind from which no token can be evicted."""
+    return UnsupportedLayerError(
+        f"It is impossible to evict tokens from a {type(store).__name__}: use a DenseStore, a QuantizedStore or a "
+        "RaggedStore."
+    )
+
+
+def _blocks_of(store: DenseStore | QuantizedStore, keys: Tensor) -> Tensor | None:
+    """The blocks of a store that is not ragged."""
+    parts = store.parts if isinstance(store, QuantizedStore) else None
+    if parts is None or not parts.blocks:
+        return None
+    # Filled on the host, where each block is not a launch.
+    numbers = torch.full((store.length,), -1)
+    start = parts.sinks.length
+    for number, tokens in enumerate(parts.blocks.held_counts()):
+        numbers[start : start + tokens] = number
+        start += tokens
+    return numbers.to(keys.device).expand(*keys.shape[:2], -1)
+
+
+def _of_ragged(store: RaggedStore, flat: FlatTokens) -> HeldTokens:
+    tail = _of_store(store.tail)
+    sides = zip(flat.padded(store.smoothing), (tail.keys, tail.values), strict=True)
+    keys, values = (torch.cat(parts, 2) for parts in sides)
+    numbers, blocks = flat.block_numbers(), None
+    if numbers is not None:
+        of_tail = numbers.new_full(tail.keys.shape[:3], -1) if tail.blocks is None else tail.blocks
+        # Blocks of the tail have numbers behind those of the flat part.
+        blocks = torch.cat([numbers, torch.where(of_tail < 0, of_tail, of_tail + flat.tables.counts.shape[2])], 2)
+    if store.sinks:
+        order = columns_in_order(store, flat)
+        keys, values = taken(keys, order), taken(values, order)
+        blocks = None if blocks is None else blocks.gather(2, order)
+    return HeldTokens(keys, values, flat.tables.tokens.cpu() + store.tail.length, blocks)
+
+
+def columns_in_order(store: RaggedStore, flat: FlatTokens) -> Tensor:
+    """The columns of a store in the order of the text, int64 `[batch, kv_heads, length]`.
+
+    The sinks, which are in the tail, come first. Columns without a token come in front of them.
+    """
+    tokens = flat.tables.tokens[..., None]
+    columns = torch.arange(store.length, device=tokens.device)
+    first = flat.width - tokens
+    of_flat = torch.where(columns < first + store.sinks, columns + tokens, columns - store.sinks)
+    return torch.where((columns < first) | (columns >= flat.width + store.sinks), columns, of_flat)
+
+
+def taken(states: Tensor, columns: Tensor) -> Tensor:
+    """The states `[batch, kv_heads, tokens, head_dim]` in these columns, int64 `[batch, kv_heads, chosen]`."""
+    batch, kv_heads, _ = columns.shape
+    device = states.device
+    sequences = torch.arange(batch, device=device)[:, None, None]
+    heads = torch.arange(kv_heads, device=device)[:, None]
+    return states[sequences, heads, columns.to(device)]

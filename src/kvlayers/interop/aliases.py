@@ -1,0 +1,325 @@
+"""Caches by the names that transformers has or had for them: other caches with some arguments set."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from typing_extensions import override
+
+from kvlayers.core.cache_registry import register_cache_class
+from kvlayers.core.dynamic_cache import DynamicCache
+from kvlayers.core.from_config import HYBRID, RECURRENT, WINDOWED
+from kvlayers.errors import ConfigError, LayerIndexError, OptionError
+from kvlayers.quantized.quantized_cache import QuantizedCache
+from kvlayers.recall.recall_layer import Recall
+from kvlayers.recurrent.checkpoints import Checkpoints
+from kvlayers.static.slots import Buckets
+from kvlayers.static.static_cache import StaticCache
+from kvlayers.static.static_layer import check_reserved
+from kvlayers.upstream import model_layers, model_types
+from kvlayers.utils.options import check_accepted, checks_options
+
+# Static caches
+
+
+@register_cache_class
+class HybridCache(StaticCache):
+    """A `StaticCache`, by the name that transformers had for models with sliding and full layers.
+
+    Args: as for `StaticCache`.
+    """
+
+
+@register_cache_class
+class HybridChunkedCache(StaticCache):
+    """A `StaticCache`, by the name that transformers had for models with chunked and full layers.
+
+    Args: as for `StaticCache`.
+    """
+
+
+@register_cache_class
+class SlidingWindowCache(StaticCache):
+    """A `StaticCache` for models that attend within a window.
+
+    Args: as for `StaticCache`, with the config of a model that has sliding or chunked attention.
+
+    Raises:
+        ConfigError: no layer of the model attends within a window.
+    """
+
+    @override
+    def check_config(self, config: object) -> None:
+        layer_types = {spec.layer_type for spec in model_layers.layer_specs(config)}
+        if layer_types.isdisjoint(WINDOWED):
+            raise ConfigError(
+                f"expected a model with sliding or chunked attention, but the layers of {type(config).__name__} are of "
+                f"other types ({', '.join(sorted(layer_types))}): use StaticCache."
+            )
+
+
+# Offloaded caches
+
+
+@register_cache_class
+class OffloadedCache(DynamicCache):
+    """A `DynamicCache` with `offloading=True`, by the name of transformers 4.
+
+    Args: as for `DynamicCache`, without `offloading`.
+
+    Example:
+        >>> import kvlayers
+        >>> kvlayers.OffloadedCache().offloading
+        True
+    """
+
+    @checks_options
+    def __init__(
+        self,
+        ddp_cache_data: Iterable[tuple[Tensor | None, ...]] | None = None,
+        config: object | None = None,
+        offload_only_non_sliding: bool = False,
+        length_hint: int | str | None = None,
+        offload_device: str = "cpu",
+        offload_directory: str | os.PathLike[str] | None = None,
+        checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
+        recall: Recall | Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            ddp_cache_data,
+            config,
+            True,
+            offload_only_non_sliding,
+            length_hint,
+            offload_device,
+            offload_directory,
+            checkpoints,
+            recall,
+        )
+
+
+@register_cache_class
+class OffloadedStaticCache(StaticCache):
+    """A `StaticCache` with `offloading=True`, by the name of transformers 4.
+
+    Args: as for `StaticCache`, without `offloading` and `compiled`.
+    """
+
+    @checks_options
+    def __init__(
+        self,
+        config: object,
+        max_cache_len: int | str,
+        offload_only_non_sliding: bool = True,
+        max_batch_size: int | None = None,
+        buckets: Buckets | None = None,
+        grow: bool = False,
+        offload_device: str = "cpu",
+        offload_directory: str | os.PathLike[str] | None = None,
+        checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> None:
+        super().__init__(
+            config,
+            max_cache_len,
+            offloading=True,
+            offload_only_non_sliding=offload_only_non_sliding,
+            max_batch_size=max_batch_size,
+            buckets=buckets,
+            grow=grow,
+            compiled=False,
+            offload_device=offload_device,
+            offload_directory=offload_directory,
+            checkpoints=checkpoints,
+            device=device,
+            dtype=dtype,
+        )
+
+
+# Quantized caches
+
+
+def _options_of_backend(
+    backend: str, config: object | None, cache_config: object | None, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments of a `QuantizedCache` whose class says the backend, with the signatures of transformers 4 and 5."""
+    if isinstance(config, Mapping):
+        config, cache_config = None, config
+    given = {} if cache_config is None else cache_config
+    if not isinstance(given, Mapping):
+        raise OptionError(
+            f"expected cache_config to be a QuantizedCacheConfig or a dict, but saw a {type(given).__name__}."
+        )
+    asked = str(given.get("backend", backend)).lower()
+    if asked != backend:
+        raise OptionError(
+            f"expected a cache_config for {backend}, but saw one for {asked}: use QuantizedCache('{asked}', ...)."
+        )
+    return {**given, **options, "backend": backend, "config": config}
+
+
+@register_cache_class
+class QuantoQuantizedCache(QuantizedCache):
+    """A `QuantizedCache` of the quanto backend, by the name of transformers 4.
+
+    Args:
+        config: config of the model, or the `cache_config` of transformers 4 in its place.
+        cache_config: options, a `QuantizedCacheConfig` or another mapping.
+        options: as for `QuantizedCache`.
+    """
+
+    def __init__(self, config: object | None = None, cache_config: object | None = None, **options: Any) -> None:
+        super().__init__(**_options_of_backend("quanto", config, cache_config, options))
+
+
+@register_cache_class
+class HQQQuantizedCache(QuantizedCache):
+    """A `QuantizedCache` of the hqq backend, by the name of transformers 4.
+
+    Args:
+        config: config of the model, or the `cache_config` of transformers 4 in its place.
+        cache_config: options, a `QuantizedCacheConfig` or another mapping.
+        options: as for `QuantizedCache`.
+    """
+
+    def __init__(self, config: object | None = None, cache_config: object | None = None, **options: Any) -> None:
+        super().__init__(**_options_of_backend("hqq", config, cache_config, options))
+
+
+# Caches of recurrent models
+
+
+class _StateList(Sequence[Tensor | None]):
+    """The convolution states, or the recurrent states, of all layers, as a list that can be read."""
+
+    def __init__(self, states: list[Tensor | None]) -> None:
+        self._states = states
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor | None]: ...
+    def __getitem__(self, index: int | slice) -> list[Tensor | None] | Tensor | None:
+        try:
+            return self._states[index]
+        except IndexError:
+            raise LayerIndexError(
+                f"expected a layer index below {len(self._states)}, but saw {index}: the cache has no such layer."
+            ) from None
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+
+def _recurrent_parts(cache: DynamicCache) -> list[Any]:
+    """The part of each layer that has recurrent states, `None` for a layer without."""
+    return [next((part for part in layer.parts if part.counts_columns), None) for layer in cache.adapted_layers()]
+
+
+def _conv_states(cache: DynamicCache) -> Sequence[Tensor | None]:
+    """The convolution state of each layer, `[batch, channels, conv_kernel_size]`; `None` for a layer without."""
+    return _StateList([None if part is None else part.conv_states[0] for part in _recurrent_parts(cache)])
+
+
+def _ssm_states(cache: DynamicCache) -> Sequence[Tensor | None]:
+    """The recurrent state of each layer, whose first axis is the batch; `None` for a layer without."""
+    return _StateList([None if part is None else part.recurrent_states[0] for part in _recurrent_parts(cache)])
+
+
+@register_cache_class
+class MambaCache(DynamicCache):
+    """A `DynamicCache` for mamba and falcon_mamba, by the name of transformers 4.
+
+    Memory is taken when the first tokens come, for as many sequences as they are, in their dtype and on their device.
+
+    Args:
+        config: config of a model whose layers are all recurrent.
+        max_batch_size: sequences that are expected; accepted for old code, without effect.
+        dtype: accepted for old code, without effect: states keep the dtype that they come in.
+        device: accepted for old code, without effect: states stay on the device that they come on.
+        checkpoints: as for `DynamicCache`.
+
+    Raises:
+        ConfigError: a model with layers that attend, or no config.
+        OptionError: an option that does not exist, or an argument of another kind.
+
+    Example:
+        >>> import kvlayers, transformers
+        >>> kvlayers.MambaCache(transformers.MambaConfig(num_hidden_layers=2), max_batch_size=1)
+        MambaCache(2 x LinearAttentionLayer, 0 tokens, 0 B)
+    """
+
+    conv_states = property(_conv_states)
+    ssm_states = property(_ssm_states)
+
+    @checks_options
+    def __init__(
+        self,
+        config: object,
+        max_batch_size: int | None = None,
+        dtype: torch.dtype | str = torch.float16,
+        device: torch.device | str | None = None,
+        checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
+    ) -> None:
+        config = _checked_config(config, max_batch_size, "max_batch_size", dtype, device)
+        others = {spec.layer_type for spec in model_layers.layer_specs(config)} - {*RECURRENT, "dummy"}
+        if others:
+            raise ConfigError(
+                f"expected a model whose layers are all recurrent, but {type(config).__name__} has others as well "
+                f"({', '.join(sorted(others))}): use HybridMambaAttentionDynamicCache, or DynamicCache."
+            )
+        super().__init__(config=config, checkpoints=checkpoints)
+
+
+@register_cache_class
+class HybridMambaAttentionDynamicCache(DynamicCache):
+    """A `DynamicCache` for models with recurrent layers and layers that attend, by the name of transformers 4.
+
+    Memory is taken as for `MambaCache`.
+
+    Args:
+        config: config of a model that has recurrent layers.
+        batch_size: sequences that are expected; accepted for old code, without effect.
+        dtype: accepted for old code, without effect.
+        device: accepted for old code, without effect.
+        checkpoints: as for `DynamicCache`.
+
+    Raises:
+        ConfigError: a model without recurrent layers, or no config.
+        OptionError: an option that does not exist, or an argument of another kind.
+    """
+
+    conv_states = property(_conv_states)
+    ssm_states = property(_ssm_states)
+
+    @checks_options
+    def __init__(
+        self,
+        config: object,
+        batch_size: int | None = None,
+        dtype: torch.dtype | str = torch.float16,
+        device: torch.device | str | None = None,
+        checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
+    ) -> None:
+        config = _checked_config(config, batch_size, "batch_size", dtype, device)
+        layer_types = {spec.layer_type for spec in model_layers.layer_specs(config)}
+        if layer_types.isdisjoint((*RECURRENT, *HYBRID)):
+            raise ConfigError(
+                f"expected a model with recurrent layers, but the layers of {type(config).__name__} are of other types "
+                f"({', '.join(sorted(layer_types))}): use DynamicCache."
+            )
+        super().__init__(config=config, checkpoints=checkpoints)
+
+
+def _checked_config(
+    model_or_config: object, batch_size: object, name: str, dtype: object, device: object
+) -> PretrainedConfig:
+    """The config of a model, after a check of the other arguments."""
+    if batch_size is not None:
+        check_reserved(batch_size, name, "sequences")
+    check_accepted(dtype, device)
+    return model_types.config_of(model_or_config)

@@ -1,0 +1,1 @@
+"""Kernels that turn states into codes."""

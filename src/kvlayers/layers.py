@@ -1,0 +1,42 @@
+"""Which tokens a layer keeps. One file a kind of layer."""
+
+from kvlayers.core.cache_layer import CacheLayer
+from kvlayers.core.dynamic_layer import DynamicLayer
+from kvlayers.core.layer_operations import LayerOperations, LayerState
+from kvlayers.core.layer_registry import layer_names, register_layer, unregister_layer
+from kvlayers.core.sliding_layer import SlidingLayer
+from kvlayers.core.token_layer import TokenLayer
+from kvlayers.eviction.evicting_layer import EvictingLayer
+from kvlayers.interop.adapter import TransformersLayer
+from kvlayers.offload.offloaded_layer import OffloadedLayer
+from kvlayers.quantized.quantized_layer import QuantizedLayer
+from kvlayers.recall.recall_layer import Recall, RecallLayer
+from kvlayers.recurrent.checkpoints import Checkpoints
+from kvlayers.recurrent.hybrid_layer import HybridLayer
+from kvlayers.recurrent.linear_layer import LinearAttentionLayer
+from kvlayers.sinks.sink_layer import SinkLayer
+from kvlayers.static.static_layer import StaticLayer, StaticSlidingLayer
+
+__all__ = [
+    "CacheLayer",
+    "Checkpoints",
+    "DynamicLayer",
+    "EvictingLayer",
+    "HybridLayer",
+    "LayerOperations",
+    "LayerState",
+    "LinearAttentionLayer",
+    "OffloadedLayer",
+    "QuantizedLayer",
+    "Recall",
+    "RecallLayer",
+    "SinkLayer",
+    "SlidingLayer",
+    "StaticLayer",
+    "StaticSlidingLayer",
+    "TokenLayer",
+    "TransformersLayer",
+    "layer_names",
+    "register_layer",
+    "unregister_layer",
+]

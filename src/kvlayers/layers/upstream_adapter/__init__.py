@@ -1,1 +1,0 @@
-"""How a layer of transformers takes part in a cache of kvlayers: an adapter with the whole contract of a layer."""

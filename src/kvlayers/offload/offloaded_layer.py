@@ -1,0 +1,417 @@
+"""A layer whose states are on the host, or on disk, between updates."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self, override
+
+from kvlayers.core.buffer import StateForm
+from kvlayers.core.cache_layer import WrapperLayer, forwarded
+from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.layer_operations import LayerState
+from kvlayers.core.layer_registry import layer_class, register_layer
+from kvlayers.core.token_layer import TokenLayer
+from kvlayers.errors import CapacityError, UnsupportedLayerError
+from kvlayers.kernels.codes.quantizer import Side
+from kvlayers.kernels.packed_ops import observed, observer_of
+from kvlayers.kernels.packed_tensor import PackedStates
+from kvlayers.offload.paged_reads import PagedReads
+from kvlayers.offload.prefetcher import Prefetcher
+
+
+def facts_of_wrapped(facts: Facts) -> dict[str, Fact]:
+    """The facts of the wrapped layer, without the name of its kind."""
+    return {name: fact for name, fact in facts.items() if name != "offloaded"}
+
+
+def on_host(state: LayerState, device: torch.device | None) -> LayerState:
+    """The state of a wrapped layer with tensors on the host, which says on which device they are computed."""
+    # What a layer holds beside its store, such as queries, is on the device.
+    tensors = {name: tensor.cpu() for name, tensor in state.tensors.items()}
+    return LayerState(state.kind, tensors, {**state.facts, "device": None if device is None else str(device)})
+
+
+def on_device(state: LayerState, device: torch.device | None) -> LayerState:
+    """The state with tensors on a device, or on the device that the state says if `device` is `None`."""
+    goal = state.facts.get("device") if device is None else device
+    if not isinstance(goal, str | torch.device):
+        return state
+    tensors = {name: tensor.to(goal) for name, tensor in state.tensors.items()}
+    return LayerState(state.kind, tensors, state.facts)
+
+
+@register_layer
+class OffloadedLayer(WrapperLayer):
+    """Any layer of tokens, held on the host or on disk, and on its device while it is updated and attended to.
+
+    The wrapped layer decides which tokens are kept, and how. Updates return states on the device; everything else is
+    done where the states are held. `Prefetcher` guarantees the order of transfers and computations.
+
+    On a machine that computes on the host, states stay in the host's memory, or in the files of `DiskMemory`.
+
+    States that autograd follows are not moved.
+
+    Compiled code calls `update` by an operator. For the masks of such code, the layer keeps counts of its own, which
+    are the same wherever the states are.
+
+    Args:
+        layer: the layer to wrap, such as a `DynamicLayer`, `SlidingLayer`, `StaticLayer` or `QuantizedLayer`.
+        prefetcher: the prefetcher that all layers of a cache share. If it is not given, the layer gets its own, which
+            uses the host's memory.
+
+    Raises:
+        UnsupportedLayerError: a layer that does not hold tokens. (Recurrent states are small, and stay on the device.)
+
+    Example:
+        >>> import torch, kvlayers
+        >>> layer = kvlayers.OffloadedLayer(kvlayers.DynamicLayer())
+        >>> keys, values = layer.update(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
+        >>> layer
+        OffloadedLayer(DynamicLayer(length=3))
+    """
+
+    is_opaque = True
+    keeps_every_token = forwarded("wrapped")
+    swap_buffers = forwarded("wrapped")
+    wrapped: TokenLayer
+
+    def __init__(self, layer: TokenLayer, prefetcher: Prefetcher | None = None) -> None:
+        if not isinstance(layer, TokenLayer):
+            raise UnsupportedLayerError(
+                f"expected a layer that holds tokens, but saw a {type(layer).__name__}: leave it on its device."
+            )
+        super().__init__(layer)
+        self.prefetcher = Prefetcher() if prefetcher is None else prefetcher
+        self.index = self.prefetcher.next_index()
+        self.version = 0
+        self._seen = self._past = 0
+        self._pages = PagedReads()
+        self._read_counts()
+
+    @property
+    def layer(self) -> TokenLayer:
+        """The wrapped layer."""
+        return self.wrapped
+
+    # Taking in states
+
+    @override
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        attended: tuple[Tensor, Tensor] = self._update(key_states, value_states)
+        return attended
+
+    # Streams cannot be compiled. If compiled code cannot call the operator, it breaks its graph here.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        self.prefetcher.meter.begin_update(self.index)
+        if not self.prefetcher.offloads(key_states.device):
+            attended = self.wrapped.update(key_states, value_states)
+        elif (page_tokens := _page_tokens_of(self.wrapped, key_states)) is not None:
+            attended = self._update_pages(key_states, value_states, page_tokens)
+        else:
+            attended = self._update_offloaded(key_states, value_states)
+        self._read_counts()
+        return attended
+
+    def _update_offloaded(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        before = self.wrapped.snapshot()
+        try:
+            self.prefetcher.fetch(self, key_states.device)
+            attended = self.wrapped.update(key_states, value_states)
+            if (observe := observer_of(attended[0])) is not None:
+                return observed(*attended, functools.partial(self._show, observe))
+            self.prefetcher.write_back(self)
+        except BaseException:
+            # The buffers on the host still hold what they held, as nobody wrote to them.
+            self.wrapped = before
+            self._note_change()
+            self.prefetcher.discard(self)
+            raise
+        return attended
+
+    def _update_pages(self, keys: Tensor, values: Tensor, page_tokens: int) -> tuple[Tensor, Tensor]:
+        """Take in a token where the pages are held, and bring the pages that its query chooses."""
+        with self.prefetcher.pages_at_home(self, self.wrapped.store):
+            states = self.wrapped.update(keys, values)
+        return self._pages.attended(self, self.prefetcher, page_tokens, (keys, values), states)
+
+    def _show(self, observe: Callable[[Tensor], None], query: Tensor) -> None:
+        """Show queries to a layer that evicts by them, while its states are on the device; write back what is left."""
+        with self._fetched(on=query.device):
+            observe(query)
+        self._read_counts()
+
+    # Counting for compiled code
+
+    def _read_counts(self) -> None:
+        """Copy the counts of the wrapped layer. It has no counts between the assignments of keys and of values."""
+        layer = self.wrapped
+        if not layer.store.is_pending:
+            self._seen, self._past = layer.length, layer.attended_past(layer.held_tokens)
+
+    @override
+    def count(self, tokens: int) -> None:
+        self._past = self.wrapped.attended_past(self._past + tokens)
+        self._seen = self._seen + tokens
+
+    # Reading
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Keys held, on their device: a copy if they are held elsewhere, otherwise as `TokenLayer.keys`.
+
+        Writing to a copy does not change the layer. To change it, assign keys, and then values.
+        """
+        return self._handed_out("keys")
+
+    @keys.setter
+    def keys(self, states: Tensor) -> None:
+        with self._fetched(changes=True):
+            self.wrapped.keys = states
+        self._read_counts()
+
+    @property
+    def values(self) -> Tensor | None:
+        """Values held, on their device, as `keys`."""
+        return self._handed_out("values")
+
+    @values.setter
+    def values(self, states: Tensor) -> None:
+        with self._fetched(changes=True):
+            self.wrapped.values = states
+        self._read_counts()
+
+    def _handed_out(self, side: Side) -> Tensor | None:
+        with self._fetched():
+            states = self.wrapped.keys if side == "keys" else self.wrapped.values
+        if states is None or isinstance(states, PackedStates) or self.prefetcher.queue(self.device) is None:
+            return states
+        return states.clone()
+
+    @override
+    def peek(self) -> tuple[Tensor | None, Tensor | None]:
+        with self._fetched():
+            return self.wrapped.peek()
+
+    @contextlib.contextmanager
+    def _fetched(self, changes: bool = False, on: torch.device | None = None) -> Iterator[None]:
+        """Keep the states on their device, or `on` a device before there are any, within this context."""
+        device = self.device if on is None else on
+        if device is None or not self.prefetcher.offloads(device):
+            yield
+            return
+        self.prefetcher.fetch(self, device)
+        if changes:
+            self._note_change()
+        try:
+            yield
+        finally:
+            self._write_back_if_possible()
+
+    @contextlib.contextmanager
+    def _on_host(self) -> Iterator[TokenLayer]:
+        """Keep the states where they are held, for an operation of the host. New states go there afterwards."""
+        self._settle()
+        self.prefetcher.discard(self)
+        self._note_change()
+        try:
+            yield self.wrapped
+        finally:
+            self._read_counts()
+            self._write_back_if_possible()
+
+    @contextlib.contextmanager
+    def _where_it_evicts(self) -> Iterator[TokenLayer]:
+        """As `_on_host`, for an operation after which the layer may evict tokens that were recorded."""
+        if not (self.wrapped.evicts_by_states and self.wrapped.is_recording):
+            with self._on_host() as layer:
+                yield layer
+            return
+        with self._fetched(changes=True):
+            yield self.wrapped
+        self._read_counts()
+
+    def _note_change(self) -> None:
+        self.version += 1
+        self._pages = PagedReads()
+
+    def _settle(self) -> None:
+        """Hold everything where it is held between updates, also if nobody showed the queries of the last update."""
+        self._write_back_if_possible()
+        self.prefetcher.synchronize(self)
+
+    def _write_back_if_possible(self) -> None:
+        # The operation is done. If there is no memory for the states on the host, they stay on their device until
+        # there is.
+        with contextlib.suppress(CapacityError):
+            self.prefetcher.write_back(self)
+
+    # Operations
+
+    @override
+    def truncate(self, length: int) -> None:
+        with self._where_it_evicts() as layer:
+            layer.truncate(length)
+
+    @override
+    def select(self, indices: Tensor) -> None:
+        with self._on_host() as layer:
+            layer.select(indices)
+
+    @override
+    def expand(self, repeats: int) -> None:
+        with self._on_host() as layer:
+            layer.expand(repeats)
+
+    @override
+    def trim(self) -> None:
+        with self._on_host() as layer:
+            layer.trim()
+
+    @override
+    def compact(self) -> None:
+        with self._on_host() as layer:
+            layer.compact()
+
+    @override
+    def reset(self) -> None:
+        with self._on_host() as layer:
+            layer.reset()
+
+    @override
+    def activate_past_recording(self) -> None:
+        with self._on_host() as layer:
+            layer.activate_past_recording()
+
+    @override
+    def deactivate_past_recording(self) -> None:
+        with self._where_it_evicts() as layer:
+            layer.deactivate_past_recording()
+
+    @override
+    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
+        with self._on_host() as layer:
+            layer.reserve_form(key_form, value_form)
+        self.prefetcher.write_back(self)
+
+    @override
+    def fork(self) -> Self:
+        self._settle()
+        twin = self.__class__(self.wrapped.fork(), self.prefetcher)
+        twin.index = self.index
+        twin._write_back_if_possible()
+        return twin
+
+    @override
+    def use_prefetcher(self, prefetcher: Prefetcher) -> None:
+        self._settle()
+        self.prefetcher.discard(self)
+        self.prefetcher = prefetcher
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        return {**self.wrapped.describe(), "offloaded": self.wrapped.kind}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        return cls(context.layer(facts["offloaded"], facts_of_wrapped(facts)))
+
+    @classmethod
+    @override
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        return layer_class(facts["offloaded"]).reserved_by(facts_of_wrapped(facts))
+
+    @override
+    def state(self) -> LayerState:
+        """The state of the wrapped layer, with tensors on the host."""
+        self._settle()
+        return on_host(self.wrapped.state(), self.device)
+
+    @override
+    def load_state(self, state: LayerState) -> None:
+        with self._on_host() as layer:
+            layer.load_state(on_device(state, self.device))
+
+    @override
+    def offload(self) -> None:
+        """Do nothing: between updates the states are offloaded."""
+
+    @override
+    def prefetch(self) -> None:
+        """Do nothing: the prefetcher brings the states of the next layer by itself."""
+
+    @override
+    def recount(self, length: int) -> None:
+        with self._on_host() as layer:
+            layer.recount(length)
+
+    # Members of the wrapped layer
+
+    @property
+    @override
+    def unwrapped(self) -> TokenLayer:
+        return self.wrapped
+
+    @override
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Every tensor that keeps memory alive between updates."""
+        yield from self.wrapped.held_tensors()
+        yield from self._pages.held_tensors()
+
+    @property
+    @override
+    def memory_tier(self) -> str:  # type: ignore[override]
+        if not self.prefetcher.offloads(self.device):
+            return "device"
+        return "disk" if self.prefetcher.memory.holds_host_states else "host"
+
+    @property
+    @override
+    def length(self) -> int:
+        return self._seen if torch.compiler.is_compiling() else self.wrapped.length
+
+    @override
+    def make_room(self, tokens: int) -> None:
+        # The operator that compiled code calls makes room by itself.
+        if not torch.compiler.is_compiling():
+            self.wrapped.make_room(tokens)
+
+    @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if torch.compiler.is_compiling():
+            return self._past + query_length, self._seen - self._past
+        return self.wrapped.mask_sizes(query_length)
+
+    @override
+    def check_state(self, state: LayerState) -> None:
+        self.wrapped.check_state(on_device(state, self.device))
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._write_back_if_possible()
+
+    def __repr__(self) -> str:
+        return f"OffloadedLayer({self.wrapped!r})"
+
+
+def _page_tokens_of(layer: TokenLayer, keys: Tensor) -> int | None:
+    """Tokens of a page if the queries of new tokens read pages that can be read where they are held; else `None`.
+
+    Args:
+        layer: the layer.
+        keys: keys of the new tokens, `[batch, kv_heads, tokens, head_dim]`.
+    """
+    tracked = torch.is_grad_enabled() and keys.requires_grad
+    apart = layer.store.holds_pages_apart and not tracked
+    return layer.chosen_page_tokens(keys.shape[2]) if apart else None

@@ -1,0 +1,426 @@
+"""Tokens in packed blocks: quantized once, read in place, dropped and cropped token by token."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from kvlayers.core.buffer import StateForm, nbytes_of
+from kvlayers.core.dense_store import DenseStore, without_spare_room
+from kvlayers.core.token_store import BufferSwap, KVPair
+from kvlayers.errors import StateMismatchError
+from kvlayers.kernels.codes.block_layout import BlockLayout
+from kvlayers.kernels.codes.packed_side import PackedSide, pack_side, side_bytes
+from kvlayers.kernels.codes.quantizer import CodeFormat, Quantizer, Side, check_groups
+from kvlayers.kernels.codes.smoothing import KeySmoothing, smoothing_for, vectors_for
+from kvlayers.kernels.packing.cpu import pack as cpu_pack
+from kvlayers.kernels.packing.cuda import launch as cuda_launch
+from kvlayers.kernels.packing.cuda.launch import pack_obstacle
+from kvlayers.kernels.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.utils.transforms import without_autocast
+
+GROWTH_DIVISOR = 128
+"""Full blocks grow by their number divided by this: moving them is cheap beside reading all at every token."""
+
+MINIMUM_GROWTH = 0
+"""Fewest blocks by which they grow: moving a few blocks is cheap, and a spare block is not."""
+
+CPU_BLOCKS_AT_ONCE = 16
+"""Blocks that are quantized together on a CPU, which bounds the temporary memory of a long prefill."""
+
+ACCELERATOR_BLOCKS_AT_ONCE = 256
+"""Blocks that are quantized together on other devices: kernels need no temporary memory, but launches take time."""
+
+SIDES: tuple[Side, Side] = ("keys", "values")
+
+
+class PackedBlocks:
+    """Packed keys and values, each in a `DenseStore` whose tokens are blocks: codes for keys, parameters for values.
+
+    Args:
+        quantizers: the quantizers of keys and of values.
+        forms: the forms of keys and of values.
+        block_tokens: tokens of a block.
+        hint: the most blocks that are expected, if known.
+    """
+
+    def __init__(
+        self,
+        quantizers: dict[Side, Quantizer],
+        forms: tuple[StateForm, StateForm],
+        block_tokens: int,
+        hint: int | None = None,
+    ) -> None:
+        self._quantizers = quantizers
+        self._layouts = {
+            side: BlockLayout(quantizers[side].format, side, form.head_dim, block_tokens)
+            for side, form in zip(SIDES, forms, strict=True)
+        }
+        self.dtype, self.device = forms[0].dtype, forms[0].device
+        self.block_tokens = block_tokens
+        self._packed: dict[Side, DenseStore] = {}
+        for side, form in zip(SIDES, forms, strict=True):
+            store = self._packed[side] = _store_of_blocks(hint)
+            store.reserve_form(*packed_forms(quantizers[side].format, side, form, block_tokens))
+        self._ends: list[int] = []
+        """For each block the number of its tokens that are held, from its beginning: all unless it was cropped."""
+        self._first = 0
+        """Tokens of the first block that have been dropped."""
+        self._tokens = 0
+        self._sides_differ = False
+        """Whether keys and values may consist of different segments: there may have been memory for one side alone, and
+        two threads that wrote at the same time may have got the slots of one side each."""
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def promote(self, key_form: StateForm, value_form: StateForm) -> None:
+        """Give back states in the dtype of these forms, in which the parameters are held without rounding."""
+        for side, form in zip(SIDES, (key_form, value_form), strict=True):
+            self._packed[side].promote(*packed_forms(self._quantizers[side].format, side, form, self.block_tokens))
+        self.dtype = key_form.dtype
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held."""
+        return self._tokens
+
+    @property
+    def blocks_at_once(self) -> int:
+        """Blocks to quantize together."""
+        return CPU_BLOCKS_AT_ONCE if self.device.type == "cpu" else ACCELERATOR_BLOCKS_AT_ONCE
+
+    def prepare(self, blocks: int) -> None:
+        """Make room for more blocks, in new memory if necessary, so that returned states never move."""
+        self._make_alike()
+        self._sides_differ = True
+        for store in self._packed.values():
+            store.prepare_slots(blocks)
+
+    def _make_alike(self) -> None:
+        """Have keys and values consist of the same segments, since each `PackedSegment` has both."""
+        if self._sides_differ:
+            self.compact()
+
+    @torch.no_grad()
+    def smoothing_for(self, keys: Tensor) -> KeySmoothing:
+        """How keys are to be smoothed before they are written, found in those of the first block."""
+        return smoothing_for(keys[:, :, : self.block_tokens], self._quantizers["keys"])
+
+    @torch.no_grad()
+    def write(self, skipped: int, keys: Tensor, values: Tensor, smoothing: KeySmoothing | None = None) -> None:
+        """Quantize states into the room that was made, after `skipped` blocks of it. Nobody reads them until `hold`.
+
+        Args:
+            skipped: blocks that were written already.
+            keys: `[batch, kv_heads, tokens, head_dim]`, a whole number of blocks.
+            values: likewise, of the same tokens.
+            smoothing: how the keys are smoothed first, the same for all blocks; `None` to pack them as they are.
+        """
+        blocks = keys.shape[2] // self.block_tokens
+        finite: Tensor | None = None
+        is_known = False
+        for side, states, partner in zip(SIDES, (keys, values), (values, keys), strict=True):
+            codes, parameters = self._packed[side].slots_ahead(skipped, blocks)
+            search, layout = self._quantizers[side].kernel_search, self._layouts[side]
+            of_side = smoothing if side == "keys" else None
+            is_here = codes.device == states.device
+            if search is not None and is_here and self.obstacle(side) is None:
+                cuda_launch.pack_blocks(states, partner, codes, parameters, layout, search, of_side)
+                continue
+            if states.is_meta:
+                # A plan asks for bytes, and the room was made.
+                continue
+            states = states if of_side is None else of_side.applied(states)
+            if search is not None and is_here and cpu_pack.packs(layout, states, partner):
+                cpu_pack.pack_blocks(states, partner, codes, parameters, layout, search)
+                continue
+            if not is_known:
+                finite, is_known = _finite_tokens(keys, values), True
+            found = self._quantized(side, states, finite)
+            codes.copy_(found[0])
+            parameters.copy_(found[1])
+
+    def hold(self, blocks: int) -> None:
+        """Hold blocks that were written."""
+        for store in self._packed.values():
+            store.hold(blocks)
+        self._ends += [self.block_tokens] * blocks
+        self._tokens += self.block_tokens * blocks
+        lengths, of_values = ([piece.tokens for piece in store.pieces(len(self))] for store in self._packed.values())
+        self._sides_differ = lengths != of_values
+
+    def obstacle(self, side: Side) -> str | None:
+        """Why no kernel packs one side, `None` if one does."""
+        search = self._quantizers[side].kernel_search
+        if search is None:
+            return "there is no kernel for this backend"
+        partner = self._layouts["values" if side == "keys" else "keys"]
+        vectors = vectors_for(self._quantizers[side]) if side == "keys" else (False, False)
+        return pack_obstacle(self._layouts[side], partner.head_dim, self.dtype, self.device, search, *vectors)
+
+    def packing_paths(self) -> Iterator[str]:
+        """How each side is packed, in words; nothing on a CPU that has no such choice."""
+        for side in SIDES:
+            obstacle = self.obstacle(side)
+            if obstacle is None:
+                yield f"{side} by a Triton kernel"
+            elif self.device.type != "cpu":
+                yield f"{side} in plain torch, as {obstacle}"
+
+    def _quantized(self, side: Side, states: Tensor, finite: Tensor | None) -> KVPair:
+        """Codes and parameters of states of whole blocks.
+
+        Args:
+            side: keys or values.
+            states: the states.
+            finite: which tokens are finite, `[batch, kv_heads, tokens, 1]`; `None` if all are.
+        """
+        quantizer = self._quantizers[side]
+        with without_autocast(states.device):
+            groups = quantizer.quantize(states if finite is None else torch.where(finite, states, 0))
+        check_groups(groups, quantizer.format, states)
+        codes, parameters = pack_side(groups, quantizer.format, side, self.block_tokens)
+        return codes, parameters if finite is None or side == "keys" else self._marked(parameters, finite)
+
+    def _marked(self, parameters: Tensor, finite: Tensor) -> Tensor:
+        """Parameters of values, set to NaN for tokens that are not finite."""
+        code_format = self._quantizers["values"].format
+        group_tokens = code_format.group_tokens
+        # The values of a group along tokens share a scale, so they are marked together.
+        by_group = torch.unflatten(finite, 2, (-1, self.block_tokens // group_tokens, group_tokens))
+        groups = by_group.all(4).flatten(3)
+        whole = torch.unflatten(parameters, 3, (code_format.parameters, groups.shape[3], -1))
+        return torch.where(groups[:, :, :, None, :, None], whole, torch.nan).flatten(3)
+
+    def segments(self, skipped: int = 0) -> Iterator[PackedSegment]:
+        """The held tokens without the oldest `skipped` ones, as attention reads them."""
+        first, block = self._first + skipped, 0
+        while block < len(self._ends) and first >= self._ends[block]:
+            first -= self._ends[block]
+            block += 1
+        ends = self._ends[block:]
+        if not ends:
+            return
+        self._make_alike()
+        for keys, values in zip(*(self._packed[side].pieces(len(ends)) for side in SIDES), strict=True):
+            held, ends = ends[: keys.tokens], ends[keys.tokens :]
+            all_full = set(held) == {self.block_tokens}
+            sides = self._side("keys", keys), self._side("values", values)
+            yield PackedSegment(*sides, first, None if all_full else tuple(held), keys.rows)
+            first = 0
+
+    def _side(self, side: Side, piece: DenseSegment) -> PackedSide:
+        layout = self._layouts[side]
+        return PackedSide(piece.keys, piece.values, layout.format, side, layout.head_dim, self.block_tokens)
+
+    def drop_oldest(self, tokens: int) -> None:
+        """Forget the oldest tokens. A block is dropped with the last of its tokens."""
+        self._first += tokens
+        self._tokens -= tokens
+        gone = 0
+        while gone < len(self._ends) and self._first >= self._ends[gone]:
+            self._first -= self._ends[gone]
+            gone += 1
+        if gone:
+            del self._ends[:gone]
+            for store in self._packed.values():
+                store.drop_oldest(gone)
+
+    def truncate(self, tokens: int) -> None:
+        """Forget all but the oldest tokens. A cropped block keeps its codes, and records how many tokens are held."""
+        kept, remaining = 0, tokens + self._first
+        while tokens and kept < len(self._ends) and remaining > 0:
+            self._ends[kept] = min(self._ends[kept], remaining)
+            remaining -= self._ends[kept]
+            kept += 1
+        del self._ends[kept:]
+        for store in self._packed.values():
+            store.truncate(kept)
+        if not kept:
+            self._first = 0
+        self._tokens = sum(self._ends) - self._first
+
+    def selected(self, indices: Tensor) -> Self:
+        """Blocks of the selected sequences: row `i` is row `indices[i]` of these."""
+        return self._twin({side: store.selected(indices) for side, store in self._packed.items()})
+
+    def held_counts(self) -> list[int]:
+        """Tokens that are held of each block."""
+        return [end - (self._first if number == 0 else 0) for number, end in enumerate(self._ends)]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others hold the same memory."""
+        return any(store.is_shared for store in self._packed.values())
+
+    def with_codes(self, packed: dict[Side, KVPair]) -> Self:
+        """Full blocks of these quantizers that were packed before, of any batch size and number of heads.
+
+        Args:
+            packed: codes and parameters of each side, `[batch, kv_heads, blocks, bytes or numbers]`, which are copied.
+        """
+        twin = self._twin({side: without_spare_room(*packed[side], GROWTH_DIVISOR) for side in SIDES})
+        blocks = packed["keys"][0].shape[2]
+        twin._ends, twin._first, twin._tokens = [self.block_tokens] * blocks, 0, self.block_tokens * blocks
+        twin._sides_differ = False
+        return twin
+
+    def taken(self, blocks: Tensor) -> Self:
+        """A copy of the full blocks with the numbers `blocks`, int64 `[count]` on the host."""
+        held = self.state()
+        packed: dict[Side, KVPair] = {
+            side: (held[f"{side}_codes"][:, :, blocks], held[f"{side}_parameters"][:, :, blocks]) for side in SIDES
+        }
+        return self.with_codes(packed)
+
+    def snapshot(self) -> Self:
+        """See `TokenStore.snapshot`."""
+        return self._twin({side: store.snapshot() for side, store in self._packed.items()})
+
+    def fork(self) -> Self:
+        """Independent blocks with the same tokens."""
+        return self._twin({side: store.fork() for side, store in self._packed.items()})
+
+    def _twin(self, packed: dict[Side, DenseStore]) -> Self:
+        twin = copy.copy(self)
+        twin._packed, twin._ends = packed, list(self._ends)
+        return twin
+
+    def clear(self) -> None:
+        """Forget all tokens; keep the memory."""
+        for store in self._packed.values():
+            store.clear()
+        self._ends, self._first, self._tokens = [], 0, 0
+
+    def expand(self, repeats: int) -> None:
+        """See `TokenStore.expand`."""
+        for store in self._packed.values():
+            store.expand(repeats)
+
+    def share_prefix(self, other: Self, tokens: int) -> None:
+        """Hold the whole blocks of the first `tokens` tokens as `other` holds them, as far as both have the same."""
+        if self._first != other._first:
+            return
+        other._make_alike()
+        blocks, held = 0, -self._first
+        for end, of_other in zip(self._ends, other._ends, strict=False):
+            held += end
+            if end != of_other or held > tokens:
+                break
+            blocks += 1
+        if blocks:
+            for side, store in self._packed.items():
+                store.share_prefix(other._packed[side], blocks)
+
+    def trim(self) -> None:
+        """See `TokenStore.trim`."""
+        for store in self._packed.values():
+            store.trim()
+
+    def compact(self) -> None:
+        """See `TokenStore.compact`."""
+        for store in self._packed.values():
+            store.compact()
+        self._sides_differ = False
+
+    def swap_buffers(self, swap: BufferSwap) -> None:
+        """See `TokenStore.swap_buffers`."""
+        for store in self._packed.values():
+            store.swap_buffers(swap)
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """See `TokenStore.held_tensors`."""
+        for store in self._packed.values():
+            yield from store.held_tensors()
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of codes and parameters, and how many tokens of each block are held; empty without blocks."""
+        if not self._ends:
+            return {}
+        tensors: dict[str, Tensor] = {}
+        for side in SIDES:
+            held = self._packed[side].state()
+            tensors[f"{side}_codes"], tensors[f"{side}_parameters"] = held["keys"], held["values"]
+        # On the same device as the other tensors, so that a state moves as a whole.
+        ends = [self._first, *self._ends]
+        tensors["block_ends"] = torch.tensor(ends, dtype=torch.int64, device=tensors["keys_codes"].device)
+        return tensors
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Restore a state, which `check_packed_state` has checked."""
+        self.clear()
+        if not tensors:
+            return
+        for side in SIDES:
+            held = {"keys": tensors[f"{side}_codes"], "values": tensors[f"{side}_parameters"]}
+            self._packed[side].load_state(held)
+        self._first, *self._ends = tensors["block_ends"].tolist()
+        self._tokens = sum(self._ends) - self._first
+
+
+PACKED_NAMES = ("keys_codes", "keys_parameters", "values_codes", "values_parameters", "block_ends")
+"""Names of the tensors in the state of packed blocks."""
+
+
+def _finite_tokens(keys: Tensor, values: Tensor) -> Tensor | None:
+    """Which tokens are finite, `[batch, kv_heads, tokens, 1]`; `None` if a CPU knows that all are.
+
+    A sum is not finite if one number is not, and takes a fraction of the time of looking at each number.
+    """
+    if keys.is_cpu and type(keys) is Tensor and type(values) is Tensor:
+        sums = keys.sum(dtype=torch.float32), values.sum(dtype=torch.float32)
+        if all(bool(total.isfinite()) for total in sums):
+            return None
+    return (keys.isfinite().all(-1) & values.isfinite().all(-1)).unsqueeze(-1)
+
+
+def check_packed_state(
+    tensors: dict[str, Tensor], quantizers: dict[Side, Quantizer], forms: tuple[StateForm, StateForm], block_tokens: int
+) -> int:
+    """Tokens in a state of packed blocks.
+
+    Raises:
+        StateMismatchError: these quantizers do not make such blocks from states of these forms.
+    """
+    if tensors["block_ends"].dim() != 1 or tensors["block_ends"].is_floating_point():
+        raise StateMismatchError("`block_ends` of a state must be integers in one dimension: take the state again.")
+    ends: list[Any] = tensors["block_ends"].tolist()
+    for side, form in zip(SIDES, forms, strict=True):
+        packed = packed_forms(quantizers[side].format, side, form, block_tokens)
+        for name, (batch, kv_heads, width, dtype, _) in zip(("codes", "parameters"), packed, strict=True):
+            seen = tensors[f"{side}_{name}"]
+            expected = [batch, kv_heads, len(ends) - 1, width]
+            if list(seen.shape) != expected or seen.dtype != dtype:
+                raise StateMismatchError(
+                    f"`{side}_{name}` of a state must be {expected} of {dtype}, got {list(seen.shape)} of "
+                    f"{seen.dtype}: take the state again."
+                )
+    if not all(0 < end <= block_tokens for end in ends[1:]) or len(ends) < 2 or not 0 <= ends[0] < ends[1]:
+        raise StateMismatchError(
+            f"Blocks of a state must hold 1 to {block_tokens} tokens after the dropped ones, got block_ends {ends}: "
+            "take the state again."
+        )
+    return int(sum(ends[1:]) - ends[0])
+
+
+def packed_forms(
+    code_format: CodeFormat, side: Side, form: StateForm, block_tokens: int
+) -> tuple[StateForm, StateForm]:
+    """Forms of the codes and of the parameters of one side, in which each block counts as a token."""
+    codes = side_bytes(code_format, side, form.head_dim, block_tokens, itemsize=0)
+    parameters = side_bytes(code_format, side, form.head_dim, block_tokens, itemsize=1) - codes
+    return form._replace(head_dim=codes, dtype=torch.uint8), form._replace(head_dim=parameters)
+
+
+def _store_of_blocks(hint: int | None) -> DenseStore:
+    return DenseStore(hint, GROWTH_DIVISOR, MINIMUM_GROWTH)
+
+
+def block_nbytes(code_format: CodeFormat, side: Side, form: StateForm, block_tokens: int) -> int:
+    """Bytes of one block of keys, or of values, for all sequences and heads: its codes, scales and zeros."""
+    codes, parameters = packed_forms(code_format, side, form, block_tokens)
+    return nbytes_of(codes, 1) + nbytes_of(parameters, 1)

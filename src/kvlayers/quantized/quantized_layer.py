@@ -1,0 +1,129 @@
+"""A layer that keeps every token, most of them in packed codes."""
+
+from typing import cast
+
+import torch
+from typing_extensions import Self, override
+
+from kvlayers.core.arguments import whole_number
+from kvlayers.core.description import DescriptionContext, Facts
+from kvlayers.core.dynamic_layer import DynamicLayer
+from kvlayers.core.layer_operations import LAYER_CLASSES
+from kvlayers.core.layer_registry import register_layer
+from kvlayers.quantized.quantization import Quantization
+from kvlayers.quantized.quantized_store import QuantizedStore
+from kvlayers.upstream import compat
+from kvlayers.utils.options import checks_options
+
+
+@register_layer
+class QuantizedLayer(DynamicLayer):
+    """Full attention over a `QuantizedStore`.
+
+    For a backend that transformers has too, a cache holds layers of a subclass. They are instances of transformers'
+    layer class of that backend, and otherwise the same.
+
+    Args:
+        quantization: bits, groups, and the tokens that stay in full precision; the defaults if it is not given.
+        length_hint: the most tokens that are expected, if known.
+
+    Example:
+        >>> import torch, kvlayers
+        >>> layer = kvlayers.QuantizedLayer(kvlayers.Quantization(nbits=4))
+        >>> keys, values = layer.update(torch.randn(1, 2, 1000, 64), torch.randn(1, 2, 1000, 64))
+        >>> keys, values = layer.update(torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 64))
+        >>> query = torch.randn(1, 8, 1, 64)
+        >>> torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True).shape
+        torch.Size([1, 8, 1, 64])
+    """
+
+    _store: QuantizedStore
+
+    @checks_options
+    def __init__(self, quantization: Quantization | None = None, length_hint: int | None = None) -> None:
+        if length_hint is not None:
+            length_hint = whole_number(length_hint, "length_hint")
+        super().__init__(store=QuantizedStore(quantization or Quantization(), length_hint))
+
+    @property
+    def quantization(self) -> Quantization:
+        """Bits, groups, and the tokens that stay in full precision."""
+        return self._store.quantization
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        quantization = Quantization.from_facts(facts)
+        layer_class = _BY_BACKEND.get(quantization.backend, cls) if cls is QuantizedLayer else cls
+        return cast("Self", layer_class(quantization=quantization, **cls.arguments_from(facts)))
+
+    # By the names of transformers' layers
+
+    @property
+    def nbits(self) -> int:
+        """Bits of a code of the keys. The values may have others."""
+        return self.quantization.keys.nbits
+
+    @property
+    def axis_key(self) -> int | None:
+        """Axis along which keys are grouped, `None` if the backend has no such option."""
+        return self.quantization.axes[0]
+
+    @property
+    def axis_value(self) -> int | None:
+        """Axis along which values are grouped, `None` if the backend has no such option."""
+        return self.quantization.axes[1]
+
+    @property
+    def q_group_size(self) -> int | None:
+        """States that share a scale, as given; `None` for a size that suits the head_dim."""
+        return self.quantization.keys.group_size
+
+    @property
+    def residual_length(self) -> int:
+        """Newest tokens that stay in full precision."""
+        return self.quantization.residual_length
+
+
+class QuantoQuantizedLayer(QuantizedLayer, compat.QUANTO_LAYER):  # type: ignore[misc]
+    """A `QuantizedLayer` of the quanto backend, which is also an instance of transformers' class.
+
+    Only the name is inherited: every public method is that of `QuantizedLayer`.
+    """
+
+
+class HQQQuantizedLayer(QuantizedLayer, compat.HQQ_LAYER):  # type: ignore[misc]
+    """A `QuantizedLayer` of the hqq backend, which is also an instance of transformers' class.
+
+    Only the name is inherited, as in `QuantoQuantizedLayer`.
+    """
+
+
+class Fp8QuantizedLayer(QuantizedLayer, compat.FP8_LAYER):  # type: ignore[misc]
+    """A `QuantizedLayer` of the fp8 backend, which is also an instance of transformers' class.
+
+    Only the name is inherited, as in `QuantoQuantizedLayer`.
+
+    Attributes:
+        fp8_dtype: dtype of a code.
+        fp8_max: the largest number that a code can stand for.
+    """
+
+    fp8_dtype = torch.float8_e4m3fn
+    fp8_max = torch.finfo(torch.float8_e4m3fn).max
+
+
+_BY_BACKEND: dict[str, type[QuantizedLayer]] = {
+    "quanto": QuantoQuantizedLayer,
+    "hqq": HQQQuantizedLayer,
+    "fp8": Fp8QuantizedLayer,
+}
+
+for _twin in _BY_BACKEND.values():
+    LAYER_CLASSES.register_twin(_twin, QuantizedLayer.__name__)
+
+
+def quantized_layer(quantization: Quantization | None = None, length_hint: int | None = None) -> QuantizedLayer:
+    """A quantized layer for a cache, of the class that transformers has for the backend; see `QuantizedLayer`."""
+    backend = "" if quantization is None else quantization.backend
+    return _BY_BACKEND.get(backend, QuantizedLayer)(quantization, length_hint)

@@ -1,0 +1,49 @@
+"""Quantizers, which turn states into codes. Each backend has its own file."""
+
+from kvlayers.kernels.codes.groups import dequantize
+from kvlayers.kernels.codes.quantizer import (
+    Backend,
+    CodeFormat,
+    QuantizedGroups,
+    Quantizer,
+    Side,
+    SideOptions,
+    backend,
+    channel_group,
+    quantizer_names,
+    register_quantizer,
+    unregister_quantizer,
+)
+from kvlayers.quantized.codebook import NF4Backend, NF4Quantizer, TurboQuantBackend, TurboQuantizer
+from kvlayers.quantized.fp8 import Fp8Backend, Fp8Quantizer
+from kvlayers.quantized.native import KiviBackend, KiviQuantizer, NativeBackend, NativeQuantizer
+from kvlayers.quantized.other_packages import HQQBackend, HQQQuantizer, QuantoBackend, QuantoQuantizer
+
+__all__ = [
+    "Backend",
+    "CodeFormat",
+    "Fp8Backend",
+    "Fp8Quantizer",
+    "HQQBackend",
+    "HQQQuantizer",
+    "KiviBackend",
+    "KiviQuantizer",
+    "NF4Backend",
+    "NF4Quantizer",
+    "NativeBackend",
+    "NativeQuantizer",
+    "QuantizedGroups",
+    "Quantizer",
+    "QuantoBackend",
+    "QuantoQuantizer",
+    "Side",
+    "SideOptions",
+    "TurboQuantBackend",
+    "TurboQuantizer",
+    "backend",
+    "channel_group",
+    "dequantize",
+    "quantizer_names",
+    "register_quantizer",
+    "unregister_quantizer",
+]

@@ -1,0 +1,1 @@
+"""Keeps every token; a query reads the pages whose bounds promise most (Quest)."""

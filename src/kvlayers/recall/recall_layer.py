@@ -1,0 +1,394 @@
+"""A layer that keeps every token, of which a single query attends to a few pages."""
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import Self, override
+
+from kvlayers.core.arguments import repeated_rows
+from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.dynamic_layer import DynamicLayer
+from kvlayers.core.layer_operations import LayerState
+from kvlayers.core.layer_registry import register_layer
+from kvlayers.core.token_store import Fidelity, TokenStore
+from kvlayers.errors import OptionError
+from kvlayers.kernels.codes.quantizer import Side
+from kvlayers.kernels.dispatch import PathCounter
+from kvlayers.kernels.packed_ops import choosing
+from kvlayers.kernels.packed_tensor import PackedStates, as_dense
+from kvlayers.kernels.segment_kinds import DENSE_PIECE_TOKENS
+from kvlayers.kernels.segments import KVSegments
+from kvlayers.kernels.snapshot import Version
+from kvlayers.recall.pages import (
+    BOUNDS,
+    ENDS,
+    PageBounds,
+    PagePlaces,
+    PagePriority,
+    check_bounds_state,
+    chosen_segments,
+)
+from kvlayers.utils.options import as_options, checks_options, mapping_option
+
+
+@mapping_option("recall")
+@dataclass(frozen=True)
+class Recall:
+    """How a single query finds the pages that it attends to, in a layer that keeps every token.
+
+    Args:
+        pages: pages that each KV head attends to, besides the first and the newest tokens; "all" for full attention.
+        page_tokens: tokens of a page, 1 to 64. Packed states are read in blocks, so it must be the size of their block,
+            which is 64 unless groups along tokens are longer.
+        sink_tokens: first tokens of a sequence that every query attends to, with the rest of their pages.
+        recent_tokens: newest tokens that every query attends to, with the rest of their pages. The query's own token is
+            among them, so it is at least 1.
+
+    Raises:
+        OptionError: a value that is no number of tokens or of pages, or too small, or too large.
+
+    Example:
+        >>> import kvlayers
+        >>> kvlayers.layers.Recall(pages=32)
+        Recall(pages=32, page_tokens=64, sink_tokens=4, recent_tokens=64)
+    """
+
+    pages: int | Literal["all"] = 64
+    page_tokens: int = DENSE_PIECE_TOKENS
+    sink_tokens: int = 4
+    recent_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        if self.pages != "all":
+            _check_number("pages", self.pages, 1, ', or "all"')
+        _check_number("page_tokens", self.page_tokens, 1)
+        if self.page_tokens > DENSE_PIECE_TOKENS:
+            raise OptionError(
+                f"`page_tokens` of recall must be at most {DENSE_PIECE_TOKENS}, which kernels read at once, got "
+                f"{self.page_tokens}: pass fewer tokens, and more pages."
+            )
+        _check_number("sink_tokens", self.sink_tokens, 0)
+        _check_number("recent_tokens", self.recent_tokens, 1)
+
+    @classmethod
+    def of(cls, given: "Recall | Mapping[str, Any]") -> "Recall":
+        """The `Recall` for the option `recall` of a cache: a `Recall`, or a mapping of its arguments.
+
+        Raises:
+            OptionError: the option is something else, or names an argument that does not exist.
+        """
+        return as_options(cls, given, "{'pages': 64}, or {'pages': 'all'}")
+
+    def facts(self) -> dict[str, Fact]:
+        """All options as plain facts. Their names differ from those of the facts of stores."""
+        return {f"recall_{field.name}": getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_facts(cls, facts: Facts) -> Self:
+        """The recall with these `facts`, which may contain other facts too."""
+        given: dict[str, Any] = {field.name: facts[f"recall_{field.name}"] for field in fields(cls)}
+        return cls(**given)
+
+    @classmethod
+    def in_facts(cls, facts: Mapping[str, Any]) -> Self | None:
+        """As `from_facts`, or `None` if the facts have no recall."""
+        return cls.from_facts(facts) if "recall_pages" in facts else None
+
+
+def _check_number(name: str, number: object, least: int, alternative: str = "") -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
+        raise OptionError(f"`{name}` of recall must be a whole number, at least {least}{alternative}, got {number!r}.")
+
+
+PageRange = tuple[int, int]
+"""The first page to choose from, and the page behind the last one."""
+
+
+@register_layer
+class RecallLayer(DynamicLayer):
+    """Full attention that keeps every token, and lets a single query attend to the pages that matter to it.
+
+    Quest (Tang et al. 2024, arXiv:2406.10774) bounds the score of a query with any key of a page by the maximum and the
+    minimum of the page's keys. Each KV head reads the pages with the highest bounds, where the bound of a page is the
+    highest one of the query heads that share the KV head. The first and the newest tokens are always read. Several
+    queries at once (a prompt, a turn of a chat, a draft) attend to every token.
+
+    Nothing is evicted, so the layer can be rolled back to any length, and the next query may choose any page again. The
+    pages are chosen when attention is computed, by `scaled_dot_product_attention` or by the first product of eager
+    attention. An attention function that reads the states in another way reads all of them, and so does attention that
+    autograd follows. If no more pages are there than may be chosen, the layer does what a `DynamicLayer` does.
+
+    The pages stand at multiples of `page_tokens`, counted from the first token, padding included. A page of padding
+    alone is not chosen if attention is given a mask. Eager attention applies its mask later, so it may choose such
+    pages.
+
+    Args:
+        recall: how many pages are read, and which tokens always are; the defaults if it is not given.
+        length_hint: the most tokens that are expected, if known; see `DenseStore`.
+        store: how the tokens are held; a `DenseStore` if it is not given.
+
+    Example:
+        >>> import torch, kvlayers
+        >>> layer = kvlayers.RecallLayer(kvlayers.layers.Recall(pages=4))
+        >>> _ = layer.update(torch.randn(1, 2, 1000, 64), torch.randn(1, 2, 1000, 64))
+        >>> keys, values = layer.update(torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 64))
+        >>> query = torch.randn(1, 8, 1, 64)
+        >>> torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True).shape
+        torch.Size([1, 8, 1, 64])
+    """
+
+    hints = ("length_hint",)
+    is_opaque = True
+
+    @checks_options
+    def __init__(
+        self,
+        recall: Recall | Mapping[str, Any] | None = None,
+        length_hint: int | None = None,
+        store: TokenStore | None = None,
+    ) -> None:
+        super().__init__(length_hint, store)
+        self.recall = Recall() if recall is None else Recall.of(recall)
+        self._bounds = PageBounds(self.recall.page_tokens)
+        self._version = Version()
+        self._paths = PathCounter()
+
+    @override
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        store, bounds, pages = self._store, self._bounds, self.recall.pages
+        new = store.validate(key_states, value_states)
+        if pages == "all":
+            return store.extend(key_states, value_states)
+        if not store.length:
+            self._bounds = bounds = self._without_pages()
+        made: list[Tensor] = []
+        if store.length + new - bounds.end >= bounds.page_tokens:
+            made = self._bounds_with(key_states)
+            bounds.prepare(made)
+        attended = store.extend(key_states, value_states)
+        if made:
+            bounds.hold(made)
+        if new != 1:
+            return attended
+        first, last = self._choice()
+        if last - first <= pages:
+            return attended
+        choose = functools.partial(self._choose, (first, last))
+        return choosing(*attended, choose, self._version, self._paths)
+
+    @override
+    def chosen_page_tokens(self, tokens: int) -> int | None:
+        recall, bounds = self.recall, self._bounds
+        if tokens != 1 or recall.pages == "all":
+            return None
+        last = bounds.pages_within(self._store.length + tokens - recall.recent_tokens)
+        return recall.page_tokens if last - bounds.pages_from(recall.sink_tokens) > recall.pages else None
+
+    def _without_pages(self) -> PageBounds:
+        """Bounds of no page, of the pages that the form of the states asks for.
+
+        Raises:
+            OptionError: the store packs tokens in blocks of another size.
+        """
+        store, size = self._store, self.recall.page_tokens
+        if store.block_tokens not in (1, size):
+            raise OptionError(
+                f"`page_tokens` of recall must be the size of a block of packed states, {store.block_tokens}, got "
+                f"{size}: pass page_tokens={store.block_tokens}, or shorter groups if that is more than 64."
+            )
+        return PageBounds(size, store.first_block)
+
+    def _bounds_with(self, keys: Tensor) -> list[Tensor]:
+        """Bounds of the pages that new keys fill, `[batch, kv_heads, pages, 2 * head_dim]`, in a few tensors."""
+        store, bounds = self._store, self._bounds
+        unfinished = store.length - bounds.end
+        if unfinished <= 0:
+            return bounds.of_keys(as_dense(keys)[:, :, -unfinished:])
+        # Held keys may be in other memory than new ones.
+        held = as_dense(store.newest_keys(unfinished)).to(keys.device)
+        return bounds.of_keys(held, as_dense(keys))
+
+    # The choice
+
+    def _choice(self) -> PageRange:
+        """The pages that a single query chooses from, if no sequence is padded."""
+        bounds = self._bounds
+        return (
+            bounds.pages_from(self.recall.sink_tokens),
+            bounds.pages_within(self._store.length - self.recall.recent_tokens),
+        )
+
+    def choose_pages(self, query: Tensor, mask: Tensor | None, choice: PageRange) -> tuple[PagePlaces, PageRange]:
+        """The pages that a query reads, made from the bounds alone, wherever the states are.
+
+        Args:
+            query: `[batch, heads, 1, head_dim]`, or `[batch, kv_heads, group, head_dim]`.
+            mask: mask of all tokens, bool or additive, of the same shape but for `tokens` in place of head_dim, or
+                `None`.
+            choice: what `_choice` returned when the token of the query came.
+
+        Returns:
+            The pages, and the range that they were chosen from. Whatever is not in that range is read.
+        """
+        pages, recall = int(self.recall.pages), self.recall
+        first, last = choice
+        if mask is None:
+            return self._bounds.best(query, first, last, pages, None), choice
+        # The first tokens of a padded sequence are in another page than those of the others.
+        most = pages + (0 if not recall.sink_tokens else 2 + (recall.sink_tokens - 2) // recall.page_tokens)
+        priority = PagePriority(_left_padding(mask), recall.sink_tokens, pages)
+        return self._bounds.best(query, 0, last, min(most, last), priority), (0, last)
+
+    def _choose(self, choice: PageRange, query: Tensor, segments: KVSegments, mask: Tensor | None) -> KVSegments:
+        """The segments with the same columns that the query of one token reads.
+
+        If there is a mask, transformers' "sdpa" makes the query heads of a KV head queries, and shows them as
+        `[batch, kv_heads, group, head_dim]`. All of them are of the one new token.
+        """
+        if mask is not None:
+            mask = mask.expand(*query.shape[:3], segments.tokens)
+        places, (first, last) = self.choose_pages(query, mask, choice)
+        bounds = self._bounds
+        return chosen_segments(segments, places, bounds.start_of(first), bounds.start_of(last))
+
+    @property
+    @override
+    def attention_paths(self) -> Mapping[str, int]:  # type: ignore[override]
+        return Counter(super().attention_paths) + self._paths.counts
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        # Every token is kept, but what a query leaves out is an error of attention, as rounding is: it shows in the
+        # outputs, and depends on which tokens come together.
+        return super().fidelity if self.recall.pages == "all" else "rounded"
+
+    # Operations
+
+    @override
+    def _handed_out(self, side: Side) -> Tensor | None:
+        # Copies: what a caller writes would not be within the bounds of its page.
+        states = super()._handed_out(side)
+        return states if states is None or isinstance(states, PackedStates) else states.clone()
+
+    @override
+    def _replace(self, keys: Tensor, values: Tensor) -> None:
+        super()._replace(keys, values)
+        self._forget_pages()
+        self._make_pages(keys)
+
+    def _make_pages(self, keys: Tensor) -> None:
+        """Make the bounds of all pages of the held tokens, from their keys."""
+        bounds = self._bounds
+        if self.recall.pages != "all" and self.length - bounds.end >= bounds.page_tokens:
+            made = bounds.of_keys(as_dense(keys)[:, :, bounds.end :])
+            bounds.prepare(made)
+            bounds.hold(made)
+
+    def _forget_pages(self) -> None:
+        self._version.advance()
+        self._bounds = self._without_pages()
+
+    @override
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        self._version.advance()
+        # The tokens of a packed block stay together. Those behind them are put into pages again.
+        packed = self._store.exact_from or 0
+        self._bounds.truncate(self._store.length, packed)
+
+    @override
+    def select(self, indices: Tensor) -> None:
+        selected = self._bounds.selected(indices)
+        super().select(indices)
+        self._version.advance()
+        self._bounds = selected
+
+    @override
+    def expand(self, repeats: int) -> None:
+        if self.batch_size is not None:
+            expanded = self._bounds.selected(repeated_rows(repeats, self.batch_size))
+            super().expand(repeats)
+            self._version.advance()
+            self._bounds = expanded
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._version.advance()
+        self._bounds = PageBounds(self.recall.page_tokens)
+
+    @override
+    def trim(self) -> None:
+        super().trim()
+        self._bounds.trim()
+
+    @override
+    def fork(self) -> Self:
+        return self._with_own_pages(super().fork())
+
+    @override
+    def snapshot(self) -> Self:
+        return self._with_own_pages(super().snapshot())
+
+    def _with_own_pages(self, twin: Self) -> Self:
+        twin._bounds, twin._version, twin._paths = self._bounds.fork(), Version(), PathCounter()
+        return twin
+
+    @override
+    def held_tensors(self) -> Iterator[Tensor]:
+        yield from super().held_tensors()
+        yield from self._bounds.held_tensors()
+
+    # Description and state
+
+    @override
+    def described_arguments(self) -> dict[str, Fact]:
+        return {**super().described_arguments(), **self.recall.facts()}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        return cls(Recall.from_facts(facts), store=context.store(facts))
+
+    @override
+    def state(self) -> LayerState:
+        state = super().state()
+        # Bounds of keys that are held as they came can be made again.
+        if self._store.holds_tokens_apart:
+            return state
+        return LayerState(state.kind, {**state.tensors, **self._bounds.state()}, state.facts)
+
+    @override
+    def check_state(self, state: LayerState) -> None:
+        own, held = state.split((BOUNDS, ENDS))
+        super().check_state(held)
+        if own:
+            keys, first = held.tensors["keys"], self._store.first_block
+            check_bounds_state(own, keys, first, state.length, self.recall.page_tokens)
+
+    @override
+    def load_state(self, state: LayerState) -> None:
+        self.check_state(state)
+        own, held = state.split((BOUNDS, ENDS))
+        self._store.load_state(held.tensors)
+        self._forget_pages()
+        if own:
+            self._bounds.load_state(own)
+        elif self._store.holds_tokens_apart and held.tensors:
+            self._make_pages(held.tensors["keys"])
+
+
+def _left_padding(mask: Tensor) -> Tensor:
+    """Tokens that a mask `[batch, heads, 1, tokens]` hides at the beginning of each sequence, int64 `[batch]`."""
+    visible = mask[:, 0, -1]
+    if visible.dtype != torch.bool:
+        visible = visible > torch.finfo(visible.dtype).min / 2
+    return visible.to(torch.uint8).argmax(1)

@@ -1,0 +1,1 @@
+"""States of a fixed size, of Mamba and linear attention, alone or beside attention."""

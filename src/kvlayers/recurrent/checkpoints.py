@@ -1,0 +1,333 @@
+"""The past of a recurrent layer: checkpoints and recorded columns, to which it can be put back."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from kvlayers.errors import OptionError, RollbackError
+from kvlayers.recurrent.states import LinearStates, States, TokenCount, kept, rows
+from kvlayers.utils.options import as_options, mapping_option
+
+LEAST_WHILE_RECORDING = 2
+"""Checkpoints that are kept at least while a past is recorded: at the end of a draft, and where the draft began."""
+
+
+@mapping_option("checkpoints")
+@dataclass(frozen=True)
+class Checkpoints:
+    """When a recurrent layer takes checkpoints, and how many it keeps.
+
+    A checkpoint is taken at the end of each update of several tokens (so at the end of the prompt), every `every`
+    tokens, and where a past that may be taken back begins (`activate_past_recording`, and each rollback while
+    recording). Compiled code takes no checkpoints. A checkpoint takes as much memory as the states of the layer,
+    whatever the number of tokens.
+
+    Args:
+        every: take a checkpoint every `every` tokens as well; `None` to leave that out.
+        most: the most checkpoints to keep; the oldest is dropped first. While a past is recorded, at least two are
+            kept.
+
+    Raises:
+        OptionError: a value that is not a whole number, or too small.
+
+    Example:
+        >>> import kvlayers
+        >>> kvlayers.layers.Checkpoints(every=256, most=8)
+        Checkpoints(every=256, most=8)
+    """
+
+    every: int | None = None
+    most: int = 2
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            _check_count(self.every, "every", 1)
+        _check_count(self.most, "most", 0)
+
+    @classmethod
+    def of(cls, given: "Checkpoints | Mapping[str, int | None] | None") -> "Checkpoints":
+        """The `Checkpoints` for the option `checkpoints` of a cache: a `Checkpoints`, or a mapping of its arguments.
+
+        Raises:
+            OptionError: the option is something else, or names an argument that does not exist.
+        """
+        if given is None:
+            return cls()
+        return as_options(cls, given, "{'every': 64}")
+
+    def due_at(self, length: int) -> bool:
+        """Whether a checkpoint is due at this number of tokens."""
+        return self.most > 0 and self.every is not None and length > 0 and length % self.every == 0
+
+
+def _check_count(number: object, name: str, least: int) -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
+        raise OptionError(
+            f"expected {name} of the checkpoints to be a whole number, at least {least}, but saw {number!r}."
+        )
+
+
+@dataclass
+class Checkpoint:
+    """Copies of the states of a layer after the same token. Nobody writes to their tensors.
+
+    Attributes:
+        seen: tokens that each convolution state has seen.
+        conv: convolution states.
+        recurrent: recurrent states.
+        chosen: the sequences that were selected since, int64 `[batch]`. The tensors are not indexed at once, because a
+            beam search selects at every step and never goes back.
+    """
+
+    seen: dict[int, int]
+    conv: States = field(default_factory=dict)
+    recurrent: States = field(default_factory=dict)
+    chosen: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens that the layer had seen."""
+        return self.seen[min(self.seen)]
+
+    def select(self, indices: Tensor) -> "Checkpoint":
+        """The checkpoint of the sequences at `indices`, int64 `[new_batch]`."""
+        chosen = indices.clone() if self.chosen is None else rows(self.chosen, indices)
+        selected = replace(self, chosen=chosen)
+        held = max((states.shape[0] for states in self.states()), default=0)
+        # If fewer sequences are left, the memory of the others is freed.
+        return selected.resolved() if chosen.shape[0] < held else selected
+
+    def resolved(self) -> "Checkpoint":
+        """The same checkpoint, with tensors of the chosen sequences only."""
+        chosen = self.chosen
+        if chosen is None:
+            return self
+        conv, recurrent = (
+            {index: rows(states, chosen) for index, states in held.items()} for held in (self.conv, self.recurrent)
+        )
+        return Checkpoint(self.seen, conv, recurrent)
+
+    def copy(self) -> "Checkpoint":
+        """Another checkpoint over the same tensors, to which states may be added."""
+        return Checkpoint(dict(self.seen), dict(self.conv), dict(self.recurrent), self.chosen)
+
+    def states(self) -> list[Tensor]:
+        """All states."""
+        return [*self.conv.values(), *self.recurrent.values()]
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors that keep memory alive."""
+        return [*self.states(), *(() if self.chosen is None else (self.chosen,))]
+
+
+class LinearPast:
+    """Checkpoints of a recurrent layer, and the columns that it records if it has only convolutions.
+
+    Compiled code does none of this: another graph would cost more than it brings.
+
+    Args:
+        checkpoints: when checkpoints are taken, and how many are kept.
+        states: the tensors of the layer.
+        count: its tokens.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, states: LinearStates, count: TokenCount) -> None:
+        self.checkpoints = checkpoints
+        self.history: list[Checkpoint] = []
+        self.is_recording = False
+        self._states = states
+        self._count = count
+        self._recorded: States = {}
+        # The forward pass under way: indices of the convolutions that it has updated, and the checkpoint of its end.
+        self._given: set[int] = set()
+        self._open: Checkpoint | None = None
+
+    # While states are taken in
+
+    def begin(self, state_idx: int) -> None:
+        """Note that a convolution is about to be updated."""
+        if self._given and state_idx not in self._given:
+            self._given.add(state_idx)
+            return
+        # Models may write to the states until here. Only here are all states known to be after the same token.
+        if len(self._given) != 1:
+            self._given = {state_idx}
+        self._open = None
+        if self.checkpoints.every is not None:
+            self._take_if_due()
+
+    def note_columns(self, state_idx: int, columns: int, full: Tensor) -> None:
+        """Note that a convolution was given columns, which are the newest of `full`, `[batch, channels, any]`."""
+        if self.is_recording and not any(self._states.has_recurrent.values()):
+            self._record(state_idx, columns, full)
+        held, most = self._states.conv[state_idx], self._most
+        if columns == 1 or not most or held is None:
+            return
+        if self._open is None:
+            self._open = Checkpoint(dict(self._count.seen()))
+            self._hold(self._open)
+        self._open.seen = dict(self._count.seen())
+        self._open.conv[state_idx] = kept(held)
+
+    def note_recurrent(self, state_idx: int, held: Tensor, alone: bool) -> None:
+        """Note that a recurrent state was given: `alone`, without columns, or after them."""
+        if self._recorded:
+            self._recorded = {}
+        if alone:
+            self._given, self._open = set(), None
+            self._take_if_due()
+        elif self._open is not None:
+            self._open.recurrent[state_idx] = kept(held)
+
+    def _record(self, state_idx: int, columns: int, full: Tensor) -> None:
+        past, kernel = self._recorded.get(state_idx), self._states.kernel[state_idx] or 0
+        if past is None:
+            missing = max(kernel + columns - full.shape[-1], 0)
+            self._recorded[state_idx] = torch.nn.functional.pad(full.detach(), (missing, 0))
+        else:
+            self._recorded[state_idx] = torch.cat([past, full[..., -columns:].detach()], dim=-1)
+
+    def _take_if_due(self) -> None:
+        if self.checkpoints.due_at(self._count.length or 0):
+            self._take()
+
+    def _take(self) -> None:
+        """Take a checkpoint of all states, unless there is one at this length."""
+        length = self._count.length
+        if not length or not self._most:
+            return
+        there_is = self._latest(length)
+        if there_is is None or there_is.length != length:
+            # Such a checkpoint is left of an interrupted update.
+            self._drop_from(length)
+            conv, recurrent = ({index: kept(states) for index, states in live.items()} for live in self._states.live())
+            self._hold(Checkpoint(dict(self._count.seen()), conv, recurrent))
+
+    def _hold(self, checkpoint: Checkpoint) -> None:
+        """Hold one more checkpoint, and drop the oldest ones beyond the most that are kept."""
+        self.history = [*self.history, checkpoint][-self._most :]
+
+    def _latest(self, length: int) -> Checkpoint | None:
+        """The latest checkpoint, at `length` tokens or before, that has all states."""
+        whole = self._states.filled()
+        for checkpoint in reversed(self.history):
+            if checkpoint.length <= length and (set(checkpoint.conv), set(checkpoint.recurrent)) == whole:
+                return checkpoint
+        return None
+
+    def _drop_from(self, length: int) -> None:
+        self.history = [checkpoint for checkpoint in self.history if checkpoint.length < length]
+
+    @property
+    def _most(self) -> int:
+        most = self.checkpoints.most
+        return max(most, LEAST_WHILE_RECORDING) if self.is_recording else most
+
+    # Between forward passes
+
+    def start_recording(self) -> None:
+        """From now on, be able to go back to the present length."""
+        self.is_recording = True
+        self.end_pass()
+        self._keep_beginning()
+
+    def stop_recording(self) -> None:
+        """Hold no more columns than are needed. Checkpoints stay."""
+        self.is_recording = False
+        self._recorded = {}
+
+    def end_pass(self) -> None:
+        """Take the next update for the beginning of another forward pass."""
+        self._given, self._open = set(), None
+
+    def _keep_beginning(self) -> None:
+        # Columns are recorded, but recurrent states are not.
+        if any(self._states.has_recurrent.values()):
+            self._take()
+
+    def nearest_restorable(self, length: int) -> int:
+        """The greatest length, `length` at most, that can be restored: 0 if there is no other.
+
+        Raises:
+            RollbackError: fewer tokens were seen, or it is not known how many were seen.
+        """
+        held = self._count.length
+        if held is None:
+            raise RollbackError(
+                "expected a recurrent layer that counts its tokens, but the model does not tell this one how many it "
+                "has seen: fork() the cache before the tokens that may be taken back."
+            )
+        if not 0 <= length <= held:
+            raise RollbackError(f"expected to roll back to between 0 and {held} tokens, but was asked for {length}.")
+        if (length == held and not self._is_broken()) or 0 < held - length <= self._recorded_tokens():
+            return length
+        checkpoint = self._latest(length)
+        return 0 if checkpoint is None else checkpoint.length
+
+    def _is_broken(self) -> bool:
+        """Whether an update of several tokens was interrupted before all states had been given."""
+        last = self.history[-1] if self.history else None
+        if last is None or last.length != self._count.length:
+            return False
+        return (set(last.conv), set(last.recurrent)) != self._states.filled()
+
+    def _recorded_tokens(self) -> int:
+        """How many of the newest tokens the recorded columns can take back."""
+        conv, recurrent = self._states.filled()
+        if recurrent or set(self._recorded) != conv:
+            return 0
+        return min((self._recorded[i].shape[-1] - (self._states.kernel[i] or 0) for i in conv), default=0)
+
+    def put_back(self, target: int) -> None:
+        """Restore the states of a length that `nearest_restorable` has returned, but not of length 0."""
+        removed = (self._count.length or 0) - target
+        if 0 < removed <= self._recorded_tokens():
+            for index, columns in self._recorded.items():
+                kernel = self._states.kernel[index] or 0
+                rest = columns[..., : columns.shape[-1] - removed]
+                self._states.put_conv(index, rest[..., -kernel:], kernel)
+            self._count.remove(removed)
+        elif removed or self._is_broken():
+            checkpoint = self._latest(target)
+            if checkpoint is None or checkpoint.length != target:
+                raise RollbackError(f"expected a checkpoint at {target} tokens, but no checkpoint is there.")
+            restored = checkpoint.resolved()
+            for index, columns in restored.conv.items():
+                self._states.put_conv(index, columns, columns.shape[-1])
+            for index, states in restored.recurrent.items():
+                self._states.put_recurrent(index, states)
+            self._count.set(checkpoint.seen)
+        self._drop_from(target + 1)
+        self._recorded = {}
+        self.end_pass()
+        if self.is_recording:
+            self._keep_beginning()
+
+    # Operations
+
+    def select(self, indices: Tensor) -> None:
+        """Make sequence `i` what sequence `indices[i]` was, in checkpoints and recorded columns."""
+        self.history = [checkpoint.select(indices) for checkpoint in self.history]
+        self._recorded = {index: rows(states, indices) for index, states in self._recorded.items()}
+        self.end_pass()
+
+    def clear(self) -> None:
+        """Forget checkpoints and recorded columns."""
+        self.history = []
+        self._recorded = {}
+        self.end_pass()
+
+    def fork(self, states: LinearStates, count: TokenCount) -> Self:
+        """The same past for a copy of the states and the count. The tensors are shared, as nobody writes to them."""
+        twin = type(self)(self.checkpoints, states, count)
+        twin.history = [checkpoint.copy() for checkpoint in self.history]
+        twin.is_recording = self.is_recording
+        twin._recorded = dict(self._recorded)
+        return twin
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors of checkpoints and recorded columns."""
+        return [*(tensor for held in self.history for tensor in held.tensors()), *self._recorded.values()]

@@ -1,0 +1,275 @@
+"""A layer that attends and has a recurrent state: an attention layer and a recurrent layer, side by side."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import Self, override
+
+from kvlayers.core.arguments import whole_number
+from kvlayers.core.cache_layer import CacheLayer, WrapperLayer, forwarded
+from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.layer_operations import LayerOperations, LayerState
+from kvlayers.core.layer_registry import layer_class, register_layer
+from kvlayers.core.token_store import Fidelity, least_faithful
+from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.recurrent.linear_layer import LinearAttentionLayer
+from kvlayers.upstream import compat
+
+LINEAR = "linear."
+"""Prefix of the names of the recurrent part in a saved state."""
+
+
+@register_layer
+class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
+    """An attention layer and a linear-attention layer for one layer of a model that has both.
+
+    Keys and values go to the attention layer, convolution states and recurrent states to the linear-attention layer.
+    Operations go to both.
+
+    Args:
+        attention: any `CacheLayer` that has no recurrent states itself.
+        linear: the layer of the convolution states and recurrent states.
+
+    Raises:
+        UnsupportedLayerError: a layer of another kind.
+
+    Example:
+        >>> import kvlayers
+        >>> kvlayers.HybridLayer(kvlayers.DynamicLayer(), kvlayers.LinearAttentionLayer())
+        HybridLayer(DynamicLayer(length=0), LinearAttentionLayer(length=0))
+    """
+
+    is_recurrent = True
+    wrapped: CacheLayer
+
+    def __init__(self, attention: CacheLayer, linear: LinearAttentionLayer) -> None:
+        if not isinstance(attention, CacheLayer) or attention.is_recurrent:
+            raise UnsupportedLayerError(
+                f"expected a layer of attention first, but saw a {type(attention).__name__}: pass a DynamicLayer, or "
+                "another CacheLayer."
+            )
+        if not isinstance(linear, LinearAttentionLayer):
+            raise UnsupportedLayerError(
+                f"expected a LinearAttentionLayer second, but saw a {type(linear).__name__}: pass one."
+            )
+        super().__init__(attention)
+        self.linear = linear
+
+    @property
+    def attention(self) -> CacheLayer:
+        """The attention layer."""
+        return self.wrapped
+
+    # Attention
+
+    is_opaque = forwarded("wrapped")
+    is_compileable = forwarded("wrapped")
+    is_initialized = forwarded("wrapped")
+    keys = forwarded("wrapped")
+    values = forwarded("wrapped")
+    peek = forwarded("wrapped")
+    count = forwarded("wrapped")
+    recount = forwarded("wrapped")
+    mask_sizes = forwarded("wrapped")
+    get_seq_length = forwarded("wrapped")
+    make_room = forwarded("wrapped")
+    reserve_form = forwarded("wrapped")
+    use_prefetcher = forwarded("wrapped")
+    trim = forwarded("wrapped")
+    compact = forwarded("wrapped")
+
+    @override
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        return self.wrapped.update(key_states, value_states)
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return least_faithful((self.wrapped.fidelity, self.linear.fidelity))
+
+    # Convolution states and recurrent states
+
+    update_conv_state = forwarded("linear")
+    update_recurrent_state = forwarded("linear")
+    number_of_states = forwarded("linear")
+    conv_state = forwarded("linear")
+    recurrent_state = forwarded("linear")
+    conv_states = forwarded("linear")
+    recurrent_states = forwarded("linear")
+    is_conv_states_initialized = forwarded("linear")
+    is_recurrent_states_initialized = forwarded("linear")
+    conv_kernel_size = forwarded("linear")
+    has_previous_state = forwarded("linear")
+
+    @property
+    def record_past(self) -> bool:
+        """Always true; see `LinearAttentionLayer`."""
+        return self.linear.record_past
+
+    @record_past.setter
+    def record_past(self, record_past: bool) -> None:
+        if not record_past:
+            self.deactivate_past_recording()
+
+    # Both
+
+    @property
+    @override
+    def parts(self) -> tuple[LayerOperations, ...]:
+        return self.wrapped, self.linear
+
+    @property
+    @override
+    def can_be_stacked(self) -> bool:  # type: ignore[override]
+        return self.wrapped.can_be_stacked and self.linear.can_be_stacked
+
+    @property
+    @override
+    def is_recording(self) -> bool:
+        return self.wrapped.is_recording or self.linear.is_recording
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether `crop` can put both back as they were."""
+        return self.wrapped.is_croppable and self.linear.is_croppable
+
+    @property
+    @override
+    def batch_size(self) -> int | None:
+        return self.linear.batch_size if self.wrapped.batch_size is None else self.wrapped.batch_size
+
+    @override
+    def nearest_restorable(self, length: int) -> int:
+        """The greatest length, `length` at most, to which both layers can be put back."""
+        while True:
+            before = length
+            length = self._of_linear(self.wrapped.nearest_restorable(length))
+            if length == before:
+                return length
+
+    def _of_linear(self, length: int) -> int:
+        # If the model does not use it, or an update was interrupted before it, there is nothing to take back.
+        unused = self.linear.length == 0
+        if unused or (self.linear.length is None and length == self.wrapped.length):
+            return length
+        return int(self.linear.nearest_restorable(length))
+
+    @override
+    def check_truncate(self, length: int) -> None:
+        self.wrapped.check_truncate(length)
+        if self._of_linear(length) != length:
+            self.linear.check_truncate(length)
+
+    @override
+    def truncate(self, length: int) -> int:
+        length = whole_number(length, "a length")
+        target = self.nearest_restorable(length)
+        self.wrapped.truncate(target)
+        if self.linear.length:
+            self.linear.truncate(target)
+        return length - target
+
+    @override
+    def activate_past_recording(self) -> None:
+        self.wrapped.activate_past_recording()
+        self.linear.activate_past_recording()
+
+    @override
+    def deactivate_past_recording(self) -> None:
+        self.wrapped.deactivate_past_recording()
+        self.linear.deactivate_past_recording()
+
+    @override
+    def select(self, indices: Tensor) -> None:
+        if self.wrapped.batch_size is not None:
+            self.wrapped.select(indices)
+        self.linear.select(indices)
+
+    @override
+    def expand(self, repeats: int) -> None:
+        self.wrapped.expand(repeats)
+        self.linear.expand(repeats)
+
+    @override
+    def share_prefix(self, other: LayerOperations, tokens: int) -> None:
+        if isinstance(other, HybridLayer):
+            self.wrapped.share_prefix(other.wrapped, tokens)
+
+    @override
+    def reset(self) -> None:
+        self.wrapped.reset()
+        self.linear.reset()
+
+    @override
+    def fork(self) -> Self:
+        return type(self)(self.wrapped.fork(), self.linear.fork())
+
+    @override
+    def held_tensors(self) -> Iterator[Tensor]:
+        yield from self.wrapped.held_tensors()
+        yield from self.linear.held_tensors()
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        attention, linear = self.wrapped.describe(), self.linear.describe()
+        return {**attention, "attention": self.wrapped.kind, **_prefixed(linear)}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        attention = context.layer(facts["attention"], _of_attention(facts))
+        return cls(attention, LinearAttentionLayer.from_description(_unprefixed(facts), context))
+
+    @classmethod
+    @override
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        return layer_class(facts["attention"]).reserved_by(_of_attention(facts))
+
+    @override
+    def state(self) -> LayerState:
+        attention, linear = self.wrapped.state(), self.linear.state()
+        facts: dict[str, Fact] = {**attention.facts, "attention": attention.kind, **_prefixed(linear.facts)}
+        return LayerState(self.kind, {**attention.tensors, **_prefixed(linear.tensors)}, facts)
+
+    def _parts(self, state: LayerState) -> tuple[LayerState, LayerState]:
+        kind = state.facts.get("attention")
+        if state.kind != self.kind or not isinstance(kind, str):
+            raise StateMismatchError(
+                f"expected the state of a {self.kind}, but saw that of a {state.kind}: load it into a cache "
+                "that was made for the same model config."
+            )
+        tensors = {name: tensor for name, tensor in state.tensors.items() if not name.startswith(LINEAR)}
+        linear = LayerState(self.linear.kind, _unprefixed(state.tensors), _unprefixed(state.facts))
+        return LayerState(kind, tensors, _of_attention(state.facts)), linear
+
+    @override
+    def check_state(self, state: LayerState) -> None:
+        attention, linear = self._parts(state)
+        self.wrapped.check_state(attention)
+        self.linear.check_state(linear)
+
+    @override
+    def load_state(self, state: LayerState) -> None:
+        self.check_state(state)
+        attention, linear = self._parts(state)
+        self.wrapped.load_state(attention)
+        self.linear.load_state(linear)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.wrapped!r}, {self.linear!r})"
+
+
+def _of_attention(facts: Facts) -> dict[str, Fact]:
+    """The facts of the attention layer, without its kind."""
+    return {name: fact for name, fact in facts.items() if name != "attention" and not name.startswith(LINEAR)}
+
+
+def _prefixed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{LINEAR}{name}": value for name, value in values.items()}
+
+
+def _unprefixed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(LINEAR): value for name, value in values.items() if name.startswith(LINEAR)}

@@ -1,0 +1,173 @@
+"""The cache that keeps attention sinks and a window, for chats without an end."""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import Self, override
+
+from kvlayers.core.cache import Cache
+from kvlayers.core.cache_registry import register_cache_class
+from kvlayers.core.description import DescriptionContext
+from kvlayers.core.from_config import sink_layers
+from kvlayers.core.preparation import check_empty, check_rotary, left_padding_of, prepare_layers
+from kvlayers.errors import ConfigError
+from kvlayers.quantized.quantization import Quantization
+from kvlayers.rope.rotary import Rotary
+from kvlayers.sinks.sink_layer import SinkConfig, SinkLayer
+from kvlayers.sinks.sink_tokens import check_sinks, padding_of
+from kvlayers.upstream.model_types import config_of
+from kvlayers.utils.options import checks_options
+from kvlayers.utils.units import tokens
+
+
+@register_cache_class
+class SinkCache(Cache):
+    """Attention sinks: holds the first few tokens and the newest tokens, so that a chat may go on without an end.
+
+    StreamingLLM, Xiao et al. 2023 (arXiv:2309.17453). `SinkLayer` says what is attended to. Layers of the model that
+    slide a window of `window_length` tokens or fewer keep their own window.
+
+    The config says how a model rotates its keys. It may also come later: `prepare` takes it, and `generate()` under
+    `install()` passes it to a cache without a config.
+
+    Example:
+        >>> import kvlayers, transformers
+        >>> config = transformers.LlamaConfig(num_hidden_layers=2)
+        >>> cache = kvlayers.SinkCache(window_length=256, num_sink_tokens=4, config=config)
+        >>> cache, cache.get_max_length()
+        (SinkCache(2 x SinkLayer, 0 tokens, 0 B), 256)
+        >>> kvlayers.SinkCache(256, config=transformers.GPT2Config())
+        Traceback (most recent call last):
+        kvlayers.errors.ConfigError: ...
+
+    Args:
+        window_length: tokens that a query attends to, the sinks and itself included: 4096, or "4k".
+        num_sink_tokens: how many of them are sinks.
+        config: config of the model, or the model.
+        rotary: how the model's keys are rotated, for a model that kvlayers does not know.
+        left_padding: tokens of padding before each sequence, beams included. `generate()` under `install()` finds them.
+        quantization: how the window is held in packed codes: a `Quantization`, or a mapping of its options. Without it,
+            the window is held in full precision. The sinks always are. Fixed scales of fp8 are its `key_scales` and
+            `value_scales`, the same for all layers; it does not take the option `scales` of `QuantizedCache`.
+        offloading: hold states on the host, and on their device only while they are attended to.
+        offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
+        offload_directory: the directory of these files, for "disk".
+
+    Raises:
+        OptionError: an option that does not exist, or a window that is not larger than the sinks.
+        ConfigError: a model without RoPE, with a RoPE that depends on the length, or with an unknown RoPE.
+    """
+
+    rotates_keys = True
+    learns_padding = True
+    is_compileable = False
+    """At every token the sinks are rotated by another distance."""
+
+    @checks_options
+    def __init__(
+        self,
+        window_length: int | str,
+        num_sink_tokens: int = 4,
+        config: object | None = None,
+        rotary: Rotary | None = None,
+        left_padding: Sequence[int] | Tensor | None = None,
+        quantization: Quantization | Mapping[str, Any] | None = None,
+        offloading: bool = False,
+        offload_device: str = "cpu",
+        offload_directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        window_length = tokens(window_length, "window_length")
+        check_sinks(window_length, num_sink_tokens)
+        if config is not None:
+            config = config_of(config)
+        check_rotary(rotary)
+        self.window_length = window_length
+        self.num_sink_tokens = num_sink_tokens
+        self.quantization = _window_quantization(quantization)
+        self._rotary = rotary
+        self._padding = padding_of(left_padding)
+        if config is None:
+            super().__init__(None, self._layer_without_config, offloading, False, offload_device, offload_directory)
+        else:
+            layers = sink_layers(config, self._sinks(self._padding), rotary)
+            super().__init__(layers, None, offloading, False, offload_device, offload_directory)
+
+    def _sinks(self, padding: Tensor | None) -> SinkConfig:
+        return SinkConfig(self.window_length, self.num_sink_tokens, self.quantization, padding)
+
+    def _layer_without_config(self) -> SinkLayer:
+        if self._rotary is None:
+            raise ConfigError(
+                "expected to know how the model rotates its keys, but the cache has no config: make it with "
+                "config=model.config, call prepare(model.config), or generate() under kvlayers.install()."
+            )
+        return self._sinks(self._padding).layer(self._rotary)
+
+    @override
+    def prepare(self, config: object, attention_mask: Tensor | None = None) -> None:
+        """Tell an empty cache which model it is for, and which tokens are padding.
+
+        Args:
+            config: config of the model, or the model.
+            attention_mask: `[batch, tokens]`, 0 for padding on the left.
+
+        Raises:
+            StateMismatchError: tokens are held, or there is padding that is not on the left.
+            ConfigError: as for the cache itself.
+        """
+        check_empty(self)
+        padding = self._padding if attention_mask is None else left_padding_of(attention_mask)
+        layers = sink_layers(config_of(config), self._sinks(padding), self._rotary)
+        prepare_layers(self, layers, padding)
+        self._padding = padding
+
+    @override
+    def describe(self) -> dict[str, Any]:
+        return {
+            **super().describe(),
+            "window_length": self.window_length,
+            "num_sink_tokens": self.num_sink_tokens,
+            "quantization": None if self.quantization is None else self.quantization.facts(),
+            "left_padding": None if self._padding is None else self._padding.tolist(),
+            "rotary": None if self._rotary is None else self._rotary.fingerprint,
+        }
+
+    @classmethod
+    @override
+    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
+        cache = super().from_description(options, layers, context)
+        cache.window_length, cache.num_sink_tokens = options["window_length"], options["num_sink_tokens"]
+        check_sinks(cache.window_length, cache.num_sink_tokens)
+        cache.quantization = Quantization.of(options["quantization"])
+        cache._padding = padding_of(options["left_padding"])
+        cache._rotary = context.rotary(options["rotary"])
+        if options["grows"]:
+            cache.make_more_with(cache._layer_without_config)
+        return cache
+
+    @classmethod
+    @override
+    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
+        quantization = Quantization.of(options["quantization"])
+        sinks = SinkConfig(options["window_length"], options["num_sink_tokens"], quantization)
+        return sink_layers(config, sinks, context.rotary(options["rotary"]))
+
+    @override
+    def reset(self) -> None:
+        """Forget all tokens, and the padding before them; the memory is kept for the next ones."""
+        super().reset()
+        self._padding = None
+
+    @override
+    def most_tokens(self, layer_idx: int | None = None) -> int:
+        """Tokens that a query attends to; for a layer with a window of the model itself, the length of that window."""
+        return self.window_length if layer_idx is None else super().most_tokens(layer_idx)
+
+
+def _window_quantization(given: Quantization | Mapping[str, Any] | None) -> Quantization | None:
+    quantization = Quantization.of(given)
+    # A window drops its oldest tokens, so no token of it could stay as a sink of the store.
+    return None if quantization is None else dataclasses.replace(quantization, sink_tokens=0)

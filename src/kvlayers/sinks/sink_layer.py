@@ -1,0 +1,332 @@
+"""A layer that keeps the first few tokens and a window of the newest tokens."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import Self, override
+
+from kvlayers.core.arguments import repeated_rows
+from kvlayers.core.cache_layer import forwarded
+from kvlayers.core.dense_store import DenseStore
+from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.dynamic_layer import check_rollback
+from kvlayers.core.layer_operations import LayerState
+from kvlayers.core.layer_registry import register_layer
+from kvlayers.core.sliding_layer import WindowLayer, take_back, window_room
+from kvlayers.core.token_store import Fidelity, KVPair, TokenStore
+from kvlayers.errors import RollbackError, StateMismatchError
+from kvlayers.kernels.codes.quantizer import Side
+from kvlayers.kernels.packed_tensor import PackedStates
+from kvlayers.quantized.quantization import Quantization
+from kvlayers.quantized.quantized_store import QuantizedStore
+from kvlayers.rope.rotary import Rotary
+from kvlayers.sinks.sink_tokens import NAMES, PADDING_NAME, Sinks, check_sinks, padding_of
+from kvlayers.utils.options import checks_options
+
+
+@register_layer
+class SinkLayer(WindowLayer):
+    """Attention sinks: keeps the first `num_sink_tokens` tokens and the newest tokens, `window_length` in all.
+
+    StreamingLLM (Xiao et al. 2023, arXiv:2309.17453) lets a query attend to the kept tokens as if they were one
+    sequence without a gap. Attention under RoPE depends on distances only. So the window's keys stay as they are, and
+    the few keys of the sinks are rotated by the distance that eviction has put between them and the window. They are
+    always rotated from the keys as they came, so nothing is rounded twice.
+
+    Tokens are evicted between updates, never within one: the tokens of a prompt attend to the whole prompt.
+
+    If sequences are padded on the left, each has its own sinks: its first tokens that are not padding.
+
+    Args:
+        window_length: tokens that a query attends to, the sinks and itself included.
+        num_sink_tokens: how many of them are sinks.
+        rotary: how keys are rotated, `None` for a layer whose attention does not know positions.
+        store: how the tokens of the window are held; a `DenseStore` if it is not given.
+        left_padding: tokens of padding before each sequence, int64 `[batch]`.
+
+    Raises:
+        OptionError: a window that is not larger than the sinks, or a count that is not a whole number.
+
+    Example:
+        >>> import torch, kvlayers
+        >>> from kvlayers.rope.rotary import Rotary
+        >>> rotary = Rotary(10000.0 ** -(torch.arange(0, 8, 2) / 8).double(), "halves")
+        >>> layer = kvlayers.SinkLayer(window_length=16, num_sink_tokens=4, rotary=rotary)
+        >>> for _ in range(100):
+        ...     keys, values = layer.update(torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8))
+        >>> keys.shape, layer.length
+        (torch.Size([1, 2, 16, 8]), 100)
+    """
+
+    described = ("window_length", "num_sink_tokens")
+    hints = ("left_padding",)
+    fidelity: Fidelity = "evicting"
+    rotary = forwarded("_sinks")
+    """How keys are rotated, `None` for keys that do not know positions."""
+
+    @checks_options
+    def __init__(
+        self,
+        window_length: int,
+        num_sink_tokens: int,
+        rotary: Rotary | None,
+        store: TokenStore | None = None,
+        left_padding: Sequence[int] | Tensor | None = None,
+    ) -> None:
+        check_sinks(window_length, num_sink_tokens)
+        self.room = window_room(window_length)
+        super().__init__(DenseStore(self.room, prefix_room=num_sink_tokens) if store is None else store)
+        self.window_length = window_length
+        self.num_sink_tokens = num_sink_tokens
+        self._sinks = Sinks(num_sink_tokens, rotary).with_padding(padding_of(left_padding))
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KVPair:
+        store, seen = self._store, self._seen
+        tokens = store.validate(key_states, value_states)
+        self._sinks.check_batch(key_states.shape[0])
+        sinks = self._sinks.with_tokens(seen, key_states, value_states)
+        past = self.attended_past(seen)
+        first = seen - past
+        front = sinks.rotated_before(first) if first > sinks.first_start else None
+        # A sequence without tokens between its sinks and the window attends to its sinks as part of the window.
+        all_apart = front is not None and first > sinks.last_start
+        behind = past - self.num_sink_tokens if all_apart else past
+        if self.record_past:
+            store.reserve(store.length + tokens)
+        if not self.record_past and past + tokens > self.room:
+            kept = min(self._needed(seen + tokens), behind + tokens)
+            attended = store.extend_and_evict(key_states, value_states, behind, kept, front if all_apart else None)
+        else:
+            held = store.length
+            try:
+                attended = store.extend(key_states, value_states, behind, front if all_apart else None)
+            except BaseException:
+                take_back(store, held)
+                raise
+        if front is not None and not all_apart:
+            attended = self._with_sinks_in_front(sinks.are_apart_before(first), front, attended)
+        self._sinks, self._seen = sinks, seen + tokens
+        if not self.record_past:
+            self._drop_beyond_window()
+        return attended
+
+    def _with_sinks_in_front(self, are_apart: Tensor, sinks: KVPair, attended: KVPair) -> KVPair:
+        """The attended states, with the sinks in front in each sequence whose sinks are apart from the window.
+
+        Args:
+            are_apart: bool `[batch, 1, 1, 1]`, see `Sinks.are_apart_before`.
+            sinks: keys and values of the sinks, `[batch, kv_heads, num_sink_tokens, head_dim]`.
+            attended: keys and values `[batch, kv_heads, attended, head_dim]`.
+        """
+        width = self.num_sink_tokens
+        keys, values = (
+            torch.cat([torch.where(are_apart, first, states[:, :, :width]), states[:, :, width:]], 2)
+            for first, states in zip(sinks, attended, strict=True)
+        )
+        return keys, values
+
+    @override
+    def attended_past(self, tokens: int) -> int:
+        # Sinks included.
+        return min(tokens, self.window_length - 1)
+
+    def _needed(self, seen: int) -> int:
+        """Newest tokens to hold after `seen` tokens: all attended tokens, less the sinks once they stand apart."""
+        past = self.attended_past(seen)
+        return past - self.num_sink_tokens if seen - past > self._sinks.last_start else past
+
+    @override
+    def _drop_beyond_window(self) -> None:
+        beyond = self._store.length - self._needed(self._seen)
+        if beyond > 0:
+            self._store.drop_oldest(beyond)
+
+    @property
+    @override
+    def held_tokens(self) -> int:
+        return min(self._seen, self.num_sink_tokens + self._store.length)
+
+    @property
+    def left_padding(self) -> Tensor | None:
+        """Tokens of padding before each sequence, int64 `[batch]` on the host; `None` without padding."""
+        padding = self._sinks.padding
+        return None if padding is None else padding.cpu()
+
+    @left_padding.setter
+    def left_padding(self, padding: Sequence[int] | Tensor | None) -> None:
+        if self._seen:
+            raise StateMismatchError(
+                f"expected an empty layer, but {self._seen} tokens have been seen: give left_padding before the first "
+                "token."
+            )
+        self._sinks = self._sinks.emptied().with_padding(padding_of(padding))
+
+    @override
+    def note_left_padding(self, padding: Tensor | None) -> None:
+        self.left_padding = padding
+
+    @override
+    def _handed_out(self, side: Side) -> Tensor | None:
+        # Copies: what the next token attends to is made from the sinks, as they came, and from the window.
+        keys, values = self.peek()
+        return _copied(keys if side == "keys" else values)
+
+    @override
+    def peek(self) -> tuple[Tensor | None, Tensor | None]:
+        if self._store.key_form is None:
+            return None, None
+        past = self.attended_past(self._seen)
+        first = self._seen - past
+        if first <= self._sinks.first_start:
+            return self._store.newest(past)
+        front = self._sinks.rotated_before(first)
+        if first <= self._sinks.last_start:
+            return self._with_sinks_in_front(self._sinks.are_apart_before(first), front, self._store.newest(past))
+        window = self._store.newest(past - self.num_sink_tokens)
+        return torch.cat([front[0], window[0]], dim=2), torch.cat([front[1], window[1]], dim=2)
+
+    @override
+    def assignable(self, states: Tensor) -> Tensor:
+        if self._seen != self._store.length or self._seen > self.attended_past(self._seen):
+            raise StateMismatchError(
+                f"expected a layer that holds all of its {self._seen} tokens, but tokens have been evicted: use "
+                "state() and load_state()."
+            )
+        if states.shape[2] != self._seen:
+            raise StateMismatchError(
+                f"expected states of all {self._seen} tokens, since keys are rotated by their positions, but saw "
+                f"{states.shape[2]}: use a DynamicCache to evict other tokens than the oldest."
+            )
+        return states
+
+    @override
+    def _replace(self, keys: Tensor, values: Tensor) -> None:
+        super()._replace(keys, values)
+        self._sinks = self._sinks.with_tokens(0, *self._store.newest(self._seen))
+
+    @property
+    @override
+    def capacity(self) -> int | None:
+        return self.window_length
+
+    @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        past = self.attended_past(self._seen)
+        return past + query_length, self._seen - past
+
+    @override
+    def check_truncate(self, length: int) -> None:
+        check_rollback(length, self._seen)
+        dropped = self._seen - self._store.length
+        needed = length - self._needed(length)
+        if length and needed < dropped:
+            raise RollbackError(
+                f"expected to roll back over tokens that are still held, but going from {self._seen} to {length} "
+                f"tokens needs token {needed} again, and the tokens between the {self.num_sink_tokens} sinks and token "
+                f"{dropped} have been evicted: call activate_past_recording() before the tokens that may be taken "
+                "back, or fork() the cache."
+            )
+
+    @override
+    def select(self, indices: Tensor) -> None:
+        sinks = self._sinks.selected(indices)
+        super().select(indices)
+        self._sinks = sinks
+
+    @override
+    def expand(self, repeats: int) -> None:
+        batch_size = self.batch_size
+        super().expand(repeats)
+        if batch_size is not None:
+            self._sinks = self._sinks.selected(repeated_rows(repeats, batch_size))
+
+    @override
+    def reset(self) -> None:
+        """Forget all tokens, and the padding before them; the memory of the window is kept for the next ones."""
+        super().reset()
+        self._sinks = self._sinks.emptied()
+
+    @override
+    def held_tensors(self) -> Iterator[Tensor]:
+        yield from super().held_tensors()
+        yield from self._sinks.held_tensors()
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:  # type: ignore[override]
+        """The rotation of the keys, if they are rotated."""
+        return () if self.rotary is None else (self.rotary,)
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        return {**super().describe(), "rotary": None if self.rotary is None else self.rotary.fingerprint}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        arguments = cls.arguments_from(facts)
+        store = context.store(facts, window_room(arguments["window_length"]))
+        return cls(**arguments, rotary=context.rotary(facts["rotary"]), store=store)
+
+    @override
+    def state(self) -> LayerState:
+        state = super().state()
+        return LayerState(state.kind, {**state.tensors, **self._sinks.state()}, state.facts)
+
+    @override
+    def check_state(self, state: LayerState) -> None:
+        own, window = state.split((*NAMES, PADDING_NAME))
+        super().check_state(window)
+        sinks = self._sinks.of_state(own)
+        seen = state.length
+        if seen and sinks.keys is None:
+            raise StateMismatchError(
+                f"expected a state with the first tokens of {seen}, but it has no tokens: take it again."
+            )
+
+    @override
+    def check_held(self, held: int, seen: int) -> None:
+        least = max(self.attended_past(seen) - self.num_sink_tokens, 0) if seen >= self.window_length else seen
+        if not least <= held <= seen:
+            raise StateMismatchError(
+                f"expected a state with at least the newest {least} of {seen} tokens, but saw {held}: take the state "
+                "again."
+            )
+
+    @override
+    def load_state(self, state: LayerState) -> None:
+        self.check_state(state)
+        own, window = state.split((*NAMES, PADDING_NAME))
+        sinks = self._sinks.of_state(own)
+        self._store.load_state(window.tensors)
+        self._sinks, self._seen = sinks, state.length
+
+
+@dataclass(frozen=True, eq=False)
+class SinkConfig:
+    """How the layers of a `SinkCache` are made.
+
+    Attributes:
+        window_length: tokens that a query attends to, the sinks and itself included.
+        num_sink_tokens: how many of them are sinks.
+        quantization: how windows are held in packed codes, `None` for full precision.
+        left_padding: tokens of padding before each sequence, int64 `[batch]`; `None` if there is no padding.
+    """
+
+    window_length: int
+    num_sink_tokens: int
+    quantization: Quantization | None = None
+    left_padding: Tensor | None = None
+
+    def layer(self, rotary: Rotary | None) -> SinkLayer:
+        """A layer whose keys are rotated by `rotary`, `None` for keys that know no positions."""
+        quantization, window = self.quantization, self.window_length
+        store = None if quantization is None else QuantizedStore(quantization, window_room(window))
+        return SinkLayer(window, self.num_sink_tokens, rotary, store, self.left_padding)
+
+
+def _copied(states: Tensor | None) -> Tensor | None:
+    # Handles of packed states cannot be written to.
+    return states if states is None or isinstance(states, PackedStates) else states.clone()

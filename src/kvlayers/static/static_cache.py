@@ -1,0 +1,185 @@
+"""The cache that reserves its memory once."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from typing_extensions import Self, override
+
+from kvlayers.core.cache import Cache
+from kvlayers.core.cache_registry import register_cache_class
+from kvlayers.core.description import DescriptionContext
+from kvlayers.core.from_config import Reservation, fixed_layers, static_layers
+from kvlayers.errors import ConfigError, OptionError
+from kvlayers.recurrent.checkpoints import Checkpoints
+from kvlayers.static.slots import Buckets
+from kvlayers.static.static_layer import StaticLayer
+from kvlayers.upstream import model_types
+from kvlayers.utils.options import check_accepted, checks_options
+from kvlayers.utils.units import tokens
+
+
+@register_cache_class
+class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
+    """Reserves memory for `max_cache_len` tokens when the first tokens come, and keeps it at one address.
+
+    Sliding and chunked attention reserve their window, and some room to move it in.
+
+    Eager code attends to the tokens that are held. Compiled code attends to a bucket, the smallest of a few sizes that
+    holds them. So it is compiled once for each bucket, and the cost of a step depends on the tokens that are held, not
+    on the tokens that are reserved.
+
+    Example:
+        >>> import torch, kvlayers, transformers
+        >>> config = transformers.LlamaConfig(num_hidden_layers=1)
+        >>> cache = kvlayers.StaticCache(config, max_cache_len=4)
+        >>> _ = cache.update(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8), layer_idx=0)
+        >>> cache.get_seq_length(), cache.get_max_length()
+        (3, 4)
+        >>> cache.update(torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8), layer_idx=0)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        kvlayers.errors.CapacityError: The reservation ... 4 tokens, ... 3 held and 2 new: reserve 5 or more ...
+
+    Args:
+        config: config of the model, or the model.
+        max_cache_len: tokens to reserve, prompt and continuation together: 4096, or "4k".
+        offloading: hold states on the host, and on their device only while they are attended to. The forward pass
+            around such a cache is not compiled.
+        offload_only_non_sliding: leave layers that attend within a window on the device.
+        max_batch_size: sequences to reserve for; the batch size of the first tokens if it is not given. Fewer sequences
+            use a part of the memory.
+        buckets: sizes of the buckets that compiled code attends to.
+        grow: take a larger reservation if this one is too small, instead of raising `CapacityError`. Compiled code
+            cannot, and raises.
+        compiled: whether `generate()` may compile the forward pass around this cache. The masks, which it makes outside
+            of compiled code, are then masks of buckets. If it is not given, it is true if there is an accelerator, and
+            false from the first states on if these are on the CPU. A function that you compile with the model and its
+            masks in it does not need it.
+        offload_device: "cpu" for the host's memory, "disk" for memory-mapped files.
+        offload_directory: the directory of these files, for "disk".
+        checkpoints: when recurrent layers take checkpoints and how many they keep, `Checkpoints` or a mapping of its
+            arguments. Compiled code takes none.
+        device: accepted because transformers accepts it, without effect: states stay on the device that they come on.
+        dtype: accepted in the same way: states keep the dtype that they come in.
+
+    Raises:
+        UnsupportedLayerError: a layer cannot be offloaded, and offloading is asked for.
+        OptionError: an option that does not exist, or a reservation of no tokens or no sequences.
+        ConfigError: the config does not describe the model's layers, or `compiled=True` for a model that cannot be
+            compiled around such a cache (those with alibi).
+    """
+
+    is_static = True
+
+    @checks_options
+    def __init__(
+        self,
+        config: object,
+        max_cache_len: int | str,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = True,
+        max_batch_size: int | None = None,
+        buckets: Buckets | None = None,
+        grow: bool = False,
+        compiled: bool | None = None,
+        offload_device: str = "cpu",
+        offload_directory: str | os.PathLike[str] | None = None,
+        checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> None:
+        check_accepted(dtype, device)
+        config = model_types.config_of(config)
+        self.check_config(config)
+        self._reservation = Reservation(tokens(max_cache_len, "max_cache_len"), max_batch_size, buckets, grow)
+        self._grows = grow
+        layers = static_layers(config, self._reservation, checkpoints)
+        super().__init__(layers, None, offloading, offload_only_non_sliding, offload_device, offload_directory)
+        self.compiled = self._masks_are_of_buckets(config, compiled)
+
+    def _masks_are_of_buckets(self, config: object, compiled: bool | None) -> bool | None:
+        """Whether masks are of buckets, `None` if they are unless the states are on a CPU."""
+        of_all = model_types.counts_on_the_whole_reservation(config)
+        if compiled is None:
+            return None if torch.accelerator.is_available() and not of_all else False
+        if not isinstance(compiled, bool):
+            raise OptionError(f"expected compiled to be True, False or None, but saw {compiled!r}.")
+        if compiled and of_all:
+            raise ConfigError(
+                f"expected a model that attends to as many slots as its cache returns, but the alibi of "
+                f"{type(config).__name__} is made for all that are reserved: leave out compiled=True."
+            )
+        return compiled
+
+    def check_config(self, config: object) -> None:
+        """Raise `ConfigError` if this kind of cache is not for such a model."""
+
+    @override
+    def describe(self) -> dict[str, Any]:
+        reserved = self._reservation
+        buckets = None if reserved.buckets is None else dataclasses.asdict(reserved.buckets)
+        return {**super().describe(), **reserved.options(), "buckets": buckets, "compiled": self.compiled}
+
+    @classmethod
+    @override
+    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
+        cache = super().from_description(options, layers, context)
+        cache._reservation = _reservation_from(options)
+        cache._grows = cache._reservation.grow
+        # Adapters of transformers' layers are made again, as they are told whether they grow.
+        cache._adapted = ()
+        # Whether masks are of buckets is a matter of the machine that goes on, too.
+        cache.compiled = None if options["compiled"] and torch.accelerator.is_available() else False
+        return cache
+
+    @classmethod
+    @override
+    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
+        return static_layers(config, _reservation_from(options))
+
+    @property
+    def compiled(self) -> bool:
+        """Whether masks that are made outside of compiled code are masks of buckets."""
+        return any(layer.reserved.mask_extent.mode.is_compiled for layer in fixed_layers(self.layers))
+
+    @compiled.setter
+    def compiled(self, compiled: bool | None) -> None:
+        for layer in fixed_layers(self.layers):
+            layer.reserved.mask_extent.mode.compiled = compiled
+
+    def settle(self) -> None:
+        """Let compiled steps go on from any number of tokens without another compilation.
+
+        This is needed only between a compiled function that took in prompts of many different lengths and compiled
+        steps, if no eager code of the cache runs between the two. `generate()` does it by itself.
+        """
+        for layer in fixed_layers(self.layers):
+            layer.reserved.sync_slot()
+
+    @override
+    def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
+        """An empty cache for cross-attention in a model that has this cache for self-attention.
+
+        Args:
+            encoder_length: tokens to reserve. If it is not given, the cache grows.
+        """
+        if encoder_length is None:
+            return super().for_cross_attention()
+        # Its masks are the encoder's, and it is filled once, so compiled code too reads the tokens that are held.
+        reservation = dataclasses.replace(self._reservation, max_cache_len=encoder_length)
+        layers = [StaticLayer(**reservation.options()) for _ in self.layers]
+        return Cache(layers=layers, **self.offloading_options())
+
+
+def _reservation_from(options: Mapping[str, Any]) -> Reservation:
+    """The reservation that a static cache has described."""
+    buckets = options["buckets"]
+    return Reservation(
+        options["max_cache_len"],
+        options["max_batch_size"],
+        None if buckets is None else Buckets(**buckets),
+        options["grow"],
+    )

@@ -1,0 +1,429 @@
+"""Layers over memory that is reserved once, at an address that does not change: full attention, and windows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self, override
+
+from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.dynamic_layer import DynamicLayer
+from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.core.layer_registry import register_layer
+from kvlayers.core.sliding_layer import SlidingLayer, check_window, window_room
+from kvlayers.core.token_layer import TokenLayer
+from kvlayers.core.validation import no_room_for_tokens
+from kvlayers.errors import CapacityError, OptionError, StateMismatchError
+from kvlayers.static.slots import Buckets
+from kvlayers.static.static_store import StaticStore
+from kvlayers.utils.options import checks_options
+
+
+def in_step(asked: LayerOperations, layers: Sequence[LayerOperations]) -> tuple[int, ...]:
+    """Indices of the layers that have seen as many tokens as a layer, and may hold as many: one mask is made for all.
+
+    Other layers may hold something else, such as the image that cross-attention reads (mllama), or stand still.
+
+    Args:
+        asked: the layer that is asked how its next tokens are masked.
+        layers: layers of the same cache.
+    """
+    seen, capacity = asked.length_on_host, asked.capacity
+    return tuple(
+        index
+        for index, layer in enumerate(layers)
+        # A count that stands on an accelerator, and is not waited for, is None.
+        if layer.length_on_host in (seen, None) and layer.capacity == capacity
+    )
+
+
+RESERVATION_FACTS = frozenset({"max_cache_len", "max_batch_size", "smallest_bucket", "bucket_factor", "grow"})
+"""Facts that say what a static layer reserves. Its states do not depend on that."""
+
+
+def check_reserved(number: object, name: str, what: str) -> None:
+    """Raise `OptionError` if `number` is not a positive whole number. `what` says what is counted, such as "tokens"."""
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise OptionError(
+            f"expected {name} to be a whole number of {what}, at least 1, but saw {number!r}: pass the most {what} "
+            "that will be held at once."
+        )
+
+
+def check_reservation(
+    max_cache_len: object, max_batch_size: object, buckets: object = None, grow: object = False
+) -> None:
+    """Raise `OptionError` if an option of a reservation has a value that it cannot have."""
+    if not isinstance(grow, bool):
+        raise OptionError(f"expected grow to be True or False, but saw {grow!r}.")
+    if buckets is not None and not isinstance(buckets, Buckets):
+        raise OptionError(f"expected buckets to be kvlayers.stores.Buckets(minimum, factor), but saw {buckets!r}.")
+    check_reserved(max_cache_len, "max_cache_len", "tokens")
+    if max_batch_size is not None:
+        check_reserved(max_batch_size, "max_batch_size", "sequences")
+
+
+def reservation_from(facts: Facts) -> dict[str, Any]:
+    """The options of a reservation that a static layer has described."""
+    options = {name: facts[name] for name in ("max_cache_len", "max_batch_size", "grow")}
+    return {**options, "buckets": Buckets.from_facts(facts)}
+
+
+class ReservedLayer(TokenLayer):
+    """A layer over memory that is reserved once, at an address that does not change."""
+
+    _store: StaticStore
+    followers: "tuple[ReservedLayer, ...]" = ()
+    """Layers that make room when this layer is asked for its mask sizes, in a cache that asks one layer for all."""
+
+    @property
+    @override
+    def reserved(self) -> StaticStore:  # type: ignore[override]
+        """The memory, and the part of it that attention reads."""
+        return self._store
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether generate() may compile the forward pass around it."""
+        return self._store.mask_extent.mode.compileable
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """Sequences that memory is reserved for, `None` before the first tokens if it was not given."""
+        return self._store.reserved_batch_size
+
+    @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        self.make_room(query_length)
+        for index in self._followers_in_step():
+            self.followers[index].make_room(query_length)
+        bucket = self._store.choose_extent(query_length)
+        if bucket is None:
+            return super().mask_sizes(query_length)
+        return bucket, self._bucket_offset
+
+    @property
+    def _bucket_offset(self) -> int:
+        """Position of the first token of a bucket."""
+        return 0
+
+    # A constant of compiled code, in which lengths would be constants otherwise.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _followers_in_step(self) -> tuple[int, ...]:
+        return in_step(self, self.followers)
+
+    @override
+    def get_seq_length(self) -> int:
+        """As `length`. In compiled code it is a tensor, since a number would be that of the step that was compiled."""
+        return self._store.total_on_device() if torch.compiler.is_compiling() else self.length  # type: ignore[return-value]
+
+    @override
+    def fork(self) -> Self:
+        twin = super().fork()
+        twin.followers = ()
+        return twin
+
+
+@register_layer
+class StaticLayer(ReservedLayer, DynamicLayer):
+    """Full attention over memory that is reserved once, at an address that does not change.
+
+    In eager code attention reads the tokens that are held. In compiled code it reads the smallest bucket that contains
+    them, so that one compiled function serves many lengths.
+
+    Args:
+        max_cache_len: tokens to reserve. One token more raises `CapacityError`.
+        max_batch_size: sequences to reserve for; the batch size of the first tokens if it is not given. One sequence
+            more raises `CapacityError`.
+        buckets: sizes of the buckets that compiled code reads.
+        grow: take a larger reservation instead of raising `CapacityError`. Compiled code cannot, and raises.
+    """
+
+    reservation_facts = RESERVATION_FACTS
+
+    @checks_options
+    def __init__(
+        self,
+        max_cache_len: int,
+        max_batch_size: int | None = None,
+        buckets: Buckets | None = None,
+        grow: bool = False,
+    ) -> None:
+        check_reservation(max_cache_len, max_batch_size, buckets, grow)
+        super().__init__(store=StaticStore(max_cache_len, max_batch_size, buckets, grow=grow))
+
+    @property
+    def max_cache_len(self) -> int:
+        """Tokens reserved."""
+        return self._store.capacity
+
+    @property
+    @override
+    def capacity(self) -> int | None:  # type: ignore[override]
+        return self._store.capacity
+
+    @override
+    def recount(self, length: int) -> None:
+        """Go on from `length` tokens, as `truncate`.
+
+        Raises:
+            RollbackError: fewer tokens are held.
+        """
+        self.truncate(length)
+
+    @override
+    def assignable(self, states: Tensor) -> Tensor:
+        held, tokens = self.length, states.shape[2]
+        if tokens > held and tokens != self.max_cache_len:
+            raise StateMismatchError(
+                f"expected states of at most the {held} tokens that are held, or of the whole reservation of "
+                f"{self.max_cache_len}, but saw {tokens}: use update for new tokens."
+            )
+        return states[:, :, :held]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that compiled code writes to. An exported program must have them as its buffers.
+
+        `keys` and `values` are `[batch, kv_heads, max_cache_len, head_dim]`; `position` is that of the next token, an
+        int64 scalar. They are reserved by the first update, or by `early_initialization`.
+        """
+        return self._store.tensors()
+
+    @override
+    def make_room(self, tokens: int) -> None:
+        if self._store.mask_extent.mode.uses_buckets:
+            # Only eager code can grow.
+            self._store.make_room(tokens)
+        else:
+            self._store.check_room(tokens)
+
+    def covers(self, other: Any, batch_size: int | None) -> bool:
+        """Whether this layer can replace another one, for `batch_size` sequences, with the memory that it has."""
+        return (
+            type(self) is type(other)
+            and self.max_cache_len >= other.max_cache_len
+            and self._store.covers(other._store, batch_size)
+        )
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        return {
+            "max_cache_len": self._store.initial_capacity,
+            **self._store.describe_reservation(),
+            **self.described_arguments(),
+        }
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        return cls(**reservation_from(facts), **cls.arguments_from(facts))
+
+    @classmethod
+    @override
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        reserved = reservation_from(facts)
+        return reserved["max_cache_len"], reserved["max_batch_size"] or 0
+
+    @override
+    def check_held(self, held: int, seen: int) -> None:
+        super().check_held(held, seen)
+        if held > self.max_cache_len and not self._store.grow:
+            raise CapacityError(f"expected a state of at most {self.max_cache_len} tokens, but saw {held}.")
+
+
+def reserved_room(max_cache_len: int, sliding_window: int, grow: bool) -> int:
+    """Tokens to reserve for a window: no more than are expected, unless the layer may grow."""
+    return window_room(sliding_window) if grow or max_cache_len >= sliding_window else max_cache_len
+
+
+@register_layer
+class StaticSlidingLayer(ReservedLayer, SlidingLayer):
+    """Sliding-window and chunked attention over memory that is reserved once, at an address that does not change.
+
+    The window has spare room, and moves to the front when the room is used up. So a token is written once, and moved
+    only when that happens. In compiled code attention reads the slots from the first slot on, and the mask leaves out
+    slots that the window has passed: tokens stay in the order of their positions, which the mask needs.
+
+    Args:
+        max_cache_len: the most tokens that are expected. If they are fewer than the window, no more are reserved, and
+            one token more raises `CapacityError`.
+        sliding_window: tokens that a query attends to, itself included; the chunk size for chunked attention.
+        token_limit: tokens after which `CapacityError` is raised although the window could go on, `None` for no limit.
+            Next to layers that hold every token, it makes all layers refuse the same token.
+        max_batch_size: sequences to reserve for; the batch size of the first tokens if it is not given. One sequence
+            more raises `CapacityError`.
+        buckets: sizes of the buckets that compiled code reads while the window fills.
+        grow: reserve for the whole window even if fewer tokens are expected, and for more sequences when they come.
+    """
+
+    reservation_facts = RESERVATION_FACTS | {"token_limit"}
+
+    @checks_options
+    def __init__(
+        self,
+        max_cache_len: int,
+        sliding_window: int,
+        token_limit: int | None = None,
+        max_batch_size: int | None = None,
+        buckets: Buckets | None = None,
+        grow: bool = False,
+    ) -> None:
+        check_reservation(max_cache_len, max_batch_size, buckets, grow)
+        check_window(sliding_window)
+        fits_window = grow or max_cache_len >= sliding_window
+        room = reserved_room(max_cache_len, sliding_window, grow)
+        whole_from = sliding_window - 1 if fits_window else None
+        super().__init__(sliding_window, store=StaticStore(room, max_batch_size, buckets, whole_from, grow))
+        self.room = room
+        self._expected = max_cache_len
+        self.token_limit = None if grow else token_limit if fits_window else max_cache_len
+
+    # The store counts the tokens: if compiled code counted here, it would be compiled for one length.
+
+    @property
+    def _seen(self) -> int:
+        return self._store.total
+
+    @_seen.setter
+    def _seen(self, seen: int) -> None:
+        self._store.total = seen
+
+    @override
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if self._store.mask_extent.mode.uses_buckets:
+            return self._update_compiled(key_states, value_states)
+        if self.token_limit is not None and key_states.dim() == 4:
+            self._check_token_limit(key_states.shape[2])
+        if not self.record_past:
+            # Compiled code leaves it to eager code to drop tokens that have left the window.
+            self._drop_beyond_window()
+        return super().update(key_states, value_states)
+
+    def _check_token_limit(self, tokens: int) -> None:
+        if self.token_limit is not None and self._seen + tokens > self.token_limit:
+            raise no_room_for_tokens(self.token_limit, self._seen, tokens)
+
+    @property
+    def _past(self) -> int:
+        # Not min(): so compiled code knows that a full window is one constant number.
+        most = self.sliding_window - 1
+        return most if self._seen >= most else self._seen
+
+    @override
+    def make_room(self, tokens: int) -> None:
+        if self._store.mask_extent.mode.uses_buckets:
+            self._store.prepare()
+            if self._store.lacks_room_for(tokens) and self._past + tokens <= self.room:
+                self._store.move_to_front(self._past)
+        else:
+            self._check_token_limit(tokens)
+
+    @property
+    @override
+    def _bucket_offset(self) -> int:
+        return self._store.mask_offset  # type: ignore[return-value]
+
+    def _update_compiled(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        store = self._store
+        tokens = store.validate(key_states, value_states)
+        if not torch.compiler.is_compiling() or not store.reads_bucket(tokens):
+            self._check_token_limit(tokens)
+        if store.reads_bucket(tokens):
+            return store.extend(key_states, value_states)
+        seen, past = self._seen, self._past
+        if past + tokens > self.room:
+            kept = past + tokens
+            if kept >= self.sliding_window - 1:
+                kept = self.sliding_window - 1
+            attended = store.extend_and_evict(key_states, value_states, past, kept)
+            store.set_total(seen + tokens)
+            return attended
+        self.make_room(tokens)
+        return store.extend(key_states, value_states, past)
+
+    @override
+    def _tokens_to_return_to(self) -> int:
+        # Where compiled code may run, tokens that have left the window stay for a while. Eager code on a CPU has
+        # dropped them, and what a program may do must not depend on the device.
+        return self._past if self._store.mask_extent.mode.compileable else super()._tokens_to_return_to()
+
+    @property
+    @override
+    def capacity(self) -> int | None:
+        return self.max_cache_len
+
+    @property
+    def max_cache_len(self) -> int:
+        """The most tokens that a query attends to: the window, or the reservation if that is smaller."""
+        return min(self._expected, self.sliding_window)
+
+    @property
+    @override
+    def sized_for(self) -> int | None:  # type: ignore[override]
+        return self._expected
+
+    @property
+    def cumulative_length_int(self) -> int:
+        """As `length`, by the name of transformers, whose layer also counts in a tensor."""
+        return self.length
+
+    @override
+    def activate_past_recording(self) -> None:
+        super().activate_past_recording()
+        self._store.mask_extent.mode.recording = True
+
+    @override
+    def deactivate_past_recording(self) -> None:
+        super().deactivate_past_recording()
+        self._store.mask_extent.mode.recording = False
+
+    @override
+    def assignable(self, states: Tensor) -> Tensor:
+        least = min(self._seen, self.sliding_window - 1)
+        if states.shape[2] < least:
+            raise StateMismatchError(
+                f"expected states of at least the {least} tokens that a static window attends to, since compiled code "
+                f"relies on them, but saw {states.shape[2]}: use a DynamicCache to evict tokens of a window."
+            )
+        return super().assignable(states)
+
+    def covers(self, other: Any, batch_size: int | None) -> bool:
+        """Whether this layer can replace another one, for `batch_size` sequences, with the memory that it has."""
+        return (
+            type(self) is type(other)
+            and self.sliding_window == other.sliding_window
+            and self._expected >= other._expected
+            and (self.token_limit is None) == (other.token_limit is None)
+            and self._store.covers(other._store, batch_size)
+        )
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        return {
+            "max_cache_len": self._expected,
+            **self._store.describe_reservation(),
+            "token_limit": self.token_limit,
+            **self.described_arguments(),
+        }
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        given: Any = facts
+        return cls(token_limit=given["token_limit"], **reservation_from(facts), **cls.arguments_from(facts))
+
+    @classmethod
+    @override
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        given, reserved = reservation_from(facts), facts["sliding_window"]
+        room = reserved_room(given["max_cache_len"], reserved, given["grow"])  # type: ignore[arg-type]
+        return room, given["max_batch_size"] or 0
+
+    @override
+    def check_held(self, held: int, seen: int) -> None:
+        super().check_held(held, seen)
+        if self.token_limit is not None and seen > self.token_limit:
+            raise CapacityError(f"expected a state of at most {self.token_limit} tokens, but saw {seen}.")

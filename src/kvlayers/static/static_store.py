@@ -1,0 +1,675 @@
+"""Tokens in full precision, in buffers that are reserved once and keep their address."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self, override
+
+from kvlayers.core.buffer import StateForm, TokenBuffer, form_of
+from kvlayers.core.contiguous_store import ContiguousStore
+from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, register_store
+from kvlayers.core.validation import mismatch, no_room_for_batch, no_room_for_tokens
+from kvlayers.errors import StateMismatchError
+from kvlayers.kernels.custom_masks import ReservedColumns, columns_of, marked_for_custom_masks
+from kvlayers.kernels.gqa import marked_for_sdpa, shared_in_graph
+from kvlayers.static.slots import (
+    SPECIALIZED_SIZES,
+    Buckets,
+    MaskExtent,
+    TracedCount,
+    device_count,
+    is_static_int,
+    slots_of,
+    symbolic_number,
+)
+from kvlayers.upstream import compat
+from kvlayers.utils.module_calls import in_module
+
+
+@register_store
+class StaticStore(ContiguousStore):
+    """Full-precision states in buffers of `capacity` tokens, reserved when the first states arrive.
+
+    States that do not fit the reservation raise `CapacityError`, or move to a larger one if `grow` is true.
+
+    Eager code writes at the count on the host. Compiled code writes and masks at the count on the device, a tensor that
+    eager code keeps up to date, and returns buckets. It advances the count by linked slots (see `Slot`), so that no
+    number becomes a constant of compiled code, which would recompile it at every token.
+
+    Args:
+        capacity: tokens to reserve.
+        max_batch_size: sequences to reserve for, `None` for the batch size of the first states.
+        buckets: sizes that compiled code reads.
+        whole_from: number of tokens from which compiled code reads the whole reservation, `None` for its end.
+        grow: whether to take a larger reservation if this one is too small.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        max_batch_size: int | None = None,
+        buckets: Buckets | None = None,
+        whole_from: int | None = None,
+        grow: bool = False,
+    ) -> None:
+        self.max_batch_size = max_batch_size
+        self.grow = grow
+        self.initial_capacity = capacity
+        self._reserved_rows = max_batch_size
+        self._reserved: tuple[TokenBuffer, TokenBuffer] | None = None
+        self.buckets = Buckets() if buckets is None else buckets
+        self.whole_from = whole_from
+        self.mask_extent = MaskExtent()
+        self._set_capacity(capacity)
+        self._slot = self._slots.at(0)
+        self._unslotted = 0
+        self._symbolic_offset = symbolic_number(0)
+        self._cursor: Tensor | None = None
+        self._offset_on_device: Tensor | None = None
+        super().__init__(limit=capacity)
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        return {
+            "store": self.kind,
+            "capacity": self.initial_capacity,
+            "whole_from": self.whole_from,
+            **self.describe_reservation(),
+            **self.described_arguments(),
+        }
+
+    def describe_reservation(self) -> dict[str, Fact]:
+        """Facts about the reservation other than its tokens: sequences, buckets, and whether it may grow."""
+        return {"max_batch_size": self.max_batch_size, **self.buckets.facts(), "grow": self.grow}
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        given: Any = facts
+        return cls(
+            capacity=given["capacity"],
+            max_batch_size=given["max_batch_size"],
+            buckets=Buckets.from_facts(facts),
+            whole_from=given["whole_from"],
+            grow=given["grow"],
+            **cls.arguments_from(facts),
+        )
+
+    @classmethod
+    @override
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        given: Any = facts
+        return given["capacity"], given["max_batch_size"] or 0
+
+    # Taking in states
+
+    @override
+    def validate(self, keys: Tensor, values: Tensor) -> int:
+        if torch.compiler.is_compiling() and self._keys is not None and self._values is not None:
+            # Compiled code checks the buffers' tensors at each call in any case, but it does not check forms.
+            held = self._keys.tensor, self._values.tensor
+            if all(map(_fits, (keys, values), held)) and keys.shape[2] == values.shape[2]:
+                self._validated = None
+                return keys.shape[2]
+        return super().validate(keys, values)
+
+    @override
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            self._append_at_cursor(keys, values)
+        else:
+            super().append(keys, values)
+            self._sync_cursor()
+
+    def _append_at_cursor(self, keys: Tensor, values: Tensor) -> None:
+        tokens = keys.shape[2]
+        exporting = compat.is_exporting()
+        self._reserve_in_graph(tokens)
+        if not exporting and self.lacks_room_for(tokens):
+            self.check_room(tokens)
+            self.move_to_front(self.length)
+        cursor: Tensor = self._cursor  # type: ignore[assignment]
+        slots = cursor + torch.arange(tokens, device=cursor.device)
+        for buffer, states in zip(self._buffers(), (keys, values), strict=True):
+            buffer.tensor.index_copy_(2, slots, states.detach())
+        cursor.add_(tokens)
+        if not exporting:
+            self._advance(tokens)
+
+    def _reserve_in_graph(self, tokens: int) -> None:
+        if self._validated is not None:
+            self._apply_form(tokens)
+        if self._tracks_gradients or self._cursor is None or self._capacity < self.capacity:
+            self._allocate(self.capacity)
+
+    @override
+    def extend(
+        self, keys: Tensor, values: Tensor, past: int | None = None, prefix_states: KVPair | None = None
+    ) -> KVPair:
+        bucket = self._bucket_for(keys.shape[2])
+        if bucket is None or prefix_states is not None:
+            has_custom_mask = self._may_have_custom_mask()
+            attended = super().extend(keys, values, past, prefix_states)
+            return marked_for_custom_masks(*attended, self._reserved_columns()) if has_custom_mask else attended
+        self.append(keys, values)
+        key_buffer, value_buffer = self._buffers()
+        held = key_buffer.tensor[:, :, :bucket], value_buffer.tensor[:, :, :bucket]
+        return shared_in_graph(*held) if torch.compiler.is_compiling() else marked_for_sdpa(*held, keys.shape[2])
+
+    @override
+    def extend_and_evict(
+        self, keys: Tensor, values: Tensor, past: int, kept: int, prefix_states: KVPair | None = None
+    ) -> KVPair:
+        if not torch.compiler.is_compiling():
+            return super().extend_and_evict(keys, values, past, kept, prefix_states)
+        total = self.total + keys.shape[2]
+        self._reserve_in_graph(kept)
+        attended = keys.detach(), values.detach()
+        for earlier in (self.newest(past) if past else None, prefix_states):
+            if earlier is not None:
+                attended = (
+                    torch.cat([earlier[0], attended[0]], dim=2),
+                    torch.cat([earlier[1], attended[1]], dim=2),
+                )
+        for buffer, states in zip(self._buffers(), attended, strict=True):
+            buffer.tensor[:, :, :kept].copy_(states[:, :, states.shape[2] - kept :])
+        self._set_position(kept, total)
+        return attended
+
+    def _may_have_custom_mask(self) -> bool:
+        """Whether a model takes in the next tokens, and has not asked for the sizes of a mask."""
+        return not self.mask_extent.was_asked_at(self._slot) and (torch.compiler.is_compiling() or in_module())
+
+    # A constant of compiled code: a number may vary there, and cannot make a class.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _reserved_columns(self) -> ReservedColumns:
+        # The layers of transformers reserve no more than the window.
+        return columns_of(self.capacity if self.whole_from is None else self.whole_from + 1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that compiled code writes to: `keys`, `values`, and the `position` of the next token."""
+        keys, values = self._buffers()
+        return {"keys": keys.tensor, "values": values.tensor, "position": self._cursor}  # type: ignore[dict-item]
+
+    def _set_capacity(self, capacity: int) -> None:
+        self.capacity = self.limit = capacity
+        self._sizes = self.buckets.sizes(capacity, self.whole_from)
+        self._slots = slots_of(self._sizes)
+
+    # The count of tokens. Eager code reads numbers; compiled code reads slots and the count on the device. Methods set
+    # it in compiled code, as TorchDynamo before 2.13 does not see what the setter of a property does.
+
+    @property
+    def _end(self) -> int:
+        return self._slot.length + self._unslotted
+
+    @_end.setter
+    def _end(self, end: int) -> None:
+        self._set_end(end)
+
+    @override
+    def _set_end(self, end: int) -> None:
+        self._slot, self._unslotted = self._slots.at(end), 0
+
+    @property
+    def offset(self) -> int:
+        """Position of the first slot: the number of tokens that were taken in before the token there."""
+        return self._symbolic_offset.shape[0] - SPECIALIZED_SIZES
+
+    @property
+    def total(self) -> int:
+        """Tokens taken in and not truncated, including the evicted ones."""
+        return self.offset + self._end
+
+    @total.setter
+    def total(self, total: int) -> None:
+        self.set_total(total)
+
+    def set_total(self, total: int) -> None:
+        """Set `total`, of which the newest tokens are held."""
+        offset = total - self._end
+        further = offset - self.offset
+        if further:
+            if self._offset_on_device is not None:
+                self._offset_on_device.add_(further)
+            self._symbolic_offset = symbolic_number(offset)
+
+    @property
+    def mask_offset(self) -> "int | TracedCount":
+        """`offset`, by which compiled code makes masks without a CUDA graph for each number."""
+        compiling = torch.compiler.is_dynamo_compiling() and not compat.may_be_exporting()
+        if not compiling or self._offset_on_device is None:
+            return self.offset
+        return TracedCount(self.offset, self._offset_on_device)
+
+    def total_on_device(self) -> Tensor:
+        """`total` as compiled code knows it: a new int64 tensor without a dimension."""
+        if self._cursor is None or self._offset_on_device is None:
+            return torch.full((), self.total, dtype=torch.int64)
+        return self._cursor + self._offset_on_device
+
+    def _set_position(self, end: int, total: int) -> None:
+        self._start = 0
+        if end == 0:
+            # A case of its own, because compiled code may treat it as a number that varies.
+            self._slot, self._unslotted = self._slots.first, 0
+        elif is_static_int(end):
+            self._set_end(end)
+        else:
+            self._slot, self._unslotted = self._slots.at(0), end
+        self._sync_cursor()
+        self.set_total(total)
+
+    def _sync_cursor(self) -> None:
+        """Set the count on the device to that on the host."""
+        if self._cursor is not None:
+            self._cursor.fill_(self._end)
+
+    def _count_on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The two counts on the device: of the slots in use, and of the tokens before the first slot."""
+        if self._cursor is None or self._offset_on_device is None:
+            self._cursor = device_count(self._end, device)
+            self._offset_on_device = device_count(self.offset, device)
+        return self._cursor, self._offset_on_device
+
+    def sync_slot(self) -> None:
+        """Find the slot again, if compiled code has taken in several tokens at once and could not name it."""
+        if self._unslotted and not torch.compiler.is_compiling():
+            self._set_position(self._end, self.total)
+
+    def is_step(self, tokens: int) -> bool:
+        """Whether `tokens` more lead from one slot to the next, so that no number needs to be read."""
+        return tokens == 1 and self._unslotted == 0
+
+    def lacks_room_for(self, tokens: int) -> bool:
+        """Whether fewer than `tokens` slots are free after those in use."""
+        if self.is_step(tokens):
+            return self._slot.next is None
+        return self._end + tokens > self.capacity
+
+    @override
+    def _advance(self, tokens: int) -> None:
+        if self.is_step(tokens):
+            self._slot = self._slot.next  # type: ignore[assignment]
+        elif is_static_int(tokens) and is_static_int(self._end):
+            self._set_end(self._end + tokens)
+        else:
+            self._unslotted += tokens
+
+    # What attention reads
+
+    def choose_extent(self, tokens: int) -> int | None:
+        """Choose what the next `extend` of `tokens` returns: the number of slots in the bucket, from the first one on.
+
+        `None` if it returns the tokens that it is asked for. Updates of several tokens always do: they are few, and
+        masks with the size of a bucket would cost more than they save.
+        """
+        self.mask_extent.choose(self._slot, self._can_step(tokens))
+        return self._bucket_for(tokens)
+
+    def reads_bucket(self, tokens: int) -> bool:
+        """Whether `extend` of `tokens` returns the bucket that was chosen."""
+        return self._bucket_for(tokens) is not None
+
+    def _bucket_for(self, tokens: int) -> int | None:
+        if compat.may_be_exporting():
+            # An exported program serves any number of tokens, which it is told when it runs.
+            return self.capacity
+        return self._slot.bucket if self._can_step(tokens) and self.mask_extent.is_bucket_of(self._slot) else None
+
+    def _can_step(self, tokens: int) -> bool:
+        return self.is_step(tokens) and self._slot.next is not None
+
+    # The reservation
+
+    @override
+    def _apply_form(self, tokens: int) -> None:
+        if self._validated is not None:
+            key_form, value_form = self._validated
+            self.check_room(tokens)
+            self.check_reservation(key_form, value_form)
+            # No memory is reserved yet: states that autograd follows are not held in a reservation.
+            self._release()
+            self._key_form, self._value_form, self._validated = key_form, value_form, None
+
+    @override
+    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
+        self.check_reservation(key_form, value_form)
+        self._release()
+        self._key_form, self._value_form = key_form, value_form
+        self._allocate(self.capacity)
+
+    def check_reservation(self, key_form: StateForm, value_form: StateForm) -> None:
+        """Check that the reservation can hold states of these forms.
+
+        Raises:
+            StateMismatchError: the reservation is for other kv_heads, head_dim or dtype, or on another device.
+            CapacityError: it is for fewer sequences, and may not grow.
+        """
+        if self._reserved is not None:
+            reserved = self._reserved[0].form, self._reserved[1].form
+            seen = key_form.of_batch(reserved[0].batch_size), value_form.of_batch(reserved[1].batch_size)
+            if seen != reserved:
+                raise mismatch(seen, reserved, self.length)
+        self.check_batch(key_form.batch_size)
+
+    @override
+    def check_batch(self, batch_size: int) -> None:
+        reserved = self.reserved_batch_size
+        if reserved is not None and batch_size > reserved and not self.grow:
+            raise no_room_for_batch(reserved, batch_size)
+
+    @property
+    def reserved_batch_size(self) -> int | None:
+        """Sequences that the reservation has room for, `None` if it is not known yet."""
+        return self._reserved_rows if self._reserved is None else self._reserved[0].form.batch_size
+
+    def covers(self, other: "StaticStore", batch_size: int | None) -> bool:
+        """Whether this store can replace `other` for `batch_size` sequences, with the memory it has reserved."""
+        rows = self.reserved_batch_size if self._reserved is not None else None
+        return (
+            rows is not None
+            and rows >= (batch_size or other.max_batch_size or rows)
+            and self.capacity >= other.capacity
+            and (self.buckets, self.grow, self.max_batch_size) == (other.buckets, other.grow, other.max_batch_size)
+        )
+
+    @override
+    def check_room(self, tokens: int) -> None:
+        # Compiled code writes to a fixed address: only eager code may change it.
+        if not self.grow or torch.compiler.is_compiling():
+            super().check_room(tokens)
+
+    @override
+    def _buffers(self) -> tuple[TokenBuffer, TokenBuffer]:
+        if self._keys is None or self._values is None:
+            self._allocate(self.capacity)
+        return self._keys, self._values  # type: ignore[return-value]
+
+    @override
+    def _allocate(self, capacity: int) -> None:
+        """Move the held tokens to the front of a reservation of `capacity` tokens, a new one if necessary."""
+        if self._key_form is None or self._value_form is None:
+            raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
+        length, total = self.length, self.total
+        held = self.newest(length) if length else None
+        if held is not None and self._is_reserved(self._key_form.batch_size, capacity):
+            held = held[0].clone(), held[1].clone()
+        reserved = self._reservation(self._key_form, self._value_form, capacity)
+        self._use_reservation(reserved, self._key_form, self._value_form, held, 0)
+        if capacity != self.capacity:
+            self._set_capacity(capacity)
+        self._set_position(length, total)
+
+    def _reservation(
+        self, key_form: StateForm, value_form: StateForm, capacity: int
+    ) -> tuple[TokenBuffer, TokenBuffer]:
+        """The current reservation if it is large enough, else a new one of zeros."""
+        batch_size = key_form.batch_size
+        if self._reserved is not None and self._is_reserved(batch_size, capacity):
+            return self._reserved
+        self.check_batch(batch_size)
+        rows = max(batch_size, self.reserved_batch_size or 0)
+        alike = (self._keys, self._values) if self._reserved is None else self._reserved
+        keys, values = (
+            TokenBuffer.allocate(form.of_batch(rows), capacity, torch.zeros)
+            if buffer is None
+            else buffer.allocate_like(rows, capacity)
+            for buffer, form in zip(alike, (key_form, value_form), strict=True)
+        )
+        return keys, values
+
+    @property
+    @override
+    def sized_for(self) -> int | None:
+        return self.capacity
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return "exact"
+
+    def _is_reserved(self, batch_size: int, capacity: int) -> bool:
+        reserved = self._reserved
+        return reserved is not None and reserved[0].capacity == capacity and reserved[0].form.batch_size >= batch_size
+
+    def _use_reservation(
+        self,
+        reserved: tuple[TokenBuffer, TokenBuffer],
+        key_form: StateForm,
+        value_form: StateForm,
+        held: KVPair | None,
+        start: int,
+    ) -> None:
+        """Use the first rows of a reservation, with states `held` from slot `start` on."""
+        keys, values = (buffer.first_sequences(key_form.batch_size) for buffer in reserved)
+        if held is not None:
+            with torch.no_grad():
+                keys.write(start, held[0])
+                values.write(start, held[1])
+        self._reserved, self._keys, self._values, self._capacity = reserved, keys, values, keys.capacity
+        self._views = None
+        self._key_form, self._value_form, self._tracks_gradients = key_form, value_form, False
+        counts = self._count_on_device(key_form.device)
+        if not torch.compiler.is_compiling():
+            self.mask_extent.mode.device = key_form.device
+            # Memory that a compiled function allocates is one of its results, and has no fixed address.
+            for tensor in (keys.tensor, values.tensor, *counts):
+                torch._dynamo.mark_static_address(tensor)
+
+    def make_room(self, tokens: int) -> None:
+        """Take a larger reservation if `tokens` more do not fit. Eager code calls it: compiled code cannot grow.
+
+        Raises:
+            CapacityError: it may not grow.
+        """
+        self.prepare()
+        if self.lacks_room_for(tokens):
+            self.check_room(tokens)
+            self._grow_to(self.length + tokens)
+
+    def prepare(self) -> None:
+        """Prepare for compiled code: move states that autograd follows to the reservation, and find the slot."""
+        if self._tracks_gradients:
+            self._allocate(self.capacity)
+        self.sync_slot()
+
+    @override
+    def _make_room(self, tokens: int) -> None:
+        needed = self.length + tokens
+        # Tensors that autograd follows may belong to the caller: they are copied, never moved within.
+        if needed > self.capacity:
+            self._grow_to(needed)
+        elif self._capacity < self.capacity or self._tracks_gradients:
+            self._allocate(self.capacity)
+        else:
+            self._shift_to_front()
+
+    def _grow_to(self, needed: int) -> None:
+        capacity = self.capacity
+        while capacity < needed:
+            capacity = self.buckets.after(capacity)
+        if self._key_form is None:
+            self._resize(capacity)
+        else:
+            self._allocate(capacity)
+
+    @override
+    def reserve(self, tokens: int) -> None:
+        """Make sure that `tokens` tokens fit in all. A reservation that is too small is replaced by a larger one."""
+        if tokens > self.capacity:
+            if torch.compiler.is_compiling():
+                raise no_room_for_tokens(self.capacity, self.length, tokens - self.length)
+            self._resize(tokens + tokens // 4)
+        self._apply_form(tokens)
+
+    @override
+    def shrink(self, tokens: int) -> None:
+        if tokens < self.capacity:
+            self._resize(tokens)
+
+    def _resize(self, capacity: int) -> None:
+        self.mask_extent.forget()
+        if self._keys is not None and not self._tracks_gradients:
+            self._allocate(capacity)
+        else:
+            start, end = self._start, self._end
+            self._set_capacity(capacity)
+            self._start, self._end = start, end
+
+    @override
+    def _adopt(self, keys: Tensor, values: Tensor) -> None:
+        first = self.offset + self._start
+        if keys.shape[2] > self.capacity:
+            self._set_capacity(keys.shape[2])
+        super()._adopt(keys, values)
+        self.total = first + self._end
+
+    # Operations in place
+
+    def move_to_front(self, kept: int) -> None:
+        """Move the newest `kept` tokens to the first slots, and forget the tokens before them."""
+        total, start = self.total, self._end - kept
+        if torch.compiler.is_compiling():
+            for buffer in self._buffers():
+                buffer.tensor[:, :, :kept].copy_(buffer.tensor.narrow(2, start, kept).clone())
+        else:
+            try:
+                for buffer in self._buffers():
+                    buffer.shift_to_front(start, kept)
+            except BaseException:
+                self._invalidate()
+                raise
+        for buffer in self._buffers():
+            buffer.tensor[:, :, kept:].zero_()
+        self._set_position(kept, total)
+
+    @override
+    def _shift_to_front(self) -> None:
+        self.move_to_front(self.length)
+
+    @override
+    def _invalidate(self) -> None:
+        super()._invalidate()
+        # The free slots of the reservation would not be zeros.
+        self._reserved_rows = self.reserved_batch_size
+        self._reserved = self._cursor = self._offset_on_device = None
+
+    @override
+    def truncate(self, length: int) -> None:
+        end = self._end
+        self.mask_extent.forget()
+        super().truncate(length)
+        self._erase(self._end, end)
+        self._sync_cursor()
+
+    @override
+    def clear(self) -> None:
+        self._erase(0, self._end)
+        self.mask_extent.forget()
+        super().clear()
+        self._sync_cursor()
+        self.total = 0
+
+    def _erase(self, start: int, end: int) -> None:
+        """Fill slots with zeros. Attention reads the free slots of a bucket too: masked, but 0 times NaN is NaN."""
+        if self._reserved is not None and self._keys is not None and not self._tracks_gradients and start < end:
+            for buffer in self._buffers():
+                buffer.read(start, end - start).zero_()
+
+    @override
+    def caller_views(self) -> KVPair:
+        # Compiled code writes to this address in any case, even if a caller keeps the views.
+        return self.newest(self.length) if torch.compiler.is_compiling() else self._cached_views()
+
+    @override
+    def rewritten(self, keys: Tensor, values: Tensor) -> Self:
+        unchanged = (form_of(keys), form_of(values)) == (self._key_form, self._value_form)
+        followed = self._tracks_gradients or keys.requires_grad or values.requires_grad
+        if unchanged and self._reserved is not None and not followed and keys.shape[2] <= self.capacity:
+            # They may be views of the slots that are erased.
+            keys, values = self._copied_if_aliased(keys), self._copied_if_aliased(values)
+            self.clear()
+            self.validate(keys, values)
+            self.append(keys, values)
+            return self
+        fresh = super().rewritten(keys, values)
+        fresh.mask_extent = self.mask_extent
+        return fresh
+
+    @override
+    def select(self, indices: Tensor) -> None:
+        if self._key_form is None or self._value_form is None:
+            return
+        batch_size, length = indices.shape[0], self.length
+        key_form, value_form = self._key_form.of_batch(batch_size), self._value_form.of_batch(batch_size)
+        self.check_batch(batch_size)
+        self.mask_extent.forget()
+        held = None
+        if length:
+            keys, values = self.newest(length)
+            held = keys.index_select(0, indices.to(keys.device)), values.index_select(0, indices.to(values.device))
+        if self._tracks_gradients and held is not None:
+            self._key_form, self._value_form = key_form, value_form
+            self._adopt(*held)
+        else:
+            reserved = self._reservation(key_form, value_form, self.capacity)
+            for buffer in reserved:
+                # Rows that are dropped now may be used again.
+                buffer.tensor[batch_size : self._key_form.batch_size, :, : self._end].zero_()
+            self._use_reservation(reserved, key_form, value_form, held, self._start)
+
+    @override
+    def swap_buffers(self, swap: BufferSwap) -> None:
+        if self._reserved is None or self._key_form is None or self._tracks_gradients:
+            super().swap_buffers(swap)
+            return
+        start, end = self._start, self._end
+        self._reserved = swap(self._reserved[0], start, end), swap(self._reserved[1], start, end)
+        if self._keys is not None:
+            self._keys, self._values = (buffer.first_sequences(self._key_form.batch_size) for buffer in self._reserved)
+            self._views = None
+
+    @override
+    def check_state(self, tensors: dict[str, Tensor]) -> int:
+        tokens = super().check_state(tensors)
+        if tensors:
+            self.check_reservation(form_of(tensors["keys"]), form_of(tensors["values"]))
+        return tokens
+
+    @override
+    def fork(self) -> Self:
+        twin = self.__class__.__new__(self.__class__)
+        twin.__setstate__(self.__getstate__())
+        twin.mask_extent = MaskExtent(copy.copy(self.mask_extent.mode))
+        return twin
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies of the live tokens alone; `__setstate__` reserves memory again.
+        live = {**super().__getstate__(), "_reserved": None, "_reserved_rows": self.reserved_batch_size}
+        length = live.pop("_end")
+        live["_slot"], live["_unslotted"] = self._slots.at(length), 0
+        live["_symbolic_offset"] = symbolic_number(self.total - length)
+        live["_cursor"] = live["_offset_on_device"] = None
+        return live
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._keys is not None and not self._tracks_gradients:
+            self._allocate(self.capacity)
+
+    @override
+    def held_tensors(self) -> Iterator[Tensor]:
+        yield from super().held_tensors()
+        yield from (buffer.tensor for buffer in self._reserved or ())
+        yield from (count for count in (self._cursor, self._offset_on_device) if count is not None)
+
+
+def _fits(states: Tensor, held: Tensor) -> bool:
+    alike = states.dim() == 4 and states.dtype == held.dtype and states.device == held.device
+    return alike and (*states.shape[:2], states.shape[3]) == (*held.shape[:2], held.shape[3])

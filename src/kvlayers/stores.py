@@ -1,0 +1,26 @@
+"""Stores: how the tokens of a layer are held. Each kind of store has its own file."""
+
+from kvlayers.core.buffer import StateForm
+from kvlayers.core.dense_store import DenseStore
+from kvlayers.core.description import DescriptionContext
+from kvlayers.core.token_store import TokenStore, register_store, store_names, unregister_store
+from kvlayers.eviction.ragged_store import RaggedStore
+from kvlayers.quantized.quantization import Quantization
+from kvlayers.quantized.quantized_store import QuantizedStore
+from kvlayers.static.slots import Buckets
+from kvlayers.static.static_store import StaticStore
+
+__all__ = [
+    "Buckets",
+    "DenseStore",
+    "DescriptionContext",
+    "Quantization",
+    "QuantizedStore",
+    "RaggedStore",
+    "StateForm",
+    "StaticStore",
+    "TokenStore",
+    "register_store",
+    "store_names",
+    "unregister_store",
+]

@@ -31,8 +31,8 @@ import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from kvlayers import rooms  # noqa: F401
 from kvlayers.upstream.supported import check_installed, is_command
-from kvlayers.utils import late
 from kvlayers.version import __version__
 
 if TYPE_CHECKING:
@@ -83,10 +83,6 @@ if TYPE_CHECKING:
     from kvlayers.stores import Quantization
     from kvlayers.tools.calibration import BytesBudget, Calibration, DivergenceBudget, calibrate
     from kvlayers.tools.kernels import compile_kernels
-
-late.provide("DynamicCache", "kvlayers.core.dynamic_cache:DynamicCache")
-late.provide("save_cache", "kvlayers.persistence.save:save_cache")
-late.provide("chosen_cache", "kvlayers.planning.auto:chosen_cache")
 
 if not is_command():
     # The command checks by itself, and does not wait for transformers before it answers `--help`.

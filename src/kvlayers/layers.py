@@ -1,6 +1,7 @@
 """Which tokens a layer keeps. One file a kind of layer."""
 
 from kvlayers.core.cache_layer import CacheLayer
+from kvlayers.core.checkpoints import Checkpoints
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.layer_registry import layer_names, register_layer, unregister_layer
@@ -11,7 +12,6 @@ from kvlayers.interop.adapter import TransformersLayer
 from kvlayers.offload.offloaded_layer import OffloadedLayer
 from kvlayers.quantized.quantized_layer import QuantizedLayer
 from kvlayers.recall.recall_layer import Recall, RecallLayer
-from kvlayers.recurrent.checkpoints import Checkpoints
 from kvlayers.recurrent.hybrid_layer import HybridLayer
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer
 from kvlayers.sinks.sink_layer import SinkLayer

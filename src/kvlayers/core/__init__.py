@@ -1,1 +1,5 @@
 """The core: a cache, the contracts of a layer and of a store, and the kinds that keep every token or a window."""
+
+from kvlayers.core import cache_registry, dynamic_cache, dynamic_layer, sliding_layer
+
+__all__ = ["cache_registry", "dynamic_cache", "dynamic_layer", "sliding_layer"]

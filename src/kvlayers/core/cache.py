@@ -11,11 +11,13 @@ import transformers
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.core.adapted import adapted
 from kvlayers.core.cache_operations import CacheState, LayerwiseOperations
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart, SeenTokens, interruption
-from kvlayers.core.from_config import dynamic_layers, placed, share_mask_extents
+from kvlayers.core.from_config import dynamic_layers
 from kvlayers.core.graph_operators import GraphHandle, calls_operators, updated
+from kvlayers.core.layer_list import in_step, let_static_layers_agree
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.legacy_api import LegacySurface
 from kvlayers.core.summary import CacheSummary, Explanation, explanation_of, summary_of
@@ -28,11 +30,7 @@ from kvlayers.errors import (
 )
 from kvlayers.kernels.cpu import kernel
 from kvlayers.kernels.latents.expansion import as_latents
-from kvlayers.offload.prefetcher import Prefetcher
-from kvlayers.offload.storage import Offloading
-from kvlayers.offload.transfers import TrafficMeter
 from kvlayers.rope.rotary import Rotary
-from kvlayers.static.static_layer import in_step
 from kvlayers.upstream import compat
 from kvlayers.utils import late
 from kvlayers.utils.options import checks_options
@@ -72,7 +70,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     """How the model's keys are rotated, if the user says it in the place of the model's config."""
     _traces: Mapping[int, int] = MappingProxyType({})
     """For each layer index, how often code that updates the layer was traced."""
-    _prefetcher: Prefetcher | None = None
+    _prefetcher: Any = None
     _given: GivenToGenerate | None = None
     _outlives_generate = False
 
@@ -98,15 +96,16 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         if layers is not None and len({id(layer) for layer in layers}) != len(layers):
             raise ConfigError("expected a layer of its own for each layer of the model, but saw one layer twice.")
         self.only_non_sliding = offload_only_non_sliding
-        self._offloading = Offloading.from_options(
-            offloading, offload_only_non_sliding, offload_device, offload_directory
-        )
-        self._prefetcher = None if self._offloading is None else Prefetcher(self._offloading.memory())
+        self._offloading: Any = None
+        options = offloading, offload_only_non_sliding, offload_device, offload_directory
+        if options[0] is not False or not isinstance(options[1], bool) or options[2:] != ("cpu", None):
+            self._offloading = late.function("offloading")(*options)
+        self._prefetcher = None if self._offloading is None else self._offloading.prefetcher()
         self._pass = ForwardPassFollower()
         # A cache that is made within compiled code is traced through.
         self._handle = None if torch.compiler.is_compiling() else GraphHandle(self)
-        self.layers = [placed(layer, self._prefetcher, offload_only_non_sliding) for layer in layers or ()]
-        share_mask_extents(self.adapted_layers())
+        self.layers = [_placed(layer, self._prefetcher, offload_only_non_sliding) for layer in layers or ()]
+        let_static_layers_agree(self.adapted_layers())
         self.layer_class_to_replicate = None
         if layer_class_to_replicate is not None:
             self.make_more_with(layer_class_to_replicate)
@@ -182,8 +181,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         )
 
     @property
-    def traffic(self) -> TrafficMeter | None:
-        """Bytes that offloading has moved, `None` if nothing is offloaded."""
+    def traffic(self) -> Any:
+        """Bytes that offloading has moved, a `kvlayers.offload.TrafficMeter`; `None` if nothing is offloaded."""
         return None if self._prefetcher is None else self._prefetcher.meter
 
     def _fork(self) -> Self:
@@ -514,5 +513,14 @@ def _are_latents(keys: Tensor, values: Tensor) -> bool:
     return keys.shape[1] == 1 and keys.shape[3] != values.shape[3] and keys.dim() == 4
 
 
-def _made_and_placed(make_layer: Callable[[], Any], prefetcher: Prefetcher | None, only_non_sliding: bool) -> Any:
-    return placed(make_layer(), prefetcher, only_non_sliding)
+def _placed(layer: Any, prefetcher: Any, only_non_sliding: bool) -> Any:
+    """A layer of the cache, wrapped by the prefetcher's room if its states are held elsewhere."""
+    if prefetcher is None:
+        # What is no layer is refused.
+        adapted(layer)
+        return layer
+    return late.function("place")(layer, prefetcher, only_non_sliding)
+
+
+def _made_and_placed(make_layer: Callable[[], Any], prefetcher: Any, only_non_sliding: bool) -> Any:
+    return _placed(make_layer(), prefetcher, only_non_sliding)

@@ -8,6 +8,7 @@ from typing import Any, overload
 from torch import Tensor
 from typing_extensions import Self
 
+from kvlayers.core.adapted import adapted
 from kvlayers.core.arguments import (
     BatchIndices,
     as_batch_indices,
@@ -16,12 +17,10 @@ from kvlayers.core.arguments import (
     repeated_rows,
     whole_number,
 )
-from kvlayers.core.from_config import share_mask_extents
-from kvlayers.core.layer_list import LayerList
+from kvlayers.core.layer_list import LayerList, let_static_layers_agree
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.legacy_api import crop_argument
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
-from kvlayers.interop.adapter import adapted
 from kvlayers.utils.registry import DescribesItself
 from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.tensor_memory import Storages, storages_of
@@ -335,7 +334,7 @@ class LayerwiseOperations(DescribesItself, LayerList):
         twin = copy.copy(self)
         twin._adapted = [layer.fork() for layer in self.adapted_layers()]
         twin.layers = [layer.original for layer in twin._adapted]
-        share_mask_extents(twin._adapted)
+        let_static_layers_agree(twin._adapted)
         return twin
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:

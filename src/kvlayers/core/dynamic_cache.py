@@ -14,13 +14,12 @@ from kvlayers.core import legacy_api
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_registry import register_cache_class
+from kvlayers.core.checkpoints import Checkpoints
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.dynamic_layer import DynamicLayer
-from kvlayers.core.from_config import dynamic_layers, full_attention_layer
+from kvlayers.core.from_config import AttentionMaker, dynamic_layers, full_attention_layer, recall_in, recall_of
 from kvlayers.core.sliding_layer import SlidingLayer
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
-from kvlayers.recall.recall_layer import Recall
-from kvlayers.recurrent.checkpoints import Checkpoints
 from kvlayers.upstream import model_types
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.units import tokens
@@ -64,7 +63,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         LegacyFormatError: the states are nested in another way.
     """
 
-    recall: Recall | None = None
+    recall: AttentionMaker | None = None
     is_compileable = False
     """Shapes change at every token, and transformers does not compile around such a cache."""
 
@@ -79,9 +78,9 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         offload_device: str = "cpu",
         offload_directory: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
-        recall: Recall | Mapping[str, Any] | None = None,
+        recall: AttentionMaker | Mapping[str, Any] | None = None,
     ) -> None:
-        self.recall = None if recall is None else Recall.of(recall)
+        self.recall = recall_of(recall)
         if isinstance(ddp_cache_data, transformers.PretrainedConfig | torch.nn.Module):
             raise OptionError(
                 f"expected states as the first argument, but saw a {type(ddp_cache_data).__name__}: pass it as "
@@ -127,7 +126,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
     @override
     def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
         cache = super().from_description(options, layers, context)
-        cache.recall = Recall.in_facts(options)
+        cache.recall = recall_in(options)
         if options["grows"]:
             cache.make_more_with(functools.partial(full_attention_layer, recall=cache.recall))
         return cache
@@ -135,7 +134,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
     @classmethod
     @override
     def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
-        return dynamic_layers(config, recall=Recall.in_facts(options))
+        return dynamic_layers(config, recall=recall_in(options))
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: object | None = None, config: object | None = None) -> Self:
@@ -169,7 +168,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
 
 
 def _layer_for(
-    states: tuple[Tensor | None, ...], length_hint: int | None, recall: Recall | None
+    states: tuple[Tensor | None, ...], length_hint: int | None, recall: AttentionMaker | None
 ) -> DynamicLayer | SlidingLayer:
     if isinstance(states, legacy_api.WindowedStates):
         return SlidingLayer(states.sliding_window)

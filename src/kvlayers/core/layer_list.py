@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvlayers.core.adapted import adapted_anew
 from kvlayers.core.arguments import unbounded_as_minus_one
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.forward_pass import ForwardPassFollower
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.errors import LayerIndexError, OptionError, UnsupportedLayerError
-from kvlayers.interop.adapter import adapted_anew
+from kvlayers.utils import late
 
 
 class LayerList(ABC):
@@ -303,3 +304,27 @@ class LayerList(ABC):
             )
         updated: Tensor = layer.update_indexer(indexer_key_states)
         return updated
+
+
+def in_step(asked: LayerOperations, layers: Sequence[LayerOperations]) -> tuple[int, ...]:
+    """Indices of the layers that have seen as many tokens as a layer, and may hold as many: one mask is made for all.
+
+    Other layers may hold something else, such as the image that cross-attention reads (mllama), or stand still.
+
+    Args:
+        asked: the layer that is asked how its next tokens are masked.
+        layers: layers of the same cache.
+    """
+    seen, capacity = asked.length_on_host, asked.capacity
+    return tuple(
+        index
+        for index, layer in enumerate(layers)
+        # A count that stands on an accelerator, and is not waited for, is None.
+        if layer.length_on_host in (seen, None) and layer.capacity == capacity
+    )
+
+
+def let_static_layers_agree(layers: Sequence[LayerOperations]) -> None:
+    """Let layers that reserve their memory agree on what attention reads, since one mask serves all layers."""
+    if any(layer.parts[0].unwrapped.reserved is not None for layer in layers):
+        late.function("static layers agree")(layers)

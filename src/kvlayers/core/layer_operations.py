@@ -15,9 +15,7 @@ from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.layer_shape import LayerShape
 from kvlayers.core.token_store import Fidelity, lacks_member
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
-from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.rope.rotary import Rotary
-from kvlayers.static.static_store import StaticStore
 from kvlayers.utils.registry import ClassRegistry, DescribesItself
 from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.tensor_memory import storages_of
@@ -105,7 +103,7 @@ class LayerOperations(DescribesItself, ABC):
     bits: tuple[int, int] | None = None
     attention_paths: Mapping[str, int] = MappingProxyType({})
     packing_paths: Mapping[str, int] = MappingProxyType({})
-    reserved: StaticStore | None = None
+    reserved: Any = None
     memory_tier: str = "device"
     can_be_stacked: bool = False
     sized_for: int | None = None
@@ -126,6 +124,10 @@ class LayerOperations(DescribesItself, ABC):
     def unwrapped(self) -> "LayerOperations":
         """The layer without a wrapper that moves its states between devices."""
         return self
+
+    def with_attention(self, attention: "LayerOperations") -> "LayerOperations":
+        """A layer that attends as `attention` does, and has what this layer has beside its attention: here nothing."""
+        return attention
 
     # What it is made from
 
@@ -368,7 +370,7 @@ class LayerOperations(DescribesItself, ABC):
             "another model, so make one from the config of the model that uses it."
         )
 
-    def use_prefetcher(self, prefetcher: Prefetcher) -> None:
+    def use_prefetcher(self, prefetcher: Any) -> None:
         """Be brought to the device by another prefetcher from now on, if the layer moves at all."""
 
     def note_left_padding(self, padding: Tensor | None) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvlayers.core.adapted import adapted
 from kvlayers.core.cache import Cache
 from kvlayers.errors import OptionError, StateMismatchError
-from kvlayers.interop.adapter import adapted
 from kvlayers.rope.rotary import Rotary
 
 

@@ -11,13 +11,13 @@ import transformers.cache_utils as upstream
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvlayers.core.adapted import adapted
 from kvlayers.core.cache import Cache
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionError, StateMismatchError
 from kvlayers.evaluation.requests import ScoringRequest
 from kvlayers.generation import registry
 from kvlayers.generation.passed_caches import validate
-from kvlayers.interop.adapter import adapted
 from kvlayers.planning.cache_bytes import fidelity_of
 from kvlayers.upstream import cache_argument, model_layers, model_types
 from kvlayers.upstream.model_layers import layer_specs

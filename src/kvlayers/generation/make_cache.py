@@ -9,10 +9,10 @@ import transformers
 from transformers.generation.utils import GenerationMode
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.from_config import fixed_layers
 from kvlayers.errors import CapacityError
 from kvlayers.generation import assisted, passed_caches, registry, static_pool
 from kvlayers.generation.patching import ScopedValue
+from kvlayers.static.from_config import fixed_layers
 from kvlayers.static.slots import MaskMode
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
 from kvlayers.upstream.generate_calls import sequences_per_prompt

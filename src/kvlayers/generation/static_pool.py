@@ -11,10 +11,10 @@ import weakref
 from typing import Any
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.from_config import fixed_layers
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.generation.registry import CacheRequest
 from kvlayers.interop.aliases import HybridCache, HybridChunkedCache, SlidingWindowCache
+from kvlayers.static.from_config import fixed_layers
 from kvlayers.static.static_cache import StaticCache
 from kvlayers.utils.transforms import autocast_dtype
 

@@ -1,6 +1,6 @@
 """Transformers' layers behind an adapter, which gives them the contract of kvlayers' layers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -32,18 +32,12 @@ class _Indexed(Protocol):
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor: ...
 
 
-def adapted(layer: Any, grows: bool = False) -> LayerOperations:
-    """The layer itself if it is one of kvlayers' layers; otherwise a new adapter over it.
-
-    Args:
-        layer: a layer of kvlayers or of transformers.
-        grows: see `TransformersLayer`.
+def adapter(layer: Any, grows: bool = False) -> LayerOperations:
+    """An adapter over one of transformers' layers.
 
     Raises:
         OptionError: it is no layer.
     """
-    if isinstance(layer, LayerOperations):
-        return layer
     if not isinstance(layer, (compat.ATTENTION_LAYER, compat.LINEAR_LAYER, *compat.DUMMY_LAYER)):
         shown = f"the class {layer.__name__}" if isinstance(layer, type) else f"a {type(layer).__name__}"
         raise OptionError(
@@ -51,12 +45,6 @@ def adapted(layer: Any, grows: bool = False) -> LayerOperations:
             "those of cache.layers."
         )
     return TransformersLayer(layer, grows)
-
-
-def adapted_anew(layers: Sequence[Any], known: Sequence[LayerOperations], grows: bool) -> list[LayerOperations]:
-    """For each layer the layer itself or its adapter: the known adapter if it has one, and otherwise a new one."""
-    by_identity = {id(layer.original): layer for layer in known}
-    return [by_identity.get(id(layer)) or adapted(layer, grows) for layer in layers]
 
 
 class TransformersLayer(LayerOperations):

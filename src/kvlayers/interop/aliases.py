@@ -10,12 +10,11 @@ from transformers import PretrainedConfig
 from typing_extensions import override
 
 from kvlayers.core.cache_registry import register_cache_class
+from kvlayers.core.checkpoints import Checkpoints
 from kvlayers.core.dynamic_cache import DynamicCache
-from kvlayers.core.from_config import HYBRID, RECURRENT, WINDOWED
+from kvlayers.core.from_config import HYBRID, RECURRENT, WINDOWED, AttentionMaker
 from kvlayers.errors import ConfigError, LayerIndexError, OptionError
 from kvlayers.quantized.quantized_cache import QuantizedCache
-from kvlayers.recall.recall_layer import Recall
-from kvlayers.recurrent.checkpoints import Checkpoints
 from kvlayers.static.slots import Buckets
 from kvlayers.static.static_cache import StaticCache
 from kvlayers.static.static_layer import check_reserved
@@ -86,7 +85,7 @@ class OffloadedCache(DynamicCache):
         offload_device: str = "cpu",
         offload_directory: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
-        recall: Recall | Mapping[str, Any] | None = None,
+        recall: AttentionMaker | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
             ddp_cache_data,

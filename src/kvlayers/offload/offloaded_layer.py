@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.core.adapted import adapted
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.cache_layer import WrapperLayer, forwarded
 from kvlayers.core.description import DescriptionContext, Fact, Facts
@@ -415,3 +416,33 @@ def _page_tokens_of(layer: TokenLayer, keys: Tensor) -> int | None:
     tracked = torch.is_grad_enabled() and keys.requires_grad
     apart = layer.store.holds_pages_apart and not tracked
     return layer.chosen_page_tokens(keys.shape[2]) if apart else None
+
+
+def placed(layer: Any, prefetcher: Prefetcher | None, only_non_sliding: bool) -> Any:
+    """A layer of a cache: wrapped so that its states are held elsewhere, if the cache offloads and that is worth it.
+
+    Recurrent states are small, and stay on the device.
+
+    Args:
+        layer: a layer of kvlayers or of transformers.
+        prefetcher: the prefetcher of the cache, `None` if it does not offload.
+        only_non_sliding: leave layers that attend within a window on the device.
+
+    Raises:
+        OptionError: it is no layer.
+        UnsupportedLayerError: it attends, and its states cannot be moved.
+    """
+    known = adapted(layer)
+    if prefetcher is None:
+        return layer
+    attention = known.parts[0]
+    if isinstance(attention, TokenLayer):
+        stays = only_non_sliding and attention.is_sliding
+        wrapped: Any = attention if stays else OffloadedLayer(attention, prefetcher)
+        return known.with_attention(wrapped)
+    if attention.attends:
+        raise UnsupportedLayerError(
+            f"expected layers that can be offloaded, but a {type(attention.original).__name__} holds tokens in a way "
+            "of its own: leave out offloading."
+        )
+    return layer

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
+from kvlayers.core.adapted import adapted
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_operations import CacheState
 from kvlayers.core.dense_store import DenseStore
@@ -15,7 +16,6 @@ from kvlayers.core.layer_registry import description_context
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
-from kvlayers.interop.adapter import adapted
 from kvlayers.persistence.fingerprint import check_model
 from kvlayers.persistence.format import TOKEN_IDS, CacheRecord, LayerRecord, layer_prefix
 from kvlayers.persistence.rebuild import (

@@ -14,7 +14,6 @@ from kvlayers.persistence.format import CacheRecord, LayerRecord, layer_prefix, 
 from kvlayers.persistence.safetensors_header import refuse, shown
 from kvlayers.persistence.saved_file import SavedFile
 from kvlayers.rope.rotary import Rotary
-from kvlayers.static import static_cache as static  # noqa: F401 - they register their caches
 from kvlayers.upstream.model_layers import layer_specs
 
 MAX_SETTING = 2**31

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvlayers.core.adapted import adapted
 from kvlayers.core.buffer import StateForm, nbytes_of
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import WrapperLayer
@@ -18,7 +19,7 @@ from kvlayers.core.token_store import Fidelity, TokenStore, least_faithful
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.eviction.evicting_layer import EvictingLayer
 from kvlayers.eviction.flat_tokens import tables_nbytes
-from kvlayers.interop.adapter import TransformersLayer, adapted
+from kvlayers.interop.adapter import TransformersLayer
 from kvlayers.kernels.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.offload.offloaded_layer import OffloadedLayer
 from kvlayers.offload.paged_reads import places_for

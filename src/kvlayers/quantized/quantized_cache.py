@@ -13,8 +13,9 @@ from typing_extensions import Self, override
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_registry import register_cache_class
+from kvlayers.core.checkpoints import Checkpoints
 from kvlayers.core.description import DescriptionContext
-from kvlayers.core.from_config import FULL, HYBRID, WINDOWED, packed_attention_layer, quantized_layers
+from kvlayers.core.from_config import FULL, HYBRID, WINDOWED, AttentionMaker, recall_in, recall_of
 from kvlayers.errors import OptionError
 from kvlayers.kernels.codes.quantizer import backend as backend_called
 from kvlayers.quantized.checkpoint_scales import (
@@ -25,9 +26,8 @@ from kvlayers.quantized.checkpoint_scales import (
     checked_scales,
     read_scales,
 )
+from kvlayers.quantized.from_config import packed_attention_layer, quantized_layers
 from kvlayers.quantized.quantization import SCALES, QuantizationOfLayers, quantization_of_layers
-from kvlayers.recall.recall_layer import Recall
-from kvlayers.recurrent.checkpoints import Checkpoints
 from kvlayers.upstream import model_layers, model_types
 from kvlayers.upstream.model_types import ConfigNumbers, kv_heads
 from kvlayers.utils.options import checks_options
@@ -256,7 +256,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         ConfigError: the config does not describe the model's layers.
     """
 
-    recall: Recall | None = None
+    recall: AttentionMaker | None = None
     is_compileable = False
     """Shapes change at every token, and transformers does not compile around such a cache."""
 
@@ -283,9 +283,9 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         offload_device: str = "cpu",
         offload_directory: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
-        recall: Recall | Mapping[str, Any] | None = None,
+        recall: AttentionMaker | Mapping[str, Any] | None = None,
     ) -> None:
-        self.recall = None if recall is None else Recall.of(recall)
+        self.recall = recall_of(recall)
         if not isinstance(backend, str):
             raise OptionError(
                 f"expected the name of a backend as the first argument, but saw a {type(backend).__name__}: pass the "
@@ -335,7 +335,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
     def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
         cache = super().from_description(options, layers, context)
         cache.quantization = quantization_of_layers(options["quantization"])
-        cache.recall = Recall.in_facts(options)
+        cache.recall = recall_in(options)
         if options["grows"] and cache.quantization.count is None:
             quantization = cache.quantization.of_layer(0)
             cache.make_more_with(functools.partial(packed_attention_layer, quantization, recall=cache.recall))
@@ -344,7 +344,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
     @classmethod
     @override
     def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
-        quantization, recall = quantization_of_layers(options["quantization"]), Recall.in_facts(options)
+        quantization, recall = quantization_of_layers(options["quantization"]), recall_in(options)
         return quantized_layers(config, quantization, quantize_sliding=False, recall=recall)
 
     @override
@@ -355,7 +355,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
 
 
 def bare_layers(
-    quantization: QuantizationOfLayers, length_hint: int | None = None, recall: Recall | None = None
+    quantization: QuantizationOfLayers, length_hint: int | None = None, recall: AttentionMaker | None = None
 ) -> tuple[list[Any] | None, Callable[[], Any] | None]:
     """Layers of full attention for a cache without a config.
 

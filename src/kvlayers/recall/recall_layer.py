@@ -84,6 +84,10 @@ class Recall:
         """
         return as_options(cls, given, "{'pages': 64}, or {'pages': 'all'}")
 
+    def layer(self, length_hint: int | None = None, store: TokenStore | None = None) -> "RecallLayer":
+        """A layer that chooses pages with these options, over `store` if it is given."""
+        return RecallLayer(self, length_hint) if store is None else RecallLayer(self, store=store)
+
     def facts(self) -> dict[str, Fact]:
         """All options as plain facts. Their names differ from those of the facts of stores."""
         return {f"recall_{field.name}": getattr(self, field.name) for field in fields(self)}

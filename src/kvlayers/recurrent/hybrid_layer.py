@@ -1,20 +1,23 @@
 """A layer that attends and has a recurrent state: an attention layer and a recurrent layer, side by side."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
 
 from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache_layer import CacheLayer, WrapperLayer, forwarded
+from kvlayers.core.checkpoints import Checkpoints
 from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.from_config import HYBRID, RECURRENT
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.layer_registry import layer_class, register_layer
 from kvlayers.core.token_store import Fidelity, least_faithful
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer
 from kvlayers.upstream import compat
+from kvlayers.upstream.model_layers import LayerSpec
 
 LINEAR = "linear."
 """Prefix of the names of the recurrent part in a saved state."""
@@ -60,6 +63,10 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     def attention(self) -> CacheLayer:
         """The attention layer."""
         return self.wrapped
+
+    @override
+    def with_attention(self, attention: LayerOperations) -> "HybridLayer":
+        return HybridLayer(cast("CacheLayer", attention), self.linear)
 
     # Attention
 
@@ -273,3 +280,23 @@ def _prefixed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unprefixed(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(LINEAR): value for name, value in values.items() if name.startswith(LINEAR)}
+
+
+def recurrent_kinds(
+    attention: Mapping[str, Callable[[LayerSpec], Any]], policy: Checkpoints, tokens_at_once: int | None
+) -> dict[str, Callable[[LayerSpec], Any]]:
+    """For each layer type that has recurrent states, a function that makes the layer.
+
+    Args:
+        attention: the same for layer types that attend.
+        policy: when checkpoints are taken.
+        tokens_at_once: see `LinearAttentionLayer`.
+    """
+
+    def recurrent(spec: LayerSpec) -> LinearAttentionLayer:
+        return LinearAttentionLayer(spec.options.get("number_of_states", 1), policy, tokens_at_once)
+
+    def hybrid(spec: LayerSpec) -> HybridLayer:
+        return HybridLayer(attention[HYBRID[spec.layer_type]](spec), recurrent(spec))
+
+    return {**dict.fromkeys(RECURRENT, recurrent), **dict.fromkeys(HYBRID, hybrid)}

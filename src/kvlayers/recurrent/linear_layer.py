@@ -9,12 +9,13 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache_layer import forwarded
+from kvlayers.core.checkpoints import Checkpoints
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_store import Fidelity
 from kvlayers.errors import RollbackError, UnsupportedLayerError
-from kvlayers.recurrent.checkpoints import Checkpoints, LinearPast
+from kvlayers.recurrent.checkpoints import LinearPast
 from kvlayers.recurrent.saving import check_linear_state, linear_state, read_history
 from kvlayers.recurrent.states import (
     LinearStates,

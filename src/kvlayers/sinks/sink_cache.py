@@ -11,13 +11,16 @@ from typing_extensions import Self, override
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_registry import register_cache_class
 from kvlayers.core.description import DescriptionContext
-from kvlayers.core.from_config import sink_layers
+from kvlayers.core.from_config import HYBRID, dynamic_layers, with_attention
 from kvlayers.core.preparation import check_empty, check_rotary, left_padding_of, prepare_layers
 from kvlayers.errors import ConfigError
 from kvlayers.quantized.quantization import Quantization
+from kvlayers.rope.from_config import rotaries
 from kvlayers.rope.rotary import Rotary
 from kvlayers.sinks.sink_layer import SinkConfig, SinkLayer
 from kvlayers.sinks.sink_tokens import check_sinks, padding_of
+from kvlayers.upstream import model_layers
+from kvlayers.upstream.model_layers import LayerSpec
 from kvlayers.upstream.model_types import config_of
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.units import tokens
@@ -171,3 +174,36 @@ def _window_quantization(given: Quantization | Mapping[str, Any] | None) -> Quan
     quantization = Quantization.of(given)
     # A window drops its oldest tokens, so no token of it could stay as a sink of the store.
     return None if quantization is None else dataclasses.replace(quantization, sink_tokens=0)
+
+
+def sink_layers(config: object, sink_config: SinkConfig, rotary: Rotary | None = None) -> list[Any]:
+    """As `dynamic_layers`, with sinks in full attention, and in windows that are longer than the sinks' window.
+
+    Args:
+        config: config of the model.
+        sink_config: how sink layers are made.
+        rotary: how the keys of all layers are rotated; as the config says if it is not given.
+
+    Raises:
+        ConfigError: the keys cannot be rotated, or no layer attends to more tokens than the sinks' window.
+    """
+    specs, rotations = model_layers.layer_specs(config), None if rotary is not None else rotaries(config)
+    layers, forgetful = dynamic_layers(config), True
+    for index, spec in enumerate(specs):
+        if not _attends_beyond(spec, sink_config.window_length):
+            continue
+        forgetful = False
+        sinks = sink_config.layer(rotary if rotations is None else rotations[index])
+        layers[index] = with_attention(layers[index], sinks)
+    if forgetful:
+        raise ConfigError(
+            f"expected a layer that attends to more than {sink_config.window_length} tokens, but saw "
+            f"{', '.join(sorted({spec.layer_type for spec in specs}))}: the model forgets by itself, so use a "
+            "DynamicCache."
+        )
+    return layers
+
+
+def _attends_beyond(spec: LayerSpec, tokens: int) -> bool:
+    kind = HYBRID.get(spec.layer_type, spec.layer_type)
+    return kind == "full_attention" or (kind == "sliding_attention" and spec.options["sliding_window"] > tokens)

@@ -11,10 +11,10 @@ from typing_extensions import Self, override
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_registry import register_cache_class
+from kvlayers.core.checkpoints import Checkpoints
 from kvlayers.core.description import DescriptionContext
-from kvlayers.core.from_config import Reservation, fixed_layers, static_layers
 from kvlayers.errors import ConfigError, OptionError
-from kvlayers.recurrent.checkpoints import Checkpoints
+from kvlayers.static.from_config import Reservation, fixed_layers, static_layers
 from kvlayers.static.slots import Buckets
 from kvlayers.static.static_layer import StaticLayer
 from kvlayers.upstream import model_types

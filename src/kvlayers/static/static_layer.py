@@ -1,6 +1,5 @@
 """Layers over memory that is reserved once, at an address that does not change: full attention, and windows."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from typing_extensions import Self, override
 
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.dynamic_layer import DynamicLayer
-from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.core.layer_list import in_step
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.sliding_layer import SlidingLayer, check_window, window_room
 from kvlayers.core.token_layer import TokenLayer
@@ -18,25 +17,6 @@ from kvlayers.errors import CapacityError, OptionError, StateMismatchError
 from kvlayers.static.slots import Buckets
 from kvlayers.static.static_store import StaticStore
 from kvlayers.utils.options import checks_options
-
-
-def in_step(asked: LayerOperations, layers: Sequence[LayerOperations]) -> tuple[int, ...]:
-    """Indices of the layers that have seen as many tokens as a layer, and may hold as many: one mask is made for all.
-
-    Other layers may hold something else, such as the image that cross-attention reads (mllama), or stand still.
-
-    Args:
-        asked: the layer that is asked how its next tokens are masked.
-        layers: layers of the same cache.
-    """
-    seen, capacity = asked.length_on_host, asked.capacity
-    return tuple(
-        index
-        for index, layer in enumerate(layers)
-        # A count that stands on an accelerator, and is not waited for, is None.
-        if layer.length_on_host in (seen, None) and layer.capacity == capacity
-    )
-
 
 RESERVATION_FACTS = frozenset({"max_cache_len", "max_batch_size", "smallest_bucket", "bucket_factor", "grow"})
 """Facts that say what a static layer reserves. Its states do not depend on that."""
@@ -79,7 +59,7 @@ class ReservedLayer(TokenLayer):
 
     @property
     @override
-    def reserved(self) -> StaticStore:  # type: ignore[override]
+    def reserved(self) -> StaticStore:
         """The memory, and the part of it that attention reads."""
         return self._store
 

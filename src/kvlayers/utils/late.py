@@ -1,28 +1,52 @@
-"""Late imports: functions and classes of upper modules that lower modules call by name.
+"""What a module needs of the rooms above it: it asks for a function by name.
 
 A module imports only modules below it. If a lower module offers something that an upper one implements (`Cache.save`,
-the name `"auto"`), it asks for the function by name. The package's `__init__` says where each function is.
+an option that another room serves), it asks for the function by name. `kvlayers.rooms` says where each function is.
 """
 
 import importlib
-from collections.abc import Callable
+import operator
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from kvlayers.errors import RegistryError
+
 _targets: dict[str, str] = {}
+_rooms: list[str] = []
+_loading = threading.RLock()
 
 
-def provide(name: str, target: str) -> None:
-    """Register where a function is.
+def provide(rooms: Iterable[str], targets: Mapping[str, str]) -> None:
+    """Say where everything is.
 
     Args:
-        name: name by which lower modules ask for it.
-        target: its module and its name there, as `"package.module:function"`; imported when it is first asked for.
+        rooms: the packages whose import registers kinds of layers, stores and caches.
+        targets: for each name that lower modules ask for, a module and what it has there, as `"package.module:name"`.
     """
-    _targets[name] = target
+    _rooms.extend(rooms)
+    _targets.update(targets)
 
 
 def function(name: str) -> Callable[..., Any]:
-    """The function that was provided as `name`."""
+    """The function that was provided as `name`, imported when it is first asked for.
+
+    Raises:
+        RegistryError: this installation lacks the room that has it.
+    """
+    if name not in _targets:
+        raise RegistryError(
+            f"expected a room of kvlayers that provides '{name}', but this installation has none: install kvlayers "
+            "with the room, or leave out what needs it."
+        )
     module, _, attribute = _targets[name].partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    found: Callable[..., Any] = operator.attrgetter(attribute)(importlib.import_module(module))
     return found
+
+
+def load_rooms() -> None:
+    """Import every room, so that all kinds are registered."""
+    with _loading:
+        while _rooms:
+            # Taken out first, since a room that is imported may ask for kinds itself.
+            importlib.import_module(_rooms.pop())

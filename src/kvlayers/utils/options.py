@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from kvlayers.errors import OptionError
+from kvlayers.utils import late
 
 P = ParamSpec("P")
 Options = TypeVar("Options")
@@ -19,6 +20,7 @@ def checks_options(init: Callable[P, None]) -> Callable[P, None]:
     accepted = list(inspect.signature(init).parameters)[1:]
 
     def advice(unknown: str) -> str:
+        late.load_rooms()
         for option in accepted:
             if unknown in _arguments.get(option, ()):
                 return f"it is part of the option `{option}`, as in {option}={{'{unknown}': ...}}."

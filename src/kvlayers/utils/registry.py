@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from typing_extensions import override
 
 from kvlayers.errors import OptionError, RegistryError
+from kvlayers.utils import late
 from kvlayers.utils.sending import sent_by_value
 
 Entry = TypeVar("Entry", bound=Callable[..., Any])
@@ -78,11 +79,12 @@ class Registry(Generic[Entry]):
         return sorted(self._entries)
 
     def names(self) -> list[str]:
-        """All names, including those of entry points, sorted."""
+        """All names, including those of rooms that were not imported yet and of entry points, sorted."""
+        late.load_rooms()
         return sorted({*self._entries, *(point.name for point in self._entry_points)})
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries or any(point.name == name for point in self._entry_points)
+        return name in self.names()
 
     def get(self, name: object) -> Entry | None:
         """The entry with this name, `None` for an unknown name. Entry points are loaded when they are first needed.
@@ -92,6 +94,8 @@ class Registry(Generic[Entry]):
         """
         if not isinstance(name, str):
             return None
+        if name not in self._entries:
+            late.load_rooms()
         entry = self._entries.get(name)
         if entry is not None:
             return entry

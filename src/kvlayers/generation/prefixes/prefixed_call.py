@@ -18,7 +18,6 @@ from typing import Any
 from transformers.utils import ModelOutput
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.stacking import can_be_stacked, stack
 from kvlayers.errors import ConfigError
 from kvlayers.generation.prefixes import active_store
 from kvlayers.generation.prefixes.active_store import ActiveStore
@@ -35,6 +34,7 @@ from kvlayers.generation.prefixes.eligibility import (
     options_of,
     prompts_of,
 )
+from kvlayers.generation.prefixes.stacking import can_be_stacked, stack
 from kvlayers.generation.prefixes.stored_caches import StoredCaches, depends_on_chunks
 from kvlayers.generation.saved_names import requested_name, resolve_name
 from kvlayers.generation.shared_prefill import MIN_TOKENS

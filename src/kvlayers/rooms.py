@@ -1,0 +1,35 @@
+"""The rooms of kvlayers, and where each has what modules below it ask for by name.
+
+To remove a room, remove its folder, its line in `ROOMS`, and its lines in `PROVIDED`.
+"""
+
+from kvlayers.utils import late
+
+ROOMS = (
+    "kvlayers.core",
+    "kvlayers.static",
+    "kvlayers.quantized",
+    "kvlayers.offload",
+    "kvlayers.recurrent",
+    "kvlayers.pairs",
+    "kvlayers.sinks",
+    "kvlayers.recall",
+    "kvlayers.eviction",
+    "kvlayers.interop",
+)
+"""Their import registers the kinds of layers, stores and caches."""
+
+PROVIDED = {
+    "static layers agree": "kvlayers.static.from_config:share_mask_extents",
+    "offloading": "kvlayers.offload.prefetcher:Offloading.from_options",
+    "place": "kvlayers.offload.offloaded_layer:placed",
+    "recurrent kinds": "kvlayers.recurrent.hybrid_layer:recurrent_kinds",
+    "recall": "kvlayers.recall.recall_layer:Recall.of",
+    "recall in facts": "kvlayers.recall.recall_layer:Recall.in_facts",
+    "adapter": "kvlayers.interop.adapter:adapter",
+    "DynamicCache": "kvlayers.core.dynamic_cache:DynamicCache",
+    "save_cache": "kvlayers.persistence.save:save_cache",
+    "chosen_cache": "kvlayers.planning.auto:chosen_cache",
+}
+
+late.provide(ROOMS, PROVIDED)

@@ -38,13 +38,14 @@ from kvlayers.version import __version__
 if TYPE_CHECKING:
     from kvlayers.core.cache import Cache
     from kvlayers.core.dynamic_cache import DynamicCache
+    from kvlayers.core.named_caches import CacheRequest, cache_names, register, unregister
     from kvlayers.errors import CapacityError, KVLayersError, OptionError
     from kvlayers.evaluation.engine import score
     from kvlayers.eviction.evicting_cache import EvictingCache
     from kvlayers.generation.chat import Chat
     from kvlayers.generation.install import generate, install, installed, is_installed, uninstall
     from kvlayers.generation.known_ids import PromptMismatchWarning
-    from kvlayers.generation.registry import CacheRequest, cache_names, make_cache, register, unregister
+    from kvlayers.generation.registry import make_cache
     from kvlayers.generation.resilient import SteppedDownWarning, resilient_generate
     from kvlayers.generation.static_pool import free_reservations
     from kvlayers.interop.aliases import (
@@ -131,13 +132,13 @@ _NAMES = {
         "uninstall",
     ),
     "generation.known_ids": ("PromptMismatchWarning",),
-    "generation.registry": (
+    "core.named_caches": (
         "CacheRequest",
         "cache_names",
-        "make_cache",
         "register",
         "unregister",
     ),
+    "generation.registry": ("make_cache",),
     "generation.resilient": (
         "SteppedDownWarning",
         "resilient_generate",

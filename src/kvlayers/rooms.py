@@ -16,6 +16,7 @@ ROOMS = (
     "kvlayers.recall",
     "kvlayers.eviction",
     "kvlayers.interop",
+    "kvlayers.generation",
 )
 """Their import registers the kinds of layers, stores and caches."""
 

@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerationMixin
 import fresh_process
 import kvlayers
 import versions
-from kvlayers.generation import registry
+from kvlayers.core import named_caches
 from models import fresh_model, prompt, tiny_model
 
 CLASSES = {
@@ -119,7 +119,7 @@ def test_a_name_that_kvlayers_does_not_know_falls_through_to_transformers(
         asked.append(offloading)
         return transformers.DynamicCache(config=config)
 
-    monkeypatch.delitem(kvlayers.generation.registry._factories._entries, "offloaded")
+    monkeypatch.delitem(kvlayers.core.named_caches._factories._entries, "offloaded")
     monkeypatch.setattr("transformers.generation.utils.DynamicCache", theirs)
     assert type(used_cache(cache_implementation="offloaded")) is transformers.DynamicCache
     assert asked == [True]
@@ -334,9 +334,11 @@ def test_a_factory_that_returns_no_cache_is_named() -> None:
 
 
 def test_other_packages_register_by_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = importlib.metadata.EntryPoint("theirs", "kvlayers:StaticCache", "kvlayers.core")
+    point = importlib.metadata.EntryPoint("theirs", "kvlayers:StaticCache", "kvlayers.caches")
     points = importlib.metadata.EntryPoints([point])
-    monkeypatch.setitem(vars(registry._factories), "_entry_points", points.select(group=registry.ENTRY_POINT_GROUP))
+    monkeypatch.setitem(
+        vars(named_caches._factories), "_entry_points", points.select(group=named_caches.ENTRY_POINT_GROUP)
+    )
     assert "theirs" in kvlayers.cache_names()
     monkeypatch.setattr(
         kvlayers.StaticCache, "__init__", lambda self, request: kvlayers.Cache.__init__(self, layers=[])

@@ -18,9 +18,10 @@ from torch import Tensor
 import kvlayers
 import versions
 from kvlayers import OptionError
+from kvlayers.core import named_caches
 from kvlayers.core.buffer import TokenBuffer
 from kvlayers.errors import RegistryError
-from kvlayers.generation import registry, resilient, static_pool
+from kvlayers.generation import resilient, static_pool
 from kvlayers.generation.ladder import AS_REQUESTED, DEFAULT_LADDER, Rung
 from kvlayers.generation.resilient import SteppedDownWarning, is_out_of_memory, resilient_generate
 from kvlayers.upstream import cache_argument
@@ -666,7 +667,7 @@ def test_rungs_of_the_default_ladder_that_a_model_cannot_have_are_left_out(monke
     def refuse(request: Any) -> Any:
         raise kvlayers.errors.ConfigError("expected a model with heads, but saw one without.")
 
-    monkeypatch.setitem(registry._factories._entries, "int8", refuse)
+    monkeypatch.setitem(named_caches._factories._entries, "int8", refuse)
     model, ids = fresh_model("qwen2"), prompt(1)
     RunningOut(model, ALWAYS)
     with (

@@ -318,7 +318,7 @@ def test_a_layer_is_found_by_the_entry_point_of_its_package(
     save_cache(kvlayers.Cache(layers=[RecentLayer(5)]), path)
     assert inspect_cache(path).layers == ("recent",)
     assert type(load_cache(path).layers[0]) is RecentLayer
-    with pytest.raises(RegistryError, match=r"derived from kvlayers\.layers\.operations\.LayerOperations"):
+    with pytest.raises(RegistryError, match=r"derived from kvlayers\.core\.layer_operations\.LayerOperations"):
         LAYER_CLASSES.get("wrong")
 
 

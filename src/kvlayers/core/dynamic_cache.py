@@ -17,7 +17,15 @@ from kvlayers.core.cache_registry import register_cache_class
 from kvlayers.core.checkpoints import Checkpoints
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.dynamic_layer import DynamicLayer
-from kvlayers.core.from_config import AttentionMaker, dynamic_layers, full_attention_layer, recall_in, recall_of
+from kvlayers.core.from_config import (
+    AttentionMaker,
+    dynamic_layers,
+    every_token_layers,
+    full_attention_layer,
+    recall_in,
+    recall_of,
+)
+from kvlayers.core.named_caches import CacheRequest, named, register
 from kvlayers.core.sliding_layer import SlidingLayer
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
 from kvlayers.upstream import model_types
@@ -176,3 +184,18 @@ def _layer_for(
     if sliding_window is None:
         return full_attention_layer(length_hint, recall)
     return SlidingLayer(whole_number(sliding_window, "a window"))
+
+
+register("dynamic")(named(DynamicCache, "length_hint"))
+
+
+@register("dynamic_full")
+def _dynamic_full(request: CacheRequest) -> Cache:
+    """A cache that keeps every token, even if the model attends within windows, as in transformers before 5.14."""
+    options = {"length_hint": request.length_hint, "checkpoints": None, **request.options}
+    unknown = sorted(options.keys() - {"length_hint", "checkpoints"})
+    if unknown:
+        raise OptionError(f"the cache 'dynamic_full' takes the options length_hint and checkpoints, got {unknown}.")
+    hint = options["length_hint"]
+    options["length_hint"] = None if hint is None else tokens(hint, "length_hint")
+    return Cache(layers=every_token_layers(request.config, **options))

@@ -11,6 +11,7 @@ import transformers.cache_utils as upstream
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvlayers.core import named_caches
 from kvlayers.core.adapted import adapted
 from kvlayers.core.cache import Cache
 from kvlayers.core.layer_operations import LayerOperations
@@ -167,7 +168,7 @@ def _checked_instance(cache: object) -> transformers.Cache:
         shown = f"the class {cache.__name__}" if isinstance(cache, type) else f"a {type(cache).__name__}"
         raise OptionError(
             "`cache` must be the name of a cache, or an empty cache for a model without an encoder, got "
-            f"{shown}: pass one of {', '.join(registry.cache_names())}."
+            f"{shown}: pass one of {', '.join(named_caches.cache_names())}."
         )
     if holds_states(cache):
         raise StateMismatchError(

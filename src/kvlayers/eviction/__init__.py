@@ -1,5 +1,7 @@
 """Rules of eviction: which tokens a layer of limited memory keeps."""
 
+from kvlayers.core.named_caches import named, register
+from kvlayers.eviction import evicting_cache, evicting_layer
 from kvlayers.eviction.attention_rules import ExpectedAttention, HeavyHitters, SnapKV, Tova
 from kvlayers.eviction.key_rules import KeyDiff, KNorm, RandomEviction, Streaming
 from kvlayers.eviction.rule import (
@@ -15,6 +17,10 @@ from kvlayers.eviction.rule import (
 BUILTIN_RULES = tuple(added_rule_names())
 """Names of the rules of kvlayers, which the imports above have registered."""
 
+for _rule in BUILTIN_RULES:
+    # A rule of another package has no such name, which might be that of a cache: it is an option of "evicting".
+    register(_rule)(named(evicting_cache.EvictingCache, fixed={"rule": _rule}, general="evicting"))
+
 __all__ = [
     "ALL_QUERIES",
     "BUILTIN_RULES",
@@ -27,6 +33,8 @@ __all__ = [
     "SnapKV",
     "Streaming",
     "Tova",
+    "evicting_cache",
+    "evicting_layer",
     "eviction_rule",
     "eviction_rule_names",
     "register_eviction_rule",

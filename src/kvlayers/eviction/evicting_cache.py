@@ -11,6 +11,7 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.cache_registry import register_cache_class
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.core.named_caches import named, register
 from kvlayers.core.preparation import check_empty, check_rotary, left_padding_of, prepare_layers
 from kvlayers.errors import ConfigError, UnsupportedLayerError
 from kvlayers.eviction.budgets import LayerBudgets, check_layer_budgets
@@ -218,3 +219,6 @@ def _checked_layer_budgets(given: LayerBudgets) -> LayerBudgets:
 def _unwrapped(layer: LayerOperations) -> LayerOperations:
     """The part of a layer that attends, without a wrapper that moves its states."""
     return layer.parts[0].unwrapped
+
+
+register("evicting")(named(EvictingCache))

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
+from kvlayers.core import named_caches
 from kvlayers.core.cache import Cache
 from kvlayers.errors import LegacyFormatError
 from kvlayers.generation import (
@@ -170,7 +171,7 @@ def prepare_cache_for_generation(original: Method) -> Method:
             past is not None
             or generation_config.use_cache is False
             or not self._supports_default_dynamic_cache()
-            or not registry.is_registered(name)
+            or not named_caches.is_registered(name)
             or generate_calls.makes_own_static_cache(self, name)
         ):
             original(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)

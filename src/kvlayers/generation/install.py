@@ -39,12 +39,12 @@ from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import PreTrainedModel
 
+from kvlayers.core import named_caches
 from kvlayers.errors import OptionError
 from kvlayers.generation import (
     hooks,
     known_ids,
     passed_caches,
-    registry,
     saved_names,
     static_pool,
     transformers4_names,
@@ -317,10 +317,10 @@ _activation = Activation(_apply_patches, _remove_patches)
 
 def _accept_names() -> None:
     """Let a `GenerationConfig` accept the names of the registry while kvlayers is in place, and no longer."""
-    saved_names.accept_names(lambda: registry.cache_names() if _activation.is_in_place else [])
+    saved_names.accept_names(lambda: named_caches.cache_names() if _activation.is_in_place else [])
 
 
-registry.on_change(_accept_names)
+named_caches.on_change(_accept_names)
 
 
 def generate(

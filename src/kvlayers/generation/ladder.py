@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMode
 from transformers.utils import ModelOutput
 
+from kvlayers.core import named_caches
 from kvlayers.errors import KVLayersError, OptionError
 from kvlayers.generation import registry
 from kvlayers.generation.install import call_with_kvlayers, is_installed
@@ -88,14 +89,14 @@ def suitable_rungs(ladder: Iterable[RungLike], model: Any) -> tuple[list[Rung], 
             "None in `ladder` stands for the requested cache, which comes first, but it is further down: put it first."
         )
     for rung in below:
-        if rung.name is None or not registry.is_registered(rung.name):
+        if rung.name is None or not named_caches.is_registered(rung.name):
             raise registry.unknown_name(rung.name)
     suitable: list[Rung] = [AS_REQUESTED]
     unsuitable: list[str] = []
     for rung in below:
         try:
             # A cache reserves no memory before its first states.
-            registry.cache_for(str(rung.name), registry.CacheRequest(model.config, rung.options, length_hint=1))
+            registry.cache_for(str(rung.name), named_caches.CacheRequest(model.config, rung.options, length_hint=1))
             suitable.append(rung)
         except KVLayersError as error:
             if ladder is not DEFAULT_LADDER:

@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 from transformers.generation.utils import GenerationMode
 
+from kvlayers.core import named_caches
 from kvlayers.core.cache import Cache
 from kvlayers.errors import CapacityError
 from kvlayers.generation import assisted, passed_caches, registry, static_pool
@@ -52,7 +53,7 @@ def for_call(
     own_name = generation_config.cache_implementation
     foreign_options = generation_config.is_assistant and own_name in (None, compat.NAME_FOR_DRAFTS)
     options = None if foreign_options else generation_config.cache_config
-    request = registry.CacheRequest(
+    request = named_caches.CacheRequest(
         model.config,
         {} if options is None else options,
         batch_size=batch_size * sequences_per_prompt(generation_config),
@@ -75,7 +76,7 @@ def for_call(
 
 
 def _acquire(
-    model: Any, name: str, request: registry.CacheRequest, generation_config: Any, generation_mode: GenerationMode
+    model: Any, name: str, request: named_caches.CacheRequest, generation_config: Any, generation_mode: GenerationMode
 ) -> transformers.Cache:
     cache = registry.cache_for(name, request)
     if mask_mode(cache) is None:
@@ -105,7 +106,7 @@ def mask_mode(cache: Any) -> MaskMode | None:
     return fixed[0].reserved.mask_extent.mode if fixed else None
 
 
-def _reserve_early(model: Any, cache: Any, request: registry.CacheRequest) -> bool:
+def _reserve_early(model: Any, cache: Any, request: named_caches.CacheRequest) -> bool:
     """Reserve memory before a compiled prefill, which would otherwise own the memory, and return whether it worked."""
     reserves = compat.RESERVES_AHEAD and not request.config.is_encoder_decoder
     shape = generate_calls.static_shape(model) if reserves else None

@@ -2,120 +2,27 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
-from transformers import PretrainedConfig
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.dynamic_cache import DynamicCache
+from kvlayers.core.named_caches import CacheRequest, factory_of, is_registered, register, unknown
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.eviction.rule import eviction_rule_names
 from kvlayers.kernels.codes.quantizer import quantizer_names
 from kvlayers.pairs.encoder_decoder import EncoderDecoderCache
 from kvlayers.upstream import model_types
 from kvlayers.upstream.model_layers import layer_devices
+from kvlayers.utils import late
 from kvlayers.utils.options import checked_device, checked_dtype
-from kvlayers.utils.registry import Registry
 from kvlayers.utils.units import tokens
 
-ENTRY_POINT_GROUP = "kvlayers.core"
-"""Entry points of this group are factories in other packages; the name of the entry point is that of the cache."""
-
-
-@dataclass(frozen=True)
-class CacheRequest:
-    """What a factory knows about the cache that it is to make. Except for `config`, all of it may be unknown.
-
-    Attributes:
-        config: config of the model.
-        options: what the user passed as `cache_config`, or to `make_cache`.
-        batch_size: number of sequences, beams included.
-        length_hint: the most tokens that are expected.
-        device: device of the model.
-        dtype: dtype of the model.
-        encoder_length: tokens of the encoder's output, if the model has an encoder.
-        attention_mask: mask of the prompt, `[batch, tokens]`, 0 for padding.
-        layer_devices: device of each layer of the decoder, empty if all are on `device`.
-    """
-
-    config: PretrainedConfig
-    options: Mapping[str, Any] = field(default_factory=dict)
-    batch_size: int | None = None
-    length_hint: int | None = None
-    device: torch.device | None = None
-    dtype: torch.dtype | None = None
-    encoder_length: int | None = None
-    attention_mask: torch.Tensor | None = None
-    layer_devices: tuple[torch.device, ...] = ()
-
-
-CacheFactory = Callable[[CacheRequest], transformers.Cache]
-Factory = TypeVar("Factory", bound=CacheFactory)
-
 _BITS = re.compile(r"int(?P<nbits>\d)|k(?P<key_nbits>\d)v(?P<value_nbits>\d)")
-
-_factories: Registry[CacheFactory] = Registry("cache", ENTRY_POINT_GROUP, "unregister")
-_listeners: list[Callable[[], None]] = []
-
-
-def register(name: str) -> Callable[[Factory], Factory]:
-    """Decorator: register a factory, `(CacheRequest) -> Cache`, for the caches called `name`.
-
-    `make_cache(name, ...)` calls the factory, and under `install()` so does
-    `generate(..., cache_implementation=name)`.
-
-    Args:
-        name: name of the cache.
-
-    Raises:
-        RegistryError: the name is empty or taken.
-
-    Example:
-        >>> import kvlayers
-        >>> @kvlayers.register("roomy")
-        ... def roomy(request):
-        ...     return kvlayers.StaticCache(request.config, max_cache_len=4096, **request.options)
-        >>> "roomy" in kvlayers.cache_names()
-        True
-        >>> kvlayers.unregister("roomy")
-    """
-    _factories.check_free(name)
-
-    def add(factory: Factory) -> Factory:
-        _factories.add(name, factory)
-        _notify_listeners()
-        return factory
-
-    return add
-
-
-def unregister(name: str) -> None:
-    """Remove a name.
-
-    Raises:
-        RegistryError: the name is not registered.
-    """
-    _factories.remove(name)
-    _notify_listeners()
-
-
-def cache_names() -> list[str]:
-    """Every name that `make_cache` accepts, entry points of other packages included, in alphabetical order."""
-    return _factories.names()
-
-
-def is_registered(name: str) -> bool:
-    """Whether `make_cache` accepts a name."""
-    return name in _factories
-
-
-def on_change(listener: Callable[[], None]) -> None:
-    """Call `listener` whenever a name is registered or removed."""
-    _listeners.append(listener)
 
 
 def make_cache(
@@ -174,7 +81,10 @@ def cache_for(name: str, request: CacheRequest) -> transformers.Cache:
             "the options of a cache must be a mapping from names to values, without the config of the model, got "
             f"{options!r}."
         )
-    cache = _factory(name)(request)
+    factory = factory_of(name)
+    if factory is None:
+        raise unknown_name(name)
+    cache = factory(request)
     if not isinstance(cache, transformers.Cache):
         raise RegistryError(
             f"the factory of '{name}' must return a cache, but returned a {type(cache).__name__}: correct the factory."
@@ -208,13 +118,6 @@ def move_name_to_option(argument: str, arguments: dict[str, Any]) -> None:
     del arguments[argument]
 
 
-def _factory(name: str) -> CacheFactory:
-    factory = _factories.get(name)
-    if factory is None:
-        raise unknown_name(name)
-    return factory
-
-
 def unknown_name(name: object) -> RegistryError:
     """The error for a name that is not registered, which lists the names that are."""
     if str(name).lower() in quantizer_names():
@@ -233,12 +136,7 @@ def unknown_name(name: object) -> RegistryError:
             f"'{name}' is an eviction rule of your own, and no cache name: use cache_implementation='evicting' with "
             f"cache_config={{'rule': '{name}'}}, or 'evicting:rule={name}' where options stand behind a name."
         )
-    return RegistryError(_factories.unknown(name))
-
-
-def _notify_listeners() -> None:
-    for listener in _listeners:
-        listener()
+    return unknown(name)
 
 
 _OPTION = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*=")
@@ -329,3 +227,10 @@ def _value(written: str) -> Any:
         return json.loads(written)
     except ValueError:
         return written
+
+
+@register("auto")
+def _auto(request: CacheRequest) -> transformers.Cache:
+    # Called by name, since planning makes caches by name, and so depends on this module.
+    chosen: transformers.Cache = late.function("chosen_cache")(request)
+    return chosen

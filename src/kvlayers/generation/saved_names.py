@@ -11,6 +11,7 @@ from typing import Any
 
 import transformers.generation.configuration_utils as configuration
 
+from kvlayers.core import named_caches
 from kvlayers.generation import registry
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.upstream.deprecation import warn_the_caller
@@ -79,7 +80,7 @@ def resolve_name(config: Any, requested: str | None, is_given_a_cache: bool) -> 
     # The separate field is left in a config that was loaded before kvlayers was installed.
     name, options = _saved(config)
     if name is not None and config.cache_implementation is None and not is_given_a_cache:
-        if not registry.is_registered(name):
+        if not named_caches.is_registered(name):
             raise registry.unknown_name(name)
         _use(config, name, options)
 
@@ -105,7 +106,7 @@ class SavedName:
     def __set__(self, config: Any, field: Any) -> None:
         vars(config)[FIELD] = field
         name, options = _saved(config)
-        if name is not None and registry.is_registered(name) and self._takes_over():
+        if name is not None and named_caches.is_registered(name) and self._takes_over():
             del vars(config)[FIELD]
             _use(config, name, options)
 

@@ -11,8 +11,8 @@ import weakref
 from typing import Any
 
 from kvlayers.core.cache import Cache
+from kvlayers.core.named_caches import CacheRequest
 from kvlayers.generation.patching import ScopedValue
-from kvlayers.generation.registry import CacheRequest
 from kvlayers.interop.aliases import HybridCache, HybridChunkedCache, SlidingWindowCache
 from kvlayers.static.from_config import fixed_layers
 from kvlayers.static.static_cache import StaticCache

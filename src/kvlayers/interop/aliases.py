@@ -13,6 +13,7 @@ from kvlayers.core.cache_registry import register_cache_class
 from kvlayers.core.checkpoints import Checkpoints
 from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.from_config import HYBRID, RECURRENT, WINDOWED, AttentionMaker
+from kvlayers.core.named_caches import named, register
 from kvlayers.errors import ConfigError, LayerIndexError, OptionError
 from kvlayers.quantized.quantized_cache import QuantizedCache
 from kvlayers.static.slots import Buckets
@@ -322,3 +323,11 @@ def _checked_config(
         check_reserved(batch_size, name, "sequences")
     check_accepted(dtype, device)
     return model_types.config_of(model_or_config)
+
+
+register("sliding_window")(named(SlidingWindowCache, "max_cache_len"))
+register("hybrid")(named(HybridCache, "max_cache_len"))
+register("hybrid_chunked")(named(HybridChunkedCache, "max_cache_len"))
+register("offloaded")(named(OffloadedCache, "length_hint"))
+for _name in ("offloaded_static", "offloaded_hybrid", "offloaded_hybrid_chunked"):
+    register(_name)(named(OffloadedStaticCache, "max_cache_len"))

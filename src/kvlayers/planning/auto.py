@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 import transformers
 
+from kvlayers.core.named_caches import CacheRequest
 from kvlayers.errors import ConfigError, OptionError
-from kvlayers.generation.registry import CacheRequest, cache_for
+from kvlayers.generation.registry import cache_for
 from kvlayers.planning.planned_cache import Plan
 from kvlayers.planning.planner import AUTO, plan_for
 from kvlayers.utils.units import amount_of_bytes, readable_bytes

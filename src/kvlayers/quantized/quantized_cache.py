@@ -16,6 +16,7 @@ from kvlayers.core.cache_registry import register_cache_class
 from kvlayers.core.checkpoints import Checkpoints
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.from_config import FULL, HYBRID, WINDOWED, AttentionMaker, recall_in, recall_of
+from kvlayers.core.named_caches import named, register
 from kvlayers.errors import OptionError
 from kvlayers.kernels.codes.quantizer import backend as backend_called
 from kvlayers.quantized.checkpoint_scales import (
@@ -368,3 +369,15 @@ def bare_layers(
         packed_attention_layer(quantization.of_layer(index), length_hint, recall) for index in range(quantization.count)
     ]
     return layers, None
+
+
+register("quantized")(named(QuantizedCache, "length_hint"))
+_FIXED: dict[str, dict[str, Any]] = {
+    "offloaded_quantized": {"offloading": True},
+    "fp8": {"backend": "fp8"},
+    "int8": {"nbits": 8},
+    "int4": {"nbits": 4},
+    "int2": {"nbits": 2},
+}
+for _name, _fixed in _FIXED.items():
+    register(_name)(named(QuantizedCache, "length_hint", fixed=_fixed, general="quantized"))

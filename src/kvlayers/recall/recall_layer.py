@@ -12,9 +12,11 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import repeated_rows
 from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.layer_registry import register_layer
+from kvlayers.core.named_caches import named, register
 from kvlayers.core.token_store import Fidelity, TokenStore
 from kvlayers.errors import OptionError
 from kvlayers.kernels.codes.quantizer import Side
@@ -396,3 +398,6 @@ def _left_padding(mask: Tensor) -> Tensor:
     if visible.dtype != torch.bool:
         visible = visible > torch.finfo(visible.dtype).min / 2
     return visible.to(torch.uint8).argmax(1)
+
+
+register("recall")(named(DynamicCache, "length_hint", {"recall": Recall()}))

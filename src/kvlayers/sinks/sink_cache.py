@@ -12,6 +12,7 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.cache_registry import register_cache_class
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.from_config import HYBRID, dynamic_layers, with_attention
+from kvlayers.core.named_caches import named, register
 from kvlayers.core.preparation import check_empty, check_rotary, left_padding_of, prepare_layers
 from kvlayers.errors import ConfigError
 from kvlayers.quantized.quantization import Quantization
@@ -207,3 +208,9 @@ def sink_layers(config: object, sink_config: SinkConfig, rotary: Rotary | None =
 def _attends_beyond(spec: LayerSpec, tokens: int) -> bool:
     kind = HYBRID.get(spec.layer_type, spec.layer_type)
     return kind == "full_attention" or (kind == "sliding_attention" and spec.options["sliding_window"] > tokens)
+
+
+SINK_WINDOW = 256
+"""The window length of a sink cache if the options give none, as in transformers 4."""
+
+register("sink")(named(SinkCache, defaults={"window_length": SINK_WINDOW}))

@@ -13,6 +13,7 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.cache_registry import register_cache_class
 from kvlayers.core.checkpoints import Checkpoints
 from kvlayers.core.description import DescriptionContext
+from kvlayers.core.named_caches import named, register
 from kvlayers.errors import ConfigError, OptionError
 from kvlayers.static.from_config import Reservation, fixed_layers, static_layers
 from kvlayers.static.slots import Buckets
@@ -183,3 +184,6 @@ def _reservation_from(options: Mapping[str, Any]) -> Reservation:
         None if buckets is None else Buckets(**buckets),
         options["grow"],
     )
+
+
+register("static")(named(StaticCache, "max_cache_len"))

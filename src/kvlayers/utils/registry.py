@@ -84,7 +84,7 @@ class Registry(Generic[Entry]):
         return sorted({*self._entries, *(point.name for point in self._entry_points)})
 
     def __contains__(self, name: object) -> bool:
-        return name in self.names()
+        return name in self._entries or name in self.names()
 
     def get(self, name: object) -> Entry | None:
         """The entry with this name, `None` for an unknown name. Entry points are loaded when they are first needed.

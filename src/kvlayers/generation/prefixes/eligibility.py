@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerationMode
 
-from kvlayers.generation import registry
+from kvlayers.core import named_caches
 from kvlayers.generation.prompt_batch import PromptBatch, is_token_ids
 from kvlayers.persistence import weights_id
 from kvlayers.persistence.format import canonical
@@ -97,7 +97,7 @@ def _check_modules(model: Any) -> None:
 
 def check_cache(model: Any, name: str) -> None:
     """Raise `IneligibleError` if the cache called `name` is not one of kvlayers, or its states depend on chunks."""
-    if not registry.is_registered(name) or generate_calls.makes_own_static_cache(model, name):
+    if not named_caches.is_registered(name) or generate_calls.makes_own_static_cache(model, name):
         raise IneligibleError(f"the cache '{name}' of {type(model).__name__} is not one of kvlayers")
     specs = model_layers.layer_specs(model.config)
     if compat.INDEXERS_DEPEND_ON_CHUNKS and any(spec.layer_type == model_layers.INDEXED for spec in specs):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvlayers.core import named_caches
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_operations import CacheState
 from kvlayers.errors import KVLayersError
@@ -89,7 +90,7 @@ class StoredCaches:
 
     def _from_registry(self, options: Mapping[str, Any], rows: int, length_hint: int) -> Cache:
         model = self._model
-        request = registry.CacheRequest(
+        request = named_caches.CacheRequest(
             model.config, options, batch_size=rows, length_hint=length_hint, device=model.device, dtype=model.dtype
         )
         cache = registry.cache_for(self._name, request)

@@ -18,12 +18,13 @@ import transformers
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.from_config import WINDOWED
+from kvlayers.core.named_caches import CacheRequest, cache_names
 from kvlayers.core.token_store import Fidelity
 from kvlayers.errors import KVLayersError, OptionError, UnsupportedLayerError
 from kvlayers.evaluation.caches import holds_states
 from kvlayers.eviction.evicting_cache import EvictingCache
 from kvlayers.eviction.rule import EvictionRule
-from kvlayers.generation.registry import CacheRequest, NamedCache, cache_for, cache_names, named_cache, options_after
+from kvlayers.generation.registry import NamedCache, cache_for, named_cache, options_after
 from kvlayers.kernels.codes.quantizer import quantizer_names
 from kvlayers.planning.cache_bytes import fidelity_of
 from kvlayers.quantized.quantized_cache import QuantizedCache

@@ -1,6 +1,6 @@
 """A layer over a store of tokens: what full, sliding and static attention share."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, cast
 
 import torch
@@ -100,6 +100,14 @@ class TokenLayer(DescribedByArguments, CacheLayer):
     @override
     def planned_bits(self, shape: LayerShape) -> float:
         return self._store.planned_bits(*shape.forms())
+
+    def offloaded_tensors(self) -> Iterator[Tensor]:
+        """The tensors that an `OffloadedLayer` over this layer holds elsewhere."""
+        yield from self.held_tensors()
+
+    def copies_nbytes(self, shape: LayerShape, tokens: int) -> int:
+        """Bytes of tokens that an `OffloadedLayer` over this layer leaves on the device for the next query."""
+        return 0
 
     @property
     def keys(self) -> Tensor | None:

@@ -1,7 +1,7 @@
 """How tokens are held: the contract of a store."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, overload
 
 import torch
@@ -440,3 +440,18 @@ def store_from_description(facts: Facts, context: DescriptionContext) -> TokenSt
     """The empty store that a layer's facts describe; `None` if the layer makes its own. Raises as `store_class_of`."""
     store_class = store_class_of(facts)
     return None if store_class is None else store_class.from_description(facts, context)
+
+
+def states_on_meta(forms: Sequence[StateForm], tokens: int) -> Iterator[Tensor]:
+    """Keys and values of these forms, as shapes without memory."""
+    for form in forms:
+        yield torch.empty((form.batch_size, form.kv_heads, tokens, form.head_dim), dtype=form.dtype, device="meta")
+
+
+def filled_nbytes(store: TokenStore, forms: Sequence[StateForm], tokens: int) -> list[int]:
+    """Bytes of each buffer of an empty store after it took in `tokens` tokens."""
+    keys, values = states_on_meta(forms, tokens)
+    with torch.no_grad():
+        store.validate(keys, values)
+        store.append(keys, values)
+    return list(storages_of(store.held_tensors()).values())

@@ -1,33 +1,30 @@
 """Bytes that a cache would hold: its own layers take in states on the meta device, which have shapes and no memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from kvlayers.core.adapted import adapted
 from kvlayers.core.buffer import StateForm, nbytes_of
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import WrapperLayer
-from kvlayers.core.dense_store import SMALL_STEP, DenseStore
+from kvlayers.core.dense_store import SMALL_STEP
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.layer_shape import LayerShape
-from kvlayers.core.token_store import Fidelity, TokenStore, least_faithful
+from kvlayers.core.token_store import Fidelity, TokenStore, filled_nbytes, least_faithful, states_on_meta
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.eviction.evicting_layer import EvictingLayer
 from kvlayers.eviction.flat_tokens import tables_nbytes
 from kvlayers.interop.adapter import TransformersLayer
 from kvlayers.kernels.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.offload.offloaded_layer import OffloadedLayer
-from kvlayers.offload.paged_reads import places_for
 from kvlayers.quantized.packed_blocks import SIDES, block_nbytes
 from kvlayers.quantized.quantization import block_tokens
 from kvlayers.quantized.quantized_checks import checked_quantizers
 from kvlayers.quantized.quantized_store import QuantizedStore
-from kvlayers.recall.recall_layer import RecallLayer
 from kvlayers.recurrent.hybrid_layer import HybridLayer
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer
 from kvlayers.static.static_layer import StaticLayer, StaticSlidingLayer
@@ -263,31 +260,30 @@ def _bytes_after_update(layer: LayerOperations, shape: LayerShape, tokens: int) 
     if isinstance(layer, OffloadedLayer):
         states, beside = _states_and_beside(layer.wrapped, shape, tokens)
         spare = sum(layer.prefetcher.memory.allocated_nbytes(nbytes) - nbytes for nbytes in states)
-        copies = _copied_pages(layer.wrapped, shape, tokens) if isinstance(layer.wrapped, RecallLayer) else 0
-        return LayerBytes(beside, sum(states), spare, copies)
+        return LayerBytes(beside, sum(states), spare, layer.wrapped.copies_nbytes(shape, tokens))
     if isinstance(layer, LinearAttentionLayer):
         return LayerBytes(_recurrent_nbytes(layer, shape, tokens))
     if isinstance(layer, TransformersLayer):
         return LayerBytes(_upstream_nbytes(layer, shape, tokens))
-    states, beside = _states_and_beside(layer, shape, tokens)
-    return LayerBytes(sum(states) + beside)
+    if isinstance(layer, EvictingLayer):
+        states, queries = _evicting_nbytes(layer, shape, tokens)
+        return LayerBytes(sum(states) + queries)
+    _fill(layer, shape, tokens)
+    return LayerBytes(layer.nbytes)
 
 
 def _states_and_beside(layer: Any, shape: LayerShape, tokens: int) -> tuple[list[int], int]:
     """Bytes of each buffer of states, and bytes beside them, which stay on the device of an offloaded layer."""
-    forms = shape.forms()
     if isinstance(layer, EvictingLayer):
         return _evicting_nbytes(layer, shape, tokens)
-    with torch.no_grad():
-        layer.update(*_states_of(forms, tokens))
-    # The bounds of pages stay on the device, where recall chooses the pages that travel.
-    states = list(storages_of((layer.store if isinstance(layer, RecallLayer) else layer).held_tensors()).values())
+    _fill(layer, shape, tokens)
+    states = list(storages_of(layer.offloaded_tensors()).values())
     return states, layer.nbytes - sum(states)
 
 
-def _states_of(forms: Sequence[StateForm], tokens: int) -> Iterator[Tensor]:
-    for form in forms:
-        yield torch.empty((form.batch_size, form.kv_heads, tokens, form.head_dim), dtype=form.dtype, device="meta")
+def _fill(layer: Any, shape: LayerShape, tokens: int) -> None:
+    with torch.no_grad():
+        layer.update(*states_on_meta(shape.forms(), tokens))
 
 
 def _recurrent_nbytes(layer: LinearAttentionLayer, shape: LayerShape, tokens: int) -> int:
@@ -316,21 +312,6 @@ def _upstream_nbytes(adapter: TransformersLayer, shape: LayerShape, tokens: int)
     return sum(nbytes_of(form, held) for form in shape.forms()) + shape.indexer_nbytes(held)
 
 
-def _copied_pages(layer: RecallLayer, shape: LayerShape, tokens: int) -> int:
-    """Bytes of an offloaded layer's pages, and of its newest tokens, that stay on the device for the next query."""
-    recall, size, store = layer.recall, layer.recall.page_tokens, layer.store
-    first = -(-max(recall.sink_tokens - store.first_block, 0) // size)
-    last = (tokens - store.first_block - recall.recent_tokens) // size
-    if recall.pages == "all" or last - first <= recall.pages:
-        return 0
-    forms, pages = shape.forms(), first + places_for(recall.pages)
-    if isinstance(store, QuantizedStore):
-        # So many blocks, and what is in full precision: as a store of a shorter text.
-        return sum(_filled(QuantizedStore(store.quantization), forms, tokens - (last - pages) * size))
-    newest = sum(_filled(DenseStore(), forms, tokens - last * size))
-    return sum(nbytes_of(form, pages * size) for form in forms) + newest
-
-
 def _summed(layers: Sequence[LayerBytes]) -> CacheBytes:
     travelling = [layer.host for layer in layers if layer.host]
     # The first layer follows the last one, at the next token.
@@ -350,16 +331,7 @@ def _evicting_nbytes(layer: EvictingLayer, shape: LayerShape, tokens: int) -> tu
     queries = nbytes_of(shape.query_form(), settings.retained_queries(tokens))
     if held < tokens and settings.heads_differ and forms[0].kv_heads > 1:
         return ([_ragged_nbytes(layer.store, forms, held)] if held else []), queries
-    return _filled(layer.store, forms, held), queries
-
-
-def _filled(store: TokenStore, forms: Sequence[StateForm], tokens: int) -> list[int]:
-    """Bytes of each buffer of an empty store after it took in `tokens` tokens."""
-    keys, values = _states_of(forms, tokens)
-    with torch.no_grad():
-        store.validate(keys, values)
-        store.append(keys, values)
-    return list(storages_of(store.held_tensors()).values())
+    return filled_nbytes(layer.store, forms, held), queries
 
 
 def _ragged_nbytes(tail: TokenStore, forms: tuple[StateForm, StateForm], tokens: int) -> int:
@@ -388,4 +360,4 @@ def _ragged_nbytes(tail: TokenStore, forms: tuple[StateForm, StateForm], tokens:
         block_nbytes(quantizers[side].format, side, form._replace(batch_size=1, kv_heads=1), size)
         for side, form in zip(SIDES, forms, strict=True)
     )
-    return tables + sum(_filled(QuantizedStore(quantization), forms, in_tail)) + round(blocks) * block
+    return tables + sum(filled_nbytes(QuantizedStore(quantization), forms, in_tail)) + round(blocks) * block

@@ -11,13 +11,16 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import repeated_rows
+from kvlayers.core.buffer import nbytes_of
+from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.layer_registry import register_layer
+from kvlayers.core.layer_shape import LayerShape
 from kvlayers.core.named_caches import named, register
-from kvlayers.core.token_store import Fidelity, TokenStore
+from kvlayers.core.token_store import Fidelity, TokenStore, filled_nbytes
 from kvlayers.errors import OptionError
 from kvlayers.kernels.codes.quantizer import Side
 from kvlayers.kernels.dispatch import PathCounter
@@ -26,6 +29,8 @@ from kvlayers.kernels.packed_tensor import PackedStates, as_dense
 from kvlayers.kernels.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.kernels.segments import KVSegments
 from kvlayers.kernels.snapshot import Version
+from kvlayers.offload.paged_reads import places_for
+from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.recall.pages import (
     BOUNDS,
     ENDS,
@@ -352,6 +357,25 @@ class RecallLayer(DynamicLayer):
     def held_tensors(self) -> Iterator[Tensor]:
         yield from super().held_tensors()
         yield from self._bounds.held_tensors()
+
+    @override
+    def offloaded_tensors(self) -> Iterator[Tensor]:
+        # The bounds of pages stay on the device, where the pages that travel are chosen.
+        return self.store.held_tensors()
+
+    @override
+    def copies_nbytes(self, shape: LayerShape, tokens: int) -> int:
+        recall, size, store = self.recall, self.recall.page_tokens, self.store
+        first = -(-max(recall.sink_tokens - store.first_block, 0) // size)
+        last = (tokens - store.first_block - recall.recent_tokens) // size
+        if recall.pages == "all" or last - first <= recall.pages:
+            return 0
+        forms, pages = shape.forms(), first + places_for(recall.pages)
+        if isinstance(store, QuantizedStore):
+            # So many blocks, and what is in full precision: as a store of a shorter text.
+            return sum(filled_nbytes(QuantizedStore(store.quantization), forms, tokens - (last - pages) * size))
+        newest = sum(filled_nbytes(DenseStore(), forms, tokens - last * size))
+        return sum(nbytes_of(form, pages * size) for form in forms) + newest
 
     # Description and state
 

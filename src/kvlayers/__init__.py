@@ -29,61 +29,13 @@ import importlib
 import importlib.util
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import lazy_loader
 
 from kvlayers import rooms  # noqa: F401
 from kvlayers.upstream.supported import check_installed, is_command
 from kvlayers.version import __version__
-
-if TYPE_CHECKING:
-    from kvlayers.core.cache import Cache
-    from kvlayers.core.dynamic_cache import DynamicCache
-    from kvlayers.core.named_caches import CacheRequest, cache_names, register, unregister
-    from kvlayers.errors import CapacityError, KVLayersError, OptionError
-    from kvlayers.evaluation.engine import score
-    from kvlayers.eviction.evicting_cache import EvictingCache
-    from kvlayers.generation.chat import Chat
-    from kvlayers.generation.install import generate, install, installed, is_installed, uninstall
-    from kvlayers.generation.known_ids import PromptMismatchWarning
-    from kvlayers.generation.registry import make_cache
-    from kvlayers.generation.resilient import SteppedDownWarning, resilient_generate
-    from kvlayers.generation.static_pool import free_reservations
-    from kvlayers.interop.aliases import (
-        HQQQuantizedCache,
-        HybridCache,
-        HybridChunkedCache,
-        HybridMambaAttentionDynamicCache,
-        MambaCache,
-        OffloadedCache,
-        OffloadedStaticCache,
-        QuantoQuantizedCache,
-        SlidingWindowCache,
-    )
-    from kvlayers.interop.export import ExportableDecoder, register_export_support
-    from kvlayers.layers import (
-        CacheLayer,
-        DynamicLayer,
-        EvictingLayer,
-        HybridLayer,
-        LinearAttentionLayer,
-        OffloadedLayer,
-        QuantizedLayer,
-        RecallLayer,
-        SinkLayer,
-        SlidingLayer,
-        StaticLayer,
-        StaticSlidingLayer,
-    )
-    from kvlayers.pairs.encoder_decoder import EncoderDecoderCache
-    from kvlayers.persistence import inspect_cache, load_cache, save_cache, weights_id
-    from kvlayers.planning import plan
-    from kvlayers.prefix import PrefixStore
-    from kvlayers.quantized.quantized_cache import QuantizedCache, QuantizedCacheConfig
-    from kvlayers.sinks.sink_cache import SinkCache
-    from kvlayers.static.static_cache import StaticCache
-    from kvlayers.stores import Quantization
-    from kvlayers.tools.calibration import BytesBudget, Calibration, DivergenceBudget, calibrate
-    from kvlayers.tools.kernels import compile_kernels
 
 if not is_command():
     # The command checks by itself, and does not wait for transformers before it answers `--help`.
@@ -91,93 +43,8 @@ if not is_command():
 
     check_installed()
 
-_NAMES = {
-    "interop.aliases": (
-        "HQQQuantizedCache",
-        "HybridCache",
-        "HybridChunkedCache",
-        "HybridMambaAttentionDynamicCache",
-        "MambaCache",
-        "OffloadedCache",
-        "OffloadedStaticCache",
-        "QuantoQuantizedCache",
-        "SlidingWindowCache",
-    ),
-    "core.cache": ("Cache",),
-    "core.dynamic_cache": ("DynamicCache",),
-    "pairs.encoder_decoder": ("EncoderDecoderCache",),
-    "eviction.evicting_cache": ("EvictingCache",),
-    "interop.export": (
-        "ExportableDecoder",
-        "register_export_support",
-    ),
-    "quantized.quantized_cache": (
-        "QuantizedCache",
-        "QuantizedCacheConfig",
-    ),
-    "sinks.sink_cache": ("SinkCache",),
-    "static.static_cache": ("StaticCache",),
-    "errors": (
-        "CapacityError",
-        "KVLayersError",
-        "OptionError",
-    ),
-    "evaluation.engine": ("score",),
-    "generation.chat": ("Chat",),
-    "generation.install": (
-        "generate",
-        "install",
-        "installed",
-        "is_installed",
-        "uninstall",
-    ),
-    "generation.known_ids": ("PromptMismatchWarning",),
-    "core.named_caches": (
-        "CacheRequest",
-        "cache_names",
-        "register",
-        "unregister",
-    ),
-    "generation.registry": ("make_cache",),
-    "generation.resilient": (
-        "SteppedDownWarning",
-        "resilient_generate",
-    ),
-    "generation.static_pool": ("free_reservations",),
-    "layers": (
-        "CacheLayer",
-        "DynamicLayer",
-        "EvictingLayer",
-        "HybridLayer",
-        "LinearAttentionLayer",
-        "OffloadedLayer",
-        "QuantizedLayer",
-        "RecallLayer",
-        "SinkLayer",
-        "SlidingLayer",
-        "StaticLayer",
-        "StaticSlidingLayer",
-    ),
-    "persistence": (
-        "inspect_cache",
-        "load_cache",
-        "save_cache",
-        "weights_id",
-    ),
-    "planning": ("plan",),
-    "prefix": ("PrefixStore",),
-    "stores": ("Quantization",),
-    "tools.calibration": (
-        "BytesBudget",
-        "Calibration",
-        "DivergenceBudget",
-        "calibrate",
-    ),
-    "tools.kernels": ("compile_kernels",),
-}
-"""Public names by the module that has them: imported when first asked for, as torch takes seconds to import."""
-
-_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+_public, __dir__, _names = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [*_names, "__version__"]
 
 _MOVED = {
     "caches": (
@@ -281,99 +148,23 @@ _FORMER_NAMES = {"FixedStore": "StaticStore"}
 
 _NEW_HOMES = {name: module for module, names in _MOVED.items() for name in names}
 
-__all__ = [
-    "BytesBudget",
-    "Cache",
-    "CacheLayer",
-    "CacheRequest",
-    "Calibration",
-    "CapacityError",
-    "Chat",
-    "DivergenceBudget",
-    "DynamicCache",
-    "DynamicLayer",
-    "EncoderDecoderCache",
-    "EvictingCache",
-    "EvictingLayer",
-    "ExportableDecoder",
-    "HQQQuantizedCache",
-    "HybridCache",
-    "HybridChunkedCache",
-    "HybridLayer",
-    "HybridMambaAttentionDynamicCache",
-    "KVLayersError",
-    "LinearAttentionLayer",
-    "MambaCache",
-    "OffloadedCache",
-    "OffloadedLayer",
-    "OffloadedStaticCache",
-    "OptionError",
-    "PrefixStore",
-    "PromptMismatchWarning",
-    "Quantization",
-    "QuantizedCache",
-    "QuantizedCacheConfig",
-    "QuantizedLayer",
-    "QuantoQuantizedCache",
-    "RecallLayer",
-    "SinkCache",
-    "SinkLayer",
-    "SlidingLayer",
-    "SlidingWindowCache",
-    "SteppedDownWarning",
-    "StaticCache",
-    "StaticLayer",
-    "StaticSlidingLayer",
-    "__version__",
-    "cache_names",
-    "calibrate",
-    "compile_kernels",
-    "free_reservations",
-    "generate",
-    "inspect_cache",
-    "install",
-    "installed",
-    "is_installed",
-    "load_cache",
-    "make_cache",
-    "plan",
-    "register",
-    "register_export_support",
-    "resilient_generate",
-    "save_cache",
-    "score",
-    "uninstall",
-    "unregister",
-    "weights_id",
-]
-
-
 _importing = threading.RLock()
 
-if not TYPE_CHECKING:
-    # Of a module with a `__getattr__`, type checkers believe that it has any name.
-    def __getattr__(name: str) -> Any:
-        new = _FORMER_NAMES.get(name, name)
+
+def __getattr__(name: str) -> Any:
+    new = _FORMER_NAMES.get(name, name)
+    # One thread at a time: transformers imports its own modules lazily, and fails where two threads meet in them. No
+    # module of this package asks for a public name while it is imported, so nobody waits for ever.
+    with _importing:
         if new in _NEW_HOMES:
             home = f"{__name__}.{_NEW_HOMES[new]}"
             warnings.warn(
                 f"`kvlayers.{name}` has moved: write `from {home} import {new}`.", DeprecationWarning, stacklevel=2
             )
-            with _importing:
-                return getattr(importlib.import_module(home), new)
-        if name in _HOMES:
-            # One thread at a time: transformers imports its own modules lazily, and fails where two threads meet in
-            # them. No module of this package asks for a public name while it is imported, so nobody waits for ever.
-            with _importing:
-                value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-        elif name.isidentifier() and importlib.util.find_spec(f"{__name__}.{name}"):
-            with _importing:
-                value = importlib.import_module(f".{name}", __name__)
+            return getattr(importlib.import_module(home), new)
+        if name not in _names and name.isidentifier() and importlib.util.find_spec(f"{__name__}.{name}"):
+            value: Any = importlib.import_module(f".{name}", __name__)
         else:
-            raise AttributeError(f"module 'kvlayers' has no attribute '{name}'")
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+            value = _public(name)
+    globals()[name] = value
+    return value

@@ -10,7 +10,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.preparation import left_padding_of
+from kvlayers.core.padding import left_padding_of
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.utils.registry import Registry
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvlayers.core.adapted import adapted
@@ -43,28 +42,6 @@ def check_rotary(rotary: object) -> None:
     """Raise `OptionError` if the option `rotary` is neither `None` nor a `Rotary`."""
     if rotary is not None and not isinstance(rotary, Rotary):
         raise OptionError(f"`rotary` must be a kvlayers.rope.rotary.Rotary, got a {type(rotary).__name__}.")
-
-
-def left_padding_of(attention_mask: Tensor) -> Tensor | None:
-    """Tokens of padding before each sequence of a mask `[batch, tokens]`, int64 `[batch]`; `None` without padding.
-
-    A sequence that consists of padding only counts as unpadded, since it has no first token.
-
-    Raises:
-        StateMismatchError: the mask has another shape, or padding that is not on the left.
-    """
-    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or not attention_mask.numel():
-        shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-        raise StateMismatchError(f"`attention_mask` must be [batch, tokens], got {shape}: pass a mask of the tokens.")
-    is_token = attention_mask.ne(0).to("cpu", torch.int8)
-    if bool((is_token[:, 1:] < is_token[:, :-1]).any()):
-        raise StateMismatchError(
-            "A cache that does not hold every token needs padding on the left only, because masks go by position, but "
-            "the mask has padding behind tokens: pad on the left, and do not pad the turns of a batch of chats (use "
-            "one cache for each chat), or use a DynamicCache."
-        )
-    padding = is_token.argmax(dim=1)
-    return padding if bool(padding.any()) else None
 
 
 def _settings_of(layers: Iterable[Any]) -> list[Any]:

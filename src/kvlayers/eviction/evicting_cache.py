@@ -12,7 +12,8 @@ from kvlayers.core.cache_registry import register_cache_class
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.named_caches import named, register
-from kvlayers.core.preparation import check_empty, check_rotary, left_padding_of, prepare_layers
+from kvlayers.core.padding import left_padding_of, padding_of
+from kvlayers.core.preparation import check_empty, check_rotary, prepare_layers
 from kvlayers.errors import ConfigError, UnsupportedLayerError
 from kvlayers.eviction.budgets import LayerBudgets, check_layer_budgets
 from kvlayers.eviction.evicting_config import EvictingConfig
@@ -22,7 +23,6 @@ from kvlayers.eviction.rule import EvictionRule
 from kvlayers.eviction.settings import check_amounts, found_rule
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.rope.rotary import Rotary
-from kvlayers.sinks.sink_tokens import padding_of
 from kvlayers.upstream import compat
 from kvlayers.upstream.model_types import config_of
 from kvlayers.utils.options import checks_options

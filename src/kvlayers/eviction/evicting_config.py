@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Self
 
+from kvlayers.core.padding import padding_of
 from kvlayers.eviction.budgets import LayerBudgets, check_layer_budgets, layer_keeps, layer_tokens
 from kvlayers.eviction.evicting_layer import EvictingLayer
 from kvlayers.eviction.packed_eviction import check_evictable
@@ -15,7 +16,6 @@ from kvlayers.eviction.settings import check_amounts, name_of
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.rope.rotary import Rotary
-from kvlayers.sinks.sink_tokens import padding_of
 
 
 @dataclass(frozen=True, eq=False)

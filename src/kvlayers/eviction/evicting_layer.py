@@ -13,6 +13,7 @@ from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.dynamic_layer import check_rollback
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.layer_registry import register_layer
+from kvlayers.core.padding import padding_of
 from kvlayers.core.token_layer import TokenLayer, facts_beside
 from kvlayers.core.token_store import Fidelity, KVPair, TokenStore
 from kvlayers.errors import StateMismatchError
@@ -34,7 +35,6 @@ from kvlayers.kernels.codes.quantizer import Side
 from kvlayers.kernels.packed_ops import observed
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.rope.rotary import Rotary
-from kvlayers.sinks.sink_tokens import padding_of
 from kvlayers.utils.options import checks_options
 
 

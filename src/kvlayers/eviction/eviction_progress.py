@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.core.layer_operations import LayerState
+from kvlayers.core.padding import PADDING_NAME
 from kvlayers.core.token_store import KVPair, TokenStore
 from kvlayers.errors import RollbackError, StateMismatchError
 from kvlayers.eviction.evicting_attention import QUERIES_NAME, ObservedQueries
@@ -16,7 +17,6 @@ from kvlayers.eviction.rule import scores_of
 from kvlayers.eviction.selection import KeptTokens, block_scores, select, without_parts
 from kvlayers.eviction.settings import STEP, EvictionSettings
 from kvlayers.eviction.store_eviction import evicted
-from kvlayers.sinks.sink_tokens import PADDING_NAME
 
 EVICTED_NAME = "evicted_tokens"
 """The name of the numbers of evicted tokens in a state."""

@@ -21,7 +21,7 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.forward_pass import check_is_new
 from kvlayers.core.layer_operations import LayerOperations
-from kvlayers.core.preparation import left_padding_of
+from kvlayers.core.padding import left_padding_of
 from kvlayers.core.sliding_layer import SlidingLayer
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError
 from kvlayers.generation.patching import ScopedValue

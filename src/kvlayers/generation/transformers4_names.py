@@ -13,41 +13,30 @@ import transformers
 from torch import Tensor
 
 from kvlayers.core import legacy_api
+from kvlayers.core.cache import CACHE_CLASSES
 from kvlayers.core.legacy_api import LegacySurface
 from kvlayers.generation.legacy_tuples import kvlayers_view, to_tuples
 from kvlayers.generation.patching import Activation, Patch
-from kvlayers.interop.aliases import (
-    HQQQuantizedCache,
-    HybridCache,
-    HybridChunkedCache,
-    HybridMambaAttentionDynamicCache,
-    MambaCache,
-    OffloadedCache,
-    OffloadedStaticCache,
-    QuantoQuantizedCache,
-    SlidingWindowCache,
-)
 from kvlayers.quantized.quantized_cache import QuantizedCacheConfig
-from kvlayers.sinks.sink_cache import SinkCache
 from kvlayers.upstream import compat
 from kvlayers.upstream.deprecation import warn_of_old_use
 from kvlayers.upstream.first_import import AS_FIRST_IMPORTED
 
+_CACHES = (
+    "HQQQuantizedCache",
+    "HybridCache",
+    "HybridChunkedCache",
+    "HybridMambaAttentionDynamicCache",
+    "MambaCache",
+    "OffloadedCache",
+    "OffloadedStaticCache",
+    "QuantoQuantizedCache",
+    "SinkCache",
+    "SlidingWindowCache",
+)
 CLASSES: dict[str, type] = {
-    old.__name__: old
-    for old in (
-        HQQQuantizedCache,
-        HybridCache,
-        HybridChunkedCache,
-        HybridMambaAttentionDynamicCache,
-        MambaCache,
-        OffloadedCache,
-        OffloadedStaticCache,
-        QuantizedCacheConfig,
-        QuantoQuantizedCache,
-        SinkCache,
-        SlidingWindowCache,
-    )
+    "QuantizedCacheConfig": QuantizedCacheConfig,
+    **{name: found for name in _CACHES if (found := CACHE_CLASSES.get(name)) is not None},
 }
 """Classes of transformers 4 that kvlayers has, by name."""
 

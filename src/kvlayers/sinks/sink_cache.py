@@ -13,13 +13,14 @@ from kvlayers.core.cache_registry import register_cache_class
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.from_config import HYBRID, dynamic_layers, with_attention
 from kvlayers.core.named_caches import named, register
-from kvlayers.core.preparation import check_empty, check_rotary, left_padding_of, prepare_layers
+from kvlayers.core.padding import left_padding_of, padding_of
+from kvlayers.core.preparation import check_empty, check_rotary, prepare_layers
 from kvlayers.errors import ConfigError
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.rope.from_config import rotaries
 from kvlayers.rope.rotary import Rotary
 from kvlayers.sinks.sink_layer import SinkConfig, SinkLayer
-from kvlayers.sinks.sink_tokens import check_sinks, padding_of
+from kvlayers.sinks.sink_tokens import check_sinks
 from kvlayers.upstream import model_layers
 from kvlayers.upstream.model_layers import LayerSpec
 from kvlayers.upstream.model_types import config_of

@@ -14,6 +14,7 @@ from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.dynamic_layer import check_rollback
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.layer_registry import register_layer
+from kvlayers.core.padding import PADDING_NAME, padding_of
 from kvlayers.core.sliding_layer import WindowLayer, take_back, window_room
 from kvlayers.core.token_store import Fidelity, KVPair, TokenStore
 from kvlayers.errors import RollbackError, StateMismatchError
@@ -22,7 +23,7 @@ from kvlayers.kernels.packed_tensor import PackedStates
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.rope.rotary import Rotary
-from kvlayers.sinks.sink_tokens import NAMES, PADDING_NAME, Sinks, check_sinks, padding_of
+from kvlayers.sinks.sink_tokens import NAMES, Sinks, check_sinks
 from kvlayers.utils.options import checks_options
 
 

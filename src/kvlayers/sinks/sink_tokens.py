@@ -1,20 +1,18 @@
 """The first tokens of each sequence, and where they stand in front of a window."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from kvlayers.core.padding import PADDING_NAME
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.rope.rotary import Rotary
 
 NAMES = ("first_keys", "first_values")
 """The names of the sinks in a state."""
-
-PADDING_NAME = "left_padding"
-"""The name of the padding of each sequence in a state."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -195,28 +193,3 @@ def check_sinks(window_length: object, num_sink_tokens: object) -> None:
             f"expected window_length to be larger than num_sink_tokens, since the sinks are part of it, but saw "
             f"window_length={window_length} and num_sink_tokens={num_sink_tokens}: 256 with 4 sinks is usual."
         )
-
-
-def padding_of(left_padding: Sequence[int] | Tensor | None) -> Tensor | None:
-    """Tokens of padding before each sequence, int64 `[batch]` on the host; `None` without padding.
-
-    Raises:
-        OptionError: not a whole number, of at least 0, for each sequence.
-    """
-    if left_padding is None:
-        return None
-    try:
-        padding = torch.as_tensor(left_padding)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise _no_padding(left_padding) from error
-    whole = not padding.dtype.is_floating_point and padding.dtype != torch.bool and not padding.dtype.is_complex
-    if padding.dim() != 1 or not padding.numel() or not whole or bool((padding < 0).any()):
-        raise _no_padding(left_padding)
-    padding = padding.to("cpu", torch.int64, copy=True)
-    return padding if bool(padding.any()) else None
-
-
-def _no_padding(left_padding: object) -> OptionError:
-    return OptionError(
-        f"expected left_padding to be a count of tokens of at least 0 for each sequence, but saw {left_padding!r}."
-    )

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
-from kvlayers.kernels import dispatch
-from kvlayers.kernels.dispatch import PathCounter
-from kvlayers.kernels.packed_tensor import PackedStates
-from kvlayers.kernels.segment_kinds import DenseSegment, PackedSegment
-from kvlayers.kernels.segments import GatheredSegment, KVSegments
+from kvlayers.kernels.attention import dispatch
+from kvlayers.kernels.attention.dispatch import PathCounter
+from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.quantized.quantized_store import QuantizedStore
 from lib.offline_gpu import META, SHARED_MEMORY, Compiled, Launch, as_gpu, compiled, recorded_launches

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlayers.kernels import dispatch
-from kvlayers.kernels.packed_tensor import PackedStates
-from kvlayers.kernels.segment_kinds import DenseSegment, PackedSegment
-from kvlayers.kernels.segments import KVSegments, Segment
+from kvlayers.kernels.attention import dispatch
+from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.kernels.attention.segments import KVSegments, Segment
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.quantized.quantized_store import QuantizedStore
 from lib.offline_gpu import OfflineDriver, as_gpu

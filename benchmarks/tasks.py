@@ -30,7 +30,7 @@ from typing import Any
 
 from kvlayers.core.named_caches import is_registered
 from kvlayers.eviction import eviction_rule, eviction_rule_names
-from kvlayers.generation.registry import named_cache
+from kvlayers.generation.cache_by_name import named_cache
 from kvlayers.tools.tasks.summary import TaskOutcome, summarize
 from kvlayers.utils.units import tokens
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 import kvlayers
-from kvlayers.kernels.gqa import marked_for_sdpa
+from kvlayers.kernels.attention.gqa import marked_for_sdpa
 
 Maker = Callable[[Any, int], Any]
 """Makes an empty cache from a model config and the final number of tokens."""
@@ -39,8 +39,8 @@ def roundings(name: str) -> int:
     """How many roundings of the model's dtype a logit may differ from the reference; 0 if every sum is the same.
 
     transformers' StaticCache makes attention add the same numbers in another order, through its mask, and so do all
-    caches that mark keys for attention: see `kvlayers.kernels.gqa`. Compiled code rounds after several operations
-    instead of after each one, and without a cache all products have other shapes: with 8 layers in bfloat16, some
+    caches that mark keys for attention: see `kvlayers.kernels.attention.gqa`. Compiled code rounds after several
+    operations instead of after each one, and without a cache all products have other shapes: with 8 layers in bfloat16, some
     logits then differ by four roundings.
     """
     if is_compiled(name) or name == NO_CACHE:

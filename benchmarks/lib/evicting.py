@@ -18,8 +18,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvlayers
 import kvlayers.offload.prefetcher
-from kvlayers.kernels import reference
-from kvlayers.kernels.packed_tensor import PackedStates
+from kvlayers.kernels.attention import reference
+from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
 from kvlayers.tools.measuring.nbytes import cache_nbytes
 from lib.contenders import Maker, random_states

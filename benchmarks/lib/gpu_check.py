@@ -21,7 +21,7 @@ import cuda_device
 import grouped_backend
 from cuda_caches import KINDS, Kind, on_device
 from kvlayers import Quantization
-from kvlayers.kernels.dispatch import CUDA
+from kvlayers.kernels.attention.dispatch import CUDA
 from kvlayers.stores import QuantizedStore
 from kvlayers.upstream.cache_argument import name_for
 from kvlayers.utils.triton_support import runs_triton

@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
-from kvlayers.kernels import dispatch, reference
-from kvlayers.kernels.dispatch import PathCounter
-from kvlayers.kernels.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment
-from kvlayers.kernels.segments import GatheredSegment, KVSegments
+from kvlayers.kernels.attention import dispatch, reference
+from kvlayers.kernels.attention.dispatch import PathCounter
+from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments
 from lib.gpu_stage import Findings, Setup
 from lib.gpu_timing import copies_of, median, microseconds
 from packed_reference import counted_launches, random_pair, relative_error

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 import kvlayers
-from kvlayers.kernels.packed_tensor import as_dense
+from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.tools.measuring.interleave import interleaved
 from kvlayers.upstream.cache_argument import name_for, name_in_generate
 from lib.contenders import Maker, fill

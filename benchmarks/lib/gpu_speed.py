@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 from kvlayers import Quantization
-from kvlayers.kernels.packed_tensor import as_dense
+from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.stores import QuantizedStore
 from lib.gpu_check import BITS, QUANTIZATIONS
 from lib.gpu_gathered import evicted_attention, recalled_attention

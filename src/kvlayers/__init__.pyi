@@ -18,6 +18,9 @@ from .core.named_caches import (
 from .core.named_caches import (
     unregister as unregister,
 )
+from .encoder_decoder.encoder_decoder_cache import (
+    EncoderDecoderCache as EncoderDecoderCache,
+)
 from .errors import (
     CapacityError as CapacityError,
 )
@@ -32,6 +35,9 @@ from .evaluation.engine import (
 )
 from .eviction.evicting_cache import (
     EvictingCache as EvictingCache,
+)
+from .generation.cache_by_name import (
+    make_cache as make_cache,
 )
 from .generation.chat import (
     Chat as Chat,
@@ -53,9 +59,6 @@ from .generation.install import (
 )
 from .generation.known_ids import (
     PromptMismatchWarning as PromptMismatchWarning,
-)
-from .generation.registry import (
-    make_cache as make_cache,
 )
 from .generation.resilient import (
     SteppedDownWarning as SteppedDownWarning,
@@ -134,9 +137,6 @@ from .layers import (
 )
 from .layers import (
     StaticSlidingLayer as StaticSlidingLayer,
-)
-from .pairs.encoder_decoder import (
-    EncoderDecoderCache as EncoderDecoderCache,
 )
 from .persistence import (
     inspect_cache as inspect_cache,

@@ -1,7 +1,7 @@
 """Quantizers, which turn states into codes. Each backend has its own file."""
 
 from kvlayers.kernels.codes.groups import dequantize
-from kvlayers.kernels.codes.quantizer import (
+from kvlayers.kernels.codes.quantizer_contract import (
     Backend,
     CodeFormat,
     QuantizedGroups,
@@ -14,10 +14,10 @@ from kvlayers.kernels.codes.quantizer import (
     register_quantizer,
     unregister_quantizer,
 )
-from kvlayers.quantized.codebook import NF4Backend, NF4Quantizer, TurboQuantBackend, TurboQuantizer
-from kvlayers.quantized.fp8 import Fp8Backend, Fp8Quantizer
-from kvlayers.quantized.native import KiviBackend, KiviQuantizer, NativeBackend, NativeQuantizer
-from kvlayers.quantized.other_packages import HQQBackend, HQQQuantizer, QuantoBackend, QuantoQuantizer
+from kvlayers.quantized.quantizers.codebook import NF4Backend, NF4Quantizer, TurboQuantBackend, TurboQuantizer
+from kvlayers.quantized.quantizers.fp8 import Fp8Backend, Fp8Quantizer
+from kvlayers.quantized.quantizers.native import KiviBackend, KiviQuantizer, NativeBackend, NativeQuantizer
+from kvlayers.quantized.quantizers.other_packages import HQQBackend, HQQQuantizer, QuantoBackend, QuantoQuantizer
 
 __all__ = [
     "Backend",

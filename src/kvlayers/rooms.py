@@ -11,7 +11,7 @@ ROOMS = (
     "kvlayers.quantized",
     "kvlayers.offload",
     "kvlayers.recurrent",
-    "kvlayers.pairs",
+    "kvlayers.encoder_decoder",
     "kvlayers.sinks",
     "kvlayers.recall",
     "kvlayers.eviction",

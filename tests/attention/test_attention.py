@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
-from kvlayers.kernels import dense_kernels, gqa
-from kvlayers.kernels.gqa import CPU_MINIMUM_FLOAT32_TOKENS, GroupedKeys, marked_for_sdpa
+from kvlayers.kernels.attention import dense_kernels, gqa
+from kvlayers.kernels.attention.gqa import CPU_MINIMUM_FLOAT32_TOKENS, GroupedKeys, marked_for_sdpa
 from models import prompt, tiny_model
 
 BATCH = 8

@@ -11,7 +11,7 @@ import flash_stand_in
 import kvlayers
 from flash_stand_in import flash_attention as flash_attention
 from kvlayers.errors import UnsupportedLayerError
-from kvlayers.kernels import dispatch
+from kvlayers.kernels.attention import dispatch
 from kvlayers.upstream import compat
 from models import fresh_model, given, prompt
 

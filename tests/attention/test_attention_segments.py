@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlayers.kernels import dispatch, reference, shared_segments
-from kvlayers.kernels.codes.quantizer import Side
-from kvlayers.kernels.cpu import call, kernel
-from kvlayers.kernels.dispatch import PathCounter
-from kvlayers.kernels.packed_ops import packed_pair
-from kvlayers.kernels.segment_kinds import DenseSegment, PackedSegment, SegmentRows, of_repeats
-from kvlayers.kernels.segments import KVSegments, Segment
-from kvlayers.kernels.snapshot import Snapshot, Version
+from kvlayers.kernels.attention import dispatch, reference, shared_segments
+from kvlayers.kernels.attention.cpu import call, kernel
+from kvlayers.kernels.attention.dispatch import PathCounter
+from kvlayers.kernels.attention.packed_ops import packed_pair
+from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows, of_repeats
+from kvlayers.kernels.attention.segments import KVSegments, Segment
+from kvlayers.kernels.attention.snapshot import Snapshot, Version
+from kvlayers.kernels.codes.quantizer_contract import Side
 from random_states import check, code_format, packed_states
 
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")

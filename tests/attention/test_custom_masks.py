@@ -13,8 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 import versions
-from kvlayers.kernels import dense_kernels
-from kvlayers.kernels.cpu import kernel
+from kvlayers.kernels.attention import dense_kernels
+from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.static import static_store as static
 from kvlayers.upstream import compat
 from models import WINDOW, fresh_model, given, prompt

@@ -13,9 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 import versions
-from kvlayers.kernels import dense_kernels, gqa, model_attention
-from kvlayers.kernels.cpu import kernel
-from kvlayers.kernels.dense_kernels import attend_on_cpu, takes_on_cpu
+from kvlayers.kernels.attention import dense_kernels, gqa, model_attention
+from kvlayers.kernels.attention.cpu import kernel
+from kvlayers.kernels.attention.dense_kernels import attend_on_cpu, takes_on_cpu
 from models import COMMON, fresh_model, prompt, tiny_model
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")

@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvlayers
-from kvlayers.kernels import dense_kernels
-from kvlayers.kernels.segments import KVSegments
+from kvlayers.kernels.attention import dense_kernels
+from kvlayers.kernels.attention.segments import KVSegments
 
 FLASH = "aten._scaled_dot_product_flash_attention.default"
 KV_HEADS, HEADS, HEAD_DIM = 2, 8, 64

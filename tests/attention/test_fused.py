@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlayers.kernels import dispatch, fused, fused_kernels, pieces, reference
+from kvlayers.kernels.attention import dispatch, fused, fused_kernels, pieces, reference
+from kvlayers.kernels.attention.dispatch import PathCounter
+from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes.packed_side import PackedSide, pack_side
-from kvlayers.kernels.codes.quantizer import CodeFormat, QuantizedGroups, Side
-from kvlayers.kernels.dispatch import PathCounter
-from kvlayers.kernels.segment_kinds import DenseSegment, PackedSegment
-from kvlayers.kernels.segments import KVSegments
+from kvlayers.kernels.codes.quantizer_contract import CodeFormat, QuantizedGroups, Side
 
 BLOCK = 64
 BLOCKS = 4

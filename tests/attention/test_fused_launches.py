@@ -13,12 +13,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvlayers import DynamicLayer
-from kvlayers.kernels import dispatch, fused, pieces
+from kvlayers.kernels.attention import dispatch, fused, pieces
+from kvlayers.kernels.attention.dispatch import PathCounter
+from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes.packed_side import PackedSide
-from kvlayers.kernels.codes.quantizer import CodeFormat, Side
-from kvlayers.kernels.dispatch import PathCounter
-from kvlayers.kernels.segment_kinds import DenseSegment, PackedSegment
-from kvlayers.kernels.segments import KVSegments
+from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Side
 
 BENCHMARKS = str(pathlib.Path(__file__).parents[2] / "benchmarks")
 sys.path.insert(0, BENCHMARKS)

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers import DynamicLayer
-from kvlayers.kernels import fused, segment_kinds
-from kvlayers.kernels.packed_tensor import PackedStates
+from kvlayers.kernels.attention import fused, segment_kinds
+from kvlayers.kernels.attention.packed_tensor import PackedStates
 
 PREFIXES, REPEATS, PREFIX_TOKENS = 2, 3, 50
 

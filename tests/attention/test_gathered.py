@@ -22,13 +22,13 @@ from gathered_states import (
     random_pieces,
 )
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
-from kvlayers.kernels import dispatch, fused, pieces, reference
-from kvlayers.kernels.cpu import kernel
-from kvlayers.kernels.dispatch import PathCounter
-from kvlayers.kernels.packed_ops import packed_pair
-from kvlayers.kernels.segment_kinds import DenseSegment, PackedSegment, SegmentRows
-from kvlayers.kernels.segments import GatheredSegment, KVSegments
-from kvlayers.kernels.snapshot import Snapshot, Version
+from kvlayers.kernels.attention import dispatch, fused, pieces, reference
+from kvlayers.kernels.attention.cpu import kernel
+from kvlayers.kernels.attention.dispatch import PathCounter
+from kvlayers.kernels.attention.packed_ops import packed_pair
+from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments
+from kvlayers.kernels.attention.snapshot import Snapshot, Version
 from random_states import SUMS, check
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -11,8 +11,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import kvlayers
 from kvlayers.errors import ConfigError
-from kvlayers.kernels import model_attention
-from kvlayers.kernels.dispatch import SHARED
+from kvlayers.kernels.attention import model_attention
+from kvlayers.kernels.attention.dispatch import SHARED
 from kvlayers.upstream import compat
 from models import COMMON, fresh_model, prompt
 

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 import kvlayers
 from kvlayers.__main__ import make_app
-from kvlayers.kernels.cpu import call, kernel
-from kvlayers.kernels.segment_kinds import DenseSegment
-from kvlayers.kernels.segments import KVSegments
+from kvlayers.kernels.attention.cpu import call, kernel
+from kvlayers.kernels.attention.segment_kinds import DenseSegment
+from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.tools import kernels
 from kvlayers.utils import native_library
 from kvlayers.utils.native_builds import BUILDS, best_build, cpu_features, headers

@@ -19,12 +19,12 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.models.llama.modeling_llama import repeat_kv as eager_repeat_kv
 
 import kvlayers
-from kvlayers.kernels import dispatch, pieces, reference
-from kvlayers.kernels.cpu import kernel
-from kvlayers.kernels.dispatch import PathCounter
-from kvlayers.kernels.packed_tensor import PackedStates
-from kvlayers.kernels.segment_kinds import DenseSegment, PackedSegment
-from kvlayers.kernels.segments import KVSegments
+from kvlayers.kernels.attention import dispatch, pieces, reference
+from kvlayers.kernels.attention.cpu import kernel
+from kvlayers.kernels.attention.dispatch import PathCounter
+from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.kernels.attention.segments import KVSegments
 from models import prompt, tiny_model
 from pairwise import in_turn
 from random_states import SUMS, Rule, check, code_format, packed_states

@@ -12,13 +12,13 @@ from torch import Tensor
 import fresh_process
 import interpreted_kernels
 import versions
+from kvlayers.kernels.attention.cuda import kernel
+from kvlayers.kernels.attention.cuda.specs import unpacking_instructions
+from kvlayers.kernels.attention.reference import merge
+from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes.packed_side import PackedSide, side_bytes
-from kvlayers.kernels.codes.quantizer import CodeFormat, Side
-from kvlayers.kernels.cuda import kernel
-from kvlayers.kernels.cuda.specs import unpacking_instructions
-from kvlayers.kernels.reference import merge
-from kvlayers.kernels.segment_kinds import DenseSegment, PackedSegment
-from kvlayers.kernels.segments import KVSegments
+from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Side
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import TritonKernel
 from triton_decode_cases import CASES
@@ -143,7 +143,9 @@ def test_a_cache_decodes_over_a_packing(interpreted: dict[str, Any], name: str) 
 
 def test_kernels_are_not_imported_before_they_are_called() -> None:
     # They import triton, which decides then and there whether it interprets.
-    code = "import sys, kvlayers.kernels.cuda.launch; sys.exit('cuda.triton_kernels' in str(sys.modules.keys()))"
+    code = (
+        "import sys, kvlayers.kernels.attention.cuda.launch; sys.exit('cuda.triton_kernels' in str(sys.modules.keys()))"
+    )
     ran = fresh_process.run(code)
     assert ran.returncode == 0, ran.stderr
 

@@ -12,8 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import kvlayers
 import kvlayers.offload.prefetcher
 from kvlayers.errors import StaleStatesError
-from kvlayers.kernels.packed_tensor import PackedStates
-from kvlayers.kernels.segments import KVSegments
+from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.offload import Prefetcher
 from kvlayers.upstream import compat
 from models import COMMON, bare, given, prompt

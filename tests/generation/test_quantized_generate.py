@@ -16,7 +16,7 @@ import transformers
 
 import kvlayers
 import versions
-from kvlayers.kernels.packed_tensor import as_dense
+from kvlayers.kernels.attention.packed_tensor import as_dense
 from models import ATTENDING, CONFIGS, ENCODER_DECODERS, prompt, tiny_model
 
 SMALL: dict[str, Any] = {"residual_length": 16, "sink_tokens": 4}
@@ -237,13 +237,13 @@ def test_a_decode_step_never_brings_all_tokens_to_full_precision(
 ) -> None:
     if family == "deepseek_v3" and implementation == "eager":
         pytest.skip("its latents are copied to full precision for each of the two products of eager attention")
-    if implementation == "eager" and kvlayers.kernels.cpu.kernel.library() is None:
+    if implementation == "eager" and kvlayers.kernels.attention.cpu.kernel.library() is None:
         pytest.skip("the products of eager attention are computed on codes by a kernel, for which there is no compiler")
     model, given = tiny_model(family), inputs(family)
     read = []
-    dense = kvlayers.kernels.segments.KVSegments.dense
+    dense = kvlayers.kernels.attention.segments.KVSegments.dense
     monkeypatch.setattr(
-        kvlayers.kernels.segments.KVSegments,
+        kvlayers.kernels.attention.segments.KVSegments,
         "dense",
         lambda self, *args: (read.append(not self.are_dense), dense(self, *args))[1],
     )

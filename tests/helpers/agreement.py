@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvlayers import CacheLayer, OffloadedLayer
 from kvlayers.eviction.eviction_progress import EvictionAccount
-from kvlayers.kernels.snapshot import StoreHandle
+from kvlayers.kernels.attention.snapshot import StoreHandle
 from kvlayers.rope.rotary import Rotary
 from oracle import Oracle, states
 

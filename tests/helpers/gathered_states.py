@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlayers.kernels.segment_kinds import DenseSegment, PackedSegment
-from kvlayers.kernels.segments import GatheredSegment, KVSegments, Segment
+from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
 from random_states import check, code_format, packed_states
 
 BLOCK = 16

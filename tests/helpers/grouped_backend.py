@@ -8,7 +8,7 @@ from torch import Tensor
 
 import kvlayers
 from kvlayers.kernels.codes.groups import GROUP_DIMS, grouped, ungrouped
-from kvlayers.kernels.codes.quantizer import Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions
+from kvlayers.kernels.codes.quantizer_contract import Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions
 
 NAME = "grouped"
 

@@ -10,7 +10,7 @@ import fresh_process
 
 BEFORE = """
 import kvlayers, quick_interpreter
-from kvlayers.kernels.cuda import triton_kernels
+from kvlayers.kernels.attention.cuda import triton_kernels
 quick_interpreter.hurry()
 """
 

@@ -9,7 +9,7 @@ from kvlayers import CacheLayer
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.eviction import eviction_rule
 from kvlayers.eviction.held_tokens import held_tokens
-from kvlayers.kernels.packed_tensor import PackedStates
+from kvlayers.kernels.attention.packed_tensor import PackedStates
 from oracle import KEY_DIM, KV_HEADS, VALUE_DIM, Oracle
 from ragged_reference import of_head, states_of_head
 

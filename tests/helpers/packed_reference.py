@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvlayers import Quantization
-from kvlayers.kernels.packed_tensor import as_dense
+from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.stores import QuantizedStore
 from kvlayers.utils.triton_support import TritonKernel
 

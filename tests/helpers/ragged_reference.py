@@ -7,9 +7,9 @@ from torch import Tensor
 
 from kvlayers.eviction.held_tokens import HeldTokens
 from kvlayers.eviction.selection import KeptTokens
-from kvlayers.kernels.packed_tensor import PackedStates
-from kvlayers.kernels.segment_kinds import DenseSegment
-from kvlayers.kernels.segments import GatheredSegment, KVSegments
+from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.attention.segment_kinds import DenseSegment
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments
 
 HEADS = 4
 """Query heads, two of which share a KV head."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.kernels.codes.packed_side import PackedSide, pack_side
-from kvlayers.kernels.codes.quantizer import CodeFormat, QuantizedGroups, Side
+from kvlayers.kernels.codes.quantizer_contract import CodeFormat, QuantizedGroups, Side
 
 Rule = tuple[int, int]
 """Tokens and channels of a group."""

@@ -17,18 +17,18 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from kvlayers import QuantizedCache
-from kvlayers.kernels import dispatch
-from kvlayers.kernels import reference as plain
+from kvlayers.kernels.attention import dispatch
+from kvlayers.kernels.attention import reference as plain
+from kvlayers.kernels.attention.cuda import kernel, plan
+from kvlayers.kernels.attention.cuda.plan import Launch, supports
+from kvlayers.kernels.attention.dispatch import PathCounter
+from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows, of_repeats
+from kvlayers.kernels.attention.segments import KVSegments, Segment
 from kvlayers.kernels.codes.groups import rotation_size
 from kvlayers.kernels.codes.packed_side import PackedSide, pack_side
-from kvlayers.kernels.codes.quantizer import CodeFormat, QuantizedGroups, Side
+from kvlayers.kernels.codes.quantizer_contract import CodeFormat, QuantizedGroups, Side
 from kvlayers.kernels.codes.smoothing import KeySmoothing
-from kvlayers.kernels.cuda import kernel, plan
-from kvlayers.kernels.cuda.plan import Launch, supports
-from kvlayers.kernels.dispatch import PathCounter
-from kvlayers.kernels.packed_tensor import PackedStates
-from kvlayers.kernels.segment_kinds import DenseSegment, PackedSegment, SegmentRows, of_repeats
-from kvlayers.kernels.segments import KVSegments, Segment
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import DeviceFacts
 

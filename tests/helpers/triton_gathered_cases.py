@@ -12,11 +12,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from kvlayers.kernels.codes.quantizer import Side
-from kvlayers.kernels.cuda import kernel, plan
-from kvlayers.kernels.cuda.plan import Launch
-from kvlayers.kernels.segment_kinds import DenseSegment, PackedSegment, SegmentRows
-from kvlayers.kernels.segments import GatheredSegment, KVSegments, Segment
+from kvlayers.kernels.attention.cuda import kernel, plan
+from kvlayers.kernels.attention.cuda.plan import Launch
+from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
+from kvlayers.kernels.codes.quantizer_contract import Side
 from packed_reference import counted_launches
 from triton_decode_cases import FLOAT8, SIDES, Case, hadamard, native, quantized, states_in_float64
 

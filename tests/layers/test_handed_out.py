@@ -16,7 +16,7 @@ import versions
 from agreement import check_at_rest, step
 from kvlayers import CacheLayer, PrefixStore
 from kvlayers.errors import LegacyFormatError, ReadOnlyStatesError, StaleStatesError
-from kvlayers.kernels.packed_tensor import PackedStates
+from kvlayers.kernels.attention.packed_tensor import PackedStates
 from layer_kinds import KINDS as ALL_KINDS
 from models import prompt, tiny_model
 from oracle import Oracle, states

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import kvlayers
 from kvlayers import CacheLayer, Quantization, QuantizedLayer, SlidingLayer
 from kvlayers.errors import StaleStatesError
-from kvlayers.kernels.packed_tensor import PackedStates, as_dense
+from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.stores import QuantizedStore
 
 Pair = tuple[Tensor, Tensor]

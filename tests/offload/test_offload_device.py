@@ -16,7 +16,7 @@ import versions
 from fake_device import CPU, DEVICE, IS_SUPPORTED, Crossings, DeviceTransfers, device
 from kvlayers import OffloadedLayer
 from kvlayers.errors import StateMismatchError
-from kvlayers.kernels.packed_tensor import PackedStates
+from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.layers import LayerState, TokenLayer
 from kvlayers.offload import Prefetcher, Traffic
 from kvlayers.offload.transfers import BlockingTransfers, Transfers, transfers_for

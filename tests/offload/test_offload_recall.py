@@ -17,7 +17,7 @@ from fake_device import CPU, DEVICE, IS_SUPPORTED, DeviceTransfers, device
 from kvlayers import OffloadedLayer, Quantization, RecallLayer
 from kvlayers.core.layer_shape import LayerShape, TokenShape
 from kvlayers.errors import CapacityError
-from kvlayers.kernels.packed_tensor import as_dense
+from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.layers import Recall
 from kvlayers.offload import DiskMemory, HostMemory, Prefetcher, Traffic
 from kvlayers.offload.paged_reads import NO_PAGE, PagePool

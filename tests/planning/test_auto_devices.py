@@ -9,7 +9,6 @@ from torch import nn
 
 import kvlayers
 from fake_device import CPU, DEVICE, IS_SUPPORTED
-from kvlayers.generation import registry
 from kvlayers.planning import auto
 from kvlayers.upstream.model_layers import layer_devices
 from models import fresh_model

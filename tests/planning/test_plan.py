@@ -14,8 +14,8 @@ import families
 import kvlayers
 import versions
 from kvlayers.eviction import BUILTIN_RULES
-from kvlayers.generation import registry
-from kvlayers.generation.registry import named_cache
+from kvlayers.generation import cache_by_name
+from kvlayers.generation.cache_by_name import named_cache
 from kvlayers.layers import TokenLayer
 from kvlayers.upstream import cache_argument, model_layers
 from models import COMMON, CONFIGS, WINDOW, fresh_model, prompt, tiny_model
@@ -38,7 +38,7 @@ def filled(model: Any, name: str, inputs: dict[str, torch.Tensor]) -> Any:
         dtype=model.dtype,
         encoder_length=encoder_length(model, inputs),
     )
-    cache = registry.cache_for(name, request)
+    cache = cache_by_name.cache_for(name, request)
     with torch.no_grad():
         model(**inputs, **{cache_argument.name_for(model): cache}, use_cache=True)
     return cache
@@ -218,7 +218,7 @@ def test_a_plan_is_what_caches_that_evict_hold(rule: str, options: str) -> None:
     """Heads of different lengths have tables, whose size depends on how they differ."""
     model, name = tiny_model("llama"), f"{rule}:recent_tokens=32,{options}"
     ids = prompt(2, 400)
-    cache = registry.cache_for(
+    cache = cache_by_name.cache_for(
         rule, kvlayers.CacheRequest(model.config, named_cache(name).options, length_hint=400, dtype=model.dtype)
     )
     with torch.no_grad():
@@ -255,7 +255,7 @@ def test_a_plan_of_many_tokens_is_what_is_held_after_the_first_decoded_one(
 ) -> None:
     generator, named = torch.Generator().manual_seed(0), named_cache(name)
     request = kvlayers.CacheRequest(WIDE, named.options, length_hint=tokens, dtype=torch.float32)
-    cache = registry.cache_for(named.name, request)
+    cache = cache_by_name.cache_for(named.name, request)
     heads = torch.tensor([0.6, 0.9, 1.1, 1.4])[:, None, None]
     for layer in range(WIDE.num_hidden_layers):
         for count in (tokens - 1, 1):

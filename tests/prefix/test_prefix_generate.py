@@ -17,7 +17,7 @@ import families
 import kvlayers
 import versions
 from kvlayers import OptionError, PrefixStore
-from kvlayers.generation.prefixes.active_store import CURRENT
+from kvlayers.generation.prefix_reuse.active_store import CURRENT
 from kvlayers.upstream import cache_argument, compat
 from models import WINDOW, fresh_model, prompt, tiny_model
 from pairwise import in_turn

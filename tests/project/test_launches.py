@@ -186,7 +186,7 @@ PROMPT, CROPPED = 400, 230
 
 def make_cache(name: str, config: Any, padding: Tensor | None) -> Any:
     from kvlayers.core.named_caches import CacheRequest
-    from kvlayers.generation.registry import cache_for
+    from kvlayers.generation.cache_by_name import cache_for
 
     cache: Any = cache_for(name, CacheRequest(config, {}, 2, 2 * PROMPT, attention_mask=padding))
     return transferring(cache)

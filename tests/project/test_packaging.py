@@ -16,7 +16,7 @@ import zipfile
 import pytest
 
 import kvlayers
-from kvlayers.kernels.cpu import call, kernel
+from kvlayers.kernels.attention.cpu import call, kernel
 from kvlayers.kernels.packing.cpu import pack
 from kvlayers.utils.native_builds import BUILDS, SOURCES, best_build, cpu_features
 
@@ -51,9 +51,9 @@ cp "$made" "$2"
 # Without a cache, which would import all that transformers does.
 ATTEND = """
 import torch
-from kvlayers.kernels.cpu import call, kernel
-from kvlayers.kernels.segment_kinds import DenseSegment
-from kvlayers.kernels.segments import KVSegments
+from kvlayers.kernels.attention.cpu import call, kernel
+from kvlayers.kernels.attention.segment_kinds import DenseSegment
+from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.quantizers import SideOptions, backend, dequantize
 from kvlayers.kernels.packing.cpu import pack
 torch.manual_seed(0)
@@ -132,7 +132,11 @@ def test_the_wheel_is_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> No
     }
     seen = set(wheel.namelist())
     assert {name for name in seen if not name.startswith(information())} == expected
-    assert {"kvlayers/py.typed", "kvlayers/kernels/cpu/kernel.cpp", f"{information()}/licenses/LICENSE"} <= seen
+    assert {
+        "kvlayers/py.typed",
+        "kvlayers/kernels/attention/cpu/kernel.cpp",
+        f"{information()}/licenses/LICENSE",
+    } <= seen
 
 
 def test_the_metadata_says_what_it_needs_and_what_it_is(metadata: email.message.Message) -> None:

@@ -30,11 +30,11 @@ ARROWS: dict[str, set[str]] = {
     "quantized": {*GROUND, "core"},
     "offload": {*GROUND, "core"},
     "recurrent": {*GROUND, "core"},
-    "pairs": {*GROUND, "core", "offload"},
+    "encoder_decoder": {*GROUND, "core", "offload"},
     "sinks": {*GROUND, "core", "quantized"},
     "recall": {*GROUND, "core", "quantized", "offload"},
-    "eviction": {*GROUND, "core", "quantized", "sinks"},
-    "interop": {*GROUND, "core", "quantized", "static", "pairs"},
+    "eviction": {*GROUND, "core", "quantized"},
+    "interop": {*GROUND, "core", "quantized", "static", "encoder_decoder"},
 }
 """Which rooms a room may import, besides itself. `LADDER` has the rest."""
 
@@ -131,9 +131,9 @@ def test_each_class_has_a_name_of_its_own() -> None:
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
-MOST_STATEMENTS = 29_300
+MOST_STATEMENTS = 29_320
 MOST_IN_THE_CORE = 3_560
-MOST_FILES = 302
+MOST_FILES = 305
 LONGEST_CHAIN = 7
 """Ceilings of the package. They go down with the code, and up only for a reason that the same commit gives."""
 

@@ -18,8 +18,8 @@ import kvlayers
 import models
 from kvlayers.errors import OptionError
 from kvlayers.kernels.codes.groups import scales_by_head
-from kvlayers.kernels.codes.quantizer import CodeFormat
-from kvlayers.quantized.checkpoint_scales import check_scheme, read_scales
+from kvlayers.kernels.codes.quantizer_contract import CodeFormat
+from kvlayers.quantized.quantizers.checkpoint_scales import check_scheme, read_scales
 from kvlayers.quantizers import SideOptions, backend, dequantize
 from kvlayers.stores import QuantizedStore
 from kvlayers.upstream import compat

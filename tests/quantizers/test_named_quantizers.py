@@ -8,7 +8,7 @@ from torch import Tensor
 
 import kvlayers
 from kvlayers.errors import OptionError
-from kvlayers.quantized.codebook import gaussian_levels, normal_float_levels
+from kvlayers.quantized.quantizers.codebook import gaussian_levels, normal_float_levels
 from kvlayers.quantizers import CodeFormat, Quantizer, Side, SideOptions, backend, dequantize
 from random_states import hadamard
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvlayers.kernels.codes.block_layout import pack, padded_columns, row_bytes, unpack
 from kvlayers.kernels.codes.packed_side import PackedSide, pack_side, side_bytes
-from kvlayers.kernels.codes.quantizer import WIDTHS, CodeFormat, QuantizedGroups, Side
+from kvlayers.kernels.codes.quantizer_contract import WIDTHS, CodeFormat, QuantizedGroups, Side
 
 BLOCK_TOKENS = 64
 

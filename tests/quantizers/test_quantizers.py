@@ -13,7 +13,7 @@ import fresh_process
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.interop import calls
 from kvlayers.kernels.codes.groups import rotate
-from kvlayers.quantized import other_packages
+from kvlayers.quantized.quantizers import other_packages
 from kvlayers.quantizers import (
     Backend,
     CodeFormat,

@@ -10,7 +10,7 @@ import fresh_process
 import interpreted_kernels
 import versions
 from kvlayers.kernels.codes.block_layout import BlockLayout
-from kvlayers.kernels.codes.quantizer import KernelSearch
+from kvlayers.kernels.codes.quantizer_contract import KernelSearch
 from kvlayers.kernels.packing.cuda import launch
 from kvlayers.kernels.packing.cuda.launch import pack_obstacle, read_obstacle
 from kvlayers.quantizers import CodeFormat, NativeQuantizer, QuantizedGroups, Quantizer, SideOptions, backend

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvlayers import Quantization
 from kvlayers.core.dense_store import DenseStore
-from kvlayers.kernels.packed_tensor import PackedStates
-from kvlayers.kernels.segment_kinds import PackedSegment
+from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.attention.segment_kinds import PackedSegment
 from kvlayers.quantized.packed_blocks import PackedBlocks
 from kvlayers.stores import QuantizedStore
 from kvlayers.utils.tensor_memory import storages_of

@@ -18,8 +18,8 @@ import kvlayers
 from kvlayers import OptionError, Quantization, QuantizedLayer
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.errors import StateMismatchError
-from kvlayers.kernels.packed_tensor import PackedStates
-from kvlayers.kernels.segments import Segment
+from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.attention.segments import Segment
 from kvlayers.quantizers import Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions, dequantize
 from kvlayers.stores import QuantizedStore
 from models import prompt, tiny_model

@@ -14,7 +14,7 @@ from kvlayers.eviction.held_tokens import HeldTokens, held_tokens
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.selection import KeptTokens
 from kvlayers.eviction.store_eviction import evicted
-from kvlayers.kernels.packed_tensor import as_dense
+from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.quantized.packed_blocks import SIDES, block_nbytes
 from kvlayers.stores import DenseStore, QuantizedStore
 from ragged_reference import (

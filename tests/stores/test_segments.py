@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import kvlayers
 from agreement import bytes_reached
 from kvlayers.errors import StaleStatesError
-from kvlayers.kernels.packed_tensor import PackedStates, as_dense
+from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.stores import DenseStore
 from kvlayers.utils.tensor_memory import storages_of
 

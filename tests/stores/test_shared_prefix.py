@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import kvlayers
 from agreement import check_at_rest, continue_decoding, step
 from kvlayers import DynamicCache, DynamicLayer
-from kvlayers.kernels.packed_tensor import PackedStates
+from kvlayers.kernels.attention.packed_tensor import PackedStates
 from layer_kinds import OPERATIONS
 from models import fresh_model, prompt, tiny_model
 from oracle import Oracle

@@ -16,9 +16,9 @@ from kvlayers.errors import StateMismatchError
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.selection import KeptTokens
 from kvlayers.eviction.store_eviction import evicted
-from kvlayers.kernels.codes.quantizer import CodeFormat
+from kvlayers.kernels.attention.packed_tensor import as_dense
+from kvlayers.kernels.codes.quantizer_contract import CodeFormat
 from kvlayers.kernels.codes.smoothing import LARGEST_FACTOR, KeySmoothing, vectors_for
-from kvlayers.kernels.packed_tensor import as_dense
 from kvlayers.quantized.packed_blocks import PackedBlocks
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.quantizers import NativeQuantizer, SideOptions, backend

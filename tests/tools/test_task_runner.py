@@ -21,8 +21,8 @@ import kvlayers
 import versions
 from families import any_model_and_inputs
 from kvlayers.errors import CapacityError, OptionError
-from kvlayers.generation.registry import named_cache
-from kvlayers.kernels.packed_ops import observed
+from kvlayers.generation.cache_by_name import named_cache
+from kvlayers.kernels.attention.packed_ops import observed
 from kvlayers.tools.measuring import contenders as contenders_module
 from kvlayers.tools.measuring.contenders import Contender, against_contenders, is_installed, named_contender
 from kvlayers.tools.measuring.predictions import newest_logits

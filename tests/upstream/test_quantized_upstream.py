@@ -14,8 +14,8 @@ from transformers import cache_utils as upstream
 
 import kvlayers
 import versions
-from kvlayers.kernels.cpu import kernel
-from kvlayers.kernels.segments import KVSegments
+from kvlayers.kernels.attention.cpu import kernel
+from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.quantized import quantized_layer as quantized
 from kvlayers.upstream import compat
 from models import COMMON, prompt, tiny_model

@@ -28,8 +28,8 @@ from kvlayers.errors import (
     StateMismatchError,
     UnsupportedLayerError,
 )
-from kvlayers.kernels.cpu import kernel
-from kvlayers.kernels.latents.expansion import as_latents
+from kvlayers.kernels.attention.cpu import kernel
+from kvlayers.kernels.attention.latents.expansion import as_latents
 from kvlayers.rope.rotary import Rotary
 from kvlayers.upstream import compat
 from kvlayers.utils import late

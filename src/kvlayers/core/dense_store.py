@@ -13,9 +13,9 @@ from kvlayers.core.returned_states import ReturnedStates
 from kvlayers.core.sharing import SharedSegment, at_most, selected, tokens_of, write_segment
 from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, register_store
 from kvlayers.core.validation import promoted_forms
-from kvlayers.kernels.gqa import marked_for_one_query
-from kvlayers.kernels.segment_kinds import DenseSegment
-from kvlayers.kernels.segments import KVSegments
+from kvlayers.kernels.attention.gqa import marked_for_one_query
+from kvlayers.kernels.attention.segment_kinds import DenseSegment
+from kvlayers.kernels.attention.segments import KVSegments
 
 GROWTH_DIVISOR = 8
 """A full buffer grows by an eighth: at most an eighth is spare, and a token is moved 8 times on average. So a tail of

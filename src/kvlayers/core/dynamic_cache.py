@@ -14,7 +14,7 @@ from kvlayers.core import legacy_api
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_registry import register_cache_class
-from kvlayers.core.checkpoints import Checkpoints
+from kvlayers.core.checkpoint_options import Checkpoints
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.from_config import (

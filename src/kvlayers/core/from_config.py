@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from kvlayers.core.adapted import adapted
-from kvlayers.core.checkpoints import Checkpoints
+from kvlayers.core.checkpoint_options import Checkpoints
 from kvlayers.core.description import Fact
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_operations import LayerOperations

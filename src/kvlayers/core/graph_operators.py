@@ -23,9 +23,9 @@ from typing_extensions import override
 
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import StaleStatesError
-from kvlayers.kernels.gqa import kv_head_copies
-from kvlayers.kernels.packed_tensor import METADATA_FUNCTIONS, PackedStates, as_dense
-from kvlayers.kernels.snapshot import GIVEN_TO_COMPILED_CODE
+from kvlayers.kernels.attention.gqa import kv_head_copies
+from kvlayers.kernels.attention.packed_tensor import METADATA_FUNCTIONS, PackedStates, as_dense
+from kvlayers.kernels.attention.snapshot import GIVEN_TO_COMPILED_CODE
 from kvlayers.upstream import compat
 
 _numbers = itertools.count()

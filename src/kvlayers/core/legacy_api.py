@@ -10,7 +10,7 @@ from torch import Tensor
 from kvlayers.core.layer_list import LayerList
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
-from kvlayers.kernels.packed_tensor import PackedStates, as_dense
+from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.upstream import compat
 from kvlayers.upstream.deprecation import warn_of_old_use
 

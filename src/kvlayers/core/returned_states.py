@@ -7,11 +7,11 @@ import torch
 
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.token_store import KVPair
-from kvlayers.kernels.dispatch import PathCounter
-from kvlayers.kernels.packed_ops import packed_pair
-from kvlayers.kernels.packed_tensor import PackedStates
-from kvlayers.kernels.segments import KVSegments
-from kvlayers.kernels.snapshot import Snapshot, Version
+from kvlayers.kernels.attention.dispatch import PathCounter
+from kvlayers.kernels.attention.packed_ops import packed_pair
+from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.attention.segments import KVSegments
+from kvlayers.kernels.attention.snapshot import Snapshot, Version
 
 
 class ReturnedStates:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvlayers.core.buffer import TokenBuffer
-from kvlayers.kernels.segment_kinds import DenseSegment, SegmentRows
-from kvlayers.kernels.segments import KVSegments
+from kvlayers.kernels.attention.segment_kinds import DenseSegment, SegmentRows
+from kvlayers.kernels.attention.segments import KVSegments
 
 
 class BufferHolder(Protocol):

@@ -16,7 +16,7 @@ from kvlayers.core.layer_shape import LayerShape
 from kvlayers.core.pending_assignment import PendingAssignment, same_tokens
 from kvlayers.core.token_store import Fidelity, TokenStore, store_class_of
 from kvlayers.errors import RegistryError, StateMismatchError
-from kvlayers.kernels.codes.quantizer import Side
+from kvlayers.kernels.codes.quantizer_contract import Side
 
 DEFAULT_STORE: dict[str, Fact] = {"store": DenseStore.__name__}
 """The description of the store that layers make by themselves, which their own descriptions leave out."""

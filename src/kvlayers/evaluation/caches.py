@@ -17,7 +17,7 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionError, StateMismatchError
 from kvlayers.evaluation.requests import ScoringRequest
-from kvlayers.generation import registry
+from kvlayers.generation import cache_by_name
 from kvlayers.generation.passed_caches import validate
 from kvlayers.planning.cache_bytes import fidelity_of
 from kvlayers.upstream import cache_argument, model_layers, model_types
@@ -150,7 +150,7 @@ def empty_cache(model: Any, cache: object, cache_config: Mapping[str, Any] | Non
             f"`cache_config` must be a mapping from names to values, got a {type(cache_config).__name__}."
         )
     if isinstance(cache, str):
-        given = registry.make_cache(
+        given = cache_by_name.make_cache(
             cache, model, length_hint=tokens, device=model.device, dtype=model.dtype, **(cache_config or {})
         )
     elif cache_config is not None:

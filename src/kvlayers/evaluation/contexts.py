@@ -11,15 +11,15 @@ from kvlayers.errors import ConfigError, KVLayersError
 from kvlayers.evaluation.caches import SharedCache
 from kvlayers.evaluation.passes import Division, PassSizes, scored_logits
 from kvlayers.evaluation.prefix_plan import SharedPrefix
-from kvlayers.generation.prefixes.active_store import ActiveStore
-from kvlayers.generation.prefixes.eligibility import (
+from kvlayers.generation.prefix_reuse.active_store import ActiveStore
+from kvlayers.generation.prefix_reuse.eligibility import (
     IneligibleError,
     check_cache,
     check_model,
     model_identity,
     options_as_text,
 )
-from kvlayers.generation.prefixes.stored_caches import usable_cache
+from kvlayers.generation.prefix_reuse.stored_caches import usable_cache
 from kvlayers.prefix import Hit
 
 

@@ -45,7 +45,7 @@ from kvlayers.evaluation.passes import (
 )
 from kvlayers.evaluation.prefix_plan import ScoredRow, SharedPrefix, plan_prefixes
 from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest, TokenIds, encoded
-from kvlayers.generation.prefixes import active_store
+from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.generation.shared_prefill import MIN_TOKENS
 from kvlayers.interop import calls
 from kvlayers.prefix import PrefixStore

@@ -34,7 +34,7 @@ from kvlayers.evaluation.engine import score_tokens
 from kvlayers.evaluation.harness_arguments import CacheArguments, check_batch_sizes, check_names
 from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest
 from kvlayers.generation.install import call_with_kvlayers
-from kvlayers.generation.prefixes import active_store
+from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream.model_types import most_positions
 from kvlayers.version import __version__

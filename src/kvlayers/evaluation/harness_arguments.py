@@ -14,7 +14,7 @@ from lm_eval.utils import handle_arg_string
 from kvlayers.core.named_caches import is_registered
 from kvlayers.errors import OptionError
 from kvlayers.evaluation.caches import check_count
-from kvlayers.generation.registry import make_cache, unknown_name
+from kvlayers.generation.cache_by_name import make_cache, unknown_name
 from kvlayers.prefix import PrefixStore
 from kvlayers.utils.units import amount_of_bytes
 

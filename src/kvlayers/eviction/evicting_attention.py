@@ -11,10 +11,10 @@ from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.rule import ALL_QUERIES
 from kvlayers.eviction.settings import EvictionSettings
-from kvlayers.kernels.packed_ops import packed_like, snapshot_of
-from kvlayers.kernels.packed_tensor import PackedStates
-from kvlayers.kernels.segment_kinds import DenseSegment
-from kvlayers.kernels.segments import GatheredSegment, KVSegments, Segment
+from kvlayers.kernels.attention.packed_ops import packed_like, snapshot_of
+from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.attention.segment_kinds import DenseSegment
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
 
 
 def held_states(store: TokenStore) -> KVPair | None:

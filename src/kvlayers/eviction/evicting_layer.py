@@ -31,8 +31,8 @@ from kvlayers.eviction.ragged_state import is_ragged
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.rule import EvictionRule
 from kvlayers.eviction.settings import FACT_PREFIX, STEP, EvictionSettings
-from kvlayers.kernels.codes.quantizer import Side
-from kvlayers.kernels.packed_ops import observed
+from kvlayers.kernels.attention.packed_ops import observed
+from kvlayers.kernels.codes.quantizer_contract import Side
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.rope.rotary import Rotary
 from kvlayers.utils.options import checks_options

@@ -12,9 +12,9 @@ from kvlayers.core.buffer import StateForm
 from kvlayers.core.dense_store import DenseStore, without_spare_room
 from kvlayers.core.token_store import BufferSwap, KVPair
 from kvlayers.errors import StateMismatchError
+from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment
+from kvlayers.kernels.attention.segments import GatheredSegment
 from kvlayers.kernels.codes.smoothing import KeySmoothing
-from kvlayers.kernels.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment
-from kvlayers.kernels.segments import GatheredSegment
 from kvlayers.quantized.packed_blocks import PackedBlocks
 
 

@@ -10,7 +10,7 @@ from kvlayers.core.token_store import KVPair, TokenStore
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.flat_tokens import FlatTokens
 from kvlayers.eviction.ragged_store import RaggedStore
-from kvlayers.kernels.packed_tensor import as_dense
+from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.quantized.quantized_store import QuantizedStore
 
 

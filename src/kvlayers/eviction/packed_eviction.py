@@ -13,11 +13,11 @@ from kvlayers.eviction.flat_tokens import PackedFlatTokens, PieceTables, flat_fo
 from kvlayers.eviction.held_tokens import HeldTokens, taken
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.selection import KeptTokens
-from kvlayers.kernels.codes.quantizer import Side
+from kvlayers.kernels.codes.quantizer_contract import Side
 from kvlayers.kernels.codes.smoothing import KeySmoothing
+from kvlayers.quantized.checks import checked_quantizers
 from kvlayers.quantized.packed_blocks import SIDES, PackedBlocks
 from kvlayers.quantized.quantization import Quantization, block_tokens
-from kvlayers.quantized.quantized_checks import checked_quantizers
 from kvlayers.quantized.quantized_store import QuantizedStore
 
 

@@ -19,10 +19,10 @@ from kvlayers.eviction.flat_tokens import (
     check_tables,
     flat_form,
 )
-from kvlayers.kernels.segment_kinds import DENSE_PIECE_TOKENS
+from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS
+from kvlayers.quantized.checks import checked_quantizers
 from kvlayers.quantized.packed_blocks import PACKED_NAMES, PackedBlocks, check_packed_state
 from kvlayers.quantized.quantization import block_tokens
-from kvlayers.quantized.quantized_checks import checked_quantizers
 from kvlayers.quantized.quantized_store import QuantizedStore
 
 COLUMNS_NAME = "ragged_columns"

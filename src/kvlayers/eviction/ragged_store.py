@@ -17,12 +17,12 @@ from kvlayers.core.validation import checked_forms, mismatch
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.flat_tokens import FlatTokens
 from kvlayers.eviction.ragged_state import RaggedColumns, check_ragged_state, flat_tokens_of, is_ragged, tail_state
+from kvlayers.kernels.attention.packed_ops import packed_like
+from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.attention.segment_kinds import DenseSegment
+from kvlayers.kernels.attention.segments import UNEVEN_HEADS, KVSegments
 from kvlayers.kernels.codes.smoothing import KeySmoothing
-from kvlayers.kernels.packed_ops import packed_like
-from kvlayers.kernels.packed_tensor import PackedStates
-from kvlayers.kernels.segment_kinds import DenseSegment
-from kvlayers.kernels.segments import UNEVEN_HEADS, KVSegments
-from kvlayers.quantized.quantized_checks import in_one_dtype
+from kvlayers.quantized.checks import in_one_dtype
 from kvlayers.quantized.quantized_store import QuantizedStore
 
 UNREAD_DIVISOR = 8

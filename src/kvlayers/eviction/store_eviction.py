@@ -11,7 +11,7 @@ from kvlayers.eviction.held_tokens import HeldTokens, cannot_evict_from, taken
 from kvlayers.eviction.packed_eviction import packed_evicted, packed_pieces
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.selection import KeptTokens
-from kvlayers.kernels.segment_kinds import DENSE_PIECE_TOKENS
+from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.quantized.quantized_store import QuantizedStore
 
 

@@ -12,9 +12,9 @@ from transformers.generation.utils import GenerationMixin
 from kvlayers.core.cache import Cache
 from kvlayers.core.named_caches import is_registered
 from kvlayers.errors import CacheFileError, KVLayersError, OptionError
+from kvlayers.generation.cache_by_name import make_cache, unknown_name
 from kvlayers.generation.install import generate
-from kvlayers.generation.prefixes.active_store import required_store
-from kvlayers.generation.registry import make_cache, unknown_name
+from kvlayers.generation.prefix_reuse.active_store import required_store
 from kvlayers.persistence import inspect_cache, load_cache, save_cache
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream.cache_argument import SPELLINGS, name_in_generate

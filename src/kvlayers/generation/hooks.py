@@ -21,18 +21,18 @@ from kvlayers.core.cache import Cache
 from kvlayers.errors import LegacyFormatError
 from kvlayers.generation import (
     assisted,
+    cache_by_name,
     chunked_prefill,
     known_ids,
     legacy_tuples,
     make_cache,
     passed_caches,
-    registry,
     saved_names,
     shared_prefill,
     static_pool,
 )
 from kvlayers.generation.patching import Method, Patch
-from kvlayers.generation.prefixes import active_store, prefixed_call
+from kvlayers.generation.prefix_reuse import active_store, prefixed_call
 from kvlayers.upstream import cache_argument, compat, generate_calls
 
 
@@ -47,7 +47,7 @@ def generate(original: Method) -> Method:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs = cache_argument.respelled(self, kwargs, cache_argument.name_in_generate(self))
         hand_over_cache(self)
-        registry.move_name_to_option(cache_argument.name_in_generate(self), kwargs)
+        cache_by_name.move_name_to_option(cache_argument.name_in_generate(self), kwargs)
         with saved_names.REQUESTED_NAME.override(saved_names.requested_name(by_name(args, kwargs))):
             active = active_store.CURRENT.get()
             if active is None:
@@ -317,7 +317,7 @@ def _forward_with_cache(
     if type(past) in passed_caches.CLASSES:
         passed_caches.replace_layers(past, model)
     elif isinstance(past, str):
-        kwargs = {**kwargs, cache_argument.name_for(model): registry.make_cache(past, model)}
+        kwargs = {**kwargs, cache_argument.name_for(model): cache_by_name.make_cache(past, model)}
     else:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if _is_prompt(ids) and isinstance(past, Cache):

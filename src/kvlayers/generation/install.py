@@ -50,9 +50,9 @@ from kvlayers.generation import (
     transformers4_names,
 )
 from kvlayers.generation.patching import Activation, Method, Patch, ScopedValue
-from kvlayers.generation.prefixes import active_store
+from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.interop.export import register_export_support
-from kvlayers.kernels import model_attention
+from kvlayers.kernels.attention import model_attention
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import compat, supported
 

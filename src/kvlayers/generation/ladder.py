@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from kvlayers.core import named_caches
 from kvlayers.errors import KVLayersError, OptionError
-from kvlayers.generation import registry
+from kvlayers.generation import cache_by_name
 from kvlayers.generation.install import call_with_kvlayers, is_installed
 from kvlayers.generation.legacy_tuples import kvlayers_view
 from kvlayers.generation.resume import OncePerToken, ResumableLoop
@@ -45,7 +45,7 @@ class Rung:
 
     def __post_init__(self) -> None:
         if self.name is not None and (not isinstance(self.name, str) or not self.name.strip()):
-            raise registry.unknown_name(self.name)
+            raise cache_by_name.unknown_name(self.name)
         if not isinstance(self.options, Mapping) or not all(isinstance(key, str) for key in self.options):
             raise OptionError(f"`options` of a Rung must be a mapping from names to values, got {self.options!r}.")
         if self.name is None and self.options:
@@ -90,13 +90,15 @@ def suitable_rungs(ladder: Iterable[RungLike], model: Any) -> tuple[list[Rung], 
         )
     for rung in below:
         if rung.name is None or not named_caches.is_registered(rung.name):
-            raise registry.unknown_name(rung.name)
+            raise cache_by_name.unknown_name(rung.name)
     suitable: list[Rung] = [AS_REQUESTED]
     unsuitable: list[str] = []
     for rung in below:
         try:
             # A cache reserves no memory before its first states.
-            registry.cache_for(str(rung.name), named_caches.CacheRequest(model.config, rung.options, length_hint=1))
+            cache_by_name.cache_for(
+                str(rung.name), named_caches.CacheRequest(model.config, rung.options, length_hint=1)
+            )
             suitable.append(rung)
         except KVLayersError as error:
             if ladder is not DEFAULT_LADDER:

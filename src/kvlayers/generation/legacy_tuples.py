@@ -14,8 +14,8 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.legacy_api import LegacyStates
+from kvlayers.encoder_decoder.encoder_decoder_cache import EncoderDecoderCache
 from kvlayers.errors import LegacyFormatError, StateMismatchError
-from kvlayers.pairs.encoder_decoder import EncoderDecoderCache
 from kvlayers.upstream import cache_argument, model_types
 from kvlayers.upstream.deprecation import warn_of_old_use
 

@@ -11,7 +11,7 @@ from transformers.generation.utils import GenerationMode
 from kvlayers.core import named_caches
 from kvlayers.core.cache import Cache
 from kvlayers.errors import CapacityError
-from kvlayers.generation import assisted, passed_caches, registry, static_pool
+from kvlayers.generation import assisted, cache_by_name, passed_caches, static_pool
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.static.from_config import fixed_layers
 from kvlayers.static.slots import MaskMode
@@ -45,7 +45,7 @@ def for_call(
 
     Raises:
         CapacityError: the options reserve fewer tokens than the call needs.
-        KVLayersError: as `registry.make_cache` and `passed_caches.check_rope_dtype`.
+        KVLayersError: as `cache_by_name.make_cache` and `passed_caches.check_rope_dtype`.
     """
     drafts = generation_mode == GenerationMode.ASSISTED_GENERATION
     encoder = None if model_types.replaces_cross_attention_cache(model) else model_kwargs.get("encoder_outputs")
@@ -78,7 +78,7 @@ def for_call(
 def _acquire(
     model: Any, name: str, request: named_caches.CacheRequest, generation_config: Any, generation_mode: GenerationMode
 ) -> transformers.Cache:
-    cache = registry.cache_for(name, request)
+    cache = cache_by_name.cache_for(name, request)
     if mask_mode(cache) is None:
         return cache
     compiled = will_be_compiled(model, generation_config, generation_mode, cache)
@@ -86,7 +86,7 @@ def _acquire(
         if request.length_hint is not None:
             # Another length would have another shape, for which the model would be compiled again.
             longest = static_pool.longest_length(model, request)
-            cache = registry.cache_for(name, dataclasses.replace(request, length_hint=longest))
+            cache = cache_by_name.cache_for(name, dataclasses.replace(request, length_hint=longest))
         cache = static_pool.acquire(model, cache, request)
     if compiled and generation_config.prefill_chunk_size is not None:
         compiled = _reserve_early(model, cache, request)

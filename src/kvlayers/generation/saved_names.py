@@ -12,7 +12,7 @@ from typing import Any
 import transformers.generation.configuration_utils as configuration
 
 from kvlayers.core import named_caches
-from kvlayers.generation import registry
+from kvlayers.generation import cache_by_name
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.upstream.deprecation import warn_the_caller
 
@@ -58,7 +58,7 @@ def requested_name(arguments: Mapping[str, Any]) -> str | None:
     if name is None and given is not None:
         name = given.cache_implementation
     if name not in (None, *configuration.ALL_CACHE_IMPLEMENTATIONS, CONTINUOUS_BATCHING):
-        raise registry.unknown_name(name)
+        raise cache_by_name.unknown_name(name)
     return name
 
 
@@ -81,7 +81,7 @@ def resolve_name(config: Any, requested: str | None, is_given_a_cache: bool) -> 
     name, options = _saved(config)
     if name is not None and config.cache_implementation is None and not is_given_a_cache:
         if not named_caches.is_registered(name):
-            raise registry.unknown_name(name)
+            raise cache_by_name.unknown_name(name)
         _use(config, name, options)
 
 

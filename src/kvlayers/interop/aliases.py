@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from typing_extensions import override
 
 from kvlayers.core.cache_registry import register_cache_class
-from kvlayers.core.checkpoints import Checkpoints
+from kvlayers.core.checkpoint_options import Checkpoints
 from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.from_config import HYBRID, RECURRENT, WINDOWED, AttentionMaker
 from kvlayers.core.named_caches import named, register

@@ -13,9 +13,9 @@ from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.from_config import WINDOWED
 from kvlayers.core.sliding_layer import SlidingLayer
+from kvlayers.encoder_decoder.encoder_decoder_cache import EncoderDecoderCache
 from kvlayers.errors import UnsupportedLayerError
-from kvlayers.kernels.packed_tensor import as_dense
-from kvlayers.pairs.encoder_decoder import EncoderDecoderCache
+from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.static.static_layer import StaticLayer, check_reserved
 from kvlayers.upstream import cache_argument, compat, model_layers
 

@@ -17,9 +17,9 @@ from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.layer_registry import layer_class, register_layer
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.errors import CapacityError, UnsupportedLayerError
-from kvlayers.kernels.codes.quantizer import Side
-from kvlayers.kernels.packed_ops import observed, observer_of
-from kvlayers.kernels.packed_tensor import PackedStates
+from kvlayers.kernels.attention.packed_ops import observed, observer_of
+from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.codes.quantizer_contract import Side
 from kvlayers.offload.paged_reads import PagedReads
 from kvlayers.offload.prefetcher import Prefetcher
 

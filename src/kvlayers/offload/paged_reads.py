@@ -10,10 +10,10 @@ from torch import Tensor
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import UnsupportedLayerError
-from kvlayers.kernels.packed_ops import packed_like
-from kvlayers.kernels.packed_tensor import PackedStates
-from kvlayers.kernels.segment_kinds import DenseSegment, PackedSegment
-from kvlayers.kernels.segments import GatheredSegment, KVSegments, Segment, is_packed, with_full_blocks
+from kvlayers.kernels.attention.packed_ops import packed_like
+from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment, is_packed, with_full_blocks
 from kvlayers.offload.device_queue import OffloadTarget
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.offload.transfers import Traffic

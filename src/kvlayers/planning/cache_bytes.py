@@ -19,11 +19,11 @@ from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.eviction.evicting_layer import EvictingLayer
 from kvlayers.eviction.flat_tokens import tables_nbytes
 from kvlayers.interop.adapter import TransformersLayer
-from kvlayers.kernels.segment_kinds import DENSE_PIECE_TOKENS
+from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.offload.offloaded_layer import OffloadedLayer
+from kvlayers.quantized.checks import checked_quantizers
 from kvlayers.quantized.packed_blocks import SIDES, block_nbytes
 from kvlayers.quantized.quantization import block_tokens
-from kvlayers.quantized.quantized_checks import checked_quantizers
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.recurrent.hybrid_layer import HybridLayer
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer

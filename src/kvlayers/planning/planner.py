@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.named_caches import CacheRequest, cache_names
 from kvlayers.errors import CapacityError, KVLayersError, OptionError
-from kvlayers.generation.registry import NamedCache, cache_for, named_cache
+from kvlayers.generation.cache_by_name import NamedCache, cache_for, named_cache
 from kvlayers.planning.cache_bytes import CacheBytes, CacheTrial
 from kvlayers.planning.planned_cache import (
     SIMPLEST,

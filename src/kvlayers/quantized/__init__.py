@@ -1,8 +1,5 @@
-"""Keeps most tokens in packed codes: quantizers, the packed store, its layer and its cache.
+"""Keeps most tokens in packed codes: quantizers, the packed store, its layer and its cache."""
 
-The imports register what is in it.
-"""
+from kvlayers.quantized import quantized_cache, quantized_layer, quantized_store, quantizers
 
-from kvlayers.quantized import codebook, fp8, native, other_packages, quantized_cache, quantized_layer, quantized_store
-
-__all__ = ["codebook", "fp8", "native", "other_packages", "quantized_cache", "quantized_layer", "quantized_store"]
+__all__ = ["quantized_cache", "quantized_layer", "quantized_store", "quantizers"]

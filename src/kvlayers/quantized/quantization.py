@@ -9,9 +9,9 @@ from typing_extensions import Self
 
 from kvlayers.core.description import Facts
 from kvlayers.errors import OptionError
-from kvlayers.kernels.codes.quantizer import Backend, Quantizer, Side, SideOptions, quantizer_names
-from kvlayers.kernels.codes.quantizer import backend as backend_called
-from kvlayers.quantized.checkpoint_scales import Scales, checked_scales
+from kvlayers.kernels.codes.quantizer_contract import Backend, Quantizer, Side, SideOptions, quantizer_names
+from kvlayers.kernels.codes.quantizer_contract import backend as backend_called
+from kvlayers.quantized.quantizers.checkpoint_scales import Scales, checked_scales
 from kvlayers.utils.options import as_options, mapping_option
 
 DEFAULT_NBITS = 4

@@ -13,13 +13,15 @@ from typing_extensions import Self, override
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_registry import register_cache_class
-from kvlayers.core.checkpoints import Checkpoints
+from kvlayers.core.checkpoint_options import Checkpoints
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.from_config import FULL, HYBRID, WINDOWED, AttentionMaker, recall_in, recall_of
 from kvlayers.core.named_caches import named, register
 from kvlayers.errors import OptionError
-from kvlayers.kernels.codes.quantizer import backend as backend_called
-from kvlayers.quantized.checkpoint_scales import (
+from kvlayers.kernels.codes.quantizer_contract import backend as backend_called
+from kvlayers.quantized.from_config import packed_attention_layer, quantized_layers
+from kvlayers.quantized.quantization import SCALES, QuantizationOfLayers, quantization_of_layers
+from kvlayers.quantized.quantizers.checkpoint_scales import (
     CHECKPOINT,
     Scales,
     check_config_file,
@@ -27,8 +29,6 @@ from kvlayers.quantized.checkpoint_scales import (
     checked_scales,
     read_scales,
 )
-from kvlayers.quantized.from_config import packed_attention_layer, quantized_layers
-from kvlayers.quantized.quantization import SCALES, QuantizationOfLayers, quantization_of_layers
 from kvlayers.upstream import model_layers, model_types
 from kvlayers.upstream.model_types import ConfigNumbers, kv_heads
 from kvlayers.utils.options import checks_options

@@ -14,25 +14,20 @@ from kvlayers.core.returned_states import ReturnedStates
 from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, register_store
 from kvlayers.core.validation import checked_forms, mismatch, promoted_forms
 from kvlayers.errors import StateMismatchError
-from kvlayers.kernels.codes.quantizer import backend
+from kvlayers.kernels.attention.cpu import call, kernel
+from kvlayers.kernels.attention.dispatch import PathCounter
+from kvlayers.kernels.attention.gqa import marked_for_sdpa
+from kvlayers.kernels.attention.packed_tensor import as_dense
+from kvlayers.kernels.attention.segment_kinds import DenseSegment
+from kvlayers.kernels.attention.segments import KVSegments, Segment
+from kvlayers.kernels.codes.quantizer_contract import backend
 from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
 from kvlayers.kernels.codes.smoothing import KeySmoothing
-from kvlayers.kernels.cpu import call, kernel
-from kvlayers.kernels.dispatch import PathCounter
-from kvlayers.kernels.gqa import marked_for_sdpa
-from kvlayers.kernels.packed_tensor import as_dense
-from kvlayers.kernels.segment_kinds import DenseSegment
-from kvlayers.kernels.segments import KVSegments, Segment
-from kvlayers.quantized import quantized_plan as plan
+from kvlayers.quantized import plan as plan
+from kvlayers.quantized.checks import check_quantized_state, checked_quantizers, in_one_dtype
 from kvlayers.quantized.packed_blocks import PackedBlocks
+from kvlayers.quantized.parts import QuantizedParts, append_states, residual_after_blocks, residual_length_hint
 from kvlayers.quantized.quantization import Quantization, block_tokens, blocks_beyond
-from kvlayers.quantized.quantized_checks import check_quantized_state, checked_quantizers, in_one_dtype
-from kvlayers.quantized.quantized_parts import (
-    QuantizedParts,
-    append_states,
-    residual_after_blocks,
-    residual_length_hint,
-)
 
 
 @register_store

@@ -12,8 +12,8 @@ from typing_extensions import Self
 
 from kvlayers.core.buffer import StateForm, TokenBuffer
 from kvlayers.errors import StateMismatchError
-from kvlayers.kernels.segment_kinds import DenseSegment, PackedSegment
-from kvlayers.kernels.segments import GatheredSegment, KVSegments, Segment
+from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
 
 GROWTH_DIVISOR = 8
 """A full buffer grows by its size divided by this."""

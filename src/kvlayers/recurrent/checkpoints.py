@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.core.checkpoints import Checkpoints
+from kvlayers.core.checkpoint_options import Checkpoints
 from kvlayers.errors import RollbackError
 from kvlayers.recurrent.states import LinearStates, States, TokenCount, kept, rows
 

@@ -8,7 +8,7 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache_layer import CacheLayer, WrapperLayer, forwarded
-from kvlayers.core.checkpoints import Checkpoints
+from kvlayers.core.checkpoint_options import Checkpoints
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.from_config import HYBRID, RECURRENT
 from kvlayers.core.layer_operations import LayerOperations, LayerState

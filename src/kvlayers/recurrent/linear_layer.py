@@ -9,7 +9,7 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache_layer import forwarded
-from kvlayers.core.checkpoints import Checkpoints
+from kvlayers.core.checkpoint_options import Checkpoints
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.layer_registry import register_layer

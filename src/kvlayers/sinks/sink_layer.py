@@ -18,8 +18,8 @@ from kvlayers.core.padding import PADDING_NAME, padding_of
 from kvlayers.core.sliding_layer import WindowLayer, take_back, window_room
 from kvlayers.core.token_store import Fidelity, KVPair, TokenStore
 from kvlayers.errors import RollbackError, StateMismatchError
-from kvlayers.kernels.codes.quantizer import Side
-from kvlayers.kernels.packed_tensor import PackedStates
+from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.codes.quantizer_contract import Side
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.rope.rotary import Rotary

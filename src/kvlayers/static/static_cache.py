@@ -11,7 +11,7 @@ from typing_extensions import Self, override
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_registry import register_cache_class
-from kvlayers.core.checkpoints import Checkpoints
+from kvlayers.core.checkpoint_options import Checkpoints
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.named_caches import named, register
 from kvlayers.errors import ConfigError, OptionError

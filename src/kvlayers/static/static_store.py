@@ -14,8 +14,8 @@ from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, register_store
 from kvlayers.core.validation import mismatch, no_room_for_batch, no_room_for_tokens
 from kvlayers.errors import StateMismatchError
-from kvlayers.kernels.custom_masks import ReservedColumns, columns_of, marked_for_custom_masks
-from kvlayers.kernels.gqa import marked_for_sdpa, shared_in_graph
+from kvlayers.kernels.attention.custom_masks import ReservedColumns, columns_of, marked_for_custom_masks
+from kvlayers.kernels.attention.gqa import marked_for_sdpa, shared_in_graph
 from kvlayers.static.slots import (
     SPECIALIZED_SIZES,
     Buckets,

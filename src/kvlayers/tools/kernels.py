@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kvlayers.kernels.cpu import call, kernel
+from kvlayers.kernels.attention.cpu import call, kernel
 from kvlayers.kernels.packing.cpu import pack
 
 LIBRARIES = (kernel.LIBRARY, call.WHOLE, pack.LIBRARY, call.OTHER)

@@ -138,7 +138,7 @@ BLOOM_MASKS_RESERVATION = Version("5.21") > TRANSFORMERS
 """Before 5.21, BLOOM always pads its mask to the length of a static cache; since then only if it is compiled."""
 
 COMPILES_TENSOR_SUBCLASSES = Version("2.13") <= TORCH
-"""From torch 2.13 on, TorchDynamo can trace the tensor subclass of `kernels/packed_tensor.py`."""
+"""From torch 2.13 on, TorchDynamo can trace the tensor subclass of `kernels/attention/packed_tensor.py`."""
 
 OUTSIDE_CUDA_GRAPHS: dict[str, Any] = (
     {"tags": (torch.Tag.cudagraph_unsafe,)} if "cudagraph_unsafe" in torch.Tag.__members__ else {}

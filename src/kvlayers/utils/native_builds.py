@@ -13,10 +13,10 @@ FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", 
 NATIVE = "-march=native"
 
 SOURCES = (
-    "kernels/cpu/kernel.cpp",
-    "kernels/cpu/whole_products.cpp",
+    "kernels/attention/cpu/kernel.cpp",
+    "kernels/attention/cpu/whole_products.cpp",
     "kernels/packing/cpu/pack.cpp",
-    "kernels/cpu/other_products.cpp",
+    "kernels/attention/cpu/other_products.cpp",
 )
 """The files that are compiled, each to one library, relative to the package."""
 

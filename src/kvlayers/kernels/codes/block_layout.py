@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlayers.kernels.codes.quantizer import CodeFormat, Side
+from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Side
 
 COLUMNS_MULTIPLE = 8
 """Rows are padded to a multiple of this many columns if codes are smaller than a byte."""

@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from kvlayers.kernels.codes.quantizer import CodeFormat, QuantizedGroups
+from kvlayers.kernels.codes.quantizer_contract import CodeFormat, QuantizedGroups
 
 
 def rotation_size(head_dim: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvlayers.kernels.codes.block_layout import BlockLayout, pack, unpack
 from kvlayers.kernels.codes.groups import numbers_of, rotate
-from kvlayers.kernels.codes.quantizer import CodeFormat, QuantizedGroups, Side
+from kvlayers.kernels.codes.quantizer_contract import CodeFormat, QuantizedGroups, Side
 from kvlayers.kernels.packing.cuda.launch import read_blocks, read_obstacle
 from kvlayers.utils.transforms import is_followed, is_memory, transforms_run
 

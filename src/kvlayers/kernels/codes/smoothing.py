@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.kernels.codes.quantizer import Quantizer
+from kvlayers.kernels.codes.quantizer_contract import Quantizer
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import DTYPES, DeviceFacts, TritonKernel, power_of_two
 

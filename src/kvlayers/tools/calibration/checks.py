@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.errors import CapacityError, ConfigError, OptionError, StateMismatchError
-from kvlayers.kernels.codes.quantizer import backend
+from kvlayers.kernels.codes.quantizer_contract import backend
 from kvlayers.quantized.quantization import Quantization, block_tokens
 from kvlayers.quantized.quantized_cache import QuantizedCache
 from kvlayers.tools.calibration.settings import Part, Sensitivity

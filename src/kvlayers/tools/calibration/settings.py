@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.dynamic_cache import DynamicCache
-from kvlayers.kernels.codes.quantizer import Side
+from kvlayers.kernels.codes.quantizer_contract import Side
 from kvlayers.quantized.packed_blocks import SIDES, block_nbytes
 from kvlayers.quantized.quantization import Quantization, block_tokens
 from kvlayers.quantized.quantized_cache import QuantizedCache

@@ -24,8 +24,8 @@ from kvlayers.errors import KVLayersError, OptionError, UnsupportedLayerError
 from kvlayers.evaluation.caches import holds_states
 from kvlayers.eviction.evicting_cache import EvictingCache
 from kvlayers.eviction.rule import EvictionRule
-from kvlayers.generation.registry import NamedCache, cache_for, named_cache, options_after
-from kvlayers.kernels.codes.quantizer import quantizer_names
+from kvlayers.generation.cache_by_name import NamedCache, cache_for, named_cache, options_after
+from kvlayers.kernels.codes.quantizer_contract import quantizer_names
 from kvlayers.planning.cache_bytes import fidelity_of
 from kvlayers.quantized.quantized_cache import QuantizedCache
 from kvlayers.tools.names import KVLAYERS, TRANSFORMERS

@@ -12,7 +12,7 @@ from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import KVPair
-from kvlayers.kernels.packed_tensor import as_dense
+from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.quantized.quantized_layer import QuantizedLayer
 from kvlayers.tools.measuring.predictions import newest_logits

@@ -11,7 +11,7 @@ from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.from_config import WINDOWED
 from kvlayers.errors import ConfigError
 from kvlayers.evaluation.caches import fork
-from kvlayers.kernels.packed_ops import observed, observer_of
+from kvlayers.kernels.attention.packed_ops import observed, observer_of
 from kvlayers.tools.measuring.predictions import newest_logits
 from kvlayers.tools.tasks.contract import TaskSample
 from kvlayers.upstream import model_layers

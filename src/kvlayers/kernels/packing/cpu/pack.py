@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvlayers.kernels.codes.block_layout import PLANES, BlockLayout
 from kvlayers.kernels.codes.groups import rotation_size, smallest_positive
-from kvlayers.kernels.codes.quantizer import KernelSearch
+from kvlayers.kernels.codes.quantizer_contract import KernelSearch
 from kvlayers.utils.native_library import NativeLibrary
 from kvlayers.utils.transforms import is_followed, is_memory
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvlayers.kernels.codes.block_layout import PLANES, BlockLayout, padded_columns
 from kvlayers.kernels.codes.groups import largest_float8_scale, rotation_size, smallest_positive
-from kvlayers.kernels.codes.quantizer import KernelSearch
+from kvlayers.kernels.codes.quantizer_contract import KernelSearch
 from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import DTYPES, DeviceFacts, TritonKernel, is_interpreted, power_of_two

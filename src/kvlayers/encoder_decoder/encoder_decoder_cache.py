@@ -1,0 +1,402 @@
+"""The cache of models with an encoder: one part for self-attention, one for cross-attention."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from typing_extensions import Self, override
+
+from kvlayers.core import legacy_api
+from kvlayers.core.arguments import repeated_rows
+from kvlayers.core.cache import Cache
+from kvlayers.core.cache_operations import CacheState, check_is_state
+from kvlayers.core.cache_registry import register_cache_class
+from kvlayers.core.description import DescriptionContext
+from kvlayers.core.dynamic_cache import DynamicCache
+from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.encoder_decoder.cross_attention import CrossAttentionFlags, Fingerprint, are_alike, fingerprint
+from kvlayers.errors import BatchIndexError, LayerIndexError, LegacyFormatError, OptionError, StateMismatchError
+from kvlayers.offload.transfers import TrafficMeter
+from kvlayers.rope.rotary import Rotary
+from kvlayers.utils.options import checks_options
+from kvlayers.utils.tensor_memory import Storages
+
+
+@register_cache_class
+class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ignore[misc]
+    """A pair of caches. Lengths, masks, crop and rollback refer to self-attention; batches and bytes refer to both.
+
+    Cross-attention's states are computed once, from the output of one encoder pass. `reset()` forgets them, and so does
+    a rollback to no tokens at all, since the next ones may belong to another output. Under `install()`, `generate()`
+    refuses to go on with another output. A loop of your own must call `reset()` before it reads another one.
+
+    Args:
+        caches: the self-attention cache and the cross-attention cache; or one iterable that has, for each layer, keys
+            and values of both, each `[batch, kv_heads, tokens, head_dim]` (4 tensors, or 6 with sliding windows).
+
+    Raises:
+        OptionError: neither two caches nor one iterable.
+        LegacyFormatError: the iterable is nested in another way.
+        StateMismatchError: the caches hold tokens of different numbers of sequences.
+
+    Example:
+        >>> import kvlayers, transformers
+        >>> config = transformers.BartConfig(decoder_layers=2)
+        >>> kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(config=config), kvlayers.DynamicCache())
+        EncoderDecoderCache(self=DynamicCache(2 x DynamicLayer, 0 tokens, 0 B), cross=DynamicCache(0 tokens, 0 B))
+    """
+
+    is_pair = True
+    self_attention_cache: Cache
+    cross_attention_cache: Cache
+
+    @checks_options
+    def __init__(self, *caches: Any) -> None:
+        if len(caches) == 1 and not isinstance(caches[0], transformers.Cache | transformers.PretrainedConfig):
+            caches = _caches_of(caches[0])
+        if len(caches) != 2 or not all(isinstance(cache, Cache) for cache in caches):
+            raise OptionError(
+                "expected a self-attention cache and a cross-attention cache, both of kvlayers, but saw "
+                f"{', '.join(f'{type(cache).__module__}.{type(cache).__name__}' for cache in caches) or 'nothing'}: "
+                "pass two caches."
+            )
+        own, cross = caches
+        if own.is_pair or cross.is_pair:
+            raise OptionError("expected two caches that are not pairs themselves, but saw a pair: pass its parts.")
+        if {id(layer) for layer in own.layers} & {id(layer) for layer in cross.layers} or own is cross:
+            raise OptionError("expected two caches that share nothing, but saw shared layers: make one for each part.")
+        _check_sequences({part.batch_size for part in caches if _holds_tokens(part)})
+        self.self_attention_cache, self.cross_attention_cache = own, cross
+        self._read: Fingerprint | None = None
+
+    @property
+    def self_attention(self) -> Cache:
+        """The part that self-attention uses."""
+        return self.self_attention_cache
+
+    @override
+    def _layers_by_use(self) -> dict[str, Sequence[LayerOperations]]:
+        own, cross = self._parts()
+        return {"self": own.adapted_layers(), "cross": cross.adapted_layers()}
+
+    def check_encoded(self, encoded: Tensor) -> None:
+        """Check that cross-attention has read this output of the encoder, or has read nothing yet.
+
+        Args:
+            encoded: the output, `[batch, tokens, hidden]`. Its fingerprint is remembered until the next reset.
+
+        Raises:
+            StateMismatchError: cross-attention has the states of another output.
+            CapacityError: it has no states yet, and too few tokens are reserved for them.
+        """
+        seen = fingerprint(encoded)
+        for layer in self.cross_attention_cache.adapted_layers():
+            if not layer.length:
+                layer.make_room(encoded.shape[1])
+            elif (layer.length, layer.batch_size) != (encoded.shape[1], encoded.shape[0]):
+                raise StateMismatchError(
+                    f"expected the encoder's output that cross-attention has read, of {layer.length} tokens for "
+                    f"{layer.batch_size} sequences, but saw {encoded.shape[1]} for {encoded.shape[0]}: reset() the "
+                    "cache before another input."
+                )
+            elif self._read is not None and not are_alike(self._read, seen):
+                raise StateMismatchError(
+                    "expected the encoder's output that cross-attention has read, but saw another one: reset() the "
+                    "cache before another input."
+                )
+        self._read = seen
+
+    @property
+    def is_updated(self) -> CrossAttentionFlags:
+        """For each layer, whether cross-attention has its states. Setting a flag to `False` forgets the states."""
+        return CrossAttentionFlags(self.cross_attention_cache)
+
+    @property
+    def layers(self) -> list[Any]:  # type: ignore[override]
+        """The layers of self-attention."""
+        return self.self_attention_cache.layers
+
+    @override
+    def adapted_layers(self) -> Sequence[LayerOperations]:
+        return self.self_attention_cache.adapted_layers()
+
+    @override
+    def adapted_layer(self, layer_idx: int) -> LayerOperations:
+        return self.self_attention_cache.adapted_layer(layer_idx)
+
+    def _parts(self) -> tuple[Cache, Cache]:
+        return self.self_attention_cache, self.cross_attention_cache
+
+    @property
+    @override
+    def rotaries(self) -> tuple[Rotary, ...]:
+        return tuple(rotary for part in self._parts() for rotary in part.rotaries)
+
+    @override
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    @override
+    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
+        """A pair of two empty caches, which stand in the place of layers. See `Cache.from_description`."""
+        return cls(*layers)
+
+    @override
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Refuse: models with cross-attention update one of the two caches.
+
+        Raises:
+            OptionError: always; nothing is changed.
+        """
+        raise OptionError(
+            "expected a model with cross-attention, which updates the two caches of a pair, but saw an update of the "
+            "pair: pass the self_attention_cache to a model without cross-attention."
+        )
+
+    @override
+    def early_initialization(
+        self,
+        batch_size: int,
+        num_heads: int | Sequence[int],
+        head_dim: int | Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """Reserve memory in both parts before the first forward pass, in the layers that can.
+
+        Args: as for `Cache.early_initialization`.
+        """
+        # A part that makes its layers when they are needed has no layer yet that could reserve.
+        parts = [part for part in self._parts() if part.layers]
+        counts = {len(part.layers) for part in parts}
+        if len(counts) > 1 and not (isinstance(num_heads, int) and isinstance(head_dim, int)):
+            raise LayerIndexError(
+                f"expected as many layers of self-attention as of cross-attention, but saw {sorted(counts)}: pass one "
+                "number for all, or reserve each part on its own."
+            )
+        for part in parts:
+            part.early_initialization(batch_size, num_heads, head_dim, dtype, device)
+
+    @override
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that a layer of self-attention has seen; see `Cache.get_seq_length`."""
+        return self.self_attention_cache.get_seq_length(layer_idx)
+
+    @override
+    def forget_pass(self) -> None:
+        for part in self._parts():
+            part.forget_pass()
+
+    @override
+    def layers_for(self, count: int) -> list[Any]:
+        return self.self_attention_cache.layers_for(count)
+
+    @override
+    def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
+        return self.self_attention_cache.for_cross_attention(encoder_length)
+
+    @property
+    @override
+    def offloading(self) -> bool:
+        """Whether either part holds states on the host."""
+        return any(part.offloading for part in self._parts())
+
+    @override
+    def offloading_options(self) -> dict[str, Any]:
+        return self.self_attention_cache.offloading_options()
+
+    @property
+    def traffic(self) -> TrafficMeter | None:
+        """Bytes that both parts together have moved, `None` if nothing is offloaded. Ask a part for single steps."""
+        meters = [part.traffic for part in self._parts() if part.traffic is not None]
+        if not meters:
+            return None
+        both = TrafficMeter()
+        for meter in meters:
+            both.total += meter.total
+        return both
+
+    @override
+    def _remove(self, removals: list[tuple[LayerOperations, int]]) -> None:
+        held = self._token_count()
+        super()._remove(removals)
+        if held and not self._token_count():
+            self.cross_attention_cache.reset()
+            self._read = None
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences side by side, -1 before the first states of either part."""
+        return next((part.batch_size for part in self._parts() if part.batch_size >= 0), -1)
+
+    def check_select(self, batch_size: int) -> None:
+        """Raise what selecting `batch_size` sequences would raise, whatever the indices: in both parts.
+
+        Raises:
+            BatchIndexError: the parts have different batch sizes.
+        """
+        sizes = [part.batch_size for part in self._parts() if part.batch_size >= 0]
+        if len(set(sizes)) > 1:
+            raise BatchIndexError(
+                f"expected both parts to have one batch size, but saw {sizes[0]} and {sizes[1]}: repeat the smaller."
+            )
+        for part in self._parts():
+            part.check_select(batch_size)
+
+    def _select(self, rows: Tensor) -> None:
+        self.check_select(rows.shape[0])
+        for part in self._parts():
+            part.batch_select_indices(rows)
+        self._read = None
+
+    @override
+    def expand(self, repeats: int) -> None:
+        if self.batch_size >= 0:
+            self.check_select(repeated_rows(repeats, self.batch_size).shape[0])
+            for part in self._parts():
+                part.expand(repeats)
+            self._read = None
+
+    def reset(self) -> None:
+        """Forget all tokens of both parts."""
+        for part in self._parts():
+            part.reset()
+        self._read = None
+
+    def _fork(self) -> Self:
+        twin = copy.copy(self)
+        twin.self_attention_cache, twin.cross_attention_cache = (copy.deepcopy(part) for part in self._parts())
+        return twin
+
+    def storages(self) -> Storages:
+        """Bytes of each piece of memory that the parts hold, by its address."""
+        return {address: size for part in self._parts() for address, size in part.storages().items()}
+
+    def state(self) -> CacheState:
+        """Copies of the live tensors of both parts: self-attention, then cross-attention."""
+        return CacheState(self.kind, parts=tuple(part.state() for part in self._parts()))
+
+    def load_state(self, state: CacheState) -> None:
+        """Become what the cache was when `state` was taken.
+
+        Raises:
+            StateMismatchError: the state is of a cache with other parts; nothing is changed.
+        """
+        check_is_state(state)
+        if state.kind != self.kind or len(state.parts) != 2:
+            raise StateMismatchError(
+                f"expected the state of an {self.kind}, but saw that of a {state.kind}: load it into a cache "
+                "of the kind that it was taken from."
+            )
+        pairs = list(zip(self._parts(), state.parts, strict=True))
+        # Both states are tried on copies first: if one part refuses its state, the other must not have changed.
+        _check_sequences({batch for part, part_state in pairs if (batch := _batch_size_after(part, part_state)) >= 0})
+        for part, part_state in pairs:
+            part.load_state(part_state)
+        self._read = None
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether both parts know the form of their states."""
+        return all(part.is_initialized for part in self._parts())
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether generate() may compile the forward pass around self-attention's cache."""
+        return self.self_attention_cache.is_compileable
+
+    def __getitem__(self, layer_idx: int) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Keys and values of self-attention, then keys and values of cross-attention, that a layer holds."""
+        return self._four(self.check_layer(layer_idx))
+
+    def _four(self, layer_idx: int) -> tuple[Tensor | None, ...]:
+        cross = self.cross_attention_cache
+        crossed: legacy_api.StatePair = cross[layer_idx] if layer_idx < len(cross.layers) else (None, None)
+        return (*self.self_attention_cache[layer_idx], *crossed)
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:  # type: ignore[override]
+        """For each layer, the four tensors of `cache[layer]`."""
+        layers = enumerate(self.adapted_layers())
+        return (legacy_api.with_window(self._four(layer_idx), layer) for layer_idx, layer in layers)
+
+    def to_legacy_cache(self) -> legacy_api.LegacyStates:
+        """Copies of the states, `((keys, values, cross_keys, cross_values), ...)`; only `(keys, values)` if empty.
+
+        Raises:
+            LegacyFormatError: a layer has dropped tokens, which tuples cannot express.
+        """
+        return super().to_legacy_cache()
+
+    @override
+    def as_tuples(self, states_of: Callable[[Any], legacy_api.StatePair]) -> legacy_api.LegacyStates:
+        own, cross = (part.as_tuples(states_of) for part in self._parts())
+        if not cross:
+            return own
+        if len(own) != len(cross):
+            raise LegacyFormatError(
+                f"expected as many layers of self-attention as of cross-attention, but saw {len(own)} and {len(cross)}."
+            )
+        return tuple((*own_pair, *cross_pair) for own_pair, cross_pair in zip(own, cross, strict=True))
+
+    @classmethod
+    def from_legacy_cache(cls, past_key_values: object | None = None) -> Self:
+        """A cache that holds copies of `((keys, values, cross_keys, cross_values), ...)`; an empty cache for `None`.
+
+        Raises:
+            LegacyFormatError: the tuples are nested in another way.
+        """
+        return cls(() if past_key_values is None else legacy_api.check_tuples(past_key_values, width=(2, 4)))
+
+    def check_dynamic_cache(self, method: str) -> None:
+        """Do nothing: every operation works for every kind of cache. Kept for code that asks first."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(self={self.self_attention_cache}, cross={self.cross_attention_cache})"
+
+
+def _holds_tokens(cache: Cache) -> bool:
+    return any(layer.length for layer in cache.adapted_layers())
+
+
+def _check_sequences(batch_sizes: set[int]) -> None:
+    if len(batch_sizes) > 1:
+        raise StateMismatchError(
+            "expected as many sequences in self-attention as in cross-attention, but saw "
+            f"{' and '.join(map(str, sorted(batch_sizes)))}: repeat or select the sequences of one part."
+        )
+
+
+def _batch_size_after(cache: Cache, state: CacheState) -> int:
+    """Batch size of a cache after `load_state`, -1 if it would hold no tokens. Raises what `load_state` would raise."""
+    twin = cache.fork()
+    twin.load_state(state)
+    return twin.batch_size if _holds_tokens(twin) else -1
+
+
+def _caches_of(states: Any) -> tuple[DynamicCache, DynamicCache]:
+    own: list[Any] = []
+    cross: list[Any] = []
+    layers = legacy_api.check_nesting(states, width=(2, 4, 6))
+    for index, layer in enumerate(layers):
+        if len(layer) != len(layers[0]):
+            raise LegacyFormatError(
+                f"expected as many tensors for each layer as for the first, but saw {len(layers[0])} there and "
+                f"{len(layer)} at layer {index}: give all layers cross-attention, or none."
+            )
+    for layer in layers:
+        half = 2 if len(layer) == 2 else len(layer) // 2
+        own.append(type(layer)(layer[:half]))
+        if layer[half:]:
+            cross.append(layer[half:])
+    return DynamicCache(own), DynamicCache(cross)

@@ -1,0 +1,236 @@
+"""Names of caches: which factory makes the cache that `cache_implementation="..."` asks for."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+
+from kvlayers.core.cache import Cache
+from kvlayers.core.dynamic_cache import DynamicCache
+from kvlayers.core.named_caches import CacheRequest, factory_of, is_registered, register, unknown
+from kvlayers.encoder_decoder.encoder_decoder_cache import EncoderDecoderCache
+from kvlayers.errors import OptionError, RegistryError
+from kvlayers.eviction.rule import eviction_rule_names
+from kvlayers.kernels.codes.quantizer_contract import quantizer_names
+from kvlayers.upstream import model_types
+from kvlayers.upstream.model_layers import layer_devices
+from kvlayers.utils import late
+from kvlayers.utils.options import checked_device, checked_dtype
+from kvlayers.utils.units import tokens
+
+_BITS = re.compile(r"int(?P<nbits>\d)|k(?P<key_nbits>\d)v(?P<value_nbits>\d)")
+
+
+def make_cache(
+    name: str,
+    model_or_config: object,
+    *,
+    batch_size: int | None = None,
+    length_hint: int | str | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    **options: Any,
+) -> transformers.Cache:
+    """Make the cache called `name` for a model.
+
+    Args:
+        name: one of `cache_names()`.
+        model_or_config: the model that will use the cache, or its config.
+        batch_size: number of sequences, if known. (The reservation of a static cache is an option, `max_batch_size`.)
+        length_hint: the most tokens that are expected, such as 4096 or "4k", if known. A static cache reserves this
+            many.
+        device: device of the model, if known.
+        dtype: dtype of the states, or its name, if known.
+        options: options of this kind of cache, such as `max_cache_len`.
+
+    Returns:
+        An empty cache, of the class that the name stands for.
+
+    Raises:
+        RegistryError: the name is not registered.
+        OptionError: the cache does not have such an option, or needs one that is missing.
+        ConfigError: the model's config does not describe its layers.
+
+    Example:
+        >>> import kvlayers, transformers
+        >>> config = transformers.MistralConfig(num_hidden_layers=2, sliding_window=4096)
+        >>> kvlayers.make_cache("dynamic", config)
+        DynamicCache(2 x SlidingLayer, 0 tokens, 0 B)
+    """
+    request = CacheRequest(
+        model_types.config_of(model_or_config),
+        options,
+        batch_size,
+        None if length_hint is None else tokens(length_hint, "length_hint"),
+        checked_device(device) if isinstance(device, str) else device,
+        None if dtype is None else checked_dtype(dtype),
+        layer_devices=layer_devices(model_or_config),
+    )
+    return cache_for(name, request)
+
+
+def cache_for(name: str, request: CacheRequest) -> transformers.Cache:
+    """Make the cache called `name` for a request. Raises as `make_cache`."""
+    options = request.options
+    if not isinstance(options, Mapping) or "config" in options or not all(isinstance(key, str) for key in options):
+        raise OptionError(
+            "the options of a cache must be a mapping from names to values, without the config of the model, got "
+            f"{options!r}."
+        )
+    factory = factory_of(name)
+    if factory is None:
+        raise unknown_name(name)
+    cache = factory(request)
+    if not isinstance(cache, transformers.Cache):
+        raise RegistryError(
+            f"the factory of '{name}' must return a cache, but returned a {type(cache).__name__}: correct the factory."
+        )
+    if request.config.is_encoder_decoder and not isinstance(cache, transformers.EncoderDecoderCache):
+        if isinstance(cache, Cache):
+            return EncoderDecoderCache(cache, cache.for_cross_attention(request.encoder_length))
+        return transformers.EncoderDecoderCache(cache, DynamicCache())
+    return cache
+
+
+def move_name_to_option(argument: str, arguments: dict[str, Any]) -> None:
+    """If a call of `generate()` has a name in the place of a cache, make it the `cache_implementation`.
+
+    Args:
+        argument: name of the argument that takes a cache.
+        arguments: arguments of the call, changed in place.
+
+    Raises:
+        OptionError: `cache_implementation` is another name.
+    """
+    name = arguments.get(argument)
+    if not isinstance(name, str):
+        return
+    other = arguments.get("cache_implementation")
+    if other not in (None, name):
+        raise OptionError(
+            f"{argument}={name!r} and cache_implementation={other!r} ask for different caches: pass one of them."
+        )
+    arguments["cache_implementation"] = name
+    del arguments[argument]
+
+
+def unknown_name(name: object) -> RegistryError:
+    """The error for a name that is not registered, which lists the names that are."""
+    if str(name).lower() in quantizer_names():
+        return RegistryError(
+            f"{name!r} is no cache name but a backend of quantized caches: use the name 'quantized' with "
+            f'cache_config={{"backend": "{str(name).lower()}"}}.'
+        )
+    if (bits := _BITS.fullmatch(str(name).lower())) is not None:
+        config = ", ".join(f'"{option}": {count}' for option, count in bits.groupdict().items() if count)
+        return RegistryError(
+            f"{name!r} is no cache name but bits of quantized caches: use the name 'quantized' with "
+            f"cache_config={{{config}}}."
+        )
+    if name in eviction_rule_names():
+        return RegistryError(
+            f"'{name}' is an eviction rule of your own, and no cache name: use cache_implementation='evicting' with "
+            f"cache_config={{'rule': '{name}'}}, or 'evicting:rule={name}' where options stand behind a name."
+        )
+    return unknown(name)
+
+
+_OPTION = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*=")
+# A comma inside a value, such as a list, is followed by no name of an option.
+_BETWEEN_OPTIONS = re.compile(rf",(?={_OPTION.pattern})")
+
+
+@dataclass(frozen=True)
+class NamedCache:
+    """A registered name, and the options that the cache is made with.
+
+    Attributes:
+        name: the name.
+        options: the options by their names, as in `cache_config`.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def generate_options(self) -> dict[str, Any]:
+        """Arguments of `generate()` that ask for such a cache, after `kvlayers.install()`."""
+        config = {"cache_config": dict(self.options)} if self.options else {}
+        return {"cache_implementation": self.name, **config}
+
+
+def named_cache(text: str) -> NamedCache | None:
+    """The name and the options in a text, `None` if the text does not begin with a registered name.
+
+    A name with a colon that is registered as it stands has no options.
+
+    Args:
+        text: `NAME`, or `NAME:OPTION=VALUE,OPTION=VALUE`. A value is a number, `true`, `false`, `null`, a list in
+            brackets, or else a string. An option of an option has a dot: `recall.pages=64`.
+
+    Raises:
+        OptionError: what stands behind the colon are no options, or one is given twice.
+
+    Example:
+        >>> named_cache("quantized:nbits=4,backend=hqq").options
+        {'nbits': 4, 'backend': 'hqq'}
+        >>> named_cache("dynamic").generate_options
+        {'cache_implementation': 'dynamic'}
+    """
+    if is_registered(text):
+        return NamedCache(text)
+    name, colon, written = text.partition(":")
+    if not colon or not is_registered(name):
+        return None
+    return NamedCache(name, options_after(name, written, text))
+
+
+def options_after(name: str, written: str, text: str) -> dict[str, Any]:
+    """The options `OPTION=VALUE,OPTION=VALUE` that are written after a name and a colon.
+
+    Args:
+        name: the name, for errors.
+        written: the options.
+        text: the whole text, for errors.
+
+    Raises:
+        OptionError: they are no options, or one is given twice.
+    """
+    options: dict[str, Any] = {}
+    for each in _BETWEEN_OPTIONS.split(written):
+        if _OPTION.match(each) is None:
+            raise OptionError(
+                f"`name` must have options behind the colon, as in {name}:OPTION=VALUE,OPTION=VALUE, got {text!r}."
+            )
+        option, _, value = each.partition("=")
+        _set(options, option.split("."), _value(value), text)
+    return options
+
+
+def _set(options: dict[str, Any], path: list[str], value: Any, text: str) -> None:
+    first, *rest = path
+    inner = options.setdefault(first, {}) if rest else None
+    if rest and isinstance(inner, dict):
+        _set(inner, rest, value, text)
+    elif rest or first in options:
+        raise OptionError(f"`name` must have each option once, got {first!r} twice in {text!r}: leave one out.")
+    else:
+        options[first] = value
+
+
+def _value(written: str) -> Any:
+    try:
+        return json.loads(written)
+    except ValueError:
+        return written
+
+
+@register("auto")
+def _auto(request: CacheRequest) -> transformers.Cache:
+    # Called by name, since planning makes caches by name, and so depends on this module.
+    chosen: transformers.Cache = late.function("chosen_cache")(request)
+    return chosen

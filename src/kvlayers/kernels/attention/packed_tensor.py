@@ -1,0 +1,264 @@
+"""Tensors that stand for keys or values, and are brought to full precision only if a function needs it.
+
+A model gets them from a cache and passes them to its attention. `packed_ops` implements attention, and the products
+that eager attention is written as, on the packed states. Every other function is given the states in full precision,
+which is always right, and as slow as a packed cache would be without this module.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from typing_extensions import override
+
+from kvlayers.errors import ReadOnlyStatesError, UnsupportedLayerError
+from kvlayers.kernels.attention.snapshot import Snapshot, full_precision
+from kvlayers.kernels.codes.quantizer_contract import Side
+from kvlayers.utils.sending import sent_by_value
+
+METADATA_FUNCTIONS = frozenset(
+    {
+        *(
+            getattr(Tensor, name).__get__
+            for name in (
+                "shape",
+                "dtype",
+                "device",
+                "ndim",
+                "layout",
+                "requires_grad",
+                "grad_fn",
+                "grad",
+                "is_leaf",
+                "is_cpu",
+                "is_cuda",
+                "is_meta",
+                "is_sparse",
+                "is_quantized",
+                "is_nested",
+                "itemsize",
+            )
+        ),
+        Tensor.size,
+        Tensor.dim,
+        Tensor.ndimension,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.element_size,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.get_device,
+        Tensor.__len__,
+        torch.numel,
+        torch.is_floating_point,
+    }
+)
+"""Functions that read no state: their result is known from shape, dtype and device."""
+
+
+Implementations = dict[Any, Callable[..., Any]]
+
+Implementation = TypeVar("Implementation", bound=Callable[..., Any])
+
+NOT_IMPLEMENTED = "it has no implementation on packed states"
+
+
+class StateTensor(Tensor):
+    """A tensor without memory of its own, which is brought to full precision only if a function needs that.
+
+    Attributes:
+        implementations: by function of torch, what is called in its place, with the same arguments. If it needs the
+            states in full precision after all, it returns the reason as a text.
+        in_graphs: the same for code that TorchDynamo traces. It returns `None` if it needs full precision.
+    """
+
+    implementations: ClassVar[Implementations]
+    in_graphs: ClassVar[dict[Any, Callable[..., Tensor | None]]] = {}
+
+    def dense(self) -> Tensor:
+        """The states in full precision, of the same shape and dtype."""
+        raise NotImplementedError
+
+    @override
+    def data_ptr(self) -> int:
+        return self.dense().data_ptr()
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in METADATA_FUNCTIONS:
+                return func(*args, **kwargs)
+            if torch.compiler.is_dynamo_compiling():
+                traced = cls.in_graphs[func](*args, **kwargs) if func in cls.in_graphs else None
+                return _call_in_graph(func, args, kwargs) if traced is None else traced
+            implementation = cls.implementations.get(func)
+            computed = NOT_IMPLEMENTED if implementation is None else implementation(*args, **kwargs)
+        return _call_on_dense(func, args, kwargs, computed) if isinstance(computed, str) else computed
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _call_on_dense(func, args, kwargs or {}, NOT_IMPLEMENTED)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def implements(*classes: type[StateTensor]) -> Callable[..., Callable[[Implementation], Implementation]]:
+    """A decorator of functions of torch, which enters what it decorates in the tables of classes."""
+
+    def of_functions(*functions: Any) -> Callable[[Implementation], Implementation]:
+        def register(implementation: Implementation) -> Implementation:
+            for cls in classes:
+                cls.implementations.update(dict.fromkeys(functions, implementation))
+            return implementation
+
+        return register
+
+    return of_functions
+
+
+def _call_on_dense(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
+    packed = [states for states in tree_leaves((args, kwargs)) if isinstance(states, PackedStates)]
+    if packed:
+        name = getattr(func, "__name__", "").removesuffix(".default")
+        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace")
+        written = (args[:1] if in_place else (), kwargs.get("out"))
+        if any(isinstance(leaf, PackedStates) for leaf in tree_leaves(written)):
+            raise ReadOnlyStatesError(
+                f"The states of a quantized cache are read-only, and what {name} writes would be lost: clone() the "
+                "states first."
+            )
+        packed[0].snapshot.paths.note_dense_read(f"{name} in full precision, as {reason}")
+    args, kwargs = tree_map_only(StateTensor, lambda states: states.dense(), (args, kwargs))
+    return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class PackedView:
+    """The view of packed states that modelling code has taken so far.
+
+    Attributes:
+        copies: copies of each kv head, side by side.
+        grouped: whether the copies have an axis of their own, after that of the kv heads.
+        swapped: whether the axes of tokens and head_dim are swapped.
+    """
+
+    copies: int = 1
+    grouped: bool = False
+    swapped: bool = False
+
+
+UNCHANGED = PackedView()
+
+NO_ADDRESS = (
+    "The states of a quantized cache, or of a prefix that sequences share, have no address: pass a clone() of them "
+    "to a kernel that reads memory."
+)
+
+
+@sent_by_value
+class PackedStates(StateTensor):
+    """Keys or values `[batch, kv_heads, tokens, head_dim]` of a cache that holds them packed. They are read-only."""
+
+    implementations: ClassVar[Implementations] = {}
+
+    in_graphs: ClassVar[dict[Any, Callable[..., Tensor | None]]] = {}
+
+    known_shape: torch.Size
+    snapshot: Snapshot
+    side: Side
+    packed_view: PackedView
+
+    @staticmethod
+    def __new__(
+        cls: type["PackedStates"], snapshot: Snapshot, side: Side, shape: Sequence[int], view: PackedView = UNCHANGED
+    ) -> "PackedStates":
+        """Packed states of `shape`, without memory of their own."""
+        states: PackedStates = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=snapshot.dtype, device=snapshot.device
+        )
+        states.known_shape = torch.Size(shape)
+        states.snapshot = snapshot
+        states.side = side
+        states.packed_view = view
+        return states
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The shape, without the detour by `__torch_function__`: models read it several times in each layer."""
+        return self.known_shape
+
+    @override
+    def dense(self) -> Tensor:
+        """A copy of the states in full precision, of the same shape and dtype.
+
+        Raises:
+            StaleStatesError: the cache has changed since it returned the states.
+        """
+        states = self.snapshot.dense(self.side)
+        view = self.packed_view
+        if view.grouped:
+            return states[:, :, None].expand(-1, -1, view.copies, -1, -1)
+        if view.copies > 1:
+            states = states.repeat_interleave(view.copies, dim=1)
+        return states.transpose(2, 3) if view.swapped else states
+
+    # The address of a copy would be that of freed memory by the time that a kernel reads it.
+
+    @override
+    def data_ptr(self) -> int:
+        raise UnsupportedLayerError(NO_ADDRESS)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        # As tensors of a CPU do, so that `hasattr` can ask for it.
+        raise AttributeError(NO_ADDRESS)
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.dense(), memo)
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dense().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def as_dense(states: Tensor) -> Tensor:
+    """The states in full precision: a copy of packed states, or the tensor itself."""
+    return states.dense() if isinstance(states, PackedStates) else states
+
+
+def _call_in_graph(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `_call_on_dense` with packed states, for TorchDynamo to trace."""
+    return func(*map(_in_graph, args), **{name: _in_graph(argument) for name, argument in kwargs.items()})
+
+
+def _in_graph(argument: Any) -> Any:
+    if isinstance(argument, PackedStates):
+        snapshot, view = argument.snapshot, argument.packed_view
+        if view.grouped or view.swapped or snapshot.follows_gradients:
+            return argument.dense()
+        shape, of_values = tuple(argument.shape), argument.side == "values"
+        number, version = snapshot.version.handle.number, snapshot.version_number
+        return full_precision(number, version, of_values, view.copies, shape, snapshot.dtype, snapshot.device)
+    if isinstance(argument, list | tuple):
+        return type(argument)([_in_graph(part) for part in argument])
+    return argument

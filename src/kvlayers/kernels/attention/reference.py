@@ -1,0 +1,321 @@
+"""Attention on key-value segments in plain torch: a few pieces at a time, with an online softmax, in float32.
+
+It serves a CPU in prefill, in dtypes without a kernel, and without a compiler; accelerators have `fused`. The two
+products of eager attention, `scores` and `combine`, serve both.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvlayers.kernels.attention import fused
+from kvlayers.kernels.attention.pieces import CPU_SCORES_AT_ONCE, SegmentPiece, pieces_for, slabs
+from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, is_packed
+from kvlayers.kernels.codes.groups import rotate
+from kvlayers.kernels.codes.smoothing import KeySmoothing
+
+
+def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
+    """Softmax attention of queries to the tokens of segments.
+
+    Args:
+        query: `[batch, heads, queries, key_head_dim]`, heads a multiple of the segments' kv_heads.
+        segments: the keys and values.
+        mask: bool or additive, `[batch, heads, queries, tokens]` (expanded), or `None`.
+        scale: factor of the scores.
+
+    Returns:
+        `[batch, heads, queries, value_head_dim]` in the dtype of the query; the sums are in float32.
+    """
+    return attend_partly(query, segments, mask, scale)[0].to(query.dtype)
+
+
+def copying_pays(query: Tensor, segments: KVSegments) -> bool:
+    """Whether `attend_to_copy` takes less time than `attend`, as measured on a CPU.
+
+    Torch's attention is slow for a single query of bfloat16, and for any number of queries of float16.
+    """
+    return query.shape[2] > 1 and query.dtype != torch.float16 and segments.are_dense and not segments.shares_rows
+
+
+def attend_to_copy(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
+    """As `attend`, by torch's own attention on a copy of the states, for many queries.
+
+    The copy costs about as much as one query, and lives as long as the call.
+    """
+    keys, values = segments.dense("keys", query.dtype), segments.dense("values", query.dtype)
+    return scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=True)
+
+
+def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """As `attend`, for segments that are only a part of the tokens that the queries attend to; see `merge`.
+
+    Returns:
+        Attended values float32 `[batch, heads, queries, value_head_dim]`, and the log-sum-exp of the scores, float32
+        `[batch, heads, queries]`.
+    """
+    batch, heads, queries, head_dim = query.shape
+    kv_heads = segments.kv_heads
+    rows = heads // kv_heads * queries
+    scaled = query.reshape(batch, kv_heads, rows, head_dim).float() * scale
+    softmax, scores_of = OnlineSoftmax(scaled), _KeyProducts(scaled, segments.smoothing)
+    for some in _rounds(pieces_for(segments, rows), rows):
+        found = [masked(scores_of(piece), piece, mask) for piece in some]
+        weights = softmax.weights(found[0] if len(found) == 1 else torch.cat(found, -1))
+        for piece, part in zip(some, torch.split(weights, [piece.tokens for piece in some], -1), strict=True):
+            softmax.add(piece.combine(part), piece.values_rotated)
+    out, logsumexp = softmax.result()
+    return out.reshape(batch, heads, queries, out.shape[3]), logsumexp.reshape(batch, heads, queries)
+
+
+class OnlineSoftmax:
+    """Attention of rows to tokens that come a few at a time (Milakov and Gimelshein 2018, arXiv:1805.02867).
+
+    Args:
+        query: float32 `[batch, kv_heads, rows, any]`, for its shape and its device.
+    """
+
+    def __init__(self, query: Tensor) -> None:
+        self._highest = query.new_full((*query.shape[:3], 1), -torch.inf)
+        self._total = torch.zeros_like(self._highest)
+        self._sums: dict[bool, Tensor] = {}
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """Weights of tokens, from their scores `[batch, kv_heads, rows, tokens]`. What was added before shrinks."""
+        raised = torch.maximum(self._highest, scores.amax(-1, keepdim=True))
+        # A row that may attend to no token yet has -inf as its highest score, and -inf - -inf is not a number.
+        reference = raised.masked_fill(raised == -torch.inf, 0.0)
+        weights = torch.exp(scores - reference)
+        shrink = torch.exp(self._highest - reference)
+        self._highest, self._total = raised, self._total * shrink + weights.sum(-1, keepdim=True)
+        self._sums = {rotated: part * shrink for rotated, part in self._sums.items()}
+        return weights
+
+    def add(self, part: Tensor, rotated: bool) -> None:
+        """Add weighted values `[batch, kv_heads, rows, value_head_dim]`, rotated ones apart from the others."""
+        self._sums[rotated] = self._sums[rotated] + part if rotated in self._sums else part
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """The attended values, and the log-sum-exp of the scores, `[batch, kv_heads, rows, 1]`."""
+        out = _rotated_back(self._sums) / self._total
+        # As in torch, a query that may attend to no token gets zeros.
+        return torch.where(self._total == 0, 0.0, out), self._highest + self._total.log()
+
+
+def _rotated_back(sums: dict[bool, Tensor]) -> Tensor:
+    """The sum of both, of which the one under `True` is rotated."""
+    parts = [rotate(part) if rotated else part for rotated, part in sums.items()]
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+class _KeyProducts:
+    """Products of queries `[batch, kv_heads, rows, head_dim]` and the keys of pieces, however these are packed."""
+
+    def __init__(self, query: Tensor, smoothing: KeySmoothing | None) -> None:
+        self._plain = query
+        self._packed = query if smoothing is None else smoothing.queries(query)
+        self._offsets = None if smoothing is None else smoothing.offsets(query)
+
+    @functools.cached_property
+    def _rotated(self) -> Tensor:
+        # Products stay the same if both sides are rotated, so keys need not be rotated back.
+        return rotate(self._packed)
+
+    def __call__(self, piece: SegmentPiece) -> Tensor:
+        if not piece.is_packed:
+            return piece.scores(self._plain)
+        products = piece.scores(self._rotated if piece.keys_rotated else self._packed)
+        return products if self._offsets is None else (products + self._offsets).to(products.dtype)
+
+
+def _rounds(pieces: Iterable[SegmentPiece], rows: int) -> Iterator[list[SegmentPiece]]:
+    """Pieces in rounds of so many scores that the fixed cost of a softmax does not dominate."""
+    some: list[SegmentPiece] = []
+    for piece in pieces:
+        if some and rows * sum(other.tokens for other in (*some, piece)) > CPU_SCORES_AT_ONCE:
+            yield some
+            some = []
+        some.append(piece)
+    if some:
+        yield some
+
+
+def masked(scores: Tensor, piece: SegmentPiece, mask: Tensor | None) -> Tensor:
+    """Scores of a piece, with what its mask says of its tokens."""
+    if mask is not None:
+        part = piece.columns_of(mask).reshape(scores.shape)
+        scores = scores.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else scores + part.to(scores.dtype)
+    return scores if piece.gathered is None else scores.masked_fill(piece.gathered.is_padding, -torch.inf)
+
+
+def merge(outs: Sequence[Tensor], logsumexps: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge attention of the same queries to several sets of tokens, by the log-sum-exp of their scores.
+
+    Args:
+        outs: for each set of tokens, the attended values float32 `[batch, heads, q_tokens, head_dim]`, normalised
+            within the set.
+        logsumexps: for each set, float32 `[batch, heads, q_tokens]`; `-inf` if a query sees no token of the set.
+
+    Returns:
+        The attended values of all sets, zeros if a query sees no token at all, and their log-sum-exp.
+    """
+    stacked = torch.stack(tuple(logsumexps))
+    largest = stacked.amax(0)
+    # If every set is -inf, -inf - -inf would be nan.
+    weights = torch.exp(stacked - largest.masked_fill(largest == -torch.inf, 0))
+    total = weights.sum(0)
+    shares = weights / total.masked_fill(total == 0, 1)
+    # A set of which a query sees no token may hold anything there, even nan, which a weight of zero would not remove.
+    parts = (torch.stack(tuple(outs)) * shares[..., None]).masked_fill(shares[..., None] == 0, 0)
+    return parts.sum(0), largest + torch.log(total)
+
+
+def scores(query: Tensor, segments: KVSegments) -> Tensor:
+    """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`.
+
+    They are `-inf` where a column of a gathered segment stands for no token.
+    """
+    batch, heads, queries, head_dim = query.shape
+    rows = heads // segments.kv_heads * queries
+    by_kv_head = query.reshape(batch, segments.kv_heads, rows, head_dim)
+    by_kv_head = by_kv_head if fused.serves(query) else by_kv_head.float()
+    products: dict[int, Tensor] = {}
+    for position, segment in segments.with_columns:
+        if isinstance(segment, GatheredSegment) and segment.tokens:
+            # Padding is written behind the last column.
+            products[position] = by_kv_head.new_full((*by_kv_head.shape[:3], segment.width + 1), -torch.inf)
+    scores_of = _KeyProducts(by_kv_head, segments.smoothing)
+    for piece in _pieces(query, segments, rows):
+        found = scores_of(piece)
+        if piece.gathered is None:
+            products[piece.position] = found
+        else:
+            piece.gathered.write(found, products[piece.position])
+    for position, segment in segments.with_columns:
+        if isinstance(segment, GatheredSegment) and segment.tokens:
+            products[position] = products[position][..., : segment.width]
+    in_order = [products[position] for position in sorted(products)]
+    return torch.cat(in_order, 3).reshape(batch, heads, queries, segments.tokens).to(query.dtype)
+
+
+def combine(weights: Tensor, segments: KVSegments) -> Tensor:
+    """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`.
+
+    Weights of columns that stand for no token do not count.
+    """
+    batch, heads, queries, tokens = weights.shape
+    rows = heads // segments.kv_heads * queries
+    by_kv_head = weights.reshape(batch, segments.kv_heads, rows, tokens)
+    on_accelerator = fused.serves(weights)
+    sums: dict[bool, Tensor] = {}
+    for piece in _pieces(weights, segments, rows):
+        part = piece.columns_of(by_kv_head)
+        if piece.gathered is not None:
+            part = part.masked_fill(piece.gathered.is_padding, 0.0)
+        found = piece.combine(part if on_accelerator else part.float())
+        rotated = piece.values_rotated
+        sums[rotated] = sums[rotated].float() + found if rotated in sums else found
+    result = _rotated_back(sums)
+    return result.reshape(batch, heads, queries, result.shape[3]).to(weights.dtype)
+
+
+def _pieces(rows: Tensor, segments: KVSegments, count: int) -> Iterator[SegmentPiece]:
+    """The pieces that `count` queries, or weights, for each KV head are multiplied with."""
+    return slabs(segments, rows.dtype) if fused.serves(rows) else pieces_for(segments, count)
+
+
+MINIMUM_ROWS_OF_PACKED = 128
+"""Queries of one KV head for which unpacking all its tokens at once pays. Measured on a CPU."""
+
+
+def by_head_pays(query: Tensor, segments: KVSegments) -> bool:
+    """Whether `attend_by_head` takes less time than `attend`, as measured on a CPU."""
+    if query.shape[2] == 1 or not segments.holds_gathered:
+        return False
+    rows = query.shape[1] // segments.kv_heads * query.shape[2]
+    return not segments.holds_packed or rows >= MINIMUM_ROWS_OF_PACKED
+
+
+def attend_by_head(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
+    """As `attend`, of many queries on a CPU if each KV head reads its own tokens: torch's attention, head after head.
+
+    The tokens of one KV head of one sequence are a dense tensor, whatever other heads hold. It is copied, or unpacked,
+    for as long as this head is computed, so no more than one head is in full precision at once.
+    """
+    batch, heads, queries, _ = query.shape
+    group = heads // segments.kv_heads
+    out = query.new_zeros((batch, queries, heads, segments.head_dims[1])).transpose(1, 2)
+    # Torch's attention is slow for float16 on a CPU.
+    dtype = torch.float32 if query.dtype == torch.float16 else query.dtype
+    for sequence in range(batch):
+        one = slice(sequence, sequence + 1)
+        own_mask = None if mask is None else _additive(fused.unexpanded(mask[one]), dtype)
+        for head in range(segments.kv_heads):
+            keys, values, columns = _tokens_of(segments, sequence, head, dtype)
+            if not len(columns):
+                continue
+            own = slice(head * group, (head + 1) * group)
+            seen = None
+            if own_mask is not None:
+                seen = (own_mask if own_mask.shape[1] == 1 else own_mask[:, own]).index_select(3, columns)
+            # The queries of a KV head are heads that read the same memory.
+            keys, values = (states.expand(1, group, -1, -1) for states in (keys, values))
+            out[one, own] = scaled_dot_product_attention(query[one, own].to(dtype), keys, values, seen, scale=scale)
+    return out
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What torch's attention would make of a bool mask for each head anew."""
+    if mask.dtype != torch.bool:
+        return mask if mask.dtype == dtype else mask.float()
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+def _tokens_of(segments: KVSegments, sequence: int, head: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values `[tokens, head_dim]` of one KV head of one sequence, and the columns of its tokens."""
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    smoothing = segments.smoothing
+    if smoothing is not None:
+        smoothing = smoothing.mapped(lambda vectors: vectors[sequence, head][None, None])
+    for position, segment in segments.with_columns:
+        if isinstance(segment, GatheredSegment):
+            found = _gathered(segment, sequence, head, dtype)
+        else:
+            own = _of_head(segment, sequence, head)
+            found = iter([(own.states("keys", dtype), own.states("values", dtype), torch.arange(segment.tokens))])
+        for keys, values, columns in found:
+            if smoothing is not None and is_packed(segment):
+                keys = smoothing.restored(keys)
+            parts.append((keys[0, 0], values[0, 0], columns + position))
+    keys, values, columns = (torch.cat(each) for each in zip(*parts, strict=True))
+    return keys, values, columns
+
+
+def _gathered(
+    segment: GatheredSegment, sequence: int, head: int, dtype: torch.dtype
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Keys, values and columns of the tokens that a head reads of a segment."""
+    starts, counts, columns = (
+        table[sequence, head][None, None] for table in (segment.starts, segment.counts, segment.columns)
+    )
+    own = GatheredSegment(_of_head(segment.source, sequence, head), starts, counts, columns, segment.width)
+    for padded, where in own.padded_pieces(segment.width):
+        of_tokens = where.of_tokens[0, 0]
+        is_read = of_tokens < segment.width
+        keys, values = padded.states("keys", dtype), padded.states("values", dtype)
+        yield keys[:, :, is_read], values[:, :, is_read], of_tokens[is_read]
+
+
+def _of_head(source: DenseSegment | PackedSegment, sequence: int, head: int) -> DenseSegment | PackedSegment:
+    """A segment of one head of one sequence."""
+    row = sequence if source.rows is None else int(source.rows.on(torch.device("cpu"))[0][sequence])
+    own = source.with_tensors(states[row : row + 1, head : head + 1] for states in source.tensors).with_rows(None)
+    if isinstance(own, DenseSegment):
+        return own
+    keys, values = (replace(side, format=side.format.for_head(head)) for side in (own.keys, own.values))
+    return replace(own, keys=keys, values=values)

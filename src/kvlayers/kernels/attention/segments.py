@@ -1,0 +1,310 @@
+"""All tokens that the queries of one update attend to: segments, each in full precision, packed, or gathered.
+
+Of a gathered segment each KV head attends to its own tokens.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kvlayers.errors import UnsupportedLayerError
+from kvlayers.kernels.attention.segment_kinds import (
+    DENSE_PIECE_TOKENS,
+    DenseSegment,
+    KernelCache,
+    PackedSegment,
+    SegmentRows,
+)
+from kvlayers.kernels.codes.quantizer_contract import Side
+from kvlayers.kernels.codes.smoothing import KeySmoothing
+
+
+@dataclass(frozen=True, eq=False)
+class PieceColumns:
+    """Columns of the tokens of padded pieces.
+
+    Attributes:
+        of_tokens: column of each token among those of the gathered segment, int64 `[batch, kv_heads, tokens]`; `width`
+            if the token is padding.
+        width: columns of the gathered segment.
+    """
+
+    of_tokens: Tensor
+    width: int
+
+    @property
+    def is_padding(self) -> Tensor:
+        """Which tokens are padding, bool `[batch, kv_heads, 1, tokens]`."""
+        return (self.of_tokens == self.width).unsqueeze(2)
+
+    def cleared(self, values: Tensor) -> Tensor:
+        """Values with zeros for padding, which may be anything, even nan that a weight of zero would not remove."""
+        return values.masked_fill(self.is_padding.transpose(2, 3), 0)
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Entries of `[batch, heads, rows, width]` for the tokens, `[batch, heads, rows, tokens]`; any for padding."""
+        return rows.gather(3, self._index(rows, self.of_tokens.clamp(max=self.width - 1)))
+
+    def write(self, entries: Tensor, rows: Tensor) -> None:
+        """Write `[batch, kv_heads, rows, tokens]` to `[batch, kv_heads, rows, width + 1]`, padding at the end."""
+        rows.scatter_(3, self._index(rows, self.of_tokens), entries)
+
+    def _index(self, rows: Tensor, columns: Tensor) -> Tensor:
+        batch, heads, count, _ = rows.shape
+        copies = heads // columns.shape[1]
+        index = columns if copies == 1 else columns.repeat_interleave(copies, 1)
+        return index.unsqueeze(2).expand(batch, heads, count, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class GatheredSegment:
+    """Tokens of another segment, of which each KV head of each sequence reads its own, in pieces.
+
+    So heads may hold different tokens and different numbers of them, and a query may read a few pages of many.
+
+    Attributes:
+        source: the segment that is read. If all heads read from one flat buffer, its states are expanded: the batch and
+            head strides are 0. Its `rows` say which of its sequences each sequence of the batch reads.
+        starts: first token of each piece in a dense source, or the block in a packed one, int64
+            `[batch, kv_heads, pieces]`. The `ends` of a packed source do not count.
+        counts: tokens of each piece, int64 `[batch, kv_heads, pieces]`: 0 to `DENSE_PIECE_TOKENS` of a dense source, or
+            0 to all tokens of the block, beginning with its first one that is not evicted. A piece of no token may
+            start anywhere.
+        columns: column of the first token of each piece, int64 `[batch, kv_heads, pieces]`. A mask has `width` columns
+            for the segment, and a column that no piece covers stands for no token.
+        width: columns of the segment.
+        kernel_cache: as `DenseSegment.kernel_cache`.
+    """
+
+    source: DenseSegment | PackedSegment
+    starts: Tensor
+    counts: Tensor
+    columns: Tensor
+    width: int
+    kernel_cache: KernelCache = field(default_factory=KernelCache, init=False, repr=False)
+
+    @property
+    def tokens(self) -> int:
+        """Columns of the segment, which is what a mask and a score count."""
+        return self.width
+
+    @property
+    def rows(self) -> SegmentRows | None:
+        """`None`: each sequence of the batch has its own pieces."""
+        return None
+
+    @property
+    def batch(self) -> int:
+        """Sequences of the batch."""
+        return self.starts.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads that have keys and values."""
+        return self.starts.shape[1]
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Channels of a key, and of a value."""
+        return self.source.head_dims
+
+    @property
+    def held(self) -> Tensor:
+        """Which columns stand for a token, bool `[batch, kv_heads, width]`."""
+        held = torch.zeros((*self.starts.shape[:2], self.width + 1), dtype=torch.bool, device=self.starts.device)
+        return held.scatter_(2, self._token_columns(slice(None)), True)[..., :-1]
+
+    def padded_pieces(self, tokens: int) -> Iterator[tuple[DenseSegment | PackedSegment, PieceColumns]]:
+        """The pieces of all heads, a few of each head at a time, side by side and padded to the most tokens of a piece.
+
+        Args:
+            tokens: about so many tokens at a time, or one piece.
+        """
+        size = DENSE_PIECE_TOKENS if isinstance(self.source, DenseSegment) else self.source.keys.block_tokens
+        step = max(tokens // size, 1)
+        for first in range(0, self.starts.shape[2] if self.source.tokens and self.width else 0, step):
+            some = slice(first, first + step)
+            columns = self._token_columns(some)
+            starts = torch.where(self.counts[..., some] > 0, self.starts[..., some], 0)
+            if isinstance(self.source, DenseSegment):
+                tokens_of = (starts[..., None] + torch.arange(size, device=starts.device)).flatten(2)
+                starts = torch.where(columns < self.width, tokens_of, 0)
+            yield _chosen(self.source, starts), PieceColumns(columns, self.width)
+
+    def _token_columns(self, some: slice) -> Tensor:
+        """Column of each token of padded pieces, int64 `[batch, kv_heads, tokens]`: `width` if it is not read."""
+        starts, counts, columns = self.starts[..., some], self.counts[..., some], self.columns[..., some]
+        size, evicted = DENSE_PIECE_TOKENS, 0
+        if isinstance(self.source, PackedSegment):
+            size, evicted = self.source.keys.block_tokens, self.source.first
+        token = torch.arange(size, device=starts.device).expand(*starts.shape, size)
+        if evicted:
+            token = token - torch.where(starts == 0, evicted, 0)[..., None]
+        is_read = (token >= 0) & (token < counts[..., None])
+        return torch.where(is_read, columns[..., None] + token, self.width).flatten(2)
+
+    def states(self, side: Side, dtype: torch.dtype) -> Tensor:
+        """States of one side, `[batch, kv_heads, width, head_dim]` of a dtype, rotated back.
+
+        Raises:
+            UnsupportedLayerError: a head has fewer tokens than there are columns.
+        """
+        if not bool(self.held.all()):
+            raise UnsupportedLayerError(UNEVEN_HEADS)
+        head_dim = self.head_dims[0 if side == "keys" else 1]
+        shape = (*self.starts.shape[:2], self.width + 1, head_dim)
+        states = torch.empty(shape, dtype=dtype, device=self.starts.device)
+        for padded, columns in self.padded_pieces(self.width):
+            found = padded.states(side, dtype)
+            states.scatter_(2, columns.of_tokens[..., None].expand(-1, -1, -1, head_dim), found)
+        return states[:, :, :-1]
+
+
+UNEVEN_HEADS = (
+    "These KV heads hold different numbers of tokens, which no tensor in full precision can have: use the attention "
+    "implementation 'sdpa', 'eager' or 'kvlayers' without gradients (torch.no_grad()) and without dropout, or a cache "
+    "whose heads hold as many tokens each (per_head=False)."
+)
+
+
+def _chosen(source: DenseSegment | PackedSegment, index: Tensor) -> DenseSegment | PackedSegment:
+    """Tokens, or blocks, of each head, at int64 `[batch, kv_heads, any]`."""
+    batch, kv_heads, _ = index.shape
+    own = torch.arange(batch, device=index.device) if source.rows is None else source.rows.on(index.device)[0]
+    at = own[:, None, None], torch.arange(kv_heads, device=index.device)[None, :, None], index
+    return with_full_blocks(source.with_tensors(states[at] for states in source.tensors).with_rows(None))
+
+
+def with_full_blocks(segment: DenseSegment | PackedSegment) -> DenseSegment | PackedSegment:
+    """The segment with all tokens of each of its blocks, if it is packed."""
+    return replace(segment, first=0, ends=None) if isinstance(segment, PackedSegment) else segment
+
+
+Segment = DenseSegment | PackedSegment | GatheredSegment
+
+
+# Not frozen: each layer makes one at each step, and a frozen one takes three times as long.
+@dataclass(eq=False)
+class KVSegments:
+    """Segments in the order of their tokens, of any kinds in any order. They are never changed.
+
+    Attributes:
+        in_order: the segments, at least one.
+        smoothing: how the keys of all packed segments were smoothed, for each sequence of the batch; `None` if there is
+            no such segment.
+        kernel_cache: as `DenseSegment.kernel_cache`.
+    """
+
+    in_order: tuple[Segment, ...]
+    smoothing: KeySmoothing | None = None
+    kernel_cache: KernelCache = field(default_factory=KernelCache, init=False, repr=False)
+
+    @property
+    def are_dense(self) -> bool:
+        """Whether all segments are dense: none is packed, or gathered."""
+        return all(isinstance(segment, DenseSegment) for segment in self.in_order)
+
+    @property
+    def holds_packed(self) -> bool:
+        """Whether a segment, or the source of one, is packed."""
+        return any(map(is_packed, self.in_order))
+
+    @property
+    def holds_gathered(self) -> bool:
+        """Whether there is a segment of which each head reads its own tokens."""
+        return any(isinstance(segment, GatheredSegment) for segment in self.in_order)
+
+    @property
+    def with_columns(self) -> list[tuple[int, Segment]]:
+        """The segments, with the column at which each begins."""
+        first = itertools.accumulate((segment.tokens for segment in self.in_order), initial=0)
+        return list(zip(first, self.in_order, strict=False))
+
+    @property
+    def only_dense(self) -> DenseSegment | None:
+        """The segment, if there is only one, in full precision, and each sequence reads its own part of it."""
+        first = self.in_order[0]
+        if isinstance(first, DenseSegment) and first.rows is None and len(self.in_order) == 1:
+            return first
+        return None
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether sequences of the batch share sequences of a segment."""
+        return any(segment.rows is not None for segment in self.in_order)
+
+    @property
+    def most_readers(self) -> int:
+        """Most sequences of the batch that read the same sequence of a segment."""
+        return max((1 if segment.rows is None else segment.rows.most_readers) for segment in self.in_order)
+
+    def with_prefix(self, segment: DenseSegment) -> "KVSegments":
+        """The same segments with another one in front."""
+        return KVSegments((segment, *self.in_order), self.smoothing)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all segments."""
+        return sum(segment.tokens for segment in self.in_order)
+
+    @property
+    def batch(self) -> int:
+        """Sequences side by side."""
+        first = self.in_order[0]
+        return first.batch if first.rows is None else len(first.rows)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads that have keys and values."""
+        return self.in_order[0].kv_heads
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Channels of a key, and of a value."""
+        return self.in_order[0].head_dims
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the states."""
+        first = _source(self.in_order[0])
+        return first.key_slots.device if isinstance(first, DenseSegment) else first.keys.codes.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd follows states in full precision. Codes it never follows."""
+        sources = map(_source, self.in_order)
+        return any(segment.requires_grad for segment in sources if isinstance(segment, DenseSegment))
+
+    def dense(self, side: Side, dtype: torch.dtype) -> Tensor:
+        """All states of one side in full precision, `[batch, kv_heads, tokens, head_dim]`.
+
+        Raises:
+            UnsupportedLayerError: the heads of a segment hold different numbers of tokens.
+        """
+        parts = []
+        for segment in self.in_order:
+            states = segment.states(side, dtype)
+            if segment.rows is not None:
+                states = segment.rows.select(states)
+            if side == "keys" and self.smoothing is not None and is_packed(segment):
+                states = self.smoothing.restored(states)
+            parts.append(states)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def is_packed(segment: Segment) -> bool:
+    """Whether the states of a segment, or of its source, are packed."""
+    return isinstance(_source(segment), PackedSegment)
+
+
+def _source(segment: Segment) -> DenseSegment | PackedSegment:
+    """The segment that holds the states."""
+    return segment.source if isinstance(segment, GatheredSegment) else segment
+
+
+def without_rows(segment: Segment) -> Segment:
+    """The segment with as many sequences as it holds."""
+    return segment if isinstance(segment, GatheredSegment) else segment.with_rows(None)

@@ -1,0 +1,179 @@
+"""Codes that look up a level in a codebook: the level nearest to each state, in units of the scale of its group.
+
+NormalFloat codes of 4 bits are from QLoRA (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314). The 16 levels are
+quantiles of a normal number, divided by the largest, with an exact zero: each is used about as often if states are
+normal. The scale of a group is its largest magnitude.
+
+TurboQuant (Zandieh et al. 2025, https://arxiv.org/abs/2504.19874) is here without its second stage. A rotated vector
+has coordinates that are nearly normal, whatever the vector is. So one codebook, the best for a normal number (Lloyd
+1982, Max 1960), serves all of them, and only the norm of a vector is stored beside its codes. The paper's second stage
+spends one more bit of each coordinate on the signs of a projection of the residue, for unbiased products.
+"""
+
+import functools
+import itertools
+import math
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from kvlayers.errors import OptionError
+from kvlayers.kernels.codes.groups import GROUP_DIMS, grouped, rotate, rotation_size, smallest_positive, ungrouped
+from kvlayers.kernels.codes.quantizer_contract import (
+    Backend,
+    CodeFormat,
+    QuantizedGroups,
+    Quantizer,
+    SideOptions,
+    groups_for,
+    register_quantizer,
+)
+from kvlayers.quantized.quantizers.native import LARGEST_STATE
+
+
+def nearest_levels(groups: Tensor, scale: Tensor, code_format: CodeFormat) -> QuantizedGroups:
+    """The codes of the nearest levels.
+
+    Args:
+        groups: float32 states by groups, as `grouped` gives them.
+        scale: of each group, in the dtype of the states, with the last dimensions `[1, groups, 1]` of `groups`.
+        code_format: the format, with its levels in rising order.
+    """
+    levels = torch.tensor(code_format.levels, dtype=torch.float32, device=groups.device)
+    # A group of zeros has the scale 0, which takes all levels to 0.
+    units = groups / scale.float().clamp(min=smallest_positive(torch.float32))
+    codes = torch.bucketize(units.contiguous(), (levels[1:] + levels[:-1]) / 2)
+    return QuantizedGroups(ungrouped(codes.to(torch.uint8)), scale.squeeze(-1).squeeze(-2), None)
+
+
+@functools.cache
+def gaussian_levels(bits: int) -> tuple[float, ...]:
+    """The levels with the least mean squared error for a standard normal number, by Lloyd's and Max's method.
+
+    Each level becomes the mean of the numbers that are nearest to it, until none moves.
+    """
+    count = 1 << bits
+    levels = [4 * (index + 0.5) / count - 2 for index in range(count)]
+    for _ in range(5000):
+        borders = [-math.inf, *((low + high) / 2 for low, high in itertools.pairwise(levels)), math.inf]
+        moved = [_mean_between(low, high) for low, high in itertools.pairwise(borders)]
+        change = max(abs(old - new) for old, new in zip(levels, moved, strict=True))
+        levels = moved
+        if change < 1e-9:
+            break
+    return tuple(levels)
+
+
+def _mean_between(low: float, high: float) -> float:
+    """Mean of a standard normal number between two borders."""
+
+    def density(x: float) -> float:
+        return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+    probability = (math.erf(high / math.sqrt(2)) - math.erf(low / math.sqrt(2))) / 2
+    return (density(low) - density(high)) / probability
+
+
+LARGEST_QUANTILE = (1 - 1 / 32 + 1 - 1 / 30) / 2
+"""The paper's mean of the outermost quantiles of 16 and of 15 equal parts."""
+
+
+@functools.cache
+def normal_float_levels() -> tuple[float, ...]:
+    """The 16 levels, in rising order: seven below zero, zero, and eight above it."""
+    quantile = NormalDist().inv_cdf
+    largest = quantile(LARGEST_QUANTILE)
+
+    def above_zero(count: int) -> list[float]:
+        """Quantiles at `count` equal distances from the median to the largest, in units of the largest."""
+        width = (LARGEST_QUANTILE - 0.5) / count
+        return [*(quantile(0.5 + width * step) / largest for step in range(1, count)), 1.0]
+
+    return (*(-level for level in reversed(above_zero(7))), 0.0, *above_zero(8))
+
+
+class NF4Quantizer(Quantizer):
+    """NormalFloat codes.
+
+    Args:
+        code_format: the meaning of the codes.
+    """
+
+    smooths_keys = True
+
+    def quantize(self, states: Tensor) -> QuantizedGroups:
+        """Quantize `[batch, kv_heads, tokens, head_dim]`. The state of the largest magnitude loses nothing if it is
+        positive, or negative: the outermost levels are 1 and -1."""
+        groups = grouped(states.float(), self.format)
+        scale = groups.abs().amax(GROUP_DIMS, keepdim=True).to(states.dtype)
+        return nearest_levels(groups, scale, self.format)
+
+
+@register_quantizer("nf4")
+class NF4Backend(Backend):
+    """Keys by 64 neighbouring tokens of a channel, values by the channels of a token."""
+
+    name = "nf4"
+    widths = (4,)
+    has_zero = False
+
+    def quantizer(self, options: SideOptions, head_dim: int) -> NF4Quantizer:
+        """A quantizer for keys, or values, of a head_dim.
+
+        Raises:
+            OptionError: the backend does not take the options.
+        """
+        self.check(options)
+        return NF4Quantizer(CodeFormat(4, *groups_for(options, head_dim), levels=normal_float_levels()))
+
+
+class TurboQuantizer(Quantizer):
+    """Codes of the levels for a normal number. The scale is the root mean square of a vector.
+
+    Args:
+        code_format: the meaning of the codes.
+    """
+
+    smooths_keys = True
+
+    def quantize(self, states: Tensor) -> QuantizedGroups:
+        """Quantize `[batch, kv_heads, tokens, head_dim]`.
+
+        States are clipped to half the largest number of the dtype, or to 2^123 if that is less, divided by the square
+        root of the number of channels that are mixed.
+        """
+        limit = min(torch.finfo(states.dtype).max, LARGEST_STATE) / 2 / rotation_size(states.shape[-1]) ** 0.5
+        groups = grouped(rotate(states.float().clamp(-limit, limit)), self.format)
+        # Squares of the largest states would overflow, and those of the smallest vanish.
+        largest = groups.abs().amax(GROUP_DIMS, keepdim=True).clamp(min=smallest_positive(torch.float32))
+        scale = largest * (groups / largest).square().mean(GROUP_DIMS, keepdim=True).sqrt()
+        return nearest_levels(groups, scale.to(states.dtype), self.format)
+
+
+@register_quantizer("turboquant")
+class TurboQuantBackend(Backend):
+    """Rotated keys and values, with one scale for all channels of a token."""
+
+    name = "turboquant"
+    widths = (1, 2, 3, 4)
+    has_zero = False
+
+    def check(self, options: SideOptions) -> None:
+        """Raise `OptionError` if the backend does not take the options."""
+        super().check(options)
+        if options.group_size is not None:
+            raise OptionError(
+                "The turboquant backend has one scale for each vector: leave out the group size, got "
+                f"{options.group_size!r} for {options.side}."
+            )
+
+    def quantizer(self, options: SideOptions, head_dim: int) -> TurboQuantizer:
+        """A quantizer for keys, or values, of a head_dim.
+
+        Raises:
+            OptionError: the backend does not take the options.
+        """
+        self.check(options)
+        levels = gaussian_levels(options.nbits)
+        return TurboQuantizer(CodeFormat(options.nbits, 1, head_dim, rotated=True, levels=levels))

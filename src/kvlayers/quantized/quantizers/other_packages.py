@@ -1,0 +1,181 @@
+"""Codes computed by HQQ and by optimum-quanto, as in transformers."""
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlayers.errors import OptionError
+from kvlayers.kernels.codes.groups import from_rows, one_group_a_row
+from kvlayers.kernels.codes.quantizer_contract import (
+    DEFAULT_GROUP_SIZE,
+    Backend,
+    CodeFormat,
+    QuantizedGroups,
+    Quantizer,
+    SideOptions,
+    channel_group,
+    register_quantizer,
+)
+
+
+def required(module: str, package: str, backend: str, extra: str) -> ModuleType:
+    """Import a module.
+
+    Args:
+        module: its name.
+        package: name of its package for pip.
+        backend: the backend that needs it.
+        extra: the extra of kvlayers that installs it.
+
+    Raises:
+        OptionError: it cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise OptionError(
+            f"The {backend} backend needs the package {package}, but importing {module} failed ({error}): run "
+            f'`pip install {package}`, or `pip install "kvlayers[{extra}]"`.'
+        ) from error
+
+
+BLOCK_TOKENS = 64
+"""Tokens of a sequence that are passed to HQQ at once. HQQ stops when their mean error no longer falls, so this number
+affects the codes."""
+
+
+def _hqq() -> Any:
+    return required("hqq.core.quantize", package="hqq", backend="hqq", extra="hqq")
+
+
+class HQQQuantizer(Quantizer):
+    """Affine codes by half-quadratic quantization (https://dropbox.github.io/hqq_blog/), from the package `hqq`.
+
+    Args:
+        code_format: the meaning of the codes.
+    """
+
+    def __init__(self, code_format: CodeFormat) -> None:
+        super().__init__(code_format)
+        self._package = _hqq().Quantizer
+        self._block = code_format.group_tokens if code_format.group_tokens > 1 else BLOCK_TOKENS
+
+    def quantize(self, states: Tensor) -> QuantizedGroups:
+        """Quantize `[batch, kv_heads, tokens, head_dim]` in blocks of 64 tokens, or of one group of tokens."""
+        sequences = [
+            [self._quantize_block(block) for block in torch.split(sequence, self._block, dim=-2)]
+            for sequence in torch.split(states, 1)
+        ]
+        codes, scale, zero = (
+            torch.cat([torch.cat([block[part] for block in blocks], -2) for blocks in sequences]) for part in range(3)
+        )
+        return QuantizedGroups(codes, scale, zero)
+
+    def _quantize_block(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows = one_group_a_row(states, self.format)
+        along_rows = self.format.group_tokens == 1
+        found, facts = self._package.quantize(
+            rows if along_rows else rows.t().contiguous(),
+            nbits=self.format.bits,
+            group_size=rows.shape[1],
+            axis=1 if along_rows else 0,
+            bitpack=False,
+            compute_dtype=states.dtype,
+            device=states.device,
+        )
+        codes = (found if along_rows else found.t().contiguous()).to(torch.uint8)
+        scale = facts["scale"].to(states.dtype)
+        zero = -(facts["zero"].float() * scale.float()).to(states.dtype)
+        made = from_rows(codes, scale, zero, states.shape, self.format)
+        return made.codes, made.scale, zero.view(made.scale.shape)
+
+
+@register_quantizer("hqq")
+class HQQBackend(Backend):
+    """HQQ. Groups are neighbouring channels of a token for axis 1, neighbouring tokens of a channel for axis 0."""
+
+    name = "hqq"
+    widths = (1, 2, 3, 4, 8)
+    axes = (0, 1)
+    default_axis = 1
+
+    def check(self, options: SideOptions) -> None:
+        """Raise `OptionError` if HQQ does not take the options, or hqq is missing."""
+        super().check(options)
+        _hqq()
+
+    def quantizer(self, options: SideOptions, head_dim: int) -> HQQQuantizer:
+        """A quantizer for keys, or values, of a head_dim.
+
+        Raises:
+            OptionError: HQQ does not take the options, or hqq is missing.
+        """
+        self.check(options)
+        if options.axis == 0:
+            return HQQQuantizer(CodeFormat(options.nbits, options.group_size or DEFAULT_GROUP_SIZE, 1))
+        return HQQQuantizer(CodeFormat(options.nbits, 1, channel_group(options, head_dim)))
+
+
+def _quanto() -> Any:
+    return required("optimum.quanto", package="optimum-quanto", backend="quanto", extra="quanto")
+
+
+class QuantoQuantizer(Quantizer):
+    """Affine codes from the smallest to the largest state of a group, by the `MaxOptimizer` of optimum-quanto.
+
+    Args:
+        code_format: the meaning of the codes.
+    """
+
+    def __init__(self, code_format: CodeFormat) -> None:
+        super().__init__(code_format)
+        quanto = _quanto()
+        self._width = {2: quanto.qint2, 4: quanto.qint4}[code_format.bits]
+        self._optimizer = quanto.MaxOptimizer()
+
+    def quantize(self, states: Tensor) -> QuantizedGroups:
+        """Quantize `[batch, kv_heads, tokens, head_dim]`."""
+        rows = one_group_a_row(states, self.format)
+        scale, shift = self._scale_and_shift(rows)
+        if states.dtype == torch.float16 and not bool(scale.isfinite().all()):
+            # Quanto subtracts in the dtype of the states, in which the range of a group may be infinite.
+            rows = rows.float()
+            scale, shift = self._scale_and_shift(rows)
+        codes: Tensor = torch.ops.quanto.quantize_affine(
+            rows, bits=self.format.bits, axis=0, group_size=None, scale=scale, shift=shift
+        )
+        return from_rows(codes, scale.to(states.dtype), -shift.to(states.dtype), states.shape, self.format)
+
+    def _scale_and_shift(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        # Not the optimizer's `__call__`, which treats a block of one group as one without groups.
+        scale, shift = self._optimizer.optimize(rows, self._width, 0)
+        return scale, shift
+
+
+@register_quantizer("quanto")
+class QuantoBackend(Backend):
+    """optimum-quanto. Groups are neighbouring channels of a token (axis 0) or neighbouring tokens of a channel (-1)."""
+
+    name = "quanto"
+    widths = (2, 4)
+    axes = (0, -1)
+    default_axis = 0
+
+    def check(self, options: SideOptions) -> None:
+        """Raise `OptionError` if quanto does not take the options, or optimum-quanto is missing."""
+        super().check(options)
+        _quanto()
+
+    def quantizer(self, options: SideOptions, head_dim: int) -> QuantoQuantizer:
+        """A quantizer for keys, or values, of a head_dim.
+
+        Raises:
+            OptionError: quanto does not take the options, or optimum-quanto is missing.
+        """
+        self.check(options)
+        if options.axis == -1:
+            return QuantoQuantizer(CodeFormat(options.nbits, options.group_size or DEFAULT_GROUP_SIZE, 1))
+        return QuantoQuantizer(CodeFormat(options.nbits, 1, channel_group(options, head_dim)))

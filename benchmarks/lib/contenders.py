@@ -40,8 +40,8 @@ def roundings(name: str) -> int:
 
     transformers' StaticCache makes attention add the same numbers in another order, through its mask, and so do all
     caches that mark keys for attention: see `kvlayers.kernels.attention.gqa`. Compiled code rounds after several
-    operations instead of after each one, and without a cache all products have other shapes: with 8 layers in bfloat16, some
-    logits then differ by four roundings.
+    operations instead of after each one, and without a cache all products have other shapes: with 8 layers in
+    bfloat16, some logits then differ by four roundings.
     """
     if is_compiled(name) or name == NO_CACHE:
         return 4

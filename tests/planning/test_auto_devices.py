@@ -90,7 +90,7 @@ def test_layers_of_different_sizes_count_for_their_devices(monkeypatch: pytest.M
 
 def test_no_layer_is_left_out_if_the_model_lists_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = spread(4, 1)
-    monkeypatch.setattr(registry, "layer_devices", lambda model: (CPU, DEVICE))
+    monkeypatch.setattr(cache_by_name, "layer_devices", lambda model: (CPU, DEVICE))
     dynamic = layer_bytes(model, "dynamic")
     free = {CPU: dynamic, DEVICE: 3 * dynamic}
     assert type(choice(model, monkeypatch, free)) is kvlayers.DynamicCache

@@ -23,7 +23,7 @@ from kvlayers.kernels.attention.segments import KVSegments, Segment
 from kvlayers.kernels.codes.quantizer_contract import backend
 from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
 from kvlayers.kernels.codes.smoothing import KeySmoothing
-from kvlayers.quantized import plan as plan
+from kvlayers.quantized import plan
 from kvlayers.quantized.checks import check_quantized_state, checked_quantizers, in_one_dtype
 from kvlayers.quantized.packed_blocks import PackedBlocks
 from kvlayers.quantized.parts import QuantizedParts, append_states, residual_after_blocks, residual_length_hint

@@ -35,7 +35,7 @@ import lazy_loader
 
 from kvlayers import rooms  # noqa: F401
 from kvlayers.upstream.supported import check_installed, is_command
-from kvlayers.version import __version__
+from kvlayers.version import __version__ as __version__
 
 if not is_command():
     # The command checks by itself, and does not wait for transformers before it answers `--help`.
@@ -43,8 +43,7 @@ if not is_command():
 
     check_installed()
 
-_public, __dir__, _names = lazy_loader.attach_stub(__name__, __file__)
-__all__ = [*_names, "__version__"]
+_public, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 _MOVED = {
     "caches": (
@@ -162,7 +161,7 @@ def __getattr__(name: str) -> Any:
                 f"`kvlayers.{name}` has moved: write `from {home} import {new}`.", DeprecationWarning, stacklevel=2
             )
             return getattr(importlib.import_module(home), new)
-        if name not in _names and name.isidentifier() and importlib.util.find_spec(f"{__name__}.{name}"):
+        if name not in __all__ and name.isidentifier() and importlib.util.find_spec(f"{__name__}.{name}"):
             value: Any = importlib.import_module(f".{name}", __name__)
         else:
             value = _public(name)

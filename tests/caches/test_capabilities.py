@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+import kvlayers
 from kvlayers import (
     CacheLayer,
     CapacityError,
@@ -17,14 +18,11 @@ from kvlayers import (
     OffloadedLayer,
     Quantization,
     QuantizedLayer,
-    RecallLayer,
-    SinkLayer,
     SlidingLayer,
     StaticLayer,
     StaticSlidingLayer,
 )
 from kvlayers.errors import RollbackError
-from kvlayers.layers import Recall
 from kvlayers.offload import Prefetcher
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import QuantizedStore
@@ -48,9 +46,9 @@ KINDS: dict[str, Callable[[], CacheLayer]] = {
     "SlidingLayer": lambda: SlidingLayer(WINDOW),
     "StaticLayer": lambda: StaticLayer(RESERVED, max_batch_size=6),
     "StaticSlidingLayer": lambda: StaticSlidingLayer(RESERVED, WINDOW, max_batch_size=6),
-    "SinkLayer": lambda: SinkLayer(WINDOW, 2, Rotary(torch.tensor([1.0, 0.1]), "halves")),
+    "SinkLayer": lambda: kvlayers.SinkLayer(WINDOW, 2, Rotary(torch.tensor([1.0, 0.1]), "halves")),
     "EvictingLayer": lambda: EvictingLayer("knorm", budget=16, sink_tokens=2, recent_tokens=8, per_head=False),
-    "RecallLayer": lambda: RecallLayer(Recall(pages=4, page_tokens=8, recent_tokens=8)),
+    "RecallLayer": lambda: kvlayers.RecallLayer(kvlayers.layers.Recall(pages=4, page_tokens=8, recent_tokens=8)),
     "QuantizedLayer": lambda: QuantizedLayer(IN_CODES),
     "SlidingLayer, quantized": lambda: SlidingLayer(WIDE_WINDOW, QuantizedStore(WINDOW_IN_CODES)),
     "DynamicLayer, offloaded": lambda: OffloadedLayer(DynamicLayer(), _prefetcher()),

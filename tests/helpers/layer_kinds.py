@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import kvlayers
 from agreement import check_at_rest, continue_decoding, step
 from kept_oracle import KeptOracle
 from kvlayers import (
@@ -17,14 +18,12 @@ from kvlayers import (
     OffloadedLayer,
     Quantization,
     QuantizedLayer,
-    RecallLayer,
-    SinkLayer,
     SlidingLayer,
     StaticLayer,
     StaticSlidingLayer,
 )
 from kvlayers.errors import RollbackError
-from kvlayers.layers import Recall, TokenLayer
+from kvlayers.layers import TokenLayer
 from kvlayers.offload import Prefetcher
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import QuantizedStore
@@ -64,17 +63,17 @@ def _evicting(per_head: bool, **amount: float) -> tuple[EvictingLayer, KeptOracl
     return layer, KeptOracle("knorm", 2, 4, per_head, **amount)
 
 
-def _recall() -> RecallLayer:
-    return RecallLayer(Recall(pages=2, page_tokens=8, sink_tokens=2, recent_tokens=4))
+def _recall() -> CacheLayer:
+    return kvlayers.RecallLayer(kvlayers.layers.Recall(pages=2, page_tokens=8, sink_tokens=2, recent_tokens=4))
 
 
-def _recall_of_codes() -> RecallLayer:
-    recall = Recall(pages=1, sink_tokens=2, recent_tokens=4)
-    return RecallLayer(recall, store=QuantizedStore(QUANTIZATION))
+def _recall_of_codes() -> CacheLayer:
+    recall = kvlayers.layers.Recall(pages=1, sink_tokens=2, recent_tokens=4)
+    return kvlayers.RecallLayer(recall, store=QuantizedStore(QUANTIZATION))
 
 
-def _sink(window: int, sinks: int, padding: list[int] | None = None) -> tuple[SinkLayer, SinkOracle]:
-    layer = SinkLayer(window, sinks, Rotary(INV_FREQ, "halves"), left_padding=padding)
+def _sink(window: int, sinks: int, padding: list[int] | None = None) -> tuple[CacheLayer, SinkOracle]:
+    layer = kvlayers.SinkLayer(window, sinks, Rotary(INV_FREQ, "halves"), left_padding=padding)
     return layer, SinkOracle(window, sinks, padding)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+import kvlayers
 from agreement import bytes_reached
 from branches import Branch, Kind, check_branches
 from kvlayers import (
@@ -18,7 +19,6 @@ from kvlayers import (
     OffloadedLayer,
     Quantization,
     QuantizedLayer,
-    SinkLayer,
     SlidingLayer,
     StaticLayer,
     StaticSlidingLayer,
@@ -105,11 +105,15 @@ HEAD_DIM, PREFIX, OWN, BRANCHES = 64, 1000, 50, 6
 TOKEN_BYTES = 2 * HEAD_DIM * 4
 WINDOW = 512
 
+ROTARY = Rotary(10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM), "halves")
+
 SHARING: dict[str, Callable[[], CacheLayer]] = {
     "dynamic": DynamicLayer,
     "sliding": lambda: SlidingLayer(WINDOW),
     "sliding over more than is seen": lambda: SlidingLayer(4 * PREFIX),
-    "sink": lambda: SinkLayer(WINDOW, 4, Rotary(10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM), "halves")),
+    "sink": lambda: kvlayers.SinkLayer(
+        WINDOW, 4, Rotary(10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM), "halves")
+    ),
     "int8": lambda: QuantizedLayer(Quantization(nbits=8)),
     "int4": lambda: QuantizedLayer(Quantization(nbits=4)),
     "int2": lambda: QuantizedLayer(Quantization(nbits=2)),
@@ -141,7 +145,7 @@ def bytes_of_all(layers: list[CacheLayer]) -> int:
 def own_bytes(layer: CacheLayer) -> int:
     """Bytes of the tokens of a branch: in full precision, and in codes if some of them have been packed by now."""
     # Sinks are written in front of a window, so each part of it in memory of its own has room for them.
-    own = (OWN + (layer.num_sink_tokens if isinstance(layer, SinkLayer) else 0)) * TOKEN_BYTES
+    own = (OWN + (layer.num_sink_tokens if isinstance(layer, kvlayers.SinkLayer) else 0)) * TOKEN_BYTES
     if layer.bits is None:
         return own
     tensors = layer.state().tensors

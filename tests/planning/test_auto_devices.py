@@ -9,6 +9,7 @@ from torch import nn
 
 import kvlayers
 from fake_device import CPU, DEVICE, IS_SUPPORTED
+from kvlayers.generation import cache_by_name
 from kvlayers.planning import auto
 from kvlayers.upstream.model_layers import layer_devices
 from models import fresh_model

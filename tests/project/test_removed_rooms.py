@@ -1,0 +1,124 @@
+"""A room can be removed: without its folder and its lines in the tables, everything else works."""
+
+import ast
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+ROOMS = ("recall", "sinks")
+OTHERS = ["layers", "caches", "stores", "persistence", "generation/test_registry.py", "planning", "offload"]
+"""The tests that see most of a missing room."""
+
+WORKS = """
+import importlib, pkgutil, sys
+import torch
+import kvlayers, kvlayers.layers, kvlayers.stores
+from kvlayers.errors import RegistryError
+
+room = sys.argv[1]
+for module in pkgutil.walk_packages(kvlayers.__path__, "kvlayers."):
+    if not module.name.startswith(("kvlayers.tools", "kvlayers.evaluation", "kvlayers.__main__", "kvlayers.kernels")):
+        importlib.import_module(module.name)
+for name in kvlayers.__all__:
+    getattr(kvlayers, name)
+import transformers
+config = transformers.LlamaConfig(vocab_size=31, hidden_size=64, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+model = transformers.AutoModelForCausalLM.from_config(config).eval()
+ids = torch.arange(3, 23)[None]
+names = set(kvlayers.cache_names())
+assert {"dynamic", "static", "int4", "offloaded", "evicting", "auto"} <= names
+with kvlayers.installed():
+    for name in sorted(names - {"auto", "sliding_window", "hybrid", "hybrid_chunked"}):
+        options = {"keep": 0.5} if name in ("evicting", *kvlayers.eviction.BUILTIN_RULES) else {}
+        model.generate(ids, cache_implementation=name, cache_config=options, max_new_tokens=4, do_sample=False)
+try:
+    kvlayers.make_cache("recall" if room == "recall" else "sink", model)
+except RegistryError as error:
+    assert "unknown cache name" in str(error), error
+else:
+    raise AssertionError("the name is still known")
+if room == "recall":
+    try:
+        kvlayers.DynamicCache(recall={"pages": 4})
+    except RegistryError as error:
+        assert "'recall'" in str(error), error
+    else:
+        raise AssertionError("recall works without its room")
+"""
+
+
+def without_names(path: pathlib.Path, room: str) -> None:
+    """Remove from a list of public names what it imports from a room."""
+    text = path.read_text()
+    lines = text.splitlines(keepends=True)
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith((f"kvlayers.{room}.", f"{room}.")):
+            names |= {alias.name for alias in node.names}
+            lines[node.lineno - 1 : node.end_lineno] = ["\n"] * (node.end_lineno - node.lineno + 1)
+    path.write_text("".join(line for line in lines if not re.fullmatch(rf'\s*"({"|".join(names or {"-"})})",\n', line)))
+
+
+def removed(room: str, tree: pathlib.Path) -> pathlib.Path:
+    """A copy of the package without a room."""
+    package = tree / "src" / "kvlayers"
+    shutil.copytree(ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(package / room)
+    table = package / "rooms.py"
+    table.write_text("".join(line for line in table.read_text().splitlines(True) if f"kvlayers.{room}" not in line))
+    facade = package / "layers.py"
+    public = set(re.findall(r'^    "(\w+)",$', facade.read_text(), re.M))
+    without_names(facade, room)
+    gone = public - set(re.findall(r'^    "(\w+)",$', facade.read_text(), re.M))
+    stub = package / "__init__.pyi"
+    without_names(stub, room)
+    stub.write_text(
+        "".join(
+            line for line in stub.read_text().splitlines(True) if not any(re.search(rf"\b{n}\b", line) for n in gone)
+        )
+    )
+    return tree
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", ROOMS)
+def test_everything_else_works_without_a_room(room: str, tmp_path: pathlib.Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(removed(room, tmp_path) / "src")}
+    ran = subprocess.run(
+        [sys.executable, "-c", WORKS, room], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("Error") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("room", ROOMS)
+def test_all_other_tests_pass_without_a_room(room: str, tmp_path: pathlib.Path) -> None:
+    tree = removed(room, tmp_path)
+    for name in ("tests", "docs", "benchmarks", "README.md", "pyproject.toml", "CONTRIBUTING.md"):
+        source = ROOT / name
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, tree / name)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tree / "src"), str(tree / "tests" / "helpers")]),
+        "KVLAYERS_WITHOUT_ROOM": room,
+    }
+    command = [sys.executable, "-m", "pytest", "-p", "without_room", "-m", "not slow", "-q", "-o", "addopts="]
+    ran = subprocess.run(
+        [*command, *(f"tests/{each}" for each in OTHERS)],
+        env=environment,
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:]

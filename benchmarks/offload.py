@@ -29,7 +29,7 @@ import torch
 import transformers
 
 import kvlayers
-import kvlayers.offload.prefetcher
+import kvlayers.offload.offloading
 from kvlayers.tools.measuring.interleave import quiet_clock
 from lib.workload import RandomModel, Shape
 
@@ -84,7 +84,7 @@ def count_traffic(model: Any, prompt: torch.Tensor, new: int) -> dict[str, Any]:
         prefetcher = functools.partial(
             kvlayers.offload.Prefetcher, transfers=lambda device, transfers=transfers: transfers
         )
-        with mock.patch.object(kvlayers.offload.prefetcher, "Prefetcher", prefetcher):
+        with mock.patch.object(kvlayers.offload.offloading, "Prefetcher", prefetcher):
             cache = make(model.config, prompt.shape[1])
         tokens = decode(model, cache, prompt, new)
         steps = [cache.traffic.of_step(step) for step in range(-new + 1, 0)]

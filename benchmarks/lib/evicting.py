@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvlayers
-import kvlayers.offload.prefetcher
+import kvlayers.offload.offloading
 from kvlayers.kernels.attention import reference
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
@@ -253,7 +253,7 @@ def measure_traffic(
         prefetcher = functools.partial(
             kvlayers.offload.Prefetcher, transfers=lambda device, transfers=transfers: transfers
         )
-        with mock.patch.object(kvlayers.offload.prefetcher, "Prefetcher", prefetcher):
+        with mock.patch.object(kvlayers.offload.offloading, "Prefetcher", prefetcher):
             cache = make(workload.model.config, True)
         tokens, _ = decode(workload.model, cache, prompt, new)
         if tokens != decode(workload.model, make(workload.model.config, False), prompt, new)[0]:

@@ -133,7 +133,7 @@ def test_each_class_has_a_name_of_its_own() -> None:
 
 MOST_STATEMENTS = 29_320
 MOST_IN_THE_CORE = 3_560
-MOST_FILES = 305
+MOST_FILES = 306
 LONGEST_CHAIN = 7
 """Ceilings of the package. They go down with the code, and up only for a reason that the same commit gives."""
 

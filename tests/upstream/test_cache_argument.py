@@ -24,7 +24,7 @@ CALLED_CACHE = pytest.mark.skipif(
 
 def test_only_one_file_spells_the_names() -> None:
     """A parameter of kvlayers' own may have such a name, and what reads it."""
-    own_parameters = {"dynamic.py", "encoder_decoder.py", "transformers4_names.py"}
+    own_parameters = {"dynamic_cache.py", "encoder_decoder_cache.py", "transformers4_names.py"}
     found = {
         path.name
         for path in SOURCES.rglob("*.py")

@@ -21,6 +21,7 @@ from kvlayers.kernels.codes.packed_side import PackedSide, side_bytes
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Side
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import TritonKernel
+from matrix import of_cases
 from triton_decode_cases import CASES
 
 with_triton = versions.interprets_kernels
@@ -34,7 +35,7 @@ def interpreted() -> dict[str, Any]:
 
 @pytest.mark.slow
 @with_triton
-@pytest.mark.parametrize("name", [*CASES, "several blocks a split"])
+@pytest.mark.parametrize("name", [*of_cases(CASES), "several blocks a split"])
 def test_attention_is_that_of_the_states_that_codes_stand_for(interpreted: dict[str, Any], name: str) -> None:
     errors = interpreted["cases"][name]
     assert isinstance(errors, dict), errors
@@ -183,7 +184,7 @@ def test_drafts_and_histories_of_all_lengths_share_a_few_compiled_kernels(monkey
 
 @pytest.mark.slow
 @with_triton
-@pytest.mark.parametrize(("bits", "queries"), [(2, 1), (4, 16)])
+@pytest.mark.parametrize(("bits", "queries"), [pytest.param(2, 1, marks=pytest.mark.nightly), (4, 16)])
 def test_operands_of_products_have_each_number_once(monkeypatch: pytest.MonkeyPatch, bits: int, queries: int) -> None:
     """On Hopper, where the interpreter tells nothing of layouts: four threads share a row of numbers to multiply."""
     from triton.backends.compiler import GPUTarget

@@ -19,8 +19,8 @@ import versions
 from kvlayers import OptionError, PrefixStore
 from kvlayers.generation.prefix_reuse.active_store import CURRENT
 from kvlayers.upstream import cache_argument, compat
+from matrix import once, product
 from models import WINDOW, fresh_model, prompt, tiny_model
-from pairwise import in_turn
 
 ROOM = 2**30
 PAD = 0
@@ -93,8 +93,7 @@ def chat(family: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
 # One prompt
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "family"), once(NAMES, FAMILIES, times=2))
 def test_a_chat_pays_for_its_new_tokens_alone(name: str, family: str) -> None:
     model, store = tiny_model(family), PrefixStore(ROOM, snapshot_tokens=SNAPSHOT)
     for turn, (ids, expected) in enumerate(chat(family)):
@@ -247,7 +246,7 @@ LENGTHS = {"equal": (5, 5, 5), "padded": (3, 9, 6)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "name", "kind"), in_turn(FAMILIES, NAMES, LENGTHS))
+@pytest.mark.parametrize(("family", "name", "kind"), product(FAMILIES, NAMES, LENGTHS))
 def test_questions_over_one_document(family: str, name: str, kind: str) -> None:
     lengths = LENGTHS[kind]
     model, store = tiny_model(family), PrefixStore(ROOM, snapshot_tokens=SNAPSHOT)
@@ -313,7 +312,7 @@ SEVERAL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "name", "way"), in_turn(FAMILIES, ["dynamic", "static", "offloaded", "int8"], SEVERAL)
+    ("family", "name", "way"), product(FAMILIES, ["dynamic", "static", "offloaded", "int8"], SEVERAL)
 )
 def test_beams_and_samples_go_on_from_what_is_held(family: str, name: str, way: str) -> None:
     asked = SEVERAL[way]
@@ -528,8 +527,7 @@ def test_a_prompt_that_is_read_in_chunks(family: str) -> None:
 # Files
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("name", "family"), once(NAMES, FAMILIES))
 def test_another_process_goes_on_from_files(name: str, family: str, tmp_path: pathlib.Path) -> None:
     model = tiny_model(family)
     for turn, (ids, expected) in enumerate(chat(family)):

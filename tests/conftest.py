@@ -25,9 +25,16 @@ import versions
 from counted_graphs import counted as counted
 from kvlayers.quantizers import smoothing
 from kvlayers.tools import kernels
+from rounds import NIGHTLY
 
-hypothesis.settings.register_profile("kvlayers", deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.load_profile("kvlayers")
+# The gate looks at the same few examples in every run, so that it fails for what a change did; a night looks at others.
+hypothesis.settings.register_profile(
+    "gate", deadline=None, derandomize=True, print_blob=True, max_examples=25, stateful_step_count=25
+)
+hypothesis.settings.register_profile(
+    "nightly", deadline=None, derandomize=False, print_blob=True, max_examples=250, stateful_step_count=50
+)
+hypothesis.settings.load_profile("nightly" if NIGHTLY else "gate")
 
 
 # Tensors and caches go when the last name of them does: cycles are what compilers leave, and may wait for longer.
@@ -40,13 +47,25 @@ FIRST = (
 """Files of long tests, or of tests that share what takes long, in the order in which they run."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of several processes, one that has nothing left takes over what is last with another: let that be short."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is for the night, and put long tests first.
+
+    Of several processes, one that has nothing left takes over what is last with another: let that be short.
+    """
+    if not NIGHTLY:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     for item in items:
         if item.name == "kvlayers.caches.aliases.MambaCache":
             # A doctest, which has no place for a condition of its own.
             item.add_marker(versions.kvlayers_recurrent_layers)
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Said here as well, since pytest counts what is deselected only if it runs in one process."""
+    if not NIGHTLY:
+        terminalreporter.write_line("Without the tests that are marked nightly: `make nightly` runs them.")
 
 
 def pytest_collection_finish() -> None:

@@ -25,8 +25,8 @@ from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.attention.segments import KVSegments
+from matrix import product
 from models import prompt, tiny_model
-from pairwise import in_turn
 from random_states import SUMS, Rule, check, code_format, packed_states
 
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
@@ -127,7 +127,7 @@ def two_threads() -> Iterator[None]:
 # The kernels
 
 
-@pytest.mark.parametrize(("layout", "width", "dtype"), in_turn(LAYOUTS, WIDTHS, DTYPES))
+@pytest.mark.parametrize(("layout", "width", "dtype"), product(LAYOUTS, WIDTHS, DTYPES))
 @pytest.mark.parametrize("attend", KERNELS)
 def test_attention_is_that_of_the_states_that_the_codes_stand_for(
     attend: Callable[..., Tensor], width: int | str, dtype: torch.dtype, layout: str
@@ -166,7 +166,7 @@ def test_nothing_of_a_call_is_left_for_the_next(dtype: torch.dtype) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("layout", "width", "dtype"), in_turn(LAYOUTS, WIDTHS, DTYPES))
+@pytest.mark.parametrize(("layout", "width", "dtype"), product(LAYOUTS, WIDTHS, DTYPES))
 def test_the_products_of_eager_attention_are_those_of_the_states(
     width: int | str, dtype: torch.dtype, layout: str
 ) -> None:

@@ -21,6 +21,7 @@ from kvlayers.quantizers.contract import CodeFormat, Side
 from kvlayers.quantizers.packed_side import PackedSide, side_bytes
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import TritonKernel
+from matrix import of_cases
 from triton_decode_cases import CASES
 
 with_triton = versions.interprets_kernels
@@ -34,7 +35,7 @@ def interpreted() -> dict[str, Any]:
 
 @pytest.mark.slow
 @with_triton
-@pytest.mark.parametrize("name", [*CASES, "several blocks a split"])
+@pytest.mark.parametrize("name", [*of_cases(CASES), "several blocks a split"])
 def test_attention_is_that_of_the_states_that_codes_stand_for(interpreted: dict[str, Any], name: str) -> None:
     errors = interpreted["cases"][name]
     assert isinstance(errors, dict), errors

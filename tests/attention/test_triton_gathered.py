@@ -6,6 +6,7 @@ import pytest
 
 import interpreted_kernels
 import versions
+from matrix import of_cases
 from triton_gathered_cases import CASES, FEW_SPLITS
 
 pytestmark = [pytest.mark.slow, versions.interprets_kernels]
@@ -34,7 +35,7 @@ def interpreted() -> dict[str, Any]:
     return interpreted_kernels.results_of("triton_gathered_cases")
 
 
-@pytest.mark.parametrize("name", [*CASES, *(f"{name}, few splits" for name in FEW_SPLITS)])
+@pytest.mark.parametrize("name", [*of_cases(CASES), *(f"{name}, few splits" for name in FEW_SPLITS)])
 def test_attention_is_that_of_the_tokens_of_pieces(interpreted: dict[str, Any], name: str) -> None:
     errors = interpreted["cases"][name]
     assert isinstance(errors, dict), errors
@@ -42,6 +43,6 @@ def test_attention_is_that_of_the_tokens_of_pieces(interpreted: dict[str, Any], 
     assert errors["lse"] <= 1
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", of_cases(CASES))
 def test_gathered_segments_are_read_in_the_launch_of_those_around(interpreted: dict[str, Any], name: str) -> None:
     assert interpreted["cases"][name]["launches"] == LAUNCHES.get(name, 2)

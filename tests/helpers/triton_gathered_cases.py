@@ -17,6 +17,7 @@ from kvlayers.attention.cuda.plan import Launch
 from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows
 from kvlayers.attention.segments import GatheredSegment, KVSegments, Segment
 from kvlayers.quantizers.contract import Side
+from matrix import to_run
 from packed_reference import counted_launches
 from triton_decode_cases import FLOAT8, SIDES, Case, hadamard, native, quantized, states_in_float64
 
@@ -306,7 +307,7 @@ FEW_SPLITS = ("dense, uneven heads", "4 bits, uneven heads")
 
 def check_cases() -> dict[str, Any]:
     # As many splits as pieces: merging is part of every case.
-    runs = [(name, name, Launch(programs=10**6, minimum_blocks=1)) for name in CASES]
+    runs = [(name, name, Launch(programs=10**6, minimum_blocks=1)) for name in to_run(CASES)]
     runs += [(f"{name}, few splits", name, Launch(minimum_blocks=3)) for name in FEW_SPLITS]
     found: dict[str, Any] = {}
     for name, case, launch in runs:

@@ -12,9 +12,9 @@ import kvlayers
 from agreement import check_at_rest, step, tensors_in
 from kvlayers import CacheLayer, DynamicCache, DynamicLayer
 from layer_kinds import KINDS
+from matrix import product
 from models import prompt, tiny_model
 from oracle import Oracle, states
-from pairwise import in_turn
 
 SHARES = [kind for kind in KINDS if "static" not in kind and "offloaded" not in kind]
 
@@ -82,7 +82,7 @@ CHANGES: dict[str, Callable[[CacheLayer, Oracle], object]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "change", "changed"), in_turn(KINDS, CHANGES, ["original", "fork"]))
+@pytest.mark.parametrize(("kind", "change", "changed"), product(KINDS, CHANGES, ["original", "fork"]))
 def test_what_is_done_to_one_does_not_show_in_the_other(kind: str, change: str, changed: str) -> None:
     generator = torch.Generator().manual_seed(0)
     layer, oracle = filled(kind, generator)

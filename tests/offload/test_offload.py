@@ -22,9 +22,9 @@ from kvlayers import CapacityError, OffloadedLayer, OptionError
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.layers import TokenLayer
 from kvlayers.offload import HostMemory, Prefetcher, Traffic
+from matrix import product
 from models import CONFIGS, fresh_model, prompt, tiny_model
 from oracle import states
-from pairwise import in_turn
 from recording_transfers import RecordingTransfers
 
 QUANTIZED = {"nbits": 4, "residual_length": 16, "sink_tokens": 4, "q_group_size": 4}
@@ -86,7 +86,7 @@ def pair(kind: str, family: str = "gemma3") -> tuple[Any, kvlayers.Cache, kvlaye
 # The same tokens
 
 
-@pytest.mark.parametrize(("family", "kind", "progress"), in_turn(["llama", "gemma3", "deepseek_v3"], CACHES, PROGRESS))
+@pytest.mark.parametrize(("family", "kind", "progress"), product(["llama", "gemma3", "deepseek_v3"], CACHES, PROGRESS))
 def test_logits_are_those_of_the_same_cache_on_its_device(
     monkeypatch: pytest.MonkeyPatch, family: str, kind: str, progress: str
 ) -> None:

@@ -18,8 +18,8 @@ from kvlayers.generation import registry
 from kvlayers.generation.registry import named_cache
 from kvlayers.layers import TokenLayer
 from kvlayers.upstream import cache_argument, model_layers
+from matrix import product
 from models import COMMON, CONFIGS, WINDOW, fresh_model, prompt, tiny_model
-from pairwise import in_turn
 
 UNKNOWN = ("minimax",)
 """Families whose models have states of a form of their own."""
@@ -128,7 +128,7 @@ LENGTHS = [(1, 1), (99, 2), (125, 1), (207, 1), (209, 3), (500, 2), (1000, 1)]
 
 
 @pytest.mark.parametrize(
-    ("length", "family", "dtype"), in_turn(LENGTHS, ["llama", "gemma2"], [torch.float32, torch.bfloat16])
+    ("length", "family", "dtype"), product(LENGTHS, ["llama", "gemma2"], [torch.float32, torch.bfloat16])
 )
 def test_a_plan_is_what_caches_hold_at_every_length(length: tuple[int, int], family: str, dtype: torch.dtype) -> None:
     config, (tokens, batch) = LLAMA if family == "llama" else WINDOWED, length

@@ -19,8 +19,8 @@ import versions
 from kvlayers import OptionError, PrefixStore
 from kvlayers.generation.prefixes.active_store import CURRENT
 from kvlayers.upstream import cache_argument, compat
+from matrix import product
 from models import WINDOW, fresh_model, prompt, tiny_model
-from pairwise import in_turn
 
 ROOM = 2**30
 PAD = 0
@@ -247,7 +247,7 @@ LENGTHS = {"equal": (5, 5, 5), "padded": (3, 9, 6)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "name", "kind"), in_turn(FAMILIES, NAMES, LENGTHS))
+@pytest.mark.parametrize(("family", "name", "kind"), product(FAMILIES, NAMES, LENGTHS))
 def test_questions_over_one_document(family: str, name: str, kind: str) -> None:
     lengths = LENGTHS[kind]
     model, store = tiny_model(family), PrefixStore(ROOM, snapshot_tokens=SNAPSHOT)
@@ -313,7 +313,7 @@ SEVERAL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "name", "way"), in_turn(FAMILIES, ["dynamic", "static", "offloaded", "int8"], SEVERAL)
+    ("family", "name", "way"), product(FAMILIES, ["dynamic", "static", "offloaded", "int8"], SEVERAL)
 )
 def test_beams_and_samples_go_on_from_what_is_held(family: str, name: str, way: str) -> None:
     asked = SEVERAL[way]

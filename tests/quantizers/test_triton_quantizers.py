@@ -16,6 +16,7 @@ from kvlayers.quantizers.cuda import launch
 from kvlayers.quantizers.cuda.launch import pack_obstacle, read_obstacle
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
+from matrix import of_cases
 from packing_cases import PACKINGS
 from triton_quantizer_cases import READINGS
 
@@ -31,7 +32,7 @@ def interpreted() -> dict[str, Any]:
 
 @pytest.mark.slow
 @with_triton
-@pytest.mark.parametrize("name", PACKINGS)
+@pytest.mark.parametrize("name", of_cases(PACKINGS))
 def test_kernels_pack_the_codes_that_the_cpu_packs(interpreted: dict[str, Any], name: str) -> None:
     found = interpreted["packings"][name]
     assert isinstance(found, dict), found
@@ -59,7 +60,7 @@ def test_the_kernel_finds_the_vectors_that_torch_finds(interpreted: dict[str, An
 
 @pytest.mark.slow
 @with_triton
-@pytest.mark.parametrize("name", PACKINGS)
+@pytest.mark.parametrize("name", of_cases(PACKINGS))
 def test_kernels_read_the_states_of_blocks_that_they_packed(interpreted: dict[str, Any], name: str) -> None:
     found = interpreted["packings"][name]
     assert isinstance(found, dict), found

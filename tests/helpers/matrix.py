@@ -1,0 +1,63 @@
+"""Which cases the gate runs: all combinations of parameters are for the night, and few have every pair of values."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from rounds import NIGHTLY
+
+
+def product(*axes: Iterable[Any]) -> list[Any]:
+    """Every combination of one value of each axis, for `parametrize`. Those that add no pair of values are nightly."""
+    values = [list(axis) for axis in axes]
+    kept = covering([len(axis) for axis in values])
+    return [
+        pytest.param(*combination, marks=() if places in kept else pytest.mark.nightly)
+        for places, combination in zip(
+            itertools.product(*(range(len(axis)) for axis in values)), itertools.product(*values), strict=True
+        )
+    ]
+
+
+def of_cases(cases: dict[str, Any]) -> list[Any]:
+    """The names of cases, for `parametrize`. In the gate are so many that each value of each field is in one."""
+    kept = telling(cases)
+    return [pytest.param(name, marks=() if name in kept else pytest.mark.nightly) for name in cases]
+
+
+def to_run(cases: dict[str, Any]) -> list[str]:
+    """The names of the cases that tests by `of_cases` ask for, as far as they run, where one process runs them all."""
+    kept = telling(cases)
+    return [name for name in cases if NIGHTLY or name in kept]
+
+
+def telling(cases: dict[str, Any]) -> set[str]:
+    """Names of few cases, which are dataclasses, that have all values of their fields between them."""
+    values = {name: set(map(repr, dataclasses.asdict(case).items())) for name, case in cases.items()}
+    kept, missing = set(), set.union(*values.values())
+    while missing:
+        most = max(cases, key=lambda name: len(values[name] & missing))
+        kept.add(most)
+        missing -= values[most]
+    return kept
+
+
+def covering(sizes: Sequence[int]) -> set[tuple[int, ...]]:
+    """Places of values such that each value of an axis meets each value of every other axis, and few of them.
+
+    First come combinations of which every pair is new, then those with one pair less, and so on.
+    """
+    if len(sizes) == 1:
+        return {(place,) for place in range(sizes[0])}
+    kept: set[tuple[int, ...]] = set()
+    met: set[tuple[tuple[int, int], ...]] = set()
+    for least in range(len(sizes) * (len(sizes) - 1) // 2, 0, -1):
+        for places in itertools.product(*map(range, sizes)):
+            pairs = set(itertools.combinations(enumerate(places), 2))
+            if len(pairs - met) >= least:
+                kept.add(places)
+                met |= pairs
+    return kept

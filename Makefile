@@ -13,7 +13,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 PLATFORMS ?= manylinux_2_17_x86_64 manylinux_2_17_aarch64
 ARGS ?=
 
-.PHONY: help demo test newest oldest fast bench claims docs dist clean
+.PHONY: help demo test newest oldest fast nightly bench claims docs dist clean
 # Two targets at once would share the cores.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
@@ -24,9 +24,9 @@ help: ## This list
 demo: $(MODEL)/config.json ## A real model through every cache; ARGS='"A prompt" --context 512' for another run
 	KVLAYERS_COMPILE=wait KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/kvlayers demo $(ARGS)
 
-test: newest oldest ## All that CI runs
+test: newest oldest ## The gate: all that CI runs for a change
 
-newest: $(VENV)/installed $(MODEL)/config.json ## Lint, types and every test, on the newest transformers
+newest: $(VENV)/installed $(MODEL)/config.json ## Lint, types and the tests of the gate, on the newest transformers
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -37,6 +37,9 @@ oldest: $(VENV)/installed ## The core of the tests on the oldest transformers
 
 fast: $(VENV)/installed ## The tests that are not slow, in a few minutes
 	$(PYTEST) -m "not slow" $(ARGS)
+
+nightly: $(VENV)/installed $(MODEL)/config.json ## Every test: all products, long random sequences, wheels; an hour or more
+	KVLAYERS_NIGHTLY=1 KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(PYTEST) $(ARGS)
 
 bench: $(VENV)/installed $(MODEL)/config.json ## Step time, update time and bytes, compared with transformers' caches
 	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python benchmarks/decode.py $(ARGS)

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import kvlayers
 from kvlayers.attention import dense_kernels, gqa
 from kvlayers.attention.gqa import CPU_MINIMUM_FLOAT32_TOKENS, GroupedKeys, marked_for_sdpa
+from matrix import product
 from models import prompt, tiny_model
 
 BATCH = 8
@@ -44,10 +45,10 @@ def states(
     return query, keys, values
 
 
-@pytest.mark.parametrize("tokens", [1, 130, 2000])
-@pytest.mark.parametrize("value_dim", [16, 24])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (4, 4), (6, 1), (6, 3)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dtype", "value_dim", "tokens"),
+    product([(8, 2), (4, 4), (6, 1), (6, 3)], [torch.float32, torch.bfloat16, torch.float16], [16, 24], [1, 130, 2000]),
+)
 def test_attention_is_no_further_from_exact_than_with_unmarked_keys(
     heads: int, kv_heads: int, dtype: torch.dtype, value_dim: int, tokens: int
 ) -> None:

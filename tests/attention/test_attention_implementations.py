@@ -13,6 +13,7 @@ from flash_stand_in import flash_attention as flash_attention
 from kvlayers.attention import dispatch
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.upstream import compat
+from matrix import once
 from models import fresh_model, given, prompt
 
 QUANTIZATION = {"nbits": 4, "residual_length": 8}
@@ -57,11 +58,12 @@ def logits(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None)
 
 
 @pytest.mark.usefixtures("flash_attention")
-@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize(
-    ("family", "kind"),
-    # Sinks need layers without windows.
-    [*(("llama", kind) for kind in CACHES), *(("mistral", kind) for kind in CACHES if "sinks" not in kind)],
+    ("family", "kind", "padded"),
+    once(
+        [*(("llama", kind) for kind in CACHES), *(("mistral", kind) for kind in CACHES if "sinks" not in kind)],
+        [False, True],
+    ),
 )
 def test_flash_attention_attends_to_what_sdpa_does(family: str, kind: str, padded: bool) -> None:
     model = fresh_model(family, **({"sliding_window": 90} if family == "mistral" else {}))

@@ -14,7 +14,7 @@ import versions
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-pytestmark = [pytest.mark.slow, versions.compiles_kernels]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, versions.compiles_kernels]
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.attention.segments import KVSegments
 from kvlayers.quantizers.contract import CodeFormat, QuantizedGroups, Side
 from kvlayers.quantizers.packed_side import PackedSide, pack_side
+from matrix import product
 
 BLOCK = 64
 BLOCKS = 4
@@ -95,10 +96,9 @@ def check(query: Tensor, held: KVSegments, mask: Tensor | None, scale: float) ->
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-@pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-@pytest.mark.parametrize("group", [1, 4, 7])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "group", "head_dim", "cut"), product(DTYPES, [1, 4, 7], [64, 80, 128], [False, True])
+)
 def test_sinks_packed_blocks_and_residual_are_one_attention(
     dtype: torch.dtype, group: int, head_dim: int, cut: bool
 ) -> None:
@@ -109,9 +109,9 @@ def test_sinks_packed_blocks_and_residual_are_one_attention(
         check(query.contiguous(), held, torch.rand(batch, 1, queries, held.tokens) > 0.4, head_dim**-0.5)
 
 
-@pytest.mark.parametrize("kind", ["bool", "float32", "own dtype", "with -inf"])
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "group", "kind"), product(DTYPES, [1, 4], ["bool", "float32", "own dtype", "with -inf"])
+)
 def test_masks_of_every_shape_and_kind(dtype: torch.dtype, group: int, kind: str) -> None:
     heads = KV_HEADS * group
     for batch, queries in itertools.product((1, 3), (1, 4)):

@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvlayers import DynamicLayer
 from kvlayers.attention import fused, segment_kinds
 from kvlayers.attention.packed_tensor import PackedStates
+from matrix import product
 
 PREFIXES, REPEATS, PREFIX_TOKENS = 2, 3, 50
 
@@ -74,9 +75,10 @@ def check(twin: Twin, keys: Tensor, values: Tensor, group: int, queries: int, ma
     assert (seen.double() - wanted).norm() <= limit
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize(("kv_heads", "group"), [(2, 1), (2, 3), (1, 4)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("choice", "kv_heads", "group", "dtype"),
+    product(CHOICES, [(2, 1), (2, 3), (1, 4)], [torch.float32, torch.bfloat16]),
+)
 def test_attention_is_that_over_prefix_and_own_tokens(
     indices_are: str, choice: str, kv_heads: int, group: int, dtype: torch.dtype
 ) -> None:

@@ -29,6 +29,7 @@ from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment, Segmen
 from kvlayers.attention.segments import GatheredSegment, KVSegments
 from kvlayers.attention.snapshot import Snapshot, Version
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from matrix import once
 from random_states import SUMS, check
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -92,8 +93,7 @@ def random_mask(kind: str, query: Tensor, held: Mixed) -> Tensor | None:
 MASKS = ["none", "additive", "by head", "causal", "left padding"]
 
 
-@pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "name"), once(DTYPES, SOURCES))
 def test_each_head_attends_to_its_own_pieces(with_kernel: bool, dtype: torch.dtype, name: str) -> None:
     for seed in range(4):
         batch = 1 + seed % 2
@@ -139,8 +139,7 @@ def test_segments_of_which_no_head_reads_a_token(with_kernel: bool) -> None:
         held.check(query, None, dispatch.attend(query, held.segments, None, 0.2, PathCounter()))
 
 
-@pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "name"), once([torch.float32, torch.bfloat16], SOURCES))
 def test_the_products_of_eager_attention(with_kernel: bool, dtype: torch.dtype, name: str) -> None:
     held = around(held_pieces(name, 2, dtype, 3), 2, dtype)
     query = held.query(2, 3)
@@ -157,8 +156,9 @@ def test_the_products_of_eager_attention(with_kernel: bool, dtype: torch.dtype, 
     check(sums, weights.double() @ values, weights.double() @ values.norm(dim=-1, keepdim=True))
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if name not in ("packed 2", "packed 4", "packed 8")])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "name"), once(DTYPES, [name for name in SOURCES if name not in ("packed 2", "packed 4", "packed 8")])
+)
 def test_many_queries(dtype: torch.dtype, name: str) -> None:
     for seed, group in ((5, 1), (6, 3)):
         held = around(held_pieces(name, 2, dtype, seed), 2, dtype)
@@ -274,8 +274,7 @@ def test_what_stands_beside_the_pieces_is_not_read(with_kernel: bool, name: str)
     held.check(query, None, seen)
 
 
-@pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "name"), once([torch.float32, torch.bfloat16], SOURCES))
 def test_the_path_of_accelerators(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, name: str) -> None:
     monkeypatch.setattr(pieces, "MINIMUM_SLAB_TOKENS", 2 * BLOCK)
     monkeypatch.setattr(pieces, "SLAB_BYTES", 1)

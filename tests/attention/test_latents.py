@@ -16,6 +16,7 @@ from kvlayers.attention.latents.absorption import BLOCKS, EXPANDED, by_products
 from kvlayers.attention.latents.expansion import AssembledKeys, ExpandedLatents, LatentStates, as_latents
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.upstream import compat
+from matrix import product
 from models import COMMON, prompt
 
 if not compat.CACHES_LATENTS:
@@ -102,9 +103,7 @@ CACHES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("padding", [0, 7])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("family", "implementation", "padding"), product(CONFIGS, ["sdpa", "eager"], [0, 7]))
 def test_steps_and_chunks_give_the_logits_of_transformers(family: str, implementation: str, padding: int) -> None:
     model, ids = model_of(family, implementation), prompt(2, 120)
     chunks = (90, 1, 1, 5, 1, 20, 1, 1)

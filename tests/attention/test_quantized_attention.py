@@ -127,8 +127,7 @@ def two_threads() -> Iterator[None]:
 # The kernels
 
 
-@pytest.mark.parametrize(("layout", "width", "dtype"), product(LAYOUTS, WIDTHS, DTYPES))
-@pytest.mark.parametrize("attend", KERNELS)
+@pytest.mark.parametrize(("attend", "width", "dtype", "layout"), product(KERNELS, WIDTHS, DTYPES, LAYOUTS))
 def test_attention_is_that_of_the_states_that_the_codes_stand_for(
     attend: Callable[..., Tensor], width: int | str, dtype: torch.dtype, layout: str
 ) -> None:
@@ -202,9 +201,9 @@ MASK_SHAPES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["bool", "float", "float with -inf", "bfloat16"])
-@pytest.mark.parametrize("shape", MASK_SHAPES)
-@pytest.mark.parametrize("attend", KERNELS)
+@pytest.mark.parametrize(
+    ("attend", "shape", "kind"), product(KERNELS, MASK_SHAPES, ["bool", "float", "float with -inf", "bfloat16"])
+)
 def test_masks_of_every_shape_and_kind(attend: Callable[..., Tensor], shape: str, kind: str) -> None:
     case = Case()
     query = case.query(3, 3)
@@ -478,10 +477,7 @@ ATTENTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize(("attention", "groups", "queries", "dtype"), product(ATTENTIONS, [1, 3], [1, 3], DTYPES))
 def test_attention_to_packed_states_makes_no_dense_copy(
     attention: str, groups: int, queries: int, dtype: torch.dtype, no_copy: Callable[[], None]
 ) -> None:

@@ -182,7 +182,7 @@ def test_drafts_and_histories_of_all_lengths_share_a_few_compiled_kernels(monkey
 
 @pytest.mark.slow
 @with_triton
-@pytest.mark.parametrize(("bits", "queries"), [(2, 1), (4, 16)])
+@pytest.mark.parametrize(("bits", "queries"), [pytest.param(2, 1, marks=pytest.mark.nightly), (4, 16)])
 def test_operands_of_products_have_each_number_once(monkeypatch: pytest.MonkeyPatch, bits: int, queries: int) -> None:
     """On Hopper, where the interpreter tells nothing of layouts: four threads share a row of numbers to multiply."""
     from triton.backends.compiler import GPUTarget

@@ -13,6 +13,7 @@ import kvlayers
 from families import model_and_inputs
 from kvlayers.caches.operations import CacheState
 from kvlayers.stores.buffer import TokenBuffer
+from matrix import once
 from models import COMMON, WINDOW, prompt, tiny_model
 
 LAYERS: dict[str, Callable[[], kvlayers.CacheLayer]] = {
@@ -136,8 +137,7 @@ MISUSES: dict[str, tuple[type[Exception], Callable[[Any], object]]] = {
 }
 
 
-@pytest.mark.parametrize("misuse", MISUSES)
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize(("kind", "misuse"), once(CACHES, MISUSES))
 def test_a_cache_decodes_correctly_after_misuse(kind: str, misuse: str) -> None:
     cache, step, expected = half_way(CACHES[kind]())
     error, use = MISUSES[misuse]

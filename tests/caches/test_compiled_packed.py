@@ -16,6 +16,7 @@ from kvlayers.attention.segments import KVSegments
 from kvlayers.errors import StaleStatesError
 from kvlayers.offload import Prefetcher
 from kvlayers.upstream import compat
+from matrix import some
 from models import COMMON, bare, given, prompt
 from recording_transfers import RecordingTransfers
 
@@ -295,7 +296,7 @@ def test_two_updates_in_one_graph_attend_each_to_what_it_was_given(make_cache: C
     assert caches[0].get_seq_length() == caches[1].get_seq_length() == 94
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "kvlayers"])
+@pytest.mark.parametrize("attention", some(["eager", "sdpa", "kvlayers"], ["sdpa"]))
 def test_padded_batches_and_attention_in_plain_torch(attention: str, installed: None, read_in_full: list[str]) -> None:
     torch._dynamo.reset()
     config = tf.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})

@@ -20,6 +20,7 @@ from agreement import bytes_reached
 from families import FAMILIES as OTHERS
 from kvlayers.caches.operations import CacheState
 from kvlayers.upstream import cache_argument
+from matrix import once
 from models import CONFIGS, prompt, tiny_model
 
 Pair = kvlayers.EncoderDecoderCache
@@ -108,8 +109,7 @@ def pair_of(family: str, own: str, cross: str) -> Pair:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "way"), once(FAMILIES, WAYS))
 def test_any_two_caches_give_the_tokens_of_transformers(family: str, way: str) -> None:
     """With one family every combination; with the others, each kind once in each part."""
     expected = tokens_of_transformers(family, way)
@@ -146,8 +146,7 @@ NAMED: dict[str, Named] = {
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), once(FAMILIES, NAMED))
 def test_a_name_gives_a_pair_of_its_kinds(family: str, name: str, installed: None) -> None:
     own_type, cross_type, layer_type, offloading = NAMED[name]
     used: list[Any] = []
@@ -630,8 +629,7 @@ OPERATIONS: tuple[Callable[[Decoding], Decoding | None], ...] = (
 )
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "operation"), once(FAMILIES, OPERATIONS, times=2))
 def test_decoding_goes_on_after_every_operation(family: str, operation: Callable[[Decoding], Decoding | None]) -> None:
     # The same layers are asked in every family: each of the pairs in one of them.
     for own, cross in MIXED[FAMILIES.index(family) :: len(FAMILIES)]:

@@ -14,6 +14,7 @@ import versions
 from families import model_and_inputs
 from kvlayers import DynamicCache, EncoderDecoderCache, EvictingCache, OptionError
 from kvlayers.errors import ConfigError, StateMismatchError, UnsupportedLayerError
+from matrix import once
 from models import bare, fresh_model, given, prompt, tiny_model
 
 OPTIONS: dict[str, Any] = {"keep": 0.4, "sink_tokens": 2, "recent_tokens": 8}
@@ -76,8 +77,9 @@ def test_models_whose_tokens_cannot_be_evicted_are_refused_by_name(family: str) 
     assert not cache.layers
 
 
-@pytest.mark.parametrize("rule", ["keydiff", "snapkv"])
-@pytest.mark.parametrize("family", ["gemma3", "gemma3n", "gpt2", "bamba", "falcon_h1", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("family", "rule"), once(["gemma3", "gemma3n", "gpt2", "bamba", "falcon_h1", "deepseek_v3"], ["keydiff", "snapkv"])
+)
 def test_a_model_is_served_with_all_tokens_kept_exactly(family: str, rule: str) -> None:
     is_small = family in ("gemma3", "gpt2", "deepseek_v3")
     model = tiny_model(family) if is_small else model_and_inputs(family)[0]
@@ -132,8 +134,10 @@ COPIES = {
 PACKED = {"quantization": {"nbits": 8, "residual_length": 4, "sink_tokens": 10}}
 
 
-@pytest.mark.parametrize("options", [{}, {"per_head": False}, {"keep": None, "budget": 24}, PACKED], ids=str)
-@pytest.mark.parametrize("rule", ["keydiff", "snapkv", "h2o"])
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    once(["keydiff", "snapkv", "h2o"], [{}, {"per_head": False}, {"keep": None, "budget": 24}, PACKED], times=2),
+)
 def test_copies_states_and_files_go_on(rule: str, options: dict[str, Any], tmp_path: pathlib.Path) -> None:
     model, ids = tiny_model("llama"), prompt(2, READ + TOKENS)
 

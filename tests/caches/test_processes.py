@@ -72,6 +72,7 @@ def test_a_process_goes_on_with_its_argument_and_with_what_comes_through_queues(
         check(answered, chosen, {name: copies[name] for name in answered})
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_pool_takes_caches_and_returns_them() -> None:
     caches = filled()
@@ -81,7 +82,9 @@ def test_a_pool_takes_caches_and_returns_them() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", pytest.param("fork", marks=forks)])
+@pytest.mark.parametrize(
+    "method", [pytest.param("spawn", marks=pytest.mark.nightly), pytest.param("fork", marks=forks)]
+)
 def test_a_loader_goes_on_in_its_workers(method: str) -> None:
     # A forked process has the same files.
     caches = filled(kind for kind in KINDS if kind != "on disk" or method != "fork")

@@ -18,6 +18,7 @@ from kvlayers import CapacityError, KVLayersError, OptionError, StaticCache
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores import Buckets
 from kvlayers.upstream import cache_argument
+from matrix import once
 from models import WINDOW, bare, fresh_model, given, prompt
 
 pytestmark = pytest.mark.slow
@@ -139,7 +140,9 @@ def counted_first() -> None:
 # Loops of one's own
 
 
-@pytest.mark.parametrize(("family", "capacity"), [("mistral", 64), ("hybrid", 128), ("llama4", 64)])
+@pytest.mark.parametrize(
+    ("family", "capacity"), [pytest.param("mistral", 64, marks=pytest.mark.nightly), ("hybrid", 128), ("llama4", 64)]
+)
 def test_cuda_graphs_of_a_window_are_as_few_as_its_buckets(counted: None, family: str, capacity: int) -> None:
     """If masks were made from a number, a CUDA graph would be recorded whenever the window has moved."""
     buckets = Buckets(minimum=64)
@@ -194,6 +197,7 @@ def test_a_compiled_prefill_adds_one_graph_and_some_where_memory_is_there(counte
     assert after[-1] == after[0] <= compiled_once + 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
 def test_code_from_inductor_gives_the_logits_of_eager_code(counted: None, family: str) -> None:
     # Few graphs, as inductor takes long: one for all buckets, or two where the window moves.
@@ -738,8 +742,7 @@ def test_generate_does_not_compile_around_a_cache_that_says_so(family: str) -> N
     assert graphs() == before
 
 
-@pytest.mark.parametrize("compile_config", [True, False])
-@pytest.mark.parametrize("family", ["qwen2", "hybrid", "mistral"])
+@pytest.mark.parametrize(("family", "compile_config"), once(["qwen2", "hybrid", "mistral"], [True, False]))
 def test_generate_with_a_full_cache_raises_before_anything_is_written(family: str, compile_config: bool) -> None:
     config = transformers.CompileConfig(backend=backend, mode=None)
     config._compile_all_devices = True
@@ -755,8 +758,7 @@ def test_generate_with_a_full_cache_raises_before_anything_is_written(family: st
         cache.crop(full - 1) if family == "qwen2" else cache.reset()
 
 
-@pytest.mark.parametrize("compile_config", [True, False])
-@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
+@pytest.mark.parametrize(("family", "compile_config"), once(["qwen2", "hybrid"], [True, False]))
 def test_a_cache_that_may_grow_grows_in_generate(family: str, compile_config: bool) -> None:
     expected = generated(family)
     config = transformers.CompileConfig(backend=backend, mode=None)

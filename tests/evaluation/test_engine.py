@@ -18,6 +18,7 @@ from kvlayers.errors import CapacityError, ConfigError, OptionError
 from kvlayers.evaluation import caches, passes
 from kvlayers.evaluation.engine import score_tokens
 from kvlayers.evaluation.requests import ScoringRequest
+from matrix import once
 from models import fresh_model, tiny_model
 from score_reference import alone, decoded, difference, in_chunks, passes_of
 
@@ -118,10 +119,25 @@ def known_scores(family: str, **which: int) -> Any:
     return scores_alone(model_of(family), requests_of(**which))
 
 
-@pytest.mark.parametrize("pass_cost", [1, 32])
 @pytest.mark.parametrize(
-    "family",
-    ["llama", "mistral", "gemma3", "gpt2", "llama4", "mamba", "jamba", "mamba2", "bamba", "qwen3_next", "bloom", "opt"],
+    ("family", "pass_cost"),
+    once(
+        [
+            "llama",
+            "mistral",
+            "gemma3",
+            "gpt2",
+            "llama4",
+            "mamba",
+            "jamba",
+            "mamba2",
+            "bamba",
+            "qwen3_next",
+            "bloom",
+            "opt",
+        ],
+        [1, 32],
+    ),
 )
 def test_an_exact_cache_gives_the_scores_of_one_pass_over_each_request(
     family: str, pass_cost: int, monkeypatch: pytest.MonkeyPatch
@@ -143,8 +159,7 @@ def test_any_exact_cache_gives_the_same_scores(family: str, name: str, monkeypat
     assert difference(found, known_scores(family)) < EXACT
 
 
-@pytest.mark.parametrize("chunk", [None, 16])
-@pytest.mark.parametrize("name", LOSSY_CACHES)
+@pytest.mark.parametrize(("name", "chunk"), once(LOSSY_CACHES, [None, 16]))
 def test_a_lossy_cache_takes_part_in_every_score(name: str, chunk: int | None) -> None:
     if name == "fp8_of_transformers":
         versions.need_since("5.23", "transformers' fp8 cache")
@@ -189,7 +204,6 @@ REQUESTS = st.lists(st.builds(ScoringRequest, texts(12), texts(5)), min_size=1, 
 
 
 @pytest.mark.slow
-@settings(max_examples=50)
 @given(
     requests=REQUESTS,
     batch_size=st.integers(1, 4),

@@ -21,6 +21,7 @@ HELPERS = pathlib.Path(__file__).parents[1] / "helpers"
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(
         not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
         reason="torch is built without gloo, the one backend for CPUs",

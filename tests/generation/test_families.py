@@ -10,6 +10,7 @@ import kvlayers
 import versions
 from families import FAMILIES, HOLDS_ITS_OWN_CACHE, any_model_and_inputs, generated
 from kvlayers.upstream import compat, generate_calls
+from matrix import once
 
 WAYS: dict[str, Callable[[], dict[str, Any]]] = {
     "greedy": lambda: {"do_sample": False},
@@ -18,8 +19,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "way"), once(FAMILIES, WAYS))
 def test_every_family_generates_the_tokens_of_transformers(family: str, way: str) -> None:
     if (family, way) == ("lfm2", "beams"):
         versions.need_since("5.0", "beams of lfm2, whose cache of its own cannot be reordered")
@@ -56,8 +56,7 @@ HAVE_CONVOLUTIONS = ("mamba2", "falcon_mamba", "bamba", "lfm2", "qwen3_next", "z
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [1, 3, 4, 5])
-@pytest.mark.parametrize("family", HAVE_CONVOLUTIONS)
+@pytest.mark.parametrize(("family", "tokens"), once(HAVE_CONVOLUTIONS, [1, 3, 4, 5]))
 def test_prompts_about_as_long_as_a_convolution_give_the_tokens_of_transformers(family: str, tokens: int) -> None:
     """The columns of short ones are behind zeros."""
     model, inputs = any_model_and_inputs(family)

@@ -11,6 +11,7 @@ import transformers
 import kvlayers
 import versions
 from kvlayers.upstream import generate_calls
+from matrix import once
 from models import ATTENDING, CONFIGS, ENCODER_DECODERS, RECURRENT, prompt, tiny_model
 
 NEW_TOKENS = 14
@@ -40,8 +41,7 @@ def generated_cache(output: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("family", "way"), once(CONFIGS, WAYS, times=2))
 def test_tokens_are_those_of_transformers_in_every_way_of_decoding(family: str, way: str) -> None:
     if way == "chunked prefill" and family in (*ENCODER_DECODERS, *RECURRENT):
         pytest.skip("transformers prefills decoders of attention in chunks, and no others")
@@ -67,8 +67,7 @@ def test_left_padding_gives_the_tokens_of_transformers(family: str) -> None:
                 assert torch.equal(seen, expected), name
 
 
-@pytest.mark.parametrize("family", ATTENDING)
-@pytest.mark.parametrize("padding", [6, 10])
+@pytest.mark.parametrize(("family", "padding"), once(ATTENDING, [6, 10]))
 def test_padding_inside_a_full_window_stays_masked(family: str, padding: int) -> None:
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, :padding] = 0

@@ -9,6 +9,7 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import kvlayers
+from matrix import once
 from models import fresh_model, prompt, tiny_model
 
 FIRST_CHARACTER = 0x4E00
@@ -46,8 +47,7 @@ def texts(pipe: transformers.Pipeline, prompts: list[str], **options: Any) -> li
     return [answers[0]["generated_text"] for answers in pipe(prompts, **options)]
 
 
-@pytest.mark.parametrize("batch_size", [1, len(PROMPTS)])
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(("name", "batch_size"), once(EXACT, [1, len(PROMPTS)]))
 def test_a_pipeline_writes_the_same_text_by_any_name(pipe: transformers.Pipeline, name: str, batch_size: int) -> None:
     expected = texts(pipe, PROMPTS, batch_size=batch_size)
     assert len({text[-1] for text in expected}) > 1

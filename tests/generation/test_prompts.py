@@ -9,6 +9,7 @@ from torch import Tensor
 import kvlayers
 import versions
 from kvlayers.generation import shared_prefill
+from matrix import once
 from models import fresh_model, prompt, tiny_model
 
 FAMILIES = ["llama", "qwen2", "mistral", "gemma2", "gemma3", "deepseek_v3", "gpt2", "jamba"]
@@ -28,8 +29,7 @@ def generated(model: Any, ids: Tensor, **how: Any) -> Any:
     return model.generate(ids, **given)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("family", "way"), once(FAMILIES, WAYS, times=2))
 def test_the_tokens_are_those_of_transformers(family: str, way: str) -> None:
     model, ids = tiny_model(family), prompt(2, 40)
     expected = generated(model, ids, **WAYS[way])

@@ -17,6 +17,7 @@ import transformers
 import kvlayers
 import versions
 from kvlayers.attention.packed_tensor import as_dense
+from matrix import once
 from models import ATTENDING, CONFIGS, ENCODER_DECODERS, prompt, tiny_model
 
 SMALL: dict[str, Any] = {"residual_length": 16, "sink_tokens": 4}
@@ -171,8 +172,7 @@ def wide_model(family: str) -> Any:
 # One way of decoding through every family
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", [*DECODERS, *ENCODER_DECODERS])
+@pytest.mark.parametrize(("family", "implementation"), once([*DECODERS, *ENCODER_DECODERS], ["sdpa", "eager"]))
 def test_a_quantized_cache_by_name_gives_the_tokens_of_its_states_in_full_precision(
     family: str, implementation: str
 ) -> None:
@@ -215,8 +215,7 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("case", BACKENDS)
+@pytest.mark.parametrize(("case", "implementation"), once(BACKENDS, ["sdpa", "eager"]))
 def test_every_backend_gives_the_tokens_of_its_states_in_full_precision(case: str, implementation: str) -> None:
     package, options = BACKENDS[case]
     if package:
@@ -293,9 +292,9 @@ def test_packed_windows_follow_drafts_and_their_rollbacks(family: str) -> None:
 # Encoders and decoders
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-@pytest.mark.parametrize("family", ENCODER_DECODERS)
+@pytest.mark.parametrize(
+    ("family", "arguments", "implementation"), once(ENCODER_DECODERS, [{}, {"num_beams": 3}], ["sdpa", "eager"])
+)
 def test_cross_attention_is_quantized_once(family: str, arguments: dict[str, Any], implementation: str) -> None:
     model, given = tiny_model(family), inputs(family)
     cache, codes = quantized(model), []
@@ -356,8 +355,7 @@ DRAFTS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize(("family", "way"), once(DECODERS, WAYS, times=2))
 def test_every_way_of_decoding_gives_the_tokens_of_states_in_full_precision(family: str, way: str) -> None:
     if way == "chunked prefill" and family == "jamba":
         pytest.skip("transformers prefills decoders of attention in chunks, and no others")
@@ -375,8 +373,7 @@ def need_drafts(family: str, draft: str) -> None:
         versions.need_since("5.23", "a draft of gemma3 behind its window")
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("family", ATTENDING)
+@pytest.mark.parametrize(("family", "draft"), once(ATTENDING, DRAFTS))
 def test_drafts_give_the_tokens_of_states_in_full_precision(family: str, draft: str) -> None:
     # A prompt that repeats itself, so that look-up finds drafts, some of them wrong.
     need_drafts(family, draft)
@@ -390,8 +387,7 @@ def test_drafts_give_the_tokens_of_states_in_full_precision(family: str, draft: 
     assert seen.past_key_values.get_seq_length() == seen.sequences.shape[1] - 1
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("family", ATTENDING)
+@pytest.mark.parametrize(("family", "draft"), once(ATTENDING, DRAFTS))
 def test_drafts_change_no_token_at_8_bits(family: str, draft: str) -> None:
     need_drafts(family, draft)
     model, given = tiny_model(family), {"input_ids": torch.cat([prompt(1, 35, SEEDS[family])] * 4, dim=1)}
@@ -406,8 +402,7 @@ def test_drafts_change_no_token_at_8_bits(family: str, draft: str) -> None:
 LENGTHS = (TOKENS, 120, 101)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
-@pytest.mark.parametrize("family", ATTENDING)
+@pytest.mark.parametrize(("family", "arguments"), once(ATTENDING, [{}, {"num_beams": 2}]))
 def test_left_padding_gives_the_tokens_of_states_in_full_precision(family: str, arguments: dict[str, Any]) -> None:
     model, given = tiny_model(family), padded(family)
     expected = generated(model, given, past_key_values=reference(model), **arguments)
@@ -457,8 +452,7 @@ def test_a_conversation_goes_on_from_its_cache(installed: None, family: str) -> 
 DEPTHS = (1, 3, 9, 10, 11, 40, 63, 64, 65, 80, 137, 138, 139, 195, 196, 197, 199)
 
 
-@pytest.mark.parametrize("nbits", [2, 8])
-@pytest.mark.parametrize("family", FULL_ATTENTION)
+@pytest.mark.parametrize(("family", "nbits"), once(FULL_ATTENTION, [2, 8]))
 def test_a_cache_that_is_cropped_at_any_depth_goes_on_as_the_reference(family: str, nbits: int) -> None:
     model, ids = tiny_model(family), prompt(2, 200)
     more = prompt(2, 3, seed=4), *prompt(2, 2, seed=5).split(1, dim=1)

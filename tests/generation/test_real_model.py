@@ -33,7 +33,11 @@ def text() -> torch.Tensor:
     return tokenizer(words, return_tensors="pt").input_ids[:, :CONTEXT]
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module",
+    params=[torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)],
+    ids=["float32", "bfloat16"],
+)
 def model(request: pytest.FixtureRequest) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=request.param).eval()
 
@@ -121,6 +125,7 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(
     )
 
 
+@pytest.mark.nightly
 def test_text_of_ten_windows_is_predicted_as_by_recomputing_sinks_and_window(text_of_windows: torch.Tensor) -> None:
     """The last ones token by token; the paper's reference recomputes, for each token, all that is held as one text."""
     window, sinks, ids = SINK_WINDOW, 4, text_of_windows

@@ -18,6 +18,7 @@ from counted_graphs import COUNTS, MODELS, backend, graphs
 from families import FAMILIES
 from kvlayers import CapacityError
 from kvlayers.stores import Buckets
+from matrix import once, some
 from models import fresh_model, prompt, tiny_model
 
 pytestmark = pytest.mark.slow
@@ -115,7 +116,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("family", "name"), [("hybrid", "static"), ("jamba", "hybrid_chunked")])
+@pytest.mark.parametrize(
+    ("family", "name"), [("hybrid", "static"), pytest.param("jamba", "hybrid_chunked", marks=pytest.mark.nightly)]
+)
 def test_compiled_tokens_are_those_of_the_eager_dynamic_cache(family: str, name: str) -> None:
     model, ids = new_model(family), prompt(2, PROMPT)
     expected = {way: generate(model, ids, **WAYS[way]) for way in WAYS}
@@ -164,7 +167,11 @@ OTHER_WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("family", "way"),
-    [*(("hybrid", way) for way in OTHER_WAYS if "and" not in way), ("qwen2", "beams and chunked prefill")],
+    [
+        *(("hybrid", way) for way in OTHER_WAYS if "chunked" not in way),
+        pytest.param("hybrid", "chunked prefill", marks=pytest.mark.nightly),
+        ("qwen2", "beams and chunked prefill"),
+    ],
 )
 def test_ways_that_are_not_compiled_keep_their_tokens(installed: None, family: str, way: str) -> None:
     model = new_model(family)
@@ -207,7 +214,9 @@ def test_whisper_transcribes_the_same(installed: None) -> None:
 # Graphs
 
 
-@pytest.mark.parametrize(("family", "dynamic"), [("hybrid", None), ("hybrid", False)])
+@pytest.mark.parametrize(
+    ("family", "dynamic"), [("hybrid", None), pytest.param("hybrid", False, marks=pytest.mark.nightly)]
+)
 def test_a_second_call_of_the_same_or_a_smaller_size_compiles_nothing(
     counted: None, installed: None, family: str, dynamic: bool | None
 ) -> None:
@@ -237,7 +246,7 @@ def test_a_config_that_asks_for_no_compilation_is_not_compiled(counted: None, in
 # Memory
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", some(CLASSES, ["static", "hybrid"]))
 def test_the_next_compiled_call_uses_the_same_memory(installed: None, name: str) -> None:
     model, ids = new_model("hybrid"), prompt(2, PROMPT)
     how = {**compiling(), "cache_implementation": name}
@@ -482,8 +491,7 @@ def test_an_error_within_a_call_leaves_later_calls_right(installed: None) -> Non
             assert torch.equal(generate(model, ids, **how), expected)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
+@pytest.mark.parametrize(("family", "compiled"), once(["hybrid", "qwen2"], [False, True]))
 def test_a_reservation_that_is_too_small_refuses_before_anything_is_written(
     installed: None, family: str, compiled: bool
 ) -> None:

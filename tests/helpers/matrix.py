@@ -9,17 +9,56 @@ import pytest
 
 from rounds import NIGHTLY
 
+ParameterSet = type(pytest.param())
+
 
 def product(*axes: Iterable[Any]) -> list[Any]:
-    """Every combination of one value of each axis, for `parametrize`. Those that add no pair of values are nightly."""
+    """Every combination of one value of each axis, for `parametrize`.
+
+    The gate runs so many that every pair of values meets. A value that is a tuple stands for several parameters.
+    """
     values = [list(axis) for axis in axes]
-    kept = covering([len(axis) for axis in values])
-    return [
-        pytest.param(*combination, marks=() if places in kept else pytest.mark.nightly)
-        for places, combination in zip(
-            itertools.product(*(range(len(axis)) for axis in values)), itertools.product(*values), strict=True
-        )
-    ]
+    return _marked(values, covering([len(axis) for axis in values]))
+
+
+def once(*axes: Iterable[Any], times: int = 1) -> list[Any]:
+    """As `product`, for axes that have little to do with each other.
+
+    The gate runs so many that each value of the longest axis is in one combination, or in as many as `times`.
+    """
+    values = [list(axis) for axis in axes]
+    most = max(map(len, values))
+    turns = itertools.product(range(most), range(times))
+    return _marked(
+        values, {tuple((turn + more * place) % len(axis) for place, axis in enumerate(values)) for turn, more in turns}
+    )
+
+
+def _marked(axes: list[list[Any]], kept: set[tuple[int, ...]]) -> list[Any]:
+    cases = []
+    for places in itertools.product(*(range(len(axis)) for axis in axes)):
+        values, marks = [], [] if places in kept else [pytest.mark.nightly]
+        for axis, place in zip(axes, places, strict=True):
+            value = axis[place]
+            if isinstance(value, ParameterSet):
+                values += value.values
+                marks += value.marks
+            else:
+                values += value if isinstance(value, tuple) else [value]
+        cases.append(pytest.param(*values, marks=marks))
+    return cases
+
+
+def some(values: Iterable[Any], gate: Iterable[Any]) -> list[Any]:
+    """Values, for `parametrize`, of which the gate runs those that are named."""
+    kept, every = list(gate), list(values)
+    assert all(value in every for value in kept), "the gate runs what is there"
+    return [pytest.param(value, marks=() if value in kept else pytest.mark.nightly) for value in every]
+
+
+def seeds(gate: int, night: int) -> list[Any]:
+    """The numbers of random cases, for `parametrize`: so many in the gate, and so many in a night."""
+    return [pytest.param(seed, marks=() if seed < gate else pytest.mark.nightly) for seed in range(night)]
 
 
 def of_cases(cases: dict[str, Any]) -> list[Any]:

@@ -20,6 +20,7 @@ from kvlayers.eviction.selection import select
 from kvlayers.layers.evicting_attention import ObservedQueries
 from kvlayers.layers.eviction_progress import EvictionAccount
 from kvlayers.stores.held_tokens import held_tokens
+from matrix import product
 from ragged_reference import of_head
 from short_steps import STEP, shorten_steps
 
@@ -145,9 +146,7 @@ READINGS = {
 }
 
 
-@pytest.mark.parametrize("reading", READINGS)
-@pytest.mark.parametrize("amount", AMOUNTS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "amount", "reading"), product(RULES, AMOUNTS, READINGS))
 def test_attention_is_that_over_the_kept_tokens(rule: str, amount: str, reading: str) -> None:
     together = pair(rule, **AMOUNTS[amount])
     for tokens in READINGS[reading]:
@@ -317,9 +316,9 @@ OPERATIONS: dict[str, Callable[[Pair], None]] = {
 }
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("amount", AMOUNTS)
-@pytest.mark.parametrize("rule", ["knorm", "test_window", "test_all_queries"])
+@pytest.mark.parametrize(
+    ("rule", "amount", "operation"), product(["knorm", "test_window", "test_all_queries"], AMOUNTS, OPERATIONS)
+)
 def test_decoding_goes_on_after(rule: str, amount: str, operation: str) -> None:
     for reading in ([100], [100, *[1] * (STEP + 4)], [10, 1]):
         together = pair(rule, **AMOUNTS[amount])

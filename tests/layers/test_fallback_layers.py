@@ -16,6 +16,7 @@ import kvlayers
 import versions
 from fallback_models import FAMILIES, INDEXERS, SHARING, model_of
 from kvlayers.upstream import compat
+from matrix import once
 from models import WINDOW, prompt, tiny_model
 
 PROMPT, NEW_TOKENS, ROOM = 12, 8, 40
@@ -72,8 +73,7 @@ def test_layers_without_a_kind_are_those_of_transformers(family: str, kind: str)
     assert cache_of(family, kind).is_dummy == ([False, False] if family in INDEXERS else foreign)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("family", "kind"), cases())
+@pytest.mark.parametrize(("family", "kind", "way"), once(cases(), WAYS))
 def test_tokens_are_those_of_transformers(family: str, kind: str, way: str) -> None:
     ids, how = prompt(2, PROMPT), {"return_dict_in_generate": True, "output_logits": True, **WAYS[way]}
     expected = generate(family, ids, past_key_values=of_transformers(family, kind), **how)
@@ -251,8 +251,7 @@ OPERATIONS: tuple[Callable[[Decoding], Decoding | None], ...] = (
 )
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
-@pytest.mark.parametrize(("family", "kind"), cases())
+@pytest.mark.parametrize(("family", "kind", "operation"), once(cases(), OPERATIONS, times=2))
 def test_decoding_goes_on_after_every_operation(
     family: str, kind: str, operation: Callable[[Decoding], Decoding | None]
 ) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import scatter_gather
 
 import kvlayers
+from matrix import product
 from models import ENCODER_DECODERS, fresh_model, prompt, tiny_model
 
 FAMILIES = ("llama", "mistral", "gemma3", "llama4", "deepseek_v3")
@@ -37,9 +38,7 @@ def steps(model: Any, cache: Any, count: int = 4) -> Tensor:
     return torch.cat([model(token, past_key_values=cache).logits for token in tokens], dim=1)
 
 
-@pytest.mark.parametrize("tokens", [5, 30], ids=["within the window", "beyond the window"])
-@pytest.mark.parametrize("from_config", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "from_config", "tokens"), product(FAMILIES, [False, True], [5, 30]))
 def test_a_gathered_cache_decodes_on(
     family: str, from_config: bool, tokens: int, gather: Callable[[list[Any]], Any]
 ) -> None:

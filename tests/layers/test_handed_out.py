@@ -18,6 +18,7 @@ from kvlayers import CacheLayer, PrefixStore
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import LegacyFormatError, ReadOnlyStatesError, StaleStatesError
 from layer_kinds import KINDS as ALL_KINDS
+from matrix import once, product
 from models import prompt, tiny_model
 from oracle import Oracle, states
 
@@ -94,8 +95,7 @@ def go_on(cache: kvlayers.Cache, oracle: Oracle, generator: torch.Generator) -> 
     check_at_rest(cache.layers[0], oracle)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize(("kind", "tokens"), once(KINDS, LENGTHS))
 def test_what_is_written_to_the_states_of_one_cache_does_not_show_in_its_twin(kind: str, tokens: int) -> None:
     generator = torch.Generator().manual_seed(0)
     for twin_name, make_twin in TWINS.items():
@@ -133,8 +133,7 @@ def is_live(kind: str, path: str, cache: kvlayers.Cache) -> bool:
     return kind.startswith("static") and path in LIVE_PATHS
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize(("kind", "tokens"), once(KINDS, LENGTHS))
 def test_what_was_handed_out_is_not_written_again(kind: str, tokens: int) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, change in CHANGES.items():
@@ -172,9 +171,10 @@ def test_keys_of_a_static_layer_are_live(kind: str) -> None:
     assert not keys.any()
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "sliding", "static", "static sliding", "quantized", "offloaded"])
-@pytest.mark.parametrize("path", LIVE_PATHS)
-@pytest.mark.parametrize("shared", [False, True], ids=["alone", "forked"])
+@pytest.mark.parametrize(
+    ("kind", "path", "shared"),
+    product(["dynamic", "sliding", "static", "static sliding", "quantized", "offloaded"], LIVE_PATHS, [False, True]),
+)
 def test_what_is_written_in_place_is_what_a_cache_holds(kind: str, path: str, shared: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     cache, oracle = filled(kind, 5, generator)

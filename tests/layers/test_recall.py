@@ -17,6 +17,7 @@ from kvlayers.errors import StateMismatchError
 from kvlayers.layers import Recall
 from kvlayers.offload import Prefetcher
 from kvlayers.stores import QuantizedStore
+from matrix import once, product
 from recall_reference import RecallReference
 from recording_transfers import RecordingTransfers
 
@@ -171,8 +172,7 @@ OPERATIONS: dict[str, Callable[[Run], None]] = {
 }
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("kind", "operation"), once(LAYERS, OPERATIONS))
 def test_decoding_goes_on_after_every_operation(kind: str, operation: str) -> None:
     run = Run(LAYERS[kind]()).check(90, *[1] * 9)
     OPERATIONS[operation](run)
@@ -213,9 +213,9 @@ def test_few_pages_are_no_recall(tokens: int) -> None:
     assert torch.equal(attend(query, run.layer.update(keys, values)), attend(query, plain.update(keys, values)))
 
 
-@pytest.mark.parametrize("sinks", [4, 0])
-@pytest.mark.parametrize("additive", [False, True])
-@pytest.mark.parametrize("padding", [[0, 21], [8, 64], [95, 0], [3, 3]], ids=str)
+@pytest.mark.parametrize(
+    ("padding", "additive", "sinks"), product([[0, 21], [8, 64], [95, 0], [3, 3]], [False, True], [4, 0])
+)
 def test_padding_is_not_chosen(padding: list[int], additive: bool, sinks: int) -> None:
     """Padding keys may be anything, even not a number; each sequence has its own sinks."""
     recall = Recall(pages=3, page_tokens=8, sink_tokens=sinks, recent_tokens=8)

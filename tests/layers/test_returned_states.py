@@ -13,6 +13,7 @@ from kvlayers import CacheLayer, Quantization, QuantizedLayer, SlidingLayer
 from kvlayers.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.errors import StaleStatesError
 from kvlayers.stores import QuantizedStore
+from matrix import product, seeds
 
 Pair = tuple[Tensor, Tensor]
 
@@ -25,9 +26,9 @@ def packed_store(residual_length: int) -> QuantizedStore:
     return QuantizedStore(Quantization(nbits=8, residual_length=residual_length, sink_tokens=0))
 
 
-@pytest.mark.parametrize("residual_length", [8, 64, 128])
-@pytest.mark.parametrize("window", [20, 50, 100, 150])
-@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize(
+    ("window", "residual_length", "with_gradients"), product([20, 50, 100, 150], [8, 64, 128], [False, True])
+)
 def test_a_packed_window_takes_in_any_number_of_tokens(window: int, residual_length: int, with_gradients: bool) -> None:
     random.seed(window)
     torch.manual_seed(window)
@@ -65,7 +66,7 @@ LAYERS: dict[str, Callable[[], CacheLayer]] = {
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(3, 12))
 def test_packed_states_stay_as_they_were_or_are_refused_while_forks_come_and_go(kind: str, seed: int) -> None:
     random.seed(seed)
     torch.manual_seed(seed)

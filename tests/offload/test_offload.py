@@ -22,7 +22,7 @@ from kvlayers import CapacityError, OffloadedLayer, OptionError
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.layers import TokenLayer
 from kvlayers.offload import HostMemory, Prefetcher, Traffic
-from matrix import product
+from matrix import once, product
 from models import CONFIGS, fresh_model, prompt, tiny_model
 from oracle import states
 from recording_transfers import RecordingTransfers
@@ -209,8 +209,7 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["offloaded", "offloaded_static", "offloaded_quantized"])
+@pytest.mark.parametrize(("name", "way"), once(["offloaded", "offloaded_static", "offloaded_quantized"], WAYS))
 def test_generate_gives_the_tokens_of_the_cache_that_is_not_offloaded(
     installed: None, recorded: list[RecordingTransfers], name: str, way: str
 ) -> None:
@@ -250,8 +249,7 @@ def test_assisted_decoding_gives_the_same_tokens(
     assert recorded
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", ["llama", "gemma3", "llama4"])
+@pytest.mark.parametrize(("name", "family"), once(NAMES, ["llama", "gemma3", "llama4"]))
 def test_every_name_works_where_nothing_has_to_travel(installed: None, name: str, family: str) -> None:
     model = tiny_model(family)
     tokens = [
@@ -469,8 +467,7 @@ def runs_out(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], N
     return functools.partial(left.__setitem__, 0)
 
 
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("after", [0, 1, 3])
+@pytest.mark.parametrize(("kind", "after"), once(CACHES, [0, 1, 3]))
 @pytest.mark.skipif(not os.path.exists("/proc"), reason="takes space on disk as Linux does")
 def test_where_there_is_no_room_the_error_says_so_and_the_layer_is_as_it_was(
     recorded: list[RecordingTransfers],

@@ -21,6 +21,7 @@ from kvlayers.layers import LayerState, TokenLayer
 from kvlayers.offload import Prefetcher, Traffic
 from kvlayers.offload.transfers import BlockingTransfers, Transfers, transfers_for
 from kvlayers.stores.quantized import QuantizedStore
+from matrix import once
 from models import fresh_model, prompt
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="PyTorch has no devices that are written in Python")
@@ -413,8 +414,7 @@ OPERATIONS: dict[str, Callable[[OffloadedLayer], object]] = {
 }
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(("kind", "operation"), once(LAYERS, OPERATIONS, times=2))
 def test_what_is_done_at_home_takes_nothing_of_the_device(kind: str, operation: str) -> None:
     pair = Pair(kind)
     pair.offloaded.activate_past_recording()

@@ -25,6 +25,7 @@ from kvlayers import OptionError, inspect_cache, load_cache, save_cache
 from kvlayers.errors import CacheFileError, CachePathError, ModelMismatchError, RollbackError, StateMismatchError
 from kvlayers.persistence import atomic_file, fingerprint
 from kvlayers.rope.rotary import Rotary
+from matrix import once
 from models import CONFIGS, WINDOW, fresh_model, given, prompt, tiny_model
 
 NEW = 6
@@ -158,8 +159,7 @@ def path(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / "chat.safetensors"
 
 
-@pytest.mark.parametrize("with_config", [False, True], ids=["from the file", "with a config"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "with_config"), once(KINDS, [False, True]))
 def test_a_loaded_cache_decodes_as_the_saved_one(kind: str, with_config: bool, path: pathlib.Path) -> None:
     model, cache = _filled(kind)
     save_cache(cache, path, config=model.config)

@@ -24,6 +24,7 @@ from kvlayers.prefix.blocks import BLOCK_TOKENS
 from kvlayers.prefix.directory import Directory, WrittenEntry
 from kvlayers.prefix.keys import label_of
 from kvlayers.prefix.manifest import MOST_PIECES
+from matrix import once
 from prefix_caches import KINDS, Ids, Kind, check, extend
 from whole_entries import whole_entry
 
@@ -273,8 +274,7 @@ def damages(path: pathlib.Path, other: pathlib.Path) -> Iterator[tuple[str, byte
     yield "gone", None
 
 
-@pytest.mark.parametrize("kind", ["full", "quantized", "window"])
-@pytest.mark.parametrize("which", [0, 1, -1])
+@pytest.mark.parametrize(("kind", "which"), once(["full", "quantized", "window"], [0, 1, -1]))
 def test_a_damaged_block_costs_the_tokens_from_there_on(kind: str, which: int, tmp_path: pathlib.Path) -> None:
     made = KINDS[kind]
     if kind == "window":

@@ -112,7 +112,7 @@ def test_a_line_that_breaks_while_a_file_is_read(after: int, place: Place) -> No
     assert (store.statistics.damaged, len(store)) == (0, 2)
 
 
-@pytest.mark.parametrize("after", [0, 100, 2 * PART + 5])
+@pytest.mark.parametrize("after", [pytest.param(0, marks=pytest.mark.nightly), 100, 2 * PART + 5])
 def test_a_line_that_breaks_while_a_file_is_written(after: int, place: Place) -> None:
     store = place.store()
     put(store, [1, 2, 50])
@@ -310,6 +310,7 @@ def test_a_full_disk_keeps_what_it_has_and_takes_more_when_there_is_room(
 # Processes that are killed
 
 
+@pytest.mark.nightly
 @posix
 def test_processes_that_share_a_directory_and_are_killed_at_any_moment(tmp_path: pathlib.Path) -> None:
     """15 processes write, read and evict in one directory; each of 45 is killed, and what it has flushed is found."""

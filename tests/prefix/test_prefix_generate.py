@@ -19,7 +19,7 @@ import versions
 from kvlayers import OptionError, PrefixStore
 from kvlayers.generation.prefixes.active_store import CURRENT
 from kvlayers.upstream import cache_argument, compat
-from matrix import product
+from matrix import once, product
 from models import WINDOW, fresh_model, prompt, tiny_model
 
 ROOM = 2**30
@@ -93,8 +93,7 @@ def chat(family: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
 # One prompt
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "family"), once(NAMES, FAMILIES, times=2))
 def test_a_chat_pays_for_its_new_tokens_alone(name: str, family: str) -> None:
     model, store = tiny_model(family), PrefixStore(ROOM, snapshot_tokens=SNAPSHOT)
     for turn, (ids, expected) in enumerate(chat(family)):
@@ -528,8 +527,7 @@ def test_a_prompt_that_is_read_in_chunks(family: str) -> None:
 # Files
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("name", "family"), once(NAMES, FAMILIES))
 def test_another_process_goes_on_from_files(name: str, family: str, tmp_path: pathlib.Path) -> None:
     model = tiny_model(family)
     for turn, (ids, expected) in enumerate(chat(family)):

@@ -9,14 +9,12 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvlayers import Cache, CapacityError, PrefixStore, inspect_cache, load_cache, save_cache
 from kvlayers.errors import PrefixError, RollbackError
 from kvlayers.prefix import PrefixStatistics
 from prefix_caches import KINDS, MOST_TOKENS, Ids, check, contents, extend
-from rounds import ROUNDS
 
 pytestmark = pytest.mark.slow
 
@@ -265,12 +263,8 @@ def _no_waiting_for_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-# Other sequences in every run; one that fails is printed.
-MACHINES = settings(max_examples=200 * ROUNDS, stateful_step_count=25, derandomize=False)
 TestFullInMemory, TestFullOnDisk = FullInMemory.TestCase, FullOnDisk.TestCase
 TestWindowInMemory, TestWindowOnDisk = WindowInMemory.TestCase, WindowOnDisk.TestCase
-TestFullInMemory.settings = TestFullOnDisk.settings = MACHINES
-TestWindowInMemory.settings = TestWindowOnDisk.settings = MACHINES
 
 
 def test_contents_tell_sequences_apart() -> None:

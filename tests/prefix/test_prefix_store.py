@@ -19,7 +19,9 @@ import versions
 from kvlayers import CapacityError, OptionError, PrefixStore
 from kvlayers.errors import CachePathError, PrefixError, StateMismatchError
 from kvlayers.prefix.keys import RadixTree, common_tokens
+from matrix import once
 from models import COMMON, WINDOW, prompt, tiny_model
+from rounds import NIGHTLY
 
 ROOM = 2**30
 
@@ -84,8 +86,7 @@ KINDS: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "on_disk"), once(KINDS, [False, True]))
 def test_what_is_found_decodes_as_what_was_computed(
     kind: str, on_disk: bool, request: pytest.FixtureRequest, tmp_path: pathlib.Path
 ) -> None:
@@ -512,7 +513,7 @@ def test_what_a_killed_writer_left_behind_is_cleared_when_it_is_old(tmp_path: pa
     assert (old.exists(), new.exists()) == (False, True)
 
 
-KILLS, KILLS_A_STORE = 50, 10
+KILLS, KILLS_A_STORE = 50 if NIGHTLY else 10, 10
 
 
 def numbered(number: int) -> tuple[torch.Tensor, kvlayers.DynamicCache]:

@@ -253,6 +253,7 @@ class OtherStaticValues(kvlayers.StaticCache):
         return keys, -values
 
 
+@pytest.mark.nightly
 def test_static_caches_are_compared_eager_compiled_and_in_generate(benchmark: Any, tmp_path: pathlib.Path) -> None:
     output = tmp_path / "quick.json"
     assert benchmark.main([*ONLY_STATIC, "--times", "1,8", "--output", str(output)]) == 0
@@ -277,6 +278,7 @@ def test_static_caches_are_compared_eager_compiled_and_in_generate(benchmark: An
     assert all(entry["graphs"] == 0 for name, entry in generate["calls"].items() if name.endswith("DynamicCache"))
 
 
+@pytest.mark.nightly
 def test_a_static_cache_with_other_tokens_fails_the_benchmark(benchmark: Any, tmp_path: pathlib.Path) -> None:
     output = tmp_path / "quick.json"
     candidate = {"kvlayers.StaticCache": lambda config, length: OtherStaticValues(config, length)}

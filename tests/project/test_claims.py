@@ -122,6 +122,7 @@ def test_a_bound_decides(claimed: Any) -> None:
     assert [most.holds(value) for value in (1.9, 2, 2.1, math.nan, -math.inf)] == [True, True, False, False, False]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @versions.benchmarks_of_transformers
 def test_a_quick_run_measures_every_claim(claims: Any, claimed: Any, tmp_path: pathlib.Path) -> None:

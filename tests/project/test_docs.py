@@ -25,8 +25,16 @@ def name_of(page: pathlib.Path) -> str:
     return page.relative_to(ROOT).as_posix().removeprefix("docs/")
 
 
+TAKE_LONG = ("lm-eval.md", "out-of-memory.md", "prefix.md", "scoring.md", "static.md")
+
+
+def marks_of(page: pathlib.Path) -> list[pytest.MarkDecorator]:
+    needed = [needs_the_model] if MODEL_OF_PAGES in page.read_text() else []
+    return [*needed, pytest.mark.nightly] if name_of(page) in TAKE_LONG else needed
+
+
 PAGES = [
-    pytest.param(page, id=name_of(page), marks=needs_the_model if MODEL_OF_PAGES in page.read_text() else ())
+    pytest.param(page, id=name_of(page), marks=marks_of(page))
     for page in (ROOT / "README.md", *DOCS)
     if "```python" in page.read_text()
 ]

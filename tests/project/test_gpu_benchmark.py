@@ -36,6 +36,7 @@ def steps_in(folder: Path, stage: str) -> dict[str, dict[str, Any]]:
     return {step["name"]: step for step in written["steps"]}
 
 
+@pytest.mark.nightly
 def test_every_check_passes_on_the_interpreted_kernels(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     # Triton decides at its import whether it interprets: a process of its own.
@@ -55,6 +56,7 @@ def test_every_check_passes_on_the_interpreted_kernels(tmp_path: Path) -> None:
     assert steps["tests for CUDA"]["figures"][0]["value"] > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", ["first", "speed", "rest"])
 def test_every_measurement_runs(gpu: Any, stage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([stage, *ON_CPU, "--output", str(tmp_path)]) == 0

@@ -22,6 +22,7 @@ from kvlayers.eviction import BUILTIN_RULES
 from kvlayers.stores.quantization import Quantization
 from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.utils.triton_support import TritonKernel
+from matrix import once
 from models import fresh_model
 
 BENCHMARKS = str(pathlib.Path(__file__).parents[2] / "benchmarks")
@@ -210,8 +211,7 @@ def passed(model: Any, cache: Any, seen: int, new: int, padded: bool) -> Any:
     return counts
 
 
-@pytest.mark.parametrize("name", CACHES)
-@pytest.mark.parametrize(("family", "padded"), [("llama", False), ("gemma3", True)])
+@pytest.mark.parametrize(("family", "padded", "name"), once([("gemma3", True), ("llama", False)], CACHES))
 def test_the_host_waits_no_more_than_with_the_cache_of_transformers(family: str, name: str, padded: bool) -> None:
     versions.need_since("5.1", "models on a device that torch.autocast does not know")
     if (family, name) == ("llama", "sliding_window"):

@@ -116,6 +116,7 @@ def information() -> str:
     return f"kvlayers-{kvlayers.__version__}.dist-info"
 
 
+@pytest.mark.nightly
 def test_the_same_sources_give_the_same_files(files: dict[str, bytes], tmp_path: pathlib.Path) -> None:
     """Whatever the directory and its name, and the times of the files."""
     version = kvlayers.__version__
@@ -161,6 +162,7 @@ def test_the_long_description_links_to_no_file_of_the_repository(metadata: email
     )
 
 
+@pytest.mark.nightly
 def test_twine_takes_what_is_built(files: dict[str, bytes], tmp_path: pathlib.Path) -> None:
     pytest.importorskip("twine", reason="no twine here: `make test` installs it with the extra dev")
     for name, content in files.items():
@@ -214,6 +216,7 @@ def stand_in(folder: pathlib.Path) -> pathlib.Path:
     return script
 
 
+@pytest.mark.nightly
 @needs_build
 def test_pip_compiles_for_this_machine_where_it_installs(tmp_path: pathlib.Path) -> None:
     copy_of_sources(tmp_path / "kvlayers", 2021)
@@ -227,6 +230,7 @@ def test_pip_compiles_for_this_machine_where_it_installs(tmp_path: pathlib.Path)
     assert found_in(tmp_path / name, tmp_path) == [best.library(pathlib.Path(source)).as_posix() for source in SOURCES]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("compiler", ["/bin/false", "/no/compiler"])
 def test_a_compiler_that_fails_does_not_hinder_an_installation(compiler: str, tmp_path: pathlib.Path) -> None:
     copy_of_sources(tmp_path / "kvlayers", 2021)
@@ -234,6 +238,7 @@ def test_a_compiler_that_fails_does_not_hinder_an_installation(compiler: str, tm
     assert name == f"kvlayers-{kvlayers.__version__}-py3-none-any.whl"
 
 
+@pytest.mark.nightly
 @needs_build
 def test_a_wheel_of_a_platform_needs_no_compiler(tmp_path: pathlib.Path) -> None:
     copy_of_sources(tmp_path / "kvlayers", 2021)
@@ -263,11 +268,9 @@ def test_an_unknown_platform_is_refused(tmp_path: pathlib.Path) -> None:
     )
 
 
+@pytest.mark.nightly
 @needs_build
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(
-    "KVLAYERS_DIST_TESTS" not in os.environ, reason="compiling with zig takes minutes: set KVLAYERS_DIST_TESTS=1"
-)
 def test_zig_gives_the_same_wheels_everywhere(tmp_path: pathlib.Path) -> None:
     files = []
     for year, place in enumerate((tmp_path / "one" / "kvlayers", tmp_path / "elsewhere"), 2021):

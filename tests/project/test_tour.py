@@ -48,6 +48,7 @@ def texts(cell: Any) -> list[str]:
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(not MODEL.is_dir(), reason=f"no model at {MODEL}: `make test` brings it")
 def test_it_runs_and_shows_what_is_stored(stored: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -62,7 +62,6 @@ def test_the_kernel_packs_the_codes_that_torch_packs(name: str) -> None:
 
 
 @needs_kernel
-@settings(max_examples=60, deadline=None)
 @given(
     bits=st.sampled_from([1, 2, 3, 4, 5, 6, 8]),
     dtype=st.sampled_from(packing_cases.DTYPES),

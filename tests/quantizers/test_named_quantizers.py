@@ -10,6 +10,7 @@ import kvlayers
 from kvlayers.errors import OptionError
 from kvlayers.quantizers import CodeFormat, Quantizer, Side, SideOptions, backend, dequantize
 from kvlayers.quantizers.codebook import gaussian_levels, normal_float_levels
+from matrix import product
 from random_states import hadamard
 
 SIDES: tuple[Side, Side] = ("keys", "values")
@@ -97,9 +98,9 @@ def test_turboquant_rotates_and_has_the_distortion_of_max(bits: int, distortion:
     assert ((seen - expected).norm(dim=-1) < 1e-4 * norm).double().mean() > 0.99
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize(("name", "nbits"), NAMED)
+@pytest.mark.parametrize(
+    ("name", "nbits", "side", "dtype"), product(NAMED, SIDES, [torch.float32, torch.bfloat16, torch.float16])
+)
 def test_states_of_any_size_come_back_finite_and_zeros_as_zeros(
     name: str, nbits: int, side: Side, dtype: torch.dtype
 ) -> None:

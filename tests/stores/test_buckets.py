@@ -9,7 +9,7 @@ from collections.abc import Callable
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from agreement import check_at_rest
@@ -18,6 +18,7 @@ from kvlayers.errors import RollbackError
 from kvlayers.stores import Buckets
 from kvlayers.stores.slots import ALIGNMENT, slot_of, slots_of
 from layer_rules import MOST_ROWS, LayerRules
+from matrix import product
 from oracle import Oracle, states
 
 WINDOW = 6
@@ -53,7 +54,6 @@ def test_sizes_ascend_geometrically_to_the_capacity(
 
 
 @given(minimum=st.integers(1, 40), factor=st.floats(1.01, 4), capacity=st.integers(1, 300))
-@settings(max_examples=30)
 def test_every_place_has_the_smallest_bucket_for_one_token_more(minimum: int, factor: float, capacity: int) -> None:
     sizes = Buckets(minimum, factor).sizes(capacity)
     every = slots_of(sizes)
@@ -320,7 +320,6 @@ class BucketMachine(LayerRules):
         self.address = now
 
 
-BucketMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestLayersThatReadBuckets = BucketMachine.TestCase
 
 
@@ -366,9 +365,14 @@ def test_what_a_step_reads_is_in_the_reservation_and_starts_at_its_first_slot() 
         assert len(seen) == 1
 
 
-@pytest.mark.parametrize("fill", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["reset", "crop", "fewer rows, then more", "load_state", "fork"])
+@pytest.mark.parametrize(
+    ("kind", "way", "fill"),
+    product(
+        KINDS,
+        ["reset", "crop", "fewer rows, then more", "load_state", "fork"],
+        [float("nan"), float("inf"), -float("inf")],
+    ),
+)
 def test_no_free_slot_keeps_what_is_not_finite(kind: str, way: str, fill: float) -> None:
     layer, oracle = reading_buckets(kind)
     generator = torch.Generator().manual_seed(4)

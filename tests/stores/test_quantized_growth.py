@@ -10,6 +10,7 @@ import transformers as tf
 import kvlayers
 from kvlayers import DynamicLayer, Quantization, QuantizedLayer, SlidingLayer
 from kvlayers.stores.buffer import TokenBuffer
+from matrix import once
 from models import COMMON
 
 HEAD_DIM = 64
@@ -41,8 +42,7 @@ def check_beside_dense(packed: Any, dense: Any, updates: Iterable[int], dtype: t
         assert packed.nbytes <= TOLERANCE * dense.nbytes, packed.length
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=IDS)
+@pytest.mark.parametrize(("quantization", "dtype"), once(QUANTIZATIONS, [torch.bfloat16, torch.float32]))
 def test_a_packed_layer_holds_no_more_than_a_dense_one(quantization: Quantization, dtype: torch.dtype) -> None:
     # A hint within the first block, one within the second, one that is passed, and none.
     for hint in (None, 150, 230, LONGEST):

@@ -22,6 +22,7 @@ from kvlayers.errors import StateMismatchError
 from kvlayers.quantizers import Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions, dequantize
 from kvlayers.stores import QuantizedStore
 from kvlayers.stores.dense import DenseStore
+from matrix import product
 from models import prompt, tiny_model
 
 BLOCK = 64
@@ -233,9 +234,7 @@ class Room:
             self.capacity = min(grown, self.hint) if fits else grown  # type: ignore[type-var]
 
 
-@pytest.mark.parametrize("hint", [None, 2000])
-@pytest.mark.parametrize("nbits", [1, 2, 3, 4, 5, 6, 8])
-@pytest.mark.parametrize("head_dim", [64, 80, 12])
+@pytest.mark.parametrize(("head_dim", "nbits", "hint"), product([64, 80, 12], [1, 2, 3, 4, 5, 6, 8], [None, 2000]))
 def test_memory_is_that_of_the_specification(head_dim: int, nbits: int, hint: int | None) -> None:
     residual, sinks, batch, kv_heads = 32, 16, 2, 3
     store = QuantizedStore(Quantization(nbits=nbits, residual_length=residual, sink_tokens=sinks), hint)

@@ -14,6 +14,7 @@ from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.eviction import evicted
 from kvlayers.stores.held_tokens import held_tokens
 from kvlayers.stores.ragged import RaggedStore
+from matrix import once
 from ragged_reference import (
     HEADS,
     KEY_DIM,
@@ -216,8 +217,7 @@ def loaded(store: RaggedStore) -> RaggedStore:
     return twin
 
 
-@pytest.mark.parametrize("second", OPERATIONS)
-@pytest.mark.parametrize("first", OPERATIONS)
+@pytest.mark.parametrize(("first", "second"), once(OPERATIONS, OPERATIONS, times=2))
 def test_decoding_goes_on_after_operations(first: str, second: str) -> None:
     store, lists = ragged([[75, 20], [9, 30]], tokens=100)
     step(store, lists)

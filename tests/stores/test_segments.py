@@ -9,7 +9,6 @@ from types import FrameType
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -244,7 +243,6 @@ class SegmentMachine(RuleBasedStateMachine):
             pair.check()
 
 
-SegmentMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestSegments = SegmentMachine.TestCase
 
 

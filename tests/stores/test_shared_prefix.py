@@ -14,6 +14,7 @@ from agreement import check_at_rest, continue_decoding, step
 from kvlayers import DynamicCache, DynamicLayer
 from kvlayers.attention.packed_tensor import PackedStates
 from layer_kinds import OPERATIONS
+from matrix import once, product
 from models import fresh_model, prompt, tiny_model
 from oracle import Oracle
 
@@ -27,8 +28,7 @@ def expanded(past: int, steps: int, generator: torch.Generator) -> tuple[Dynamic
     return layer, oracle
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("steps", [0, 1, 30])
+@pytest.mark.parametrize(("operation", "steps"), once(OPERATIONS, [0, 1, 30]))
 def test_a_layer_with_a_shared_prefix_decodes_as_the_oracle_does_after_an_operation(operation: str, steps: int) -> None:
     generator = torch.Generator().manual_seed(1)
     layer, oracle = expanded(20, steps, generator)
@@ -71,11 +71,12 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (4, 1)])
-@pytest.mark.parametrize("mask", ["none", "bool", "float", "causal"])
-@pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("choice", "heads", "kv_heads", "mask", "queries", "dtype"),
+    product(
+        CHOICES, [(2, 2), (6, 2), (4, 1)], ["none", "bool", "float", "causal"], [1, 3], [torch.float32, torch.bfloat16]
+    ),
+)
 def test_attention_is_that_over_all_of_it(
     choice: str, heads: int, kv_heads: int, mask: str, queries: int, dtype: torch.dtype
 ) -> None:

@@ -3,7 +3,6 @@
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from agreement import check_at_rest, step
@@ -78,5 +77,4 @@ class LayerMachine(LayerRules):
             check_at_rest(layer, oracle)
 
 
-LayerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestLayers = LayerMachine.TestCase

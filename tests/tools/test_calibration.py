@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.utils import logging
@@ -192,7 +192,6 @@ def test_bits_that_are_none_are_refused(model: Any, options: dict[str, Any], sai
 # What is chosen
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.lists(st.tuples(st.integers(1, 9), st.floats(0, 1)), min_size=1, max_size=3), min_size=1, max_size=4),
     st.integers(1, 40),
@@ -220,7 +219,6 @@ def test_what_is_chosen_loses_least_of_all_that_there_is(
         assert last == pytest.approx(min(affordable))
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=3), min_size=1, max_size=4),
     st.integers(1, 400),

@@ -19,6 +19,7 @@ from families import FAMILIES, HOLDS_ITS_OWN_CACHE, generated
 from kvlayers.rope.from_config import rotaries
 from kvlayers.upstream import model_layers, model_types
 from kvlayers.upstream.model_layers import layer_specs
+from matrix import once, some
 from models import CONFIGS, fresh_model, prompt
 
 
@@ -95,11 +96,11 @@ def lists_of(decoder: Any) -> list[str]:
 
 
 DECODERS = [family for family in (*CONFIGS, *FAMILIES) if family not in ("t5", "bart", "marian", "t5gemma", "whisper")]
+TAKE_CACHES = [family for family in DECODERS if family not in HOLDS_ITS_OWN_CACHE]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entries", ["fewer", "more"])
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize(("family", "entries"), once(DECODERS, ["fewer", "more"]))
 def test_models_with_lists_of_other_lengths_generate_as_with_transformers(family: str, entries: str) -> None:
     config = small_config(family)
     for name in lists_of(config):
@@ -140,7 +141,7 @@ def tokens_or_error(model: Any, inputs: dict[str, torch.Tensor], kind: str | Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in DECODERS if family not in HOLDS_ITS_OWN_CACHE])
+@pytest.mark.parametrize("family", some(TAKE_CACHES, TAKE_CACHES[::2]))
 def test_the_first_layers_of_a_model_generate_as_with_transformers(family: str) -> None:
     config = small_config(family)
     # Layers without attention alone cannot generate in transformers.

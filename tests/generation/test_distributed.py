@@ -14,19 +14,16 @@ import transformers
 import distributed_data_parallel
 import distributed_tensor_parallel
 import kvlayers
+from kvlayers.upstream.generate_calls import static_shape
 from models import COMMON, fresh_model
 
 RANKS = 2
 HELPERS = pathlib.Path(__file__).parents[1] / "helpers"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.nightly,
-    pytest.mark.skipif(
-        not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-        reason="torch is built without gloo, the one backend for CPUs",
-    ),
-]
+needs_gloo = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+    reason="torch is built without gloo, the one backend for CPUs",
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +53,17 @@ def written(saved: tuple[Any, pathlib.Path], tmp_path_factory: pytest.TempPathFa
     return output
 
 
+def test_a_model_that_is_divided_does_not_say_how_many_heads_a_device_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh_model("llama")
+    layers = model.config.num_hidden_layers
+    assert static_shape(model) == ([COMMON["num_key_value_heads"]] * layers, [model.config.head_dim] * layers)
+    monkeypatch.setattr(model, "_tp_size", RANKS, raising=False)
+    assert static_shape(model) is None
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@needs_gloo
 def test_ranks_that_share_the_heads_write_the_tokens_of_one(
     saved: tuple[Any, pathlib.Path], written: pathlib.Path
 ) -> None:
@@ -68,6 +76,9 @@ def test_ranks_that_share_the_heads_write_the_tokens_of_one(
             assert seen[way] == [tokens, kv_heads // RANKS], way
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
+@needs_gloo
 def test_replicas_have_the_logits_and_gradients_of_one_process(
     saved: tuple[Any, pathlib.Path], written: pathlib.Path
 ) -> None:

@@ -1,20 +1,18 @@
 """Stores whose heads hold different numbers of tokens, against lists of tokens."""
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor
 
 from kvlayers.errors import RollbackError, StaleStatesError, StateMismatchError, UnsupportedLayerError
 from kvlayers.stores import DenseStore, StaticStore
-from kvlayers.stores.contract import TokenStore, store_from_description
+from kvlayers.stores.contract import TokenStore
 from kvlayers.stores.dense import dense_in_small_steps
-from kvlayers.stores.description import DescriptionContext
 from kvlayers.stores.eviction import evicted
 from kvlayers.stores.held_tokens import held_tokens
 from kvlayers.stores.ragged import RaggedStore
 from matrix import once
+from ragged_operations import OPERATIONS, operated
 from ragged_reference import (
     HEADS,
     KEY_DIM,
@@ -167,54 +165,6 @@ def test_tokens_are_evicted_again_and_again(start: str) -> None:
     if isinstance(store, RaggedStore):
         assert store.flat is None
     step(store, lists)
-
-
-OPERATIONS = ["fork", "select", "drop", "expand", "truncate", "state", "copy", "compact", "trim", "offload"]
-
-
-def operated(operation: str, store: RaggedStore, lists: RaggedLists) -> tuple[RaggedStore, RaggedLists]:
-    if operation == "fork":
-        return store.fork(), lists.copy()
-    if operation == "select":
-        last = lists.batch - 1
-        store.select(torch.tensor([last, 0, last]))
-        lists.select([last, 0, last])
-    elif operation == "drop":
-        store.select(torch.tensor([lists.batch - 1]))
-        lists.select([lists.batch - 1])
-    elif operation == "expand":
-        store.expand(2)
-        lists.select([row for row in range(lists.batch) for _ in range(2)])
-    elif operation == "truncate":
-        store.truncate(store.length - 3)
-        lists.crop(3)
-    elif operation == "state":
-        store = loaded(store)
-    elif operation == "copy":
-        store = copy.deepcopy(store)
-    elif operation == "compact":
-        store.compact()
-    elif operation == "trim":
-        store.trim()
-    else:
-        store.swap_buffers(lambda buffer, start, end: buffer.reallocated(0, end, buffer.capacity))
-    return store, lists
-
-
-def loaded(store: RaggedStore) -> RaggedStore:
-    """A store with the same state, made from its description."""
-
-    def no_layer(*_: object) -> None:
-        raise AssertionError
-
-    context = DescriptionContext(no_layer, store_from_description)
-    twin = store_from_description(store.describe(), context)
-    assert isinstance(twin, RaggedStore)
-    state = store.state()
-    assert twin.check_state(state) == store.length
-    twin.load_state(state)
-    assert twin.length == store.length
-    return twin
 
 
 @pytest.mark.parametrize(("first", "second"), once(OPERATIONS, OPERATIONS, times=2))

@@ -1,7 +1,5 @@
 """Eviction from packed stores: codes move as they are, and every other token stays as it came."""
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,12 +9,12 @@ from kvlayers.attention.packed_tensor import as_dense
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.selection import KeptTokens
 from kvlayers.stores import DenseStore, QuantizedStore
-from kvlayers.stores.contract import TokenStore, store_from_description
-from kvlayers.stores.description import DescriptionContext
+from kvlayers.stores.contract import TokenStore
 from kvlayers.stores.eviction import evicted
 from kvlayers.stores.held_tokens import HeldTokens, held_tokens
 from kvlayers.stores.packed_blocks import SIDES, block_nbytes
 from kvlayers.stores.ragged import RaggedStore
+from ragged_operations import OPERATIONS, operated
 from ragged_reference import (
     HEADS,
     KEY_DIM,
@@ -235,50 +233,6 @@ def test_sequences_with_very_few_tokens_are_held_beside_long_ones() -> None:
         step(store, lists, tokens)
     other = evict(store, lists, [[150, 200], [100, 90]])
     step(other, lists)
-
-
-OPERATIONS = ["fork", "select", "expand", "truncate", "state", "copy", "compact", "trim", "offload"]
-
-
-def operated(operation: str, store: RaggedStore, lists: RaggedLists) -> tuple[RaggedStore, RaggedLists]:
-    last = lists.batch - 1
-    if operation == "fork":
-        return store.fork(), lists.copy()
-    if operation == "select":
-        store.select(torch.tensor([last, 0, last]))
-        lists.select([last, 0, last])
-    elif operation == "expand":
-        store.expand(2)
-        lists.select([row for row in range(lists.batch) for _ in range(2)])
-    elif operation == "truncate":
-        store.truncate(store.length - 3)
-        lists.crop(3)
-    elif operation == "state":
-        store = loaded(store)
-    elif operation == "copy":
-        store = copy.deepcopy(store)
-    elif operation == "compact":
-        store.compact()
-    elif operation == "trim":
-        store.select(torch.tensor([last]))
-        lists.select([last])
-        store.trim()
-    else:
-        store.swap_buffers(lambda buffer, start, end: buffer.reallocated(0, end, buffer.capacity))
-    return store, lists
-
-
-def loaded(store: RaggedStore) -> RaggedStore:
-    def no_layer(*_: object) -> None:
-        raise AssertionError
-
-    twin = store_from_description(store.describe(), DescriptionContext(no_layer, store_from_description))
-    assert isinstance(twin, RaggedStore)
-    state = store.state()
-    assert twin.check_state(state) == store.length
-    twin.load_state(state)
-    assert twin.length == store.length
-    return twin
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

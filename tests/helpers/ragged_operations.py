@@ -1,0 +1,54 @@
+"""What is done to a ragged store and to the lists that it must agree with."""
+
+import copy
+
+import torch
+
+from kvlayers.stores.contract import store_from_description
+from kvlayers.stores.description import DescriptionContext
+from kvlayers.stores.ragged import RaggedStore
+from ragged_reference import RaggedLists
+
+OPERATIONS = ("fork", "select", "drop", "expand", "truncate", "state", "copy", "compact", "drop and trim", "offload")
+
+
+def operated(operation: str, store: RaggedStore, lists: RaggedLists) -> tuple[RaggedStore, RaggedLists]:
+    last = lists.batch - 1
+    rows = {"select": [last, 0, last], "drop": [last], "drop and trim": [last]}
+    if operation in rows:
+        store.select(torch.tensor(rows[operation]))
+        lists.select(rows[operation])
+    if operation == "fork":
+        return store.fork(), lists.copy()
+    if operation == "state":
+        return loaded(store), lists
+    if operation == "copy":
+        return copy.deepcopy(store), lists
+    if operation == "expand":
+        store.expand(2)
+        lists.select([row for row in range(lists.batch) for _ in range(2)])
+    elif operation == "truncate":
+        store.truncate(store.length - 3)
+        lists.crop(3)
+    elif operation == "compact":
+        store.compact()
+    elif operation == "drop and trim":
+        store.trim()
+    elif operation == "offload":
+        store.swap_buffers(lambda buffer, start, end: buffer.reallocated(0, end, buffer.capacity))
+    return store, lists
+
+
+def loaded(store: RaggedStore) -> RaggedStore:
+    """A store with the same state, made from its description."""
+
+    def no_layer(*_: object) -> None:
+        raise AssertionError
+
+    twin = store_from_description(store.describe(), DescriptionContext(no_layer, store_from_description))
+    assert isinstance(twin, RaggedStore)
+    state = store.state()
+    assert twin.check_state(state) == store.length
+    twin.load_state(state)
+    assert twin.length == store.length
+    return twin

@@ -52,39 +52,61 @@ def test_without_being_asked_generate_returns_a_cache(installed: None) -> None:
     assert type(output.past_key_values) is kvlayers.DynamicCache
 
 
-def filled(layers: int = 3, tokens: int = 5) -> tuple[kvlayers.DynamicCache, list[tuple[torch.Tensor, torch.Tensor]]]:
-    pairs = [(torch.randn(2, 2, tokens, 8), torch.randn(2, 2, tokens, 4)) for _ in range(layers)]
-    cache = kvlayers.DynamicCache()
+KINDS = {
+    "dynamic": (kvlayers.DynamicCache, 5, 4, 0.0),
+    # 8 bits: half a step of 1/255 of the range of a group, which is 6 or so.
+    "quantized": (lambda: kvlayers.QuantizedCache(nbits=8, residual_length=16, sink_tokens=4), 200, 8, 0.03),
+}
+"""What makes a cache, the tokens to fill it with, the head_dim of values, and how far off states may be."""
+
+
+def filled(
+    layers: int = 3, tokens: int | None = None, kind: str = "dynamic"
+) -> tuple[kvlayers.Cache, list[tuple[torch.Tensor, torch.Tensor]]]:
+    make, usual, value_dim, _ = KINDS[kind]
+    tokens = tokens or usual
+    pairs = [(torch.randn(2, 2, tokens, 8), torch.randn(2, 2, tokens, value_dim)) for _ in range(layers)]
+    cache = make()
     for index, (keys, values) in enumerate(pairs):
         cache.update(keys, values, index)
     return cache, pairs
 
 
-def test_tuples_make_the_round_trip() -> None:
-    cache, pairs = filled()
+def check(seen: tuple[torch.Tensor, ...], pair: tuple[torch.Tensor, ...], kind: str) -> None:
+    for states, exact in zip(seen, pair, strict=True):
+        assert (states.shape, states.dtype) == (exact.shape, exact.dtype)
+        torch.testing.assert_close(states + 0, exact, rtol=0, atol=KINDS[kind][3])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tuples_make_the_round_trip(kind: str) -> None:
+    cache, pairs = filled(kind=kind)
+    tokens = cache.get_seq_length()
     legacy = cache.to_legacy_cache()
+    assert {type(states) for layer in legacy for states in layer} == {torch.Tensor}
     again = kvlayers.DynamicCache.from_legacy_cache(legacy)
-    for (keys, values), (seen_keys, seen_values) in zip(pairs, again.to_legacy_cache(), strict=True):
-        assert torch.equal(keys, seen_keys)
-        assert torch.equal(values, seen_values)
-    again.update(*(torch.randn(2, 2, 1, dim) for dim in (8, 4)), 0)
-    assert (cache.get_seq_length(), again.get_seq_length()) == (5, 6)
+    for pair, seen in zip(pairs, again.to_legacy_cache(), strict=True):
+        check(seen, pair, kind)
+    again.update(*(states[:, :, :1] for states in pairs[0]), 0)
+    assert (cache.get_seq_length(), again.get_seq_length()) == (tokens, tokens + 1)
+    assert transformers.DynamicCache(legacy).get_seq_length() == tokens
+
+
+def test_no_tuples_make_an_empty_cache() -> None:
     assert len(kvlayers.DynamicCache.from_legacy_cache(None)) == 0
     assert len(kvlayers.DynamicCache.from_legacy_cache()) == 0
     assert kvlayers.DynamicCache().to_legacy_cache() == ()
 
 
-def test_a_cache_reads_as_a_sequence_of_pairs() -> None:
-    cache, pairs = filled()
-    assert len(cache) == 3
-    for index, (keys, values) in enumerate(cache):
-        assert torch.equal(keys, pairs[index][0])
-        assert torch.equal(values, pairs[index][1])
-        assert torch.equal(cache[index][0], keys)
-        assert torch.equal(cache[index][1], values)
-        assert torch.equal(cache.key_cache[index], keys)
-        assert torch.equal(cache.value_cache[index], values)
-    assert len(cache.key_cache) == len(list(cache.value_cache)) == 3
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_reads_as_a_sequence_of_pairs(kind: str) -> None:
+    cache, pairs = filled(kind=kind)
+    for index, (seen, pair) in enumerate(zip(cache, pairs, strict=True)):
+        check(seen, pair, kind)
+        check(cache[index], pair, kind)
+        check(cache[index - 3], pair, kind)
+        check((cache.key_cache[index], cache.value_cache[index]), pair, kind)
+    assert len(cache) == len(cache.key_cache) == len(list(cache.value_cache)) == 3
     assert len(cache.key_cache[1:]) == 2
     keys, values = zip(*cache, strict=True)
     assert len(keys) == len(values) == 3
@@ -107,13 +129,18 @@ def test_tuples_of_too_few_or_misplaced_layers_are_refused() -> None:
         cache.to_legacy_cache()
 
 
-def test_states_can_be_put_in_place_through_the_lists() -> None:
-    cache, _ = filled()
-    other = torch.randn(2, 2, 5, 8)
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_can_be_put_in_place_through_the_lists(kind: str) -> None:
+    cache, pairs = filled(kind=kind)
+    values_before = cache.value_cache[1] + 0
+    other = torch.randn_like(pairs[1][0])
     cache.key_cache[1] = other
-    assert torch.equal(cache[1][0], other)
-    keys, _ = cache.update(torch.randn(2, 2, 1, 8), torch.randn(2, 2, 1, 4), 1)
-    assert torch.equal(keys[:, :, :5], other)
+    check((cache[1][0],), (other,), kind)
+    # Values that are on the grid of their codes already are rounded to the same ones.
+    torch.testing.assert_close(cache.value_cache[1] + 0, values_before, rtol=1e-4, atol=1e-4)
+    check(cache[0], pairs[0], kind)
+    keys, _ = cache.update(*(states[:, :, :1] for states in pairs[1]), 1)
+    check((keys[:, :, : other.shape[2]],), (other,), kind)
 
 
 @pytest.mark.filterwarnings("ignore:.*is from transformers 4:DeprecationWarning")
@@ -227,17 +254,19 @@ def test_pairs_gathered_from_replicas_make_a_cache() -> None:
     assert empty.get_seq_length() == 0
 
 
-def test_an_encoder_decoder_cache_reads_as_tuples_of_four() -> None:
-    own, cross = filled()[0], filled(tokens=9)[0]
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_encoder_decoder_cache_reads_as_tuples_of_four(kind: str) -> None:
+    (own, own_pairs), (cross, cross_pairs) = filled(kind=kind), filled(tokens=170, kind=kind)
+    tokens = own.get_seq_length()
     cache = kvlayers.EncoderDecoderCache(own, cross)
     assert cache.is_updated == {0: True, 1: True, 2: True}
-    assert [[states.shape[2] for states in layer] for layer in cache] == [[5, 5, 9, 9]] * 3
+    for seen, own_pair, cross_pair in zip(cache, own_pairs, cross_pairs, strict=True):
+        check(seen, (*own_pair, *cross_pair), kind)
     again = kvlayers.EncoderDecoderCache.from_legacy_cache(cache.to_legacy_cache())
-    assert again.get_seq_length() == 5
-    assert again.cross_attention_cache.get_seq_length() == 9
+    assert (again.get_seq_length(), again.cross_attention_cache.get_seq_length()) == (tokens, 170)
     assert isinstance(again, transformers.EncoderDecoderCache)
     six = [(k, v, None, ck, cv, None) for k, v, ck, cv in cache]
-    assert kvlayers.EncoderDecoderCache(six).get_seq_length() == 5
+    assert kvlayers.EncoderDecoderCache(six).get_seq_length() == tokens
 
 
 def test_an_empty_pair_reads_as_nothing() -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import itertools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -318,16 +317,6 @@ def errors_on_the_first_keys(cache: Any, flush: int) -> list[float]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_token_is_quantized_once_whatever_comes_after(backend: str) -> None:
-    cache = cache_of(backend, residual_length=16, sink_tokens=16)
-    errors = errors_on_the_first_keys(cache, flush=64)
-    assert blocks(cache.layers[0]) >= 32
-    # Codes stay as they are. What they stand for is computed for more blocks each time: the same sums in another order.
-    assert max(errors) - min(errors) < 1e-6
-    assert 0 < errors[0] < 0.2
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_codes_never_change_again(backend: str) -> None:
     cache = cache_of(backend, residual_length=16, sink_tokens=4)
     cache.update(*states(200), 0)
@@ -412,25 +401,6 @@ def test_a_crop_of_transformers_goes_on_from_wrong_states(backend: str) -> None:
     theirs.crop(-5)
     wrong = theirs.update(*states(1), 0)[0].shape[2] != 63 or theirs.get_seq_length() != 63
     assert wrong, "transformers has mended this: drop the comparison"
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_sequences_are_selected_and_repeated(backend: str) -> None:
-    cache = cache_of(backend, residual_length=16)
-    cache.update(*states(200, batch=3), 0)
-    held = [side + 0 for side in cache[0]]
-    cache.batch_repeat_interleave(2)
-    assert cache.batch_size == 6
-    # Another batch size may change the order of the sums by which a rotation is undone.
-    for seen, before in zip(cache[0], held, strict=True):
-        torch.testing.assert_close(seen + 0, before.repeat_interleave(2, dim=0), rtol=1e-5, atol=1e-5)
-    cache.batch_select_indices(torch.tensor([5, 0]))
-    assert cache.batch_size == 2
-    cache.reorder_cache(torch.tensor([1, 0]))
-    for seen, before in zip(cache[0], held, strict=True):
-        torch.testing.assert_close(seen + 0, before[[0, 2]], rtol=1e-5, atol=1e-5)
-    keys, values = states(1, batch=2)
-    assert torch.equal(cache.update(keys, values, 0)[0][:, :, 200:], keys)
 
 
 @versions.fp8_of_transformers
@@ -611,21 +581,6 @@ def check_close(seen: torch.Tensor, exact: torch.Tensor) -> None:
     torch.testing.assert_close(seen + 0, exact, rtol=0, atol=0.03)
 
 
-def test_a_quantized_cache_reads_as_a_sequence_of_pairs() -> None:
-    cache, pairs = filled()
-    for index, (keys, values) in enumerate(pairs):
-        for seen_keys, seen_values in (
-            cache[index],
-            cache[index - 2],
-            list(cache)[index],
-            (cache.key_cache[index], cache.value_cache[index]),
-        ):
-            check_close(seen_keys, keys)
-            check_close(seen_values, values)
-    assert len(cache) == len(cache.key_cache) == len(cache.value_cache) == 2
-    assert (cache.seen_tokens, cache.get_usable_length(3), cache.get_max_cache_shape()) == (200, 200, -1)
-
-
 def test_tuples_outlive_the_updates_that_come_after() -> None:
     cache, pairs = filled()
     legacy = cache.to_legacy_cache()
@@ -638,17 +593,6 @@ def test_tuples_outlive_the_updates_that_come_after() -> None:
         for seen, states_in in zip(layer, exact, strict=True):
             assert type(seen) is torch.Tensor
             check_close(seen, states_in)
-
-
-def test_tuples_make_the_round_trip() -> None:
-    cache, pairs = filled()
-    dense = kvlayers.DynamicCache.from_legacy_cache(cache.to_legacy_cache())
-    assert dense.get_seq_length() == 200
-    for index, (keys, values) in enumerate(pairs):
-        check_close(dense[index][0], keys)
-        check_close(dense[index][1], values)
-    theirs = transformers.DynamicCache(cache.to_legacy_cache())
-    assert theirs.get_seq_length() == 200
 
 
 def test_generate_returns_tuples_of_a_quantized_cache_and_goes_on_from_them(installed: None) -> None:
@@ -670,32 +614,6 @@ def test_generate_returns_tuples_of_a_quantized_cache_and_goes_on_from_them(inst
     expected = model.generate(longer, attention_mask=torch.ones_like(longer), **how)
     seen = model.generate(longer, attention_mask=torch.ones_like(longer), past_key_values=pasts, **how)
     assert torch.equal(seen, expected)
-
-
-def test_states_can_be_put_in_place_through_the_lists() -> None:
-    cache, pairs = filled()
-    values_before = cache.value_cache[1] + 0
-    other = torch.randn(2, 2, 200, 8)
-    cache.key_cache[1] = other
-    check_close(cache.key_cache[1], other)
-    assert cache.get_seq_length() == 200
-    # Values that are on the grid of their codes already are rounded to the same ones.
-    torch.testing.assert_close(cache.value_cache[1] + 0, values_before, rtol=1e-4, atol=1e-4)
-    check_close(cache.key_cache[0], pairs[0][0])
-    keys, _ = cache.update(*states(1, batch=2, head_dim=8), 1)
-    check_close(keys[:, :, :200], other)
-
-
-def test_an_encoder_decoder_cache_of_quantized_parts_reads_as_tuples_of_four() -> None:
-    (own, own_pairs), (cross, cross_pairs) = filled(), filled(170)
-    cache = kvlayers.EncoderDecoderCache(own, cross)
-    legacy = cache.to_legacy_cache()
-    for seen, exact in zip(legacy, map(tuple, map(itertools.chain, own_pairs, cross_pairs)), strict=True):
-        assert len(seen) == 4
-        for states_in, expected in zip(seen, exact, strict=True):
-            check_close(states_in, expected)
-    again = kvlayers.EncoderDecoderCache.from_legacy_cache(legacy)
-    assert (again.get_seq_length(), again.cross_attention_cache.get_seq_length()) == (200, 170)
 
 
 def test_states_are_refused_or_read_but_never_written_through() -> None:

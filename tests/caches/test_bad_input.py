@@ -218,21 +218,92 @@ def test_cropping_more_than_is_held_names_both_numbers() -> None:
 
 
 LLAMA = transformers.LlamaConfig(**COMMON)
-MISSPELT: dict[str, Callable[[], object]] = {
-    "static": lambda: kvlayers.StaticCache(LLAMA, 4, max_cash_len=9),
-    "encoder-decoder": lambda: kvlayers.EncoderDecoderCache(cashes=()),
-    "dynamic": lambda: kvlayers.DynamicCache(confg=LLAMA),
-    "layer": lambda: kvlayers.StaticLayer(max_cache_length=3),
-    "by name": lambda: kvlayers.make_cache("static", LLAMA, max_cash_len=9),
-    "by name, dynamic": lambda: kvlayers.make_cache("dynamic", LLAMA, nbits=4),
+
+
+def _with_layer_type(layer_type: str) -> transformers.PretrainedConfig:
+    config = transformers.LlamaConfig(**COMMON)
+    config.layer_types = [layer_type] * 2
+    return config
+
+
+OPTION, CONFIG = kvlayers.OptionError, kvlayers.errors.ConfigError
+WHAT_EXISTS = "takes the options .* but was given"
+MUST = "must|expected|are not"
+WRONG_ARGUMENTS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
+    # Upstream, StaticCache(config, 4, max_cash_len=9) is accepted.
+    "misspelt": (OPTION, WHAT_EXISTS, lambda: kvlayers.StaticCache(LLAMA, 4, max_cash_len=9)),
+    "misspelt, encoder-decoder": (OPTION, WHAT_EXISTS, lambda: kvlayers.EncoderDecoderCache(cashes=())),
+    "misspelt, dynamic": (OPTION, WHAT_EXISTS, lambda: kvlayers.DynamicCache(confg=LLAMA)),
+    "misspelt, layer": (OPTION, WHAT_EXISTS, lambda: kvlayers.StaticLayer(max_cache_length=3)),
+    "misspelt, by name": (OPTION, WHAT_EXISTS, lambda: kvlayers.make_cache("static", LLAMA, max_cash_len=9)),
+    "of another kind, by name": (OPTION, WHAT_EXISTS, lambda: kvlayers.make_cache("dynamic", LLAMA, nbits=4)),
+    "nearly right": (OPTION, "did you mean 'max_cache_len'", lambda: kvlayers.StaticCache(LLAMA, max_cash_len=9)),
+    "missing": (OPTION, "max_cache_len", lambda: kvlayers.StaticCache(LLAMA)),
+    "infinite factor": (OPTION, MUST, lambda: kvlayers.stores.Buckets(factor=1e308)),
+    "no capacity": (OPTION, MUST, lambda: kvlayers.stores.Buckets().sizes(0)),
+    "fraction of a token": (OPTION, MUST, lambda: kvlayers.stores.Buckets().sizes(2.5)),
+    "text for compiled": (OPTION, MUST, lambda: kvlayers.StaticCache(LLAMA, 8, compiled="no")),
+    "text for grow": (OPTION, MUST, lambda: kvlayers.StaticCache(LLAMA, 8, grow="yes")),
+    "text for offloading": (OPTION, MUST, lambda: kvlayers.DynamicCache(config=LLAMA, offloading="no")),
+    "number for a flag": (
+        OPTION,
+        MUST,
+        lambda: kvlayers.QuantizedCache(config=LLAMA, offloading=True, offload_only_non_sliding=2),
+    ),
+    "negative batch": (
+        OPTION,
+        MUST,
+        lambda: kvlayers.StaticCache(LLAMA, 8).early_initialization(-1, 2, 8, torch.float32, "cpu"),
+    ),
+    **{
+        f"size {size!r}": (OPTION, "max_cache_len", lambda size=size: kvlayers.StaticCache(LLAMA, max_cache_len=size))
+        for size in (0, -3, 2.5, "eight", "0", None, True)
+    },
+    "a config in the place of states": (OPTION, "config=", lambda: kvlayers.DynamicCache(LLAMA)),
+    "no parts": (OPTION, "a cross-attention cache", lambda: kvlayers.EncoderDecoderCache()),
+    "a part that is a number": (
+        OPTION,
+        "a cross-attention cache",
+        lambda: kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), 3),
+    ),
+    "three parts": (
+        OPTION,
+        "a cross-attention cache",
+        lambda: kvlayers.EncoderDecoderCache(*(kvlayers.DynamicCache() for _ in range(3))),
+    ),
+    "one part twice": (OPTION, "share nothing", lambda: kvlayers.EncoderDecoderCache(*[kvlayers.DynamicCache()] * 2)),
+    "one layer twice": (CONFIG, "one layer twice", lambda: kvlayers.Cache(layers=[kvlayers.DynamicLayer()] * 2)),
+    "half a pair": (
+        kvlayers.errors.LegacyFormatError,
+        "only one",
+        lambda: kvlayers.DynamicCache([(states(1, 2, 3, 8), None)]),
+    ),
+    "a cache for layers": (
+        OPTION,
+        "expected a list of layers, but saw a DynamicCache",
+        lambda: kvlayers.Cache(layers=kvlayers.DynamicCache()),
+    ),
+    "a layer for layers": (
+        OPTION,
+        "expected a list of layers, but saw a DynamicLayer",
+        lambda: kvlayers.Cache(layers=kvlayers.DynamicLayer()),
+    ),
+    "no layers": (CONFIG, MUST, lambda: kvlayers.DynamicCache(config=transformers.PretrainedConfig())),
+    "no config": (CONFIG, MUST, lambda: kvlayers.StaticCache({"num_hidden_layers": 2}, max_cache_len=4)),
+    "a window that is none": (CONFIG, MUST, lambda: kvlayers.SlidingLayer(0)),
+    "no sliding layer": (CONFIG, MUST, lambda: kvlayers.SlidingWindowCache(LLAMA, max_cache_len=8)),
+    "neither layers nor a class": (CONFIG, MUST, lambda: kvlayers.Cache()),
+    "a path": (CONFIG, MUST, lambda: kvlayers.make_cache("dynamic", "gpt2")),
+    "a module without a config": (CONFIG, MUST, lambda: kvlayers.make_cache("dynamic", torch.nn.Linear(2, 2))),
+    "an unknown layer type": (CONFIG, MUST, lambda: kvlayers.DynamicCache(config=_with_layer_type("telepathy"))),
 }
 
 
-@pytest.mark.parametrize("case", MISSPELT)
-def test_a_misspelt_option_is_named_with_what_exists(case: str) -> None:
-    """Upstream, StaticCache(config, 4, max_cash_len=9) is accepted."""
-    with pytest.raises(kvlayers.OptionError, match="takes the options .* but was given"):
-        MISSPELT[case]()
+@pytest.mark.parametrize("case", WRONG_ARGUMENTS)
+def test_a_wrong_argument_is_named_with_what_is_right(case: str) -> None:
+    error, words, act = WRONG_ARGUMENTS[case]
+    with pytest.raises(error, match=words):
+        act()
 
 
 @pytest.mark.parametrize("family", ["llama", "jamba"])
@@ -269,24 +340,6 @@ def test_layers_that_recorded_go_on_with_chunks_when_they_record_no_more() -> No
             assert torch.equal(model(prompt(1, tokens, seed=1), past_key_values=cache).logits, expected)
 
 
-@pytest.mark.parametrize(
-    "act",
-    [
-        lambda: kvlayers.stores.Buckets(factor=1e308),
-        lambda: kvlayers.stores.Buckets().sizes(0),
-        lambda: kvlayers.stores.Buckets().sizes(2.5),
-        lambda: kvlayers.StaticCache(LLAMA, 8, compiled="no"),
-        lambda: kvlayers.StaticCache(LLAMA, 8, grow="yes"),
-        lambda: kvlayers.DynamicCache(config=LLAMA, offloading="no"),
-        lambda: kvlayers.QuantizedCache(config=LLAMA, offloading=True, offload_only_non_sliding=2),
-        lambda: kvlayers.StaticCache(LLAMA, 8).early_initialization(-1, 2, 8, torch.float32, "cpu"),
-    ],
-)
-def test_options_of_another_kind_are_refused(act: Callable[[], object]) -> None:
-    with pytest.raises(kvlayers.OptionError, match="must|expected|are not"):
-        act()
-
-
 def test_alibi_for_a_whole_reservation_is_not_compiled_around(installed: None) -> None:
     config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4, pad_token_id=0)
     falcon = transformers.FalconConfig(num_hidden_layers=2, alibi=True)
@@ -302,40 +355,6 @@ def test_alibi_for_a_whole_reservation_is_not_compiled_around(installed: None) -
     assert torch.equal(seen, expected)
 
 
-def test_the_nearest_option_is_suggested() -> None:
-    with pytest.raises(kvlayers.OptionError, match="did you mean 'max_cache_len'"):
-        kvlayers.StaticCache(LLAMA, max_cash_len=9)
-
-
-def test_an_option_that_is_missing_is_named() -> None:
-    with pytest.raises(kvlayers.OptionError, match="max_cache_len"):
-        kvlayers.StaticCache(LLAMA)
-
-
-CONFIG_ERRORS: dict[str, Callable[[], object]] = {
-    "no layers": lambda: kvlayers.DynamicCache(config=transformers.PretrainedConfig()),
-    "no config": lambda: kvlayers.StaticCache({"num_hidden_layers": 2}, max_cache_len=4),
-    "a window that is none": lambda: kvlayers.SlidingLayer(0),
-    "no sliding layer": lambda: kvlayers.SlidingWindowCache(LLAMA, max_cache_len=8),
-    "neither layers nor a class": lambda: kvlayers.Cache(),
-    "a path": lambda: kvlayers.make_cache("dynamic", "gpt2"),
-    "a module without a config": lambda: kvlayers.make_cache("dynamic", torch.nn.Linear(2, 2)),
-    "an unknown layer type": lambda: kvlayers.DynamicCache(config=_with_layer_type("telepathy")),
-}
-
-
-def _with_layer_type(layer_type: str) -> transformers.PretrainedConfig:
-    config = transformers.LlamaConfig(**COMMON)
-    config.layer_types = [layer_type] * 2
-    return config
-
-
-@pytest.mark.parametrize("case", CONFIG_ERRORS)
-def test_a_config_that_does_not_say_enough_is_refused(case: str) -> None:
-    with pytest.raises(kvlayers.errors.ConfigError, match="must|expected|are not"):
-        CONFIG_ERRORS[case]()
-
-
 @pytest.mark.parametrize(
     "kind", [kvlayers.StaticCache, kvlayers.HybridCache, kvlayers.HybridChunkedCache, kvlayers.OffloadedStaticCache]
 )
@@ -347,25 +366,6 @@ def test_arguments_that_static_caches_once_took_are_looked_at(kind: Any) -> None
     for wrong in ({"dtype": "floaty"}, {"dtype": 16}, {"device": 1.5}):
         with pytest.raises(kvlayers.OptionError, match=f"`?{next(iter(wrong))}`? "):
             kind(config=LLAMA, **{**given, **wrong})
-
-
-@pytest.mark.parametrize("size", [0, -3, 2.5, "eight", "0", None, True])
-def test_a_size_that_is_no_number_of_tokens_is_refused(size: Any) -> None:
-    with pytest.raises(kvlayers.OptionError, match="max_cache_len"):
-        kvlayers.StaticCache(LLAMA, max_cache_len=size)
-
-
-def test_a_config_in_the_place_of_states_is_refused() -> None:
-    with pytest.raises(kvlayers.OptionError, match="config="):
-        kvlayers.DynamicCache(LLAMA)
-
-
-@pytest.mark.parametrize(
-    "caches", [(), (kvlayers.DynamicCache(), 3), (kvlayers.DynamicCache(),) * 3], ids=["none", "a number", "three"]
-)
-def test_an_encoder_decoder_cache_takes_two_caches(caches: tuple[Any, ...]) -> None:
-    with pytest.raises(kvlayers.OptionError, match="a cross-attention cache"):
-        kvlayers.EncoderDecoderCache(*caches)
 
 
 @pytest.mark.parametrize("recording", [False, True])
@@ -451,25 +451,12 @@ def test_a_length_that_is_no_whole_number_is_refused(length: Any) -> None:
     assert cache.get_seq_length() == 5
 
 
-def test_parts_and_layers_are_not_shared() -> None:
-    cache, layer = kvlayers.DynamicCache(), kvlayers.DynamicLayer()
-    with pytest.raises(kvlayers.OptionError, match="share nothing"):
-        kvlayers.EncoderDecoderCache(cache, cache)
-    with pytest.raises(kvlayers.errors.ConfigError, match="one layer twice"):
-        kvlayers.Cache(layers=[layer, layer])
-
-
 def test_a_limit_is_no_way_around_by_a_state() -> None:
     ahead = kvlayers.StaticSlidingLayer(20, 8)
     for _ in range(30):
         ahead.update(states(*GOOD), states(*GOOD))
     with pytest.raises(kvlayers.CapacityError, match="at most 20 tokens, but saw 30"):
         kvlayers.StaticSlidingLayer(20, 8, token_limit=20).load_state(ahead.state())
-
-
-def test_half_a_pair_is_refused() -> None:
-    with pytest.raises(kvlayers.errors.LegacyFormatError, match="only one"):
-        kvlayers.DynamicCache([(states(1, 2, 3, 8), None)])
 
 
 @pytest.mark.parametrize("cache_config", [{"config": 3}, "static", {1: 2}])
@@ -511,12 +498,6 @@ def test_what_is_no_layer_makes_no_cache(thing: Any, said: str) -> None:
     with pytest.raises(kvlayers.OptionError, match=words):
         cache.update(states(*GOOD), states(*GOOD), 0)
     assert len(cache.layers) == 0
-
-
-def test_a_cache_in_the_place_of_a_list_of_layers() -> None:
-    for wrong in (kvlayers.DynamicCache(), kvlayers.DynamicLayer()):
-        with pytest.raises(kvlayers.OptionError, match=f"expected a list of layers, but saw a {type(wrong).__name__}"):
-            kvlayers.Cache(layers=wrong)
 
 
 def test_every_layer_of_transformers_makes_a_cache() -> None:

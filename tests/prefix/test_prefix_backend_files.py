@@ -249,3 +249,25 @@ def test_a_local_file_that_cannot_be_deleted_hides_no_others(
         with pytest.raises(UnreachableError, match="cannot delete"):
             backend.delete([*names, "gone" + BLOCK_SUFFIX])
     assert [file.name for file in backend.files()] == names[:1]
+
+
+def test_a_file_of_a_directory_has_its_name_only_when_it_is_whole(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may be killed before its file is renamed: others then find what was there before."""
+    backend = backend_for(tmp_path, None)
+    backend.prepare()
+    content = content_of(1)
+    name = block(content).name
+    backend.write(name, content)
+
+    def is_killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", is_killed)
+    with pytest.raises(KeyboardInterrupt):
+        backend.write(name, content[:10])
+    with pytest.raises(KeyboardInterrupt):
+        backend.write("another.block", content)
+    assert (tmp_path / name).read_bytes() == content
+    assert not (tmp_path / "another.block").exists()

@@ -11,8 +11,8 @@ from .generation.cache_by_name import make_cache
 from .generation.chat import Chat
 from .generation.install import generate, install, installed, is_installed, uninstall
 from .generation.known_ids import PromptMismatchWarning
+from .generation.make_cache import free_reservations
 from .generation.resilient import SteppedDownWarning, resilient_generate
-from .generation.static_pool import free_reservations
 from .interop.aliases import (
     HQQQuantizedCache,
     HybridCache,

@@ -28,13 +28,14 @@ from kvlayers.tools.measuring.contenders import Contender, against_contenders, i
 from kvlayers.tools.measuring.predictions import newest_logits
 from kvlayers.tools.measuring.run_file import ResultsFile, ResultsFileError, run_identity
 from kvlayers.tools.tasks.contract import TaskSample
-from kvlayers.tools.tasks.runner import TaskError, run_tasks
-from kvlayers.tools.tasks.sample_reader import (
+from kvlayers.tools.tasks.runner import (
     QueriesNeededError,
     SampleReader,
+    TaskError,
     context_states,
     has_only_keys_and_values,
     replay,
+    run_tasks,
 )
 from kvlayers.tools.tasks.summary import TaskOutcome, summarize
 from models import fresh_model, prompt, tiny_model
@@ -207,7 +208,7 @@ def test_an_answer_ends_with_its_line_or_a_token_that_ends_texts_or_the_most_tok
     plain = Words()
     plain.decode = lambda token_ids, skip_special_tokens=False: " ".join(f"w{token}" for token in token_ids)  # type: ignore[method-assign]
     assert answered(plain) == (" ".join(words[:3]), 2)
-    assert answered(plain, max_answer_tokens=1, answer_ids=greedy) == (words[0], 4)
+    assert answered(plain, max_answer_tokens=1, answer_ids=greedy) == (words[0], 3)
     assert answered(TwoTokenLines()) == (" ".join(words[:2]), 1)
     plain.eos_token_id = greedy[1]
     assert answered(plain) == (words[0], 1)

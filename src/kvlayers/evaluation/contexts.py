@@ -1,76 +1,166 @@
-"""Caches that have seen the prefixes of contexts: found in a prefix store, or computed and stored."""
+"""Which prefixes of scored requests are read once, and the caches that have seen them: stored ones, or computed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvlayers.core.cache import Cache
-from kvlayers.errors import ConfigError, KVLayersError
 from kvlayers.evaluation.caches import SharedCache
 from kvlayers.evaluation.passes import Division, PassSizes, scored_logits
-from kvlayers.evaluation.prefix_plan import SharedPrefix
+from kvlayers.evaluation.requests import ScoringRequest
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
-from kvlayers.generation.prefix_reuse.eligibility import (
-    IneligibleError,
-    check_cache,
-    check_model,
-    model_identity,
-    options_as_text,
-)
-from kvlayers.generation.prefix_reuse.stored_caches import usable_cache
-from kvlayers.prefix import Hit
+from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart, check_model
+from kvlayers.generation.prefix_reuse.prefixed_call import usable_cache
 
 
-class StoredContexts:
-    """The part of a prefix store that belongs to one model and one cache.
+@dataclass
+class ScoredRow:
+    """One sequence that is read, for all requests that read the same tokens behind the same context.
 
-    Args:
-        model: the model.
-        active: the store.
-        cache_name: name of the cache.
-        options: options of the cache.
-
-    Raises:
-        IneligibleError: the states of the model do not depend on tokens alone, or the store cannot hold such a cache.
+    Attributes:
+        context: the context. Rows share its memory with the requests, which may be many and long.
+        read: the continuation without its last token, which nothing is predicted from.
+        requests: indices of the requests. Their continuations differ in the last token at most.
     """
 
-    def __init__(self, model: Any, active: ActiveStore, cache_name: str, options: Mapping[str, Any]) -> None:
-        check_model(model, {})
-        check_cache(model, cache_name)
-        try:
-            identity = model_identity(model)
-        except ConfigError as error:
-            raise IneligibleError(f"its weights cannot be identified: {error}") from error
-        self.bypass = active.on_bypass
-        self.device = model.device
-        self._store = active.store
-        self._key = {"config": model.config, "namespace": active.namespace}
-        # As `generate()` labels its entries.
-        self._label = f"{identity} {cache_name} {options_as_text(options)}"
+    context: tuple[int, ...]
+    read: tuple[int, ...]
+    requests: list[int] = field(default_factory=list)
 
-    def lookup(self, ids: tuple[int, ...], division: str = "") -> Hit:
-        """The longest stored prefix of tokens, without the last one.
+    @property
+    def tokens(self) -> int:
+        """How many tokens are read, those of the context among them."""
+        return len(self.context) + len(self.read)
 
-        Args:
-            ids: the tokens.
-            division: how stored tokens were divided into passes, if their states depend on it.
-        """
-        return self._store.lookup(torch.tensor(ids), model=self._label + division, **self._key)
+    def ids(self, seen: int) -> tuple[int, ...]:
+        """What is read behind the first `seen` tokens."""
+        return self.context[seen:] + self.read[max(seen - len(self.context), 0) :]
 
-    def insert(self, ids: tuple[int, ...], cache: Cache, division: str = "") -> None:
-        """Insert a cache that has seen these tokens, if the store can take it."""
-        # Scores do not depend on whether it can.
-        try:
-            self._store.insert(torch.tensor(ids), cache, model=self._label + division, **self._key)
-        except (KVLayersError, OSError, RuntimeError, MemoryError) as error:
-            self._store.record_refusal(str(error))
+
+@dataclass
+class SharedPrefix:
+    """Tokens that are read once, in a cache of their own.
+
+    Attributes:
+        sequence: a context that begins with these tokens.
+        length: how many of its tokens these are.
+        rows: what is read behind them, in batches.
+        children: longer prefixes, each of which is read behind a fork.
+    """
+
+    sequence: tuple[int, ...]
+    length: int
+    rows: list[ScoredRow] = field(default_factory=list)
+    children: list["SharedPrefix"] = field(default_factory=list)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens."""
+        return self.sequence[: self.length]
+
+    @property
+    def ends_context(self) -> bool:
+        """Whether the context of one of the rows ends here."""
+        return any(len(row.context) == self.length for row in self.rows)
+
+
+def plan_prefixes(requests: Sequence[ScoringRequest], division: Division, stored_from: int | None) -> SharedPrefix:
+    """The tree of shared prefixes. Its root has no tokens.
+
+    Args:
+        requests: the requests.
+        division: which prefixes may be shared, and which are worth a pass.
+        stored_from: a context of at least this many tokens is read in a pass of its own even if nobody shares it, to
+            be stored; `None` for no store.
+
+    Example:
+        >>> from kvlayers.evaluation.passes import Division
+        >>> from kvlayers.evaluation.requests import ScoringRequest
+        >>> requests = [ScoringRequest((1, 2, 3), (4,)), ScoringRequest((1, 2, 9), (4, 5))]
+        >>> root = plan_prefixes(requests, Division(1, 2, None, None, None, True, True), None)
+        >>> [(prefix.ids, [row.ids(0) for row in prefix.rows]) for prefix in root.children]
+        [((1, 2), [(1, 2, 3), (1, 2, 9, 4)])]
+    """
+    root = _tree(_rows_by_context(requests), division)
+    prefixes = [root]
+    # Not recursive, since contexts that continue one another make a deep tree.
+    for prefix in prefixes:
+        prefixes.extend(prefix.children)
+    for prefix in reversed(prefixes):
+        children, prefix.children = prefix.children, []
+        for child in children:
+            is_stored = stored_from is not None and child.length >= stored_from and child.ends_context
+            if is_stored or _is_worth_a_pass(child, prefix, division):
+                prefix.children.append(child)
+            else:
+                prefix.children += child.children
+                prefix.rows += child.rows
+    return root
+
+
+def _is_worth_a_pass(prefix: SharedPrefix, parent: SharedPrefix, division: Division) -> bool:
+    cost = division.pass_cost
+    if division.pass_limit is not None and cost:
+        if prefix.children:
+            # They would be read token by token.
+            return False
+        longest = max(row.tokens for row in prefix.rows) - prefix.length
+        cost *= 1 + -(-longest // division.pass_limit)
+    saved = (len(prefix.rows) + len(prefix.children) - 1) * (prefix.length - parent.length)
+    return saved >= cost
+
+
+def _rows_by_context(requests: Sequence[ScoringRequest]) -> dict[tuple[int, ...], list[ScoredRow]]:
+    rows: dict[tuple[tuple[int, ...], tuple[int, ...]], ScoredRow] = {}
+    by_context: dict[tuple[int, ...], list[ScoredRow]] = {}
+    for index, (context, continuation) in enumerate(requests):
+        key = context, continuation[:-1]
+        if key not in rows:
+            rows[key] = ScoredRow(context, continuation[:-1])
+            by_context.setdefault(context, []).append(rows[key])
+        rows[key].requests.append(index)
+    return by_context
+
+
+def _tree(rows: dict[tuple[int, ...], list[ScoredRow]], division: Division) -> SharedPrefix:
+    """A node for each context, and one for each prefix at which contexts that may share it diverge."""
+    branch = [SharedPrefix((), 0)]
+    previous: tuple[int, ...] = ()
+    for context in sorted(rows):
+        shared = division.shared_tokens(_common_tokens(previous, context))
+        _climb(branch, shared)
+        branch.append(SharedPrefix(context, len(context), rows[context]))
+        previous = context
+    _climb(branch, 0)
+    return branch[0]
+
+
+def _climb(branch: list[SharedPrefix], length: int) -> None:
+    """Hang the prefixes at the end of `branch` under one another until the last has `length` tokens at most."""
+    while branch[-1].length > length:
+        prefix = branch.pop()
+        if branch[-1].length < length:
+            branch.append(SharedPrefix(prefix.sequence, length))
+        branch[-1].children.append(prefix)
+
+
+def _common_tokens(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Length of the common prefix: by halves, as comparing slices is faster than comparing tokens."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def stored_contexts(
     model: Any, active: ActiveStore | None, cache_name: str, options: Mapping[str, Any]
-) -> StoredContexts | None:
+) -> StorePart | None:
     """The part of a store for `score_tokens`; `None` if there is no store, or if it cannot be used.
 
     The store is told why it is bypassed, and may raise.
@@ -78,70 +168,51 @@ def stored_contexts(
     if active is None:
         return None
     try:
-        return StoredContexts(model, active, cache_name, options)
+        check_model(model, {})
+        # As `generate()` labels its entries.
+        return StorePart(model, active, cache_name, options)
     except IneligibleError as error:
         active.on_bypass(str(error))
         return None
 
 
-class ExactEntries:
-    """Entries of exact caches, which `generate()` shares.
+class ContextEntries:
+    """How the contexts of one kind of cache are stored.
 
-    Args:
-        contexts: the part of the store.
-    """
-
-    def __init__(self, contexts: StoredContexts) -> None:
-        self._contexts = contexts
-
-    def stored_length(self, length: int, cache: Any) -> int:
-        """All tokens, if the cache can be rolled back by the last one."""
-        return length if cache.keeps_every_token else length - 1
-
-    def find(self, ids: tuple[int, ...], length: int, make_cache: Callable[[], Any]) -> Any | None:
-        """The longest prefix."""
-        hit = self._contexts.lookup(ids)
-        return None if hit.cache is None else usable_cache(hit.cache, self._contexts.device, make_cache)
-
-    def insert(self, ids: tuple[int, ...], cache: Any) -> None:
-        """Insert a cache that has seen these tokens."""
-        self._contexts.insert(ids, cache)
-
-
-class ChunkedEntries:
-    """Entries of caches that round or evict, for contexts that are read in the same chunks.
-
-    What such a cache holds depends on where it stopped reading. So an entry serves contexts that start with all of its
+    Entries of exact caches are shared with `generate()`. What a cache that rounds or evicts holds depends on where it
+    stopped reading. So contexts are read in the same chunks, and an entry serves those that start with all of its
     tokens, and is never rolled back.
 
     Args:
-        contexts: the part of the store.
-        chunk: tokens in one pass.
+        part: the part of the store.
+        chunk: tokens in one pass, `None` for an exact cache.
     """
 
-    def __init__(self, contexts: StoredContexts, chunk: int) -> None:
-        self._contexts, self._chunk = contexts, chunk
+    def __init__(self, part: StorePart, chunk: int | None) -> None:
+        self._part, self._chunk = part, chunk
 
     def stored_length(self, length: int, cache: Any) -> int:
-        """The whole chunks before the last token."""
-        return (length - 1) // self._chunk * self._chunk
+        """How many of the first `length` tokens are stored."""
+        if self._chunk is not None:
+            # The whole chunks before the last token.
+            return (length - 1) // self._chunk * self._chunk
+        # All tokens, if the cache can be rolled back by the last one.
+        return length if cache.keeps_every_token else length - 1
 
     def find(self, ids: tuple[int, ...], length: int, make_cache: Callable[[], Any]) -> Any | None:
-        """Exactly `length` tokens."""
-        hit = self._contexts.lookup((*ids[:length], 0), self._division(length))
-        is_whole = hit.cache is not None and hit.covered == length
-        return usable_cache(hit.cache, self._contexts.device, make_cache) if is_whole and hit.cache else None
+        """The longest prefix; in chunks, exactly `length` tokens."""
+        asked = ids if self._chunk is None else (*ids[:length], 0)
+        hit = self._part.lookup(torch.tensor(asked), self._division(length))
+        if hit.cache is None or (self._chunk is not None and hit.covered != length):
+            return None
+        return usable_cache(hit.cache, self._part.device, make_cache)
 
     def insert(self, ids: tuple[int, ...], cache: Any) -> None:
-        """Insert a cache that has seen these tokens, which are whole chunks."""
-        self._contexts.insert(ids, cache, self._division(len(ids)))
+        """Insert a cache that has seen these tokens, as many as `stored_length` says."""
+        self._part.insert(torch.tensor(ids), cache, self._division(len(ids)))
 
     def _division(self, length: int) -> str:
-        return f" {length} tokens in chunks of {self._chunk}"
-
-
-ContextEntries = ExactEntries | ChunkedEntries
-"""How the contexts of one kind of cache are stored."""
+        return "" if self._chunk is None else f" {length} tokens in chunks of {self._chunk}"
 
 
 class ContextCaches:

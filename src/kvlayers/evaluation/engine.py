@@ -26,11 +26,11 @@ from kvlayers.evaluation.caches import (
     takes_rows,
 )
 from kvlayers.evaluation.contexts import (
-    ChunkedEntries,
     ContextCaches,
     ContextEntries,
-    ExactEntries,
-    StoredContexts,
+    ScoredRow,
+    SharedPrefix,
+    plan_prefixes,
     stored_contexts,
 )
 from kvlayers.evaluation.passes import (
@@ -43,10 +43,10 @@ from kvlayers.evaluation.passes import (
     lossy_division,
     scored_logits,
 )
-from kvlayers.evaluation.prefix_plan import ScoredRow, SharedPrefix, plan_prefixes
 from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest, TokenIds, encoded
+from kvlayers.generation.prefill import MIN_TOKENS
 from kvlayers.generation.prefix_reuse import active_store
-from kvlayers.generation.shared_prefill import MIN_TOKENS
+from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.interop import calls
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import compat, model_types
@@ -58,7 +58,7 @@ def score_tokens(
     requests: Sequence[ScoringRequest],
     make_cache: Callable[[], Any],
     *,
-    store: StoredContexts | None = None,
+    store: StorePart | None = None,
     batch_size: int = 16,
     chunk: int | None = None,
     on_scored: Callable[[int], None] = lambda count: None,
@@ -92,7 +92,10 @@ def score_tokens(
     if chunk is not None:
         check_count("chunk", chunk)
     check_model(model)
-    _check_requests(requests)
+    for index, request in enumerate(requests):
+        for name, ids in request._asdict().items():
+            if not ids:
+                raise OptionError(f"the {name} of `requests[{index}]` must have at least one token, got none.")
     if not requests:
         return []
     example = make_cache()
@@ -104,13 +107,6 @@ def score_tokens(
     scoring = _Scoring(model, requests, contexts, division, batch_size, on_scored)
     scoring.score(plan_prefixes(requests, division, None if entries is None else MIN_TOKENS))
     return scoring.scores()
-
-
-def _check_requests(requests: Sequence[ScoringRequest]) -> None:
-    for index, request in enumerate(requests):
-        for name, ids in request._asdict().items():
-            if not ids:
-                raise OptionError(f"the {name} of `requests[{index}]` must have at least one token, got none.")
 
 
 def _check_room(model: Any, cache: Any, requests: Sequence[ScoringRequest]) -> None:
@@ -135,12 +131,12 @@ def _check_room(model: Any, cache: Any, requests: Sequence[ScoringRequest]) -> N
         ) from error
 
 
-def _entries(store: StoredContexts, division: Division, is_exact: bool) -> ContextEntries | None:
+def _entries(store: StorePart, division: Division, is_exact: bool) -> ContextEntries | None:
     if division.shared_every is None:
         lossy = "a cache that rounds or evicts reads each context in one pass, unless `chunk` is given"
-        store.bypass("states of this model depend on the length of a pass" if is_exact else lossy)
+        store.active.on_bypass("states of this model depend on the length of a pass" if is_exact else lossy)
         return None
-    return ExactEntries(store) if is_exact else ChunkedEntries(store, division.shared_every)
+    return ContextEntries(store, None if is_exact else division.shared_every)
 
 
 class _Scoring:
@@ -195,7 +191,7 @@ class _Scoring:
 
     def _score_ends(self, prefix: SharedPrefix, logits: Tensor) -> None:
         """Score the tokens that are predicted from the last token of a prefix."""
-        rows = [row for row in prefix.rows if row.context_tokens == prefix.length]
+        rows = [row for row in prefix.rows if len(row.context) == prefix.length]
         wanted = [token for row in rows for token in self._wanted(row, 0, prefix.length) if token.position < 0]
         scores = TokenScores([token._replace(position=0, row=0) for token in wanted])
         scores.take(0, logits)
@@ -215,7 +211,7 @@ class _Scoring:
         batch = torch.tensor(ids, device=self._model.device)
         scored = max(self._logits_at_once // len(rows), 1) if self._division.may_split else None
         sizes = PassSizes(self._division.continuation_step, self._division.pass_limit, scored)
-        scored_from = min(max(row.context_tokens - 1 - seen, 0) for row in rows)
+        scored_from = min(max(len(row.context) - 1 - seen, 0) for row in rows)
         for first, logits in scored_logits(self._model, batch, cache, sizes, seen, scored_from):
             scores.take(first, logits)
         self._note(scores)
@@ -223,7 +219,7 @@ class _Scoring:
 
     def _wanted(self, row: ScoredRow, number: int, seen: int) -> Iterator[ScoredToken]:
         """The tokens to score in a row of a batch behind `seen` tokens; the first may be predicted from position -1."""
-        before = row.context_tokens - 1 - seen
+        before = len(row.context) - 1 - seen
         for place, token in enumerate(row.read):
             # Requests that read the same tokens have the same scores up to here.
             for request in row.requests:
@@ -237,7 +233,7 @@ class _Scoring:
         most = self._batch_size if takes_rows(cache, self._batch_size) else 1
         rows = sorted(
             (row for row in prefix.rows if row.tokens > prefix.length),
-            key=lambda row: (-row.tokens, row.context_tokens),
+            key=lambda row: (-row.tokens, len(row.context)),
         )
         batches: list[list[ScoredRow]] = []
         for row in rows:
@@ -252,7 +248,7 @@ class _Scoring:
         tokens = batch[0].tokens
         if row.tokens != tokens and not self._division.may_pad:
             return False
-        scored = tokens - max(min(each.context_tokens for each in (row, *batch)) - 1, seen)
+        scored = tokens - max(min(len(each.context) for each in (row, *batch)) - 1, seen)
         at_once = min(scored, self._division.continuation_step or scored)
         return (len(batch) + 1) * at_once <= self._logits_at_once
 

@@ -8,7 +8,7 @@ While kvlayers is installed, these are replaced (`hooks.py` and `saved_names.py`
   caches can roll back, and its loop passes the whole sequence again, although the cache has seen a part of it.
 * `GenerationMixin._prepare_cache_for_generation`, which makes the cache that a name asks for.
 * `GenerationMixin._prefill`, which ignores what a cache has seen if the model's scan starts from zero
-  (`chunked_prefill.py`).
+  (`prefill.py`).
 * `PreTrainedModel.__call__`, so that models take and return legacy tuples (`legacy_tuples.py`), empty caches of
   transformers get layers of kvlayers (`passed_caches.py`), and caches remember the ids of prompts (`known_ids.py`).
 * `GenerationConfig.save_pretrained`, so that a config with a name that only kvlayers knows can be loaded without
@@ -44,9 +44,9 @@ from kvlayers.errors import OptionError
 from kvlayers.generation import (
     hooks,
     known_ids,
+    make_cache,
     passed_caches,
     saved_names,
-    static_pool,
     transformers4_names,
 )
 from kvlayers.generation.patching import Activation, Method, Patch, ScopedValue
@@ -88,17 +88,12 @@ def install(
         OptionError: `prefix_store` is not a `PrefixStore`, `namespace` is given without a store, or another option is
             not a bool. Nothing is changed.
     """
-    active = active_store.optional_store(prefix_store, namespace)
-    _check_flags(legacy_names, replace_empty_caches, strict_prompts)
+    given = _given(prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts)
     with _lock:
         if legacy_names:
             transformers4_names.ACTIVATION.activate()
-        if active is not None:
-            active_store.CURRENT.set_default(active)
-        if replace_empty_caches is not None:
-            passed_caches.REPLACE.set_default(replace_empty_caches)
-        if strict_prompts is not None:
-            known_ids.STRICT_PROMPTS.set_default(strict_prompts)
+        for setting, value in given:
+            setting.set_default(value)
         _activation.activate()
 
 
@@ -157,28 +152,37 @@ def installed(
         >>> type(cache).__name__, kvlayers.is_installed()
         ('QuantizedCache', False)
     """
-    active = active_store.optional_store(prefix_store, namespace)
-    _check_flags(legacy_names, replace_empty_caches, strict_prompts)
+    given = _given(prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts)
     with contextlib.ExitStack() as stack:
         with _lock:
             stack.enter_context(_activation.block())
             if legacy_names:
                 stack.enter_context(transformers4_names.ACTIVATION.block())
-        if active is not None:
-            stack.enter_context(active_store.CURRENT.override(active))
-        if replace_empty_caches is not None:
-            stack.enter_context(passed_caches.REPLACE.override(replace_empty_caches))
-        if strict_prompts is not None:
-            stack.enter_context(known_ids.STRICT_PROMPTS.override(strict_prompts))
+        for setting, value in given:
+            stack.enter_context(setting.override(value))
         yield
 
 
-def _check_flags(legacy_names: object, replace_empty_caches: object, strict_prompts: object) -> None:
+def _given(
+    prefix_store: PrefixStore | None,
+    namespace: str,
+    legacy_names: object,
+    replace_empty_caches: object,
+    strict_prompts: object,
+) -> list[tuple[ScopedValue[Any], Any]]:
+    """The settings that are given, with their values."""
+    active = active_store.optional_store(prefix_store, namespace)
     if not isinstance(legacy_names, bool):
         raise OptionError(f"`legacy_names` must be True or False, got {legacy_names!r}.")
     for name, value in {"replace_empty_caches": replace_empty_caches, "strict_prompts": strict_prompts}.items():
         if value is not None and not isinstance(value, bool):
             raise OptionError(f"`{name}` must be True or False, got {value!r}.")
+    settings: list[tuple[ScopedValue[Any], Any]] = [
+        (active_store.CURRENT, active),
+        (passed_caches.REPLACE, replace_empty_caches),
+        (known_ids.STRICT_PROMPTS, strict_prompts),
+    ]
+    return [(setting, value) for setting, value in settings if value is not None]
 
 
 _in_call: ScopedValue[bool | None] = ScopedValue("whether the current call of generate() uses kvlayers", None)
@@ -261,13 +265,13 @@ def _patches() -> list[Patch]:
         *(Patch(owner, name, _if_kvlayers_is_used(hook)) for owner, name, hook in replacements),
         # This one costs something at each token, so it asks as late as possible whether kvlayers is used.
         Patch(PreTrainedModel, "__call__", hooks.forward_pass),
-        Patch(GenerationConfig, saved_names.FIELD, lambda _: saved_names.SavedName(_takes_over_names)),
+        # A config that is loaded outside of calls takes over its saved name.
+        Patch(
+            GenerationConfig,
+            saved_names.FIELD,
+            lambda _: saved_names.SavedName(lambda: is_installed() and _in_call.get() is None),
+        ),
     ]
-
-
-def _takes_over_names() -> bool:
-    """Whether a config that is loaded now takes over its saved name, as it does outside of calls."""
-    return is_installed() and _in_call.get() is None
 
 
 _PROBES = (
@@ -309,7 +313,7 @@ def _remove_patches() -> None:
             if functions.get(model_attention.NAME) is function:
                 del functions[model_attention.NAME]
     _accept_names()
-    static_pool.free_reservations()
+    make_cache.free_reservations()
 
 
 _activation = Activation(_apply_patches, _remove_patches)

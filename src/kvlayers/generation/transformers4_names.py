@@ -195,7 +195,7 @@ def _old_attributes() -> dict[type, dict[str, Any]]:
         },
     }
     missing = {
-        owner: {name: value for name, value in old.items() if not _has(owner, name)}
+        owner: {name: value for name, value in old.items() if not any(name in vars(base) for base in owner.__mro__)}
         for owner, old in attributes.items()
     }
     if compat.CROPS_BY_COUNT_ALONE:
@@ -210,10 +210,6 @@ def _old_attributes() -> dict[type, dict[str, Any]]:
         for owner in (transformers.DynamicCache, transformers.EncoderDecoderCache):
             missing[owner]["__iter__"] = lambda self: iter(kvlayers_view(self))
     return missing
-
-
-def _has(owner: type, name: str) -> bool:
-    return any(name in vars(base) for base in owner.__mro__)
 
 
 def _cropping_to_a_length(original: Callable[..., None]) -> Callable[..., None]:

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,14 +11,89 @@ from torch import Tensor
 from transformers.generation.utils import GenerationMode
 
 from kvlayers.core import named_caches
-from kvlayers.generation.prompt_batch import PromptBatch, is_token_ids
+from kvlayers.core.cache import Cache
+from kvlayers.errors import ConfigError, KVLayersError
+from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.persistence import weights_id
 from kvlayers.persistence.format import canonical
+from kvlayers.prefix import Hit
 from kvlayers.rope.from_config import depends_on_length
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_layers, model_types
 from kvlayers.upstream.generate_calls import uses_transformers_generate
 from kvlayers.upstream.model_types import kept_states
 from kvlayers.utils.transforms import autocast_dtype
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Prompts side by side, padded on the left.
+
+    Attributes:
+        input_ids: int64 `[rows, tokens]`.
+        padding: tokens of padding before each prompt.
+    """
+
+    input_ids: Tensor
+    padding: tuple[int, ...]
+
+    @classmethod
+    def from_mask(cls, input_ids: Tensor, attention_mask: Tensor | None) -> "PromptBatch | None":
+        """The prompts of a padded batch; `None` if the mask excludes anything but the first tokens of a row.
+
+        Args:
+            input_ids: int64 `[rows, tokens]`.
+            attention_mask: `[rows, tokens]`, 0 for padding; `None` if there is no padding.
+        """
+        rows, tokens = input_ids.shape
+        if attention_mask is None:
+            return cls(input_ids, (0,) * rows)
+        if attention_mask.shape != input_ids.shape:
+            return None
+        is_token = attention_mask.ne(0).cpu()
+        padding = tokens - is_token.sum(dim=1)
+        is_left = torch.equal(is_token, torch.arange(tokens) >= padding[:, None])
+        return cls(input_ids, tuple(padding.tolist())) if is_left and int(padding.max()) < tokens else None
+
+    def __len__(self) -> int:
+        return len(self.padding)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether any prompt has padding before it."""
+        return any(self.padding)
+
+    def row(self, index: int) -> Tensor:
+        """The tokens of one prompt, `[1, tokens]`."""
+        return self.input_ids[index : index + 1, self.padding[index] :]
+
+    def rows(self) -> list[Tensor]:
+        """The tokens of each prompt, `[1, tokens]`."""
+        return [self.row(index) for index in range(len(self))]
+
+    def common_prefix_length(self) -> int:
+        """How many tokens all prompts start with; always less than the length of the shortest prompt."""
+        first, *others = self.rows()
+        common = self.input_ids.shape[1] - max(self.padding) - 1
+        for other in others:
+            differing = (first[0, :common] != other[0, :common]).nonzero()
+            common = int(differing[0]) if len(differing) else common
+        return common
+
+    def with_padding_after(self, common: int) -> tuple[Tensor, Tensor]:
+        """The prompts with their padding moved behind the first `common` tokens, and the mask that excludes it.
+
+        If all prompts start with these tokens, the tokens then have the same slots in every row and can be held once.
+
+        Returns:
+            Ids and mask, int64 `[rows, tokens]`.
+        """
+        ids, mask = self.input_ids.clone(), torch.ones_like(self.input_ids)
+        for index, padding in enumerate(self.padding):
+            ids[index, :common] = self.input_ids[index, padding : padding + common]
+            ids[index, common : common + padding] = self.input_ids[index, :padding]
+            mask[index, common : common + padding] = 0
+        return ids, mask
+
 
 MODES = (
     GenerationMode.GREEDY_SEARCH,
@@ -55,25 +131,31 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
         raise IneligibleError(f"{name} has its own generate(), or was given one (custom_generate)")
     if model.config.is_encoder_decoder:
         raise IneligibleError(f"the states of {name} depend on an encoder's input")
-    if model_types.decoder_config(model.config) is not model.config or type(model.config).sub_configs:
-        raise IneligibleError(f"the states of {name} may depend on more than tokens")
-    if not cache_argument.is_taken_by(model):
-        raise IneligibleError(f"{name} takes no cache")
+    has_parts = model_types.decoder_config(model.config) is not model.config or type(model.config).sub_configs
+    kept, depends = kept_states(model), depends_on_length(model.config)
+    one_by_one = model_types.decodes_one_token(model.config)
+    # Neither a file nor a config says which device the states of a layer belong to.
+    is_spread = len({parameter.device for parameter in model.parameters()}) > 1
+    _refuse(
+        {
+            f"the states of {name} may depend on more than tokens": has_parts,
+            f"{name} takes no cache": not cache_argument.is_taken_by(model),
+            f"{name} makes its own cache": not model._supports_default_dynamic_cache(),
+            f"{name} keeps states outside its cache, in {kept}": kept is not None,
+            f"{name} computes other states for tokens that come one by one": one_by_one,
+            f"the rotation of the keys of {name} depends on the length of the prompt (its rope_type)": depends,
+            f"the weights of {name} are on several devices": is_spread,
+            "it is given a cache": cache_argument.passed_in(arguments) is not None,
+        }
+    )
     _check_modules(model)
-    if not model._supports_default_dynamic_cache():
-        raise IneligibleError(f"{name} makes its own cache")
-    kept = kept_states(model)
-    if kept is not None:
-        raise IneligibleError(f"{name} keeps states outside its cache, in {kept}")
-    if model_types.decodes_one_token(model.config):
-        raise IneligibleError(f"{name} computes other states for tokens that come one by one")
-    if depends_on_length(model.config):
-        raise IneligibleError(f"the rotation of the keys of {name} depends on the length of the prompt (its rope_type)")
-    if len({parameter.device for parameter in model.parameters()}) > 1:
-        # Neither a file nor a config says which device the states of a layer belong to.
-        raise IneligibleError(f"the weights of {name} are on several devices")
-    if cache_argument.passed_in(arguments) is not None:
-        raise IneligibleError("it is given a cache")
+
+
+def _refuse(reasons: Mapping[str, object]) -> None:
+    """Raise `IneligibleError` for the first of the reasons that applies."""
+    for reason, applies in reasons.items():
+        if applies:
+            raise IneligibleError(reason)
 
 
 def _check_modules(model: Any) -> None:
@@ -114,23 +196,22 @@ def check_options(config: Any, arguments: Mapping[str, Any], model_kwargs: Mappi
         arguments: arguments of the call.
         model_kwargs: the arguments among them that are passed to the model.
     """
-    given = {name for name, value in model_kwargs.items() if value is not None}
-    others = sorted(given - HARMLESS_ARGUMENTS)
-    if others:
-        raise IneligibleError(f"states may depend on {', '.join(others)}")
-    if arguments.get("assistant_model") is not None or config.is_assistant:
-        raise IneligibleError("it decodes with an assistant model, or is one")
-    if config.cache_implementation == "paged":
-        raise IneligibleError("it uses continuous batching")
+    others = sorted({name for name, value in model_kwargs.items() if value is not None} - HARMLESS_ARGUMENTS)
+    is_assisted = arguments.get("assistant_model") is not None or config.is_assistant
     mode = config.get_generation_mode()
-    if mode not in MODES:
-        raise IneligibleError(f"its decoding mode is {mode.value}")
-    if config.use_cache is False:
-        raise IneligibleError("use_cache is False")
-    if config.token_healing:
-        raise IneligibleError("token_healing changes the prompt")
-    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
-        raise IneligibleError("the attentions or hidden states of the prompt must be returned")
+    returns_states = config.output_attentions or config.output_hidden_states
+    _refuse(
+        {
+            f"states may depend on {', '.join(others)}": others,
+            "it decodes with an assistant model, or is one": is_assisted,
+            "it uses continuous batching": config.cache_implementation == "paged",
+            f"its decoding mode is {mode.value}": mode not in MODES,
+            "use_cache is False": config.use_cache is False,
+            "token_healing changes the prompt": config.token_healing,
+            "the attentions or hidden states of the prompt must be returned": config.return_dict_in_generate
+            and returns_states,
+        }
+    )
 
 
 def ids_name(arguments: Mapping[str, Any]) -> str:
@@ -145,7 +226,8 @@ def prompts_of(config: Any, arguments: Mapping[str, Any]) -> PromptBatch:
         IneligibleError: there are no prompts, or it is not clear which of their tokens are padding.
     """
     ids, mask = arguments.get(ids_name(arguments)), arguments.get("attention_mask")
-    if not is_token_ids(ids) or not (mask is None or isinstance(mask, Tensor)):
+    is_ids = isinstance(ids, Tensor) and ids.dtype == torch.int64 and ids.dim() == 2 and 0 not in ids.shape
+    if not is_ids or not (mask is None or isinstance(mask, Tensor)):
         raise IneligibleError("its prompts are not token ids, int64 [rows, tokens]")
     ids = torch.as_tensor(ids)
     if mask is None and config.pad_token_id is not None and bool((ids == config.pad_token_id).any()):
@@ -220,3 +302,48 @@ def _adapters(model: torch.nn.Module) -> Iterator[list[Any]]:
                 sorted(module.merged_adapters),
                 sorted((str(adapter), float(scale)) for adapter, scale in scaling.items()),
             ]
+
+
+class StorePart:
+    """The part of a prefix store that belongs to one model and one cache.
+
+    Args:
+        model: the model.
+        active: the store.
+        cache_name: name of the cache.
+        options: options of the cache.
+
+    Attributes:
+        active: as passed.
+        device: device of the model.
+
+    Raises:
+        IneligibleError: the cache is not one of kvlayers, its options are no text, or the model cannot be identified.
+    """
+
+    def __init__(self, model: Any, active: ActiveStore, cache_name: str, options: Mapping[str, Any]) -> None:
+        check_cache(model, cache_name)
+        try:
+            identity = model_identity(model)
+        except ConfigError as error:
+            raise IneligibleError(f"its weights cannot be identified: {error}") from error
+        self.active, self.device = active, model.device
+        self._label = f"{identity} {cache_name} {options_as_text(options)}"
+        self._key = {"config": model.config, "namespace": active.namespace}
+
+    def lookup(self, ids: Tensor, division: str = "") -> Hit:
+        """The longest stored prefix of tokens, without the last one.
+
+        Args:
+            ids: the tokens.
+            division: how stored tokens were divided into passes, if their states depend on it.
+        """
+        return self.active.store.lookup(ids, model=self._label + division, **self._key)
+
+    def insert(self, ids: Tensor, cache: Cache, division: str = "") -> None:
+        """Insert a cache for the tokens that it has seen, if the store can take it."""
+        # The caller gets the result whatever happens to the store, such as a full disk, or no memory for a copy.
+        try:
+            self.active.store.insert(ids, cache, model=self._label + division, **self._key)
+        except (KVLayersError, OSError, RuntimeError, MemoryError) as error:
+            self.active.store.record_refusal(str(error))

@@ -11,47 +11,200 @@ ways to make the cache:
   stored prefix, and the caches are stacked, padded as the prompts are.
 """
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers.utils import ModelOutput
 
+from kvlayers.core import named_caches
 from kvlayers.core.cache import Cache
-from kvlayers.errors import ConfigError
+from kvlayers.core.cache_operations import CacheState
+from kvlayers.generation import cache_by_name
+from kvlayers.generation.patching import ScopedValue
+from kvlayers.generation.prefill import MIN_TOKENS, pass_limit, pass_tokens
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.generation.prefix_reuse.eligibility import (
     ID_READERS,
     PADDING_INDEPENDENT_OPTIONS,
     IneligibleError,
-    check_cache,
+    StorePart,
     check_model,
     check_options,
     ids_name,
-    model_identity,
-    options_as_text,
     options_of,
     prompts_of,
 )
 from kvlayers.generation.prefix_reuse.stacking import can_be_stacked, stack
-from kvlayers.generation.prefix_reuse.stored_caches import StoredCaches, depends_on_chunks
 from kvlayers.generation.saved_names import requested_name, resolve_name
-from kvlayers.generation.shared_prefill import MIN_TOKENS
 from kvlayers.prefix import Hit
 from kvlayers.upstream import cache_argument, generate_calls, model_types
 from kvlayers.upstream.generate_calls import bind_arguments, full_generation_config, sequences_per_prompt
 
-_cache_from_store: ContextVar[Cache | None] = ContextVar("the cache that the current call starts from", default=None)
+ROOM_FOR_ANSWER = 256
+"""Tokens of an answer for which memory is reserved at first. Stored caches keep the reservation, and most answers end
+early."""
 
-_bypass_reason: ContextVar[str | None] = ContextVar("why the current call does not use its store", default=None)
+CHECKPOINTS = {"most": 16}
+"""Checkpoints of recurrent states, so that one entry serves many of the places where prompts may diverge."""
+
+
+class StoredCaches:
+    """Caches by the name that a call asks for, with the states of prefixes that a store has.
+
+    Args:
+        model: the model that generates.
+        part: the part of the prefix store that belongs to the model and the cache.
+        name: name of the cache.
+        options: options of the cache.
+        config: the full `GenerationConfig` of the call.
+        prompt_tokens: length of the padded prompts.
+
+    Attributes:
+        takes_positions: whether the model takes `position_ids`.
+        notes: what each lookup has found.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        part: StorePart,
+        name: str,
+        options: Mapping[str, Any],
+        config: Any,
+        prompt_tokens: int,
+    ) -> None:
+        self._model, self._part = model, part
+        self._name, self._options, self._config, self._prompt_tokens = name, options, config, prompt_tokens
+        self._cache_name = cache_argument.name_in_generate(model)
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.notes: list[str] = []
+
+    def lookup(self, ids: Tensor) -> Hit:
+        """Look up a prompt, `[1, tokens]`."""
+        hit = self._part.lookup(ids)
+        reason = f": {hit.reason}" if hit.reason else ""
+        self.notes.append(f"{hit.covered} of {ids.shape[-1]} tokens were stored{reason}")
+        return hit
+
+    def empty(self, rows: int = 1) -> Cache:
+        """A cache like the one that `generate()` would make."""
+        tokens = self._prompt_tokens
+        total = tokens + _max_new_tokens(self._config, tokens)
+        cache = self._make(rows, min(total, tokens + ROOM_FOR_ANSWER))
+        return self._make(rows, total) if cache.is_static else cache
+
+    def _make(self, rows: int, length_hint: int) -> Cache:
+        options = self._options
+        cache = self._from_registry(options, rows, length_hint)
+        if cache.recurrent_parts() and "checkpoints" not in options:
+            return self._from_registry({**options, "checkpoints": CHECKPOINTS}, rows, length_hint)
+        return cache
+
+    def _from_registry(self, options: Mapping[str, Any], rows: int, length_hint: int) -> Cache:
+        model = self._model
+        request = named_caches.CacheRequest(
+            model.config, options, batch_size=rows, length_hint=length_hint, device=model.device, dtype=model.dtype
+        )
+        cache = cache_by_name.cache_for(self._name, request)
+        if not isinstance(cache, Cache) or not cache.layers:
+            raise IneligibleError(f"the cache '{self._name}' is a {type(cache).__name__}, which is not one of kvlayers")
+        if not any(layer.attends or layer.counts_columns for layer in cache.adapted_layers()):
+            raise IneligibleError(f"no layer of {cache!r} counts its tokens in this version of transformers")
+        return cache
+
+    def cache_of(self, hit: Hit) -> Cache:
+        """The cache that was found, on the device of the model, or an empty cache."""
+        return self.empty() if hit.cache is None else usable_cache(hit.cache, self._model.device, self.empty)
+
+    def compute(self, ids: Tensor, cache: Cache, length: int) -> None:
+        """Pass the first `length` tokens of `ids`, `[1, tokens]`, that `cache` has not seen, and store snapshots.
+
+        Raises:
+            IneligibleError: the cache has not counted these tokens.
+        """
+        begin, limit = cache.get_seq_length(), pass_limit(self._model, cache)
+        ids, positions = ids.to(self._model.device), torch.arange(length, device=self._model.device)[None]
+        for stop in self._snapshot_lengths(cache, begin, length):
+            # A model that takes tokens one by one does so only behind others. Otherwise chunks are those of generate().
+            chunk = self._config.prefill_chunk_size if limit is None else stop if begin == 0 else limit
+            model_kwargs: dict[str, Any] = {self._cache_name: cache, "attention_mask": None, "use_cache": True}
+            model_kwargs |= model_types.newest_logits_only(self._model)
+            if self.takes_positions:
+                model_kwargs["position_ids"] = positions[:, :stop]
+            pass_tokens(self._model, ids[:, :stop], model_kwargs, cache, begin, chunk)
+            if cache.get_seq_length() != stop:
+                raise IneligibleError(f"{type(self._model).__name__} puts other tokens into its cache than it is given")
+            self._part.insert(ids[:, :stop], cache)
+            begin = stop
+
+    def _snapshot_lengths(self, cache: Cache, begin: int, length: int) -> list[int]:
+        """The lengths between `begin` and `length` at which the cache is inserted into the store."""
+        if begin >= length:
+            return []
+        # A cache that cannot be rolled back does not serve prompts that diverge in between. With a model that takes
+        # tokens one by one, snapshots in between would take long.
+        every = self._part.active.store.snapshot_tokens
+        if cache.keeps_every_token or pass_limit(self._model, cache) is not None or every is None:
+            return [length]
+        return [*range(begin - begin % every + every, length, every), length]
+
+
+def usable_cache(found: Cache, device: torch.device, make_empty: Callable[[], Cache]) -> Cache:
+    """A cache from a store, on `device` and with the reservation of a new one.
+
+    Args:
+        found: the cache, which belongs to the caller.
+        device: device of the model.
+        make_empty: makes an empty cache with the same options.
+    """
+    devices = {layer.parts[0].device for layer in found.adapted_layers() if layer.length}
+    if not found.is_static and devices <= {device}:
+        return found
+    # It was reserved for another call, or loaded from a file.
+    cache = make_empty()
+    cache.load_state(_on_device(found.state(), device))
+    return cache
+
+
+def depends_on_chunks(cache: Cache) -> bool:
+    """Whether what the cache holds depends on which tokens came together, as that of caches that evict does."""
+    return any(not layer.is_upstream and layer.fidelity == "evicting" for layer in cache.adapted_layers())
+
+
+def _max_new_tokens(config: Any, prompt_tokens: int) -> int:
+    if config.max_new_tokens is not None:
+        return int(config.max_new_tokens)
+    # The default of generate() is 20 new tokens.
+    return max(int(config.max_length or 0) - prompt_tokens, 20)
+
+
+def _on_device(state: CacheState, device: torch.device) -> CacheState:
+    layers = tuple(
+        dataclasses.replace(
+            layer,
+            tensors={name: tensor.to(device) for name, tensor in layer.tensors.items()},
+            facts={**layer.facts, **({"device": str(device)} if "device" in layer.facts else {})},
+        )
+        for layer in state.layers
+    )
+    return dataclasses.replace(state, layers=layers)
+
+
+_CACHE_FROM_STORE: ScopedValue[Cache | None] = ScopedValue("the cache that the current call starts from", None)
+
+_BYPASS_REASON: ScopedValue[str | None] = ScopedValue("why the current call does not use its store", None)
 
 Generate = Callable[..., Any]
 
 
 def explain_bypass(cache: object) -> None:
     """Tell a cache that `generate()` has made why its call does not use the active store."""
-    reason = _bypass_reason.get()
+    reason = _BYPASS_REASON.get()
     if reason is not None and isinstance(cache, Cache):
         cache.prefix_notes = (f"the call could not use the store: {reason}",)
 
@@ -78,16 +231,10 @@ def generate(active: ActiveStore, plain: Generate, model: Any, args: tuple[Any, 
             cache, new_arguments = call.prepare()
         except IneligibleError as reason:
             active.on_bypass(str(reason))
-            token = _bypass_reason.set(str(reason))
-            try:
+            with _BYPASS_REASON.override(str(reason)):
                 return _with_cached_tokens(plain(*args, **arguments), ())
-            finally:
-                _bypass_reason.reset(token)
-        cache_token = _cache_from_store.set(cache)
-        try:
+        with _CACHE_FROM_STORE.override(cache):
             output = plain(*call.unnamed, **new_arguments)
-        finally:
-            _cache_from_store.reset(cache_token)
         return call.finish(output, cache)
 
 
@@ -100,7 +247,7 @@ def _with_cached_tokens(output: Any, cached_tokens: tuple[int, ...]) -> Any:
 
 def is_from_store(cache: object) -> bool:
     """Whether the cache of the current call is one that this module has passed in place of a cache by name."""
-    return cache is not None and cache is _cache_from_store.get()
+    return cache is not None and cache is _CACHE_FROM_STORE.get()
 
 
 class PrefixedCall:
@@ -127,16 +274,10 @@ class PrefixedCall:
         self._prompts = prompts_of(self._config, self._arguments)
         self._repeats = sequences_per_prompt(self._config)
         name, options = self._config.cache_implementation or "dynamic", options_of(self._config)
-        check_cache(model, name)
-        try:
-            identity = model_identity(model)
-        except ConfigError as error:
-            raise IneligibleError(f"its weights cannot be identified: {error}") from error
-        label = f"{identity} {name} {options_as_text(options)}"
-        key = {"config": model.config, "namespace": active.namespace, "model": label}
+        self._part = StorePart(model, active, name, options)
         prompt_tokens = self._prompts.input_ids.shape[1]
         self._cached_tokens: tuple[int, ...] = ()
-        self._caches = StoredCaches(model, active.store, key, name, options, self._config, prompt_tokens)
+        self._caches = StoredCaches(model, self._part, name, options, self._config, prompt_tokens)
 
     def prepare(self) -> tuple[Cache, dict[str, Any]]:
         """The cache to start from, and the arguments with which to call `generate()`.
@@ -177,7 +318,7 @@ class PrefixedCall:
             # The padding may have been moved.
             sequences[:, : ids.shape[1]] = ids.repeat_interleave(sequences.shape[0] // ids.shape[0], dim=0)
         elif cache.batch_size == sequences.shape[0] == 1:
-            self._caches.insert(sequences, cache)
+            self._part.insert(sequences, cache)
         return _with_cached_tokens(output, self._cached_tokens)
 
     def _for_one_prompt(self) -> Cache:

@@ -21,9 +21,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
@@ -31,6 +29,7 @@ from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from kvlayers.errors import ConfigError, KVLayersError
+from kvlayers.tools.cli.common import one_line_errors
 from kvlayers.tools.measuring.text import default_text
 
 
@@ -109,6 +108,25 @@ def print_json(value: Any) -> None:
 
 
 @contextmanager
+def measuring(command: str, options: Mapping[str, str], as_json: bool, threads: int | None) -> Iterator[Console]:
+    """What every command that measures does: it sets the threads of torch, is quiet, and says errors in one line.
+
+    Args:
+        command: name of the command.
+        options: see `one_line_errors`.
+        as_json: whether stdout has JSON. People then read stderr.
+        threads: CPU threads, `None` for torch's choice.
+
+    Yields:
+        The console for people.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with one_line_errors(command, options), quiet_libraries():
+        yield Console(stderr=as_json)
+
+
+@contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Silence the warnings of transformers and of the hub client."""
     before = transformers_logging.get_verbosity(), hub_logging.get_verbosity()
@@ -119,25 +137,6 @@ def quiet_libraries() -> Iterator[None]:
     finally:
         transformers_logging.set_verbosity(before[0])
         hub_logging.set_verbosity(before[1])
-
-
-ProgressReport = Callable[[str, int, int], None]
-"""Called with a description of the work, the amount done and the total amount."""
-
-
-@contextmanager
-def loading_bars(console: Console) -> Iterator[ProgressReport]:
-    """A `ProgressReport` that draws a bar for each description."""
-    tasks: dict[str, TaskID] = {}
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
-
-        def report(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(what, total=None)
-            # A total of one step shows no progress, so the bar only pulses until the step is done.
-            progress.update(tasks[what], completed=done, total=total if total > 1 or done else None)
-
-        yield report
 
 
 @contextmanager

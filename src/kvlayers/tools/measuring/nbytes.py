@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.layer_shape import LayerShape
@@ -32,28 +33,22 @@ def cache_nbytes(cache: Any) -> int:
 
 def _plain_tensors(value: object) -> Iterator[Tensor]:
     """Tensors in nested lists, tuples and dicts; instead of a wrapper tensor, the tensors inside it."""
-    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
-        names, _ = value.__tensor_flatten__()
-        for name in names:
-            yield from _plain_tensors(getattr(value, name))
-    elif isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _plain_tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _plain_tensors(item)
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):
+            yield from _plain_tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif isinstance(leaf, Tensor):
+            yield leaf
 
 
 DTYPE_IN_USE = torch.bfloat16
 """Dtype of the states whose bytes are counted, whatever the model computes in."""
 
 
-def bytes_of(make: Callable[[Any, int], Any], config: Any, tokens: int) -> int:
+def bytes_of(make: Callable[[], Any], config: Any, tokens: int) -> int:
     """Bytes of a cache after `tokens` tokens of one sequence in `DTYPE_IN_USE`, as a plan finds them.
 
     Args:
-        make: makes an empty cache from a model config and a length hint.
+        make: makes an empty cache for `tokens` tokens.
         config: config of the model.
         tokens: tokens that the cache has seen.
 
@@ -63,7 +58,7 @@ def bytes_of(make: Callable[[Any, int], Any], config: Any, tokens: int) -> int:
         UnsupportedLayerError: the cache is of another library.
     """
     shapes = layer_shapes(config, 1, DTYPE_IN_USE)
-    return CacheTrial(lambda length_hint: make(config, length_hint), shapes, None).nbytes(tokens).total
+    return CacheTrial(lambda length_hint: make(), shapes, None).nbytes(tokens).total
 
 
 def held_nbytes(make: Callable[[], Any], config: Any, tokens: int, chunk: int) -> int | None:
@@ -78,7 +73,7 @@ def held_nbytes(make: Callable[[], Any], config: Any, tokens: int, chunk: int) -
         chunk: tokens of each update. A cache may quantize again after each of them.
     """
     try:
-        return bytes_of(lambda config, length_hint: make(), config, tokens)
+        return bytes_of(make, config, tokens)
     except KVLayersError:
         pass
     try:

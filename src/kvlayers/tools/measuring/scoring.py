@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -99,16 +99,14 @@ class Scores:
 
     Attributes:
         passages: the scores of each passage that it has read.
-        failure: the error that ended the reading, `None` if there was none.
     """
 
     passages: list[PassageScores] = field(default_factory=list)
-    failure: str | None = None
 
-    def add(self, passage: PassageScores) -> None:
-        """Add the scores of the next passage."""
-        self.passages.append(passage)
-        self.failure = passage.failure
+    @property
+    def failure(self) -> str | None:
+        """The error that ended the reading, `None` if there was none."""
+        return self.passages[-1].failure if self.passages else None
 
     def summary(self) -> dict[str, Any]:
         """The figures, or the failure."""
@@ -128,25 +126,15 @@ class Scores:
         }
 
 
-class PassageRecord(Protocol):
-    """Knows the scores of passages that were read before, and keeps the scores of others."""
+class NoRecord:
+    """What is known of passages that were read before, and what is kept of others: here nothing."""
 
     def of_passage(self, index: int) -> Mapping[Any, PassageScores]:
         """The scores of each cache that has read the passage with this index, by what identifies it."""
-
-    def add(self, index: int, cache: Any, scores: PassageScores) -> None:
-        """Keep the scores of a cache on the passage with this index."""
-
-
-class NoRecord:
-    """Knows no scores, and keeps none."""
-
-    def of_passage(self, index: int) -> Mapping[Any, PassageScores]:
-        """No scores."""
         return {}
 
     def add(self, index: int, cache: Any, scores: PassageScores) -> None:
-        """Forget the scores."""
+        """Keep the scores of a cache on the passage with this index."""
 
 
 def read(
@@ -155,7 +143,7 @@ def read(
     makers: Mapping[Key, CacheMaker],
     context: int,
     chunk: int,
-    record: PassageRecord,
+    record: NoRecord,
     tick: Callable[[], None],
 ) -> dict[Key, Scores]:
     """Read passages through every cache. Raises as `read_passage`.
@@ -189,7 +177,7 @@ def read(
         for key in missing:
             record.add(index, key, found[key])
         for key in alive:
-            scores[key].add(found[key] if key in missing else known[key])
+            scores[key].passages.append(found[key] if key in missing else known[key])
     return scores
 
 

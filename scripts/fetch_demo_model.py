@@ -3,9 +3,6 @@
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
-from kvlayers.tools.cli.console import loading_bars
 from kvlayers.tools.models import ModelError, export_bundled_model
 from kvlayers.tools.names import DEMO_MODEL
 
@@ -14,8 +11,7 @@ def main() -> None:
     """Export the model, or print in one line why that fails."""
     target = Path(__file__).resolve().parent.parent / ".models" / DEMO_MODEL
     try:
-        with loading_bars(Console()) as bars:
-            export_bundled_model(target, bars)
+        export_bundled_model(target)
     except ModelError as error:
         sys.exit(f"{Path(__file__).name}: {error}")
     print(target)

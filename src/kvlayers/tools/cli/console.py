@@ -21,9 +21,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
@@ -119,25 +117,6 @@ def quiet_libraries() -> Iterator[None]:
     finally:
         transformers_logging.set_verbosity(before[0])
         hub_logging.set_verbosity(before[1])
-
-
-ProgressReport = Callable[[str, int, int], None]
-"""Called with a description of the work, the amount done and the total amount."""
-
-
-@contextmanager
-def loading_bars(console: Console) -> Iterator[ProgressReport]:
-    """A `ProgressReport` that draws a bar for each description."""
-    tasks: dict[str, TaskID] = {}
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
-
-        def report(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(what, total=None)
-            # A total of one step shows no progress, so the bar only pulses until the step is done.
-            progress.update(tasks[what], completed=done, total=total if total > 1 or done else None)
-
-        yield report
 
 
 @contextmanager

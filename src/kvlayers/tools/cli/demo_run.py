@@ -22,7 +22,7 @@ from kvlayers.tools.cli.console import bar_between_runs, print_json, quiet_libra
 from kvlayers.tools.cli.demo_view import Answer, Samples
 from kvlayers.tools.measuring import text
 from kvlayers.tools.measuring.contenders import Contender, exact_names, make_contender
-from kvlayers.tools.measuring.decoding import ContenderResult, measure_in_rounds, warm_up
+from kvlayers.tools.measuring.decoding import ContenderResult, measure, warm_up
 from kvlayers.tools.measuring.nbytes import cache_nbytes
 from kvlayers.tools.measuring.predictions import is_tie
 from kvlayers.tools.measuring.scoring import ReadingError
@@ -228,13 +228,14 @@ def _compare(console: Console, loaded: LoadedModel, ids: Tensor, tokens: int, tr
     contenders = demo_contenders(loaded.model, ids.shape[1] + tokens - 1)
     with bar_between_runs(console, trials * len(contenders), "Every cache on the same prompt") as begin:
         warm_up(loaded.model, ids, contenders)
-        results = measure_in_rounds(
+        results = measure(
             loaded.model,
             ids,
             tokens - 1,
             trials,
             contenders,
             lambda contender, trial: begin(f"{contender.name}, trial {trial + 1}"),
+            at_once=len(contenders),
         )
     if results[0].failure is not None:
         raise ReadingError(results[0].failure)

@@ -135,12 +135,13 @@ def measure(
     trials: int,
     contenders: Sequence[Contender],
     on_run: Callable[[Contender, int], None],
+    at_once: int = 1,
 ) -> list[ContenderResult]:
     """Time the prefill of a prompt and its decode steps through every cache, with the trials interleaved.
 
     The first cache is the reference. It decodes greedily once, untimed. In the trials, every cache is fed the tokens
     of that run, so that each prediction is compared by itself. A cache whose predictions are all the same would have
-    decoded the same tokens alone. Only one cache is alive at a time. The order is reversed every other trial.
+    decoded the same tokens alone. The order is reversed every other trial.
 
     Args:
         model: in eval mode.
@@ -149,6 +150,7 @@ def measure(
         trials: runs of each cache.
         contenders: the caches, the reference first. A cache that raises an error does not run again.
         on_run: called before each run, with the cache and the index of the trial.
+        at_once: how many caches are alive together. They take turns after each step, so that a busy minute slows all.
 
     Returns:
         The result of each cache, in the order of `contenders`. If the reference fails, its result is the only one.
@@ -161,84 +163,12 @@ def measure(
         reference.failure = _first_line(error)
         return results[:1]
     for trial in range(trials):
-        for result in there_and_back(results, trial):
-            on_run(result.contender, trial)
-            if result.failure is None:
-                _attempt(model, sequence, result)
+        ordered = there_and_back(results, trial)
+        for first in range(0, len(ordered), at_once):
+            _run_together(model, sequence, ordered[first : first + at_once], trial, on_run)
     for result in results:
-        _compare(result, logits, model.dtype, result.trials)
+        _compare(result, logits, model.dtype)
     return results
-
-
-def measure_in_rounds(
-    model: Any,
-    prompt: Tensor,
-    steps: int,
-    trials: int,
-    contenders: Sequence[Contender],
-    on_run: Callable[[Contender, int], None],
-) -> list[ContenderResult]:
-    """As `measure`, with all caches alive at once: they take turns after each step, so that a busy minute slows all.
-
-    The reference decodes greedily, and the other caches are fed its tokens.
-    """
-    results = [ContenderResult(contender) for contender in contenders]
-    for trial in range(trials):
-        if not _in_rounds(model, prompt.to(model.device), steps, results, trial, on_run):
-            return results[:1]
-    return results
-
-
-def _in_rounds(
-    model: Any,
-    prompt: Tensor,
-    steps: int,
-    results: Sequence[ContenderResult],
-    trial: int,
-    on_run: Callable[[Contender, int], None],
-) -> bool:
-    """One trial of every cache. False if the reference, which is the first one, has failed."""
-    runs: dict[int, _TimedRun] = {}
-    for place, result in enumerate(results):
-        on_run(result.contender, trial)
-        if result.failure is None:
-            with _failing_alone(result), quiet_clock():
-                run = _TimedRun(model, result.contender)
-                run.prefill(prompt)
-                runs[place] = run
-        if not runs:
-            return False
-    for step in range(steps):
-        ids = runs[0].newest.argmax(-1)[:, None]
-        for place, result in there_and_back(list(enumerate(results)), step):
-            if result.failure is None:
-                with _failing_alone(result), quiet_clock():
-                    runs[place].step(ids)
-                if result.failure is not None:
-                    del runs[place]
-        if results[0].failure is not None:
-            return False
-    logits = torch.stack(runs[0].logits)
-    if logits.isnan().any():
-        results[0].failure = "The model's logits are not numbers: check its weights."
-        return False
-    for place, result in enumerate(results):
-        if result.failure is None:
-            result.trials.append(runs.pop(place).trial(logits if place else None))
-            _compare(result, logits, model.dtype, result.trials[-1:])
-    return True
-
-
-@contextmanager
-def _failing_alone(result: ContenderResult) -> Iterator[None]:
-    """An error is that of one cache, and the others go on."""
-    try:
-        yield
-    except Exception as error:
-        result.failure = _first_line(error)
-    if result.failure is not None:
-        # An error keeps tensors alive in its traceback, and the next cache may need their memory.
-        gc.collect()
 
 
 def warm_up(model: Any, prompt: Tensor, contenders: Sequence[Contender]) -> None:
@@ -246,14 +176,45 @@ def warm_up(model: Any, prompt: Tensor, contenders: Sequence[Contender]) -> None
     first = prompt[:, :WARM_UP_TOKENS].to(model.device)
     for contender in contenders:
         # A cache that fails here fails again when it is measured, and that failure is recorded.
-        _attempt(model, Continuation(first, first[:, :2]), ContenderResult(contender))
+        _run_together(model, Continuation(first, first[:, :2]), [ContenderResult(contender)], 0, lambda *_: None)
 
 
-def _attempt(model: Any, sequence: Continuation, result: ContenderResult) -> None:
-    with _failing_alone(result):
-        result.trials.append(_run(model, sequence, result.contender))
-    # The next cache may need the memory of this one.
+def _run_together(
+    model: Any,
+    sequence: Continuation,
+    results: Sequence[ContenderResult],
+    trial: int,
+    on_run: Callable[[Contender, int], None],
+) -> None:
+    """One trial of some caches, which take turns. An error is that of one cache, and the others go on."""
+    # These caches may need the memory of earlier ones.
     gc.collect()
+    runs: list[tuple[ContenderResult, _TimedRun]] = []
+    for result in results:
+        on_run(result.contender, trial)
+        if result.failure is None:
+            with _failing_alone(result):
+                run = _TimedRun(model, result.contender)
+                run.prefill(sequence.prompt)
+                runs.append((result, run))
+    for step in range(sequence.tokens.shape[1]):
+        for result, run in there_and_back(runs, step):
+            with _failing_alone(result):
+                run.step(sequence.tokens[:, step : step + 1])
+        runs = [(result, run) for result, run in runs if result.failure is None]
+    for result, run in runs:
+        result.trials.append(run.trial(sequence.expected))
+
+
+@contextmanager
+def _failing_alone(result: ContenderResult) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        result.failure = _first_line(error)
+    if result.failure is not None:
+        # An error keeps tensors alive in its traceback, and the next cache may need their memory.
+        gc.collect()
 
 
 class _TimedRun:
@@ -280,6 +241,7 @@ class _TimedRun:
         """Take a step with tokens `[batch, 1]`."""
         self._step_seconds.append(self._pass(ids))
 
+    @quiet_clock()
     def _pass(self, ids: Tensor, **options: int) -> float:
         """Seconds of a forward pass over tokens `[batch, tokens]`."""
         self._finish()
@@ -302,15 +264,6 @@ class _TimedRun:
         return Trial(self._prefill_seconds, self._step_seconds, cache_nbytes(self._cache), predicted, kl)
 
 
-def _run(model: Any, sequence: Continuation, contender: Contender) -> Trial:
-    run = _TimedRun(model, contender)
-    with quiet_clock():
-        run.prefill(sequence.prompt)
-        for step in range(sequence.tokens.shape[1]):
-            run.step(sequence.tokens[:, step : step + 1])
-    return run.trial(sequence.expected)
-
-
 def _mean_divergence(expected: Tensor, seen: Sequence[Tensor]) -> float:
     """Mean KL divergence, in nats, of predictions `[batch, vocab]` from `expected`, `[steps + 1, batch, vocab]`."""
     pairs = zip(expected, seen, strict=True)
@@ -321,11 +274,10 @@ def _mean_divergence(expected: Tensor, seen: Sequence[Tensor]) -> float:
 def _greedy(model: Any, prompt: Tensor, steps: int, reference: Contender) -> tuple[Continuation, Tensor]:
     """The greedy continuation, and the logits of each prediction, `[steps + 1, batch, vocab]` on the host."""
     run, tokens = _TimedRun(model, reference), []
-    with quiet_clock():
-        run.prefill(prompt)
-        for _ in range(steps):
-            tokens.append(run.newest.argmax(-1))
-            run.step(tokens[-1][:, None])
+    run.prefill(prompt)
+    for _ in range(steps):
+        tokens.append(run.newest.argmax(-1))
+        run.step(tokens[-1][:, None])
     logits = torch.stack(run.logits)
     # If all logits are NaN, argmax is always the first token, and every cache would agree.
     if logits.isnan().any():
@@ -333,10 +285,10 @@ def _greedy(model: Any, prompt: Tensor, steps: int, reference: Contender) -> tup
     return Continuation(prompt, torch.stack(tokens, 1), logits), logits
 
 
-def _compare(result: ContenderResult, logits: Tensor, dtype: torch.dtype, trials: Sequence[Trial]) -> None:
-    """Count the predictions of trials that differ from the reference's `logits` `[steps + 1, batch, vocab]`."""
+def _compare(result: ContenderResult, logits: Tensor, dtype: torch.dtype) -> None:
+    """Count the predictions that differ from the reference's `logits` `[steps + 1, batch, vocab]`."""
     expected = logits.argmax(-1).T
-    for trial in trials:
+    for trial in result.trials:
         for index, step in (trial.predicted != expected).nonzero().tolist():
             result.other_tokens += 1
             wanted, seen = int(expected[index, step]), int(trial.predicted[index, step])

@@ -31,13 +31,8 @@ def make_app() -> "typer.Typer":
     """The command line with all its commands. No command imports torch before it is run."""
     import typer
 
-    from kvlayers.tools.cli.bench import bench
-    from kvlayers.tools.cli.calibrate import calibrate
-    from kvlayers.tools.cli.demo import demo
+    from kvlayers.tools.cli import commands
     from kvlayers.tools.cli.fidelity import fidelity
-    from kvlayers.tools.cli.inspect import inspect
-    from kvlayers.tools.cli.plan import plan
-    from kvlayers.tools.cli.small_commands import FOR_THE_HARNESS, compile_command, lm_eval
     from kvlayers.version import __version__
 
     def show_version(wanted: bool) -> None:
@@ -55,10 +50,10 @@ def make_app() -> "typer.Typer":
     ) -> None:
         """A drop-in key-value cache library for Hugging Face transformers."""
 
-    for command in (plan, bench, fidelity, calibrate, inspect, demo):
+    for command in (commands.plan, commands.bench, fidelity, commands.calibrate, commands.inspect, commands.demo):
         app.command()(command)
-    app.command("compile")(compile_command)
-    app.command("lm-eval", context_settings=FOR_THE_HARNESS)(lm_eval)
+    app.command("compile")(commands.compile_command)
+    app.command("lm-eval", context_settings=commands.FOR_THE_HARNESS)(commands.lm_eval)
     return app
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from torch import Tensor
 
 import kvlayers
 from browser import looked_at, needs_browser
@@ -27,8 +26,7 @@ typer_testing = pytest.importorskip("typer.testing", reason="the command line ne
 
 from kvlayers.__main__ import make_app  # noqa: E402
 from kvlayers.tools.cli.console import read_text, usage_line  # noqa: E402
-from kvlayers.tools.measuring import contenders  # noqa: E402
-from kvlayers.tools.measuring.contenders import setting, settings  # noqa: E402
+from kvlayers.tools.measuring.contenders import kvlayers_contender, setting, settings  # noqa: E402
 from kvlayers.tools.measuring.fidelity import FidelityBudget, SettingFidelity  # noqa: E402
 from kvlayers.tools.measuring.nbytes import bytes_of  # noqa: E402
 from kvlayers.tools.measuring.text import passages  # noqa: E402
@@ -122,7 +120,8 @@ def test_bytes_are_those_of_a_real_cache_in_bfloat16(llama: Path) -> None:
         if each["name"] == "full":
             cache: Any = kvlayers.DynamicCache(config=config, length_hint=tokens)
         else:
-            cache = setting(each["name"]).make(config, tokens)
+            _, named = setting(each["name"])
+            cache = kvlayers.make_cache(named.name, config, length_hint=tokens, **named.options)
         for layer in range(config.num_hidden_layers):
             states = torch.randn(1, 2, tokens, 8).bfloat16()
             cache.update(states, states, layer)
@@ -217,13 +216,14 @@ def test_a_budget_of_perplexity_and_one_of_both() -> None:
 
 
 def test_a_setting_that_fails_is_said_and_ends_with_1(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failing(kvlayers.QuantizedCache):
-        def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            if self.get_seq_length() >= 96 and self.quantization.keys.nbits == 3:
-                raise RuntimeError("no more")
-            return super().update(*args, **kwargs)
+    original = kvlayers.QuantizedCache.update
 
-    monkeypatch.setattr(contenders, "QuantizedCache", Failing)
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.get_seq_length() >= 96 and self.quantization.keys.nbits == 3:
+            raise RuntimeError("no more")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(kvlayers.QuantizedCache, "update", update)
     said, code = measured(llama, "--bits", "4,3", "--max-kl", 100)
     assert code == 1
     full, four, three = said["settings"]
@@ -281,7 +281,7 @@ def test_what_is_too_short_to_be_rounded_is_said(llama: Path) -> None:
 
 
 def test_settings_go_by_the_names_that_people_write() -> None:
-    assert [each.name for each in settings("8, INT4,4,k4v2,fp8,native:3,hqq:k4v2")] == [
+    assert list(settings("8, INT4,4,k4v2,fp8,native:3,hqq:k4v2")) == [
         "int8",
         "int4",
         "k4v2",
@@ -289,25 +289,27 @@ def test_settings_go_by_the_names_that_people_write() -> None:
         "int3",
         "hqq:k4v2",
     ]
-    assert setting("hqq:k4v2").options == {"backend": "hqq", "key_nbits": 4, "value_nbits": 2}
-    assert setting("fp8").options == {"backend": "fp8"}
+    assert setting("hqq:k4v2")[1].options == {"backend": "hqq", "key_nbits": 4, "value_nbits": 2}
+    assert setting("native")[1].options == {"backend": "native"}
     for wrong in ("", "four", "k4", "4v2", "none:4", "-4", "4,"):
         with pytest.raises(kvlayers.OptionError, match="`--bits` must be bits, such as 4"):
             settings(wrong)
     config = tf.LlamaConfig(num_hidden_layers=1)
-    assert bytes_of(setting("k4v2").make, config, 4096) < bytes_of(setting("4").make, config, 4096)
+    less, more = (kvlayers_contender(*setting(text), config, 4096).make for text in ("k4v2", "4"))
+    assert bytes_of(less, config, 4096) < bytes_of(more, config, 4096)
 
 
 def test_what_is_recommended_can_be_pasted() -> None:
     """Every setting is a name that there is, or a name with its options."""
     config = tf.LlamaConfig(**COMMON)
-    for each in settings("8,4,3,2,fp8,k4v2,hqq:4" if reports_hqq() else "8,4,3,2,fp8,k4v2"):
-        line = usage_line(each.generate_options)
+    for name, named in settings("8,4,3,2,fp8,k4v2,hqq:4" if reports_hqq() else "8,4,3,2,fp8,k4v2").items():
+        contender = kvlayers_contender(name, named, config, 64)
+        line = usage_line(contender.generate_options or {})
         arguments = eval(line.replace("To use it: kvlayers.install(); model.generate(..., ", "dict("))
         made = kvlayers.make_cache(arguments["cache_implementation"], config, **arguments.get("cache_config", {}))
-        assert made.quantization == each.make(config).quantization
-    assert setting("4").generate_options == {"cache_implementation": "int4"}
-    assert setting("3").generate_options == {"cache_implementation": "quantized", "cache_config": {"nbits": 3}}
+        assert made.quantization == contender.make().quantization
+    assert setting("4")[1].generate_options == {"cache_implementation": "int4"}
+    assert setting("3")[1].generate_options == {"cache_implementation": "quantized", "cache_config": {"nbits": 3}}
 
 
 def test_passages_begin_at_lines_where_there_are_any() -> None:

@@ -21,7 +21,7 @@ import fresh_process
 import kvlayers
 from kvlayers.__main__ import main, make_app
 from kvlayers.tools import models as demo_model
-from kvlayers.tools.cli import demo_run, demo_view
+from kvlayers.tools.cli import demo_run
 from kvlayers.tools.measuring import contenders, decoding, text
 from kvlayers.tools.measuring.nbytes import cache_nbytes
 from kvlayers.tools.names import DEMO_MODEL
@@ -191,20 +191,20 @@ def test_the_summary_has_what_the_figures_of_this_run_support() -> None:
     slow, fast = demo_run.Samples(8.0, 8, sequences), demo_run.Samples(2.0, 1, sequences)
     answers = demo_run.Answer(3.0, [1]), demo_run.Answer(0.1, [1])
     rows = [_row("dynamic", seconds=0.4, nbytes=100), _row("int4", seconds=0.2, nbytes=30)]
-    assert demo_view.summary(rows, (slow, fast), answers) == (
+    assert demo_run.summary(rows, (slow, fast), answers) == (
         "With kvlayers, int4 holds 30% of the bytes of DynamicCache and decodes 2.0 times as fast, 8 samples of one "
         "prompt come 4.0 times as fast and the first token of a second turn comes 30 times as fast."
     )
     same = [_row("dynamic", seconds=0.2, nbytes=30), _row("int4", seconds=0.2, nbytes=30)]
-    assert "changes little" in demo_view.summary(same, (fast, fast), None)
+    assert "changes little" in demo_run.summary(same, (fast, fast), None)
 
 
 def test_a_busy_machine_is_said_and_no_speed_is_claimed() -> None:
     rows = [_row("dynamic", seconds=0.4, nbytes=100), _row("int4", seconds=0.2, nbytes=30)]
-    assert not demo_view.is_noisy(rows)
+    assert not demo_run.is_noisy(rows)
     rows[1].trials[0] = dataclasses.replace(rows[1].trials[0], step_seconds=[0.1, 0.2, 0.4, 0.5])
-    assert demo_view.is_noisy(rows)
-    assert demo_view.summary(rows, None, None) == "With kvlayers, int4 holds 30% of the bytes of DynamicCache."
+    assert demo_run.is_noisy(rows)
+    assert demo_run.summary(rows, None, None) == "With kvlayers, int4 holds 30% of the bytes of DynamicCache."
 
 
 def test_caches_take_turns_after_each_step(llama: Path) -> None:

@@ -204,7 +204,7 @@ def test_a_cache_of_any_name_is_measured(llama: Path) -> None:
     check_ranges(windowed["by_position"], [(token.position, token) for token in tokens])
     check_ranges(windowed["since_packing"], [(token.position % CHUNK, token) for token in tokens])
     config = tf.AutoConfig.from_pretrained(llama)
-    assert windowed["nbytes"] == bytes_of(lambda config, hint: sinks(config), config, CONTEXT + SCORED)
+    assert windowed["nbytes"] == bytes_of(lambda: sinks(config), config, CONTEXT + SCORED)
     # A cache of another library has no arithmetic: it was filled.
     assert (full["kl"], full["since_packing"]) == (0, [])
     assert full["nbytes"] == said["full"]["nbytes"] == 2 * 2 * (CONTEXT + SCORED) * 2 * 8 * 2

@@ -10,6 +10,9 @@ DEMO_MODEL = "SmolLM2-135M-Instruct"
 HUB_NAME = f"HuggingFaceTB/{DEMO_MODEL}"
 """The model that commands use by default."""
 
+BENCH_REPORT = "kvlayers-bench.html"
+"""File that `kvlayers bench` writes by default."""
+
 FIDELITY_BITS = "8,fp8,k8v4,4,k4v2,3,2"
 """Settings that `kvlayers fidelity` measures by default."""
 

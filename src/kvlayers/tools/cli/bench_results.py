@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -9,15 +10,25 @@ from torch import Tensor
 
 from kvlayers.errors import KVLayersError, OptionError
 from kvlayers.stores.contract import Fidelity
-from kvlayers.tools.cli.console import bar_between_runs, plain, print_sentences, table, usage_line
+from kvlayers.tools.cli.common import NO_OPTIONS, Dtype
+from kvlayers.tools.cli.console import (
+    bar_between_runs,
+    measuring,
+    plain,
+    print_sentences,
+    read_text,
+    table,
+    usage_line,
+)
 from kvlayers.tools.measuring.contenders import Contender, Key, exact_names, is_installed, make_contender
 from kvlayers.tools.measuring.decoding import ContenderResult, measure, warm_up
-from kvlayers.tools.models import LoadedModel, RunFacts
-from kvlayers.tools.names import KVLAYERS, TRANSFORMERS, TRANSFORMERS_CACHES
-from kvlayers.tools.reporting.page import Report, ReportPlot, ReportTable
+from kvlayers.tools.measuring.text import check_known, rows
+from kvlayers.tools.models import LoadedModel, RunFacts, find, find_device, load
+from kvlayers.tools.names import BENCH_REPORT, KVLAYERS, TRANSFORMERS, TRANSFORMERS_CACHES
+from kvlayers.tools.reporting.page import Report, ReportPlot, ReportTable, conclude, report_path
 from kvlayers.tools.reporting.plots import line_plot
 from kvlayers.upstream.model_types import most_positions
-from kvlayers.utils.units import readable_bytes
+from kvlayers.utils.units import readable_bytes, tokens
 
 REFERENCE: Key = (TRANSFORMERS, TRANSFORMERS_CACHES[0])
 QUANTIZED = ("int8", "int4")
@@ -34,6 +45,41 @@ NOTES = (
     WITHIN_NOISE,
     "Held: bytes that the cache keeps alive at the end, spare room and reservations included.",
 )
+
+
+def run(
+    *,
+    model: str | None,
+    lengths: str,
+    steps: int,
+    trials: int,
+    batch: int,
+    text: Path | None,
+    names: Sequence[str] | None,
+    against: Sequence[str] | None,
+    dtype: Dtype,
+    device: str | None,
+    threads: int | None,
+    report: Path | None,
+    as_json: bool,
+) -> bool:
+    """Measure and show. The arguments are the options of the command. Returns whether every cache passed."""
+    with measuring("bench", NO_OPTIONS, as_json, threads) as console:
+        asked_lengths = [tokens(each, "--lengths") for each in lengths.split(",")]
+        against_names = transformers_names(against)
+        path = report_path(console, report, Path(BENCH_REPORT))
+        content = read_text(text)
+        target = find_device(device)
+        found = find(console, model, "MODEL")
+        fitting = fitting_lengths(found.config, asked_lengths, steps)
+        prompt = rows(found.tokenizer, content, batch, fitting[-1])
+        check_known(found.config, prompt)
+        fidelities, left_out = choose_caches(found.config, names, against_names, fitting[-1] + steps)
+        loaded = load(console, found, dtype.on(target), target)
+        results = BenchResults(RunFacts.of(loaded), batch, steps, trials, fidelities, left_out)
+        results.measure(console, loaded, prompt, fitting)
+        conclude(console, results, path, as_json)
+    return results.passed
 
 
 def transformers_names(asked: Sequence[str] | None) -> list[str]:

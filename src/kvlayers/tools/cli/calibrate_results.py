@@ -1,82 +1,127 @@
-"""The arguments of `kvlayers calibrate`, checked before anything is measured, and its result."""
+"""What `kvlayers calibrate` does: it checks all that it can, measures, and shows the result."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from typing_extensions import Self
 
-from kvlayers.errors import OptionError
+from kvlayers.caches.quantized import QuantizedCache
+from kvlayers.errors import CapacityError, OptionError, StateMismatchError
 from kvlayers.stores.quantization import Quantization
-from kvlayers.tools.calibration import Budget, BytesBudget, Calibration, DivergenceBudget
+from kvlayers.tools.calibration import Budget, BytesBudget, Calibration, DivergenceBudget, calibrate
 from kvlayers.tools.calibration.calibrator import file_of
-from kvlayers.tools.calibration.checks import check_context, checked_count, checked_layers, checked_widths
-from kvlayers.tools.cli.console import check_creatable, home_expanded, table, usage_line
-from kvlayers.tools.measuring.uneven_heads import UnevenHead
-from kvlayers.tools.models import RunFacts
+from kvlayers.tools.calibration.checks import (
+    check_context,
+    check_ids,
+    check_positions,
+    checked_layers,
+    checked_tokens,
+    checked_widths,
+)
+from kvlayers.tools.cli.common import CHECK_FAILED, Dtype, one_line_errors
+from kvlayers.tools.cli.console import (
+    check_creatable,
+    home_expanded,
+    measuring,
+    print_json,
+    read_text,
+    table,
+    usage_line,
+)
+from kvlayers.tools.measuring.text import passages as passages_of
+from kvlayers.tools.measuring.uneven_heads import UnevenHead, attended_states, uneven_head
+from kvlayers.tools.models import RunFacts, find, find_device, load
 from kvlayers.upstream.model_types import head_dims
-from kvlayers.utils.units import amount_of_bytes, readable_bytes, tokens
+from kvlayers.utils.units import amount_of_bytes, readable_bytes
+
+OPTIONS = {
+    "bytes_per_token": "--bytes-per-token",
+    "divergence": "--max-kl",
+    "budget": "--bytes-per-token",
+    "widths": "--bits",
+    "backend": "--backend",
+    "context_length": "--context",
+    "scored_tokens": "--scored",
+    "path": "--output",
+}
+
+READ_AT_ONCE = 512
+"""Tokens of a forward pass that looks for a head that loses far more than the others."""
 
 
-@dataclass(frozen=True)
-class CalibrationRequest:
-    """The arguments of the command, checked as far as possible without a model.
-
-    Attributes:
-        budget: a budget of bytes, or of KL divergence.
-        quantization: how states are quantized, apart from the bits.
-        widths: bits to choose from, `None` for all of the backend.
-        context: tokens of a passage before the scored ones.
-        scored: scored tokens of a passage.
-        file: where the result is written.
-    """
-
-    budget: Budget
-    quantization: Quantization
-    widths: tuple[int, ...] | None
-    context: int
-    scored: int
-    file: Path
-
-    @classmethod
-    def of(
-        cls,
-        bytes_per_token: str | None,
-        max_kl: float | None,
-        bits: str | None,
-        backend: str,
-        context: str,
-        scored: str,
-        output: Path,
-    ) -> Self:
-        """Check the arguments as they were typed.
-
-        Raises:
-            OptionError: an argument is invalid, or there is not exactly one budget.
-            FileError: the output cannot be written.
-        """
+def run(
+    *,
+    model: str | None,
+    bytes_per_token: str | None,
+    max_kl: float | None,
+    text: Path | None,
+    output: Path,
+    bits: str | None,
+    backend: str,
+    context: str,
+    scored: str,
+    passages: int,
+    dtype: Dtype,
+    states: Dtype,
+    device: str | None,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Calibrate, and show the result. The arguments are the options of the command."""
+    with measuring("calibrate", OPTIONS, as_json, threads) as console:
         quantization = Quantization(backend=backend)
-        return cls(
-            _budget(bytes_per_token, max_kl),
-            quantization,
-            None if bits is None else checked_widths(_numbers(bits), quantization),
-            checked_count(tokens(context, "--context"), "context_length"),
-            checked_count(tokens(scored, "--scored"), "scored_tokens"),
-            _checked_file(output),
-        )
-
-    def check_layers(self, config: Any) -> None:
-        """Check that a model has layers to quantize, and that the context is long enough to quantize any token.
-
-        Raises:
-            ConfigError: no layer is quantized.
-            OptionError: the context is too short.
-        """
-        checked_layers(config, self.quantization)
-        dims = head_dims(config)
-        if dims is not None:
-            check_context(self.context, self.quantization, *dims)
+        budget = _budget(bytes_per_token, max_kl)
+        widths = None if bits is None else checked_widths(_numbers(bits), quantization)
+        before, after = checked_tokens(context, "context_length"), checked_tokens(scored, "scored_tokens")
+        file = file_of(home_expanded(output))
+        if file.exists():
+            # Only another calibration may be replaced.
+            Calibration.load(file)
+        check_creatable(file, "--output")
+        content = read_text(text)
+        target = find_device(device)
+        found = find(console, model, "MODEL")
+        check_positions(found.config, before + after)
+        checked_layers(found.config, quantization)
+        if (dims := head_dims(found.config)) is not None:
+            check_context(before, quantization, *dims)
+        texts = passages_of(found.tokenizer, content, passages, before + after)
+        check_ids(found.config, texts)
+        loaded = load(console, found, dtype.on(target), target)
+        # A failure that only the measurement can show is a result, not an input error.
+        is_divergence = isinstance(budget, DivergenceBudget)
+        failures = (StateMismatchError, CapacityError) if is_divergence else StateMismatchError
+        with one_line_errors("calibrate", OPTIONS, failures, CHECK_FAILED):
+            calibration = calibrate(
+                loaded.model,
+                texts,
+                budget,
+                quantization=quantization,
+                widths=widths,
+                passages=passages,
+                context_length=before,
+                scored_tokens=after,
+                dtype=states.name_or_none,
+            )
+        cache = QuantizedCache(config=loaded.model.config, **calibration.cache_config)
+        uneven = uneven_head(cache, attended_states(loaded.model, texts[0], READ_AT_ONCE))
+        written = calibration.save(file)
+        _show(console, calibration, written, uneven)
+        if as_json:
+            print_json(
+                {
+                    **RunFacts.of(loaded).plain(),
+                    "text": "Python's help" if text is None else str(text),
+                    "passages": passages,
+                    "context": before,
+                    "scored": after,
+                    "budget": budget,
+                    "chosen": calibration.chosen,
+                    "uniform": calibration.uniform,
+                    "file": str(written),
+                    "uneven_head": uneven,
+                    "use": {"cache_implementation": "quantized", "cache_config": calibration.cache_config},
+                }
+            )
 
 
 def _budget(bytes_per_token: str | None, max_kl: float | None) -> Budget:
@@ -97,75 +142,22 @@ def _numbers(bits: str) -> tuple[int, ...]:
         raise OptionError(f"`--bits` must be numbers separated by commas, such as 2,4,8, got {bits!r}.") from None
 
 
-def _checked_file(output: Path) -> Path:
-    file = file_of(home_expanded(output))
-    if file.exists():
-        # Only another calibration may be replaced.
-        Calibration.load(file)
-    check_creatable(file, "--output")
-    return file
-
-
-@dataclass(frozen=True)
-class CalibrationResults:
-    """A calibration, and how it was made.
-
-    Attributes:
-        run: the model and the machine.
-        text: the file that was read, or "Python's help".
-        passages: passages that were read.
-        request: the arguments.
-        calibration: the result.
-        file: where the result was written.
-        uneven_head: the head whose keys lose far more than those of the others, `None` if no head does.
-    """
-
-    run: RunFacts
-    text: str
-    passages: int
-    request: CalibrationRequest
-    calibration: Calibration
-    file: Path
-    uneven_head: UnevenHead | None
-
-    @property
-    def use(self) -> dict[str, Any]:
-        """Arguments of `generate()` that ask for such a cache."""
-        return {"cache_implementation": "quantized", "cache_config": self.calibration.cache_config}
-
-    def plain(self) -> dict[str, Any]:
-        """The results as JSON types."""
-        return {
-            **self.run.plain(),
-            "text": self.text,
-            "passages": self.passages,
-            "context": self.request.context,
-            "scored": self.request.scored,
-            "budget": self.request.budget,
-            "chosen": self.calibration.chosen,
-            "uniform": self.calibration.uniform,
-            "file": str(self.file),
-            "uneven_head": self.uneven_head,
-            "use": self.use,
-        }
-
-    def show(self, console: Console) -> None:
-        """Print the calibrated bits beside the best uniform ones, and where the file is."""
-        calibration = self.calibration
-        named = {"calibrated": calibration.chosen, "uniform": calibration.uniform}
-        rows = [
-            (name, readable_bytes(setting.bytes_per_token), f"{setting.divergence:.3g} nats")
-            for name, setting in named.items()
-            if setting is not None
-        ]
-        console.print(table(("Bits", "A token", "KL"), rows, styles=("bold",)))
-        for side, option in (("keys", "key_nbits"), ("values", "value_nbits")):
-            # A dot for a layer that is not quantized.
-            bits = ("." if nbits is None else str(nbits) for nbits in calibration.cache_config[option])
-            console.print(f"{side}: {' '.join(bits)}", markup=False, highlight=False)
-        warning = () if self.uneven_head is None else (f"Warning: {self.uneven_head.sentence}.",)
-        options = f"kvlayers.Calibration.load({str(self.file)!r}).cache_config"
-        usage = usage_line({"cache_implementation": "quantized"}).removesuffix(")") + f", cache_config={options})"
-        for line in (*warning, f"Written to {self.file}", usage):
-            # A line to paste must not be wrapped.
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+def _show(console: Console, calibration: Calibration, file: Path, uneven: UnevenHead | None) -> None:
+    """Print the calibrated bits beside the best uniform ones, and where the file is."""
+    named = {"calibrated": calibration.chosen, "uniform": calibration.uniform}
+    rows = [
+        (name, readable_bytes(setting.bytes_per_token), f"{setting.divergence:.3g} nats")
+        for name, setting in named.items()
+        if setting is not None
+    ]
+    console.print(table(("Bits", "A token", "KL"), rows, styles=("bold",)))
+    for side, option in (("keys", "key_nbits"), ("values", "value_nbits")):
+        # A dot for a layer that is not quantized.
+        bits = ("." if nbits is None else str(nbits) for nbits in calibration.cache_config[option])
+        console.print(f"{side}: {' '.join(bits)}", markup=False, highlight=False)
+    warning = () if uneven is None else (f"Warning: {uneven.sentence}.",)
+    options = f"kvlayers.Calibration.load({str(file)!r}).cache_config"
+    usage = usage_line({"cache_implementation": "quantized"}).removesuffix(")") + f", cache_config={options})"
+    for line in (*warning, f"Written to {file}", usage):
+        # A line to paste must not be wrapped.
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

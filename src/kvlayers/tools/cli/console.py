@@ -29,6 +29,7 @@ from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from kvlayers.errors import ConfigError, KVLayersError
+from kvlayers.tools.cli.common import one_line_errors
 from kvlayers.tools.measuring.text import default_text
 
 
@@ -104,6 +105,25 @@ def table(
 def print_json(value: Any) -> None:
     """Print a value as JSON on stdout. It does not go through a rich console, which would wrap the lines."""
     print(json.dumps(plain(value), indent=2, allow_nan=False))
+
+
+@contextmanager
+def measuring(command: str, options: Mapping[str, str], as_json: bool, threads: int | None) -> Iterator[Console]:
+    """What every command that measures does: it sets the threads of torch, is quiet, and says errors in one line.
+
+    Args:
+        command: name of the command.
+        options: see `one_line_errors`.
+        as_json: whether stdout has JSON. People then read stderr.
+        threads: CPU threads, `None` for torch's choice.
+
+    Yields:
+        The console for people.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with one_line_errors(command, options), quiet_libraries():
+        yield Console(stderr=as_json)
 
 
 @contextmanager

@@ -159,38 +159,15 @@ def fidelity(
     with one_line_errors("fidelity"):
         _check_options_of_kind(call, tasks is not None)
     # Imported late: torch takes seconds to import, and `--help` does not need it.
-    from kvlayers.tools.cli.fidelity_run import FidelityRequest, measure
+    from kvlayers.tools.cli.fidelity_run import FidelityRun
 
-    passed = measure(
-        FidelityRequest(
-            model=model,
-            text=text,
-            tasks=tasks,
-            bits=bits,
-            names=name or (),
-            against=against or (),
-            calibration=calibration,
-            context=context,
-            scored=scored,
-            passages=passages,
-            lengths=lengths,
-            depths=depths,
-            samples=samples,
-            seed=seed,
-            chunk=chunk,
-            question_chunk=question_chunk,
-            max_kl=max_kl,
-            max_perplexity_increase=max_perplexity_increase,
-            max_bytes=max_bytes,
-            budget=budget,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            results=results,
-            report=report,
-            as_json=as_json,
-        )
+    run = FidelityRun(
+        model, text, bits, name or (), against or (), calibration, dtype, device, threads, results, report, as_json
     )
+    if tasks is None:
+        passed = run.over_text(context, scored, passages, chunk, max_kl, max_perplexity_increase, max_bytes)
+    else:
+        passed = run.over_tasks(tasks, lengths, depths, samples, seed, chunk, question_chunk, budget)
     if not passed:
         raise typer.Exit(CHECK_FAILED)
 

@@ -1,24 +1,23 @@
 """Which caches, tokens, tasks and lengths `kvlayers fidelity` measures."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvlayers.errors import KVLayersError, OptionError
+from kvlayers.generation.registry import NamedCache
 from kvlayers.tools.calibration import Calibration
 from kvlayers.tools.cli.console import home_expanded
 from kvlayers.tools.measuring.contenders import (
     Contender,
-    QuantizationSetting,
     against_contenders,
+    kvlayers_contender,
     named_contender,
     settings,
 )
 from kvlayers.tools.measuring.nbytes import bytes_of
-from kvlayers.tools.names import FIDELITY_CONTEXT, FIDELITY_SCORED, KVLAYERS, TASK_LENGTHS
+from kvlayers.tools.names import FIDELITY_CONTEXT, FIDELITY_SCORED, TASK_LENGTHS
 from kvlayers.tools.tasks.contract import TaskSample, task_names
 from kvlayers.upstream.model_types import most_positions
 from kvlayers.utils.units import tokens
@@ -45,26 +44,6 @@ OPTIONS = {
 """For arguments that errors name, the options that they come from."""
 
 
-@dataclass(frozen=True)
-class ChosenCaches:
-    """The caches that are measured.
-
-    Attributes:
-        contenders: the caches.
-        uses: arguments of `generate()` that ask for such a cache, by its short name, if there are such arguments.
-        left_out: for each default setting that the model does not support, why.
-    """
-
-    contenders: Sequence[Contender]
-    uses: Mapping[str, Mapping[str, Any]]
-    left_out: Mapping[str, str]
-
-    @property
-    def makers(self) -> Mapping[str, Callable[[], Any]]:
-        """Makers of empty caches, by their short names."""
-        return {each.short_name: each.make for each in self.contenders}
-
-
 def choose_caches(
     bits: str | None,
     calibration: Path | None,
@@ -73,7 +52,7 @@ def choose_caches(
     default_bits: str,
     config: Any,
     tokens: int,
-) -> ChosenCaches:
+) -> tuple[list[Contender], dict[str, str]]:
     """The caches that the user named; the default settings if the user named neither settings nor caches.
 
     Args:
@@ -85,51 +64,35 @@ def choose_caches(
         config: config of the model.
         tokens: the most tokens that a cache will hold.
 
+    Returns:
+        The caches; and for each default setting that the model does not support, why.
+
     Raises:
         KVLayersError: the model does not support a cache that the user named, or no cache at all.
     """
-    of_bits = settings(default_bits if bits is None else bits) if bits is not None or not names else []
-    of_calibration = []
+    rounded = settings(default_bits if bits is None else bits) if bits is not None or not names else {}
+    optional = rounded.keys() if bits is None else ()
     if calibration is not None:
         found = Calibration.load(home_expanded(calibration))
-        of_calibration.append(QuantizationSetting(CALIBRATED, found.cache_config))
-    required = [*([] if bits is None else of_bits), *of_calibration]
-    possible, left_out = _possible_settings([*of_bits, *of_calibration], config, tokens, required)
-    contenders = [
-        *(Contender(KVLAYERS, each.name, partial(each.make, config, tokens)) for each in possible),
-        *(named_contender(name, config, tokens) for name in names),
-        *against_contenders(against, config, tokens),
-    ]
+        rounded = {**rounded, CALIBRATED: NamedCache("quantized", found.cache_config)}
+    contenders, left_out = [], {}
+    for name, named in rounded.items():
+        contender = kvlayers_contender(name, named, config, tokens)
+        try:
+            bytes_of(contender.make, config, tokens)
+            contenders.append(contender)
+        except KVLayersError as error:
+            if name not in optional:
+                raise
+            left_out[name] = str(error)
+    contenders += [named_contender(name, config, tokens) for name in names]
+    contenders += against_contenders(against, config, tokens)
     for each in contenders:
         # So that a cache that the model does not support is refused before weights are loaded.
         each.make()
     if not contenders:
         raise OptionError(f"No setting of `--bits` suits the model: {next(iter(left_out.values()))}")
-    return ChosenCaches(
-        list({each.key: each for each in contenders}.values()),
-        {each.cache: use for each in contenders if (use := each.generate_options) is not None}
-        | {each.name: each.generate_options for each in possible},
-        left_out,
-    )
-
-
-def _possible_settings(
-    asked: Sequence[QuantizationSetting], config: Any, tokens: int, required: Sequence[QuantizationSetting]
-) -> tuple[list[QuantizationSetting], dict[str, str]]:
-    """The settings that a model supports, and for each other setting, why not.
-
-    Raises:
-        KVLayersError: the model does not support one of `required`.
-    """
-    left_out = {}
-    for each in asked:
-        try:
-            bytes_of(each.make, config, tokens)
-        except KVLayersError as error:
-            if each in required:
-                raise
-            left_out[each.name] = str(error)
-    return [each for each in asked if each.name not in left_out], left_out
+    return list({each.key: each for each in contenders}.values()), left_out
 
 
 def lengths(config: Any, context: int | None, scored: int | None, chunk: int) -> tuple[int, int]:

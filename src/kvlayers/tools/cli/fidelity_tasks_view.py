@@ -47,7 +47,6 @@ class TaskResults:
         question_chunk: tokens of a forward pass for the question, `None` if as many as `chunk`.
         budget: percentage points of the mean score that a cache may lose, `None` for no budget.
         contenders: the caches, the exact one first.
-        uses: arguments of `generate()` that ask for such a cache, by its short name, if there are such arguments.
         nbytes: bytes of a cache of bfloat16 states that holds `nbytes_tokens` tokens, by the name of the cache; `None`
             if they are not known.
         nbytes_tokens: tokens of the longest sample and its answer.
@@ -69,7 +68,6 @@ class TaskResults:
     question_chunk: int | None
     budget: float | None
     contenders: Sequence[Contender]
-    uses: Mapping[str, Mapping[str, Any]]
     nbytes: Mapping[str, int | None]
     nbytes_tokens: int
     left_out: Mapping[str, str]
@@ -144,7 +142,7 @@ class TaskResults:
         }
 
     def _plain_cache(self, contender: Contender) -> dict[str, Any]:
-        use = self.uses.get(contender.short_name)
+        use = contender.generate_options
         return {
             "name": contender.name,
             "nbytes": self.nbytes[contender.name],
@@ -201,7 +199,7 @@ class TaskResults:
                 f" The smallest is {best.short_name}, with {readable_bytes(taken)} a token, {taken / exact:.2f} of the "
                 "exact cache."
             )
-        use = self.uses.get(best.short_name)
+        use = best.generate_options
         return [within, *([] if use is None else [usage_line(use)])]
 
     @property

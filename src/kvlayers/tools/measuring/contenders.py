@@ -9,8 +9,8 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,6 @@ import transformers
 from kvlayers.caches.base import Cache
 from kvlayers.caches.evicting import EvictingCache
 from kvlayers.caches.from_config import WINDOWED
-from kvlayers.caches.quantized import QuantizedCache
 from kvlayers.errors import KVLayersError, OptionError, UnsupportedLayerError
 from kvlayers.evaluation.caches import holds_states
 from kvlayers.eviction import EvictionRule
@@ -33,80 +32,60 @@ from kvlayers.upstream.model_layers import layer_devices
 from kvlayers.upstream.model_types import config_of
 
 NATIVE = "native"
-NAMED: dict[str, dict[str, Any]] = {
-    **{f"int{bits}": {"nbits": bits} for bits in (8, 4, 2)},
-    "fp8": {"backend": "fp8"},
-}
-"""Settings for which a cache is registered by the same name, and their options."""
+OWN_NAMES = ("int8", "int4", "int2", "fp8")
+"""Settings for which a cache is registered by the same name."""
 
 _FORMS = re.compile(r"(?:(?P<backend>[\w-]+):)?(?:(?:int)?(?P<bits>\d+)|k(?P<keys>\d+)v(?P<values>\d+))")
 
 
-@dataclass(frozen=True)
-class QuantizationSetting:
-    """How a quantized cache rounds states.
-
-    Attributes:
-        name: `int4`, `k4v2` (bits of keys and of values), `fp8`, or with another backend, `hqq:4`.
-        options: the options of `QuantizedCache`.
-    """
-
-    name: str
-    options: dict[str, Any] = field(hash=False)
-
-    @property
-    def generate_options(self) -> dict[str, Any]:
-        """Arguments of `generate()` that ask for such a cache, after `kvlayers.install()`."""
-        if NAMED.get(self.name) == self.options:
-            return {"cache_implementation": self.name}
-        return {"cache_implementation": "quantized", "cache_config": self.options}
-
-    def make(self, config: Any, length_hint: int | None = None) -> QuantizedCache:
-        """An empty cache for a model. Raises the errors of `QuantizedCache`."""
-        return QuantizedCache(config=config, length_hint=length_hint, **self.options)
-
-
-def setting(text: str) -> QuantizationSetting:
-    """The setting with a name.
+def setting(text: str) -> tuple[str, NamedCache]:
+    """The name of a setting of quantized caches, and the cache that has it.
 
     Args:
         text: bits (`4` or `int4`), bits of keys and of values (`k4v2`), either with a backend (`hqq:4`), or a backend
             alone (`fp8`).
 
+    Returns:
+        The name is `int4`, `k4v2` (bits of keys and of values), `fp8`, or with another backend, `hqq:4`.
+
     Raises:
         OptionError: `text` is no such name. Whether the backend has such bits is checked when a cache is made.
 
     Example:
-        >>> setting("4").name, setting("k4v2").options
-        ('int4', {'key_nbits': 4, 'value_nbits': 2})
+        >>> setting("4")
+        ('int4', NamedCache(name='int4', options={}))
+        >>> setting("k4v2")
+        ('k4v2', NamedCache(name='quantized', options={'key_nbits': 4, 'value_nbits': 2}))
     """
     asked = text.strip().lower()
-    if asked in quantizer_names():
-        return QuantizationSetting(asked, {"backend": asked})
     found = _FORMS.fullmatch(asked)
-    if found is None or (found["backend"] or NATIVE) not in quantizer_names():
+    if asked in quantizer_names():
+        name, options = asked, {"backend": asked}
+    elif found is None or (found["backend"] or NATIVE) not in quantizer_names():
         raise OptionError(
             "`--bits` must be bits, such as 4, k4v2 (4 for keys, 2 for values) or hqq:4, or a backend "
             f"({', '.join(quantizer_names())}), got {text!r}."
         )
-    backend = {} if found["backend"] in (None, NATIVE) else {"backend": found["backend"]}
-    prefix = f"{found['backend']}:" if backend else ""
-    if found["bits"]:
-        bits = int(found["bits"])
-        return QuantizationSetting(f"{prefix}{bits}" if backend else f"int{bits}", {**backend, "nbits": bits})
-    keys, values = int(found["keys"]), int(found["values"])
-    return QuantizationSetting(f"{prefix}k{keys}v{values}", {**backend, "key_nbits": keys, "value_nbits": values})
+    else:
+        is_native = found["backend"] in (None, NATIVE)
+        bits = {"nbits": found["bits"], "key_nbits": found["keys"], "value_nbits": found["values"]}
+        options = {option: int(number) for option, number in bits.items() if number}
+        name = found["bits"] or f"k{found['keys']}v{found['values']}"
+        if is_native and found["bits"]:
+            name = f"int{name}"
+        if not is_native:
+            name, options = f"{found['backend']}:{name}", {"backend": found["backend"], **options}
+    return name, NamedCache(name) if name in OWN_NAMES else NamedCache("quantized", options)
 
 
-def settings(text: str) -> list[QuantizationSetting]:
-    """Settings separated by commas, without duplicates. Raises the errors of `setting`.
+def settings(text: str) -> dict[str, NamedCache]:
+    """Settings separated by commas, by their names. Raises the errors of `setting`.
 
     Example:
-        >>> [each.name for each in settings("8, 4,int4,fp8")]
+        >>> [*settings("8, 4,int4,fp8")]
         ['int8', 'int4', 'fp8']
     """
-    found = [setting(each) for each in text.split(",")]
-    return list({each.name: each for each in found}.values())
+    return dict(map(setting, text.split(",")))
 
 
 Key = tuple[str, str]
@@ -140,11 +119,14 @@ class Contender:
         library: `"kvlayers"`, `"transformers"`, or the module of another package.
         cache: name of the cache, or of the callable of that module.
         make: makes an empty cache. Raises `KVLayersError` if the model does not support it.
+        generate_options: arguments of `generate()` that ask for the cache after `kvlayers.install()`, `None` if it has
+            no name.
     """
 
     library: str
     cache: str
     make: Callable[[], Any]
+    generate_options: Mapping[str, Any] | None = None
 
     @property
     def key(self) -> Key:
@@ -160,12 +142,6 @@ class Contender:
     def short_name(self) -> str:
         """The name, without the library if it is kvlayers."""
         return self.cache if self.library == KVLAYERS else self.name
-
-    @property
-    def generate_options(self) -> dict[str, Any] | None:
-        """Arguments of `generate()` that ask for the cache after `kvlayers.install()`, `None` if it has no name."""
-        named = named_cache(self.cache) if self.library == KVLAYERS else None
-        return None if named is None else named.generate_options
 
     def fidelity(self) -> Fidelity:
         """What the cache does to the states that the model attends to. Makes a cache to find out.
@@ -185,6 +161,25 @@ class Contender:
         return fidelity_of(cache)
 
 
+def uses_of(contenders: Iterable[Contender]) -> dict[str, Mapping[str, Any]]:
+    """Arguments of `generate()` that ask for each cache, by its short name, if there are such arguments."""
+    return {each.short_name: each.generate_options for each in contenders if each.generate_options is not None}
+
+
+def kvlayers_contender(shown: str, named: NamedCache, model: Any, length: int) -> Contender:
+    """A cache of kvlayers that is shown by a name.
+
+    Args:
+        shown: the name that is shown.
+        named: the cache.
+        model: the model, or its config.
+        length: the most tokens that the cache will hold.
+    """
+    # With the length that generate() would pass as a hint after `kvlayers.install()`.
+    request = CacheRequest(config_of(model), named.options, length_hint=length, layer_devices=layer_devices(model))
+    return Contender(KVLAYERS, shown, lambda: cache_for(named.name, request), named.generate_options)
+
+
 def make_contender(library: str, name: str, model: Any, length: int) -> Contender:
     """A contender by its name.
 
@@ -199,10 +194,7 @@ def make_contender(library: str, name: str, model: Any, length: int) -> Contende
         OptionError: the options cannot be read.
     """
     if library == KVLAYERS:
-        named = named_cache(name) or NamedCache(name)
-        # With the length that generate() would pass as a hint after `kvlayers.install()`.
-        request = CacheRequest(config_of(model), named.options, length_hint=length, layer_devices=layer_devices(model))
-        return Contender(KVLAYERS, name, lambda: cache_for(named.name, request))
+        return kvlayers_contender(name, named_cache(name) or NamedCache(name), model, length)
     return Contender(
         TRANSFORMERS, name, lambda: _made(f"{TRANSFORMERS}:{name}", lambda config: _MAKERS[name](config, length), model)
     )

@@ -70,11 +70,13 @@ class Drift:
         return is_greater and 2 * self.growing_passages > self.passages
 
 
+_Token = tuple[int, float, bool]
+"""Position or distance of a token, its KL divergence, and whether the likeliest next token agrees."""
+
+
 def by_position(passages: Sequence[PassageScores], context: int) -> tuple[FidelityRange, ...]:
     """Fidelity by position in the passage, whose first scored token is at position `context`."""
-    return _ranges(
-        [(context + index, each.kl[index], each.agrees[index]) for each in passages for index in range(each.tokens)]
-    )
+    return _ranges([token for each in passages for token in _tokens(each, context)])
 
 
 def since_packing(passages: Sequence[PassageScores]) -> tuple[FidelityRange, ...]:
@@ -93,14 +95,15 @@ def drift(passages: Sequence[PassageScores], context: int) -> Drift:
     """The first and the last quarter of the scored tokens of passages of the same length, at least one token each."""
     scored = passages[0].tokens
     quarter = max(scored // 4, 1)
-    first = [_of_passage(each, context, 0, quarter) for each in passages]
-    last = [_of_passage(each, context, scored - quarter, scored) for each in passages]
-    growing = sum(end.kl > begin.kl for begin, end in zip(first, last, strict=True))
-    return Drift(_together(first), _together(last), len(passages), growing)
+    first = [token for each in passages for token in _tokens(each, context)[:quarter]]
+    last = [token for each in passages for token in _tokens(each, context)[-quarter:]]
+    growing = sum(math.fsum(each.kl[-quarter:]) > math.fsum(each.kl[:quarter]) for each in passages)
+    stop = context + scored
+    return Drift(_range(context, context + quarter, first), _range(stop - quarter, stop, last), len(passages), growing)
 
 
-_Token = tuple[int, float, bool]
-"""Position or distance of a token, its KL divergence, and whether the likeliest next token agrees."""
+def _tokens(scores: PassageScores, context: int) -> list[_Token]:
+    return [(context + index, *token) for index, token in enumerate(zip(scores.kl, scores.agrees, strict=True))]
 
 
 def _ranges(tokens: Sequence[_Token]) -> tuple[FidelityRange, ...]:
@@ -121,23 +124,6 @@ def _ranges(tokens: Sequence[_Token]) -> tuple[FidelityRange, ...]:
 def _range(start: int, stop: int, tokens: Sequence[_Token]) -> FidelityRange:
     kl = math.fsum(kl for _, kl, _ in tokens) / len(tokens)
     return FidelityRange(start, stop, len(tokens), kl, sum(agrees for _, _, agrees in tokens) / len(tokens))
-
-
-def _of_passage(scores: PassageScores, context: int, begin: int, end: int) -> FidelityRange:
-    tokens = [(context + index, scores.kl[index], scores.agrees[index]) for index in range(begin, end)]
-    return _range(context + begin, context + end, tokens)
-
-
-def _together(ranges: Sequence[FidelityRange]) -> FidelityRange:
-    """The same range of several passages, which has as many tokens in each."""
-    one = ranges[0]
-    return FidelityRange(
-        one.start,
-        one.stop,
-        sum(each.tokens for each in ranges),
-        math.fsum(each.kl for each in ranges) / len(ranges),
-        math.fsum(each.agreement for each in ranges) / len(ranges),
-    )
 
 
 FULL = "full"
@@ -266,7 +252,7 @@ def measure_fidelity(
     """
     tokens = passages[0].shape[1] - 1
     config = model.config
-    full_nbytes = bytes_of(_in_full, config, tokens)
+    full_nbytes = bytes_of(make_contender(KVLAYERS, "dynamic", config, tokens).make, config, tokens)
     held: dict[str, int | None] = {FULL: full_nbytes}
     held |= {name: held_nbytes(make, config, tokens, chunk) for name, make in caches.items()}
     makers: dict[str, CacheMaker] = {FULL: lambda config: transformers.DynamicCache(config=config)}
@@ -294,10 +280,6 @@ def measure_fidelity(
 
 def _ignoring_config(make: Callable[[], Any]) -> CacheMaker:
     return lambda config: make()
-
-
-def _in_full(config: Any, length_hint: int) -> Any:
-    return make_contender(KVLAYERS, "dynamic", config, length_hint).make()
 
 
 def _figures(score: Scores, context: int, perplexity: float) -> dict[str, Any]:

@@ -49,11 +49,11 @@ DTYPE_IN_USE = torch.bfloat16
 """Dtype of the states whose bytes are counted, whatever the model computes in."""
 
 
-def bytes_of(make: Callable[[Any, int], Any], config: Any, tokens: int) -> int:
+def bytes_of(make: Callable[[], Any], config: Any, tokens: int) -> int:
     """Bytes of a cache after `tokens` tokens of one sequence in `DTYPE_IN_USE`, as a plan finds them.
 
     Args:
-        make: makes an empty cache from a model config and a length hint.
+        make: makes an empty cache for `tokens` tokens.
         config: config of the model.
         tokens: tokens that the cache has seen.
 
@@ -63,7 +63,7 @@ def bytes_of(make: Callable[[Any, int], Any], config: Any, tokens: int) -> int:
         UnsupportedLayerError: the cache is of another library.
     """
     shapes = layer_shapes(config, 1, DTYPE_IN_USE)
-    return CacheTrial(lambda length_hint: make(config, length_hint), shapes, None).nbytes(tokens).total
+    return CacheTrial(lambda length_hint: make(), shapes, None).nbytes(tokens).total
 
 
 def held_nbytes(make: Callable[[], Any], config: Any, tokens: int, chunk: int) -> int | None:
@@ -78,7 +78,7 @@ def held_nbytes(make: Callable[[], Any], config: Any, tokens: int, chunk: int) -
         chunk: tokens of each update. A cache may quantize again after each of them.
     """
     try:
-        return bytes_of(lambda config, length_hint: make(), config, tokens)
+        return bytes_of(make, config, tokens)
     except KVLayersError:
         pass
     try:

@@ -5,10 +5,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import Self
 
@@ -21,8 +21,8 @@ from kvlayers.tools.tasks.summary import TaskOutcome
 
 FORMAT_VERSION = 1
 
-PASSAGE_SCORES, TASK_RESULTS = "passage scores", "task results"
-"""What the records of a file are."""
+NO_RECORD = (AttributeError, KeyError, TypeError, ValueError)
+"""Errors of a line that is no record."""
 
 MOST_SHOWN = 24
 """Letters of a value that an error shows: the beginning of a digest is enough."""
@@ -60,22 +60,28 @@ class RunFile:
 
     Args:
         path: the file. It is made if it does not exist.
-        results: what the records are, such as "task results". A file of other records is refused.
         identity: what identifies the run, as JSON types; see `identity_of`.
+        options: for each cache that its name does not identify, the options that it is made with, as JSON types.
+            Records of a cache of the same name with other options are not of this run.
 
     Attributes:
         path: the file.
-        records: the records that were in the file, as JSON objects.
 
     Raises:
         ResultsFileError: the file is of another run, is damaged or no file of results, or cannot be written.
     """
 
-    def __init__(self, path: Path, results: str, identity: Mapping[str, Any]) -> None:
-        self.path = path
-        self.records: list[dict[str, Any]] = []
-        self._format = f"kvlayers {results}"
-        header = _line({"format": self._format, "version": FORMAT_VERSION, "run": identity})
+    RESULTS: ClassVar[str]
+    """What the records are. A file of other records is refused."""
+
+    DAMAGE: ClassVar[str]
+    """What a line that `_take` refuses has or is."""
+
+    def __init__(
+        self, path: Path, identity: Mapping[str, Any], options: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        self.path, self._options = path, options
+        header = _line({"format": f"kvlayers {self.RESULTS}", "version": FORMAT_VERSION, "run": identity})
         try:
             # Whatever is written goes to the end, wherever reading stopped.
             self._file = path.open("a+b")
@@ -86,14 +92,14 @@ class RunFile:
             content = self._file.read()
             whole = content[: content.rfind(b"\n") + 1]
             if whole:
-                self._load(whole, json.loads(header)["run"])
+                self._load(whole.splitlines(), json.loads(header))
             elif not header.startswith(content):
-                raise self._other_file()
+                raise self._damaged("it does not begin as such a file")
             self._file.truncate(len(whole))
             if not whole:
                 self._write(header)
         except OSError as error:
-            self._file.close()
+            self.close()
             raise error if isinstance(error, ResultsFileError) else self._unusable(error) from None
 
     def __enter__(self) -> Self:
@@ -106,7 +112,11 @@ class RunFile:
         """Close the file."""
         self._file.close()
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def _take(self, record: dict[str, Any]) -> None:
+        """Take in a record of the file. Raises any of `NO_RECORD` if it is none."""
+        raise NotImplementedError
+
+    def _add(self, record: Mapping[str, Any]) -> None:
         """Write a record of JSON types.
 
         Raises:
@@ -117,35 +127,37 @@ class RunFile:
         except OSError as error:
             raise self._unusable(error) from None
 
-    def damaged(self, what: str) -> ResultsFileError:
-        """The error for a file whose contents are wrong.
-
-        Args:
-            what: what is wrong, as a clause.
-        """
-        return ResultsFileError(
-            f"`results`: {self.path} must be a file of results, but {what}: name another file, or repair it."
-        )
-
     def _write(self, line: bytes) -> None:
         self._file.write(line)
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def _load(self, content: bytes, identity: Mapping[str, Any]) -> None:
-        header, *lines = content.splitlines()
-        self._check_header(self._parsed(header, 1), identity)
-        self.records = [self._parsed(line, number) for number, line in enumerate(lines, 2)]
+    def _load(self, lines: Sequence[bytes], now: Mapping[str, Any]) -> None:
+        for number, line in enumerate(lines, 1):
+            try:
+                parsed = json.loads(line)
+            # Lists within lists without end are no JSON either.
+            except (ValueError, RecursionError):
+                raise self._damaged(f"line {number} is not JSON") from None
+            if not isinstance(parsed, dict):
+                raise self._damaged(f"line {number} is no object")
+            if number == 1:
+                self._check_header(parsed, now)
+                continue
+            try:
+                self._take(parsed)
+            except NO_RECORD:
+                raise self._damaged(f"line {number} {self.DAMAGE}") from None
 
-    def _check_header(self, found: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-        if found.get("format") != self._format or not isinstance(found.get("run"), dict):
-            raise self._other_file()
+    def _check_header(self, found: Mapping[str, Any], header: Mapping[str, Any]) -> None:
+        if found.get("format") != header["format"] or not isinstance(found.get("run"), dict):
+            raise self._damaged("it does not begin as such a file")
         if found.get("version") != FORMAT_VERSION:
             raise ResultsFileError(
                 f"`results`: {self.path} has version {found.get('version')} of the format, and this kvlayers reads "
                 f"version {FORMAT_VERSION}: name another file."
             )
-        before, now = dict(_flat(found["run"])), dict(_flat(identity))
+        before, now = dict(_flat(found["run"])), dict(_flat(header["run"]))
         different = [name for name in {**now, **before} if before.get(name) != now.get(name)]
         if different:
             what = ", ".join(f"{name} {_shown(before.get(name))} (now {_shown(now.get(name))})" for name in different)
@@ -153,18 +165,10 @@ class RunFile:
                 f"`results`: {self.path} is of another run, with {what}: name another file, or repeat that run."
             )
 
-    def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
-        try:
-            parsed = json.loads(line)
-        # Lists within lists without end are no JSON either.
-        except (ValueError, RecursionError):
-            raise self.damaged(f"line {number} is not JSON") from None
-        if not isinstance(parsed, dict):
-            raise self.damaged(f"line {number} is no object")
-        return parsed
-
-    def _other_file(self) -> ResultsFileError:
-        return self.damaged("it does not begin as such a file")
+    def _damaged(self, what: str) -> ResultsFileError:
+        return ResultsFileError(
+            f"`results`: {self.path} must be a file of results, but {what}: name another file, or repair it."
+        )
 
     def _unusable(self, error: OSError) -> ResultsFileError:
         return ResultsFileError(
@@ -190,31 +194,24 @@ def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 class PassageFile(RunFile):
-    """The scores of passages, one cache and passage a line. It is a `PassageRecord`.
+    """The scores of passages, one cache and passage a line. It is a `PassageRecord`."""
 
-    Args:
-        path: the file. It is made if it does not exist.
-        identity: what identifies the run, as JSON types; see `identity_of`.
-        options: for each cache that its name does not identify, the options that it is made with, as JSON types. Scores
-            of a cache of the same name with other options are not its scores.
+    RESULTS = "passage scores"
+    DAMAGE = "has no scores"
 
-    Raises:
-        ResultsFileError: as a `RunFile`, or a record of the file has no scores.
-    """
-
-    def __init__(self, path: Path, identity: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        super().__init__(path, PASSAGE_SCORES, identity)
-        self._options = options
+    def __init__(
+        self, path: Path, identity: Mapping[str, Any], options: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         self._scores: dict[int, dict[str, PassageScores]] = {}
-        for number, record in enumerate(self.records, 2):
-            try:
-                index, name, scores = record["passage"], record["cache"], _scores(record["scores"])
-                # A failure may be of the moment, such as a lack of memory: the passage is read again.
-                if scores.failure is None and record["options"] == options.get(name):
-                    self._scores.setdefault(index, {})[name] = scores
-            except (AttributeError, KeyError, TypeError):
-                self.close()
-                raise self.damaged(f"line {number} has no scores") from None
+        super().__init__(path, identity, options)
+
+    def _take(self, record: dict[str, Any]) -> None:
+        fields = record["scores"].items()
+        arguments: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields}
+        scores, name = PassageScores(**arguments), record["cache"]
+        # A failure may be of the moment, such as a lack of memory: the passage is read again.
+        if scores.failure is None and record["options"] == self._options.get(name):
+            self._scores.setdefault(record["passage"], {})[name] = scores
 
     def known(self, passages: int, names: Iterable[str]) -> int:
         """How many scores the file has, of those of these caches on the first `passages` passages."""
@@ -230,17 +227,9 @@ class PassageFile(RunFile):
         Raises:
             ResultsFileError: the file cannot be written.
         """
-        if not all(map(math.isfinite, (*scores.kl, *scores.surprise))):
-            return
-        options = self._options.get(name)
-        self.write({"passage": index, "cache": name, "options": options, "scores": dataclasses.asdict(scores)})
-
-
-def _scores(fields: Mapping[str, Any]) -> PassageScores:
-    arguments: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
-    }
-    return PassageScores(**arguments)
+        if all(map(math.isfinite, (*scores.kl, *scores.surprise))):
+            options = self._options.get(name)
+            self._add({"passage": index, "cache": name, "options": options, "scores": dataclasses.asdict(scores)})
 
 
 SampleKey = tuple[str, str, int, float | None, int]
@@ -266,36 +255,24 @@ def run_identity(
 
 
 class ResultsFile(RunFile):
-    """Outcomes of tasks, one a line. A run may add samples, tasks and caches, which do not identify it.
+    """Outcomes of tasks, one a line. A run may add samples, tasks and caches, which do not identify it."""
 
-    Args:
-        path: the file. It is made if it does not exist.
-        identity: what identifies the run, as JSON types; see `run_identity`.
-        options: for each cache that its name does not identify, the options that it is made with, as JSON types.
-            Outcomes of a cache of the same name with other options are not its outcomes.
-
-    Raises:
-        ResultsFileError: the file is of another run, is damaged or no file of results, or cannot be written.
-    """
+    RESULTS = "task results"
+    DAMAGE = "is no outcome"
 
     def __init__(
         self, path: Path, identity: Mapping[str, Any], options: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
-        super().__init__(path, TASK_RESULTS, identity)
-        self._options = options
         self._outcomes: dict[SampleKey, TaskOutcome] = {}
-        for number, record in enumerate(self.records, 2):
-            made_with = record.pop("options", None)
-            try:
-                outcome = TaskOutcome(**record)
-                is_outcome = _is_outcome(outcome)
-            except TypeError:
-                is_outcome = False
-            if not is_outcome:
-                self.close()
-                raise self.damaged(f"line {number} is no outcome")
-            if made_with == options.get(outcome.cache):
-                self._outcomes[_key(outcome)] = outcome
+        super().__init__(path, identity, options)
+
+    def _take(self, record: dict[str, Any]) -> None:
+        made_with = record.pop("options", None)
+        outcome = TaskOutcome(**record)
+        if not _is_outcome(outcome):
+            raise ValueError
+        if made_with == self._options.get(outcome.cache):
+            self._outcomes[_key(outcome)] = outcome
 
     def outcome(self, cache: str, sample: TaskSample) -> TaskOutcome | None:
         """The outcome of a sample with the cache of this name. `None` if it is not known, or if the cache failed."""
@@ -309,7 +286,7 @@ class ResultsFile(RunFile):
             ResultsFileError: the file cannot be written.
         """
         options = {"options": self._options[outcome.cache]} if outcome.cache in self._options else {}
-        self.write({**dataclasses.asdict(outcome), **options})
+        self._add({**dataclasses.asdict(outcome), **options})
         self._outcomes[_key(outcome)] = outcome
 
 

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from kvlayers.errors import OptionError
-from kvlayers.tools.cli.console import check_writable, home_expanded, unwritable
+from kvlayers.tools.cli.console import check_writable, home_expanded, print_json, unwritable
 
 TEMPLATE = "report.html.jinja"
 
@@ -82,11 +83,6 @@ def html(report: Report) -> str:
     return environment.get_template(TEMPLATE).render(report=report)
 
 
-def write(report: Report, path: Path) -> None:
-    """Write the page to a file. Raises `OSError` if it cannot be written."""
-    path.write_text(html(report), encoding="utf-8", errors="backslashreplace")
-
-
 PACKAGES = ("jinja2", "matplotlib")
 INSTALL_REPORT = 'pip install "kvlayers[report]"'
 
@@ -117,22 +113,24 @@ def report_path(console: Console, asked: Path | None, default: Path | None) -> P
     return file
 
 
-def publish(console: Console, report: Report, path: Path) -> None:
-    """Write a report, and print its path.
+def conclude(console: Console, results: Any, path: Path | None, as_json: bool) -> None:
+    """Show results, write their report to `path` unless it is `None`, and print them as JSON if that is asked for.
+
+    They have the methods `show(console)`, `report(command)`, which returns a `Report`, and `plain()`.
 
     Raises:
         FileError: the file can no longer be written.
     """
-    try:
-        write(report, path)
-    except OSError as error:
-        raise unwritable(path, error) from None
-    console.print(f"Report: {_printable(str(path))}", markup=False, highlight=False, soft_wrap=True)
-
-
-def command_line() -> str:
-    """The command line that the user typed."""
-    return _printable(shlex.join(["kvlayers", *sys.argv[1:]]))
+    results.show(console)
+    if path is not None:
+        command = _printable(shlex.join(["kvlayers", *sys.argv[1:]]))
+        try:
+            path.write_text(html(results.report(command)), encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            raise unwritable(path, error) from None
+        console.print(f"Report: {_printable(str(path))}", markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        print_json(results.plain())
 
 
 def _printable(text: str) -> str:

@@ -1,39 +1,113 @@
-"""How `kvlayers inspect` shows a directory of a prefix store."""
+"""How `kvlayers inspect` shows a saved cache, or a directory of a prefix store."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
 from kvlayers.errors import CachePathError
+from kvlayers.persistence import CacheFile, inspect_cache
 from kvlayers.prefix.backends import existing_backend
 from kvlayers.prefix.keys import LABEL_PREFIX
 from kvlayers.prefix.report import DirectoryReport, PrefixNode, PrefixTree, readable_age, report_on
+from kvlayers.tools.cli.console import plain, print_json
 from kvlayers.utils.units import readable_bytes
 
 LABEL_DIGITS = 12
 """Digits that are shown of the digest of a model and a namespace."""
 
 
-def inspected(directory: str, console: Console) -> DirectoryReport:
-    """Read a directory, with a progress bar on a terminal.
+def show_file(path: str, as_json: bool) -> bool:
+    """Describe a saved cache. Returns whether it is whole, as it is if nothing is raised.
+
+    Raises:
+        CacheFileError: it is damaged, or no saved cache.
+        CachePathError: it does not exist, or cannot be read.
+    """
+    found = inspect_cache(path)
+    if as_json:
+        print_json(found)
+    else:
+        Console().print(_table(found))
+    return True
+
+
+def _table(found: CacheFile) -> Table:
+    table = Table(show_header=False, box=None)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    groups = ((kind, len(list(same))) for kind, same in itertools.groupby(found.layers))
+    rows = {
+        "cache": found.kind,
+        "layers": ", ".join(f"{count} x {kind}" for kind, count in groups),
+        "tokens": str(found.length),
+        "batch": str(found.batch_size),
+        "bits": _bits(found),
+        "dtype of states": str(plain(found.dtype) or "several"),
+        "file size": readable_bytes(found.nbytes),
+        "token ids": "in the file" if found.has_token_ids else "not in the file",
+        "metadata": ", ".join(found.metadata) or "none",
+        "loads with": "the model's config" if found.needs_config else "nothing else",
+        "prefixes": "can be loaded" if found.has_prefixes else "cannot be loaded",
+        "model": _model(found),
+        "made by": ", ".join(f"{package} {version}" for package, version in found.versions.items()),
+        "fingerprint": found.fingerprint,
+        "checksum": found.checksum,
+    }
+    for name, content in rows.items():
+        # A file may contain anything, so its text is never read as markup.
+        table.add_row(name, escape(content))
+    return table
+
+
+def _bits(found: CacheFile) -> str:
+    """Bits and backend of the quantized layers; consecutive layers with the same bits are one range."""
+    layers = enumerate(zip(found.bits, found.backends, strict=True))
+    parts = []
+    for (bits, backend), same in itertools.groupby(layers, key=lambda layer: layer[1]):
+        indices = [index for index, _ in same]
+        if bits is None:
+            continue
+        keys, values = bits
+        text = f"{keys}" if keys == values else f"{keys} for keys, {values} for values"
+        where = f"layers {indices[0]} to {indices[-1]}" if len(indices) > 1 else f"layer {indices[0]}"
+        parts.append(f"{text} ({backend}) in {where}")
+    return "; ".join(parts) or "full precision"
+
+
+def _model(found: CacheFile) -> str:
+    if found.model is None:
+        return "unknown"
+    known = (found.model_name, found.model_commit, found.weights_id, found.model.get("model_type"))
+    return ", ".join(str(fact) for fact in known if fact)
+
+
+def show_directory(directory: str, as_json: bool) -> bool:
+    """Draw what a directory holds, with a progress bar on a terminal. Returns whether all of its files are whole.
 
     Raises:
         CachePathError: it cannot be reached, or no file in it is that of an entry.
         OptionError: it is a URL of an unknown scheme, or of one whose package is not installed.
     """
     backend = existing_backend(directory, None)
-    with _bar(console) as progress:
+    with _bar(Console(stderr=True)) as progress:
         found = report_on(backend, progress)
     if not found.entries and not found.problems:
         raise CachePathError(
             f"{found.directory} has no entries of a prefix store: name the directory of a store, or a saved cache."
         )
-    return found
+    if as_json:
+        print_json(as_plain(found))
+    else:
+        show(Console(), found)
+    return not found.problems
 
 
 @contextmanager
@@ -108,7 +182,7 @@ def _count(number: int, one: str, several: str = "") -> str:
     return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
-def as_json(found: DirectoryReport) -> dict[str, Any]:
+def as_plain(found: DirectoryReport) -> dict[str, Any]:
     """All that is known, for machines. `parent` is the place of a node's parent in the list of nodes."""
     nodes: list[dict[str, Any]] = []
     pending: list[tuple[int | None, PrefixNode]] = [(None, node) for node in reversed(found.tree.children)]

@@ -60,9 +60,9 @@ if TYPE_CHECKING:
     from kvlayers.generation.chat import Chat
     from kvlayers.generation.install import generate, install, installed, is_installed, uninstall
     from kvlayers.generation.known_ids import PromptMismatchWarning
+    from kvlayers.generation.make_cache import free_reservations
     from kvlayers.generation.registry import CacheRequest, cache_names, make_cache, register, unregister
     from kvlayers.generation.resilient import SteppedDownWarning, resilient_generate
-    from kvlayers.generation.static_pool import free_reservations
     from kvlayers.layers import (
         CacheLayer,
         DynamicLayer,
@@ -146,7 +146,7 @@ _NAMES = {
         "SteppedDownWarning",
         "resilient_generate",
     ),
-    "generation.static_pool": ("free_reservations",),
+    "generation.make_cache": ("free_reservations",),
     "layers": (
         "CacheLayer",
         "DynamicLayer",

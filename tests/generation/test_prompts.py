@@ -8,7 +8,7 @@ from torch import Tensor
 
 import kvlayers
 import versions
-from kvlayers.generation import shared_prefill
+from kvlayers.generation import prefill
 from models import fresh_model, prompt, tiny_model
 
 FAMILIES = ["llama", "qwen2", "mistral", "gemma2", "gemma3", "deepseek_v3", "gpt2", "jamba"]
@@ -72,7 +72,7 @@ def test_other_caches_hold_a_prompt_once_too(kind: str, way: str, monkeypatch: p
         model.config.sliding_window = 150
     with kvlayers.installed():
         once = generated(model, ids, **options, **WAYS[way])
-        monkeypatch.setattr(shared_prefill, "MIN_TOKENS", 1000)
+        monkeypatch.setattr(prefill, "MIN_TOKENS", 1000)
         repeated = generated(model, ids, **options, **WAYS[way])
     assert torch.equal(once.sequences, repeated.sequences)
     # Less than half of the tokens are those of the prompts.

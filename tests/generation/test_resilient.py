@@ -19,7 +19,7 @@ import kvlayers
 import versions
 from kvlayers import OptionError
 from kvlayers.errors import RegistryError
-from kvlayers.generation import registry, resilient, static_pool
+from kvlayers.generation import make_cache, registry, resilient
 from kvlayers.generation.ladder import AS_REQUESTED, DEFAULT_LADDER, Rung
 from kvlayers.generation.resilient import SteppedDownWarning, is_out_of_memory, resilient_generate
 from kvlayers.stores.buffer import TokenBuffer
@@ -814,7 +814,7 @@ def test_memory_that_is_kept_for_the_next_call_is_given_back(installed: None) ->
     # Only compiled calls keep memory for the next one.
     compiling = {"compile_config": transformers.CompileConfig(backend="eager", fullgraph=False)}
     uninterrupted(model, ids, cache_implementation="static", **compiling)
-    idle = [weakref.ref(cache) for cache in static_pool._idle.values()]
+    idle = [weakref.ref(cache) for cache in make_cache._idle.values()]
     assert len(idle) == 1
     resilient.free_memory()
     assert idle[0]() is None

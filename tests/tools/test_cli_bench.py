@@ -284,7 +284,8 @@ def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
 def row_of(cache: str, *trials: list[float], nbytes: int = 10) -> decoding.ContenderResult:
     library, name = cache.split()
     made = [decoding.Trial(1.0, steps, nbytes, torch.zeros(1, 2)) for steps in trials]
-    return decoding.ContenderResult(contenders.Contender(library, name, object), made)
+    use = {"cache_implementation": name}
+    return decoding.ContenderResult(contenders.Contender(library, name, object, use), made)
 
 
 def test_how_far_trials_are_apart_says_what_is_noise() -> None:

@@ -3,7 +3,7 @@
 import copy
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import transformers
@@ -49,7 +49,8 @@ def check_model(model: Any) -> None:
     keeps_states = decoder is config and kept_states(model) is not None
     if keeps_states or decoder.model_type in model_layers.MODELS_WITH_OWN_CACHE:
         raise ConfigError(f"`model` must keep all of its states in the cache that it is given, got {name}.")
-    if _has_learned_prompt(model):
+    # PEFT then passes virtual tokens, or their states, before each context.
+    if is_peft_model(model) and model.active_peft_config.is_prompt_learning:
         raise ConfigError(f"`model` must not put a learned prompt before the context, got {name} with such an adapter.")
     if any(module.training for module in model.modules()):
         raise ConfigError(
@@ -71,7 +72,8 @@ def check_tokens(model: Any, requests: Sequence[Sequence[ScoringRequest]], cache
         CapacityError: a context and its continuation have more tokens than the model has positions.
     """
     vocab_size, most = model_types.decoder_config(model).vocab_size, most_tokens(model, cache)
-    for index, place, (context, continuation) in _by_place(requests):
+    places = ((index, place, each) for index, group in enumerate(requests) for place, each in enumerate(group))
+    for index, place, (context, continuation) in places:
         for name, ids in ((f"contexts[{index}]", context), (f"continuations[{index}][{place}]", continuation)):
             if not 0 <= min(ids) <= max(ids) < vocab_size:
                 raise OptionError(
@@ -100,12 +102,6 @@ def check_count(name: str, given: object) -> None:
         raise OptionError(f"`{name}` must be a whole number, at least 1, got {given!r}.")
 
 
-def _by_place(requests: Sequence[Sequence[ScoringRequest]]) -> Iterator[tuple[int, int, ScoringRequest]]:
-    for index, group in enumerate(requests):
-        for place, request in enumerate(group):
-            yield index, place, request
-
-
 def _takes(model: Any, argument: str) -> bool:
     """Whether a model takes an argument. Wrappers (PEFT, torch.compile) hand on whatever they are given."""
     parameters = inspect.signature(model.forward).parameters
@@ -119,11 +115,6 @@ def is_peft_model(model: Any) -> bool:
     peft: Any = sys.modules.get("peft")
     # No model can be of a class that nobody has imported.
     return peft is not None and isinstance(model, peft.PeftModel)
-
-
-def _has_learned_prompt(model: Any) -> bool:
-    """Whether PEFT passes virtual tokens, or their states, before each context."""
-    return is_peft_model(model) and bool(model.active_peft_config.is_prompt_learning)
 
 
 def empty_cache(model: Any, cache: object, cache_config: Mapping[str, Any] | None, tokens: int) -> transformers.Cache:

@@ -19,7 +19,7 @@ from kvlayers.generation.prefixes.eligibility import (
     model_identity,
     options_as_text,
 )
-from kvlayers.generation.prefixes.stored_caches import usable_cache
+from kvlayers.generation.prefixes.prefixed_call import usable_cache
 from kvlayers.prefix import Hit
 
 
@@ -50,7 +50,7 @@ class StoredContexts:
         # As `generate()` labels its entries.
         self._label = f"{identity} {cache_name} {options_as_text(options)}"
 
-    def lookup(self, ids: tuple[int, ...], division: str = "") -> Hit:
+    def lookup(self, ids: tuple[int, ...], division: str) -> Hit:
         """The longest stored prefix of tokens, without the last one.
 
         Args:
@@ -59,7 +59,7 @@ class StoredContexts:
         """
         return self._store.lookup(torch.tensor(ids), model=self._label + division, **self._key)
 
-    def insert(self, ids: tuple[int, ...], cache: Cache, division: str = "") -> None:
+    def insert(self, ids: tuple[int, ...], cache: Cache, division: str) -> None:
         """Insert a cache that has seen these tokens, if the store can take it."""
         # Scores do not depend on whether it can.
         try:
@@ -84,64 +84,43 @@ def stored_contexts(
         return None
 
 
-class ExactEntries:
-    """Entries of exact caches, which `generate()` shares.
+class ContextEntries:
+    """How the contexts of one kind of cache are stored.
 
-    Args:
-        contexts: the part of the store.
-    """
-
-    def __init__(self, contexts: StoredContexts) -> None:
-        self._contexts = contexts
-
-    def stored_length(self, length: int, cache: Any) -> int:
-        """All tokens, if the cache can be rolled back by the last one."""
-        return length if cache.keeps_every_token else length - 1
-
-    def find(self, ids: tuple[int, ...], length: int, make_cache: Callable[[], Any]) -> Any | None:
-        """The longest prefix."""
-        hit = self._contexts.lookup(ids)
-        return None if hit.cache is None else usable_cache(hit.cache, self._contexts.device, make_cache)
-
-    def insert(self, ids: tuple[int, ...], cache: Any) -> None:
-        """Insert a cache that has seen these tokens."""
-        self._contexts.insert(ids, cache)
-
-
-class ChunkedEntries:
-    """Entries of caches that round or evict, for contexts that are read in the same chunks.
-
-    What such a cache holds depends on where it stopped reading. So an entry serves contexts that start with all of its
+    Entries of exact caches are shared with `generate()`. What a cache that rounds or evicts holds depends on where it
+    stopped reading. So contexts are read in the same chunks, and an entry serves those that start with all of its
     tokens, and is never rolled back.
 
     Args:
         contexts: the part of the store.
-        chunk: tokens in one pass.
+        chunk: tokens in one pass, `None` for an exact cache.
     """
 
-    def __init__(self, contexts: StoredContexts, chunk: int) -> None:
+    def __init__(self, contexts: StoredContexts, chunk: int | None) -> None:
         self._contexts, self._chunk = contexts, chunk
 
     def stored_length(self, length: int, cache: Any) -> int:
-        """The whole chunks before the last token."""
-        return (length - 1) // self._chunk * self._chunk
+        """How many of the first `length` tokens are stored."""
+        if self._chunk is not None:
+            # The whole chunks before the last token.
+            return (length - 1) // self._chunk * self._chunk
+        # All tokens, if the cache can be rolled back by the last one.
+        return length if cache.keeps_every_token else length - 1
 
     def find(self, ids: tuple[int, ...], length: int, make_cache: Callable[[], Any]) -> Any | None:
-        """Exactly `length` tokens."""
-        hit = self._contexts.lookup((*ids[:length], 0), self._division(length))
-        is_whole = hit.cache is not None and hit.covered == length
-        return usable_cache(hit.cache, self._contexts.device, make_cache) if is_whole and hit.cache else None
+        """The longest prefix; in chunks, exactly `length` tokens."""
+        asked = ids if self._chunk is None else (*ids[:length], 0)
+        hit = self._contexts.lookup(asked, self._division(length))
+        if hit.cache is None or (self._chunk is not None and hit.covered != length):
+            return None
+        return usable_cache(hit.cache, self._contexts.device, make_cache)
 
     def insert(self, ids: tuple[int, ...], cache: Any) -> None:
-        """Insert a cache that has seen these tokens, which are whole chunks."""
+        """Insert a cache that has seen these tokens, as many as `stored_length` says."""
         self._contexts.insert(ids, cache, self._division(len(ids)))
 
     def _division(self, length: int) -> str:
-        return f" {length} tokens in chunks of {self._chunk}"
-
-
-ContextEntries = ExactEntries | ChunkedEntries
-"""How the contexts of one kind of cache are stored."""
+        return "" if self._chunk is None else f" {length} tokens in chunks of {self._chunk}"
 
 
 class ContextCaches:

@@ -26,10 +26,8 @@ from kvlayers.evaluation.caches import (
     takes_rows,
 )
 from kvlayers.evaluation.contexts import (
-    ChunkedEntries,
     ContextCaches,
     ContextEntries,
-    ExactEntries,
     StoredContexts,
     stored_contexts,
 )
@@ -45,8 +43,8 @@ from kvlayers.evaluation.passes import (
 )
 from kvlayers.evaluation.prefix_plan import ScoredRow, SharedPrefix, plan_prefixes
 from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest, TokenIds, encoded
+from kvlayers.generation.prefill import MIN_TOKENS
 from kvlayers.generation.prefixes import active_store
-from kvlayers.generation.shared_prefill import MIN_TOKENS
 from kvlayers.layers.upstream_adapter import calls
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import compat, model_types
@@ -92,7 +90,10 @@ def score_tokens(
     if chunk is not None:
         check_count("chunk", chunk)
     check_model(model)
-    _check_requests(requests)
+    for index, request in enumerate(requests):
+        for name, ids in request._asdict().items():
+            if not ids:
+                raise OptionError(f"the {name} of `requests[{index}]` must have at least one token, got none.")
     if not requests:
         return []
     example = make_cache()
@@ -104,13 +105,6 @@ def score_tokens(
     scoring = _Scoring(model, requests, contexts, division, batch_size, on_scored)
     scoring.score(plan_prefixes(requests, division, None if entries is None else MIN_TOKENS))
     return scoring.scores()
-
-
-def _check_requests(requests: Sequence[ScoringRequest]) -> None:
-    for index, request in enumerate(requests):
-        for name, ids in request._asdict().items():
-            if not ids:
-                raise OptionError(f"the {name} of `requests[{index}]` must have at least one token, got none.")
 
 
 def _check_room(model: Any, cache: Any, requests: Sequence[ScoringRequest]) -> None:
@@ -140,7 +134,7 @@ def _entries(store: StoredContexts, division: Division, is_exact: bool) -> Conte
         lossy = "a cache that rounds or evicts reads each context in one pass, unless `chunk` is given"
         store.bypass("states of this model depend on the length of a pass" if is_exact else lossy)
         return None
-    return ExactEntries(store) if is_exact else ChunkedEntries(store, division.shared_every)
+    return ContextEntries(store, None if is_exact else division.shared_every)
 
 
 class _Scoring:

@@ -3,7 +3,6 @@
 It is the harness's model `hf`, which reads through a cache that the user names.
 """
 
-import contextlib
 import functools
 import importlib.util
 import logging
@@ -254,7 +253,8 @@ class KVLayersLM(HFLM):  # type: ignore[misc]
         longest = max(len(context) + len(continuation) for context, continuation in requests)
         # PEFT's own tuners are modules within the model of transformers.
         model = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        with self._autocast():
+        dtype = self.mixed_precision_dtype
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             return score_tokens(
                 model,
                 requests,
@@ -265,26 +265,16 @@ class KVLayersLM(HFLM):  # type: ignore[misc]
                 on_scored=on_scored,
             )
 
-    def _autocast(self) -> Any:
-        dtype = self.mixed_precision_dtype
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
-
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **arguments: Any) -> Tensor:
         arguments |= {"cache_implementation": self._cache.name, "cache_config": dict(self._cache.options) or None}
         if self._cache.chunk is not None:
             arguments["prefill_chunk_size"] = self._cache.chunk
         generate: Callable[..., Tensor] = functools.partial(super()._model_generate, stop=stop)
-        with self._calls_of_generate():
+        store = active_store.optional_store(self.prefix_store, "")
+        with active_store.CURRENT.override(store), call_with_kvlayers():
             if self._is_exact:
                 return generate(context, max_length=max_length, **arguments)
             return generate_equal_lengths(generate, self.tokenizer.pad_token_id, context, max_length, **arguments)
-
-    @contextlib.contextmanager
-    def _calls_of_generate(self) -> Iterator[None]:
-        """Calls of `generate()` use kvlayers' caches, and the prefix store if they can."""
-        store = active_store.optional_store(self.prefix_store, "")
-        with active_store.CURRENT.override(store), call_with_kvlayers():
-            yield
 
     def get_model_info(self) -> dict[str, Any]:
         """What the results say about the model: also its cache, how it was read through it, and kvlayers' version."""

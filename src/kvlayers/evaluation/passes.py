@@ -59,11 +59,15 @@ def exact_division(model: Any, chunk: int | None) -> Division:
         model: the model.
         chunk: most tokens in one pass, to bound memory.
     """
-    if _depends_on_passes(model):
+    specs = model_layers.layer_specs(model.config) if compat.INDEXERS_DEPEND_ON_CHUNKS else []
+    # Whatever its cache does, the model computes other states if the same tokens come in other passes.
+    if depends_on_length(model.config) or any(spec.layer_type == model_layers.INDEXED for spec in specs):
         return Division(None, math.inf, None, None, None, may_pad=False, may_split=False)
     limit = model_types.tokens_at_once(model)
     step = chunk if limit is None else None
-    return Division(1, _pass_cost(model), step, step, limit, may_pad=True, may_split=limit is None)
+    on_cpu = torch.device(model.device).type == "cpu"
+    cost = PASS_COST_ON_CPU if on_cpu else PASS_FLOPS_ON_ACCELERATOR / (2 * int(model.num_parameters()))
+    return Division(1, cost, step, step, limit, may_pad=True, may_split=limit is None)
 
 
 def lossy_division(model: Any, chunk: int | None) -> Division:
@@ -76,19 +80,6 @@ def lossy_division(model: Any, chunk: int | None) -> Division:
     """
     step = chunk or 1
     return Division(chunk, 0, chunk, step, model_types.tokens_at_once(model), may_pad=step == 1, may_split=False)
-
-
-def _depends_on_passes(model: Any) -> bool:
-    """Whether a model computes other states if the same tokens come in other passes, whatever its cache does."""
-    specs = model_layers.layer_specs(model.config) if compat.INDEXERS_DEPEND_ON_CHUNKS else []
-    return depends_on_length(model.config) or any(spec.layer_type == model_layers.INDEXED for spec in specs)
-
-
-def _pass_cost(model: Any) -> float:
-    """Tokens whose arithmetic takes as long as what a forward pass costs besides."""
-    if torch.device(model.device).type == "cpu":
-        return PASS_COST_ON_CPU
-    return PASS_FLOPS_ON_ACCELERATOR / (2 * int(model.num_parameters()))
 
 
 LOGITS_AT_ONCE = 2**27

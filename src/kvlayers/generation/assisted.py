@@ -20,7 +20,7 @@ from transformers.utils import ModelOutput
 from kvlayers.caches.base import Cache
 from kvlayers.caches.legacy_api import crop_argument
 from kvlayers.errors import RollbackError
-from kvlayers.generation.chunked_prefill import pass_limit, pass_tokens, without_last
+from kvlayers.generation.prefill import pass_limit, pass_tokens, without_last
 from kvlayers.layers.arguments import crop_target
 from kvlayers.upstream import cache_argument, compat, generate_calls
 from kvlayers.upstream.generate_calls import full_generation_config

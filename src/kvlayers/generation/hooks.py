@@ -20,17 +20,15 @@ from kvlayers.caches.base import Cache
 from kvlayers.errors import LegacyFormatError
 from kvlayers.generation import (
     assisted,
-    chunked_prefill,
     known_ids,
     legacy_tuples,
     make_cache,
     passed_caches,
     registry,
     saved_names,
-    shared_prefill,
-    static_pool,
 )
 from kvlayers.generation.patching import Method, Patch
+from kvlayers.generation.prefill import prefill_in_chunks, prefill_once
 from kvlayers.generation.prefixes import active_store, prefixed_call
 from kvlayers.upstream import cache_argument, compat, generate_calls
 
@@ -70,7 +68,7 @@ def generate(original: Method) -> Method:
             kwargs.update(passed_caches.decoder_mask(self, past, kwargs))
         if type(past) in passed_caches.CLASSES:
             passed_caches.replace_layers(past, self)
-        was_recording = _is_recording(past)
+        was_recording = isinstance(past, Cache) and any(layer.is_recording for layer in past.adapted_layers())
         mask_mode = make_cache.mask_mode(past)
         was_compiled = mask_mode is not None and mask_mode.compiled
         cache_sees_ids = (
@@ -84,10 +82,10 @@ def generate(original: Method) -> Method:
         record = known_ids.TokenRecord(input_ids if cache_sees_ids else None, mask, total_tokens)
         given = by_name(args, kwargs)
         may_be_stopped = bool(given.get("stopping_criteria")) or given.get("custom_generate") is not None
-        acquired: list[static_pool.Acquired] = []
+        acquired: list[make_cache.Acquired] = []
         try:
             with (
-                static_pool.ACQUIRED.override(acquired),
+                make_cache.ACQUIRED.override(acquired),
                 known_ids.recording(record),
                 make_cache.MAY_BE_STOPPED.override(may_be_stopped),
             ):
@@ -101,11 +99,11 @@ def generate(original: Method) -> Method:
         record.end(output, cache)
         if returns_tuples and isinstance(output, ModelOutput) and cache is not None:
             cache_argument.replace_in_output(output, legacy_tuples.to_tuples(cache))
-        static_pool.remember_lengths(self, acquired)
+        make_cache.remember_lengths(self, acquired)
         if isinstance(output, Tensor):
             # Nobody but the pool refers to the caches now.
             del cache
-            static_pool.release(self, acquired)
+            make_cache.release(self, acquired)
         return output
 
     return generate
@@ -139,10 +137,6 @@ def _pop_return_legacy_cache(model: Any, config: Any, kwargs: dict[str, Any]) ->
             "takes the cache apart before it returns: leave return_legacy_cache out."
         )
     return returns_tuples
-
-
-def _is_recording(cache: Any) -> bool:
-    return isinstance(cache, Cache) and any(layer.is_recording for layer in cache.adapted_layers())
 
 
 def prepare_cache_for_generation(original: Method) -> Method:
@@ -224,7 +218,7 @@ def _prepare_passed_cache(
 
 
 def prefill(original: Method) -> Method:
-    """For `_prefill`: see `chunked_prefill` and `shared_prefill`."""
+    """For `_prefill`: see `prefill_in_chunks` and `prefill_once`."""
 
     def prefill(
         self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -232,9 +226,9 @@ def prefill(original: Method) -> Method:
         def transformers_prefill(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
             return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
-        output = chunked_prefill.prefill_in_chunks(self, input_ids, generation_config, model_kwargs)
+        output = prefill_in_chunks(self, input_ids, generation_config, model_kwargs)
         if output is None:
-            output = shared_prefill.prefill_once(transformers_prefill, input_ids, generation_config, model_kwargs, self)
+            output = prefill_once(transformers_prefill, input_ids, generation_config, model_kwargs, self)
         return transformers_prefill(input_ids, model_kwargs) if output is None else output
 
     return prefill

@@ -8,7 +8,7 @@ While kvlayers is installed, these are replaced (`hooks.py` and `saved_names.py`
   caches can roll back, and its loop passes the whole sequence again, although the cache has seen a part of it.
 * `GenerationMixin._prepare_cache_for_generation`, which makes the cache that a name asks for.
 * `GenerationMixin._prefill`, which ignores what a cache has seen if the model's scan starts from zero
-  (`chunked_prefill.py`).
+  (`prefill.py`).
 * `PreTrainedModel.__call__`, so that models take and return legacy tuples (`legacy_tuples.py`), empty caches of
   transformers get layers of kvlayers (`passed_caches.py`), and caches remember the ids of prompts (`known_ids.py`).
 * `GenerationConfig.save_pretrained`, so that a config with a name that only kvlayers knows can be loaded without
@@ -45,10 +45,10 @@ from kvlayers.errors import OptionError
 from kvlayers.generation import (
     hooks,
     known_ids,
+    make_cache,
     passed_caches,
     registry,
     saved_names,
-    static_pool,
     transformers4_names,
 )
 from kvlayers.generation.patching import Activation, Method, Patch, ScopedValue
@@ -261,13 +261,13 @@ def _patches() -> list[Patch]:
         *(Patch(owner, name, _if_kvlayers_is_used(hook)) for owner, name, hook in replacements),
         # This one costs something at each token, so it asks as late as possible whether kvlayers is used.
         Patch(PreTrainedModel, "__call__", hooks.forward_pass),
-        Patch(GenerationConfig, saved_names.FIELD, lambda _: saved_names.SavedName(_takes_over_names)),
+        # A config that is loaded outside of calls takes over its saved name.
+        Patch(
+            GenerationConfig,
+            saved_names.FIELD,
+            lambda _: saved_names.SavedName(lambda: is_installed() and _in_call.get() is None),
+        ),
     ]
-
-
-def _takes_over_names() -> bool:
-    """Whether a config that is loaded now takes over its saved name, as it does outside of calls."""
-    return is_installed() and _in_call.get() is None
 
 
 _PROBES = (
@@ -309,7 +309,7 @@ def _remove_patches() -> None:
             if functions.get(model_attention.NAME) is function:
                 del functions[model_attention.NAME]
     _accept_names()
-    static_pool.free_reservations()
+    make_cache.free_reservations()
 
 
 _activation = Activation(_apply_patches, _remove_patches)

@@ -232,7 +232,8 @@ def _restart_reason(model: Any, config: Any, arguments: Mapping[str, Any]) -> st
         return f"the state of {mode.value} is more than its tokens"
     if generate_calls.has_own_loop(model):
         return f"{type(model).__name__} has its own decoding loop"
-    if _processes() > 1:
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if is_distributed and torch.distributed.get_world_size() > 1:
         return "several processes generate together"
     if config.return_dict_in_generate and any(vars(config)[name] for name in EXTRA_OUTPUTS):
         return "the scores and states of earlier tokens must be returned as well"
@@ -245,11 +246,6 @@ def _restart_reason(model: Any, config: Any, arguments: Mapping[str, Any]) -> st
     if config.token_healing:
         return "token healing changes the prompt"
     return None
-
-
-def _processes() -> int:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if distributed else 1
 
 
 def _no_other_cache_reason(model: Any, config: Any, arguments: Mapping[str, Any]) -> str | None:

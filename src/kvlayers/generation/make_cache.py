@@ -1,22 +1,34 @@
-"""The cache that a call of `generate()` asks for by name, and whether transformers will compile a model around it."""
+"""The cache that a call of `generate()` asks for by name, and whether transformers will compile a model around it.
+
+The memory of static caches that models are compiled around is reused by the next compiled call: a compiled program goes
+on with the same addresses. Eager code takes any memory, so its caches are not kept: the next call may never come.
+"""
 
 import copy
 import dataclasses
+import gc
 import logging
+import sys
+import threading
+import weakref
 from typing import Any
 
 import transformers
 from transformers.generation.utils import GenerationMode
 
+from kvlayers.caches.aliases import HybridCache, HybridChunkedCache, SlidingWindowCache
 from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import fixed_layers
+from kvlayers.caches.static import StaticCache
 from kvlayers.errors import CapacityError
-from kvlayers.generation import assisted, passed_caches, registry, static_pool
+from kvlayers.generation import assisted, passed_caches, registry
 from kvlayers.generation.patching import ScopedValue
+from kvlayers.generation.registry import CacheRequest
 from kvlayers.stores.slots import MaskMode
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
 from kvlayers.upstream.generate_calls import sequences_per_prompt
 from kvlayers.upstream.model_layers import layer_devices
+from kvlayers.utils.transforms import autocast_dtype
 
 COMPILED_MODES = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
 """Decoding modes whose steps transformers compiles. With a chunked prefill, it compiles the prefill in every mode."""
@@ -46,18 +58,20 @@ def for_call(
         CapacityError: the options reserve fewer tokens than the call needs.
         KVLayersError: as `registry.make_cache` and `passed_caches.check_rope_dtype`.
     """
-    drafts = generation_mode == GenerationMode.ASSISTED_GENERATION
     encoder = None if model_types.replaces_cross_attention_cache(model) else model_kwargs.get("encoder_outputs")
     # The config of a draft model has the options of the main model's cache, but not the name that they belong to.
     own_name = generation_config.cache_implementation
     foreign_options = generation_config.is_assistant and own_name in (None, compat.NAME_FOR_DRAFTS)
     options = None if foreign_options else generation_config.cache_config
-    request = registry.CacheRequest(
+    most = generate_calls.most_tokens(generation_config, max_cache_length)
+    if generation_mode == GenerationMode.ASSISTED_GENERATION:
+        # A draft may reach beyond the end of the sequence before it is rolled back.
+        most += 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
+    request = CacheRequest(
         model.config,
         {} if options is None else options,
         batch_size=batch_size * sequences_per_prompt(generation_config),
-        length_hint=generate_calls.most_tokens(generation_config, max_cache_length)
-        + (_draft_length(generation_config) if drafts else 0),
+        length_hint=most,
         device=model.device,
         dtype=model.dtype,
         encoder_length=None if encoder is None else encoder[0].shape[1],
@@ -75,7 +89,7 @@ def for_call(
 
 
 def _acquire(
-    model: Any, name: str, request: registry.CacheRequest, generation_config: Any, generation_mode: GenerationMode
+    model: Any, name: str, request: CacheRequest, generation_config: Any, generation_mode: GenerationMode
 ) -> transformers.Cache:
     cache = registry.cache_for(name, request)
     if mask_mode(cache) is None:
@@ -84,9 +98,9 @@ def _acquire(
     if compiled:
         if request.length_hint is not None:
             # Another length would have another shape, for which the model would be compiled again.
-            longest = static_pool.longest_length(model, request)
+            longest = longest_length(model, request)
             cache = registry.cache_for(name, dataclasses.replace(request, length_hint=longest))
-        cache = static_pool.acquire(model, cache, request)
+        cache = acquire(model, cache, request)
     if compiled and generation_config.prefill_chunk_size is not None:
         compiled = _reserve_early(model, cache, request)
     mode = mask_mode(cache)
@@ -105,7 +119,7 @@ def mask_mode(cache: Any) -> MaskMode | None:
     return fixed[0].reserved.mask_extent.mode if fixed else None
 
 
-def _reserve_early(model: Any, cache: Any, request: registry.CacheRequest) -> bool:
+def _reserve_early(model: Any, cache: Any, request: CacheRequest) -> bool:
     """Reserve memory before a compiled prefill, which would otherwise own the memory, and return whether it worked."""
     reserves = compat.RESERVES_AHEAD and not request.config.is_encoder_decoder
     shape = generate_calls.static_shape(model) if reserves else None
@@ -141,11 +155,6 @@ def will_be_compiled(
         mode.compiled = was_compiled
 
 
-def _draft_length(generation_config: Any) -> int:
-    """How many tokens a draft may reach beyond the end of the sequence before it is rolled back."""
-    return 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
-
-
 logger = logging.getLogger(__name__)
 
 MAY_BE_STOPPED = ScopedValue("whether the caller's code may stop the current call of generate() at any token", True)
@@ -172,7 +181,11 @@ def check_room(cache: object, generation_config: Any, needed: int) -> None:
         f"reserve {needed} or more (max_cache_len), let it generate fewer tokens (max_new_tokens), or make the cache "
         "with grow=True."
     )
-    if _fewest_tokens(generation_config, needed) > limit:
+    # Tokens that the cache holds at the end, however early that is.
+    fewest = needed if generation_config.eos_token_id is None else (generation_config.min_length or 0) - 1
+    if MAY_BE_STOPPED.get() or generation_config.max_time is not None or generation_config.stop_strings is not None:
+        fewest = 0
+    if fewest > limit:
         raise CapacityError(
             f"expected a reservation of {needed} tokens, which this call of generate() needs for its prompt and all "
             f"new tokens but the last, but saw one of {limit}: {advice}"
@@ -186,13 +199,6 @@ def check_room(cache: object, generation_config: Any, needed: int) -> None:
     )
 
 
-def _fewest_tokens(generation_config: Any, needed: int) -> int:
-    """Tokens that the cache of a call holds at its end, however early it ends."""
-    if MAY_BE_STOPPED.get() or generation_config.max_time is not None or generation_config.stop_strings is not None:
-        return 0
-    return needed if generation_config.eos_token_id is None else (generation_config.min_length or 0) - 1
-
-
 def _reserved_tokens(cache: object) -> int | None:
     """The most tokens that the layers of a cache can take in, `None` if there is no such number."""
     if not isinstance(cache, Cache):
@@ -203,3 +209,106 @@ def _reserved_tokens(cache: object) -> int | None:
         if attention.reserved is not None and not attention.reserved.grow:
             limits.append(attention.token_limit if attention.is_sliding else attention.capacity)
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+REUSABLE = (StaticCache, HybridCache, HybridChunkedCache, SlidingWindowCache)
+"""Classes whose `reset` is known to leave nothing behind. Subclasses from elsewhere may hold more."""
+
+SOLE_REFERENCES = 2
+"""What `sys.getrefcount` counts for a cache that only one variable refers to: the variable, and the argument."""
+
+_lock = threading.Lock()
+_idle: "weakref.WeakKeyDictionary[Any, Cache]" = weakref.WeakKeyDictionary()
+_lengths: "weakref.WeakKeyDictionary[Any, dict[int | None, int]]" = weakref.WeakKeyDictionary()
+Acquired = tuple[Cache, CacheRequest]
+ACQUIRED: ScopedValue[list[Acquired] | None] = ScopedValue("caches of the current call of generate()", None)
+"""Collects the caches that are acquired within one call of `generate()`."""
+
+
+def free_reservations() -> None:
+    """Free the memory that is kept, for every model, for the next call of `generate()` with a static cache."""
+    with _lock:
+        _idle.clear()
+        _lengths.clear()
+
+
+def acquire(model: Any, new: Cache, request: CacheRequest) -> Cache:
+    """The empty cache that an earlier compiled call on `model` has released, if it can replace `new`; else `new`."""
+    with _lock:
+        idle = _idle.pop(model, None)
+    cache = new
+    # Under autocast, the dtype of states differs from that of the model.
+    autocast = None if request.device is None else autocast_dtype(request.device)
+    if idle is not None and autocast is None and _can_replace(idle, new, request):
+        cache = idle
+    acquired = ACQUIRED.get()
+    if acquired is not None:
+        acquired.append((cache, request))
+    return cache
+
+
+def remember_lengths(model: Any, acquired: list[Acquired]) -> None:
+    """Let later compiled calls reserve as many tokens as these, so that nothing is compiled for another size."""
+    with _lock:
+        lengths = _lengths.setdefault(model, {})
+        for _, request in acquired:
+            if request.length_hint is not None:
+                lengths[request.batch_size] = max(request.length_hint, lengths.get(request.batch_size, 0))
+
+
+def release(model: Any, acquired: list[Acquired]) -> None:
+    """Keep acquired caches that nobody else refers to for the next call."""
+    while acquired:
+        cache, request = acquired.pop()
+        if _static_parts(cache) is None:
+            continue
+        if sys.getrefcount(cache) > SOLE_REFERENCES:
+            # Compiling leaves reference cycles that contain the cache.
+            gc.collect()
+        is_unshared = sys.getrefcount(cache) <= SOLE_REFERENCES
+        # Some models decode more sequences than requested, for example with guidance, which cannot be foreseen.
+        if is_unshared and cache.batch_size == request.batch_size:
+            cache.deactivate_past_recording()
+            cache.reset()
+            with _lock:
+                _idle[model] = cache
+
+
+def longest_length(model: Any, request: CacheRequest) -> int | None:
+    """Tokens to reserve so that code compiled for the same batch size still fits: never fewer than before."""
+    with _lock:
+        before = _lengths.get(model, {}).get(request.batch_size, 0)
+    return request.length_hint and max(request.length_hint, before)
+
+
+def _static_parts(cache: object) -> list[Any] | None:
+    """The cache, or both parts of a pair, if each is of a reusable class and all of its layers reserve memory."""
+    if not isinstance(cache, Cache):
+        return None
+    pair: Any = cache
+    parts = [pair.self_attention_cache, pair.cross_attention_cache] if cache.is_pair else [cache]
+    all_static = all(fixed_layers(part.layers) == list(part.layers) for part in parts)
+    return parts if all_static and type(parts[0]) in REUSABLE else None
+
+
+def _can_replace(idle: Cache, new: Cache, request: CacheRequest) -> bool:
+    idle_parts, new_parts = _static_parts(idle), _static_parts(new)
+    if idle_parts is None or new_parts is None or len(idle_parts) != len(new_parts):
+        return False
+    if type(idle_parts[0]) is not type(new_parts[0]):
+        return False
+    if any(len(old.layers) != len(other.layers) for old, other in zip(idle_parts, new_parts, strict=True)):
+        return False
+    # A caller who asks for an exact reservation expects an error for one token more.
+    is_exact = "max_cache_len" in request.options
+    layers = [
+        pair
+        for old, other in zip(idle_parts, new_parts, strict=True)
+        for pair in zip(old.layers, other.layers, strict=True)
+    ]
+    return all(
+        old.covers(other, request.batch_size)
+        and (not is_exact or old.max_cache_len == other.max_cache_len)
+        and (old.dtype, old.values_dtype, old.device) == (request.dtype, request.dtype, request.device)
+        for old, other in layers
+    )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvlayers.generation.ladder import DEFAULT_LADDER, GenerateCall, Rung, RungLike, first_line, suitable_rungs
-from kvlayers.generation.static_pool import free_reservations
+from kvlayers.generation.make_cache import free_reservations
 from kvlayers.upstream import cache_argument
 
 OUT_OF_MEMORY_PHRASES = (

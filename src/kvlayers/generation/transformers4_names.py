@@ -3,7 +3,6 @@
 Only missing ones are added, and ones that exist in name only. All of them can be removed again.
 """
 
-import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
@@ -88,13 +87,9 @@ def _apply() -> None:
         _modules.append(_PatchedModule(AS_FIRST_IMPORTED, HOMES["transformers"]))
     for owner, attributes in _old_attributes().items():
         for name, value in attributes.items():
-            patch = Patch(owner, name, functools.partial(_instead, value))
+            patch = Patch(owner, name, lambda replaced, value=value: value)
             _attributes.append(patch)
             patch.apply()
-
-
-def _instead(value: Any, replaced: Any) -> Any:
-    return value
 
 
 def _remove() -> None:
@@ -206,7 +201,7 @@ def _old_attributes() -> dict[type, dict[str, Any]]:
         },
     }
     missing = {
-        owner: {name: value for name, value in old.items() if not _has(owner, name)}
+        owner: {name: value for name, value in old.items() if not any(name in vars(base) for base in owner.__mro__)}
         for owner, old in attributes.items()
     }
     if compat.CROPS_BY_COUNT_ALONE:
@@ -221,10 +216,6 @@ def _old_attributes() -> dict[type, dict[str, Any]]:
         for owner in (transformers.DynamicCache, transformers.EncoderDecoderCache):
             missing[owner]["__iter__"] = lambda self: iter(kvlayers_view(self))
     return missing
-
-
-def _has(owner: type, name: str) -> bool:
-    return any(name in vars(base) for base in owner.__mro__)
 
 
 def _cropping_to_a_length(original: Callable[..., None]) -> Callable[..., None]:

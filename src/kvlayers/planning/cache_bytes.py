@@ -1,8 +1,6 @@
 """Bytes that a cache would hold: its own layers take in states on the meta device, which have shapes and no memory."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,8 +51,7 @@ UNUSED_BLOCKS = 0.25
 that they are few."""
 
 
-@dataclass(frozen=True)
-class CacheBytes:
+class CacheBytes(NamedTuple):
     """Bytes of a cache.
 
     Attributes:
@@ -68,17 +65,6 @@ class CacheBytes:
     host: int = 0
     staged: int = 0
 
-    def __add__(self, other: "CacheBytes") -> "CacheBytes":
-        return CacheBytes(self.resident + other.resident, self.host + other.host, self.staged + other.staged)
-
-    def extrapolated(self, further: "CacheBytes", periods: Fraction) -> "CacheBytes":
-        """The bytes after some periods, from these and those after one."""
-        return CacheBytes(
-            self.resident + int(periods * (further.resident - self.resident)),
-            self.host + int(periods * (further.host - self.host)),
-            self.staged + int(periods * (further.staged - self.staged)),
-        )
-
     @property
     def total(self) -> int:
         """The `nbytes` of the cache: each byte once, where it is kept."""
@@ -88,6 +74,10 @@ class CacheBytes:
     def device(self) -> int:
         """The most bytes that the device must have room for."""
         return self.resident + self.staged
+
+
+def _together(costs: Iterable[CacheBytes]) -> CacheBytes:
+    return CacheBytes(*map(sum, zip(*costs, strict=True)))
 
 
 BytesByDevice = dict[torch.device | None, CacheBytes]
@@ -134,7 +124,7 @@ class CacheTrial:
             UnsupportedLayerError: it is not known what a layer holds.
             CapacityError: a layer reserves a number of its own, which is smaller.
         """
-        return sum(self.nbytes_by_device(tokens).values(), CacheBytes())
+        return _together(self.nbytes_by_device(tokens).values())
 
     def nbytes_by_device(self, tokens: int) -> BytesByDevice:
         """As `nbytes`, for each device by itself."""
@@ -145,7 +135,12 @@ class CacheTrial:
         near = period if self._reserves else period + tokens % period
         found, further = self._tried(near), self._tried(near + period)
         return {
-            device: costs.extrapolated(further[device], Fraction(tokens - near, period))
+            device: CacheBytes(
+                *(
+                    here + (there - here) * (tokens - near) // period
+                    for here, there in zip(costs, further[device], strict=True)
+                )
+            )
             for device, costs in found.items()
         }
 
@@ -155,7 +150,7 @@ class CacheTrial:
         return self._known[tokens]
 
     def _try(self, tokens: int) -> BytesByDevice:
-        found: BytesByDevice = {}
+        found: dict[torch.device | None, list[CacheBytes]] = {}
         parts = _parts(self._make(tokens), len(self._shapes))
         for layers, alike, held in zip(parts, self._alike, (tokens, self._encoder_length), strict=False):
             costs = {index: layer_bytes(layers[index], self._shapes[index], held) for index in dict.fromkeys(alike)}
@@ -165,8 +160,8 @@ class CacheTrial:
                 device = self._devices[min(index, len(self._devices) - 1)] if self._devices else None
                 by_device.setdefault(device, []).append(costs[tried])
             for device, of_layers in by_device.items():
-                found[device] = found.get(device, CacheBytes()) + _summed(of_layers)
-        return found
+                found.setdefault(device, []).append(_summed(of_layers))
+        return {device: _together(costs) for device, costs in found.items()}
 
 
 def fidelity_of(cache: Any) -> Fidelity:

@@ -1,7 +1,6 @@
 """What each kind of cache costs for a model and a context, and which one to use within a budget."""
 
 import dataclasses
-import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -187,8 +186,7 @@ class _Wanted:
             if name == AUTO:
                 continue
             try:
-                make = functools.partial(_cache_for, named_cache(name) or NamedCache(name), request)
-                trial = CacheTrial(make, shapes, self.encoder_length, self.layer_devices)
+                trial = CacheTrial(_maker(name, request), shapes, self.encoder_length, self.layer_devices)
                 caches.append(_planned(name, trial, self.context_length, self.memory_by_device))
             except KVLayersError as error:
                 refused[name] = error
@@ -222,8 +220,10 @@ class _Wanted:
         )
 
 
-def _cache_for(named: NamedCache, request: CacheRequest, length_hint: int) -> transformers.Cache:
-    return cache_for(named.name, dataclasses.replace(request, options=named.options, length_hint=length_hint))
+def _maker(name: str, request: CacheRequest) -> Callable[[int], transformers.Cache]:
+    named = named_cache(name) or NamedCache(name)
+    request = dataclasses.replace(request, options=named.options)
+    return lambda length_hint: cache_for(named.name, dataclasses.replace(request, length_hint=length_hint))
 
 
 def _planned(

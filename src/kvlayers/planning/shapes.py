@@ -128,40 +128,22 @@ def _recurrent_shape(numbers: ConfigNumbers) -> RecurrentShape:
 
 
 def _selective_scan(numbers: ConfigNumbers) -> RecurrentShape:
-    channels = numbers.number("intermediate_size")
-    return RecurrentShape(channels * numbers.number("conv_kernel"), channels * numbers.number("state_size"))
+    """Mamba. Within hybrids, `intermediate_size` is that of other layers."""
+    expand = numbers.number_or_none("mamba_expand")
+    channels = numbers.number("intermediate_size") if expand is None else expand * numbers.number("hidden_size")
+    kernel, state_size = numbers.number("mamba_d_conv", "conv_kernel"), numbers.number("mamba_d_state", "state_size")
+    return RecurrentShape(channels * kernel, channels * state_size)
 
 
-def _expanded_scan(numbers: ConfigNumbers) -> RecurrentShape:
-    channels = numbers.number("mamba_expand") * numbers.number("hidden_size")
-    return RecurrentShape(channels * numbers.number("mamba_d_conv"), channels * numbers.number("mamba_d_state"))
-
-
-def _state_space_duality(channels: int, groups: int, state_size: int, kernel: int) -> RecurrentShape:
+def _state_space_duality(numbers: ConfigNumbers) -> RecurrentShape:
     """Mamba 2: the convolution is over what enters the state as well, for each group of heads."""
-    return RecurrentShape((channels + 2 * groups * state_size) * kernel, channels * state_size)
-
-
-def _mamba2(numbers: ConfigNumbers) -> RecurrentShape:
-    channels = numbers.number("num_heads") * numbers.number("head_dim")
-    return _state_space_duality(
-        channels, numbers.number("n_groups"), numbers.number("state_size"), numbers.number("conv_kernel")
-    )
-
-
-def _nemotron(numbers: ConfigNumbers) -> RecurrentShape:
-    channels = numbers.number("mamba_num_heads") * numbers.number("mamba_head_dim")
-    return _state_space_duality(
-        channels, numbers.number("n_groups"), numbers.number("ssm_state_size"), numbers.number("conv_kernel")
-    )
-
-
-def _mamba2_in_hybrids(numbers: ConfigNumbers) -> RecurrentShape:
-    heads, head_dim = numbers.number("n_mamba_heads", "mamba_n_heads"), numbers.number("mamba_headdim", "mamba_d_head")
-    groups = numbers.number("mamba_ngroups", "mamba_n_groups")
-    return _state_space_duality(
-        heads * head_dim, groups, numbers.number("mamba_d_state"), numbers.number("mamba_d_conv")
-    )
+    # Names of hybrids come first: in their configs, the others are those of attention.
+    heads = numbers.number("n_mamba_heads", "mamba_n_heads", "mamba_num_heads", "num_heads")
+    channels = heads * numbers.number("mamba_headdim", "mamba_d_head", "mamba_head_dim", "head_dim")
+    groups = numbers.number("mamba_ngroups", "mamba_n_groups", "n_groups")
+    state_size = numbers.number("mamba_d_state", "ssm_state_size", "state_size")
+    convolved = channels + 2 * groups * state_size
+    return RecurrentShape(convolved * numbers.number("mamba_d_conv", "conv_kernel"), channels * state_size)
 
 
 def _gated_delta(numbers: ConfigNumbers) -> RecurrentShape:
@@ -178,25 +160,17 @@ def _delta_attention(numbers: ConfigNumbers) -> RecurrentShape:
     return RecurrentShape(3 * heads * head_dim * numbers.number("linear_conv_kernel_dim"), heads * head_dim**2)
 
 
-def _short_convolution(numbers: ConfigNumbers) -> RecurrentShape:
-    return RecurrentShape(numbers.number("hidden_size") * numbers.number("conv_L_cache"))
-
-
-def _nothing(numbers: ConfigNumbers) -> RecurrentShape:
-    return RecurrentShape(0)
-
-
 _SHAPES: dict[str, Callable[[ConfigNumbers], RecurrentShape]] = {
-    **dict.fromkeys(("mamba", "falcon_mamba"), _selective_scan),
-    **dict.fromkeys(("jamba", "zamba"), _expanded_scan),
-    "mamba2": _mamba2,
-    "nemotron_h": _nemotron,
-    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "zamba2"), _mamba2_in_hybrids),
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _selective_scan),
+    **dict.fromkeys(("mamba2", "nemotron_h", "bamba", "falcon_h1", "granitemoehybrid", "zamba2"), _state_space_duality),
     **dict.fromkeys(
         ("olmo_hybrid", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _gated_delta
     ),
     **dict.fromkeys(("bailing_hybrid", "kimi_linear"), _delta_attention),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), _short_convolution),
+    **dict.fromkeys(
+        ("lfm2", "lfm2_moe"),
+        lambda numbers: RecurrentShape(numbers.number("hidden_size") * numbers.number("conv_L_cache")),
+    ),
     # Its states are attributes of its modules, which no cache reaches.
-    "recurrent_gemma": _nothing,
+    "recurrent_gemma": lambda numbers: RecurrentShape(0),
 }

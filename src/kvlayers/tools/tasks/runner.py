@@ -1,14 +1,11 @@
 """Gives samples of tasks to a model, through several caches."""
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvlayers.errors import CapacityError, KVLayersError, OptionError
 from kvlayers.tools.measuring.contenders import Contender
@@ -44,101 +41,51 @@ def answer_score(answer: str, expected: Sequence[str]) -> float:
     return sum(match is not None for match in found) / len(expected)
 
 
-@dataclass(frozen=True)
-class TaskAnswer:
-    """An answer, and how likely a right one was.
+def answer(tokenizer: Any, sample: TaskSample, read: Callable[[], Decoding]) -> tuple[str, float]:
+    """Answer a sample. What the model generates and a right answer are both decoded token by token, as by `generate()`.
 
-    Attributes:
-        text: the first line that the model generated with greedy decoding.
-        logprob: mean log-probability of the tokens of a right answer, in nats.
-    """
-
-    text: str
-    logprob: float
-
-
-def answer(tokenizer: Any, sample: TaskSample, read: Callable[[], Decoding]) -> TaskAnswer:
-    """Answer a sample.
-
-    What the model generates and a right answer are both decoded token by token, as `generate()` decodes. As long as
-    they agree, they are decoded once. Where they part, the right answer goes on with a copy of the cache. If the cache
-    cannot be copied, another one reads the sample again.
+    The right answer is decoded with a copy of the cache. If the cache cannot be copied, another one reads the sample.
 
     Args:
         tokenizer: tokenizer of the model.
         sample: the sample.
         read: reads context and question into a new cache.
+
+    Returns:
+        The first line that the model generates with greedy decoding, and the mean log-probability of the tokens of a
+        right answer, in nats.
     """
     decoding = read()
-    right = sample.answer_ids
-    logprobs = _follow(decoding, right)
-    agreed = right[: len(logprobs)]
-    if len(agreed) < len(right):
-        logprobs.append(decoding.logprob(right[len(agreed)]))
-        if len(agreed) + 1 < len(right):
-            logprobs += _forced(decoding.copied() or _read_again(read, agreed), right[len(agreed) :])
-    text = _first_line(tokenizer, _generated(tokenizer, decoding, agreed, sample.max_answer_tokens))
-    return TaskAnswer(text, math.fsum(logprob.item() for logprob in logprobs) / len(right))
+    forced, (first, *others) = decoding.copied() or read(), sample.answer_ids
+    logprobs = [forced.logprob(first)]
+    for token, following in zip(sample.answer_ids, others, strict=False):
+        forced.append([token])
+        logprobs.append(forced.logprob(following))
+    text: str = tokenizer.decode(_generated(tokenizer, decoding, sample.max_answer_tokens), skip_special_tokens=True)
+    mean = math.fsum(logprob.item() for logprob in logprobs) / len(logprobs)
+    return text.strip().partition("\n")[0].rstrip(), mean
 
 
-def _follow(decoding: Decoding, right: Sequence[int]) -> list[Tensor]:
-    """Append tokens as long as each is the likeliest one. Returns the log-probability of each token appended."""
-    logprobs: list[Tensor] = []
-    for token in right:
-        if decoding.likeliest() != token:
-            break
-        logprobs.append(decoding.logprob(token))
-        decoding.append([token])
-    return logprobs
-
-
-def _forced(decoding: Decoding, right: Sequence[int]) -> list[Tensor]:
-    """Append all tokens but the last, whatever is likelier. Returns the log-probability of each token but the first."""
-    logprobs = []
-    for token, following in itertools.pairwise(right):
-        decoding.append([token])
-        logprobs.append(decoding.logprob(following))
-    return logprobs
-
-
-def _read_again(read: Callable[[], Decoding], agreed: Sequence[int]) -> Decoding:
-    decoding = read()
-    for token in agreed:
-        decoding.append([token])
-    return decoding
-
-
-def _generated(tokenizer: Any, decoding: Decoding, begun: Sequence[int], most: int) -> list[int]:
+def _generated(tokenizer: Any, decoding: Decoding, most: int) -> list[int]:
     """Token ids of an answer, decoded to its end: the end of its first line, a token that ends texts, or `most` tokens.
 
     Args:
         tokenizer: tokenizer of the model.
-        decoding: behind the first tokens of the answer.
-        begun: these tokens.
+        decoding: behind the question.
         most: the most tokens of the answer.
     """
-    ends = _end_tokens(tokenizer, decoding.model)
-    tokens, appended = list(begun[:most]), len(begun)
+    ends = decoding.model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    tokens: list[int] = []
     # Waiting for each token costs a device less than the passes behind the end of an answer would.
     while len(tokens) < most and "\n" not in tokenizer.decode(tokens).lstrip():
-        if len(tokens) > appended:
+        if tokens:
             decoding.append(tokens[-1:])
         token = decoding.likeliest()
         if token in ends:
             break
         tokens.append(token)
     return tokens
-
-
-def _first_line(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The first line that is not empty."""
-    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
-    return text.strip().partition("\n")[0].rstrip()
-
-
-def _end_tokens(tokenizer: Any, model: Any) -> set[int | None]:
-    ends = model.generation_config.eos_token_id
-    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
 
 
 class TaskError(KVLayersError, RuntimeError):
@@ -188,59 +135,46 @@ def run_tasks(
     names = [contender.name for contender in contenders]
     if len(set(names)) != len(names):
         raise OptionError(f"`contenders` must have a name each, got {', '.join(names)}: leave out duplicates.")
-    run = _Run(model, tokenizer, chunk, reference=names[0])
-    outcomes = []
+    outcomes: list[TaskOutcome] = []
+    lacked_room: dict[str, TaskOutcome] = {}
     for sample in samples:
         reader = SampleReader(model, sample, chunk, question_chunk)
         for contender in contenders:
             tick(f"{sample.task}, {sample.length} tokens: {contender.name}")
             outcome = None if done is None else done.outcome(contender.name, sample)
             if outcome is None:
-                outcome = run.outcome(reader, contender)
+                full = lacked_room.get(contender.name)
+                if full is not None and sample.length > full.length:
+                    outcome = _outcome(contender, sample, failure=full.failure)
+                else:
+                    outcome = _answered(tokenizer, reader, contender, contender is contenders[0], lacked_room)
                 if done is not None:
                     done.add(outcome)
             outcomes.append(outcome)
     return outcomes
 
 
-class _Run:
-    """Computes outcomes, and remembers which caches lack room.
-
-    Args:
-        model: a causal language model in eval mode.
-        tokenizer: its tokenizer.
-        chunk: tokens of a forward pass.
-        reference: name of the exact cache.
-    """
-
-    def __init__(self, model: Any, tokenizer: Any, chunk: int | None, reference: str) -> None:
-        self.model, self.tokenizer, self.chunk, self.reference = model, tokenizer, chunk, reference
-        self._full: dict[str, tuple[int, str]] = {}
-        """For each cache that lacked room, the length of the sample, and the error."""
-
-    def outcome(self, reader: SampleReader, contender: Contender) -> TaskOutcome:
-        """The outcome of one sample with one cache."""
-        sample = reader.sample
-        if contender.name in self._full:
-            length, failure = self._full[contender.name]
-            if sample.length > length:
-                return _outcome(contender, sample, failure=failure)
-        try:
-            answered = answer(self.tokenizer, sample, lambda: reader.read(contender.make))
-            if not math.isfinite(answered.logprob):
-                raise FloatingPointError(f"the mean log-probability of a right answer is {answered.logprob}")
-        except Exception as error:
-            failure = " ".join(f"{type(error).__name__}: {error}".split())
-            if contender.name == self.reference:
-                raise TaskError(
-                    f"The model cannot answer the task {sample.task} of {sample.length} tokens with the exact cache "
-                    f"({failure.rstrip('.')}): check the model, or ask for shorter lengths."
-                ) from error
-            if isinstance(error, CapacityError | torch.OutOfMemoryError):
-                self._full[contender.name] = sample.length, failure
-            return _outcome(contender, sample, failure=failure)
-        score = answer_score(answered.text, sample.answers)
-        return _outcome(contender, sample, score, answered.logprob, answered.text)
+def _answered(
+    tokenizer: Any, reader: SampleReader, contender: Contender, is_reference: bool, lacked_room: dict[str, TaskOutcome]
+) -> TaskOutcome:
+    """The outcome of one sample with one cache, which is noted in `lacked_room` if the cache lacks room for it."""
+    sample = reader.sample
+    try:
+        text, logprob = answer(tokenizer, sample, lambda: reader.read(contender.make))
+        if not math.isfinite(logprob):
+            raise FloatingPointError(f"the mean log-probability of a right answer is {logprob}")
+    except Exception as error:
+        failure = " ".join(f"{type(error).__name__}: {error}".split())
+        if is_reference:
+            raise TaskError(
+                f"The model cannot answer the task {sample.task} of {sample.length} tokens with the exact cache "
+                f"({failure.rstrip('.')}): check the model, or ask for shorter lengths."
+            ) from error
+        outcome = _outcome(contender, sample, failure=failure)
+        if isinstance(error, CapacityError | torch.OutOfMemoryError):
+            lacked_room[contender.name] = outcome
+        return outcome
+    return _outcome(contender, sample, answer_score(text, sample.answers), logprob, text)
 
 
 def _outcome(

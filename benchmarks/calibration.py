@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 import kvlayers
 from fidelity import passages
-from kvlayers.tools.calibration.divergence import DivergenceInUse
+from kvlayers.tools.calibration.settings import DivergenceInUse
 from lib import report
 from lib.workload import RandomModel, Shape, default_model, default_text
 

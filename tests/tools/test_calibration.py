@@ -18,8 +18,7 @@ from transformers.utils import logging
 import kvlayers
 import versions
 from kvlayers.tools.calibration import Sensitivity
-from kvlayers.tools.calibration.divergence import DivergenceInUse, passages_of
-from kvlayers.tools.calibration.settings import PartChoice, Settings, least_losses
+from kvlayers.tools.calibration.settings import DivergenceInUse, PartChoice, Settings, least_losses, passages_of
 from kvlayers.tools.measuring.predictions import mean_divergence
 from models import COMMON, tiny_model
 

@@ -239,7 +239,7 @@ def test_the_report_of_tasks_is_one_file_that_needs_nothing(llama: Path, tmp_pat
 
 @needs_report
 def test_heat_maps_have_a_figure_in_each_cell_that_there_is() -> None:
-    from kvlayers.tools.reporting.plots import heat_maps
+    from kvlayers.tools.reporting.page import heat_maps
 
     maps = {"one": {(64, 0.0): 0.25, (128, 0.0): 1.0}, "two": {(64, 0.0): 0.5}, "m" * 50: {(128, 0.0): 0.75}}
     svg = heat_maps("n", "Title", maps, (0, 1))

@@ -28,7 +28,10 @@ from kvlayers.evaluation.caches import (
 from kvlayers.evaluation.contexts import (
     ContextCaches,
     ContextEntries,
+    ScoredRow,
+    SharedPrefix,
     StoredContexts,
+    plan_prefixes,
     stored_contexts,
 )
 from kvlayers.evaluation.passes import (
@@ -41,7 +44,6 @@ from kvlayers.evaluation.passes import (
     lossy_division,
     scored_logits,
 )
-from kvlayers.evaluation.prefix_plan import ScoredRow, SharedPrefix, plan_prefixes
 from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest, TokenIds, encoded
 from kvlayers.generation.prefill import MIN_TOKENS
 from kvlayers.generation.prefixes import active_store

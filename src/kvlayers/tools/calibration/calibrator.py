@@ -34,8 +34,17 @@ from kvlayers.tools.calibration.checks import (
     checked_widths,
     most_bytes,
 )
-from kvlayers.tools.calibration.divergence import DivergenceInUse, Text, passages_of, read
-from kvlayers.tools.calibration.settings import Sensitivity, Setting, Settings, measure_sensitivities, part_costs
+from kvlayers.tools.calibration.settings import (
+    DivergenceInUse,
+    Sensitivity,
+    Setting,
+    Settings,
+    Text,
+    measure_sensitivities,
+    part_costs,
+    passages_of,
+    read,
+)
 from kvlayers.utils.options import checked_dtype
 
 FILE_NAME = "kvlayers_calibration.json"
@@ -138,7 +147,7 @@ class Calibration:
             return cls(
                 _setting(content["chosen"]),
                 None if uniform is None else _setting(uniform),
-                tuple(_sensitivity(part) for part in content["sensitivities"]),
+                tuple(Sensitivity.of(**part) for part in content["sensitivities"]),
             )
         except OSError as error:
             raise OptionError(
@@ -160,13 +169,6 @@ def file_of(path: str | os.PathLike[str]) -> Path:
 def _setting(entry: dict[str, Any]) -> MeasuredSetting:
     options = QuantizedCacheConfig(**entry["cache_config"])
     return MeasuredSetting(dict(options), float(entry["bytes_per_token"]), float(entry["divergence"]))
-
-
-def _sensitivity(entry: dict[str, Any]) -> Sensitivity:
-    if entry["side"] not in ("keys", "values"):
-        raise ValueError(f"side {entry['side']!r}")
-    by_bits = {int(nbits): float(loss) for nbits, loss in entry["divergence"].items()}
-    return Sensitivity(int(entry["layer"]), entry["side"], by_bits)
 
 
 UNIFORM_MEASURED = 3

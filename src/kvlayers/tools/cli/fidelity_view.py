@@ -11,8 +11,7 @@ from rich.console import Console
 from kvlayers.tools.cli.console import print_sentences, table, usage_line
 from kvlayers.tools.measuring.fidelity import FULL, FidelityBudget, FidelityRange, SettingFidelity
 from kvlayers.tools.models import RunFacts
-from kvlayers.tools.reporting.page import Report, ReportPlot, ReportTable
-from kvlayers.tools.reporting.plots import curves, labelled_points
+from kvlayers.tools.reporting.page import Report, ReportPlot, ReportTable, curves, labelled_points
 from kvlayers.utils.units import readable_bytes
 
 COLUMNS = (
@@ -99,13 +98,19 @@ class FidelityResults:
                 "max_bytes": None if self.budget.max_bytes is None else limit_text(self.budget.max_bytes),
             },
             "left_out": self.left_out,
-            "settings": [
-                {**_plain_setting(each), **({"use": self.uses[each.name]} if each.name in self.uses else {})}
-                for each in self.settings
-            ],
+            "settings": [self._plain_setting(each) for each in self.settings],
             "recommended": None if recommended is None else recommended.name,
             "passed": self.passed,
         }
+
+    def _plain_setting(self, measured: SettingFidelity) -> dict[str, Any]:
+        """The figures that are finite, since JSON has no other numbers, and the failure if there is one."""
+        finite = {
+            name: value
+            for name, value in vars(measured).items()
+            if not (isinstance(value, float) and not math.isfinite(value)) and (name != "failure" or value)
+        }
+        return finite | ({"use": self.uses[measured.name]} if measured.name in self.uses else {})
 
     def show(self, console: Console) -> None:
         """Print the answer, the table, and the other findings."""
@@ -244,15 +249,6 @@ class FidelityResults:
 def limit_text(max_bytes: int | Fraction) -> str:
     """A limit of bytes as people write it."""
     return f"{float(100 * max_bytes):g}%" if isinstance(max_bytes, Fraction) else readable_bytes(max_bytes)
-
-
-def _plain_setting(measured: SettingFidelity) -> dict[str, Any]:
-    """The figures that are finite, since JSON has no other numbers, and the failure if there is one."""
-    return {
-        name: value
-        for name, value in vars(measured).items()
-        if not (isinstance(value, float) and not math.isfinite(value)) and (name != "failure" or value)
-    }
 
 
 def _described(best: SettingFidelity) -> str:

@@ -256,7 +256,7 @@ def measure_fidelity(
     held: dict[str, int | None] = {FULL: full_nbytes}
     held |= {name: held_nbytes(make, config, tokens, chunk) for name, make in caches.items()}
     makers: dict[str, CacheMaker] = {FULL: lambda config: transformers.DynamicCache(config=config)}
-    makers |= {name: _ignoring_config(make) for name, make in caches.items()}
+    makers |= {name: lambda config, make=make: make() for name, make in caches.items()}  # type: ignore[misc]
     scores = read(model, passages, makers, context, chunk, record, tick)
     perplexity = scores[FULL].summary()["perplexity"]
     readable = {name: make for name, make in caches.items() if scores[name].failure is None}
@@ -276,10 +276,6 @@ def measure_fidelity(
             found = dataclasses.replace(found, within=within)
         measured.append(found)
     return measured
-
-
-def _ignoring_config(make: Callable[[], Any]) -> CacheMaker:
-    return lambda config: make()
 
 
 def _figures(score: Scores, context: int, perplexity: float) -> dict[str, Any]:

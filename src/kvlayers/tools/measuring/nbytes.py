@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import KVLayersError
@@ -32,17 +33,11 @@ def cache_nbytes(cache: Any) -> int:
 
 def _plain_tensors(value: object) -> Iterator[Tensor]:
     """Tensors in nested lists, tuples and dicts; instead of a wrapper tensor, the tensors inside it."""
-    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
-        names, _ = value.__tensor_flatten__()
-        for name in names:
-            yield from _plain_tensors(getattr(value, name))
-    elif isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _plain_tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _plain_tensors(item)
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):
+            yield from _plain_tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif isinstance(leaf, Tensor):
+            yield leaf
 
 
 DTYPE_IN_USE = torch.bfloat16

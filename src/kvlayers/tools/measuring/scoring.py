@@ -99,16 +99,14 @@ class Scores:
 
     Attributes:
         passages: the scores of each passage that it has read.
-        failure: the error that ended the reading, `None` if there was none.
     """
 
     passages: list[PassageScores] = field(default_factory=list)
-    failure: str | None = None
 
-    def add(self, passage: PassageScores) -> None:
-        """Add the scores of the next passage."""
-        self.passages.append(passage)
-        self.failure = passage.failure
+    @property
+    def failure(self) -> str | None:
+        """The error that ended the reading, `None` if there was none."""
+        return self.passages[-1].failure if self.passages else None
 
     def summary(self) -> dict[str, Any]:
         """The figures, or the failure."""
@@ -189,7 +187,7 @@ def read(
         for key in missing:
             record.add(index, key, found[key])
         for key in alive:
-            scores[key].add(found[key] if key in missing else known[key])
+            scores[key].passages.append(found[key] if key in missing else known[key])
     return scores
 
 

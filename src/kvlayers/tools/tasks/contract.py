@@ -267,18 +267,6 @@ def samples_of(
     Raises:
         OptionError: a name, length, depth, count or the text cannot be used.
     """
-    _check(tasks, lengths, depths, count)
-    haystack = Haystack(lambda part: tokenizer(part, add_special_tokens=False).input_ids, text)
-    maker = _SampleMaker(haystack, tuple(bos_ids(tokenizer)), seed)
-    return [
-        maker.sample(task, length, depth, index)
-        for task in map(_made, dict.fromkeys(tasks))
-        for length in dict.fromkeys(lengths)
-        for depth, index in _places(task, list(dict.fromkeys(depths)), count)
-    ]
-
-
-def _check(tasks: Sequence[str], lengths: Sequence[int], depths: Sequence[float], count: int) -> None:
     for name, values in {"tasks": tasks, "lengths": lengths, "depths": depths}.items():
         if not values:
             raise OptionError(f"`{name}` must have at least one entry, got none.")
@@ -290,6 +278,16 @@ def _check(tasks: Sequence[str], lengths: Sequence[int], depths: Sequence[float]
             raise OptionError(f"`lengths` must be positive numbers of tokens, got {length}.")
     if count < 1:
         raise OptionError(f"`count` must be at least 1 sample for each length and depth, got {count}.")
+    haystack = Haystack(lambda part: tokenizer(part, add_special_tokens=False).input_ids, text)
+    places = [(depth, index) for depth in dict.fromkeys(depths) for index in range(count)]
+    spread = [(None, index) for index in range(len(places))]
+    bos = tuple(bos_ids(tokenizer))
+    return [
+        _sample(haystack, bos, seed, task, length, depth, index)
+        for task in map(_made, dict.fromkeys(tasks))
+        for length in dict.fromkeys(lengths)
+        for depth, index in (places if task.has_depth else spread)
+    ]
 
 
 def _made(name: str) -> Task:
@@ -299,59 +297,40 @@ def _made(name: str) -> Task:
     return task()
 
 
-def _places(task: Task, depths: Sequence[float], count: int) -> list[tuple[float | None, int]]:
-    """Depth and index of each sample of a task at one length."""
-    if not task.has_depth:
-        return [(None, index) for index in range(count * len(depths))]
-    return [(depth, index) for depth in depths for index in range(count)]
-
-
-class _SampleMaker:
-    """Makes samples over one text.
-
-    Args:
-        haystack: filler, and the tokenizer.
-        bos: token ids before the text.
-        seed: seed of all random choices.
-    """
-
-    def __init__(self, haystack: Haystack, bos: tuple[int, ...], seed: int) -> None:
-        self._haystack = haystack
-        self._bos = bos
-        self._seed = seed
-
-    def sample(self, task: Task, length: int, depth: float | None, index: int) -> TaskSample:
-        """One sample. Raises `OptionError` if the length has no room for it."""
-        place = "spread" if depth is None else repr(float(depth))
-        # A string as the seed gives the same choices in every version of Python.
-        chooser = random.Random(f"{self._seed} {task.name} {length} {place} {index}")
-        text = task.text(self._haystack, length, depth or 0.0, chooser)
-        start = (*self._bos, *self._haystack.encode(text.introduction))
-        question = self._haystack.tokens(text.question)
-        needles = sum(len(self._haystack.tokens(f" {needle.text}")) for needle in text.needles)
-        filler = length - len(start) - needles - len(question)
-        if filler < LEAST_FILLER:
-            # The needles of other samples may have a few more tokens.
-            needed = (length - filler + LEAST_FILLER) * 9 // 8
-            least = -(-needed // LENGTH_STEP) * LENGTH_STEP
-            raise OptionError(
-                f"`lengths` must be at least {least} tokens for the task {task.name!r} with this tokenizer, got "
-                f"{length}: pass a longer length, or leave the task out."
-            )
-        answer = self._haystack.tokens(text.answer)
-        if not answer or not text.expected:
-            raise OptionError(
-                f"The task {task.name!r} must have an answer with tokens and strings to expect, got {text.answer!r} "
-                f"and {text.expected}: mend the task, or use a tokenizer that knows the answer."
-            )
-        return TaskSample(
-            task=task.name,
-            length=length,
-            depth=depth,
-            index=index,
-            context_ids=(*start, *self._haystack.hide(text.needles, filler, chooser)),
-            question_ids=question,
-            answers=text.expected,
-            answer_ids=answer,
-            max_answer_tokens=len(answer) + SPARE_ANSWER_TOKENS,
+def _sample(
+    haystack: Haystack, bos: tuple[int, ...], seed: int, task: Task, length: int, depth: float | None, index: int
+) -> TaskSample:
+    """One sample behind the tokens `bos`. Raises `OptionError` if the length has no room for it."""
+    place = "spread" if depth is None else repr(float(depth))
+    # A string as the seed gives the same choices in every version of Python.
+    chooser = random.Random(f"{seed} {task.name} {length} {place} {index}")
+    text = task.text(haystack, length, depth or 0.0, chooser)
+    start = (*bos, *haystack.encode(text.introduction))
+    question = haystack.tokens(text.question)
+    needles = sum(len(haystack.tokens(f" {needle.text}")) for needle in text.needles)
+    filler = length - len(start) - needles - len(question)
+    if filler < LEAST_FILLER:
+        # The needles of other samples may have a few more tokens.
+        needed = (length - filler + LEAST_FILLER) * 9 // 8
+        least = -(-needed // LENGTH_STEP) * LENGTH_STEP
+        raise OptionError(
+            f"`lengths` must be at least {least} tokens for the task {task.name!r} with this tokenizer, got "
+            f"{length}: pass a longer length, or leave the task out."
         )
+    answer = haystack.tokens(text.answer)
+    if not answer or not text.expected:
+        raise OptionError(
+            f"The task {task.name!r} must have an answer with tokens and strings to expect, got {text.answer!r} "
+            f"and {text.expected}: mend the task, or use a tokenizer that knows the answer."
+        )
+    return TaskSample(
+        task=task.name,
+        length=length,
+        depth=depth,
+        index=index,
+        context_ids=(*start, *haystack.hide(text.needles, filler, chooser)),
+        question_ids=question,
+        answers=text.expected,
+        answer_ids=answer,
+        max_answer_tokens=len(answer) + SPARE_ANSWER_TOKENS,
+    )

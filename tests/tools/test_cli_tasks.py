@@ -19,7 +19,7 @@ from web_page import check_self_contained
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
 
 from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.tools.cli.fidelity_choice import fitting_lengths  # noqa: E402
+from kvlayers.tools.cli.fidelity_run import fitting_lengths  # noqa: E402
 from kvlayers.tools.measuring.contenders import is_installed  # noqa: E402
 from kvlayers.tools.names import TASKS  # noqa: E402
 from kvlayers.tools.reporting import page  # noqa: E402

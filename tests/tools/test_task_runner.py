@@ -28,12 +28,13 @@ from kvlayers.tools.measuring.contenders import Contender, against_contenders, i
 from kvlayers.tools.measuring.predictions import newest_logits
 from kvlayers.tools.measuring.run_file import ResultsFile, ResultsFileError, run_identity
 from kvlayers.tools.tasks.contract import TaskSample
-from kvlayers.tools.tasks.runner import TaskError, run_tasks
-from kvlayers.tools.tasks.sample_reader import (
+from kvlayers.tools.tasks.runner import (
     SampleReader,
+    TaskError,
     context_states,
     has_only_keys_and_values,
     replay,
+    run_tasks,
 )
 from kvlayers.tools.tasks.summary import TaskOutcome, summarize
 from models import fresh_model, prompt, tiny_model

@@ -120,7 +120,8 @@ def _class_of_views() -> type[ModelView]:
 
     @functools.wraps(getattr(GenerationMixin, name))
     def loop(view: Any, input_ids: Tensor, **kwargs: Any) -> Any:
-        return view.decoding(input_ids, kwargs)
+        with _restoring_layers(view, kwargs["generation_config"]):
+            return view.decoding(input_ids, kwargs)
 
     return type("AssistedModel", (ModelView,), {name: loop})
 
@@ -219,11 +220,6 @@ def decode(original: Callable[..., Any], model: Any, input_ids: Tensor, kwargs: 
     Returns:
         What `original` returns.
     """
-    with _restoring_layers(model, kwargs["generation_config"]):
-        return _decode(original, model, input_ids, kwargs)
-
-
-def _decode(original: Callable[..., Any], model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> Any:
     name = cache_argument.name_in_generate(model)
     cache = kwargs.get(name)
     check_rollback(model, cache)

@@ -174,7 +174,10 @@ def cache_for(name: str, request: CacheRequest) -> transformers.Cache:
             "the options of a cache must be a mapping from names to values, without the config of the model, got "
             f"{options!r}."
         )
-    cache = _factory(name)(request)
+    factory = _factories.get(name)
+    if factory is None:
+        raise unknown_name(name)
+    cache = factory(request)
     if not isinstance(cache, transformers.Cache):
         raise RegistryError(
             f"the factory of '{name}' must return a cache, but returned a {type(cache).__name__}: correct the factory."
@@ -206,13 +209,6 @@ def move_name_to_option(argument: str, arguments: dict[str, Any]) -> None:
         )
     arguments["cache_implementation"] = name
     del arguments[argument]
-
-
-def _factory(name: str) -> CacheFactory:
-    factory = _factories.get(name)
-    if factory is None:
-        raise unknown_name(name)
-    return factory
 
 
 def unknown_name(name: object) -> RegistryError:

@@ -3,6 +3,7 @@
 Only missing ones are added, and ones that exist in name only. All of them can be removed again.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
@@ -87,9 +88,13 @@ def _apply() -> None:
         _modules.append(_PatchedModule(AS_FIRST_IMPORTED, HOMES["transformers"]))
     for owner, attributes in _old_attributes().items():
         for name, value in attributes.items():
-            patch = Patch(owner, name, lambda replaced, value=value: value)
+            patch = Patch(owner, name, functools.partial(_instead, value))
             _attributes.append(patch)
             patch.apply()
+
+
+def _instead(value: Any, replaced: Any) -> Any:
+    return value
 
 
 def _remove() -> None:

@@ -2,14 +2,13 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import transformers
 
 from kvlayers.errors import ConfigError, OptionError
 from kvlayers.generation.registry import CacheRequest, cache_for
-from kvlayers.planning.planned_cache import Plan
 from kvlayers.planning.planner import AUTO, plan_for
 from kvlayers.utils.units import amount_of_bytes, readable_bytes
 
@@ -48,8 +47,19 @@ def chosen_cache(request: CacheRequest) -> transformers.Cache:
     except ConfigError as error:
         logger.warning("'%s' takes '%s', since the model cannot be planned: %s", AUTO, WITHOUT_PLAN, error)
         return cache_for(WITHOUT_PLAN, plain)
-    _say(plan, devices)
-    return cache_for(plan.recommended.name, plain)
+    best = plan.recommended
+    logger.log(
+        logging.INFO if best.is_exact and not best.host_bytes else logging.WARNING,
+        "'%s' takes '%s' for %d tokens, batch %d, of %s for caches on %s: %s",
+        AUTO,
+        best.name,
+        plan.context_length,
+        plan.batch_size,
+        readable_bytes(plan.memory or 0),
+        ", ".join(map(str, devices)),
+        best.reason,
+    )
+    return cache_for(best.name, plain)
 
 
 def _devices(request: CacheRequest) -> list[torch.device]:
@@ -72,21 +82,6 @@ def _budget(request: CacheRequest) -> int | dict[torch.device, int]:
     return budget
 
 
-def _say(plan: Plan, devices: Sequence[torch.device]) -> None:
-    best = plan.recommended
-    logger.log(
-        logging.INFO if best.is_exact and not best.host_bytes else logging.WARNING,
-        "'%s' takes '%s' for %d tokens, batch %d, of %s for caches on %s: %s",
-        AUTO,
-        best.name,
-        plan.context_length,
-        plan.batch_size,
-        readable_bytes(plan.memory or 0),
-        ", ".join(map(str, devices)),
-        best.reason,
-    )
-
-
 def free_memory(device: torch.device) -> int:
     """Bytes that tensors on a device can still take: free memory, and memory that torch has reserved and not used.
 
@@ -98,14 +93,10 @@ def free_memory(device: torch.device) -> int:
         import psutil
 
         return int(psutil.virtual_memory().available)
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free) + kept
-    if device.type == "xpu":
-        free, _ = torch.xpu.mem_get_info(device)
-        kept = torch.xpu.memory_reserved(device) - torch.xpu.memory_allocated(device)
-        return int(free) + kept
+    if device.type in ("cuda", "xpu"):
+        memory: Any = torch.get_device_module(device)
+        free, _ = memory.mem_get_info(device)
+        return int(free + memory.memory_reserved(device) - memory.memory_allocated(device))
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
     raise OptionError(

@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch import Tensor
 from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from kvlayers.caches.base import Cache
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.errors import KVLayersError
 from kvlayers.generation.install import generate
@@ -24,7 +24,7 @@ from kvlayers.prefix import PrefixStore
 from kvlayers.tools.cli.common import CHECK_FAILED, NO_OPTIONS, Dtype
 from kvlayers.tools.cli.console import bar_between_runs, measuring, print_json
 from kvlayers.tools.measuring import text
-from kvlayers.tools.measuring.contenders import Contender, exact_names, make_contender
+from kvlayers.tools.measuring.contenders import Contender, exact_names, is_supported, make_contender
 from kvlayers.tools.measuring.decoding import ContenderResult, measure, warm_up
 from kvlayers.tools.measuring.nbytes import cache_nbytes
 from kvlayers.tools.measuring.predictions import is_tie
@@ -67,23 +67,6 @@ class Answer:
 
     seconds: float
     tokens: list[int]
-
-
-class ConsoleStreamer(TextStreamer):  # type: ignore[misc]
-    """Writes a continuation to a console word by word, while it is generated.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        console: where to write.
-    """
-
-    def __init__(self, tokenizer: Any, console: Console) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._console = console
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Called with each piece of text that later tokens cannot change."""
-        self._console.print(text, end="\n" if stream_end else "", markup=False, highlight=False, soft_wrap=True)
 
 
 def table_of_caches(results: Sequence[ContenderResult]) -> Table:
@@ -218,16 +201,7 @@ def demo_contenders(model: Any, length: int) -> list[Contender]:
     """
     names = [*exact_names(model.config), *ROUNDED_OR_EVICTING]
     kvlayers_contenders = [make_contender(KVLAYERS, name, model, length) for name in names]
-    return [make_contender(TRANSFORMERS, "dynamic", model, length), *filter(_is_supported, kvlayers_contenders)]
-
-
-def _is_supported(contender: Contender) -> bool:
-    """Whether the model supports the cache. A sink cache, for example, needs rotary position embeddings."""
-    try:
-        cache = contender.make()
-    except KVLayersError:
-        return False
-    return isinstance(cache, Cache)
+    return [make_contender(TRANSFORMERS, "dynamic", model, length), *filter(is_supported, kvlayers_contenders)]
 
 
 class TokenClock(BaseStreamer):  # type: ignore[misc]
@@ -242,18 +216,6 @@ class TokenClock(BaseStreamer):  # type: ignore[misc]
 
     def end(self) -> None:
         """Called after the last token."""
-
-
-def continue_text(model: Any, ids: Tensor, tokens: int, cache: Any, streamer: Any) -> None:
-    """Continue a prompt, int64 `[1, tokens]`, greedily by up to `tokens` tokens with `cache`; `streamer` gets them."""
-    ids = ids.to(model.device)
-    model.generate(
-        ids,
-        **_options(ids, tokens),
-        do_sample=False,
-        streamer=streamer,
-        **{cache_argument.name_in_generate(model): cache},
-    )
 
 
 def sample(call: Callable[..., Any], ids: Tensor, tokens: int, count: int) -> Samples:
@@ -378,8 +340,12 @@ def _stream(console: Console, loaded: LoadedModel, ids: Tensor, prompt: str, con
     )
     shown = prompt or "..." + loaded.tokenizer.decode(ids[0, -40:])
     console.print(shown, end="", style="dim", markup=False, highlight=False, soft_wrap=True)
-    streamer = ConsoleStreamer(loaded.tokenizer, console)
-    continue_text(model, ids, tokens, DynamicCache(config=model.config), streamer)
+    streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    ids = ids.to(model.device)
+    cache = {cache_argument.name_in_generate(model): DynamicCache(config=model.config)}
+    # It prints to stdout, which may be for JSON.
+    with redirect_stdout(console.file):
+        model.generate(ids, **_options(ids, tokens), do_sample=False, streamer=streamer, **cache)
     console.print()
 
 

@@ -59,6 +59,7 @@ def setting(text: str) -> tuple[str, NamedCache]:
     """
     asked = text.strip().lower()
     found = _FORMS.fullmatch(asked)
+    options: dict[str, Any]
     if asked in quantizer_names():
         name, options = asked, {"backend": asked}
     elif found is None or (found["backend"] or NATIVE) not in quantizer_names():
@@ -263,7 +264,7 @@ def against_contenders(names: Sequence[str], model: Any, length: int) -> list[Co
         cache = name.removeprefix(f"{TRANSFORMERS}:")
         if name == TRANSFORMERS:
             every = [make_contender(TRANSFORMERS, each, model, length) for each in _PACKAGES if is_installed(each)]
-            found += [each for each in every if _is_supported(each)]
+            found += [each for each in every if is_supported(each)]
         elif cache in _MAKERS:
             found.append(_of_transformers("against", cache, model, length))
         else:
@@ -282,7 +283,8 @@ def _of_transformers(argument: str, cache: str, model: Any, length: int) -> Cont
     return make_contender(TRANSFORMERS, cache, model, length)
 
 
-def _is_supported(contender: Contender) -> bool:
+def is_supported(contender: Contender) -> bool:
+    """Whether the model supports the cache. A sink cache, for example, needs rotary position embeddings."""
     try:
         contender.make()
     except KVLayersError:

@@ -7,21 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.caches.base import Cache
-from kvlayers.errors import ConfigError, KVLayersError
 from kvlayers.evaluation.caches import SharedCache
 from kvlayers.evaluation.passes import Division, PassSizes, scored_logits
 from kvlayers.evaluation.requests import ScoringRequest
 from kvlayers.generation.prefixes.active_store import ActiveStore
 from kvlayers.generation.prefixes.eligibility import (
     IneligibleError,
-    check_cache,
+    StorePart,
     check_model,
-    model_identity,
-    options_as_text,
 )
 from kvlayers.generation.prefixes.prefixed_call import usable_cache
-from kvlayers.prefix import Hit
 
 
 @dataclass
@@ -172,54 +167,9 @@ def _common_tokens(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return low
 
 
-class StoredContexts:
-    """The part of a prefix store that belongs to one model and one cache.
-
-    Args:
-        model: the model.
-        active: the store.
-        cache_name: name of the cache.
-        options: options of the cache.
-
-    Raises:
-        IneligibleError: the states of the model do not depend on tokens alone, or the store cannot hold such a cache.
-    """
-
-    def __init__(self, model: Any, active: ActiveStore, cache_name: str, options: Mapping[str, Any]) -> None:
-        check_model(model, {})
-        check_cache(model, cache_name)
-        try:
-            identity = model_identity(model)
-        except ConfigError as error:
-            raise IneligibleError(f"its weights cannot be identified: {error}") from error
-        self.bypass = active.on_bypass
-        self.device = model.device
-        self._store = active.store
-        self._key = {"config": model.config, "namespace": active.namespace}
-        # As `generate()` labels its entries.
-        self._label = f"{identity} {cache_name} {options_as_text(options)}"
-
-    def lookup(self, ids: tuple[int, ...], division: str) -> Hit:
-        """The longest stored prefix of tokens, without the last one.
-
-        Args:
-            ids: the tokens.
-            division: how stored tokens were divided into passes, if their states depend on it.
-        """
-        return self._store.lookup(torch.tensor(ids), model=self._label + division, **self._key)
-
-    def insert(self, ids: tuple[int, ...], cache: Cache, division: str) -> None:
-        """Insert a cache that has seen these tokens, if the store can take it."""
-        # Scores do not depend on whether it can.
-        try:
-            self._store.insert(torch.tensor(ids), cache, model=self._label + division, **self._key)
-        except (KVLayersError, OSError, RuntimeError, MemoryError) as error:
-            self._store.record_refusal(str(error))
-
-
 def stored_contexts(
     model: Any, active: ActiveStore | None, cache_name: str, options: Mapping[str, Any]
-) -> StoredContexts | None:
+) -> StorePart | None:
     """The part of a store for `score_tokens`; `None` if there is no store, or if it cannot be used.
 
     The store is told why it is bypassed, and may raise.
@@ -227,7 +177,9 @@ def stored_contexts(
     if active is None:
         return None
     try:
-        return StoredContexts(model, active, cache_name, options)
+        check_model(model, {})
+        # As `generate()` labels its entries.
+        return StorePart(model, active, cache_name, options)
     except IneligibleError as error:
         active.on_bypass(str(error))
         return None
@@ -241,12 +193,12 @@ class ContextEntries:
     tokens, and is never rolled back.
 
     Args:
-        contexts: the part of the store.
+        part: the part of the store.
         chunk: tokens in one pass, `None` for an exact cache.
     """
 
-    def __init__(self, contexts: StoredContexts, chunk: int | None) -> None:
-        self._contexts, self._chunk = contexts, chunk
+    def __init__(self, part: StorePart, chunk: int | None) -> None:
+        self._part, self._chunk = part, chunk
 
     def stored_length(self, length: int, cache: Any) -> int:
         """How many of the first `length` tokens are stored."""
@@ -259,14 +211,14 @@ class ContextEntries:
     def find(self, ids: tuple[int, ...], length: int, make_cache: Callable[[], Any]) -> Any | None:
         """The longest prefix; in chunks, exactly `length` tokens."""
         asked = ids if self._chunk is None else (*ids[:length], 0)
-        hit = self._contexts.lookup(asked, self._division(length))
+        hit = self._part.lookup(torch.tensor(asked), self._division(length))
         if hit.cache is None or (self._chunk is not None and hit.covered != length):
             return None
-        return usable_cache(hit.cache, self._contexts.device, make_cache)
+        return usable_cache(hit.cache, self._part.device, make_cache)
 
     def insert(self, ids: tuple[int, ...], cache: Any) -> None:
         """Insert a cache that has seen these tokens, as many as `stored_length` says."""
-        self._contexts.insert(ids, cache, self._division(len(ids)))
+        self._part.insert(torch.tensor(ids), cache, self._division(len(ids)))
 
     def _division(self, length: int) -> str:
         return "" if self._chunk is None else f" {length} tokens in chunks of {self._chunk}"

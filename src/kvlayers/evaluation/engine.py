@@ -30,7 +30,6 @@ from kvlayers.evaluation.contexts import (
     ContextEntries,
     ScoredRow,
     SharedPrefix,
-    StoredContexts,
     plan_prefixes,
     stored_contexts,
 )
@@ -47,6 +46,7 @@ from kvlayers.evaluation.passes import (
 from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest, TokenIds, encoded
 from kvlayers.generation.prefill import MIN_TOKENS
 from kvlayers.generation.prefixes import active_store
+from kvlayers.generation.prefixes.eligibility import StorePart
 from kvlayers.layers.upstream_adapter import calls
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import compat, model_types
@@ -58,7 +58,7 @@ def score_tokens(
     requests: Sequence[ScoringRequest],
     make_cache: Callable[[], Any],
     *,
-    store: StoredContexts | None = None,
+    store: StorePart | None = None,
     batch_size: int = 16,
     chunk: int | None = None,
     on_scored: Callable[[int], None] = lambda count: None,
@@ -131,10 +131,10 @@ def _check_room(model: Any, cache: Any, requests: Sequence[ScoringRequest]) -> N
         ) from error
 
 
-def _entries(store: StoredContexts, division: Division, is_exact: bool) -> ContextEntries | None:
+def _entries(store: StorePart, division: Division, is_exact: bool) -> ContextEntries | None:
     if division.shared_every is None:
         lossy = "a cache that rounds or evicts reads each context in one pass, unless `chunk` is given"
-        store.bypass("states of this model depend on the length of a pass" if is_exact else lossy)
+        store.active.on_bypass("states of this model depend on the length of a pass" if is_exact else lossy)
         return None
     return ContextEntries(store, None if is_exact else division.shared_every)
 

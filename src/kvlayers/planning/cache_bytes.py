@@ -170,12 +170,8 @@ def fidelity_of(cache: Any) -> Fidelity:
     Raises:
         UnsupportedLayerError: the class of a layer does not say.
     """
-    parts = (cache.self_attention_cache, cache.cross_attention_cache) if _is_pair(cache) else (cache,)
+    parts = (cache.self_attention_cache, cache.cross_attention_cache) if cache.is_pair else (cache,)
     return least_faithful(layer.fidelity for part in parts for layer in part.adapted_layers())
-
-
-def _is_pair(cache: Any) -> bool:
-    return isinstance(cache, Cache) and cache.is_pair
 
 
 def _parts(cache: Any, count: int) -> list[list[LayerOperations]]:
@@ -185,7 +181,7 @@ def _parts(cache: Any, count: int) -> list[list[LayerOperations]]:
             f"A `{type(cache).__module__}.{type(cache).__name__}` is not a cache of kvlayers, whose bytes are known: "
             "leave it out of the names."
         )
-    parts: list[Any] = [cache.self_attention_cache, cache.cross_attention_cache] if _is_pair(cache) else [cache]
+    parts: list[Any] = [cache.self_attention_cache, cache.cross_attention_cache] if cache.is_pair else [cache]
     return [[adapted(layer) for layer in part.layers_for(count)] for part in parts]
 
 

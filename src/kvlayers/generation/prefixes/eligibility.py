@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerationMode
 
+from kvlayers.caches.base import Cache
+from kvlayers.errors import ConfigError, KVLayersError
 from kvlayers.generation import registry
+from kvlayers.generation.prefixes.active_store import ActiveStore
 from kvlayers.persistence import weights_id
 from kvlayers.persistence.format import canonical
+from kvlayers.prefix import Hit
 from kvlayers.rope.from_config import depends_on_length
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_layers, model_types
 from kvlayers.upstream.generate_calls import uses_transformers_generate
@@ -89,16 +93,6 @@ class PromptBatch:
             ids[index, common : common + padding] = self.input_ids[index, :padding]
             mask[index, common : common + padding] = 0
         return ids, mask
-
-
-def is_token_ids(input_ids: object) -> bool:
-    """Whether `input_ids` is an int64 tensor `[rows, tokens]` with at least one row and one token."""
-    return (
-        isinstance(input_ids, Tensor)
-        and input_ids.dtype == torch.int64
-        and input_ids.dim() == 2
-        and 0 not in input_ids.shape
-    )
 
 
 MODES = (
@@ -227,7 +221,8 @@ def prompts_of(config: Any, arguments: Mapping[str, Any]) -> PromptBatch:
         IneligibleError: there are no prompts, or it is not clear which of their tokens are padding.
     """
     ids, mask = arguments.get(ids_name(arguments)), arguments.get("attention_mask")
-    if not is_token_ids(ids) or not (mask is None or isinstance(mask, Tensor)):
+    is_ids = isinstance(ids, Tensor) and ids.dtype == torch.int64 and ids.dim() == 2 and 0 not in ids.shape
+    if not is_ids or not (mask is None or isinstance(mask, Tensor)):
         raise IneligibleError("its prompts are not token ids, int64 [rows, tokens]")
     ids = torch.as_tensor(ids)
     if mask is None and config.pad_token_id is not None and bool((ids == config.pad_token_id).any()):
@@ -302,3 +297,48 @@ def _adapters(model: torch.nn.Module) -> Iterator[list[Any]]:
                 sorted(module.merged_adapters),
                 sorted((str(adapter), float(scale)) for adapter, scale in scaling.items()),
             ]
+
+
+class StorePart:
+    """The part of a prefix store that belongs to one model and one cache.
+
+    Args:
+        model: the model.
+        active: the store.
+        cache_name: name of the cache.
+        options: options of the cache.
+
+    Attributes:
+        active: as passed.
+        device: device of the model.
+
+    Raises:
+        IneligibleError: the cache is not one of kvlayers, its options are no text, or the model cannot be identified.
+    """
+
+    def __init__(self, model: Any, active: ActiveStore, cache_name: str, options: Mapping[str, Any]) -> None:
+        check_cache(model, cache_name)
+        try:
+            identity = model_identity(model)
+        except ConfigError as error:
+            raise IneligibleError(f"its weights cannot be identified: {error}") from error
+        self.active, self.device = active, model.device
+        self._label = f"{identity} {cache_name} {options_as_text(options)}"
+        self._key = {"config": model.config, "namespace": active.namespace}
+
+    def lookup(self, ids: Tensor, division: str = "") -> Hit:
+        """The longest stored prefix of tokens, without the last one.
+
+        Args:
+            ids: the tokens.
+            division: how stored tokens were divided into passes, if their states depend on it.
+        """
+        return self.active.store.lookup(ids, model=self._label + division, **self._key)
+
+    def insert(self, ids: Tensor, cache: Cache, division: str = "") -> None:
+        """Insert a cache for the tokens that it has seen, if the store can take it."""
+        # The caller gets the result whatever happens to the store, such as a full disk, or no memory for a copy.
+        try:
+            self.active.store.insert(ids, cache, model=self._label + division, **self._key)
+        except (KVLayersError, OSError, RuntimeError, MemoryError) as error:
+            self.active.store.record_refusal(str(error))

@@ -14,7 +14,6 @@ ways to make the cache:
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,8 +23,8 @@ from transformers.utils import ModelOutput
 from kvlayers.caches.base import Cache
 from kvlayers.caches.operations import CacheState
 from kvlayers.caches.stacking import can_be_stacked, stack
-from kvlayers.errors import ConfigError, KVLayersError
 from kvlayers.generation import registry
+from kvlayers.generation.patching import ScopedValue
 from kvlayers.generation.prefill import MIN_TOKENS, pass_limit, pass_tokens
 from kvlayers.generation.prefixes import active_store
 from kvlayers.generation.prefixes.active_store import ActiveStore
@@ -33,17 +32,15 @@ from kvlayers.generation.prefixes.eligibility import (
     ID_READERS,
     PADDING_INDEPENDENT_OPTIONS,
     IneligibleError,
-    check_cache,
+    StorePart,
     check_model,
     check_options,
     ids_name,
-    model_identity,
-    options_as_text,
     options_of,
     prompts_of,
 )
 from kvlayers.generation.saved_names import requested_name, resolve_name
-from kvlayers.prefix import Hit, PrefixStore
+from kvlayers.prefix import Hit
 from kvlayers.upstream import cache_argument, generate_calls, model_types
 from kvlayers.upstream.generate_calls import bind_arguments, full_generation_config, sequences_per_prompt
 
@@ -60,8 +57,7 @@ class StoredCaches:
 
     Args:
         model: the model that generates.
-        store: the prefix store.
-        key: what identifies entries of this call in the store: arguments of `PrefixStore.lookup`.
+        part: the part of the prefix store that belongs to the model and the cache.
         name: name of the cache.
         options: options of the cache.
         config: the full `GenerationConfig` of the call.
@@ -75,14 +71,13 @@ class StoredCaches:
     def __init__(
         self,
         model: Any,
-        store: PrefixStore,
-        key: Mapping[str, Any],
+        part: StorePart,
         name: str,
         options: Mapping[str, Any],
         config: Any,
         prompt_tokens: int,
     ) -> None:
-        self._model, self._store, self._key = model, store, key
+        self._model, self._part = model, part
         self._name, self._options, self._config, self._prompt_tokens = name, options, config, prompt_tokens
         self._cache_name = cache_argument.name_in_generate(model)
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -90,18 +85,10 @@ class StoredCaches:
 
     def lookup(self, ids: Tensor) -> Hit:
         """Look up a prompt, `[1, tokens]`."""
-        hit = self._store.lookup(ids, **self._key)
+        hit = self._part.lookup(ids)
         reason = f": {hit.reason}" if hit.reason else ""
         self.notes.append(f"{hit.covered} of {ids.shape[-1]} tokens were stored{reason}")
         return hit
-
-    def insert(self, ids: Tensor, cache: Cache) -> None:
-        """Insert a cache for the tokens that it has seen, if the store can take it."""
-        # The caller gets the result whatever happens to the store, such as a full disk, or no memory for a copy.
-        try:
-            self._store.insert(ids, cache, **self._key)
-        except (KVLayersError, OSError, RuntimeError, MemoryError) as error:
-            self._store.record_refusal(str(error))
 
     def empty(self, rows: int = 1) -> Cache:
         """A cache like the one that `generate()` would make."""
@@ -151,7 +138,7 @@ class StoredCaches:
             pass_tokens(self._model, ids[:, :stop], model_kwargs, cache, begin, chunk)
             if cache.get_seq_length() != stop:
                 raise IneligibleError(f"{type(self._model).__name__} puts other tokens into its cache than it is given")
-            self.insert(ids[:, :stop], cache)
+            self._part.insert(ids[:, :stop], cache)
             begin = stop
 
     def _snapshot_lengths(self, cache: Cache, begin: int, length: int) -> list[int]:
@@ -160,7 +147,7 @@ class StoredCaches:
             return []
         # A cache that cannot be rolled back does not serve prompts that diverge in between. With a model that takes
         # tokens one by one, snapshots in between would take long.
-        every = self._store.snapshot_tokens
+        every = self._part.active.store.snapshot_tokens
         if cache.keeps_every_token or pass_limit(self._model, cache) is not None or every is None:
             return [length]
         return [*range(begin - begin % every + every, length, every), length]
@@ -207,16 +194,16 @@ def _on_device(state: CacheState, device: torch.device) -> CacheState:
     return dataclasses.replace(state, layers=layers)
 
 
-_cache_from_store: ContextVar[Cache | None] = ContextVar("the cache that the current call starts from", default=None)
+_CACHE_FROM_STORE: ScopedValue[Cache | None] = ScopedValue("the cache that the current call starts from", None)
 
-_bypass_reason: ContextVar[str | None] = ContextVar("why the current call does not use its store", default=None)
+_BYPASS_REASON: ScopedValue[str | None] = ScopedValue("why the current call does not use its store", None)
 
 Generate = Callable[..., Any]
 
 
 def explain_bypass(cache: object) -> None:
     """Tell a cache that `generate()` has made why its call does not use the active store."""
-    reason = _bypass_reason.get()
+    reason = _BYPASS_REASON.get()
     if reason is not None and isinstance(cache, Cache):
         cache.prefix_notes = (f"the call could not use the store: {reason}",)
 
@@ -243,16 +230,10 @@ def generate(active: ActiveStore, plain: Generate, model: Any, args: tuple[Any, 
             cache, new_arguments = call.prepare()
         except IneligibleError as reason:
             active.on_bypass(str(reason))
-            token = _bypass_reason.set(str(reason))
-            try:
+            with _BYPASS_REASON.override(str(reason)):
                 return _with_cached_tokens(plain(*args, **arguments), ())
-            finally:
-                _bypass_reason.reset(token)
-        cache_token = _cache_from_store.set(cache)
-        try:
+        with _CACHE_FROM_STORE.override(cache):
             output = plain(*call.unnamed, **new_arguments)
-        finally:
-            _cache_from_store.reset(cache_token)
         return call.finish(output, cache)
 
 
@@ -265,7 +246,7 @@ def _with_cached_tokens(output: Any, cached_tokens: tuple[int, ...]) -> Any:
 
 def is_from_store(cache: object) -> bool:
     """Whether the cache of the current call is one that this module has passed in place of a cache by name."""
-    return cache is not None and cache is _cache_from_store.get()
+    return cache is not None and cache is _CACHE_FROM_STORE.get()
 
 
 class PrefixedCall:
@@ -292,16 +273,10 @@ class PrefixedCall:
         self._prompts = prompts_of(self._config, self._arguments)
         self._repeats = sequences_per_prompt(self._config)
         name, options = self._config.cache_implementation or "dynamic", options_of(self._config)
-        check_cache(model, name)
-        try:
-            identity = model_identity(model)
-        except ConfigError as error:
-            raise IneligibleError(f"its weights cannot be identified: {error}") from error
-        label = f"{identity} {name} {options_as_text(options)}"
-        key = {"config": model.config, "namespace": active.namespace, "model": label}
+        self._part = StorePart(model, active, name, options)
         prompt_tokens = self._prompts.input_ids.shape[1]
         self._cached_tokens: tuple[int, ...] = ()
-        self._caches = StoredCaches(model, active.store, key, name, options, self._config, prompt_tokens)
+        self._caches = StoredCaches(model, self._part, name, options, self._config, prompt_tokens)
 
     def prepare(self) -> tuple[Cache, dict[str, Any]]:
         """The cache to start from, and the arguments with which to call `generate()`.
@@ -342,7 +317,7 @@ class PrefixedCall:
             # The padding may have been moved.
             sequences[:, : ids.shape[1]] = ids.repeat_interleave(sequences.shape[0] // ids.shape[0], dim=0)
         elif cache.batch_size == sequences.shape[0] == 1:
-            self._caches.insert(sequences, cache)
+            self._part.insert(sequences, cache)
         return _with_cached_tokens(output, self._cached_tokens)
 
     def _for_one_prompt(self) -> Cache:

@@ -267,13 +267,10 @@ class BenchResults:
         for length, measured in self.by_length.items():
             styles = [None if self.passes(result) else "red" for result in measured]
             console.print(table(COLUMNS, map(self._cells, measured), self._title(length), styles, (0, 1)))
-        if any(self.is_within_noise(result) for result in self._succeeded):
+        results = [result for measured in self.by_length.values() for result in measured]
+        if any(result.failure is None and self.is_within_noise(result) for result in results):
             console.print(WITHIN_NOISE, style="dim", markup=False, highlight=False)
         print_sentences(console, self.findings)
-
-    @property
-    def _succeeded(self) -> list[ContenderResult]:
-        return [result for measured in self.by_length.values() for result in measured if result.failure is None]
 
     @property
     def findings(self) -> list[str]:

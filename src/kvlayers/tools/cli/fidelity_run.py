@@ -29,7 +29,7 @@ from kvlayers.tools.measuring.contenders import (
 from kvlayers.tools.measuring.fidelity import FULL, FidelityBudget, measure_fidelity
 from kvlayers.tools.measuring.nbytes import bytes_of, held_nbytes
 from kvlayers.tools.measuring.run_file import PassageFile, ResultsFile, identity_of, run_identity
-from kvlayers.tools.measuring.scoring import NoRecord, PassageRecord
+from kvlayers.tools.measuring.scoring import NoRecord
 from kvlayers.tools.measuring.text import check_known
 from kvlayers.tools.measuring.text import passages as passages_of
 from kvlayers.tools.models import RunFacts, find, find_device, load
@@ -164,17 +164,18 @@ def chosen_tasks(text: str) -> list[str]:
 
 def chosen_depths(text: str) -> list[float]:
     """Depths from 0 to 1, ascending. Raises `OptionError` if one is not a percentage."""
-    return sorted({_percentage(each) / 100 for each in text.split(",")})
-
-
-def _percentage(text: str) -> float:
-    try:
-        percentage = float(text)
-    except ValueError:
-        percentage = math.nan
-    if not 0 <= percentage <= 100:
-        raise OptionError(f"`--depths` must be percentages from 0 to 100, separated by commas, got {text.strip()!r}.")
-    return percentage
+    found = set()
+    for each in text.split(","):
+        try:
+            percentage = float(each)
+        except ValueError:
+            percentage = math.nan
+        if not 0 <= percentage <= 100:
+            raise OptionError(
+                f"`--depths` must be percentages from 0 to 100, separated by commas, got {each.strip()!r}."
+            )
+        found.add(percentage / 100)
+    return sorted(found)
 
 
 def chosen_lengths(text: str | None) -> list[int] | None:
@@ -285,7 +286,7 @@ class FidelityRun:
             loaded = load(console, found, self.dtype.on(target), target)
             uses = uses_of(chosen)
             with ExitStack() as open_file:
-                record: PassageRecord = NoRecord()
+                record = NoRecord()
                 if file is not None:
                     facts = {"context": before, "scored": after, "passages": passages, "chunk": chunk}
                     identity = identity_of(loaded.model, loaded.name, content, facts)

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvlayers.errors import OptionError
 from kvlayers.tools.measuring.contenders import make_contender
 from kvlayers.tools.measuring.nbytes import bytes_of, held_nbytes
-from kvlayers.tools.measuring.scoring import CacheMaker, PassageRecord, PassageScores, Scores, read
+from kvlayers.tools.measuring.scoring import CacheMaker, NoRecord, PassageScores, Scores, read
 from kvlayers.tools.measuring.uneven_heads import UnevenHead, uneven_heads
 from kvlayers.tools.names import KVLAYERS
 
@@ -232,7 +232,7 @@ def measure_fidelity(
     context: int,
     chunk: int,
     budget: FidelityBudget,
-    record: PassageRecord,
+    record: NoRecord,
     tick: Callable[[], None],
 ) -> list[SettingFidelity]:
     """Read passages through every cache, and through transformers' `DynamicCache` in full precision.

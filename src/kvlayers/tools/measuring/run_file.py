@@ -15,7 +15,7 @@ from typing_extensions import Self
 from kvlayers.errors import KVLayersError
 from kvlayers.persistence import weights_id
 from kvlayers.tools.measuring.environment import package_versions
-from kvlayers.tools.measuring.scoring import PassageScores
+from kvlayers.tools.measuring.scoring import NoRecord, PassageScores
 from kvlayers.tools.tasks.contract import TaskSample
 from kvlayers.tools.tasks.summary import TaskOutcome
 
@@ -81,6 +81,7 @@ class RunFile:
         self, path: Path, identity: Mapping[str, Any], options: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
         self.path, self._options = path, options
+        self._known: dict[Any, Any] = {}
         header = _line({"format": f"kvlayers {self.RESULTS}", "version": FORMAT_VERSION, "run": identity})
         try:
             # Whatever is written goes to the end, wherever reading stopped.
@@ -193,17 +194,11 @@ def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield prefix + name, value
 
 
-class PassageFile(RunFile):
-    """The scores of passages, one cache and passage a line. It is a `PassageRecord`."""
+class PassageFile(RunFile, NoRecord):
+    """The scores of passages, one cache and passage a line."""
 
     RESULTS = "passage scores"
     DAMAGE = "has no scores"
-
-    def __init__(
-        self, path: Path, identity: Mapping[str, Any], options: Mapping[str, Any] = MappingProxyType({})
-    ) -> None:
-        self._scores: dict[int, dict[str, PassageScores]] = {}
-        super().__init__(path, identity, options)
 
     def _take(self, record: dict[str, Any]) -> None:
         fields = record["scores"].items()
@@ -211,18 +206,19 @@ class PassageFile(RunFile):
         scores, name = PassageScores(**arguments), record["cache"]
         # A failure may be of the moment, such as a lack of memory: the passage is read again.
         if scores.failure is None and record["options"] == self._options.get(name):
-            self._scores.setdefault(record["passage"], {})[name] = scores
+            self._known.setdefault(record["passage"], {})[name] = scores
 
     def known(self, passages: int, names: Iterable[str]) -> int:
         """How many scores the file has, of those of these caches on the first `passages` passages."""
         return sum(name in self.of_passage(index) for index in range(passages) for name in names)
 
     def of_passage(self, index: int) -> Mapping[str, PassageScores]:
-        """See `PassageRecord`."""
-        return self._scores.get(index, {})
+        """See `NoRecord`."""
+        known: Mapping[str, PassageScores] = self._known.get(index, {})
+        return known
 
     def add(self, index: int, name: str, scores: PassageScores) -> None:
-        """See `PassageRecord`. Scores that are not finite are not written, since JSON has no such numbers.
+        """Keep scores. Those that are not finite are not written, since JSON has no such numbers.
 
         Raises:
             ResultsFileError: the file cannot be written.
@@ -260,23 +256,17 @@ class ResultsFile(RunFile):
     RESULTS = "task results"
     DAMAGE = "is no outcome"
 
-    def __init__(
-        self, path: Path, identity: Mapping[str, Any], options: Mapping[str, Any] = MappingProxyType({})
-    ) -> None:
-        self._outcomes: dict[SampleKey, TaskOutcome] = {}
-        super().__init__(path, identity, options)
-
     def _take(self, record: dict[str, Any]) -> None:
         made_with = record.pop("options", None)
         outcome = TaskOutcome(**record)
         if not _is_outcome(outcome):
             raise ValueError
         if made_with == self._options.get(outcome.cache):
-            self._outcomes[_key(outcome)] = outcome
+            self._known[_key(outcome)] = outcome
 
     def outcome(self, cache: str, sample: TaskSample) -> TaskOutcome | None:
         """The outcome of a sample with the cache of this name. `None` if it is not known, or if the cache failed."""
-        found = self._outcomes.get((cache, sample.task, sample.length, sample.depth, sample.index))
+        found: TaskOutcome | None = self._known.get((cache, sample.task, sample.length, sample.depth, sample.index))
         return found if found is not None and found.failure is None else None
 
     def add(self, outcome: TaskOutcome) -> None:
@@ -287,7 +277,7 @@ class ResultsFile(RunFile):
         """
         options = {"options": self._options[outcome.cache]} if outcome.cache in self._options else {}
         self._add({**dataclasses.asdict(outcome), **options})
-        self._outcomes[_key(outcome)] = outcome
+        self._known[_key(outcome)] = outcome
 
 
 def _is_outcome(outcome: TaskOutcome) -> bool:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -126,25 +126,15 @@ class Scores:
         }
 
 
-class PassageRecord(Protocol):
-    """Knows the scores of passages that were read before, and keeps the scores of others."""
+class NoRecord:
+    """What is known of passages that were read before, and what is kept of others: here nothing."""
 
     def of_passage(self, index: int) -> Mapping[Any, PassageScores]:
         """The scores of each cache that has read the passage with this index, by what identifies it."""
-
-    def add(self, index: int, cache: Any, scores: PassageScores) -> None:
-        """Keep the scores of a cache on the passage with this index."""
-
-
-class NoRecord:
-    """Knows no scores, and keeps none."""
-
-    def of_passage(self, index: int) -> Mapping[Any, PassageScores]:
-        """No scores."""
         return {}
 
     def add(self, index: int, cache: Any, scores: PassageScores) -> None:
-        """Forget the scores."""
+        """Keep the scores of a cache on the passage with this index."""
 
 
 def read(
@@ -153,7 +143,7 @@ def read(
     makers: Mapping[Key, CacheMaker],
     context: int,
     chunk: int,
-    record: PassageRecord,
+    record: NoRecord,
     tick: Callable[[], None],
 ) -> dict[Key, Scores]:
     """Read passages through every cache. Raises as `read_passage`.

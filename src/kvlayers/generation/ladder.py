@@ -228,24 +228,20 @@ def _restart_reason(model: Any, config: Any, arguments: Mapping[str, Any]) -> st
     if config is None:
         return "this generate() is not the one of transformers"
     mode = config.get_generation_mode(arguments.get("assistant_model"))
-    if mode not in RESUMABLE_MODES:
-        return f"the state of {mode.value} is more than its tokens"
-    if generate_calls.has_own_loop(model):
-        return f"{type(model).__name__} has its own decoding loop"
     is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if is_distributed and torch.distributed.get_world_size() > 1:
-        return "several processes generate together"
-    if config.return_dict_in_generate and any(vars(config)[name] for name in EXTRA_OUTPUTS):
-        return "the scores and states of earlier tokens must be returned as well"
-    if arguments.get("inputs_embeds") is not None and not model.config.is_encoder_decoder:
-        return "the prompt is given as embeddings"
-    if config.guidance_scale not in (None, 1):
-        return "guidance has its own cache"
-    if config.watermarking_config is not None:
-        return "a watermark may depend on all steps since the prompt"
-    if config.token_healing:
-        return "token healing changes the prompt"
-    return None
+    returns_more = config.return_dict_in_generate and any(vars(config)[name] for name in EXTRA_OUTPUTS)
+    is_embedded = arguments.get("inputs_embeds") is not None and not model.config.is_encoder_decoder
+    reasons = {
+        f"the state of {mode.value} is more than its tokens": mode not in RESUMABLE_MODES,
+        f"{type(model).__name__} has its own decoding loop": generate_calls.has_own_loop(model),
+        "several processes generate together": is_distributed and torch.distributed.get_world_size() > 1,
+        "the scores and states of earlier tokens must be returned as well": returns_more,
+        "the prompt is given as embeddings": is_embedded,
+        "guidance has its own cache": config.guidance_scale not in (None, 1),
+        "a watermark may depend on all steps since the prompt": config.watermarking_config is not None,
+        "token healing changes the prompt": config.token_healing,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def _no_other_cache_reason(model: Any, config: Any, arguments: Mapping[str, Any]) -> str | None:

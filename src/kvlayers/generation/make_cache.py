@@ -134,11 +134,9 @@ def will_be_compiled(
 ) -> bool:
     """Whether `generate()` is going to compile the forward pass around a static cache."""
     mode = mask_mode(cache)
-    if mode is None or model_types.counts_on_the_whole_reservation(model.config):
-        return False
-    if generate_calls.gives_windows_full_masks(model):
-        return False
-    if generation_mode not in COMPILED_MODES and generation_config.prefill_chunk_size is None:
+    is_mode_compiled = generation_mode in COMPILED_MODES or generation_config.prefill_chunk_size is not None
+    has_own_masks = model_types.counts_on_the_whole_reservation(model.config)
+    if mode is None or has_own_masks or generate_calls.gives_windows_full_masks(model) or not is_mode_compiled:
         return False
     if generation_config.compile_config is not None:
         # transformers does not compile for a CPU otherwise, even if it is asked to.
@@ -293,11 +291,9 @@ def _static_parts(cache: object) -> list[Any] | None:
 
 def _can_replace(idle: Cache, new: Cache, request: CacheRequest) -> bool:
     idle_parts, new_parts = _static_parts(idle), _static_parts(new)
-    if idle_parts is None or new_parts is None or len(idle_parts) != len(new_parts):
+    if idle_parts is None or new_parts is None or type(idle_parts[0]) is not type(new_parts[0]):
         return False
-    if type(idle_parts[0]) is not type(new_parts[0]):
-        return False
-    if any(len(old.layers) != len(other.layers) for old, other in zip(idle_parts, new_parts, strict=True)):
+    if [len(part.layers) for part in idle_parts] != [len(part.layers) for part in new_parts]:
         return False
     # A caller who asks for an exact reservation expects an error for one token more.
     is_exact = "max_cache_len" in request.options

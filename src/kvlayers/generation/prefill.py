@@ -59,17 +59,18 @@ def _can_expand_later(
 ) -> bool:
     if not isinstance(cache, Cache) or cache.batch_size >= 0 or input_ids.dim() != 2:
         return False
-    if generation_config.prefill_chunk_size is not None or input_ids.shape[1] < MIN_TOKENS:
-        return False
-    if model_kwargs.get("inputs_embeds") is not None:
-        return False
-    if model.config is not model_types.decoder_config(model.config) or model.config.is_encoder_decoder:
+    is_usual = (
+        generation_config.prefill_chunk_size is None
+        and input_ids.shape[1] >= MIN_TOKENS
+        and model_kwargs.get("inputs_embeds") is None
         # Models with images or an encoder return more for a prompt, which kvlayers does not know how to repeat.
-        return False
-    returns_more = generation_config.output_attentions or generation_config.output_hidden_states
+        and model.config is model_types.decoder_config(model.config)
+        and not model.config.is_encoder_decoder
+        and not (generation_config.output_attentions or generation_config.output_hidden_states)
+    )
     shares = any(layer.attends and layer.reserved is None for layer in cache.adapted_layers())
     # States in modules would have one row for each prompt, where the next pass has one for each sample.
-    return shares and not returns_more and not cache.is_static and kept_states(model) is None
+    return is_usual and shares and not cache.is_static and kept_states(model) is None
 
 
 PER_TOKEN_ARGUMENTS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")

@@ -196,37 +196,33 @@ def _rank(cache: PlannedCache) -> tuple[bool, bool, bool, float, int, bool, str]
 
 def why_recommended(cache: PlannedCache, caches: Sequence[PlannedCache], memory: int | None) -> str:
     """The reason to use the best of the caches."""
-    if len(caches) == 1:
-        return "it is the only one that was asked for."
     within = "" if memory is None else f" that fits into {readable_bytes(memory)}"
-    if cache.fidelity == "evicting":
-        return "only caches that evict were asked for, and it is the best of them."
-    if cache.host_bytes:
-        kept = "is exact" if cache.is_exact else f"has the most bits, {cache.bits:.3g},"
-        return (
-            f"no cache on the device{within} has {COARSE_BITS} bits or more, and it {kept} of the caches on the host, "
-            "for which every token waits."
-        )
-    if cache.is_exact:
-        return f"it is exact, and the smallest such cache on the device{within}."
-    return f"no exact cache on the device fits, and it has the most bits, {cache.bits:.3g}, of any{within}."
+    kept = "is exact" if cache.is_exact else f"has the most bits, {cache.bits:.3g},"
+    reasons = {
+        "it is the only one that was asked for.": len(caches) == 1,
+        "only caches that evict were asked for, and it is the best of them.": cache.fidelity == "evicting",
+        f"no cache on the device{within} has {COARSE_BITS} bits or more, and it {kept} of the caches on the host, "
+        "for which every token waits.": cache.host_bytes,
+        f"it is exact, and the smallest such cache on the device{within}.": cache.is_exact,
+        f"no exact cache on the device fits, and it has the most bits, {cache.bits:.3g}, of any{within}.": True,
+    }
+    return next(reason for reason, applies in reasons.items() if applies)
 
 
 def why_not(cache: PlannedCache, best: PlannedCache) -> str:
     """The reason to use the best cache instead of this one, which fits too."""
-    if cache.fidelity == "evicting":
-        return "it evicts tokens that the model would attend to."
-    if _is_coarse(cache) and not _is_coarse(best):
-        return f"it rounds states to {cache.bits:.3g} bits, and '{best.name}' keeps more."
-    if cache.host_bytes and not best.host_bytes:
-        return f"it brings states from the host for every token, and '{best.name}' does not."
-    if cache.is_exact != best.is_exact:
-        return f"it changes what attention computes, and '{best.name}' does not."
-    if cache.bits != best.bits:
-        return f"it has fewer bits than '{best.name}'."
-    if cache.device_bytes != best.device_bytes:
-        return f"it takes more memory than '{best.name}'."
-    return f"it costs and keeps the same as '{best.name}'."
+    is_coarser = _is_coarse(cache) and not _is_coarse(best)
+    reasons = {
+        "it evicts tokens that the model would attend to.": cache.fidelity == "evicting",
+        f"it rounds states to {cache.bits:.3g} bits, and '{best.name}' keeps more.": is_coarser,
+        f"it brings states from the host for every token, and '{best.name}' does not.": cache.host_bytes
+        and not best.host_bytes,
+        f"it changes what attention computes, and '{best.name}' does not.": cache.is_exact != best.is_exact,
+        f"it has fewer bits than '{best.name}'.": cache.bits != best.bits,
+        f"it takes more memory than '{best.name}'.": cache.device_bytes != best.device_bytes,
+        f"it costs and keeps the same as '{best.name}'.": True,
+    }
+    return next(reason for reason, applies in reasons.items() if applies)
 
 
 def nothing_fits(

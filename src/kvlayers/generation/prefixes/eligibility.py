@@ -131,25 +131,31 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
         raise IneligibleError(f"{name} has its own generate(), or was given one (custom_generate)")
     if model.config.is_encoder_decoder:
         raise IneligibleError(f"the states of {name} depend on an encoder's input")
-    if model_types.decoder_config(model.config) is not model.config or type(model.config).sub_configs:
-        raise IneligibleError(f"the states of {name} may depend on more than tokens")
-    if not cache_argument.is_taken_by(model):
-        raise IneligibleError(f"{name} takes no cache")
+    has_parts = model_types.decoder_config(model.config) is not model.config or type(model.config).sub_configs
+    kept, depends = kept_states(model), depends_on_length(model.config)
+    one_by_one = model_types.decodes_one_token(model.config)
+    # Neither a file nor a config says which device the states of a layer belong to.
+    is_spread = len({parameter.device for parameter in model.parameters()}) > 1
+    _refuse(
+        {
+            f"the states of {name} may depend on more than tokens": has_parts,
+            f"{name} takes no cache": not cache_argument.is_taken_by(model),
+            f"{name} makes its own cache": not model._supports_default_dynamic_cache(),
+            f"{name} keeps states outside its cache, in {kept}": kept is not None,
+            f"{name} computes other states for tokens that come one by one": one_by_one,
+            f"the rotation of the keys of {name} depends on the length of the prompt (its rope_type)": depends,
+            f"the weights of {name} are on several devices": is_spread,
+            "it is given a cache": cache_argument.passed_in(arguments) is not None,
+        }
+    )
     _check_modules(model)
-    if not model._supports_default_dynamic_cache():
-        raise IneligibleError(f"{name} makes its own cache")
-    kept = kept_states(model)
-    if kept is not None:
-        raise IneligibleError(f"{name} keeps states outside its cache, in {kept}")
-    if model_types.decodes_one_token(model.config):
-        raise IneligibleError(f"{name} computes other states for tokens that come one by one")
-    if depends_on_length(model.config):
-        raise IneligibleError(f"the rotation of the keys of {name} depends on the length of the prompt (its rope_type)")
-    if len({parameter.device for parameter in model.parameters()}) > 1:
-        # Neither a file nor a config says which device the states of a layer belong to.
-        raise IneligibleError(f"the weights of {name} are on several devices")
-    if cache_argument.passed_in(arguments) is not None:
-        raise IneligibleError("it is given a cache")
+
+
+def _refuse(reasons: Mapping[str, object]) -> None:
+    """Raise `IneligibleError` for the first of the reasons that applies."""
+    for reason, applies in reasons.items():
+        if applies:
+            raise IneligibleError(reason)
 
 
 def _check_modules(model: Any) -> None:
@@ -190,23 +196,22 @@ def check_options(config: Any, arguments: Mapping[str, Any], model_kwargs: Mappi
         arguments: arguments of the call.
         model_kwargs: the arguments among them that are passed to the model.
     """
-    given = {name for name, value in model_kwargs.items() if value is not None}
-    others = sorted(given - HARMLESS_ARGUMENTS)
-    if others:
-        raise IneligibleError(f"states may depend on {', '.join(others)}")
-    if arguments.get("assistant_model") is not None or config.is_assistant:
-        raise IneligibleError("it decodes with an assistant model, or is one")
-    if config.cache_implementation == "paged":
-        raise IneligibleError("it uses continuous batching")
+    others = sorted({name for name, value in model_kwargs.items() if value is not None} - HARMLESS_ARGUMENTS)
+    is_assisted = arguments.get("assistant_model") is not None or config.is_assistant
     mode = config.get_generation_mode()
-    if mode not in MODES:
-        raise IneligibleError(f"its decoding mode is {mode.value}")
-    if config.use_cache is False:
-        raise IneligibleError("use_cache is False")
-    if config.token_healing:
-        raise IneligibleError("token_healing changes the prompt")
-    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
-        raise IneligibleError("the attentions or hidden states of the prompt must be returned")
+    returns_states = config.output_attentions or config.output_hidden_states
+    _refuse(
+        {
+            f"states may depend on {', '.join(others)}": others,
+            "it decodes with an assistant model, or is one": is_assisted,
+            "it uses continuous batching": config.cache_implementation == "paged",
+            f"its decoding mode is {mode.value}": mode not in MODES,
+            "use_cache is False": config.use_cache is False,
+            "token_healing changes the prompt": config.token_healing,
+            "the attentions or hidden states of the prompt must be returned": config.return_dict_in_generate
+            and returns_states,
+        }
+    )
 
 
 def ids_name(arguments: Mapping[str, Any]) -> str:

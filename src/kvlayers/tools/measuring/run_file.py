@@ -283,11 +283,10 @@ class ResultsFile(RunFile):
 def _is_outcome(outcome: TaskOutcome) -> bool:
     """Whether all fields that a file gave have the types and values that `run_tasks` writes."""
     texts = (outcome.cache, outcome.task, outcome.answer, *(() if outcome.failure is None else (outcome.failure,)))
-    if not all(isinstance(text, str) for text in texts):
-        return False
-    if not all(type(number) is int for number in (outcome.length, outcome.index)):
-        return False
-    if not (outcome.depth is None or _is_share(outcome.depth)):
+    is_placed = all(type(number) is int for number in (outcome.length, outcome.index)) and (
+        outcome.depth is None or _is_share(outcome.depth)
+    )
+    if not is_placed or not all(isinstance(text, str) for text in texts):
         return False
     if outcome.failure is not None:
         return outcome.score is None and outcome.logprob is None

@@ -34,11 +34,6 @@ class ScoredRow:
     requests: list[int] = field(default_factory=list)
 
     @property
-    def context_tokens(self) -> int:
-        """How many tokens the context has."""
-        return len(self.context)
-
-    @property
     def tokens(self) -> int:
         """How many tokens are read, those of the context among them."""
         return len(self.context) + len(self.read)
@@ -72,7 +67,7 @@ class SharedPrefix:
     @property
     def ends_context(self) -> bool:
         """Whether the context of one of the rows ends here."""
-        return any(row.context_tokens == self.length for row in self.rows)
+        return any(len(row.context) == self.length for row in self.rows)
 
 
 def plan_prefixes(requests: Sequence[ScoringRequest], division: Division, stored_from: int | None) -> SharedPrefix:

@@ -191,7 +191,7 @@ class _Scoring:
 
     def _score_ends(self, prefix: SharedPrefix, logits: Tensor) -> None:
         """Score the tokens that are predicted from the last token of a prefix."""
-        rows = [row for row in prefix.rows if row.context_tokens == prefix.length]
+        rows = [row for row in prefix.rows if len(row.context) == prefix.length]
         wanted = [token for row in rows for token in self._wanted(row, 0, prefix.length) if token.position < 0]
         scores = TokenScores([token._replace(position=0, row=0) for token in wanted])
         scores.take(0, logits)
@@ -211,7 +211,7 @@ class _Scoring:
         batch = torch.tensor(ids, device=self._model.device)
         scored = max(self._logits_at_once // len(rows), 1) if self._division.may_split else None
         sizes = PassSizes(self._division.continuation_step, self._division.pass_limit, scored)
-        scored_from = min(max(row.context_tokens - 1 - seen, 0) for row in rows)
+        scored_from = min(max(len(row.context) - 1 - seen, 0) for row in rows)
         for first, logits in scored_logits(self._model, batch, cache, sizes, seen, scored_from):
             scores.take(first, logits)
         self._note(scores)
@@ -219,7 +219,7 @@ class _Scoring:
 
     def _wanted(self, row: ScoredRow, number: int, seen: int) -> Iterator[ScoredToken]:
         """The tokens to score in a row of a batch behind `seen` tokens; the first may be predicted from position -1."""
-        before = row.context_tokens - 1 - seen
+        before = len(row.context) - 1 - seen
         for place, token in enumerate(row.read):
             # Requests that read the same tokens have the same scores up to here.
             for request in row.requests:
@@ -233,7 +233,7 @@ class _Scoring:
         most = self._batch_size if takes_rows(cache, self._batch_size) else 1
         rows = sorted(
             (row for row in prefix.rows if row.tokens > prefix.length),
-            key=lambda row: (-row.tokens, row.context_tokens),
+            key=lambda row: (-row.tokens, len(row.context)),
         )
         batches: list[list[ScoredRow]] = []
         for row in rows:
@@ -248,7 +248,7 @@ class _Scoring:
         tokens = batch[0].tokens
         if row.tokens != tokens and not self._division.may_pad:
             return False
-        scored = tokens - max(min(each.context_tokens for each in (row, *batch)) - 1, seen)
+        scored = tokens - max(min(len(each.context) for each in (row, *batch)) - 1, seen)
         at_once = min(scored, self._division.continuation_step or scored)
         return (len(batch) + 1) * at_once <= self._logits_at_once
 

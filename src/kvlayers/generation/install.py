@@ -88,17 +88,12 @@ def install(
         OptionError: `prefix_store` is not a `PrefixStore`, `namespace` is given without a store, or another option is
             not a bool. Nothing is changed.
     """
-    active = active_store.optional_store(prefix_store, namespace)
-    _check_flags(legacy_names, replace_empty_caches, strict_prompts)
+    given = _given(prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts)
     with _lock:
         if legacy_names:
             transformers4_names.ACTIVATION.activate()
-        if active is not None:
-            active_store.CURRENT.set_default(active)
-        if replace_empty_caches is not None:
-            passed_caches.REPLACE.set_default(replace_empty_caches)
-        if strict_prompts is not None:
-            known_ids.STRICT_PROMPTS.set_default(strict_prompts)
+        for setting, value in given:
+            setting.set_default(value)
         _activation.activate()
 
 
@@ -157,28 +152,37 @@ def installed(
         >>> type(cache).__name__, kvlayers.is_installed()
         ('QuantizedCache', False)
     """
-    active = active_store.optional_store(prefix_store, namespace)
-    _check_flags(legacy_names, replace_empty_caches, strict_prompts)
+    given = _given(prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts)
     with contextlib.ExitStack() as stack:
         with _lock:
             stack.enter_context(_activation.block())
             if legacy_names:
                 stack.enter_context(transformers4_names.ACTIVATION.block())
-        if active is not None:
-            stack.enter_context(active_store.CURRENT.override(active))
-        if replace_empty_caches is not None:
-            stack.enter_context(passed_caches.REPLACE.override(replace_empty_caches))
-        if strict_prompts is not None:
-            stack.enter_context(known_ids.STRICT_PROMPTS.override(strict_prompts))
+        for setting, value in given:
+            stack.enter_context(setting.override(value))
         yield
 
 
-def _check_flags(legacy_names: object, replace_empty_caches: object, strict_prompts: object) -> None:
+def _given(
+    prefix_store: PrefixStore | None,
+    namespace: str,
+    legacy_names: object,
+    replace_empty_caches: object,
+    strict_prompts: object,
+) -> list[tuple[ScopedValue[Any], Any]]:
+    """The settings that are given, with their values."""
+    active = active_store.optional_store(prefix_store, namespace)
     if not isinstance(legacy_names, bool):
         raise OptionError(f"`legacy_names` must be True or False, got {legacy_names!r}.")
     for name, value in {"replace_empty_caches": replace_empty_caches, "strict_prompts": strict_prompts}.items():
         if value is not None and not isinstance(value, bool):
             raise OptionError(f"`{name}` must be True or False, got {value!r}.")
+    settings: list[tuple[ScopedValue[Any], Any]] = [
+        (active_store.CURRENT, active),
+        (passed_caches.REPLACE, replace_empty_caches),
+        (known_ids.STRICT_PROMPTS, strict_prompts),
+    ]
+    return [(setting, value) for setting, value in settings if value is not None]
 
 
 _in_call: ScopedValue[bool | None] = ScopedValue("whether the current call of generate() uses kvlayers", None)

@@ -1,14 +1,17 @@
 """Gives samples of tasks to a model, through several caches."""
 
+import contextlib
+import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvlayers.attention.packed_ops import observer_of
+from kvlayers.attention.packed_ops import observed, observer_of
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.from_config import WINDOWED
 from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionError
@@ -22,14 +25,43 @@ from kvlayers.upstream import model_layers
 from kvlayers.upstream.model_types import config_of, kept_states, tokens_at_once
 
 DECIDE_BY_STATES = ("kvlayers", "transformers")
-"""Packages whose caches decide what to keep by the states that `update` gets, and by queries only if they observe them.
+"""Packages whose caches decide what to keep by the states that `update` gets, and by the queries that attend to the
+states that it returns.
 
 A cache of another package may decide by anything else, or may change the model.
 """
 
 
-States = list[tuple[Tensor | None, Tensor | None]]
-"""Keys and values of each layer, `[1, kv_heads, tokens, head_dim]`; `None` for a layer that the model left out."""
+@dataclass(frozen=True)
+class ContextStates:
+    """What a model computes for a context in each of its layers.
+
+    Attributes:
+        states: keys and values, `[1, kv_heads, tokens, head_dim]`; `None` for a layer that the model left out.
+        queries: the queries by the index of their layer, `[1, heads, tokens, head_dim]`, rotated and not scaled; empty
+            if they were not recorded. A layer is missing if its attention function does not show queries.
+    """
+
+    states: list[tuple[Tensor | None, Tensor | None]]
+    queries: Mapping[int, Tensor]
+
+
+class QueriesNeededError(Exception):
+    """A layer waits for the queries that attend to its states, and there are none."""
+
+
+class _QueryRecordingCache(DynamicCache):
+    """A cache of every token that records the queries of each layer."""
+
+    def __init__(self, length_hint: int) -> None:
+        # Made without the config: each layer then holds every token.
+        super().__init__(length_hint=length_hint)
+        self.queries: dict[int, Tensor] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """As the exact cache; attention to the states that it returns shows its queries."""
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return observed(keys, values, lambda queries: self.queries.update({layer_idx: queries}))
 
 
 class Decoding:
@@ -82,10 +114,10 @@ class SampleReader:
     """Reads the context and the question of a sample into one cache after another.
 
     The first pass of a cache attends to the states that the model computes, whatever the cache keeps of them. Without
-    `chunk`, the states of the context are therefore the same for every cache. They are computed once, when a cache
-    first needs them, and given to each cache by `update`, as the model would do it. `replay` decides for which caches
-    that holds. Other caches read the context themselves, and so does every cache of a model that has more states than
-    keys and values.
+    `chunk`, the states of the context are therefore the same for every cache, and so are its queries. They are computed
+    once, when a cache first needs them, and given to each cache by `update`, as the model would do it, and its queries
+    to each cache that waits for them. `replay` decides for which caches that holds. Other caches read the context
+    themselves, and so does every cache of a model that has more states than keys and values.
 
     Args:
         model: a causal language model in eval mode.
@@ -98,7 +130,8 @@ class SampleReader:
         self.model, self.sample, self.chunk = model, sample, chunk
         self.question_chunk = chunk if question_chunk is None else question_chunk
         self._replays = chunk is None and has_only_keys_and_values(model)
-        self._states: States | None = None
+        # Whether queries are recorded decides how attention computes, and thereby the last bits of states.
+        self._with_queries = functools.cache(lambda recorded: context_states(model, sample.context_ids, recorded))
 
     def read(self, make_cache: Callable[[], Any]) -> Decoding:
         """Read context and question.
@@ -106,20 +139,21 @@ class SampleReader:
         Args:
             make_cache: makes an empty cache.
         """
-        decoding = Decoding(self.model, make_cache())
         at_once = tokens_at_once(self.model.config)
-        if not self._replays or not replay(self._computed(), decoding.cache):
-            if self._replays:
-                # What was given to the other one cannot be taken back.
-                decoding = Decoding(self.model, make_cache())
+        cache = self._given_context(make_cache) if self._replays else None
+        decoding = Decoding(self.model, make_cache() if cache is None else cache)
+        if cache is None:
             decoding.read(self.sample.context_ids, None if self.chunk is None else smallest(self.chunk, at_once))
         decoding.read(self.sample.question_ids, smallest(self.question_chunk, at_once))
         return decoding
 
-    def _computed(self) -> States:
-        if self._states is None:
-            self._states = context_states(self.model, self.sample.context_ids)
-        return self._states
+    def _given_context(self, make_cache: Callable[[], Any]) -> Any:
+        """A cache with the states of the context, `None` if it must read the context itself."""
+        for recorded in (False, True):
+            cache = make_cache()
+            with contextlib.suppress(QueriesNeededError):
+                return cache if replay(self._with_queries(recorded), cache) else None
+        return None
 
 
 def has_only_keys_and_values(model: Any) -> bool:
@@ -134,44 +168,53 @@ def has_only_keys_and_values(model: Any) -> bool:
     return {spec.layer_type for spec in specs} <= {"full_attention", *WINDOWED}
 
 
-def context_states(model: Any, token_ids: Sequence[int]) -> States:
+def context_states(model: Any, token_ids: Sequence[int], recorded: bool = False) -> ContextStates:
     """Keys and values of all tokens in each layer, layers with windows included.
 
     Args:
         model: a model that `has_only_keys_and_values`.
         token_ids: the tokens.
+        recorded: whether the queries are recorded, in layers whose attention function shows them. The states may then
+            differ in their last bits, as they do in a cache that looks at queries.
     """
-    # Made without the config: each layer then holds every token.
-    cache = DynamicCache(length_hint=len(token_ids))
+    cache = (_QueryRecordingCache if recorded else DynamicCache)(length_hint=len(token_ids))
     Decoding(model, cache).append(token_ids)
-    return [layer.peek() for layer in cache.adapted_layers()]
+    queries = cache.queries if isinstance(cache, _QueryRecordingCache) else {}
+    return ContextStates([layer.peek() for layer in cache.adapted_layers()], queries)
 
 
 @torch.no_grad()
-def replay(states: States, cache: Any) -> bool:
+def replay(context: ContextStates, cache: Any) -> bool:
     """Give an empty cache the states of a context. Returns whether it is now as if the model had read the context.
 
     It is if every update returns the states that it was given: the model would then have attended to these very states,
     in each layer, and would have given the same states to the next layer. A static cache of transformers is an
     example of a cache that returns others: it adds empty slots. A layer that waits for the queries that attend to its
-    states, to evict by them, must see them. After `False`, or an error, the cache cannot be used.
+    states, to evict by them, is shown those of the context. After `False`, or an error, the cache cannot be used.
 
     Args:
-        states: what `context_states` returned.
+        context: what `context_states` returned.
         cache: an empty cache.
+
+    Raises:
+        QueriesNeededError: a layer waits for queries that were not recorded.
     """
     if not _decides_by_states(cache):
         return False
-    for index, (keys, values) in enumerate(states):
+    for index, (keys, values) in enumerate(context.states):
         if keys is None or values is None:
             return False
         attended_keys, attended_values = cache.update(keys, values, index)
         if not torch.equal(attended_keys, keys) or not torch.equal(attended_values, values):
             return False
-        if observer_of(attended_keys) is not None:
-            return False
+        # As attention does to keys whose layer waits for queries.
+        observe = observer_of(attended_keys)
+        if observe is not None and index not in context.queries:
+            raise QueriesNeededError
+        if observe is not None:
+            observe(context.queries[index])
     # A cache may have made its layers only now. If it has more than the model has filled, they were not meant for it.
-    return len(cache.layers) == len(states) and all(map(_decides_by_states, cache.layers))
+    return len(cache.layers) == len(context.states) and all(map(_decides_by_states, cache.layers))
 
 
 def _decides_by_states(cache_or_layer: object) -> bool:

@@ -3,7 +3,6 @@
 import json
 import pathlib
 import secrets
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,18 +10,9 @@ import torch
 from fsspec.core import url_to_fs
 
 import kvlayers
-from kvlayers.prefix.backends.contract import BLOCK_SUFFIX
 
 PART = 2**16
 """Bytes of the parts that a test splits files into, to have several of them."""
-
-
-def entries_of(names: Iterable[str]) -> list[str]:
-    return sorted(name for name in names if not name.endswith(BLOCK_SUFFIX))
-
-
-def blocks_of(names: Iterable[str]) -> list[str]:
-    return sorted(name for name in names if name.endswith(BLOCK_SUFFIX))
 
 
 class Files(Protocol):
@@ -30,10 +20,7 @@ class Files(Protocol):
 
     url: str
 
-    def names(self) -> list[str]:
-        """All names except for those of blocks."""
-
-    def blocks(self) -> list[str]: ...
+    def names(self) -> list[str]: ...
 
     def read(self, name: str) -> bytes: ...
 
@@ -48,10 +35,7 @@ class LocalFiles:
         self.directory = directory
 
     def names(self) -> list[str]:
-        return entries_of(path.name for path in self.directory.iterdir())
-
-    def blocks(self) -> list[str]:
-        return blocks_of(path.name for path in self.directory.iterdir())
+        return sorted(path.name for path in self.directory.iterdir())
 
     def read(self, name: str) -> bytes:
         return (self.directory / name).read_bytes()
@@ -69,10 +53,7 @@ class FilesystemFiles:
         self.fs, self.root = url_to_fs(url)
 
     def names(self) -> list[str]:
-        return entries_of(path.rpartition("/")[2] for path in self.fs.find(self.root))
-
-    def blocks(self) -> list[str]:
-        return blocks_of(path.rpartition("/")[2] for path in self.fs.find(self.root))
+        return sorted(path.rpartition("/")[2] for path in self.fs.find(self.root))
 
     def read(self, name: str) -> bytes:
         content: bytes = self.fs.cat_file(f"{self.root}/{name}")
@@ -96,10 +77,7 @@ class ServerFiles:
         self.client: Any = redis.Redis.from_url(url)
 
     def names(self) -> list[str]:
-        return entries_of(name.decode() for name in self.client.zrange(f"{self.prefix}:index", 0, -1))
-
-    def blocks(self) -> list[str]:
-        return blocks_of(name.decode() for name in self.client.zrange(f"{self.prefix}:index", 0, -1))
+        return sorted(name.decode() for name in self.client.zrange(f"{self.prefix}:index", 0, -1))
 
     def manifest(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.client.get(f"{self.prefix}:file:{name}"))

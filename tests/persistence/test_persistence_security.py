@@ -175,7 +175,7 @@ RAW: dict[str, bytes] = {
     "bytes between two": framed(json.dumps({"x": _entry([1], [0, 4]), "y": _entry([1], [8, 12])}).encode()) + bytes(12),
     "a pickle": pickle.dumps({"keys": [1, 2, 3]}),
     "another safetensors file": raw({"weight": torch.ones(2, 2)}, {"format": "pt"}),
-    "another version of the format": raw({}, {"format": "kvlayers.cache", "format_version": "3"}),
+    "another version of the format": raw({}, {"format": "kvlayers.cache", "format_version": "4"}),
     "no description": raw({}, {"format": "kvlayers.cache", "format_version": "1"}),
 }
 

@@ -17,7 +17,7 @@ import s3_server
 from backend_cases import PART
 from kvlayers.errors import CacheFileError, CachePathError
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError, backend_for, redis
-from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, BLOCK_SUFFIX, Content
+from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, SUFFIX, Content
 from kvlayers.prefix.backends.remote import RemoteBackend
 from redis_server import running, why_not
 
@@ -66,15 +66,15 @@ def content_of(number: int) -> bytes:
     return bytes([number % 256]) * (PART * (number % 3) + number + 1)
 
 
-def block(content: bytes) -> StoredFile:
-    """A block as an entry refers to it: its name and its size."""
-    return StoredFile(hashlib.sha256(content).hexdigest() + BLOCK_SUFFIX, len(content))
+def named(content: bytes) -> StoredFile:
+    """A file of which the name and the size are known."""
+    return StoredFile(hashlib.sha256(content).hexdigest() + SUFFIX, len(content))
 
 
 def written(backend: StorageBackend, count: int) -> list[StoredFile]:
     files = []
     for number in range(count):
-        files.append(block(content_of(number)))
+        files.append(named(content_of(number)))
         backend.write(files[-1].name, content_of(number))
     return files
 
@@ -82,7 +82,12 @@ def written(backend: StorageBackend, count: int) -> list[StoredFile]:
 def test_files_are_read_in_order_and_one_does_not_hide_the_others(backend: StorageBackend) -> None:
     files = written(backend, 9)
     assert [bytes(each) for each in contents(backend, files)] == list(map(content_of, range(9)))
-    asked = [replace(files[0], name="0.block"), files[1], replace(files[2], nbytes=5), replace(files[3], nbytes=2**20)]
+    asked = [
+        replace(files[0], name="0.safetensors"),
+        files[1],
+        replace(files[2], nbytes=5),
+        replace(files[3], nbytes=2**20),
+    ]
     found = list(backend.read([*asked, files[4]]))
     assert [type(each) for each in found if isinstance(each, Exception)] == [GoneError, CacheFileError, CacheFileError]
     assert all(backend.path_of(asked[number].name) in str(found[number]) for number in (0, 2, 3))
@@ -104,11 +109,11 @@ def test_content_of_any_kind_is_written_and_becomes_a_tensor_without_a_copy(back
     (content,) = contents(backend, [file])
     assert torch.frombuffer(content, dtype=torch.uint8).tolist() == list(content_of(0))
     for view in (memoryview(content_of(4)), bytearray(content_of(4))):
-        backend.write(block(content_of(4)).name, view)
-        assert bytes(contents(backend, [block(content_of(4))])[0]) == content_of(4)
+        backend.write(named(content_of(4)).name, view)
+        assert bytes(contents(backend, [named(content_of(4))])[0]) == content_of(4)
 
 
-def test_entries_and_blocks_are_listed_and_nothing_else(backend: StorageBackend) -> None:
+def test_files_of_a_store_are_listed_and_nothing_else(backend: StorageBackend) -> None:
     files = written(backend, 3)
     backend.write("it.safetensors", b"entry")
     backend.write("notes.txt", b"mine")
@@ -116,7 +121,7 @@ def test_entries_and_blocks_are_listed_and_nothing_else(backend: StorageBackend)
         "it.safetensors": 5,
         **{file.name: file.nbytes for file in files},
     }
-    found = backend.find([files[0].name, "0.block", files[2].name])
+    found = backend.find([files[0].name, "0.safetensors", files[2].name])
     assert [file and (file.name, file.nbytes) for file in found] == [
         (files[0].name, files[0].nbytes),
         None,
@@ -125,25 +130,24 @@ def test_entries_and_blocks_are_listed_and_nothing_else(backend: StorageBackend)
     assert set(backend.last_uses()) >= {file.name for file in files}
 
 
-def test_what_exists_need_not_be_written_and_is_kept(backend: StorageBackend) -> None:
+def test_what_was_used_since_is_not_deleted(backend: StorageBackend) -> None:
     files = written(backend, 3)
     long_ago = time.time_ns() - 2 * ABANDONED_SECONDS * 10**9
-    absent, other_size = block(b"absent"), replace(files[1], nbytes=7)
+    names = [*(file.name for file in files), "0.safetensors"]
     before = time.time_ns()
-    assert backend.missing([files[0], absent, other_size, files[2]]) == [absent, other_size]
-    backend.delete([file.name for file in [*files, absent]], used_before=long_ago)
-    assert backend.find([file.name for file in files]).count(None) == 0
+    backend.touch([files[0].name, files[2].name, "0.safetensors"])
+    backend.delete(names, used_before=long_ago)
+    assert backend.find(names) == [*backend.find(names[:3]), None]
     # Clocks of servers have seconds.
     backend.delete([files[0].name, files[2].name], used_before=before - 2 * 10**9)
-    assert backend.find([file.name for file in files]).count(None) == 0
-    backend.delete([file.name for file in [*files, absent]], used_before=time.time_ns() + 2 * 10**9)
-    assert backend.find([file.name for file in files]) == [None] * 3
-    assert backend.missing(files) == files
+    assert backend.find(names[:3]).count(None) == 0
+    backend.delete(names, used_before=time.time_ns() + 2 * 10**9)
+    assert backend.find(names) == [None] * 4
 
 
 def test_files_are_deleted_together_and_those_that_are_gone_are_no_error(backend: StorageBackend) -> None:
     files = written(backend, 4)
-    backend.delete([files[0].name, "0.block", files[2].name])
+    backend.delete([files[0].name, "0.safetensors", files[2].name])
     assert [file is None for file in backend.find([file.name for file in files])] == [True, False, True, False]
     backend.touch([files[0].name, files[1].name])
     assert {file.name for file in backend.files()} == {files[1].name, files[3].name}
@@ -152,7 +156,7 @@ def test_files_are_deleted_together_and_those_that_are_gone_are_no_error(backend
 def test_threads_share_a_backend(backend: StorageBackend, request: pytest.FixtureRequest) -> None:
     """Each thread writes its own files and those that all write, and reads them while others write and delete."""
     errors: list[BaseException] = []
-    shared = [block(content_of(number)) for number in range(100, 104)]
+    shared = [named(content_of(number)) for number in range(100, 104)]
     if request.node.callspec.params["backend"] == "s3":
         # moto, unlike S3, fails if two clients write the same file at once.
         for number, file in enumerate(shared, 100):
@@ -160,10 +164,10 @@ def test_threads_share_a_backend(backend: StorageBackend, request: pytest.Fixtur
 
     def work(thread: int) -> None:
         try:
-            mine = [(block(content_of(number)), content_of(number)) for number in range(thread * 3, thread * 3 + 3)]
+            mine = [(named(content_of(number)), content_of(number)) for number in range(thread * 3, thread * 3 + 3)]
             common = list(zip(shared, map(content_of, range(100, 104)), strict=True))
             for file, content in [*common, *mine]:
-                if backend.missing([file]):
+                if backend.find([file.name]) == [None]:
                     backend.write(file.name, content)
             for each, (_, content) in zip(backend.read([file for file, _ in common]), common, strict=True):
                 # A file that another thread writes anew may be gone for readers, but is never another one.
@@ -218,23 +222,23 @@ def test_what_does_not_arrive_in_time_is_left_out_and_the_rest_is_used(monkeypat
 def test_a_local_file_that_is_no_regular_file_is_not_opened(tmp_path: pathlib.Path) -> None:
     backend = backend_for(tmp_path, None)
     (tmp_path / "real").write_bytes(b"12345")
-    (tmp_path / "link.block").symlink_to(tmp_path / "real")
-    (tmp_path / "folder.block").mkdir()
-    asked = ["link.block", "folder.block"]
+    (tmp_path / "link.safetensors").symlink_to(tmp_path / "real")
+    (tmp_path / "folder.safetensors").mkdir()
+    asked = ["link.safetensors", "folder.safetensors"]
     if os.name == "posix":
-        os.mkfifo(tmp_path / "pipe.block")
-        asked.append("pipe.block")
+        os.mkfifo(tmp_path / "pipe.safetensors")
+        asked.append("pipe.safetensors")
     found = list(backend.read([StoredFile(name, 5) for name in asked]))
     assert all(isinstance(each, CachePathError) and "must be a regular file" in str(each) for each in found)
-    (tmp_path / "empty.block").write_bytes(b"")
-    assert [bytes(each) for each in contents(backend, [StoredFile("empty.block", 0)])] == [b""]
+    (tmp_path / "empty.safetensors").write_bytes(b"")
+    assert [bytes(each) for each in contents(backend, [StoredFile("empty.safetensors", 0)])] == [b""]
 
 
 def test_a_local_file_that_cannot_be_deleted_hides_no_others(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = backend_for(str(tmp_path), None)
-    names = [f"{number}{BLOCK_SUFFIX}" for number in range(3)]
+    names = [f"{number}{SUFFIX}" for number in range(3)]
     for name in names:
         backend.write(name, b"states")
     unlink = os.unlink
@@ -247,5 +251,5 @@ def test_a_local_file_that_cannot_be_deleted_hides_no_others(
     with monkeypatch.context() as patched:
         patched.setattr(os, "unlink", guarded)
         with pytest.raises(UnreachableError, match="cannot delete"):
-            backend.delete([*names, "gone" + BLOCK_SUFFIX])
+            backend.delete([*names, "gone" + SUFFIX])
     assert [file.name for file in backend.files()] == names[:1]

@@ -191,11 +191,11 @@ def test_the_tokens_that_arrive_before_a_server_stops_to_answer_are_used(
     ids = list(range(1, 4 * 256 + 1))
     put(place.direct(), ids, filled(ids, heads=64))
     store = place.store(read_wait_seconds=3)
-    # The entry and two of its four blocks, of 256 KiB each.
+    # Two of its four nodes, of 256 KiB each.
     place.line.stalls_after = 600 * 2**10
     place.line.drop_all()
     found = covered(store, ids)
-    # s3fs may use a connection for each block, so that all of them arrive.
+    # s3fs may use a connection for each node, so that all of them arrive.
     assert found in (512, 1024)
     assert store.statistics.failed_reads == (found == 512)
     place.line.mend()
@@ -316,10 +316,14 @@ def test_processes_that_share_a_directory_and_are_killed_at_any_moment(tmp_path:
     directory = tmp_path / "shared"
     acknowledged = [tuple(map(int, line.split())) for line in killed_workers.flushed_by(str(directory)).splitlines()]
     assert len(acknowledged) > 20
-    # What killed processes left behind is old an hour later, and so is a block whose writer came no further.
-    (directory / f"{'0' * 64}.block").write_bytes(b"left behind")
+    # What killed processes left behind is old an hour later, and so are tokens behind some that are gone.
+    ids = list(range(300))
+    put(PrefixStore(ROOM, directory), ids)
+    (lost,) = [node for node in PrefixStore(ROOM, directory)._directory._tree.nodes.values() if node.end == 256]
+    (directory / lost.name).unlink()
     for path in directory.iterdir():
         os.utime(path, (1, 1))
+    assert len(report_on(backend_for(directory, None), lambda *_: None).unreferenced) == 1
     store = PrefixStore(ROOM, directory)
     assert [covered(store, list(ids)) for ids in acknowledged] == [len(ids) for ids in acknowledged]
     assert (store.statistics.damaged, store.statistics.failed_reads) == (0, 0)

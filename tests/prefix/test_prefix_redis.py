@@ -51,11 +51,11 @@ def keys(files: ServerFiles) -> set[str]:
 
 def test_the_keys_are_those_of_the_documentation(files: ServerFiles) -> None:
     put(PrefixStore(ROOM, files.url), IDS, large(IDS))
-    (name,), (block,) = files.names(), files.blocks()
-    assert (len(name), len(block)) == (64 + len(".safetensors"), 64 + len(".block"))
-    parts = [*files.part_keys(name), *files.part_keys(block)]
+    (name,) = files.names()
+    assert len(name) == 64 + len(".safetensors")
+    parts = files.part_keys(name)
     assert len(parts) > 8
-    assert keys(files) == {"kvlayers:prefix:index", *(f"kvlayers:prefix:file:{each}" for each in (name, block)), *parts}
+    assert keys(files) == {"kvlayers:prefix:index", f"kvlayers:prefix:file:{name}", *parts}
     assert all(files.client.ttl(key) == -1 for key in keys(files))
     assert all(files.client.strlen(part) <= PART for part in parts)
 
@@ -64,9 +64,9 @@ def test_a_part_that_is_missing_is_damage_and_a_manifest_that_is_missing_is_none
     files: ServerFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(PrefixStore(ROOM, files.url), IDS, large(IDS))
-    (name,), (block,) = files.names(), files.blocks()
+    (name,) = files.names()
     store = PrefixStore(ROOM, files.url)
-    files.client.delete(files.part_keys(block)[4])
+    files.client.delete(files.part_keys(name)[4])
     with caplog.at_level(logging.WARNING, logger="kvlayers"):
         for each in (store, PrefixStore(ROOM, files.url)):
             assert [covered(each, IDS) for _ in range(2)] == [0, 0]
@@ -83,20 +83,21 @@ def test_a_part_that_is_missing_is_damage_and_a_manifest_that_is_missing_is_none
     assert (len(store), store.statistics.damaged, files.names()) == (0, 0, [])
 
 
-def test_what_is_replaced_and_what_is_deleted_leaves_nothing(
-    files: ServerFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_replaced_and_what_is_deleted_leaves_nothing(files: ServerFiles) -> None:
     first, second = PrefixStore(ROOM, files.url), PrefixStore(ROOM, files.url)
     put(first, IDS, large(IDS))
     before = keys(files)
     put(second, IDS, large(IDS))
-    after = keys(files)
-    # The entry was written anew, and its block was there.
+    # The file was there.
+    assert keys(files) == before
     (name,) = files.names()
-    assert after - before == set(files.part_keys(name))
-    assert len(before) == len(after)
-    assert covered(first, IDS) == 8
-    monkeypatch.setattr("kvlayers.prefix.directory.GRACE_SECONDS_WHEN_FULL", 0)
+    files.client.delete(files.part_keys(name)[4])
+    assert covered(first, IDS) == 0
+    put(first, IDS, large(IDS))
+    # It was written anew.
+    assert keys(files).isdisjoint(part for part in before if ":part:" in part)
+    assert len(keys(files)) == len(before)
+    assert covered(second, IDS) == 8
     first.clear()
     assert keys(files) == set()
 
@@ -134,45 +135,52 @@ def test_readers_see_one_of_two_files_and_no_mixture(files: ServerFiles) -> None
     assert len(keys(files)) == 2 + 5
 
 
-def put_until_killed(url: str, ids: list[int], moment: str, suffix: str) -> None:
-    """In a process of its own: write an entry, and be killed before or after a file of this kind is committed."""
-    commit = RedisBackend._commit
+def two_nodes(number: int) -> list[int]:
+    """Tokens of an entry that is written as two files of several parts."""
+    return [number, *range(5, 304)]
+
+
+def put_until_killed(url: str, ids: list[int], moment: str, files: int) -> None:
+    """In a process of its own: write an entry, and be killed before or after this file of it is committed."""
+    commit, begun = RedisBackend._commit, []
 
     def killed(self: RedisBackend, name: str, manifest: Any) -> None:
-        if moment == "after" or not name.endswith(suffix):
+        begun.append(name)
+        if moment == "after" or len(begun) < files:
             commit(self, name, manifest)
-        if name.endswith(suffix):
+        if len(begun) == files:
             os.kill(os.getpid(), signal.SIGKILL)
 
     RedisBackend._commit = killed  # type: ignore[method-assign]
     try:
-        put(PrefixStore(ROOM, url), ids, large(ids))
+        put(PrefixStore(ROOM, url), ids, filled(ids, heads=64))
     finally:
         os._exit(1)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="kills as POSIX does")
 def test_writers_that_are_killed_leave_the_store_in_order(files: ServerFiles) -> None:
-    moments = [(moment, suffix) for suffix in (".block", ".safetensors") for moment in ("before", "after")]
-    for number, (moment, suffix) in enumerate(moments):
+    moments = [(moment, count) for count in (1, 2) for moment in ("before", "after")]
+    for number, (moment, count) in enumerate(moments):
         # A fork, since starting an interpreter takes seconds.
         child = os.fork()
         if not child:
-            put_until_killed(files.url, [number, 5, 6], moment, suffix)
+            put_until_killed(files.url, two_nodes(number), moment, count)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     store = PrefixStore(ROOM, files.url)
-    assert (len(store), store.statistics.damaged) == (1, 0)
-    assert [covered(store, [number, 5, 6]) for number in range(4)] == [0, 0, 0, 3]
-    assert (len(files.names()), len(files.blocks())) == (1, 3)
-    listed = {part for name in [*files.names(), *files.blocks()] for part in files.part_keys(name)}
+    assert (len(store), store.statistics.damaged) == (3, 0)
+    assert [covered(store, two_nodes(number)) for number in range(4)] == [0, 256, 256, 300]
+    assert len(files.names()) == 4
+    listed = {part for name in files.names() for part in files.part_keys(name)}
     abandoned = {key for key in keys(files) if ":part:" in key} - listed
     assert abandoned
     assert all(0 < files.client.ttl(key) <= redis.ABANDONED_SECONDS for key in abandoned)
     for number in range(3):
-        put(store, [number, 5, 6], large([number, 5, 6]))
+        put(store, two_nodes(number), filled(two_nodes(number), heads=64))
     other = PrefixStore(ROOM, files.url)
-    assert [covered(other, [number, 5, 6]) for number in range(4)] == [3] * 4
-    assert len(files.blocks()) == 4
+    assert [covered(other, two_nodes(number)) for number in range(4)] == [300] * 4
+    # Nothing was written twice.
+    assert len(files.names()) == 8
 
 
 def test_parts_that_did_not_live_long_enough_are_not_named(files: ServerFiles, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -387,13 +387,21 @@ def test_what_leaves_memory_is_found_in_its_file_and_after_a_restart(tmp_path: p
     assert list((tmp_path / "made" / "here").iterdir()) == []
 
 
-def test_a_spilled_chat_leaves_one_file(tmp_path: pathlib.Path) -> None:
+def test_a_spilled_chat_is_one_entry(tmp_path: pathlib.Path) -> None:
     store = PrefixStore(ROOM, tmp_path)
     for length in range(2, 9):
         store.insert(torch.arange(length), filled(list(range(length))), model="m")
         store.evict()
-    assert len(list(tmp_path.glob("*.safetensors"))) == len(store) == 1
+    again = PrefixStore(ROOM, tmp_path)
+    assert len(store) == len(again) == 1
+    assert again.lookup(torch.arange(12), model="m").covered == 8
+    # What was written again as one node goes an hour after its last use, and nothing else.
+    for path in tmp_path.iterdir():
+        os.utime(path, (1, 1))
+    again.refresh()
     assert PrefixStore(ROOM, tmp_path).lookup(torch.arange(12), model="m").covered == 8
+    assert again.statistics.file_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_files_used_longest_ago_go_first(tmp_path: pathlib.Path) -> None:

@@ -82,7 +82,7 @@ def test_no_file_is_touched_under_the_lock(backend: ControlledBackend) -> None:
             store._lock.release()
 
     backend.before = lock_is_free
-    store = PrefixStore(3 * entry_bytes(), "elsewhere", directory_max_bytes=20_000)
+    store = PrefixStore(3 * entry_bytes(), "elsewhere", directory_max_bytes=10_000)
     stores.append(store)
     for ids in entries(12):
         insert(store, ids)

@@ -18,11 +18,11 @@ FORMAT = "kvlayers.cache"
 FORMAT_VERSION = 2
 """The version that is written for whole caches."""
 
-ENTRY_VERSION = 3
-"""The version of an entry of a prefix store, whose states are in blocks beside it."""
+NODE_VERSION = 4
+"""The version of a node of a prefix store, which has a part of the states."""
 
-READ_VERSIONS = ("1", "2", "3")
-"""The versions that are read."""
+READ_VERSIONS = ("1", "2", "4")
+"""The versions that are read. Version 3 was an entry of a prefix store, whose states were in blocks beside it."""
 
 MAX_TOKENS = 2**40
 """Far more than anybody will ever decode. A count of tokens beyond this is refused."""

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvlayers.errors import CacheFileError
 from kvlayers.layers.operations import LAYER_CLASSES
-from kvlayers.persistence.block_table import BlockTable
 from kvlayers.persistence.format import TOKEN_IDS, Description, LayerRecord
+from kvlayers.persistence.node_record import NodeRecord
 from kvlayers.persistence.rebuild import loads_prefixes
 from kvlayers.persistence.safetensors_header import ReadRange, checked_path
 from kvlayers.persistence.saved_file import SavedFile, opened, opened_by_ranges
@@ -43,7 +43,7 @@ class CacheFile:
         backends: for each layer, the backend that quantized its states, `None` if they are in full precision.
         checksum: SHA-256 of the whole file. Keep it elsewhere to detect deliberate changes of the file.
         has_prefixes: whether the first tokens can be loaded without the others.
-        blocks: of an entry of a prefix store, the blocks that hold its states; `None` if they are in the file.
+        node: of a node of a prefix store, which states it has; `None` if all states are in the file.
     """
 
     path: str
@@ -65,7 +65,7 @@ class CacheFile:
     backends: tuple[str | None, ...]
     checksum: str
     has_prefixes: bool
-    blocks: BlockTable | None = field(default=None, repr=False, compare=False)
+    node: NodeRecord | None = field(default=None, repr=False, compare=False)
     _open: Callable[[str], AbstractContextManager[SavedFile]] = field(default=opened, repr=False, compare=False)
 
     @property
@@ -118,12 +118,8 @@ def inspect_ranges(path: str, file_bytes: int, read: ReadRange) -> CacheFile:
     Raises:
         CacheFileError: what it says is damaged, or it is no file of a cache.
     """
-
-    def open_it(path: str) -> AbstractContextManager[SavedFile]:
-        return opened_by_ranges(path, file_bytes, read)
-
-    with open_it(path) as saved:
-        return summary(saved, open_it)
+    with opened_by_ranges(path, file_bytes, read) as saved:
+        return summary(saved, lambda _: nullcontext(saved))
 
 
 def summary(saved: SavedFile, open_it: Callable[[str], AbstractContextManager[SavedFile]] = opened) -> CacheFile:
@@ -150,7 +146,7 @@ def summary(saved: SavedFile, open_it: Callable[[str], AbstractContextManager[Sa
         backends=tuple(_backend(layer) for _, layer in description.layers()),
         checksum=header.metadata["checksum"],
         has_prefixes=all(loads_prefixes(layer) for _, layer in description.layers()),
-        blocks=saved.table,
+        node=saved.node,
         _open=open_it,
     )
 

@@ -84,11 +84,11 @@ def load_cache(
     else:
         place = checked_device(device)
     with opened(path) as saved:
-        if saved.table is not None:
+        if saved.node is not None:
             refuse(
                 path,
                 "the states of its cache",
-                "an entry of a prefix store, whose states are in blocks beside it",
+                "a node of a prefix store, which has a part of them",
                 "open its directory with PrefixStore(directory=...)",
             )
         check_model(path, saved.description, config, weights_id)
@@ -120,7 +120,7 @@ def _check_length(path: str, record: CacheRecord, length: object) -> None:
 
 
 class StatesElsewhere(Protocol):
-    """The states of an entry, whose file holds none of them."""
+    """The states of a cache that are in several files."""
 
     def pairs(self, index: int) -> list[KVPair]:
         """Keys and values of a layer, piece by piece, to be copied."""

@@ -15,14 +15,13 @@ from kvlayers.caches.operations import CacheState
 from kvlayers.errors import CacheFileError, OptionError, StateMismatchError
 from kvlayers.layers import LayerState
 from kvlayers.persistence.atomic_file import replacing
-from kvlayers.persistence.block_table import BlockTable
 from kvlayers.persistence.checksums import checksum, digest_table
 from kvlayers.persistence.fingerprint import model_record
 from kvlayers.persistence.format import (
     DIGESTS,
-    ENTRY_VERSION,
     FORMAT,
     FORMAT_VERSION,
+    NODE_VERSION,
     OWN_METADATA,
     TOKEN_IDS,
     CacheRecord,
@@ -33,8 +32,9 @@ from kvlayers.persistence.format import (
     metadata_text,
     rotary_name,
 )
+from kvlayers.persistence.node_record import NodeRecord
 from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry, checked_path, read_header
-from kvlayers.persistence.saved_file import BLOCKS, covered_text
+from kvlayers.persistence.saved_file import NODE, covered_text
 from kvlayers.version import __version__
 
 _STORABLE = frozenset(DTYPES.values())
@@ -96,25 +96,25 @@ def save_cache(
 
 
 def with_checksums(
-    description: Description, tensors: dict[str, Tensor], table: BlockTable | None = None, own: str | None = None
+    description: Description, tensors: dict[str, Tensor], node: NodeRecord | None = None, own: str | None = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All tensors and the metadata of a file.
 
     Args:
         description: the cache.
         tensors: the tensors that are in the file.
-        table: where the other tensors are, for an entry of a prefix store.
+        node: the place of a node of a prefix store among others.
         own: the caller's own texts, from `metadata_text`.
     """
     entries = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     digests = digest_table(tensors)
     metadata = {
         "format": FORMAT,
-        "format_version": str(FORMAT_VERSION if table is None else ENTRY_VERSION),
+        "format_version": str(FORMAT_VERSION if node is None else NODE_VERSION),
         "description": description.to_json(),
     }
-    if table is not None:
-        metadata[BLOCKS] = table.to_json()
+    if node is not None:
+        metadata[NODE] = node.to_json()
     if own is not None:
         metadata[OWN_METADATA] = own
     metadata["checksum"] = checksum(covered_text(metadata), entries, digests)

@@ -9,12 +9,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvlayers.errors import CacheFileError, CachePathError
-from kvlayers.persistence.block_table import BlockTable, read_table
 from kvlayers.persistence.checksums import DIGEST_BYTES, checksum, digest_of, first_rows, runs
 from kvlayers.persistence.format import (
     DIGESTS,
-    ENTRY_VERSION,
     FORMAT,
+    NODE_VERSION,
     OWN_METADATA,
     READ_VERSIONS,
     TOKEN_IDS,
@@ -23,6 +22,7 @@ from kvlayers.persistence.format import (
     read_metadata,
     rotary_name,
 )
+from kvlayers.persistence.node_record import NodeRecord, read_node
 from kvlayers.persistence.safetensors_header import (
     Header,
     ReadRange,
@@ -34,8 +34,8 @@ from kvlayers.persistence.safetensors_header import (
 )
 
 METADATA = ("format", "format_version", "description", "checksum")
-BLOCKS = "blocks"
-"""In the metadata of an entry of a prefix store: the table of its blocks."""
+NODE = "node"
+"""In the metadata of a node of a prefix store: which states it has."""
 
 MAX_RANGE_BYTES = 64 * 2**20
 """The largest tensor that is read into memory from a remote file: the ids of 8 million tokens."""
@@ -43,6 +43,10 @@ MAX_RANGE_BYTES = 64 * 2**20
 
 class UnknownVersionError(CacheFileError):
     """A file has a version of the format that this kvlayers does not know."""
+
+
+class EarlierEntryError(UnknownVersionError):
+    """A file is an entry that an earlier kvlayers has written, whose states are in blocks beside it."""
 
 
 class Tensors(Protocol):
@@ -62,7 +66,8 @@ class SavedFile:
 
     Attributes:
         description: what it says about its cache.
-        table: where its states are if it is an entry of a prefix store; `None` if they are in the file.
+        node: which states it has if it is a node of a prefix store; `None` if it has all of them.
+        nbytes: bytes of the file; a reader of several files sets those of all of them.
         metadata: texts of whoever saved it.
 
     Raises:
@@ -72,10 +77,11 @@ class SavedFile:
     def __init__(self, path: str, file: Tensors, header: Header) -> None:
         self.path = path
         self.header = header
-        self.description, self.table = _described(path, header)
+        self.description, self.node = _described(path, header)
         self.metadata = read_metadata(path, header.metadata.get(OWN_METADATA, "{}"))
         self._file = file
-        self._in_blocks = {} if self.table is None else dict(self.table.tensors())
+        self.nbytes = header.file_bytes
+        self._in_nodes = {} if self.node is None else dict(self.node.tensors())
         self._rows = first_rows(self._covered())
         rows = self._rows[""]
         entry = header.tensors.get(DIGESTS)
@@ -90,13 +96,8 @@ class SavedFile:
         return {name: entry for name, entry in self.header.tensors.items() if name != DIGESTS}
 
     def form(self, name: str) -> TensorEntry | None:
-        """Dtype and shape of a tensor, in the file or in blocks; `None` if there is no such tensor."""
-        return self.header.tensors.get(name) or self._in_blocks.get(name)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the file, and of the blocks that it refers to."""
-        return self.header.file_bytes + (0 if self.table is None else self.table.nbytes)
+        """Dtype and shape of a tensor, in this file or in several; `None` if there is no such tensor."""
+        return self.header.tensors.get(name) or self._in_nodes.get(name)
 
     @property
     def has_token_ids(self) -> bool:
@@ -197,31 +198,39 @@ def opened_by_ranges(path: str, file_bytes: int, read: ReadRange) -> Iterator[Sa
 def covered_text(metadata: Mapping[str, str]) -> str:
     """The texts of a file that its checksum covers."""
     # No file has both of the others.
-    return "\n".join(metadata[name] for name in ("description", BLOCKS, OWN_METADATA) if name in metadata)
+    return "\n".join(metadata[name] for name in ("description", NODE, OWN_METADATA) if name in metadata)
 
 
-def _described(path: str, header: Header) -> tuple[Description, BlockTable | None]:
+def _described(path: str, header: Header) -> tuple[Description, NodeRecord | None]:
     metadata = header.metadata
     if metadata.get("format") != FORMAT:
         refuse(path, f"the format {FORMAT!r}", shown(metadata.get("format")), "it was not made by save_cache()")
     version = metadata.get("format_version")
+    if version == "3":
+        raise EarlierEntryError(
+            f"{path} must be of this version of kvlayers, got an entry of an earlier one, whose states are in blocks "
+            "that are not read any more: delete the *.safetensors and *.block files of its directory, or name "
+            "another directory. What they held is computed and written again."
+        )
     if version not in READ_VERSIONS:
         raise UnknownVersionError(
             f"{path} must have version {' or '.join(READ_VERSIONS)} of the format, got version {shown(version)}: it is "
             "damaged, or of a later kvlayers: update kvlayers, or save it again."
         )
-    expected = (*METADATA, BLOCKS) if version == str(ENTRY_VERSION) else METADATA
-    if set(metadata) - ({OWN_METADATA} if version != str(ENTRY_VERSION) else set()) != set(expected):
+    expected = (*METADATA, NODE) if version == str(NODE_VERSION) else METADATA
+    if set(metadata) - ({OWN_METADATA} if version != str(NODE_VERSION) else set()) != set(expected):
         refuse(path, f"metadata of {', '.join(expected)}", shown(sorted(metadata)))
     description = read_description(path, metadata["description"], metadata["format_version"])
-    table = read_table(path, metadata[BLOCKS], description) if BLOCKS in metadata else None
+    node = read_node(path, metadata[NODE], description, header.tensors) if NODE in metadata else None
     names = [prefix + name for prefix, layer in description.layers() for name in layer.tensors]
     names += [rotary_name(fingerprint) for fingerprint in description.rotaries]
     names += [DIGESTS]
-    there = [*header.tensors, *(name for name, _ in table.tensors())] if table is not None else [*header.tensors]
+    there = {*header.tensors}
+    if node is not None:
+        there = (there - node.stored().keys()) | {name for name, _ in node.tensors()}
     if sorted(names) != sorted(name for name in there if name != TOKEN_IDS):
         refuse(path, "the tensors that it describes, and no others", f"{len(header.tensors)} of other names")
-    return description, table
+    return description, node
 
 
 def _replaced(path: str) -> CacheFileError:

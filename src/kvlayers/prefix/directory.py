@@ -1,33 +1,46 @@
-"""Entries in files: one small file for each entry, and blocks of tokens that entries share, wherever they are."""
+"""Entries in files: nodes that entries share, wherever they are."""
 
-import hashlib
+import contextlib
+import heapq
+import itertools
 import logging
+import os
+import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
-from kvlayers.persistence.inspect import CacheFile
+from kvlayers.persistence.format import DIGESTS
+from kvlayers.persistence.inspect import summary
+from kvlayers.persistence.load import StateReader
 from kvlayers.persistence.rebuild import check_remakeable
-from kvlayers.persistence.saved_file import UnknownVersionError
+from kvlayers.persistence.safetensors_header import Header, parse_header
+from kvlayers.persistence.saved_file import EarlierEntryError, SavedFile
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
-from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, BLOCK_SUFFIX, SUFFIX
-from kvlayers.prefix.entry import PrefixEntry
-from kvlayers.prefix.entry_loader import EntryLoader, FileCandidate, FileReports, label_in, name_in
-from kvlayers.prefix.entry_writer import EntryWriter
+from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, Content
+from kvlayers.prefix.entry import PrefixEntry, fork_at, restorable_length
 from kvlayers.prefix.keys import Tokens
-from kvlayers.prefix.references import BlockReferences, known_entry
+from kvlayers.prefix.nodes import Node, NodeTree, node_of, read_nodes
+from kvlayers.prefix.states import MOST_PIECES, NODE_TOKENS, ChainStates, EntryStates, span_needed
+from kvlayers.utils.options import checked_device
 
 logger = logging.getLogger(__name__)
 
-GRACE_SECONDS = ABANDONED_SECONDS
-"""How long nobody may have touched a block before it counts as left behind by a writer that was killed."""
+ATTEMPTS = 4
+"""How often a writer starts again if nodes disappear while it writes."""
 
-GRACE_SECONDS_WHEN_FULL = 120.0
-"""The same for the blocks of entries that are deleted to make room."""
+CHECKING_THREADS = 2
+"""Threads that compare the content of nodes with their digests, while others arrive."""
+
+NODES_AHEAD = 8
+"""Nodes that are being checked, or wait for it, while the caller uses those before."""
 
 NANOSECONDS = 10**9
 
@@ -37,8 +50,8 @@ class WrittenEntry:
     """An entry that was written.
 
     Attributes:
-        path: path of its file, or URL without credentials.
-        nbytes: bytes of the file and of the blocks that it refers to, which other entries may share.
+        path: path of the file with its last tokens, or URL without credentials.
+        nbytes: bytes of its nodes, which other entries may share.
     """
 
     path: str
@@ -47,21 +60,122 @@ class WrittenEntry:
 
 @dataclass(frozen=True)
 class DirectoryChanges:
-    """Changes that other processes have made to the files.
+    """Changes to the files.
 
     Attributes:
-        added: entries of new files, least recently used first.
-        gone: paths of known files that no longer exist.
+        added: entries that are in files now, least recently used first.
+        gone: paths of known files that no longer exist, or that nobody can use.
     """
 
     added: list[PrefixEntry]
     gone: set[str]
 
 
-class Directory:
-    """The files of a store. Each entry contains all that identifies it. Threads may share a directory.
+class FileReports:
+    """Counts files that cannot be used. Threads may share it.
 
-    The `weights_id` of a file holds the entry's label and its boundaries. Its name only distinguishes it from others.
+    Args:
+        backend: where the files are.
+
+    Attributes:
+        damaged_files: how many damaged files were seen.
+        failed_reads: how often a file could not be reached, or not in time.
+    """
+
+    def __init__(self, backend: StorageBackend) -> None:
+        self.damaged_files = self.failed_reads = 0
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._reported: dict[str, StoredFile | None] = {}
+
+    def has(self, path: str, file: StoredFile | None) -> bool:
+        """Whether exactly this file was reported as damaged."""
+        return path in self._reported and self._reported[path] == file
+
+    def damaged(self, path: str, error: Exception) -> None:
+        """Count a file as damaged, and log it once."""
+        file = None
+        with contextlib.suppress(UnreachableError):
+            (file,) = self._backend.find([name_in(path)])
+        self.damaged_file(path, file, error)
+
+    def damaged_file(self, path: str, file: StoredFile | None, error: Exception) -> None:
+        """As `damaged`, for a file that was just listed; `None` if it does not exist."""
+        with self._lock:
+            if self.has(path, file):
+                return
+            self._reported[path] = file
+            self.damaged_files += 1
+        logger.warning("A file of a prefix store is skipped: %s", error)
+
+    def unreachable(self, error: Exception) -> None:
+        """Count a file that could not be reached, and log it."""
+        with self._lock:
+            self.failed_reads += 1
+        logger.warning("A file of a prefix store could not be read now: %s", error)
+
+    def forget(self, path: str) -> None:
+        """Report a file again if it is damaged, since it was written anew."""
+        with self._lock:
+            self._reported.pop(path, None)
+
+
+def name_in(path: str) -> str:
+    """The name of the file at a path or URL."""
+    return os.path.basename(path)
+
+
+class NeedsConfigError(Exception):
+    """A file is in order, but its cache cannot be made without the model's config. It never leaves kvlayers."""
+
+
+@dataclass(frozen=True)
+class FileCandidate:
+    """An entry in files that may serve a prompt. It does not change, whatever becomes of the entry.
+
+    Attributes:
+        entry: the entry.
+        ids: its tokens.
+        path: path of the file with its last tokens.
+        shared: number of tokens that it shares with the prompt and that are to be found.
+    """
+
+    entry: PrefixEntry
+    ids: Tokens
+    path: str
+    shared: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its tokens are needed. Such an entry certainly works."""
+        return len(self.ids) <= self.shared
+
+
+class _ContentTensors:
+    """The tensors of a file that was read, or mapped into memory."""
+
+    def __init__(self, content: Content, header: Header) -> None:
+        # A copy of the bytes of a remote file: torch warns of memory that must not be written to.
+        self._content = bytearray(content) if isinstance(content, bytes) else content
+        self._header = header
+
+    def get_tensor(self, name: str) -> Tensor:
+        """A tensor, as a view of the content where that is possible."""
+        entry, (start, end) = self._header.tensors[name], self._header.ranges[name]
+        if start == end:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        if start % entry.dtype.itemsize:
+            raise CacheFileError(f"{name} is at {start}, where no number of {entry.dtype} can be.")
+        count = (end - start) // entry.dtype.itemsize
+        return torch.frombuffer(self._content, dtype=entry.dtype, count=count, offset=start).view(entry.shape)
+
+
+class Directory:
+    """The files of a store. Threads may share a directory.
+
+    Writers and those who delete need not know of each other. A writer marks the nodes before its own as used, writes
+    its nodes in their order, and looks afterwards whether all of them exist; if not, it writes again. So an entry that
+    was written is complete, unless a node of it goes at that very moment, or to make room. Then it is shorter.
 
     Args:
         backend: where the files are.
@@ -73,66 +187,76 @@ class Directory:
     def __init__(self, backend: StorageBackend) -> None:
         self.backend = backend
         self.reports = FileReports(backend)
-        self._references = BlockReferences()
+        self._lock = threading.Lock()
+        self._tree = NodeTree()
+        self._unusable: set[str] = set()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all entries, blocks that several of them share counted once."""
-        return self._references.nbytes
+        """Bytes of all nodes."""
+        with self._lock:
+            return self._tree.nbytes
 
     def pieces(self, path: str) -> dict[str, int]:
-        """Bytes of the file of an entry, and of each of its blocks, by path and by name. No file is read."""
-        known = self._references.get(path)
-        return {} if known is None else {path: known.nbytes, **known.table.sizes}
+        """Bytes of each node of an entry, by name. No file is read."""
+        return {node.name: node.nbytes for node in self._chain(path)}
 
-    @property
-    def damaged(self) -> int:
-        """How many damaged or missing files were seen."""
-        return self.reports.damaged_files
-
-    @property
-    def failed_reads(self) -> int:
-        """How often a file could not be reached, or not in time."""
-        return self.reports.failed_reads
+    def _chain(self, path: str) -> list[Node]:
+        with self._lock:
+            return self._tree.chain(name_in(path))
 
     def changes(self, known: Collection[str]) -> DirectoryChanges:
         """Compare the files with the known entries. Damaged files are reported and left alone.
 
         Args:
-            known: paths of known files.
+            known: paths of known entries.
 
         Raises:
-            CachePathError: the files cannot be listed now.
+            CachePathError: the files cannot be listed now, or are those of an earlier version.
         """
-        began = time.time_ns()
-        entries = (file for file in self.backend.files() if file.name.endswith(SUFFIX))
-        files = sorted(entries, key=lambda file: (file.used, file.name))
-        paths = {self.backend.path_of(file.name) for file in files}
-        # A damaged file is read again once somebody has written it anew.
+        self._refresh()
+        with self._lock:
+            lost = {node.name for node in self._tree.orphans()}
+            gone = {path for path in known if (name := name_in(path)) not in self._tree.nodes or name in lost}
+            ends = sorted(self._tree.ends(), key=lambda node: (node.used, node.name))
+            return DirectoryChanges(self._entries(ends, known), gone)
+
+    def _entries(self, ends: Sequence[Node], known: Collection[str]) -> list[PrefixEntry]:
+        """The entries that end in these nodes, except for known and damaged ones."""
+        paths = [(node, self.backend.path_of(node.name)) for node in ends]
+        return [
+            self._tree.entry(node, path)
+            for node, path in paths
+            if path not in known and not self.reports.has(path, node.file)
+        ]
+
+    def _refresh(self) -> None:
+        """Read the nodes that others have written, and forget those that they have deleted."""
+        with self._lock:
+            before = dict(self._tree.nodes)
+        files = {file.name: file for file in self.backend.files()}
         new = [
             file
-            for file in files
-            if (path := self.backend.path_of(file.name)) not in known and not self.reports.has(path, file)
+            for file in files.values()
+            if file.name not in before and not self.reports.has(self.backend.path_of(file.name), file)
         ]
-        added = []
-        for file, seen in zip(new, self.backend.inspect(new), strict=True):
-            try:
-                if isinstance(seen, KVLayersError):
-                    raise seen
-                entry = entry_of(seen)
-                if entry is not None:
-                    self._references.put(seen.path, known_entry(seen, file))
-            except GoneError:
-                continue
-            except UnreachableError as error:
-                self.reports.unreachable(error)
-            except (CacheFileError, CachePathError) as error:
-                self.reports.damaged_file(self.backend.path_of(file.name), file, error)
-            else:
-                if entry is not None:
-                    added.append(entry)
-        self._references.forget_gone(paths, began)
-        return DirectoryChanges(added, set(known) - paths)
+        found = []
+        for file, node in read_nodes(self.backend, new):
+            if isinstance(node, EarlierEntryError):
+                raise CachePathError(str(node))
+            if isinstance(node, UnreachableError):
+                self.reports.unreachable(node)
+            elif isinstance(node, KVLayersError):
+                self.reports.damaged_file(self.backend.path_of(file.name), file, node)
+            elif node is not None:
+                found.append(node)
+        with self._lock:
+            for name in before.keys() - files.keys():
+                self._tree.nodes.pop(name, None)
+            for node in found:
+                self._tree.nodes.setdefault(node.name, node)
+            for node in self._tree.nodes.values():
+                node.file = files.get(node.name, node.file)
 
     def write(
         self,
@@ -144,7 +268,7 @@ class Directory:
     ) -> WrittenEntry:
         """Write an entry. When this returns, it is acknowledged: a crash does not lose it.
 
-        Tokens that neighbours have in blocks are not written again.
+        Tokens that neighbours have in nodes are not written again.
 
         Args:
             label: model and namespace, as returned by `keys.label_of`.
@@ -158,15 +282,55 @@ class Directory:
             KVLayersError: the disk is full, or the cache is of a kind that cannot be loaded from a file.
         """
         check_remakeable(cache)
-        name = hashlib.sha256(label.encode() + ids.tobytes()).hexdigest() + SUFFIX
-        served = ",".join(map(str, sorted(boundaries)))
-        known = [(self._references.get(path), tokens) for path, tokens in neighbours]
-        tables = [(entry.table, tokens) for entry, tokens in known if entry is not None]
-        writer = EntryWriter(self.backend, self._references, cache, tables)
-        written = writer.write(name, f"{label} {served}", torch.from_numpy(ids.copy())[None])
-        path = self.backend.path_of(name)
-        self.reports.forget(path)
-        return WrittenEntry(path, written.nbytes + written.table.nbytes)
+        with torch.no_grad():
+            states = EntryStates(cache, label, ids, sorted(boundaries))
+            for _ in range(ATTEMPTS):
+                chain = self._written(states, neighbours)
+                if chain is not None:
+                    path = self.backend.path_of(chain[-1].name)
+                    self.reports.forget(path)
+                    return WrittenEntry(path, sum(node.nbytes for node in chain))
+        raise UnreachableError(
+            f"an entry in {self.backend.path_of('')} is incomplete, because its nodes were deleted {ATTEMPTS} times "
+            "meanwhile: use one directory_max_bytes for all stores of a directory."
+        )
+
+    def _written(self, states: EntryStates, neighbours: Sequence[tuple[str, int]]) -> list[Node] | None:
+        """The nodes of an entry, after all of them were marked as used or written; `None` if some have disappeared."""
+        chain, start = self._shared(states, neighbours)
+        self.backend.touch([node.name for node in chain])
+        new = list(states.nodes(chain[-1].name if chain else "", start)) if start < len(states.ids) else []
+        for node, file in zip(new, self.backend.find([node.name for node in new]), strict=True):
+            content = states.content(node)
+            node.nbytes = len(content)
+            if file is None or file.nbytes != len(content) or node.name in self._unusable:
+                self.backend.write(node.name, content)
+            with self._lock:
+                self._unusable.discard(node.name)
+                self._tree.nodes[node.name] = node
+        chain += new
+        found = self.backend.find([node.name for node in chain])
+        missing = [
+            node.name for node, file in zip(chain, found, strict=True) if file is None or file.nbytes != node.nbytes
+        ]
+        with self._lock:
+            for name in missing:
+                self._tree.nodes.pop(name, None)
+        return None if missing else chain
+
+    def _shared(self, states: EntryStates, neighbours: Sequence[tuple[str, int]]) -> tuple[list[Node], int]:
+        """Nodes of a neighbour that an entry may go on from, and the position of the first row that they lack."""
+        best: list[Node] = []
+        most = 0
+        for path, tokens in neighbours:
+            chain = list(itertools.takewhile(lambda node: node.name not in self._unusable, self._chain(path)))
+            start = states.shared(chain, tokens)
+            if start > most:
+                best, most = [node for node in chain if node.start < start], start
+        boundary = most // NODE_TOKENS * NODE_TOKENS
+        if sum(node.start >= boundary for node in best) >= MOST_PIECES:
+            most, best = boundary, [node for node in best if node.start < boundary]
+        return best, most
 
     def load(
         self,
@@ -179,7 +343,7 @@ class Directory:
         """The cache of an entry, rolled back to `length` tokens, or as near before that as it can.
 
         Args:
-            stored: the entry. Its label and tokens must be those in the file.
+            stored: the entry.
             length: how many of its first tokens are needed.
             config: config of the model, for layers that need it.
             device: device of the states, `None` for the host.
@@ -187,149 +351,171 @@ class Directory:
 
         Returns:
             The cache, `None` if it cannot be rolled back that far. It may have fewer tokens than `length`: damaged,
-            missing and late blocks are reported, and the tokens before them are used.
+            missing and late nodes are reported, and the tokens before them are used.
 
         Raises:
-            CacheFileError: the file is damaged, or holds other tokens; or a block of it is, before which nothing can be
-                used.
+            CacheFileError: a file is damaged, before which nothing can be used.
             UnreachableError: it cannot be reached now, or not in time.
             CachePathError: it no longer exists.
             NeedsConfigError: its layers cannot be made without `config`.
         """
-        known = self._references.get(stored.path)
-        if known is None:
+        chain = self._chain(stored.path)
+        if not chain:
             raise GoneError("the entry has no file any more.")
-        loader = EntryLoader(self.backend, self.reports, deadline)
+        if chain[-1].needs_config and config is None:
+            raise NeedsConfigError
+        config = config if chain[-1].needs_config else None
+        end = chain[-1].record
+        length = min(length, len(stored.ids))
+        first, stop = span_needed(end, length)
+        if end.cuttable:
+            chain = [node for node in chain if node.start < stop]
+        chain = [node for node in chain if node.record.stop > first or node is chain[-1]]
+        read, length = self._read(stored.path, chain, length, end.cuttable, deadline)
+        place = torch.device("cpu") if device is None else checked_device(device)
+        cut = length if end.cuttable else None
         try:
-            return loader.load(stored, known, length, config, device)
-        except GoneError:
-            self._references.drop(stored.path)
+            states = ChainStates(read, length if end.cuttable else end.stop) if read[-1].node is not None else None
+            cache = StateReader(read[-1], place, cut, True, states).new(config)
+        except CachePathError:
             raise
-        finally:
-            self._references.add_unusable(loader.unusable)
+        except KVLayersError as error:
+            # The label has identified the model already, so the file is to blame.
+            raise CacheFileError(str(error)) from error
+        with contextlib.suppress(UnreachableError):
+            self.backend.touch([node.name for node in chain[: len(read)]])
+        target = restorable_length(cache, min(length, cache.get_seq_length()))
+        return fork_at(cache, target) if 0 < target < cache.get_seq_length() else (cache if target else None)
 
-    def oldest_first(self, paths: Iterable[str]) -> list[str]:
-        """Paths of entries, least recently used first; empty if this cannot be known now."""
+    def _read(
+        self, path: str, chain: Sequence[Node], length: int, cuttable: bool, deadline: float | None
+    ) -> tuple[list[SavedFile], int]:
+        """The files of these nodes up to the first that cannot be used, and how many tokens they serve."""
+        read: list[SavedFile] = []
+        for node, found in zip(chain, self._opened(chain, deadline), strict=True):
+            if isinstance(found, SavedFile):
+                read.append(found)
+                continue
+            if isinstance(found, CacheFileError | GoneError):
+                self._unusable.add(node.name)
+            last = read[-1].node if read else None
+            served = min(length, node.start) if cuttable and last is not None and last.whole else 0
+            if not served:
+                raise (
+                    CacheFileError(f"{path} cannot be loaded: {found}") if isinstance(found, CacheFileError) else found
+                )
+            if isinstance(found, CacheFileError):
+                self.reports.damaged(self.backend.path_of(node.name), found)
+            elif isinstance(found, UnreachableError):
+                self.reports.unreachable(found)
+            length = served
+            break
+        read[-1].nbytes = sum(saved.header.file_bytes for saved in read)
+        return read, length
+
+    def _opened(self, chain: Sequence[Node], deadline: float | None) -> Iterator[SavedFile | KVLayersError]:
+        """The file of each node, or what is wrong with it, in order. Digests are compared while others arrive."""
+        files = [StoredFile(node.name, node.nbytes) for node in chain]
+        wait_seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        coming: deque[Future[SavedFile | KVLayersError]] = deque()
+        with ThreadPoolExecutor(CHECKING_THREADS, thread_name_prefix="kvlayers-check") as threads:
+            contents = zip(chain, self.backend.read(files, wait_seconds), strict=True)
+            while True:
+                for node, content in itertools.islice(contents, NODES_AHEAD - len(coming)):
+                    coming.append(threads.submit(self._checked, node, content))
+                if not coming:
+                    return
+                yield coming.popleft().result()
+
+    def _checked(self, node: Node, content: Content | KVLayersError) -> SavedFile | KVLayersError:
+        """The file of a node, all of whose digests were compared, or what is wrong with it."""
+        if isinstance(content, KVLayersError):
+            return content
+        path = self.backend.path_of(node.name)
         try:
-            uses = self.backend.last_uses()
-        except UnreachableError as error:
-            self.reports.unreachable(error)
-            return []
-        return sorted(paths, key=lambda path: uses.get(name_in(path), 0))
-
-    def delete(self, path: str) -> bool:
-        """Delete an entry, and the blocks that no other entry refers to.
-
-        Returns:
-            Whether it is deleted now.
-        """
-        return self.delete_all([path])
+            header = parse_header(path, len(content), lambda start, end: bytes(content[start:end]))
+            saved = SavedFile(path, _ContentTensors(content, header), header)
+            # Compared now, and not only when the store was opened, since other processes may write to the directory.
+            found = node_of(
+                summary(saved, lambda _: contextlib.nullcontext(saved)), StoredFile(node.name, len(content))
+            )
+            if found is None or found.label != node.label or found.ids.tobytes() != node.ids.tobytes():
+                return CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
+            if saved.node is not None:
+                for name in header.tensors.keys() - {DIGESTS}:
+                    saved.tensor(name)
+        except KVLayersError as error:
+            return error
+        return saved
 
     def delete_all(self, paths: Collection[str]) -> bool:
-        """Delete entries, and the blocks that no other entry refers to; as `delete`, with one look at what is left.
+        """Delete entries, and the nodes before them that no other entry needs.
 
         Returns:
             Whether all of them are deleted now.
         """
         try:
-            self.backend.delete([name_in(path) for path in paths])
+            # Others may have written nodes behind these.
+            self._refresh()
+            with self._lock:
+                names = self._tree.unneeded_without(map(name_in, paths))
+            self._delete(names)
         except UnreachableError as error:
             logger.warning("A file of a prefix store was not deleted: %s", error)
             return False
-        blocks = {name for path in paths for name in self._references.drop(path)}
-        self._collect(blocks, GRACE_SECONDS_WHEN_FULL)
         return True
 
-    def collect_garbage(self) -> int:
-        """Delete blocks that no entry refers to, left behind by writers that were killed.
+    def _delete(self, names: Sequence[str], used_before: int | None = None) -> None:
+        """Delete files, and forget those that are gone then."""
+        if not names:
+            return
+        self.backend.delete(names, used_before)
+        left = self.backend.find(names) if used_before is not None else [None] * len(names)
+        with self._lock:
+            for name, file in zip(names, left, strict=True):
+                if file is None:
+                    self._tree.nodes.pop(name, None)
 
-        Returns:
-            Bytes of the deleted blocks.
-        """
-        return self._collect(None, GRACE_SECONDS)
-
-    def _collect(self, candidates: Collection[str] | None, grace_seconds: float) -> int:
-        try:
-            return self._deleted_bytes(candidates, grace_seconds)
-        except UnreachableError as error:
-            logger.warning("Blocks of a prefix store were not deleted: %s", error)
-            return 0
-
-    def _deleted_bytes(self, candidates: Collection[str] | None, grace_seconds: float) -> int:
-        """Delete blocks that no entry refers to, beside running writers. `entry_writer.py` says why that is safe.
-
-        Blocks that this process has written, and that no other process has touched since, need no time of grace.
+    def shrink(self, most: int, kept: Collection[str]) -> DirectoryChanges:
+        """Delete the nodes that were used longest ago, each after its children, until all take at most `most` bytes.
 
         Args:
-            candidates: names of blocks, `None` for all.
-            grace_seconds: how long nobody may have touched a block before the listing begins.
+            most: bytes.
+            kept: paths of entries that stay.
 
         Returns:
-            Bytes of the blocks that were deleted.
-
-        Raises:
-            UnreachableError: the files cannot be listed or deleted now.
+            Entries that are shorter now, and the paths of deleted nodes.
         """
-        began = time.time_ns()
-        files = self.backend.files()
-        entries = [file for file in files if file.name.endswith(SUFFIX)]
-        blocks = {file.name.removesuffix(BLOCK_SUFFIX): file for file in files if file.name.endswith(BLOCK_SUFFIX)}
-        wanted = [name for name in (blocks if candidates is None else candidates) if name in blocks]
-        if not wanted or not self._learn(entries):
-            return 0
-        self._references.forget_gone([self.backend.path_of(file.name) for file in entries], began)
-        unreferenced = self._references.unreferenced(wanted)
-        name_of = {blocks[name].name: name for name in unreferenced}
-        alone = self._references.used_by_this_process_alone([blocks[name] for name in unreferenced], name_of)
-        others = [name for name in unreferenced if name not in set(alone)]
-        if alone:
-            last_use = max(blocks[name].used for name in alone)
-            self.backend.delete([blocks[name].name for name in alone], last_use + 1)
-        if others:
-            self.backend.delete([blocks[name].name for name in others], began - int(grace_seconds * NANOSECONDS))
-        self._references.forget_uses(alone)
-        left = self.backend.find([blocks[name].name for name in unreferenced]) if unreferenced else []
-        return sum(blocks[name].nbytes for name, file in zip(unreferenced, left, strict=True) if file is None)
+        gone: dict[str, Node] = {}
+        try:
+            left = self.nbytes
+            uses = self.backend.last_uses() if left > most else {}
+            with self._lock:
+                nodes, children = dict(self._tree.nodes), self._tree.children()
+                names = {name_in(path) for path in kept}
+                oldest = [(uses.get(name, 0), name) for name in nodes if not children[name] and name not in names]
+            heapq.heapify(oldest)
+            while oldest and left > most:
+                _, name = heapq.heappop(oldest)
+                node = nodes[name]
+                self._delete([name])
+                left -= node.nbytes
+                gone[self.backend.path_of(name)] = node
+                parent = node.record.parent
+                children[parent] -= 1
+                if parent in nodes and not children[parent] and parent not in names:
+                    heapq.heappush(oldest, (uses.get(parent, 0), parent))
+        except UnreachableError as error:
+            logger.warning("A file of a prefix store was not deleted: %s", error)
+        parents = {node.record.parent for node in gone.values()}
+        with self._lock:
+            shorter = [node for node in self._tree.ends() if node.name in parents] if parents else []
+            return DirectoryChanges(self._entries(shorter, ()), set(gone))
 
-    def _learn(self, entries: Collection[StoredFile]) -> bool:
-        """Read entries that other processes have written. Returns whether all references are known now."""
-        new = []
-        for file in entries:
-            known = self._references.get(self.backend.path_of(file.name))
-            if known is None or known.file != file:
-                new.append(file)
-        for file, seen in zip(new, self.backend.inspect(new), strict=True):
-            if isinstance(seen, UnknownVersionError | UnreachableError):
-                logger.info("Blocks of a prefix store are not deleted now, since some may be in use: %s", seen)
-                return False
-            if isinstance(seen, GoneError):
-                continue
-            if isinstance(seen, KVLayersError):
-                # Nobody can load a damaged entry, so it needs no blocks.
-                continue
-            self._references.put(seen.path, known_entry(seen, file))
-        return True
-
-
-def entry_of(seen: CacheFile) -> PrefixEntry | None:
-    """The entry that a file describes, `None` if it is not a file of a prefix store.
-
-    Raises:
-        CacheFileError: it is a file of a store, but damaged.
-        CachePathError: it no longer exists.
-    """
-    label = label_in(seen)
-    if label is None:
-        return None
-    boundaries = str(seen.weights_id).partition(" ")[2]
-    token_ids = seen.token_ids()
-    if token_ids is None or token_ids.dtype != torch.int64 or tuple(token_ids.shape) != (1, seen.length):
-        raise CacheFileError(f"{seen.path} is damaged: it does not have one id for each of its {seen.length} tokens.")
-    lengths = {int(text) for text in boundaries.split(",") if text.isascii() and text.isdigit()}
-    return PrefixEntry(
-        label,
-        token_ids[0].numpy(),
-        path=seen.path,
-        file_bytes=seen.nbytes + (0 if seen.blocks is None else seen.blocks.nbytes),
-        boundaries={length for length in lengths if length <= seen.length},
-    )
+    def tidy(self) -> None:
+        """Delete nodes that nobody can use, or that longer entries have replaced, an hour after their last use."""
+        with self._lock:
+            useless = self._tree.unneeded_without(self._tree.nodes, {node.name for node in self._tree.ends()})
+            useless += [node.name for node in self._tree.orphans() if node.name not in useless]
+        with contextlib.suppress(UnreachableError):
+            self._delete(useless, time.time_ns() - ABANDONED_SECONDS * NANOSECONDS)

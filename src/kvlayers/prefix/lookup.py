@@ -15,9 +15,8 @@ import torch
 from kvlayers.caches.base import Cache
 from kvlayers.errors import CacheFileError, CachePathError, CapacityError
 from kvlayers.prefix.backends import UnreachableError
-from kvlayers.prefix.directory import Directory
+from kvlayers.prefix.directory import Directory, FileCandidate, NeedsConfigError
 from kvlayers.prefix.entry import PrefixEntry, fork_at, restorable_length, shares_memory
-from kvlayers.prefix.entry_loader import FileCandidate, NeedsConfigError
 from kvlayers.prefix.index import EntryIndex, Exchange
 from kvlayers.prefix.keys import PrefixMatch, Tokens
 from kvlayers.prefix.write_queue import WriteQueue
@@ -107,7 +106,7 @@ class Search:
             self._choose_in_memory(ordered, bound)
             if self.found.covered < bound:
                 files += [
-                    FileCandidate(match.value, self.label, match.value.ids, match.value.path, bound)
+                    FileCandidate(match.value, match.value.ids, match.value.path, bound)
                     for match in ordered
                     if match.value.cache is None and match.value.path is not None
                 ]

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvlayers.errors import KVLayersError
-from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile
-from kvlayers.prefix.backends.contract import BLOCK_SUFFIX, SUFFIX
-from kvlayers.prefix.blocks import file_of
-from kvlayers.prefix.directory import entry_of
+from kvlayers.prefix.backends import StorageBackend, StoredFile
 from kvlayers.prefix.keys import RadixTree, Tokens
+from kvlayers.prefix.nodes import Node, NodeTree, read_nodes
 from kvlayers.utils.units import readable_bytes
 
 
@@ -163,7 +161,7 @@ class TreeEntry:
         label: model and namespace.
         ids: the tokens.
         memory: bytes of each piece of its memory, by address; empty if it is not in memory.
-        files: bytes of each of its files or blocks, by name; empty if it is not in files.
+        files: bytes of each of its files, by name; empty if it is not in files.
         hits: look-ups that it has served.
         used: time of its last use in seconds since 1970, `None` if nobody knows.
         pinned: whether it is pinned.
@@ -271,9 +269,9 @@ class DirectoryReport:
         tree: the tokens of all entries, each once. Who has used them how often is not in the files.
         entries: number of entries.
         tokens: number of tokens of all entries, each counted once.
-        nbytes: bytes of the entries and of their blocks, each counted once.
-        unshared_nbytes: what they would take if no entry shared blocks with another one.
-        unreferenced: blocks to which no entry refers.
+        nbytes: bytes of their files, each counted once.
+        unshared_nbytes: what they would take if no entry shared files with another one.
+        unreferenced: files that nobody can use, because a file with tokens before theirs is missing.
         problems: for each file that is damaged, missing or cannot be read, what is wrong with it.
     """
 
@@ -288,7 +286,7 @@ class DirectoryReport:
 
 
 def report_on(backend: StorageBackend, progress: Callable[[int, int], None]) -> DirectoryReport:
-    """Read all entries of a directory. Nothing is written, and the content of blocks is not read.
+    """Read all entries of a directory. Nothing is written, and no states are read.
 
     Args:
         backend: where they are.
@@ -298,34 +296,26 @@ def report_on(backend: StorageBackend, progress: Callable[[int, int], None]) -> 
         UnreachableError: the directory does not exist, or cannot be reached.
     """
     files = backend.files()
-    blocks = {file.name: file for file in files if file.name.endswith(BLOCK_SUFFIX)}
-    listed = [file for file in files if file.name.endswith(SUFFIX)]
-    entries: list[TreeEntry] = []
+    nodes: list[Node] = []
     problems: list[str] = []
-    wanted: dict[str, int] = {}
-    progress(0, len(listed))
-    for number, (file, seen) in enumerate(zip(listed, backend.inspect(listed), strict=True), 1):
-        progress(number, len(listed))
-        if isinstance(seen, GoneError):
-            continue
-        try:
-            if isinstance(seen, KVLayersError):
-                raise seen
-            entry = entry_of(seen)
-        except KVLayersError as error:
-            problems.append(str(error))
-            continue
-        if entry is not None:
-            table = {} if seen.blocks is None else seen.blocks.sizes
-            named = {file_of(name, nbytes).name: nbytes for name, nbytes in table.items()}
-            wanted |= named
-            used = file.used / 10**9 if file.used else None
-            entries.append(TreeEntry(entry.label, entry.ids, {}, {file.name: file.nbytes, **named}, used=used))
-    # Looked up again, since a writer may have written an entry and its blocks after the blocks were listed.
-    absent = sorted(wanted.keys() - blocks.keys())
-    found = [file for file in backend.find(absent) if file is not None] if absent else []
-    blocks |= {file.name: file for file in found}
-    problems += [_problem(backend, name, nbytes, blocks.get(name)) for name, nbytes in sorted(wanted.items())]
+    progress(0, len(files))
+    for number, (_, found) in enumerate(read_nodes(backend, files), 1):
+        progress(number, len(files))
+        if isinstance(found, KVLayersError):
+            problems.append(str(found))
+        elif found is not None:
+            nodes.append(found)
+    held = NodeTree(nodes)
+    orphans = held.orphans()
+    problems += sorted(
+        f"{backend.path_of(parent)} is missing: the tokens behind it are in other files."
+        for parent in {node.record.parent for node in orphans} - held.nodes.keys()
+    )
+    entries = []
+    for node in held.ends():
+        pieces = {each.name: each.nbytes for each in held.chain(node.name)}
+        used = node.used / 10**9 if node.used else None
+        entries.append(TreeEntry(node.label, held.ids(held.chain(node.name)), {}, pieces, used=used))
     tree = tree_of(entries)
     sizes = {name: nbytes for entry in entries for name, nbytes in entry.files.items()}
     return DirectoryReport(
@@ -335,15 +325,6 @@ def report_on(backend: StorageBackend, progress: Callable[[int, int], None]) -> 
         sum(node.tokens for node in tree.nodes),
         sum(sizes.values()),
         sum(nbytes for entry in entries for nbytes in entry.files.values()),
-        tuple(file for name, file in sorted(blocks.items()) if name not in wanted),
-        tuple(problem for problem in problems if problem),
+        tuple(StoredFile(node.name, node.nbytes) for node in sorted(orphans, key=lambda node: node.name)),
+        tuple(problems),
     )
-
-
-def _problem(backend: StorageBackend, name: str, nbytes: int, file: StoredFile | None) -> str:
-    """What is wrong with a block that entries need; empty if nothing is."""
-    if file is None:
-        return f"{backend.path_of(name)} is missing: entries refer to it."
-    if file.nbytes != nbytes:
-        return f"{backend.path_of(name)} is damaged: it must have {nbytes} bytes, got {file.nbytes}."
-    return ""

@@ -224,7 +224,7 @@ class WriteQueue:
 
     def _do_tidy(self) -> None:
         self._do_shrink()
-        self._directory.collect_garbage()
+        self._directory.tidy()
 
     def _do_write(self, job: _Write) -> float | None:
         entry = job.entry
@@ -276,36 +276,24 @@ class WriteQueue:
                 self.spilled += 1
                 self._index.set_file(entry, written.path, written.nbytes)
                 useless = [old for old in job.superseded if old in self._index and old.is_spare]
-                paths = [old.path for old in useless if old.path is not None]
                 for old in useless:
+                    # Its last node is one of the new entry's, or is deleted when nobody has used it for an hour.
                     self._index.remove(old)
-            else:
-                # The store was cleared meanwhile.
-                paths = [written.path]
+                return
             used = {entry.path for entry in self._index}
-        unused = [path for path in paths if path not in used]
-        if unused:
-            self._directory.delete_all(unused)
+        # The store was cleared meanwhile.
+        self._directory.delete_all({written.path} - used)
 
     def _do_shrink(self) -> None:
         most = self.directory_max_bytes
         if most is None or self._directory.nbytes <= most:
             return
         with self._changed:
-            entries = {entry.path: entry for entry in self._index if entry.path is not None}
-            paths = [path for path, entry in entries.items() if entry.cache is not None or not entry.pins]
-        for path in self._directory.oldest_first(paths):
-            entry = entries[path]
-            with self._changed:
-                # Others may have pinned, evicted or removed it meanwhile.
-                is_needed = entry.path != path or (entry.pins and entry.cache is None)
-            if is_needed:
-                continue
-            if self._directory.nbytes <= most or not self._directory.delete(path):
-                return
-            with self._changed:
-                if entry.path == path:
-                    self._index.drop_file(entry)
+            in_files = [entry for entry in self._index if entry.path is not None and entry.cache is None]
+            kept = {str(entry.path) for entry in in_files if entry.pins}
+        changes = self._directory.shrink(most, kept)
+        with self._changed:
+            self._index.update(changes.added, changes.gone)
 
     # The end of the process, and children of it
 

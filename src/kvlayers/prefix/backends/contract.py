@@ -10,16 +10,10 @@ from kvlayers.errors import CachePathError, KVLayersError
 from kvlayers.persistence.inspect import CacheFile
 
 SUFFIX = ".safetensors"
-"""Suffix of the files of entries."""
-
-BLOCK_SUFFIX = ".block"
-"""Suffix of the files of blocks. The name of a block is a digest of its content, so that it never changes."""
-
-SUFFIXES = (SUFFIX, BLOCK_SUFFIX)
-"""Suffixes of all files of a store. Other files are left alone."""
+"""Suffix of all files of a store. Other files are left alone."""
 
 ABANDONED_SECONDS = 3600
-"""A file that nothing refers to, and that nobody has used for so long, was left behind by a writer that was killed."""
+"""A file that no entry needs is deleted if nobody has used it for so long."""
 
 Content = bytes | bytearray | memoryview
 """The bytes of a file."""
@@ -68,13 +62,13 @@ class StorageBackend(Protocol):
         """The path of a file in messages to users: it ends with the name, and has no credentials."""
 
     def files(self) -> list[StoredFile]:
-        """All files whose names end with one of `SUFFIXES`, in no particular order."""
+        """All files whose names end with `SUFFIX`, in no particular order."""
 
     def find(self, names: Sequence[str]) -> list[StoredFile | None]:
         """Each file as it is now, `None` if it does not exist."""
 
     def inspect(self, files: Sequence[StoredFile]) -> Iterator[CacheFile | KVLayersError]:
-        """For each file of an entry, its header, or the error that reading it raised. One file must not hide others."""
+        """For each file its header, or the error that reading it raised. One file must not hide others."""
 
     def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
         """The content of each file, in order and as soon as it has arrived, while the next files are being read.
@@ -98,18 +92,8 @@ class StorageBackend(Protocol):
             CachePathError: the file cannot be written.
         """
 
-    def missing(self, files: Sequence[StoredFile]) -> list[StoredFile]:
-        """The files that a writer has to write before it can refer to them.
-
-        The others exist, have the same size, and count as used now in the eyes of every process: if files unused
-        for `ABANDONED_SECONDS` are deleted, they stay for at least half as long.
-
-        Args:
-            files: names and sizes in bytes.
-        """
-
     def touch(self, names: Sequence[str]) -> None:
-        """Record that files were read now, as far as the storage can. Files that do not exist are not made."""
+        """Record that files are used now, as far as the storage can. Files that do not exist are not made."""
 
     def last_uses(self) -> Mapping[str, int]:
         """Time of the last read or write of each file, by name, in nanoseconds since 1970."""

@@ -15,8 +15,7 @@ from fsspec.registry import known_implementations
 from kvlayers.errors import OptionError
 from kvlayers.persistence.atomic_file import temporary_name
 from kvlayers.prefix.backends.contract import (
-    ABANDONED_SECONDS,
-    SUFFIXES,
+    SUFFIX,
     Address,
     Content,
     StoredFile,
@@ -28,10 +27,6 @@ Result = TypeVar("Result")
 
 REQUESTS_AT_ONCE = 16
 """Requests for single files that wait for their answers together."""
-
-FRESH_NS = ABANDONED_SECONDS * 10**9 // 2
-"""How long nobody takes a file for abandoned after it was written. Most file systems cannot be told that it is used, so
-that it has to be written again after that."""
 
 MODIFIED = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
 """Names that file systems use for the time of the last change. If there are several, the first one counts."""
@@ -98,7 +93,7 @@ class FsspecBackend(RemoteBackend):
             return found
 
         infos = self._call(listed)
-        files = [_stored(info) for info in infos if info["type"] == "file" and info["name"].endswith(SUFFIXES)]
+        files = [_stored(info) for info in infos if info["type"] == "file" and info["name"].endswith(SUFFIX)]
         with self._lock:
             for file in files:
                 self._uses[file.name] = max(file.used, self._uses.get(file.name, 0))
@@ -142,12 +137,6 @@ class FsspecBackend(RemoteBackend):
         """As `StorageBackend.write`."""
         self._call(lambda: self._fs.pipe_file(self._at(name), bytes(content)))
         self.record_uses([name])
-
-    def missing(self, files: Sequence[StoredFile]) -> list[StoredFile]:
-        """As `StorageBackend.missing`. A file that may soon be taken for abandoned has to be written again."""
-        fresh = time.time_ns() - FRESH_NS
-        found = zip(files, self.find([file.name for file in files]), strict=True)
-        return [file for file, now in found if now is None or now.nbytes != file.nbytes or now.used < fresh]
 
     def record_uses(self, names: Sequence[str]) -> None:
         """As `RemoteBackend.record_uses`; other processes do not see it."""

@@ -12,7 +12,7 @@ from kvlayers.persistence.inspect import CacheFile, inspect_ranges
 from kvlayers.persistence.safetensors_header import check_regular
 from kvlayers.prefix.backends.contract import (
     ABANDONED_SECONDS,
-    SUFFIXES,
+    SUFFIX,
     Content,
     GoneError,
     StorageBackend,
@@ -62,7 +62,7 @@ class LocalBackend(StorageBackend):
             names = os.listdir(self.path)
         except OSError as error:
             raise _unreachable(self.path, error) from error
-        found = self.find([name for name in names if name.endswith(SUFFIXES)])
+        found = self.find([name for name in names if name.endswith(SUFFIX)])
         # Another process may delete a file at this moment.
         return [file for file in found if file is not None]
 
@@ -130,13 +130,6 @@ class LocalBackend(StorageBackend):
             left = memoryview(content)
             while left:
                 left = left[file.write(left) :]
-
-    def missing(self, files: Sequence[StoredFile]) -> list[StoredFile]:
-        """As `StorageBackend.missing`."""
-        found = zip(files, self.find([file.name for file in files]), strict=True)
-        there = [file for file, now in found if now is not None and now.nbytes == file.nbytes]
-        self.touch([file.name for file in there])
-        return [file for file in files if file not in there]
 
     def touch(self, names: Sequence[str]) -> None:
         """As `StorageBackend.touch`."""

@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from kvlayers.errors import OptionError
 from kvlayers.prefix.backends.contract import (
     ABANDONED_SECONDS,
-    SUFFIXES,
+    SUFFIX,
     Address,
     Content,
     StoredFile,
@@ -156,7 +156,7 @@ class RedisBackend(RemoteBackend):
     def listed(self) -> list[StoredFile]:
         """As `RemoteBackend.listed`."""
         uses = self.last_uses()
-        names = [name for name in uses if name.endswith(SUFFIXES)]
+        names = [name for name in uses if name.endswith(SUFFIX)]
         files = []
         for name, text in zip(names, self._manifests(names), strict=True):
             manifest = _Manifest.parse(text)
@@ -257,13 +257,6 @@ class RedisBackend(RemoteBackend):
             self._unlink_parts(transaction, old)
 
         self._client.transaction(commit, self._key(name))
-
-    def missing(self, files: Sequence[StoredFile]) -> list[StoredFile]:
-        """As `StorageBackend.missing`."""
-        found = zip(files, self.find([file.name for file in files]), strict=True)
-        missing = [file for file, now in found if now is None or now.nbytes != file.nbytes]
-        self.record_uses([file.name for file in files if file not in missing])
-        return missing
 
     def delete(self, names: Sequence[str], used_before: int | None = None) -> None:
         """As `StorageBackend.delete`. If somebody uses or writes one of the files meanwhile, it is looked at again."""

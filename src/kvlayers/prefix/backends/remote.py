@@ -14,12 +14,12 @@ from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.inspect import CacheFile, inspect_ranges
 from kvlayers.prefix.backends.contract import Address, Content, GoneError, StorageBackend, StoredFile, UnreachableError
 
-HEAD_BYTES = 128 * 2**10
-TAIL_BYTES = 64 * 2**10
+HEAD_BYTES = 64 * 2**10
+TAIL_BYTES = 16 * 2**10
 """Bytes that are read of each file first. The head usually has the header and the ids, the tail the digests."""
 
 FILES_PER_REQUEST = 64
-"""Files whose heads and tails are requested together, which take 12 MiB."""
+"""Files whose heads and tails are requested together, which take 5 MiB."""
 
 BATCH_BYTES = 32 * 2**20
 """Bytes of whole files that are requested together, unless a single one has more."""
@@ -60,7 +60,7 @@ class RemoteBackend(StorageBackend):
 
     @abstractmethod
     def listed(self) -> list[StoredFile]:
-        """All files whose names end with one of `SUFFIXES`."""
+        """All files whose names end with `SUFFIX`."""
 
     @abstractmethod
     def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError]:

@@ -1,6 +1,7 @@
-"""Blocks: what is shared is written once, what is wrong is never used, and what is needed is never deleted."""
+"""Nodes: what is shared is written once, what is wrong is never used, and what is needed is never deleted."""
 
 import dataclasses
+import json
 import os
 import pathlib
 import threading
@@ -14,30 +15,30 @@ import torch
 import transformers
 
 import kvlayers
-from kvlayers.errors import CacheFileError, KVLayersError
-from kvlayers.prefix import directory as directories
-from kvlayers.prefix import entry_writer
+from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
+from kvlayers.persistence.checksums import checksum
+from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry
+from kvlayers.persistence.saved_file import covered_text
 from kvlayers.prefix.backends import GoneError, UnreachableError
 from kvlayers.prefix.backends.contract import Content, StoredFile
 from kvlayers.prefix.backends.local import LocalBackend
-from kvlayers.prefix.blocks import BLOCK_TOKENS
 from kvlayers.prefix.directory import Directory, WrittenEntry
 from kvlayers.prefix.keys import label_of
-from kvlayers.prefix.manifest import MOST_PIECES
+from kvlayers.prefix.nodes import Node
+from kvlayers.prefix.states import MOST_PIECES, NODE_TOKENS
 from prefix_caches import KINDS, Ids, Kind, check, extend
 from whole_entries import whole_entry
 
 LABEL = label_of(None, "m", "")
 OLD_NS = time.time_ns() - 10**9 * 10**5
 DOCUMENT = list(range(3, 703))
-"""More than two blocks."""
+"""More than two nodes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
     ids: np.ndarray
     path: str
-    label: str = LABEL
 
 
 def filled(kind: Kind, ids: Ids) -> Any:
@@ -68,8 +69,12 @@ def check_and_continue(kind: Kind, cache: Any, ids: Ids) -> None:
     check(kind, cache, extend(kind, cache, ids, [5, 6, 7]))
 
 
-def blocks(path: pathlib.Path) -> list[pathlib.Path]:
-    return sorted(path.glob("*.block"))
+def files(path: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(path.glob("*.safetensors"))
+
+
+def nodes(directory: Directory, entry: WrittenEntry) -> list[Node]:
+    return directory._tree.chain(pathlib.Path(entry.path).name)
 
 
 def du(path: pathlib.Path) -> int:
@@ -96,7 +101,7 @@ def test_what_is_loaded_is_what_was_written_and_goes_on(kind: str, tmp_path: pat
             assert cache is None
         else:
             check_and_continue(made, cache, DOCUMENT[:length])
-    assert (directory.damaged, directory.failed_reads) == (0, 0)
+    assert (directory.reports.damaged_files, directory.reports.failed_reads) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -108,15 +113,15 @@ def test_states_as_wide_as_those_of_large_models_are_found_again(make: Any, tmp_
     cache.update(states, -states, 0)
     path = opened(tmp_path).write(LABEL, ids, {len(ids)}, cache).path
     again = opened(tmp_path)
-    assert again.damaged == 0
+    assert again.reports.damaged_files == 0
     loaded = again.load(Stored(ids, path), len(ids), None, None)
     assert loaded is not None
     for one, other in zip(loaded.layers[0].peek(), cache.layers[0].peek(), strict=True):
         assert torch.equal(one + 0, other + 0)
 
 
-def test_only_the_blocks_of_the_needed_tokens_are_read(tmp_path: pathlib.Path) -> None:
-    for kind, needed in (("full", {1: 1, 256: 1, 257: 2, 700: 3}), ("quantized", {1: 1, 256: 1, 700: 4})):
+def test_only_the_nodes_of_the_needed_tokens_are_read(tmp_path: pathlib.Path) -> None:
+    for kind, needed in (("full", {1: 1, 256: 1, 257: 2, 700: 3}), ("quantized", {1: 1, 256: 1, 700: 3})):
         (tmp_path / kind).mkdir()
         backend = Recording(str(tmp_path / kind))
         directory = Directory(backend)
@@ -124,7 +129,7 @@ def test_only_the_blocks_of_the_needed_tokens_are_read(tmp_path: pathlib.Path) -
         for length, count in needed.items():
             backend.read_names.clear()
             check(KINDS[kind], load(directory, entry.path, DOCUMENT, length), DOCUMENT[:length])
-            assert sum(name.endswith(".block") for name in backend.read_names) == count
+            assert len(backend.read_names) == count
 
 
 class Recording(LocalBackend):
@@ -156,9 +161,8 @@ def test_ten_questions_about_one_document_take_little_more_than_the_document(tmp
     for question in range(10):
         ids = [*document, *range(9000 + 50 * question, 9000 + 50 * question + 50)]
         written.append((write(directory, ids, [(first.path, len(document))], wide), ids))
-    # 10 times 50 tokens are a sixth of 3,000, and each entry has the ids of its tokens.
-    ids_bytes = 8 * sum(len(ids) for _, ids in written[1:])
-    assert du(tmp_path) - ids_bytes <= 1.2 * alone
+    # 10 times 50 tokens are a sixth of 3,000.
+    assert du(tmp_path) <= 1.2 * alone
     assert directory.nbytes == du(tmp_path)
     for entry, ids in written:
         check(wide, load(opened(tmp_path), entry.path, ids), ids)
@@ -170,19 +174,20 @@ def test_a_branch_writes_its_own_tokens_alone(kind: str, shared: int, tmp_path: 
     made, backend = KINDS[kind], Recording(str(tmp_path))
     directory = Directory(backend)
     first = write(directory, DOCUMENT, kind=made)
-    token_bytes = sum(path.stat().st_size for path in blocks(tmp_path)) / len(DOCUMENT)
+    token_bytes = 8 * made.channels + 8
     backend.written.clear()
     ids = [*DOCUMENT[:shared], *range(8000, 8100)]
     branch = write(directory, ids, [(first.path, shared)], made)
-    sizes = [nbytes for name, nbytes in backend.written.items() if name.endswith(".block")]
-    # Packed tokens are written in pairs, and each block has a header.
-    assert sum(sizes) <= 102 * token_bytes + 900 * len(sizes)
+    sizes = list(backend.written.values())
+    # Packed tokens are written in pairs, and each node says what cache it is of.
+    assert sum(sizes) <= 102 * token_bytes + 5000 * len(sizes)
+    assert len(sizes) <= 2
     for each in (directory, opened(tmp_path)):
         check_and_continue(made, load(each, branch.path, ids), ids)
         check_and_continue(made, load(each, first.path, DOCUMENT), DOCUMENT)
-    assert directory.delete(first.path)
+    assert directory.delete_all([first.path])
     check_and_continue(made, load(directory, branch.path, ids), ids)
-    assert directory.delete(branch.path)
+    assert directory.delete_all([branch.path])
     assert (du(tmp_path), directory.nbytes) == (0, 0)
 
 
@@ -194,23 +199,26 @@ def test_windows_share_what_overlaps(tmp_path: pathlib.Path) -> None:
     backend.written.clear()
     ids = [*DOCUMENT, *range(8000, 8010)]
     branch = write(directory, ids, [(first.path, 700)], kind)
-    assert sum(backend.written[name] for name in backend.written if ".block" in name) < 60 * 256
+    assert sum(backend.written.values()) < 60 * 256
     cache = load(directory, branch.path, ids)
     check_and_continue(kind, cache, ids)
 
 
-def test_a_chat_of_many_turns_has_few_pieces(tmp_path: pathlib.Path) -> None:
+def test_a_chat_of_many_turns_has_few_nodes(tmp_path: pathlib.Path) -> None:
     directory, ids = Directory(Recording(str(tmp_path))), list(range(20))
     entry = write(directory, ids)
     for turn in range(40):
         last, shared = entry, len(ids)
         ids = [*ids, *range(1000 * turn, 1000 * turn + 15)]
         entry = write(directory, ids, [(last.path, shared)])
-        directory.delete(last.path)
-    known = directory._references.get(entry.path)
-    assert known is not None
-    assert len(known.table.groups[0].pieces) <= (MOST_PIECES + 1) * (len(ids) // BLOCK_TOKENS + 1)
-    assert len(blocks(tmp_path)) == len(known.table.sizes)
+    assert len(nodes(directory, entry)) <= MOST_PIECES * (len(ids) // NODE_TOKENS + 1)
+    check_and_continue(KINDS["full"], load(opened(tmp_path), entry.path, ids), ids)
+    # What was written again as one node goes an hour after its last use.
+    directory.tidy()
+    assert len(files(tmp_path)) > len(nodes(directory, entry))
+    age(tmp_path)
+    directory.tidy()
+    assert len(files(tmp_path)) == len(nodes(directory, entry))
     check_and_continue(KINDS["full"], load(opened(tmp_path), entry.path, ids), ids)
 
 
@@ -269,48 +277,52 @@ def damages(path: pathlib.Path, other: pathlib.Path) -> Iterator[tuple[str, byte
     yield "cut", content[:-7]
     yield "longer", content + b"\0"
     yield "empty", b""
-    yield "another block", other.read_bytes()
+    yield "another node", other.read_bytes()
     yield "gone", None
 
 
 @pytest.mark.parametrize("kind", ["full", "quantized", "window"])
 @pytest.mark.parametrize("which", [0, 1, -1])
-def test_a_damaged_block_costs_the_tokens_from_there_on(kind: str, which: int, tmp_path: pathlib.Path) -> None:
+def test_a_damaged_node_costs_the_tokens_from_there_on(kind: str, which: int, tmp_path: pathlib.Path) -> None:
     made = KINDS[kind]
     if kind == "window":
         made = dataclasses.replace(made, make=lambda: kvlayers.DynamicCache([(None, None, torch.tensor(500))]))
     writer = Directory(LocalBackend(str(tmp_path)))
     entry = write(writer, DOCUMENT, kind=made)
-    known = writer._references.get(entry.path)
-    assert known is not None
-    group = max(known.table.groups, key=lambda group: len(group.pieces))
-    paths = [tmp_path / f"{piece.block}.block" for piece in group.pieces]
-    path, before = paths[which], group.pieces[: which % len(paths)]
-    usable = int(group.positions()[0][sum(piece.rows for piece in before)])
+    chain = nodes(writer, entry)
+    paths = [tmp_path / node.name for node in chain]
+    path, usable = paths[which], chain[which].start
     content = path.read_bytes()
     for what, damaged in damages(path, paths[which - 1]):
+        # Opened before it is damaged: whoever opens it afterwards may not believe that it is a node.
+        directory = opened(tmp_path)
         path.unlink()
         if damaged is not None:
             path.write_bytes(damaged)
-        directory = opened(tmp_path)
-        if kind == "window" or usable <= 0 or which == 0:
+        if damaged is None and (kind == "window" or which == 0):
+            with pytest.raises(GoneError):
+                load(directory, entry.path, DOCUMENT)
+        elif kind == "window" or usable <= 0 or which == 0:
             # Whoever asked reports the entry.
             with pytest.raises(CacheFileError, match="cannot be loaded"):
                 load(directory, entry.path, DOCUMENT)
         else:
             for _ in range(2):
                 check_and_continue(made, load(directory, entry.path, DOCUMENT), DOCUMENT[:usable])
-            assert directory.damaged == 1, what
+            assert directory.reports.damaged_files == (damaged is not None), what
         if kind != "window" and usable > 0:
             check(made, load(directory, entry.path, DOCUMENT, 10), DOCUMENT[:10])
         # Whoever writes these tokens again mends it.
-        again = write(directory, DOCUMENT, [(entry.path, 700)], made)
-        check(made, load(directory, again.path, DOCUMENT), DOCUMENT)
-        assert path.read_bytes() == content
+        written = write(directory, DOCUMENT, [(entry.path, 700)], made)
+        check(made, load(directory, written.path, DOCUMENT), DOCUMENT)
+        again = opened(tmp_path)
+        check_and_continue(made, load(again, entry.path, DOCUMENT), DOCUMENT)
+        assert (again.reports.damaged_files, path.stat().st_size) == (0, len(content))
 
 
-def test_a_changed_entry_is_refused_wherever_it_was_changed(tmp_path: pathlib.Path) -> None:
-    entry = write(Directory(LocalBackend(str(tmp_path))), DOCUMENT)
+def test_a_changed_node_is_refused_wherever_it_was_changed(tmp_path: pathlib.Path) -> None:
+    ids = DOCUMENT[:200]
+    entry = write(Directory(LocalBackend(str(tmp_path))), ids)
     directory, path = opened(tmp_path), pathlib.Path(entry.path)
     content = path.read_bytes()
     for place in (0, 7, *range(8, len(content), max(len(content) // 80, 1)), len(content) - 1):
@@ -318,9 +330,7 @@ def test_a_changed_entry_is_refused_wherever_it_was_changed(tmp_path: pathlib.Pa
         changed[place] ^= 1
         path.write_bytes(bytes(changed))
         with pytest.raises(CacheFileError):
-            load(directory, entry.path, DOCUMENT)
-        fresh = opened(tmp_path)
-        assert (fresh.damaged, fresh.nbytes) == (1, 0)
+            load(directory, entry.path, ids)
 
 
 def test_an_entry_of_another_tenant_is_not_believed(tmp_path: pathlib.Path) -> None:
@@ -329,25 +339,29 @@ def test_an_entry_of_another_tenant_is_not_believed(tmp_path: pathlib.Path) -> N
     cache = filled(KINDS["full"], DOCUMENT)
     other = directory.write(label_of(None, "m", "another"), np.array(DOCUMENT), {700}, cache, ())
     pathlib.Path(mine.path).write_bytes(pathlib.Path(other.path).read_bytes())
+    check(KINDS["full"], load(directory, mine.path, DOCUMENT), DOCUMENT[:512])
+    assert directory.reports.damaged_files == 1
+    (tmp_path / nodes(directory, mine)[0].name).write_bytes((tmp_path / nodes(directory, other)[0].name).read_bytes())
     with pytest.raises(CacheFileError, match="no longer holds the tokens of its entry"):
         load(directory, mine.path, DOCUMENT)
 
 
-def test_a_version_of_the_future_is_refused_and_its_blocks_stay(tmp_path: pathlib.Path) -> None:
+def test_a_version_of_the_future_is_refused_and_stays(tmp_path: pathlib.Path) -> None:
     writer = Directory(LocalBackend(str(tmp_path)))
     path = pathlib.Path(write(writer, DOCUMENT).path)
-    path.write_bytes(path.read_bytes().replace(b'"format_version":"3"', b'"format_version":"4"'))
-    for block in blocks(tmp_path):
-        os.utime(block, ns=(OLD_NS, OLD_NS))
+    path.write_bytes(path.read_bytes().replace(b'"format_version":"4"', b'"format_version":"5"'))
+    age(tmp_path)
     directory = Directory(LocalBackend(str(tmp_path)))
-    assert directory.changes(()).added == []
-    assert directory.damaged == 1
-    assert (directory.collect_garbage(), len(blocks(tmp_path))) == (0, 3)
+    # The tokens before it may be used.
+    (found,) = directory.changes(()).added
+    assert (found.length, directory.reports.damaged_files) == (512, 1)
+    directory.tidy()
+    assert len(files(tmp_path)) == 3
 
 
-def test_blocks_that_have_not_arrived_in_time_cost_the_tokens_behind_them(tmp_path: pathlib.Path) -> None:
+def test_nodes_that_have_not_arrived_in_time_cost_the_tokens_behind_them(tmp_path: pathlib.Path) -> None:
     class Late(LocalBackend):
-        """Only one block arrives in time."""
+        """Only one node arrives in time."""
 
         def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Any:
             for number, content in enumerate(super().read(files)):
@@ -359,7 +373,7 @@ def test_blocks_that_have_not_arrived_in_time_cost_the_tokens_behind_them(tmp_pa
     check_and_continue(KINDS["full"], load(directory, entry.path, DOCUMENT), DOCUMENT)
     found = load(directory, entry.path, DOCUMENT, deadline=time.monotonic() + 30)
     check_and_continue(KINDS["full"], found, DOCUMENT[:256])
-    assert (directory.damaged, directory.failed_reads) == (0, 1)
+    assert (directory.reports.damaged_files, directory.reports.failed_reads) == (0, 1)
 
 
 def test_a_user_cannot_load_an_entry_as_a_file(tmp_path: pathlib.Path) -> None:
@@ -367,14 +381,63 @@ def test_a_user_cannot_load_an_entry_as_a_file(tmp_path: pathlib.Path) -> None:
     with pytest.raises(CacheFileError, match="open its directory with PrefixStore"):
         kvlayers.load_cache(entry.path)
     seen = kvlayers.inspect_cache(entry.path)
-    assert (seen.kind, seen.length, seen.dtype, seen.blocks is None) == ("DynamicCache", 700, torch.float32, False)
+    assert (seen.kind, seen.length, seen.dtype, seen.node is None) == ("DynamicCache", 700, torch.float32, False)
+
+
+def forged(content: bytes, change: Any) -> bytes:
+    """A node whose record was changed by somebody who knows how checksums are made."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    metadata = header["__metadata__"]
+    record = json.loads(metadata["node"])
+    change(record)
+    metadata["node"] = json.dumps(record)
+    entries = {
+        name: TensorEntry(DTYPES[claim["dtype"]], tuple(claim["shape"]))
+        for name, claim in header.items()
+        if name not in ("__metadata__", "digests")
+    }
+    begin, end = header["digests"]["data_offsets"]
+    digests = torch.frombuffer(bytearray(content[8 + length :][begin:end]), dtype=torch.uint8).view(-1, 32)
+    metadata["checksum"] = checksum(covered_text(metadata), entries, digests)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[8 + length :]
+
+
+FORGERIES = {
+    "more fields": lambda record: record.update(os="system"),
+    "no fields": lambda record: record.clear(),
+    "tokens that are not there": lambda record: record.update(stop=2**39),
+    "a terabyte of rows": lambda record: record["groups"][0]["runs"].__setitem__(0, [0, 1, 2**39]),
+    "rows of no tokens": lambda record: record["groups"][0]["runs"].__setitem__(0, [0, 0, 200]),
+    "a path": lambda record: record.update(parent="../../etc/passwd", start=5),
+    "a place behind nothing": lambda record: record.update(start=5),
+    "tensors of another layer": lambda record: record["groups"][0].update(layers=[7]),
+    "wider tensors": lambda record: record["groups"][0]["tensors"][0].__setitem__(4, 2**30),
+    "tensors twice": lambda record: record["groups"].append(record["groups"][0]),
+    "a text for a flag": lambda record: record.update(cuttable="yes"),
+    "another place": lambda record: record.update(parent="0" * 64 + ".safetensors", start=5, stop=200),
+}
+
+
+@pytest.mark.parametrize("which", FORGERIES)
+def test_a_node_that_claims_something_else_is_refused(which: str, tmp_path: pathlib.Path) -> None:
+    path = pathlib.Path(write(Directory(LocalBackend(str(tmp_path))), DOCUMENT[:200]).path)
+    content = path.read_bytes()
+    path.write_bytes(forged(content, lambda record: None))
+    assert opened(tmp_path).reports.damaged_files == 0
+    path.write_bytes(forged(content, FORGERIES[which]))
+    directory = Directory(LocalBackend(str(tmp_path)))
+    assert directory.changes(()).added == []
+    assert directory.reports.damaged_files == 1
 
 
 # Directories as they were before
 
 
 @pytest.mark.parametrize("kind", ["full", "window", "quantized"])
-def test_whole_caches_are_read_and_written_as_blocks_next_time(kind: str, tmp_path: pathlib.Path) -> None:
+def test_whole_caches_are_read_and_written_as_nodes_next_time(kind: str, tmp_path: pathlib.Path) -> None:
     made = KINDS[kind]
     name, content = whole_entry(DOCUMENT, filled(made, DOCUMENT))
     (tmp_path / name).write_bytes(content)
@@ -385,13 +448,19 @@ def test_whole_caches_are_read_and_written_as_blocks_next_time(kind: str, tmp_pa
     if kind != "window":
         check_and_continue(made, load(directory, str(found.path), DOCUMENT, 300), DOCUMENT[:300])
     again = write(directory, DOCUMENT, [(str(found.path), 700)], made)
-    assert again.path == found.path
-    assert blocks(tmp_path)
+    assert again.path != found.path
     assert directory.nbytes == du(tmp_path)
     check_and_continue(made, load(directory, again.path, DOCUMENT), DOCUMENT)
 
 
-# Garbage
+def test_entries_with_blocks_beside_them_are_refused_with_what_to_do(tmp_path: pathlib.Path) -> None:
+    name, content = whole_entry([1, 2], filled(KINDS["full"], [1, 2]))
+    (tmp_path / name).write_bytes(content.replace(b'"format_version":"2"', b'"format_version":"3"'))
+    with pytest.raises(CachePathError, match=r"delete the \*\.safetensors and \*\.block files of its directory"):
+        kvlayers.PrefixStore(2**20, tmp_path)
+
+
+# Writers and those who delete
 
 
 class Hooked(LocalBackend):
@@ -407,47 +476,29 @@ class Hooked(LocalBackend):
         if hook is not None:
             hook()
 
-    def files(self) -> list[StoredFile]:
-        found = super().files()
-        self._hook("listed")
-        return found
-
-    def missing(self, files: Sequence[StoredFile]) -> list[StoredFile]:
-        found = super().missing(files) if self.can_be_touched else list(files)
+    def touch(self, names: Sequence[str]) -> None:
+        if self.can_be_touched:
+            super().touch(names)
         self._hook("touched")
-        return found
-
-    def find(self, names: Sequence[str]) -> list[StoredFile | None]:
-        found = super().find(names)
-        if names and names[0].endswith(".block"):
-            self._hook("found")
-        return found
 
     def write(self, name: str, content: Content) -> None:
-        is_entry = not name.endswith(".block")
-        if is_entry:
-            self._hook("before the entry")
+        self._hook("before a node")
         super().write(name, content)
-        if is_entry:
-            self._hook("after the entry")
+        self._hook("after a node")
 
     def delete(self, names: Sequence[str], used_before: int | None = None) -> None:
-        if names and names[0].endswith(".block"):
-            self._hook("before the deletion")
+        self._hook("before the deletion")
         super().delete(names, used_before)
 
 
 def age(path: pathlib.Path) -> None:
-    for block in blocks(path):
-        os.utime(block, ns=(OLD_NS, OLD_NS))
-
-
-MOMENTS = ["found", "touched", "before the entry", "after the entry"]
+    for file in files(path):
+        os.utime(file, ns=(OLD_NS, OLD_NS))
 
 
 @pytest.mark.parametrize("can_be_touched", [True, False])
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_writer_keeps_blocks_of_an_entry_that_others_delete_meanwhile(
+@pytest.mark.parametrize("moment", ["touched", "before a node", "after a node"])
+def test_a_writer_writes_again_what_others_delete_meanwhile(
     moment: str, can_be_touched: bool, tmp_path: pathlib.Path
 ) -> None:
     mine, other = Hooked(str(tmp_path), can_be_touched), opened(tmp_path)
@@ -457,64 +508,55 @@ def test_a_writer_keeps_blocks_of_an_entry_that_others_delete_meanwhile(
     directory.changes(())
 
     def delete() -> None:
-        assert other.delete(first.path)
+        names = [node.name for node in nodes(other, first)]
+        other.backend.delete(names)
 
     mine.hooks = {moment: delete}
     ids = [*DOCUMENT, 1, 2]
     entry = write(directory, ids, [(first.path, 700)])
     for each in (directory, opened(tmp_path)):
         check_and_continue(KINDS["full"], load(each, entry.path, ids), ids)
-        assert each.damaged == 0
-    assert not pathlib.Path(first.path).exists()
+        assert each.reports.damaged_files == 0
 
 
-@pytest.mark.parametrize("moment", ["listed", "before the deletion"])
-def test_a_collector_leaves_blocks_that_others_begin_to_use_meanwhile(moment: str, tmp_path: pathlib.Path) -> None:
+def test_what_others_begin_to_use_meanwhile_is_not_tidied_away(tmp_path: pathlib.Path) -> None:
     backend = Hooked(str(tmp_path))
     directory = Directory(backend)
     first = write(directory, DOCUMENT)
+    longer = write(directory, [*DOCUMENT, 1])
+    assert longer.path not in {first.path}
     other, entries = opened(tmp_path), []
     age(tmp_path)
-    ids = [*DOCUMENT, 1, 2]
-    backend.hooks = {moment: lambda: entries.append(write(other, ids, [(first.path, 700)]))}
-    assert directory.delete(first.path)
+    ids = [*DOCUMENT, 8, 9]
+    backend.hooks = {"before the deletion": lambda: entries.append(write(other, ids, [(first.path, 700)]))}
+    directory.tidy()
     check_and_continue(KINDS["full"], load(opened(tmp_path), entries[0].path, ids), ids)
-    assert (other.damaged, len(entries)) == (0, 1)
+    assert (other.reports.damaged_files, len(entries)) == (0, 1)
 
 
-def test_blocks_of_killed_writers_go_after_their_time(tmp_path: pathlib.Path) -> None:
-    kept = write(opened(tmp_path), DOCUMENT)
-    lost = write(opened(tmp_path), [*DOCUMENT[:100], 1])
-    pathlib.Path(lost.path).unlink()
+def test_nodes_whose_parents_are_gone_go_an_hour_after_their_last_use(tmp_path: pathlib.Path) -> None:
+    kept = write(opened(tmp_path), [1, *DOCUMENT])
     directory = opened(tmp_path)
-    before = len(blocks(tmp_path))
-    assert (directory.collect_garbage(), len(blocks(tmp_path))) == (0, before)
+    lost = write(directory, DOCUMENT)
+    (tmp_path / nodes(directory, lost)[0].name).unlink()
+    directory = opened(tmp_path)
+    directory.tidy()
+    assert len(files(tmp_path)) == 5
     age(tmp_path)
-    # A writer that is at work has touched them.
-    os.utime(max(blocks(tmp_path), key=lambda path: path.stat().st_size))
-    assert directory.collect_garbage() > 0
-    assert len(blocks(tmp_path)) == before - 1
-    check_and_continue(KINDS["full"], load(directory, kept.path, DOCUMENT), DOCUMENT)
+    # A writer that is at work has touched it.
+    os.utime(lost.path)
+    directory.tidy()
+    assert len(files(tmp_path)) == 4
+    ids = [1, *DOCUMENT]
+    check_and_continue(KINDS["full"], load(directory, kept.path, ids), ids)
 
 
-def test_a_slow_writer_touches_its_blocks_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 4 * entry_writer.TOUCH_SECONDS < directories.GRACE_SECONDS_WHEN_FULL < directories.GRACE_SECONDS
-    directory = Directory(Hooked(str(tmp_path)))
-    first = write(directory, DOCUMENT)
-    age(tmp_path)
-    backend: Any = directory.backend
-    backend.hooks = {"touched": lambda: age(tmp_path)}
-    monkeypatch.setattr(entry_writer, "TOUCH_SECONDS", -1.0)
-    write(directory, [*DOCUMENT, 1], [(first.path, 700)])
-    assert all(path.stat().st_mtime_ns > OLD_NS for path in blocks(tmp_path))
-
-
-def test_a_writer_gives_up_where_blocks_keep_disappearing(tmp_path: pathlib.Path) -> None:
+def test_a_writer_gives_up_where_nodes_keep_disappearing(tmp_path: pathlib.Path) -> None:
     class Vanishing(LocalBackend):
         def find(self, names: Sequence[str]) -> list[StoredFile | None]:
             return [None] * len(names)
 
-    with pytest.raises(UnreachableError, match="is incomplete, because its blocks were deleted 4 times"):
+    with pytest.raises(UnreachableError, match="is incomplete, because its nodes were deleted 4 times"):
         write(Directory(Vanishing(str(tmp_path))), DOCUMENT)
 
 
@@ -531,7 +573,7 @@ def test_two_directories_may_write_and_delete_at_once(tmp_path: pathlib.Path) ->
                 ids = [*DOCUMENT[: 100 * (turn % 4)], number, turn, *range(50)]
                 entry = write(directory, ids, [(base.path, 100 * (turn % 4))])
                 if turn % 2:
-                    directory.delete(entry.path)
+                    directory.delete_all([entry.path])
                 else:
                     kept[entry.path] = ids
         except BaseException as error:
@@ -546,7 +588,7 @@ def test_two_directories_may_write_and_delete_at_once(tmp_path: pathlib.Path) ->
     directory = opened(tmp_path)
     for path, ids in kept.items():
         check(KINDS["full"], load(directory, path, ids), ids)
-    assert directory.damaged == 0
+    assert directory.reports.damaged_files == 0
 
 
 def test_an_entry_that_was_deleted_meanwhile_is_gone_and_not_damaged(tmp_path: pathlib.Path) -> None:
@@ -555,15 +597,14 @@ def test_an_entry_that_was_deleted_meanwhile_is_gone_and_not_damaged(tmp_path: p
 
     class Deleting(Recording):
         def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Any:
-            if files[0].name.endswith(".block"):
-                assert directory.delete(entry.path)
+            assert directory.delete_all([entry.path])
             return super().read(files, wait_seconds)
 
     reader = Directory(Deleting(str(tmp_path)))
     reader.changes(())
     with pytest.raises(GoneError):
         load(reader, entry.path, DOCUMENT)
-    assert reader.damaged == 0
+    assert reader.reports.damaged_files == 0
 
 
 def test_what_others_have_deleted_is_not_counted(tmp_path: pathlib.Path) -> None:
@@ -573,7 +614,22 @@ def test_what_others_have_deleted_is_not_counted(tmp_path: pathlib.Path) -> None
     assert other.delete_all([entries[0].path, entries[1].path])
     with pytest.raises(GoneError):
         load(directory, entries[0].path, [0, *DOCUMENT])
-    directory.changes([entries[1].path, entries[2].path])
-    age(tmp_path)
-    directory.collect_garbage()
+    changes = directory.changes([entry.path for entry in entries])
+    assert changes.gone == {entries[0].path, entries[1].path}
     assert directory.nbytes == other.nbytes == du(tmp_path) == entries[2].nbytes
+
+
+def test_the_nodes_used_longest_ago_go_first_and_their_children_before_them(tmp_path: pathlib.Path) -> None:
+    directory = opened(tmp_path)
+    first = write(directory, DOCUMENT)
+    branch = [*DOCUMENT[:256], *range(9000, 9100)]
+    kept = write(directory, branch, [(first.path, 256)])
+    age(tmp_path)
+    load(directory, kept.path, branch)
+    changes = directory.shrink(directory.nbytes - 1, ())
+    assert (changes.gone, [entry.length for entry in changes.added]) == ({first.path}, [512])
+    assert directory.shrink(1, {kept.path}).added == []
+    assert sorted(path.name for path in files(tmp_path)) == sorted(node.name for node in nodes(directory, kept))
+    check_and_continue(KINDS["full"], load(directory, kept.path, branch), branch)
+    changes = directory.shrink(1, ())
+    assert (changes.added, du(tmp_path)) == ([], 0)

@@ -164,8 +164,8 @@ class EntryStates:
                 found = [source.read(first, rows) for source in self._sources[number]]
                 for form in group.tensors:
                     tensors[rows_name(number, form.name)] = torch.stack([each[form.name] for each in found])
-        length = len(self.ids) if not self.cuttable else max(int(str(layer.facts.get("length", 0))) for layer in layers)
-        cache = replace(self._description.cache, length=length, layers=tuple(layers))
+        # Equal for all that write this node, however many tokens follow.
+        cache = replace(self._description.cache, length=node.end, layers=tuple(layers))
         weights_id = f"{self._label} {','.join(map(str, sorted(node.lengths)))}"
         description = replace(self._description, cache=cache, model=ModelRecord(weights_id=weights_id))
         tensors, metadata = with_checksums(description, tensors, record)

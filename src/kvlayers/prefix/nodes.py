@@ -160,7 +160,7 @@ class NodeTree:
         return chain[::-1]
 
     def orphans(self) -> list[Node]:
-        """Nodes that nobody can use, because a node with tokens before theirs is missing."""
+        """Nodes that nobody can use, because a node with the tokens before is missing."""
         usable: dict[str, Node] = {}
         orphans = []
         for node in sorted(self.nodes.values(), key=lambda node: node.start):

@@ -271,7 +271,7 @@ class DirectoryReport:
         tokens: number of tokens of all entries, each counted once.
         nbytes: bytes of their files, each counted once.
         unshared_nbytes: what they would take if no entry shared files with another one.
-        unreferenced: files that nobody can use, because a file with tokens before theirs is missing.
+        unreferenced: files that nobody can use, because a file with the tokens before is missing.
         problems: for each file that is damaged, missing or cannot be read, what is wrong with it.
     """
 

@@ -262,7 +262,7 @@ def test_a_file_of_a_directory_has_its_name_only_when_it_is_whole(
     backend = backend_for(tmp_path, None)
     backend.prepare()
     content = content_of(1)
-    name = block(content).name
+    name = named(content).name
     backend.write(name, content)
 
     def is_killed(*_: object) -> None:
@@ -272,6 +272,6 @@ def test_a_file_of_a_directory_has_its_name_only_when_it_is_whole(
     with pytest.raises(KeyboardInterrupt):
         backend.write(name, content[:10])
     with pytest.raises(KeyboardInterrupt):
-        backend.write("another.block", content)
+        backend.write("another" + SUFFIX, content)
     assert (tmp_path / name).read_bytes() == content
     assert not (tmp_path / "another.block").exists()

@@ -274,4 +274,4 @@ def test_a_file_of_a_directory_has_its_name_only_when_it_is_whole(
     with pytest.raises(KeyboardInterrupt):
         backend.write("another" + SUFFIX, content)
     assert (tmp_path / name).read_bytes() == content
-    assert not (tmp_path / "another.block").exists()
+    assert not (tmp_path / f"another{SUFFIX}").exists()

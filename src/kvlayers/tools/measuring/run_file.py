@@ -114,7 +114,7 @@ class RunFile:
         self._file.close()
 
     def _take(self, record: dict[str, Any]) -> None:
-        """Take in a record of the file. Raises any of `NO_RECORD` if it is none."""
+        """Take in a record of the file. Raises any of `NO_RECORD` for anything else."""
         raise NotImplementedError
 
     def _add(self, record: Mapping[str, Any]) -> None:

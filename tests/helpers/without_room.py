@@ -13,7 +13,7 @@ WORDS = {
 }
 """For each room that a test removes, what only its tests mention."""
 
-ROOM = os.environ["KVLAYERS_WITHOUT_ROOM"]
+ROOM = os.environ.get("KVLAYERS_WITHOUT_ROOM", "")
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:

@@ -131,7 +131,7 @@ def test_each_class_has_a_name_of_its_own() -> None:
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
-MOST_STATEMENTS = 28_560
+MOST_STATEMENTS = 28_575
 MOST_IN_THE_CORE = 3_560
 MOST_FILES = 288
 LONGEST_CHAIN = 7

@@ -1,5 +1,6 @@
 """The model that a command runs: it is found, exported if it comes in a package, and loaded."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -117,7 +118,8 @@ def export_bundled_model(target: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
         try:
-            _export(source, partial)
+            with _reading_gguf_once():
+                _export(source, partial)
             partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -126,6 +128,19 @@ def export_bundled_model(target: Path) -> Path:
         if not (target / "config.json").is_file():
             raise ModelError(f"The demo model cannot be written to {target} ({_first_line(error)}).") from error
     return target
+
+
+@contextmanager
+def _reading_gguf_once() -> Iterator[None]:
+    """Keep what transformers would read from a GGUF file three times, or look up for each tensor: half of the time."""
+    gguf = importlib.import_module("gguf")
+    names = ("GGUFReader", "get_tensor_name_map")
+    before = {name: vars(gguf)[name] for name in names}
+    vars(gguf).update({name: functools.cache(found) for name, found in before.items()})
+    try:
+        yield
+    finally:
+        vars(gguf).update(before)
 
 
 def _export(source: Path, target: Path) -> None:

@@ -38,7 +38,7 @@ ARROWS: dict[str, set[str]] = {
 }
 """Which rooms a room may import, besides itself. `LADDER` has the rest."""
 
-FACADES = {"caches", "layers", "stores", "quantizers"}
+FACADES = ("caches", "layers", "stores", "quantizers")
 """Public modules that only list names of others."""
 
 LADDER = ("persistence", "prefix", "generation", "planning", "evaluation", "tools", "__main__", "__init__")

@@ -14,9 +14,7 @@ keeps the earlier record of measurements that did not run or that raised. The ex
 was not measured.
 """
 
-import argparse
 import contextlib
-import dataclasses
 import datetime
 import functools
 import json
@@ -28,22 +26,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import transformers
-from rich.progress import Progress, TimeRemainingColumn
-from rich.table import Table
 
-import batches
 import claimed
 import fidelity
-import kvlayers
 import offload
+import ordinary
+import plots
 import prefix
-import readme_picture
 import sinks
 from claimed import GROUPS, Cells
-from kvlayers.tools.measuring.nbytes import cache_nbytes
-from kvlayers.tools.measuring.scoring import CacheMaker
-from kvlayers.tools.measuring.text import default_text
 from lib import report, static
 from lib.compiling import INDUCTOR, nothing_in_memory
 from lib.contenders import (
@@ -58,15 +49,14 @@ from lib.contenders import (
     TRANSFORMERS_STATIC,
     compiled,
     fill,
+    transformers_packed,
 )
 from lib.generation import GENERATORS, Job, measure_generate
-from lib.quantized import FULL, Contender
+from lib.internals import CacheMaker, cache_nbytes, default_text
+from lib.quantized import FULL, QUICK_SHAPE, RANDOM, Contender
 from lib.quantized import REFERENCE as IN_FULL
-from lib.timing import Disagreements, Ticking, measure_decode, measure_update
+from lib.timing import Disagreements, Trials, measure_decode, measure_update
 from lib.workload import RandomModel, RealModel, Shape, Workload, default_model
-
-QUICK_SHAPE = fidelity.QUICK_SHAPE
-"""Its heads have the 64 channels that transformers' quantized caches need."""
 
 FINE = 16
 """Numbers of a group with which quanto holds more bytes than kvlayers' native backend with its groups of 64. A longer
@@ -77,24 +67,16 @@ class OtherTokensError(Exception):
     """A cache that is exact gave other tokens than transformers' DynamicCache: its times mean nothing."""
 
 
-@dataclasses.dataclass
 class Run:
     """What measurements share.
 
-    Args:
-        model: directory or hub name of the real model.
+    Attributes:
         quick: whether to take a small random model in the place of every model, and few tokens and trials.
-        progress: where bars are shown.
     """
 
-    model: str | None
-    quick: bool
-    progress: Progress
-
-    @property
-    def ticking(self) -> Ticking:
-        """Makes bars."""
-        return report.ticking_in(self.progress)
+    def __init__(self, session: report.Session) -> None:
+        self.session, self.model, self.quick = session, session.given.model, session.given.quick
+        self.ticking = session.ticking
 
     @functools.cached_property
     def random(self) -> RandomModel:
@@ -105,7 +87,6 @@ class Run:
         return RandomModel(QUICK_SHAPE if self.quick else Shape(), chunk=1 << 16)
 
     def real(self, dtype: torch.dtype) -> Workload:
-        """The real model over real text."""
         if self.quick:
             return RandomModel(QUICK_SHAPE, dtype=dtype)
         if self.model is None:
@@ -146,15 +127,14 @@ def measure_steps(run: Run) -> Mapping[str, Cells]:
     by_length = {claimed.TRANSFORMERS: REFERENCE, claimed.DYNAMIC: KVLAYERS, claimed.INT4: KVLAYERS_4_BITS}
     cells: dict[str, dict[str, float]] = {}
     for length in claimed.LENGTHS:
-        disagreements = Disagreements()
         held = length // 64 if run.quick else length
         makers = {REFERENCE: QUANTIZED[REFERENCE], FLOOR: CONTENDERS[FLOOR]}
         of_length = names if length == claimed.LENGTHS[-1] else by_length
         makers |= {name: QUANTIZED[name] for name in of_length.values()}
-        tick = run.ticking(f"decode steps at {held:,} tokens", trials)
-        measured = measure_decode(run.random, makers, held, steps, trials, 4, disagreements, tick)
-        check_tokens(without_shared(disagreements, FLOOR), (KVLAYERS,))
-        dense = report.length_bytes(measured)
+        asked = Trials(steps, trials, run.ticking)
+        measured = measure_decode(run.random, makers, held, asked)
+        check_tokens(without_shared(asked.disagreements, FLOOR), (KVLAYERS,))
+        dense = measured[REFERENCE]["held"]
         report.summarise(measured)
         for row, name in by_length.items():
             cells[claimed.length_row(row, length)] = {
@@ -174,42 +154,29 @@ def measure_steps(run: Run) -> Mapping[str, Cells]:
 
 
 def measure_batches(run: Run) -> Mapping[str, Cells]:
-    """Decode steps of batches."""
     workload = run.real(torch.bfloat16)
     cells = {}
     for batch, length in claimed.BATCHES:
-        size, tokens = (2, 64) if run.quick else (batch, length)
+        case = (2, 64) if run.quick else (batch, length)
         steps, trials = (3, 1) if run.quick else (16, 2 if batch * length < 8192 else 1)
         disagreements = Disagreements()
-        tick = run.ticking(f"batches of {size} x {tokens}", trials)
-        seconds = batches.measure(workload, size, tokens, steps, trials, disagreements, tick)
-        check_tokens(disagreements, batches.NAMES)
+        turns = ordinary.measure_batch(workload, case, steps, trials, disagreements).turns
+        check_tokens(disagreements, ordinary.IN_BATCHES)
         cells[claimed.batch_row(batch, length)] = {
-            claimed.TIMES_AS_FAST: batches.ratio(seconds, REFERENCE, KVLAYERS),
-            claimed.OVER_BETTER: min(
-                batches.ratio(seconds, baseline, KVLAYERS) for baseline in (REFERENCE, TRANSFORMERS_STATIC)
-            ),
+            claimed.TIMES_AS_FAST: turns.ratio(REFERENCE, KVLAYERS),
+            claimed.OVER_BETTER: min(turns.ratio(each, KVLAYERS) for each in (REFERENCE, TRANSFORMERS_STATIC)),
         }
     return {"batches": cells}
 
 
 def measure_static(run: Run) -> Mapping[str, Cells]:
-    """Decode steps with large reservations, eager and compiled."""
     length, most = (64, 512) if run.quick else (1024, 32768)
-    plan = static.Plan(
-        lengths=[length],
-        times=[1, most // length],
-        most=most,
-        steps=3 if run.quick else 12,
-        trials=1 if run.quick else 2,
-        block=4,
-        backend="eager" if run.quick else INDUCTOR,
-    )
-    disagreements = Disagreements()
+    trials = Trials(3 if run.quick else 12, 1 if run.quick else 2, run.ticking)
+    plan = static.Plan([length], [1, most // length], most, trials, "eager" if run.quick else INDUCTOR)
     makers = {name: CONTENDERS[name] for name in (REFERENCE, KVLAYERS, KVLAYERS_STATIC, TRANSFORMERS_STATIC)}
     with nothing_in_memory(plan.backend):
-        eager, in_graphs = static.measure_steps(run.random, makers, length, plan, disagreements, run.ticking)
-    check_tokens(disagreements, (*eager, *in_graphs))
+        eager, in_graphs = static.measure_steps(run.random, makers, length, plan)
+    check_tokens(trials.disagreements, (*eager, *in_graphs))
     small = static.with_reservation(KVLAYERS_STATIC, 1)
     large, baseline = (static.with_reservation(name, plan.times[1]) for name in (KVLAYERS_STATIC, TRANSFORMERS_STATIC))
     cells = {}
@@ -239,13 +206,6 @@ def measure_graphs(run: Run) -> Mapping[str, Cells]:
     return {"graphs": {claimed.STATIC: {claimed.FIRST_CALL: entry["graphs"], claimed.LATER_CALLS: entry["recompiles"]}}}
 
 
-def quanto(nbits: int, q_group_size: int) -> CacheMaker:
-    """Makes transformers' quanto caches at the axis that its documentation recommends."""
-    return lambda config: transformers.QuantizedCache(
-        "quanto", config, nbits=nbits, axis_key=0, axis_value=0, q_group_size=q_group_size
-    )
-
-
 def measure_fidelity(run: Run) -> Mapping[str, Cells]:
     """What quantized caches change in predictions, and their bytes; quanto also with more than kvlayers."""
     rows = {
@@ -259,14 +219,13 @@ def measure_fidelity(run: Run) -> Mapping[str, Cells]:
         claimed.FINE_2: Contender("transformers", f"quanto, groups of {FINE}", 2),
     }
     makers: dict[Contender, CacheMaker] = {IN_FULL: FULL[IN_FULL], **{each: each.make for each in rows.values()}}
-    makers |= {rows[row]: quanto(nbits, FINE) for row, nbits in ((claimed.FINE_4, 4), (claimed.FINE_2, 2))}
-    sizes = ["--quick", "--context", "640", "--scored", "64"] if run.quick else []
-    given = fidelity.parse(
-        ["--context", "2048", "--scored", "1024", "--passages", "1", "--chunk", "64", "--outlier", "0", *sizes]
-    )
-    if not run.quick:
-        given.model = [run.model]
-    measured = fidelity.measure(given.model[0], makers, default_text(), given, run.progress)
+    for row, nbits in ((claimed.FINE_4, 4), (claimed.FINE_2, 2)):
+        make = transformers_packed("quanto", nbits, q_group_size=FINE)
+        makers[rows[row]] = functools.partial(make, length=0)
+    source = RANDOM if run.quick else str(run.model)
+    sizes = ["--context", "640", "--scored", "64"] if run.quick else ["--context", "2048", "--scored", "1024"]
+    given = fidelity.parse(["--model", source, *sizes, "--passages", "1", "--chunk", "64", "--outlier", "0"])
+    measured = fidelity.measure(run.session, source, makers, given)
     cells: dict[str, dict[str, float]] = {}
     for row, contender in rows.items():
         entry = measured["plain"][contender.name]
@@ -292,7 +251,6 @@ def measure_fidelity(run: Run) -> Mapping[str, Cells]:
 
 
 def measure_updates(run: Run) -> Mapping[str, Cells]:
-    """One layer's update of one token, on one thread."""
     shape = QUICK_SHAPE if run.quick else Shape(layers=1, heads=9, kv_heads=3)
     steps, trials = (8, 1) if run.quick else (64, 5)
     config = RandomModel(shape).model.config
@@ -300,10 +258,9 @@ def measure_updates(run: Run) -> Mapping[str, Cells]:
     cells = {}
     with threads(1):
         for tokens in claimed.UPDATES:
-            disagreements = Disagreements()
-            tick = run.ticking(f"updates at {tokens:,} tokens", trials)
-            measured = measure_update(config, shape, makers, tokens, steps, trials, disagreements, tick)
-            check_tokens(disagreements, makers)
+            asked = Trials(steps, trials, run.ticking)
+            measured = measure_update(config, shape, makers, tokens, asked)
+            check_tokens(asked.disagreements, makers)
             of_transformers = report.times_as_fast(measured, REFERENCE, KVLAYERS)
             cells[claimed.update_row(tokens)] = {claimed.TIME_OF_TRANSFORMERS: of_transformers}
     return {"update": cells}
@@ -327,23 +284,14 @@ def measure_window(run: Run) -> Mapping[str, Cells]:
 
 
 def measure_sinks(run: Run) -> Mapping[str, Cells]:
-    """How well a text is predicted with sinks, and with a window without sinks."""
     window, windows = (16, 4) if run.quick else (64, 8)
     workload = run.real(torch.float32)
-    model, ids = workload.model, workload.prompt(windows * window + 1)
-    caches = {
-        sinks.SINKS: kvlayers.SinkCache(window, sinks.NUM_SINK_TOKENS, config=model.config),
-        sinks.WINDOW: sinks.window_cache(model, window),
-    }
-    seen = {
-        name: sinks.stream(model, ids, cache, window, run.ticking(name, windows * window))["perplexity"]
-        for name, cache in caches.items()
-    }
-    return {"sinks": {claimed.SINK: {claimed.TIMES_PERPLEXITY: seen[sinks.WINDOW] / seen[sinks.SINKS]}}}
+    found = sinks.stream_both(workload.model, workload.prompt(windows * window + 1), window, run.ticking)
+    times = found[sinks.WINDOW]["perplexity"] / found[sinks.SINKS]["perplexity"]
+    return {"sinks": {claimed.SINK: {claimed.TIMES_PERPLEXITY: times}}}
 
 
 def measure_offload(run: Run) -> Mapping[str, Cells]:
-    """Bytes that offloading moves."""
     tokens, new = (128, 4) if run.quick else (2048, 16)
     shape = offload.QUICK_SHAPE
     workload = RandomModel(shape)
@@ -364,7 +312,6 @@ def measure_offload(run: Run) -> Mapping[str, Cells]:
 
 
 def measure_prefix(run: Run) -> Mapping[str, Cells]:
-    """Time to the first token of a prompt whose beginning a store holds."""
     tokens, question = (128, 16) if run.quick else (2048, 16)
     workload = run.real(torch.float32)
     model = workload.model
@@ -373,10 +320,7 @@ def measure_prefix(run: Run) -> Mapping[str, Cells]:
     ways = (prefix.COLD, prefix.MEMORY, prefix.DISK)
     disagreements = Disagreements(torch.float32)
     with tempfile.TemporaryDirectory() as place:
-        directory = pathlib.Path(place) / "store"
-        store = kvlayers.PrefixStore(prefix.ROOM, directory)
-        kvlayers.generate(model, text[:, :tokens], prefix_store=store, max_new_tokens=1, do_sample=False)
-        store.flush()
+        directory = prefix.stored_in(place, model, text[:, :tokens])
         first = prefix.FirstTokens(model, text[:, :tokens], text[:, tokens:], directory)
         found = first.measure(1, ways, disagreements, run.ticking("a prefix", len(ways)))
     check_tokens(disagreements, ways)
@@ -387,7 +331,6 @@ def measure_prefix(run: Run) -> Mapping[str, Cells]:
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """So many threads of torch within it."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -414,12 +357,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Mapping[str, Cells]]] = {
 def measure(
     run: Run, names: Sequence[str], keeping: Callable[[Mapping[str, Any]], object]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Run measurements.
-
-    Args:
-        run: what they share.
-        names: of the measurements.
-        keeping: called with what is found so far whenever a measurement has ended.
+    """Run measurements, and call `keeping` with what is found so far whenever one has ended.
 
     Returns:
         For each group `cells`, `seconds` that the measurement took, `threads`, and `at`, where it ran; and what the
@@ -445,21 +383,12 @@ def measure(
     return found, failures
 
 
-def table(found: Mapping[str, Any], record: Mapping[str, Any], names: Sequence[str], bounds: bool) -> tuple[Table, int]:
-    """The claims that were to be measured: what was recorded, and what is found now.
+def table(found: Mapping[str, Any], record: Mapping[str, Any], names: Sequence[str], bounds: bool) -> tuple[Any, int]:
+    """A table of what was recorded and what is found now, and how many claims do not hold.
 
-    Args:
-        found: what was measured.
-        record: what was recorded.
-        names: of the measurements that ran.
-        bounds: whether a bound decides; a figure of any size is enough otherwise.
-
-    Returns:
-        The table, and how many claims do not hold.
+    With `bounds`, a bound decides; a figure of any size is enough otherwise.
     """
-    made = Table(title="Claims", title_justify="left")
-    for index, column in enumerate(("claim", "asked", "recorded", "now", "verdict")):
-        made.add_column(column, justify="right" if 0 < index < 4 else "left", no_wrap=index > 0, overflow="fold")
+    made = report.new_table("Claims", "claim", "asked", "recorded", "now", "verdict")
     failed = 0
     for group in GROUPS:
         if group.measurement not in names:
@@ -489,62 +418,47 @@ def keep(found: Mapping[str, Any], content: Mapping[str, Any]) -> pathlib.Path:
 
 
 def write_pages() -> None:
-    """Write the record into README.md, docs/index.md, docs/choosing.md and docs/benchmarks.md."""
     record = claimed.read_record(claimed.recorded_path())
     if claimed.has_steps(record):
         claimed.BENCHMARKS.write_text(claimed.with_steps(claimed.BENCHMARKS.read_text(), record))
-        readme_picture.draw(record["step"], readme_picture.PICTURE)
+        plots.draw_picture(record["step"], plots.PICTURE)
     claimed.CHOOSING.write_text(claimed.with_tables(claimed.CHOOSING.read_text(), record))
     claimed.README.write_text(claimed.with_readme_table(claimed.README.read_text(), record))
     claimed.HOME.write_text(claimed.with_home_table(claimed.HOME.read_text(), record))
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=lambda text: text.split(","), help=f"of {','.join(MEASUREMENTS)}")
-    parser.add_argument("--model", default=default_model(), help="directory or hub name of the real model")
-    parser.add_argument("--threads", type=int, help="threads of torch")
-    parser.add_argument("--record", action="store_true", help="record the measurements, and write them into the pages")
-    parser.add_argument(
-        "--write", action="store_true", help="write the record into README.md and docs/choosing.md, and stop"
-    )
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/claims-<date>.json)")
-    parser.add_argument("--quick", action="store_true", help="a small random model and few tokens, under a minute")
-    given = parser.parse_args(arguments)
-    given.only = given.only or list(MEASUREMENTS)
-    unknown = [name for name in given.only if name not in MEASUREMENTS]
-    if unknown:
-        parser.error(f"--only takes names of {', '.join(MEASUREMENTS)}, but saw {', '.join(unknown)}")
+def parse(arguments: Sequence[str] | None) -> Any:
+    made = report.Options("claims", __doc__, quick="a small random model and few tokens, under a minute")
+    made.some_of("--only", list(MEASUREMENTS), "measurements")
+    made.real_model("directory or hub name of the real model", default_model())
+    made.add("--record", action="store_true", help="record the measurements, and write them into the pages")
+    made.add("--write", action="store_true", help="write the record into README.md and docs/choosing.md, and stop")
+    given = made.parse(arguments)
     if given.quick and given.record:
-        parser.error("--record needs the full models, and --quick uses small ones: pass only one of the two")
-    given.output = given.output or report.output_path("claims")
+        made.parser.error("--record needs the full models, and --quick uses small ones: pass only one of the two")
     return given
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 if a claim does not hold, or was not measured."""
     given = parse(arguments)
-    console = report.terminal()
     if given.write:
         write_pages()
-        written = (claimed.README, claimed.HOME, claimed.CHOOSING, claimed.BENCHMARKS, readme_picture.PICTURE)
-        console.print(f"written: {', '.join(map(str, written))}")
+        written = (claimed.README, claimed.HOME, claimed.CHOOSING, claimed.BENCHMARKS, plots.PICTURE)
+        print(f"written: {', '.join(map(str, written))}")
         return 0
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    environment = report.environment()
     # Before what is recorded is replaced.
     before = claimed.read_record(claimed.recorded_path())
-    content = {**environment, "arguments": {"only": given.only, "threads": given.threads}}
-    keeping = functools.partial(keep, content=content) if given.record else len
-    with report.progress_bars(console, TimeRemainingColumn()) as progress:
-        found, failures = measure(Run(given.model, given.quick, progress), given.only, keeping)
+    with report.session(given) as session:
+        content = {**session.environment, "arguments": {"only": given.only, "threads": given.threads}}
+        keeping = functools.partial(keep, content=content) if given.record else len
+        found, failures = measure(Run(session), given.only, keeping)
     made, failed = table(found, before, given.only, not given.quick)
+    console = session.console
     console.print(made)
     for name, failure in failures.items():
         console.print(f"{name} failed: {failure}", markup=False)
     console.print(f"{failed} claims do not hold or were not measured")
-    report.write(console, given, environment, {"results": {"claims": found}, "failures": failures})
+    session.finish({"claims": found}, failures=failures)
     if given.record:
         write_pages()
         console.print(f"recorded in {claimed.recorded_path()}, and written to {claimed.README}, {claimed.CHOOSING}")

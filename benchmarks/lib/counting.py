@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from kvlayers.offload.transfers import BlockingTransfers
-from kvlayers.utils.triton_support import TritonKernel
+from lib.internals import BlockingTransfers, TritonKernel
 from lib.offline_gpu import META as DEVICE
 from lib.offline_gpu import as_gpu
 
@@ -56,12 +55,10 @@ class Counts:
 
     @property
     def launches(self) -> int:
-        """Kernels that were launched."""
         return sum(self.kernels.values())
 
     @property
     def stalls(self) -> dict[str, int]:
-        """Synchronisations and copies."""
         return dict(self.synchronisations + self.copies)
 
 

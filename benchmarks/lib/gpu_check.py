@@ -20,14 +20,10 @@ from torch.nn.functional import scaled_dot_product_attention
 import cuda_device
 import grouped_backend
 from cuda_caches import KINDS, Kind, on_device
-from kvlayers import Quantization
-from kvlayers.kernels.attention.dispatch import CUDA
-from kvlayers.stores import QuantizedStore
-from kvlayers.upstream.cache_argument import name_for
-from kvlayers.utils.triton_support import runs_triton
 from lib.gpu_environment import ceilings
 from lib.gpu_model import guarded
 from lib.gpu_stage import PROCESSES, STOPPED, Ended, Findings, Setup, Step, run_process
+from lib.internals import CUDA, Quantization, QuantizedStore, name_for, triton_support
 from models import prompt
 from packed_reference import (
     attention,
@@ -94,7 +90,6 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 def quantization_of(setup: Setup) -> Quantization:
-    """The quantization of the part of the step that runs."""
     return Quantization(**QUANTIZATIONS[setup.part], residual_length=32, sink_tokens=16)
 
 
@@ -110,7 +105,7 @@ def numerics(setup: Setup, cases: Sequence[Case] = CASES) -> Findings:
         found.details[str(case)] = {"error": error, "allowed": allowed, "path": path, "seconds": seconds}
         found.expect(error < allowed, f"{case}: the error is {error:.1e}, and {allowed:.1e} is allowed")
         found.expect(
-            path == CUDA or not runs_triton(setup.device) or case.dtype == "float32",
+            path == CUDA or not triton_support.runs_triton(setup.device) or case.dtype == "float32",
             f"{case}: attention went another way: {path}",
         )
         worst[case.dtype] = max(worst[case.dtype], error)
@@ -127,7 +122,6 @@ def numerics(setup: Setup, cases: Sequence[Case] = CASES) -> Findings:
 
 
 def _error(setup: Setup, case: Case) -> tuple[float, str]:
-    """The error of one case, and the path that attention took."""
     batch, heads, kv_heads, head_dim, blocks = setup.choose((2, 32, 8, 128, 67), (1, 4, 2, 32, 2))
     dtype = DTYPES[case.dtype]
     shape = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype, "device": setup.device}
@@ -174,7 +168,6 @@ def caches(setup: Setup) -> Findings:
 
 
 def _error_of_cache(setup: Setup, kind: Kind) -> float:
-    """The largest difference of logits from the CPU's, relative to their norm."""
     model = kind.model()
     models = model, on_device(model, setup.device)
     held = [kind.make(model.config) for _ in models]

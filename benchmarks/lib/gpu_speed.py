@@ -11,9 +11,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
-from kvlayers import Quantization
-from kvlayers.kernels.attention.packed_tensor import as_dense
-from kvlayers.stores import QuantizedStore
 from lib.gpu_check import BITS, QUANTIZATIONS
 from lib.gpu_gathered import evicted_attention, recalled_attention
 from lib.gpu_model import (
@@ -36,6 +33,7 @@ from lib.gpu_model import (
 )
 from lib.gpu_stage import Findings, Setup, Step
 from lib.gpu_timing import copies_of, median, microseconds, milliseconds
+from lib.internals import Quantization, QuantizedStore, as_dense
 from packed_reference import counted_launches, extended, filled_store, random_pair, relative_error
 
 FLASH = "flash SDPA"
@@ -118,12 +116,10 @@ def _check_attention(
 
 
 def flash(setup: Setup) -> AbstractContextManager[Any]:
-    """Torch's attention takes the flash kernel, on a GPU."""
     return sdpa_kernel(SDPBackend.FLASH_ATTENTION) if setup.on_cuda else nullcontext()
 
 
 def decoding(setup: Setup, shapes: Sequence[tuple[int, int]], names: Iterable[str]) -> Findings:
-    """Decode steps of an 8B shape behind so many tokens of so many sequences."""
     found = Findings()
     model = eight_billion(setup)
     makers, found.missing = usable({name: {**CACHES, **TRANSFORMERS_QUANTIZED}[name] for name in names}, model.config)
@@ -185,7 +181,6 @@ def packing(setup: Setup) -> Findings:
 
 
 def samples(setup: Setup) -> Findings:
-    """A step of eight samples of one prompt."""
     found = Findings()
     model = eight_billion(setup)
 

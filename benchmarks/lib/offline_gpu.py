@@ -12,8 +12,7 @@ from unittest import mock
 
 import torch
 
-from kvlayers.utils import triton_support
-from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
+from lib.internals import DeviceFacts, TritonKernel, triton_support
 
 META = torch.device("meta")
 
@@ -35,14 +34,7 @@ def as_gpu(capability: int = 90, device: torch.device = META) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch that did not happen.
-
-    Attributes:
-        kernel: the kernel.
-        grid: programs in each dimension.
-        arguments: what it was given.
-        constants: its compile-time constants.
-    """
+    """A launch that did not happen."""
 
     kernel: TritonKernel
     grid: tuple[int, ...]
@@ -79,17 +71,12 @@ def _no_bytes(kernel: TritonKernel, *arguments: Any) -> int:
 
 
 class OfflineDriver:
-    """What triton asks of a driver if it only compiles.
-
-    Args:
-        capability: compute capability of the GPU, such as 90.
-    """
+    """What triton asks of a driver if it only compiles, for a compute capability such as 90."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
 
     def get_current_target(self) -> Any:
-        """The GPU to compile for."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self.capability, 32)
@@ -99,15 +86,12 @@ class OfflineDriver:
         return self.capability
 
     def get_device_capability(self, device: int = 0) -> tuple[int, int]:
-        """Compute capability in two numbers."""
         return divmod(self.capability, 10)
 
     def get_current_stream(self, device: int | None = None) -> int:
-        """The default stream."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
-        """Where triton would make tensors."""
         return torch.device("cpu")
 
     def allocate_default_profile_scratch(self, *arguments: Any) -> None:
@@ -115,7 +99,6 @@ class OfflineDriver:
 
     @staticmethod
     def is_active() -> bool:
-        """Whether triton may use the driver."""
         return True
 
 
@@ -124,11 +107,9 @@ class Compiled:
     """A kernel, compiled for a GPU.
 
     Attributes:
-        capability: compute capability of the GPU.
         registers: registers of a thread.
         spilled: bytes that a thread writes to memory because it has too few registers.
         shared: bytes of shared memory of a program.
-        warps: warps of a program.
         stages: blocks in the copy pipeline.
     """
 
@@ -141,7 +122,6 @@ class Compiled:
 
     @property
     def fits(self) -> bool:
-        """Whether a program has enough shared memory."""
         return self.shared <= SHARED_MEMORY[self.capability]
 
 

@@ -14,8 +14,6 @@ Caches take turns, in an order that rotates, and a figure is the median over all
 precision must be that of transformers' cache up to rounding, else the exit code is 1. Run it on an idle machine.
 """
 
-import argparse
-import pathlib
 import statistics
 import sys
 import time
@@ -27,14 +25,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
-from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
-from kvlayers.tools.measuring.nbytes import cache_nbytes
 from lib import report
 from lib.contenders import CONTENDERS, KVLAYERS, REFERENCE, Maker, fill, random_states
+from lib.internals import cache_nbytes, quiet_clock
 from lib.timing import Disagreements, measure_decode
+from lib.turns import Turns
 from lib.workload import QUICK_SHAPE, RandomModel, Shape
 
-WIDTHS = (8, 6, 5, 4, 3, 2)
 READ = "reading the states"
 
 
@@ -48,39 +45,22 @@ CACHES: dict[str, Maker] = {
     KVLAYERS: CONTENDERS[KVLAYERS],
     **{
         bits(nbits): lambda config, length, nbits=nbits: kvlayers.QuantizedCache(config=config, nbits=nbits)
-        for nbits in WIDTHS
+        for nbits in (8, 6, 5, 4, 3, 2)
     },
 }
-
-STEP_SPEED, DENSE_SHARE, INT8_SHARE, INT4_OF_DENSE, INT3_OF_INT4 = 6.5, 0.7, 0.5, 0.6, 1.1
-"""Targets at 16,384 tokens: steps with transformers' cache over steps with kvlayers', shares of the read rate,
-attention at 4 bits over attention in full precision, and a step at 3 bits over one at 4."""
 
 ROUNDINGS = 4
 """Units in the last place of bfloat16 by which attention in full precision may differ from torch's, relative to the
 largest state: torch rounds its weights to bfloat16."""
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--lengths", type=_lengths, help="tokens that are held (1024,4096,16384)")
-    parser.add_argument("--turns", type=int, help="turns of attention (15)")
-    parser.add_argument("--steps", type=int, help="decode steps in each trial (16)")
-    parser.add_argument("--trials", type=int, help="trials of decode steps (3)")
-    parser.add_argument("--threads", type=int, default=2, help="threads of torch (2)")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/attention-<date>.json)")
-    parser.add_argument("--quick", action="store_true", help="a small model and few tokens")
-    given = parser.parse_args(arguments)
-    given.lengths = given.lengths or ([400] if given.quick else [1024, 4096, 16384])
-    given.turns = given.turns or (3 if given.quick else 15)
-    given.steps = given.steps or (2 if given.quick else 16)
-    given.trials = given.trials or (1 if given.quick else 3)
-    given.output = given.output or report.output_path("attention")
-    return given
-
-
-def _lengths(text: str) -> list[int]:
-    return [int(length) for length in text.split(",")]
+def options() -> report.Options:
+    made = report.Options("attention", __doc__, threads=2, quick="a small model and few tokens")
+    made.sized("--lengths", [1024, 4096, 16384], [400], "tokens that are held", report.numbers)
+    made.sized("--turns", 15, 3, "turns of attention")
+    made.sized("--steps", 16, 2, "decode steps in each trial")
+    made.sized("--trials", 3, 1, "trials of decode steps")
+    return made
 
 
 def attend(cache: Any, query: Tensor, new: Tensor) -> tuple[float, Tensor]:
@@ -120,7 +100,9 @@ def measure_attention(workload: RandomModel, length: int, turns: int) -> dict[st
     # A cache in full precision reserves more than it reads.
     held = {name: cache_nbytes(cache) for name, cache in caches.items()}
     held |= dict.fromkeys((REFERENCE, KVLAYERS), state_bytes)
-    seconds: dict[str, list[float]] = {name: [] for name in (*caches, READ)}
+    order = Turns((*caches, READ))
+    # Those of the attention alone.
+    seconds: dict[str, list[float]] = {name: [] for name in order.seconds}
     differences = dict.fromkeys(caches, 0.0)
     generator = torch.Generator().manual_seed(1)
     with quiet_clock():
@@ -129,35 +111,38 @@ def measure_attention(workload: RandomModel, length: int, turns: int) -> dict[st
                 torch.randn(1, heads, 1, shape.head_dim, generator=generator).bfloat16()
                 for heads in (shape.heads, shape.kv_heads)
             )
-            seen, took = {}, {}
-            for name in interleaved([*caches, READ], turn):
-                if name == READ:
-                    took[name] = read(states)
-                else:
-                    took[name], seen[name] = attend(caches[name], query, new)
-            for name, result in seen.items():
-                differences[name] = max(differences[name], float((result - seen[REFERENCE]).abs().max()))
+
+            def run(name: str, query: Tensor = query, new: Tensor = new) -> tuple[float, Tensor | None]:
+                return (read(states), None) if name == READ else attend(caches[name], query, new)
+
+            found = order.take(run)
+            for name in caches:
+                apart = float((found[name][1] - found[REFERENCE][1]).abs().max())
+                differences[name] = max(differences[name], apart)
             # The first turn warms up.
             if turn:
-                for name, each in took.items():
-                    seconds[name].append(each)
+                for name, (took, _) in found.items():
+                    seconds[name].append(took)
     rates = [state_bytes / each for each in seconds[READ]]
-    found = {
+    largest = max(float(values.abs().max()) for _, values in states)
+    measured = {
         name: {
-            "median": statistics.median(each),
+            "median": statistics.median(seconds[name]),
             "bytes": held[name],
-            "share": statistics.median(held[name] / one / rate for one, rate in zip(each, rates, strict=True)),
-            "of_dense": statistics.median(one / other for one, other in zip(each, seconds[KVLAYERS], strict=True)),
+            "share": statistics.median(held[name] / one / rate for one, rate in zip(seconds[name], rates, strict=True)),
+            "of_dense": statistics.median(
+                one / other for one, other in zip(seconds[name], seconds[KVLAYERS], strict=True)
+            ),
             "difference": differences[name],
         }
-        for name, each in seconds.items()
-        if name != READ
+        for name in caches
     }
-    largest = max(float(values.abs().max()) for _, values in states)
-    return {
-        **found,
-        READ: {"median": statistics.median(seconds[READ]), "rate": statistics.median(rates), "largest": largest},
+    measured[READ] = {
+        "median": statistics.median(seconds[READ]),
+        "rate": statistics.median(rates),
+        "largest": largest,
     }
+    return measured
 
 
 def agrees(measured: dict[str, dict[str, float]]) -> bool:
@@ -166,47 +151,23 @@ def agrees(measured: dict[str, dict[str, float]]) -> bool:
     return measured[KVLAYERS]["difference"] <= allowed
 
 
-def promises(attention: dict[int, Any], steps: dict[int, Any]) -> list[dict[str, Any]]:
-    """The targets for these figures."""
-    found = []
+def hold_to_targets(run: report.Session, attention: dict[int, Any], steps: dict[int, Any]) -> None:
     if 16384 in attention:
         measured = attention[16384]
-        found += [
-            report.promised("dense, share of the read rate", measured[KVLAYERS]["share"], at_least=DENSE_SHARE),
-            report.promised("8 bits, share of the read rate", measured[bits(8)]["share"], at_least=INT8_SHARE),
-            report.promised("attention at 4 bits over dense", measured[bits(4)]["of_dense"], at_most=INT4_OF_DENSE),
-        ]
+        run.target("dense, share of the read rate", measured[KVLAYERS]["share"], at_least=0.7)
+        run.target("8 bits, share of the read rate", measured[bits(8)]["share"], at_least=0.5)
+        run.target("attention at 4 bits over dense", measured[bits(4)]["of_dense"], at_most=0.6)
     for length, measured in steps.items():
         of_dense = 1 / report.times_as_fast(measured, bits(4), KVLAYERS)
-        found.append(report.promised(f"step at 4 bits over dense at {length}", of_dense, at_most=1.0))
+        run.target(f"step at 4 bits over dense at {length}", of_dense, at_most=1.0)
         if length == 16384:
             speed = report.times_as_fast(measured, KVLAYERS, REFERENCE)
             of_four = 1 / report.times_as_fast(measured, bits(3), bits(4))
-            found.append(report.promised("step, transformers' over kvlayers'", speed, at_least=STEP_SPEED))
-            found.append(report.promised("step at 3 bits over 4 bits", of_four, at_most=INT3_OF_INT4))
-    return found
+            run.target("step, transformers' over kvlayers'", speed, at_least=6.5)
+            run.target("step at 3 bits over 4 bits", of_four, at_most=1.1)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; return the exit code."""
-    given = parse(arguments)
-    torch.set_num_threads(given.threads)
-    console, environment = report.terminal(), report.environment()
-    workload = RandomModel(QUICK_SHAPE if given.quick else Shape(), chunk=1 << 16)
-    attention: dict[int, Any] = {}
-    steps: dict[int, Any] = {}
-    # Quantized caches round by design: other tokens are no failure here, and benchmarks/fidelity.py measures them.
-    rounded = Disagreements()
-    with report.progress_bars(console) as progress:
-        ticking = report.ticking_in(progress)
-        tick = ticking("attention", len(given.lengths))
-        for length in given.lengths:
-            attention[length] = measure_attention(workload, length, given.turns)
-            tick()
-        for length in given.lengths:
-            tick = ticking(f"steps at {length}", given.trials)
-            steps[length] = measure_decode(workload, CACHES, length, given.steps, given.trials, 4, rounded, tick)
-            report.summarise(steps[length])
+def show(run: report.Session, attention: dict[int, Any], steps: dict[int, Any]) -> None:
     table = report.new_table(
         "Attention of one token, and whole steps", "tokens, cache", "attention, ms", "MB", "share", "step, ms", "times"
     )
@@ -224,14 +185,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rate = measured[READ]["rate"] / 1e9
         table.add_row(f"{length:>6} {READ}", f"{measured[READ]['median'] * report.MILLI:.2f}", f"{rate:.1f} GB/s")
         table.add_section()
-    console.print(table)
-    asked = [] if given.quick else promises(attention, steps)
-    report.show_targets(console, asked)
-    results = {"attention": attention, "steps": steps}
-    report.finish(console, given, environment, results, asked)
+    run.console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; return the exit code."""
+    given = options().parse(arguments)
+    with report.session(given) as run:
+        workload = RandomModel(QUICK_SHAPE if given.quick else Shape(), chunk=1 << 16)
+        attention = {length: measure_attention(workload, length, given.turns) for length in given.lengths}
+        steps: dict[int, Any] = {}
+        # Quantized caches round by design: other tokens are no failure here, and fidelity.py measures them.
+        rounded = Disagreements()
+        for length in given.lengths:
+            tick = run.ticking(f"steps at {length}", given.trials)
+            steps[length] = measure_decode(workload, CACHES, length, given.steps, given.trials, 4, rounded, tick)
+            report.summarise(steps[length])
+    show(run, attention, steps)
+    hold_to_targets(run, attention, steps)
+    run.finish({"attention": attention, "steps": steps})
     same = all(agrees(measured) for measured in attention.values())
     if not same:
-        console.print("[red]attention in full precision differs from transformers' by more than rounding[/]")
+        run.console.print("[red]attention in full precision differs from transformers' by more than rounding[/]")
     return int(not same)
 
 

@@ -11,22 +11,19 @@ are compared with full precision. Bytes are for states in bfloat16, whatever dty
 The exit code is 1 if a calibrated setting takes more bytes than its budget.
 """
 
-import argparse
-import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers.utils import logging
 
 import kvlayers
-from fidelity import passages
-from kvlayers.tools.calibration.divergence import DivergenceInUse
 from lib import report
-from lib.workload import RandomModel, Shape, default_model, default_text
+from lib.internals import DivergenceInUse
+from lib.quantized import RANDOM, load
+from lib.workload import Shape
 
 UNIFORM = ((3, 2), (2, 3), (4, 2), (3, 3), (2, 4), (4, 3), (3, 4), (4, 4))
 """Bits of keys and values in every layer. Their bytes are the budgets."""
@@ -34,35 +31,14 @@ UNIFORM = ((3, 2), (2, 3), (4, 2), (3, 3), (2, 4), (4, 3), (3, 4), (4, 4))
 QUICK_SHAPE = Shape(layers=3, heads=4, kv_heads=2, head_dim=64, intermediate=128, vocab=256)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", help="directory or hub name of a model; 'none' for a random one")
-    parser.add_argument("--text", type=pathlib.Path, help="what is read (the topics of Python's help)")
-    parser.add_argument("--passages", type=int, help="that are calibrated on (4)")
-    parser.add_argument("--held-out", type=int, help="from other places, that settings are compared on (8)")
-    parser.add_argument("--context", type=int, help="tokens of each that are read before scoring begins (1024)")
-    parser.add_argument("--scored", type=int, default=64, help="tokens of each that are scored (64)")
-    parser.add_argument("--threads", type=int, help="threads of torch")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/calibration-<date>.json)")
-    parser.add_argument("--quick", action="store_true", help="a small random model and short passages")
-    given = parser.parse_args(arguments)
-    given.model = given.model or ("none" if given.quick else default_model())
-    given.passages = given.passages or (1 if given.quick else 4)
-    given.held_out = given.held_out or (1 if given.quick else 8)
-    given.context = given.context or (320 if given.quick else 1024)
-    given.output = given.output or report.output_path("calibration")
-    return given
-
-
-def load(given: argparse.Namespace) -> tuple[Any, list[Tensor]]:
-    """A model in float32, and passages `[1, tokens]` from places spread over the text."""
-    tokens, count = given.context + given.scored, given.passages + given.held_out
-    if given.model == "none":
-        ids = torch.randint(0, QUICK_SHAPE.vocab, (count, tokens), generator=torch.Generator().manual_seed(0))
-        return RandomModel(QUICK_SHAPE).model.float(), list(ids[:, None])
-    text = default_text() if given.text is None else given.text.read_text()
-    model = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
-    return model, passages(transformers.AutoTokenizer.from_pretrained(given.model), text, count, tokens)
+def options() -> report.Options:
+    made = report.Options("calibration", __doc__, quick="a small random model and short passages")
+    made.real_model("directory or hub name of a model", RANDOM)
+    made.sized("--passages", 4, 1, "that are calibrated on")
+    made.sized("--held-out", 8, 1, "from other places, that settings are compared on")
+    made.sized("--context", 1024, 320, "tokens of each that are read before scoring begins")
+    made.sized("--scored", 64, 64, "tokens of each that are scored")
+    return made
 
 
 def divided(found: list[Tensor], held_out: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -82,7 +58,7 @@ def uniform_bytes(model: Any, key_nbits: int, value_nbits: int) -> float:
     return states * ((key_nbits + value_nbits) / 8 + 2 * 4 / 64)
 
 
-def measure(model: Any, given: argparse.Namespace, found: list[Tensor]) -> dict[str, Any]:
+def measure(model: Any, given: Any, found: list[Tensor]) -> dict[str, Any]:
     """For each budget, the calibrated setting and the uniform settings, in order of bytes."""
     seen, unseen = divided(found, given.held_out)
     held_out = DivergenceInUse(model, unseen, given.scored)
@@ -130,15 +106,13 @@ def measure(model: Any, given: argparse.Namespace, found: list[Tensor]) -> dict[
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; the exit code is 1 if a setting exceeds its budget."""
-    given = parse(arguments)
-    console = report.terminal()
-    if given.threads:
-        torch.set_num_threads(given.threads)
+    given = options().parse(arguments)
     if given.quick:
         logging.disable_progress_bar()
-    environment = report.environment()
-    model, found = load(given)
-    measured = measure(model, given, found)
+    with report.session(given) as run:
+        count, tokens = given.passages + given.held_out, given.context + given.scored
+        model, found = load(given.model, given.text, "float32", count, tokens, QUICK_SHAPE)
+        measured = measure(model, given, found)
     table = report.new_table(
         f"{given.held_out} passages that were not calibrated on, {given.context} tokens before {given.scored} scored",
         "bytes a token", "best uniform bits", "KL", "calibrated, bytes a token", "KL", "of the uniform",
@@ -152,8 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{entry['divergence']:.3g}",
             f"{entry['ratio']:.3f}",
         )
-    console.print(table)
-    report.write(console, given, environment, {"results": {"calibration": measured}})
+    run.console.print(table)
+    run.finish({"calibration": measured})
     within = all(entry["bytes_per_token"] <= float(budget) for budget, entry in measured["budgets"].items())
     return 0 if within else 1
 

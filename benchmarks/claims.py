@@ -14,9 +14,7 @@ keeps the earlier record of measurements that did not run or that raised. The ex
 was not measured.
 """
 
-import argparse
 import contextlib
-import dataclasses
 import datetime
 import functools
 import json
@@ -29,8 +27,6 @@ from typing import Any
 
 import torch
 import transformers
-from rich.progress import Progress, TimeRemainingColumn
-from rich.table import Table
 
 import batches
 import claimed
@@ -41,9 +37,6 @@ import prefix
 import readme_picture
 import sinks
 from claimed import GROUPS, Cells
-from kvlayers.tools.measuring.nbytes import cache_nbytes
-from kvlayers.tools.measuring.scoring import CacheMaker
-from kvlayers.tools.measuring.text import default_text
 from lib import report, static
 from lib.compiling import INDUCTOR, nothing_in_memory
 from lib.contenders import (
@@ -60,13 +53,12 @@ from lib.contenders import (
     fill,
 )
 from lib.generation import GENERATORS, Job, measure_generate
-from lib.quantized import FULL, Contender
+from lib.internals import CacheMaker, cache_nbytes, default_text
+from lib.prefix_memory import ROOM
+from lib.quantized import FULL, QUICK_SHAPE, RANDOM, Contender
 from lib.quantized import REFERENCE as IN_FULL
-from lib.timing import Disagreements, Ticking, measure_decode, measure_update
+from lib.timing import Disagreements, measure_decode, measure_update
 from lib.workload import RandomModel, RealModel, Shape, Workload, default_model
-
-QUICK_SHAPE = fidelity.QUICK_SHAPE
-"""Its heads have the 64 channels that transformers' quantized caches need."""
 
 FINE = 16
 """Numbers of a group with which quanto holds more bytes than kvlayers' native backend with its groups of 64. A longer
@@ -77,24 +69,19 @@ class OtherTokensError(Exception):
     """A cache that is exact gave other tokens than transformers' DynamicCache: its times mean nothing."""
 
 
-@dataclasses.dataclass
 class Run:
     """What measurements share.
 
     Args:
-        model: directory or hub name of the real model.
+        session: arguments, terminal and bars.
+
+    Attributes:
         quick: whether to take a small random model in the place of every model, and few tokens and trials.
-        progress: where bars are shown.
     """
 
-    model: str | None
-    quick: bool
-    progress: Progress
-
-    @property
-    def ticking(self) -> Ticking:
-        """Makes bars."""
-        return report.ticking_in(self.progress)
+    def __init__(self, session: report.Session) -> None:
+        self.session, self.model, self.quick = session, session.given.model, session.given.quick
+        self.ticking = session.ticking
 
     @functools.cached_property
     def random(self) -> RandomModel:
@@ -154,7 +141,7 @@ def measure_steps(run: Run) -> Mapping[str, Cells]:
         tick = run.ticking(f"decode steps at {held:,} tokens", trials)
         measured = measure_decode(run.random, makers, held, steps, trials, 4, disagreements, tick)
         check_tokens(without_shared(disagreements, FLOOR), (KVLAYERS,))
-        dense = report.length_bytes(measured)
+        dense = measured[REFERENCE]["held"]
         report.summarise(measured)
         for row, name in by_length.items():
             cells[claimed.length_row(row, length)] = {
@@ -264,9 +251,7 @@ def measure_fidelity(run: Run) -> Mapping[str, Cells]:
     given = fidelity.parse(
         ["--context", "2048", "--scored", "1024", "--passages", "1", "--chunk", "64", "--outlier", "0", *sizes]
     )
-    if not run.quick:
-        given.model = [run.model]
-    measured = fidelity.measure(given.model[0], makers, default_text(), given, run.progress)
+    measured = fidelity.measure(run.session, RANDOM if run.quick else run.model, makers, given)
     cells: dict[str, dict[str, float]] = {}
     for row, contender in rows.items():
         entry = measured["plain"][contender.name]
@@ -374,7 +359,7 @@ def measure_prefix(run: Run) -> Mapping[str, Cells]:
     disagreements = Disagreements(torch.float32)
     with tempfile.TemporaryDirectory() as place:
         directory = pathlib.Path(place) / "store"
-        store = kvlayers.PrefixStore(prefix.ROOM, directory)
+        store = kvlayers.PrefixStore(ROOM, directory)
         kvlayers.generate(model, text[:, :tokens], prefix_store=store, max_new_tokens=1, do_sample=False)
         store.flush()
         first = prefix.FirstTokens(model, text[:, :tokens], text[:, tokens:], directory)
@@ -445,7 +430,7 @@ def measure(
     return found, failures
 
 
-def table(found: Mapping[str, Any], record: Mapping[str, Any], names: Sequence[str], bounds: bool) -> tuple[Table, int]:
+def table(found: Mapping[str, Any], record: Mapping[str, Any], names: Sequence[str], bounds: bool) -> tuple[Any, int]:
     """The claims that were to be measured: what was recorded, and what is found now.
 
     Args:
@@ -457,9 +442,7 @@ def table(found: Mapping[str, Any], record: Mapping[str, Any], names: Sequence[s
     Returns:
         The table, and how many claims do not hold.
     """
-    made = Table(title="Claims", title_justify="left")
-    for index, column in enumerate(("claim", "asked", "recorded", "now", "verdict")):
-        made.add_column(column, justify="right" if 0 < index < 4 else "left", no_wrap=index > 0, overflow="fold")
+    made = report.new_table("Claims", "claim", "asked", "recorded", "now", "verdict")
     failed = 0
     for group in GROUPS:
         if group.measurement not in names:
@@ -499,52 +482,39 @@ def write_pages() -> None:
     claimed.HOME.write_text(claimed.with_home_table(claimed.HOME.read_text(), record))
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=lambda text: text.split(","), help=f"of {','.join(MEASUREMENTS)}")
-    parser.add_argument("--model", default=default_model(), help="directory or hub name of the real model")
-    parser.add_argument("--threads", type=int, help="threads of torch")
-    parser.add_argument("--record", action="store_true", help="record the measurements, and write them into the pages")
-    parser.add_argument(
-        "--write", action="store_true", help="write the record into README.md and docs/choosing.md, and stop"
-    )
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/claims-<date>.json)")
-    parser.add_argument("--quick", action="store_true", help="a small random model and few tokens, under a minute")
-    given = parser.parse_args(arguments)
-    given.only = given.only or list(MEASUREMENTS)
-    unknown = [name for name in given.only if name not in MEASUREMENTS]
-    if unknown:
-        parser.error(f"--only takes names of {', '.join(MEASUREMENTS)}, but saw {', '.join(unknown)}")
+def parse(arguments: Sequence[str] | None) -> Any:
+    made = report.Options("claims", __doc__, quick="a small random model and few tokens, under a minute")
+    made.some_of("--only", list(MEASUREMENTS), "measurements")
+    made.real_model("directory or hub name of the real model", default_model())
+    made.add("--record", action="store_true", help="record the measurements, and write them into the pages")
+    made.add("--write", action="store_true", help="write the record into README.md and docs/choosing.md, and stop")
+    given = made.parse(arguments)
     if given.quick and given.record:
-        parser.error("--record needs the full models, and --quick uses small ones: pass only one of the two")
-    given.output = given.output or report.output_path("claims")
+        made.parser.error("--record needs the full models, and --quick uses small ones: pass only one of the two")
     return given
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; the exit code is 1 if a claim does not hold, or was not measured."""
     given = parse(arguments)
-    console = report.terminal()
     if given.write:
         write_pages()
         written = (claimed.README, claimed.HOME, claimed.CHOOSING, claimed.BENCHMARKS, readme_picture.PICTURE)
-        console.print(f"written: {', '.join(map(str, written))}")
+        print(f"written: {', '.join(map(str, written))}")
         return 0
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    environment = report.environment()
     # Before what is recorded is replaced.
     before = claimed.read_record(claimed.recorded_path())
-    content = {**environment, "arguments": {"only": given.only, "threads": given.threads}}
-    keeping = functools.partial(keep, content=content) if given.record else len
-    with report.progress_bars(console, TimeRemainingColumn()) as progress:
-        found, failures = measure(Run(given.model, given.quick, progress), given.only, keeping)
+    with report.session(given) as session:
+        content = {**session.environment, "arguments": {"only": given.only, "threads": given.threads}}
+        keeping = functools.partial(keep, content=content) if given.record else len
+        found, failures = measure(Run(session), given.only, keeping)
     made, failed = table(found, before, given.only, not given.quick)
+    console = session.console
     console.print(made)
     for name, failure in failures.items():
         console.print(f"{name} failed: {failure}", markup=False)
     console.print(f"{failed} claims do not hold or were not measured")
-    report.write(console, given, environment, {"results": {"claims": found}, "failures": failures})
+    session.finish({"claims": found}, failures=failures)
     if given.record:
         write_pages()
         console.print(f"recorded in {claimed.recorded_path()}, and written to {claimed.README}, {claimed.CHOOSING}")

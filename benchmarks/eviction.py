@@ -20,8 +20,6 @@ Contenders take turns in an order that rotates; a ratio is the median of the tri
 The exit code is 1 if an output is wrong, and if all parts ran, also if a target is missed.
 """
 
-import argparse
-import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,17 +30,11 @@ import transformers
 import kvlayers
 from kvlayers.eviction import eviction_rule, eviction_rule_names
 from lib import report
-from lib.contenders import Maker
-from lib.evicting import (
-    AttentionShape,
-    is_bit_equal,
-    measure_attention,
-    measure_bytes,
-    measure_prefill,
-    measure_traffic,
-    time_ratio,
-)
+from lib.contenders import Maker, fill
+from lib.evicting import AttentionShape, measure_attention, measure_prefill, time_ratio
+from lib.internals import cache_nbytes
 from lib.workload import QUICK_SHAPE, RandomModel, Shape
+from offload import decode, traffic_of
 
 PARTS = ("bytes", "decode", "recall", "prefill", "traffic")
 
@@ -73,25 +65,13 @@ def recalling(pages: int | str, **options: Any) -> Maker:
     return lambda config, length: kvlayers.DynamicCache(config=config, length_hint=length, recall=recall, **options)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, separated by commas ({','.join(PARTS)})")
-    parser.add_argument("--rules", help="rules of the prefill, separated by commas (all)")
-    parser.add_argument("--trials", type=int, help="trials (5; of prefill 3)")
-    parser.add_argument("--steps", type=int, help="decode steps of a trial (192, three evictions of a budget)")
-    parser.add_argument("--threads", type=int, default=2, help="threads of torch (2)")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/eviction-<date>.json)")
-    parser.add_argument("--quick", action="store_true", help="small shapes and few tokens")
-    given = parser.parse_args(arguments)
-    given.only = given.only.split(",")
-    given.rules = eviction_rule_names() if given.rules is None else given.rules.split(",")
-    given.steps = given.steps or (32 if given.quick else 192)
-    given.prefill_trials = given.trials or (1 if given.quick else 3)
-    given.trials = given.trials or (1 if given.quick else 5)
-    given.output = given.output or report.output_path("eviction")
-    if unknown := set(given.only) - set(PARTS):
-        parser.error(f"--only takes {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
-    return given
+def options() -> report.Options:
+    made = report.Options("eviction", __doc__, threads=2, quick="small shapes and few tokens")
+    made.some_of("--only", PARTS, "parts, separated by commas")
+    made.some_of("--rules", eviction_rule_names(), "rules of the prefill, separated by commas")
+    made.add("--trials", type=int, help="trials (5; of prefill 3)")
+    made.sized("--steps", 192, 32, "decode steps of a trial; 192 are three evictions of a budget")
+    return made
 
 
 def bytes_makers() -> dict[str, Maker]:
@@ -171,46 +151,47 @@ def targets(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; the exit code is 1 if an output is wrong, or a target of a whole run is missed."""
-    given = parse(arguments)
-    console = report.terminal()
-    torch.set_num_threads(given.threads)
-    environment = report.environment()
+    given = options().parse(arguments)
+    given.prefill_trials = given.trials or (1 if given.quick else 3)
+    given.trials = given.trials or (1 if given.quick else 5)
     results: dict[str, Any] = {}
     wrong: list[str] = []
-    with report.progress_bars(console) as progress:
-        ticking = report.ticking_in(progress)
+    with report.session(given) as run:
         for part in PARTS:
             if part in given.only:
-                results[part], found = MEASURES[part](given, ticking)
+                results[part], found = MEASURES[part](given, run.ticking)
                 wrong += found
                 # At once, as a whole run takes long.
-                show(console, {part: results[part]})
-    promises = targets(results)
-    report.show_targets(console, promises)
+                show(run.console, {part: results[part]})
+    run.targets = targets(results)
     for each in wrong:
-        console.print(f"[red]wrong[/]: {each}")
-    report.write(console, given, environment, {"results": results, "targets": promises, "wrong": wrong})
+        run.console.print(f"[red]wrong[/]: {each}")
+    run.finish(results, wrong=wrong)
     is_whole = not given.quick and set(given.only) == set(PARTS)
-    return 1 if wrong or (is_whole and not all(each["met"] for each in promises)) else 0
+    return 1 if wrong or (is_whole and not all(each["met"] for each in run.targets)) else 0
 
 
-def _bytes(given: argparse.Namespace, ticking: Any) -> tuple[Any, list[str]]:
-    makers, tokens = bytes_makers(), 1024 if given.quick else 16384
+def _bytes(given: Any, ticking: Any) -> tuple[Any, list[str]]:
+    tokens, found = 1024 if given.quick else 16384, {}
     shape = QUICK_ATTENTION if given.quick else AttentionShape(layers=2)
-    found = measure_bytes(shape, tokens, makers, ticking(f"bytes at {tokens}", len(makers)))
-    return found, [
-        f"{name}: its length is {entry['length']}" for name, entry in found.items() if entry["length"] != tokens
-    ]
+    config, states = shape.config(), shape.states(tokens)
+    with torch.no_grad():
+        for name, make in bytes_makers().items():
+            cache = make(config, tokens)
+            fill(cache, states, tokens)
+            found[name] = {"held": cache_nbytes(cache), "length": cache.get_seq_length()}
+    wrong = [f"{name}: its length is {entry['length']}" for name, entry in found.items() if entry["length"] != tokens]
+    return found, wrong
 
 
-def _decode(given: argparse.Namespace, ticking: Any) -> tuple[Any, list[str]]:
+def _decode(given: Any, ticking: Any) -> tuple[Any, list[str]]:
     tokens = 1024 if given.quick else 16384
     shape = QUICK_ATTENTION if given.quick else AttentionShape()
     tick = ticking(f"attention of decode steps at {tokens}", given.trials)
     return measure_attention(shape, decode_makers(tokens), [tokens], given.steps, given.trials, tick)
 
 
-def _recall(given: argparse.Namespace, ticking: Any) -> tuple[Any, list[str]]:
+def _recall(given: Any, ticking: Any) -> tuple[Any, list[str]]:
     lengths = [512, 1024, 2048] if given.quick else [8192, 16384, 32768]
     shape = QUICK_ATTENTION if given.quick else AttentionShape(layers=2)
     makers = {**DENSE_MAKERS, RECALL: recalling(4 if given.quick else 64)}
@@ -218,30 +199,38 @@ def _recall(given: argparse.Namespace, ticking: Any) -> tuple[Any, list[str]]:
     return measure_attention(shape, makers, lengths, given.steps, given.trials, tick)
 
 
-def _prefill(given: argparse.Namespace, ticking: Any) -> tuple[Any, list[str]]:
+def _prefill(given: Any, ticking: Any) -> tuple[Any, list[str]]:
     tokens, makers = 512 if given.quick else 4096, prefill_makers(given.rules)
     # Few CPUs multiply matrices of bfloat16, and on the others a pass takes most of a minute.
     workload = RandomModel(QUICK_SHAPE if given.quick else PREFILL_SHAPE, dtype=torch.float32)
-    tick = ticking(f"prefill of {tokens}", (given.prefill_trials + 1) * len(makers))
+    tick = ticking(f"prefill of {tokens}", given.prefill_trials + 1)
     return measure_prefill(workload.model, workload.prompt(tokens), makers, given.prefill_trials, tick)
 
 
-def _traffic(given: argparse.Namespace, ticking: Any) -> tuple[Any, list[str]]:
-    lengths, pages = ([512, 1024], 4) if given.quick else ([2048, 4096, 8192], 16)
+def _traffic(given: Any, ticking: Any) -> tuple[Any, list[str]]:
+    """Bytes that a step moves when recall is offloaded, and whether recall of all pages is bit-equal to no recall."""
+    lengths, pages, new = ([512, 1024], 4, 8) if given.quick else ([2048, 4096, 8192], 16, 8)
     workload = RandomModel(TRAFFIC_SHAPE)
-
-    def make(config: Any, offloading: bool) -> Any:
-        return recalling(pages, offloading=offloading)(config, 0)
-
-    offloaded, wrong = measure_traffic(workload, make, lengths, 8, ticking("offloaded recall", len(lengths)))
-    exact = is_bit_equal(workload, DENSE_MAKERS[DENSE], recalling("all"), lengths[0], 8)
+    model, config = workload.model, workload.model.config
+    offloaded, wrong = {}, []
+    for length in lengths:
+        prompt = workload.prompt(length)
+        moved = traffic_of(model, lambda: recalling(pages, offloading=True)(config, 0), prompt, new)
+        if moved.pop("tokens") != decode(model, recalling(pages)(config, 0), prompt, new)[0]:
+            wrong.append(f"offloaded recall at {length}: other tokens than without offloading")
+        offloaded[str(length)] = moved
+    prompt = workload.prompt(lengths[0])
+    (tokens, logits), (others, other_logits) = (
+        decode(model, make(config, lengths[0] + new), prompt, new) for make in (DENSE_MAKERS[DENSE], recalling("all"))
+    )
+    exact = tokens == others and torch.equal(logits, other_logits)
     # Keys and values of the pages that all KV heads of all layers choose, in bfloat16.
     shape, page_tokens = TRAFFIC_SHAPE, kvlayers.layers.Recall().page_tokens
     chosen = pages * page_tokens * shape.layers * shape.kv_heads * shape.head_dim * 2 * torch.bfloat16.itemsize
     return {"offloaded": offloaded, "pages": pages, "chosen": chosen, "exact": int(exact)}, wrong
 
 
-MEASURES: dict[str, Callable[[argparse.Namespace, Any], tuple[Any, list[str]]]] = {
+MEASURES: dict[str, Callable[[Any, Any], tuple[Any, list[str]]]] = {
     "bytes": _bytes,
     "decode": _decode,
     "recall": _recall,

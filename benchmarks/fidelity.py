@@ -15,103 +15,62 @@ should. Bytes are for states in bfloat16, whatever dtype the model computes in.
 The exit code is 1 if a cache in full precision scores other than zero, or if one of kvlayers' caches fails.
 """
 
-import argparse
+import math
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 import transformers
 from rich.console import Console
-from rich.progress import Progress, TimeRemainingColumn
-from torch import Tensor
+from rich.table import Table
 
-from kvlayers.errors import OptionError
-from kvlayers.tools.measuring.scoring import CacheMaker, NoRecord, Scores, read
-from kvlayers.tools.measuring.text import default_text, passages
 from lib import report
-from lib.fidelity_report import plot, promises, show
+from lib.internals import CacheMaker, NoRecord, read
 from lib.outliers import KeyOutliers
-from lib.quantized import EXACT, FULL, Contender, contenders, measure_bytes
-from lib.workload import RandomModel, Shape, default_model
+from lib.quantized import EXACT, FULL, RANDOM, REFERENCE, Contender, contenders, load, measure_bytes, summaries
 
-BACKENDS = ["kvlayers:native", "transformers:quanto", "transformers:hqq", "transformers:fp8"]
-QUICK_SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=64, intermediate=128, vocab=256)
-RANDOM = "random llama"
+KINDS = ("plain", "outliers")
+BACKENDS = ("kvlayers:native", "transformers:quanto", "transformers:hqq", "transformers:fp8")
+KNOWN = [f"{library}:{name}" for library in ("kvlayers", "transformers") for name in ("native", "quanto", "hqq", "fp8")]
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", action="append", help="directory or hub name; several times for several models")
-    parser.add_argument("--text", type=pathlib.Path, help="what the models read (the topics of Python's help)")
-    parser.add_argument("--passages", type=int, help="from places spread over the text (8)")
-    parser.add_argument("--context", type=int, help="tokens of each read before scoring begins (2048)")
-    parser.add_argument("--scored", type=int, help="tokens of each that are scored (1024)")
-    parser.add_argument("--chunk", type=int, default=32, help="tokens read at once (32)")
-    parser.add_argument("--bits", type=_numbers, default=[2, 3, 4, 8], help="separated by commas (2,3,4,8)")
-    parser.add_argument("--outlier-bits", type=_numbers, default=[4], help="on the model with outliers (4)")
-    parser.add_argument("--outlier", type=float, default=30.0, help="bias of its two key channels; 0 for none (30)")
-    parser.add_argument("--backends", type=lambda text: text.split(","), default=BACKENDS, help=",".join(BACKENDS))
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the model (float32)")
-    parser.add_argument("--threads", type=int, help="threads of torch")
-    parser.add_argument("--plot", type=pathlib.Path, help="PNG or SVG of divergence against bytes; needs matplotlib")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/fidelity-<date>.json)")
-    parser.add_argument("--quick", action="store_true", help="a small random model and short passages")
-    given = parser.parse_args(arguments)
-    given.passages = given.passages or (2 if given.quick else 8)
-    given.context = given.context or (448 if given.quick else 2048)
-    given.scored = given.scored or (64 if given.quick else 1024)
+def options() -> report.Options:
+    made = report.Options("fidelity", __doc__, quick="a small random model and short passages")
+    made.add("--model", action="append", help="directory or hub name; several times for several models")
+    made.add("--text", type=pathlib.Path, help="what the models read (the topics of Python's help)")
+    made.sized("--passages", 8, 2, "from places spread over the text")
+    made.sized("--context", 2048, 448, "tokens of each read before scoring begins")
+    made.sized("--scored", 1024, 64, "tokens of each that are scored")
+    made.sized("--chunk", 32, 32, "tokens read at once")
+    made.sized("--bits", [2, 3, 4, 8], [2, 3, 4, 8], "separated by commas", report.numbers)
+    made.sized("--outlier-bits", [4], [4], "on the model with outliers", report.numbers)
+    made.sized("--outlier", 30.0, 30.0, "bias of its two key channels; 0 for none", float)
+    made.some_of("--backends", KNOWN, "libraries and backends", BACKENDS)
+    made.dtype("float32", ("float32", "bfloat16"))
+    made.add("--plot", type=pathlib.Path, help="PNG or SVG of divergence against bytes; needs matplotlib")
+    return made
+
+
+def parse(arguments: Sequence[str] | None) -> Any:
+    made = options()
+    given = made.parse(arguments)
     if given.chunk < 1 or given.context % given.chunk or given.scored % given.chunk:
-        parser.error("--context and --scored must be multiples of --chunk")
-    known = [
-        f"{library}:{name}" for library in ("kvlayers", "transformers") for name in ("native", "quanto", "hqq", "fp8")
-    ]
-    if any(backend not in known for backend in given.backends):
-        parser.error(f"--backends must be of {','.join(known)}")
-    given.model = given.model or ([RANDOM] if given.quick else [default_model()])
-    given.output = given.output or report.output_path("fidelity")
+        made.parser.error("--context and --scored must be multiples of --chunk")
+    given.model = given.model or [RANDOM if given.quick else report.default_model()]
     return given
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
-def load(source: str, text: str, given: argparse.Namespace) -> tuple[Any, list[Tensor]]:
-    """A model and its passages of token ids `[1, context + scored + 1]`."""
-    dtype = getattr(torch, given.dtype)
-    tokens = given.context + given.scored + 1
-    if source == RANDOM:
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(QUICK_SHAPE.vocab, (given.passages, tokens), generator=generator)
-        return RandomModel(QUICK_SHAPE).model.to(dtype), list(ids[:, None])
-    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and tokens > limit:
-        raise SystemExit(f"{source} has a context of {limit} tokens, and passages have {tokens}: use shorter ones")
-    try:
-        return model, passages(transformers.AutoTokenizer.from_pretrained(source), text, given.passages, tokens)
-    except OptionError as error:
-        raise SystemExit(str(error)) from None
-
-
-def measure(
-    source: str, makers: dict[Contender, CacheMaker], text: str, given: argparse.Namespace, progress: Progress
-) -> dict[str, Any]:
+def measure(run: report.Session, source: str, makers: dict[Contender, CacheMaker], given: Any) -> dict[str, Any]:
     """The figures of one model: `plain`, `outliers`, and the `bytes` per token of each contender."""
-    model, texts = load(source, text, given)
+    model, texts = load(source, given.text, given.dtype, given.passages, given.context + given.scored + 1)
     steps = (given.context + given.scored) // given.chunk * len(texts)
     name = pathlib.Path(source).name
-
-    def ticking(what: str, total: int) -> Callable[[], None]:
-        task = progress.add_task(f"{name}: {what}", total=total)
-        return lambda: progress.advance(task)
-
-    plain = read(model, texts, makers, given.context, given.chunk, NoRecord(), ticking("reading", steps))
+    tick = run.ticking(f"{name}: reading", steps)
+    plain = read(model, texts, makers, given.context, given.chunk, NoRecord(), tick)
     alive = {key: make for key, make in makers.items() if plain[key].failure is None}
     held = {}
-    tick = ticking("bytes", len(alive))
+    tick = run.ticking(f"{name}: bytes", len(alive))
     for key, make in list(alive.items()):
         try:
             held[key.name] = measure_bytes(make, model.config, given.context, given.scored, given.chunk)
@@ -124,7 +83,8 @@ def measure(
     if given.outlier:
         few = {key: make for key, make in alive.items() if key.bits in (None, *given.outlier_bits)}
         with KeyOutliers("constant", given.outlier).applied(model):
-            seen = read(model, texts, few, given.context, given.chunk, NoRecord(), ticking("with outliers", steps))
+            tick = run.ticking(f"{name}: with outliers", steps)
+            seen = read(model, texts, few, given.context, given.chunk, NoRecord(), tick)
         results["outliers"] = summaries(seen)
     assembled = [key.name for key in alive if key.bits and type(makers[key](model.config)) is transformers.Cache]
     results["notes"] = [
@@ -135,9 +95,90 @@ def measure(
     return results
 
 
-def summaries(scores: dict[Contender, Scores]) -> dict[str, Any]:
-    """The figures of each contender, by name."""
-    return {key.name: {**key._asdict(), **score.summary()} for key, score in scores.items()}
+def better_baseline(measured: dict[str, Any], kind: str, bits: int | None) -> dict[str, Any] | None:
+    """The figures of transformers' quanto or hqq, whichever diverges less; `None` if neither ran."""
+    entries = [measured[kind].get(Contender("transformers", backend, bits).name, {}) for backend in ("quanto", "hqq")]
+    # Comparisons with a divergence of nan are always false.
+    finite = [entry for entry in entries if math.isfinite(entry.get("kl", math.nan))]
+    return min(finite, key=lambda entry: entry["kl"], default=None)
+
+
+def show(console: Console, measured: dict[str, Any]) -> None:
+    """Print the tables of one model, with notes."""
+    for kind in KINDS:
+        if kind in measured:
+            perplexity = measured[kind][REFERENCE.name]["perplexity"]
+            with_outliers = " with outliers in its keys" if kind == "outliers" else ""
+            title = f"{measured['model']}{with_outliers} (perplexity in full precision: {perplexity:.3f})"
+            console.print(_table(measured, kind, title))
+    failures = [
+        f"{name} failed: {entry['failure']}"
+        for kind in KINDS
+        for name, entry in measured.get(kind, {}).items()
+        if "failure" in entry
+    ]
+    for line in dict.fromkeys([*failures, *measured["notes"]]):
+        console.print(line, markup=False)
+
+
+def _table(measured: dict[str, Any], kind: str, title: str) -> Table:
+    columns = ("KL", "99th", "over better", "perplexity", "agreement", "bytes/token", "of dense", "seconds")
+    table = report.new_table(title, "cache", *columns)
+    dense = measured["bytes"][REFERENCE.name]["bytes"]
+    for name, entry in measured[kind].items():
+        if "failure" in entry:
+            continue
+        baseline = better_baseline(measured, kind, entry["bits"])
+        held = measured["bytes"][name]["bytes"]
+        table.add_row(
+            name,
+            f"{entry['kl']:.3g}",
+            f"{entry['kl_99']:.3g}",
+            f"{entry['kl'] / baseline['kl']:.4f}" if baseline else "",
+            f"{entry['perplexity']:.3f}",
+            f"{entry['agreement']:.2%}",
+            f"{held:,.0f}",
+            f"{held / dense:.4f}",
+            f"{entry['seconds']:.0f}",
+        )
+    return table
+
+
+def plot(results: list[dict[str, Any]], path: pathlib.Path) -> None:
+    """Draw divergence against bytes per token."""
+    from matplotlib.figure import Figure
+
+    panels = [(measured, kind) for measured in results for kind in KINDS if kind in measured]
+    figure = Figure(figsize=(6 * len(panels), 4.5), layout="constrained")
+    for axes, (measured, kind) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for name, entry in measured[kind].items():
+            if entry["bits"] is not None and entry.get("kl", 0) > 0:
+                point = measured["bytes"][name]["bytes"], entry["kl"]
+                lines.setdefault(f"{entry['library']} {entry['backend']}", []).append(point)
+        for label, points in lines.items():
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+        axes.set(yscale="log", xlabel="bytes per token", ylabel="mean KL divergence")
+        axes.set_title(measured["model"] + (" with outliers" if kind == "outliers" else ""))
+        axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def exit_code(console: Console, results: list[dict[str, Any]], chunk: int) -> int:
+    """Print every failure; return 1 if there is one, else 0."""
+    found = []
+    for measured in results:
+        for kind in KINDS:
+            for name, entry in measured.get(kind, {}).items():
+                if entry["library"] == "kvlayers" and "failure" in entry:
+                    found.append(f"{name} failed on {measured['model']}: {entry['failure']}")
+                # For a single query over long keys, attention adds in another order.
+                elif name == EXACT.name and chunk > 1 and entry["kl"] != 0:
+                    found.append(f"{name} differs from full precision on {measured['model']}: {entry['kl']}")
+    for line in found:
+        console.print(f"[red]{line}[/]")
+    return 1 if found else 0
 
 
 def main(arguments: Sequence[str] | None = None, makers: dict[Contender, CacheMaker] | None = None) -> int:
@@ -151,43 +192,22 @@ def main(arguments: Sequence[str] | None = None, makers: dict[Contender, CacheMa
         The exit code: 1 if full precision scores other than zero, or if one of kvlayers' caches fails.
     """
     given = parse(arguments)
-    console = report.terminal()
-    if None in given.model:
-        console.print("no real model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model")
-        return 1
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    environment = report.environment()
     chosen = contenders(given.backends, given.bits)
     caches = {**FULL, **({contender: contender.make for contender in chosen} if makers is None else makers)}
-    text = given.text.read_text() if given.text else default_text()
-    with report.progress_bars(console, TimeRemainingColumn()) as progress:
-        results = [measure(source, caches, text, given, progress) for source in given.model]
+    with report.session(given) as run:
+        if None in given.model:
+            run.console.print(report.NO_MODEL)
+            return 1
+        results = [measure(run, source, caches, given) for source in given.model]
     for measured in results:
-        show(console, measured)
-    # A random model attends to all tokens alike, so its figures say nothing about fidelity.
-    targets = [] if given.quick else [target for measured in results for target in promises(measured)]
-    report.show_targets(console, targets)
-    report.write(console, given, environment, {"results": results, "targets": targets})
+        show(run.console, measured)
+    run.finish(results)
     if given.plot:
-        plot(console, results, given.plot)
-    return exit_code(console, results, given.chunk)
-
-
-def exit_code(console: Console, results: list[dict[str, Any]], chunk: int) -> int:
-    """Print every failure; return 1 if there is one, else 0."""
-    found = []
-    for measured in results:
-        for kind in ("plain", "outliers"):
-            for name, entry in measured.get(kind, {}).items():
-                if entry["library"] == "kvlayers" and "failure" in entry:
-                    found.append(f"{name} failed on {measured['model']}: {entry['failure']}")
-                # For a single query over long keys, attention adds in another order.
-                elif name == EXACT.name and chunk > 1 and entry["kl"] != 0:
-                    found.append(f"{name} differs from full precision on {measured['model']}: {entry['kl']}")
-    for line in found:
-        console.print(f"[red]{line}[/]")
-    return 1 if found else 0
+        try:
+            plot(results, given.plot)
+        except ImportError:
+            run.console.print("no plot: it needs matplotlib, which is not installed")
+    return exit_code(run.console, results, given.chunk)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ weights. A ratio compares two runs of the same turn, and the figure is the media
 a log-probability differs by more than 1e-4, or a text differs. Run it on an idle machine.
 """
 
-import argparse
 import itertools
 import json
 import pathlib
@@ -30,10 +29,9 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from kvlayers.evaluation.harness import KVLayersLM
-from kvlayers.tools.measuring.interleave import there_and_back
-from kvlayers.tools.measuring.text import default_text
 from lib import report
-from lib.workload import default_model
+from lib.internals import default_text, there_and_back
+from lib.turns import ratio
 
 CHOICES, ANSWERS, PERPLEXITY = "choices", "answers", "perplexity"
 TASKS = (CHOICES, ANSWERS, PERPLEXITY)
@@ -42,27 +40,17 @@ MOST_DIFFERENCE = 1e-4
 ANSWER_WORDS = 8
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default=default_model(), help="directory or hub name of the model")
-    parser.add_argument("--text", type=pathlib.Path, help="what the tasks are made of (the topics of Python's help)")
-    parser.add_argument("--dtype", default="float32", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--tasks", default=",".join(TASKS), help=f"some of {', '.join(TASKS)}, separated by commas")
-    parser.add_argument("--documents", type=int, default=20, help="documents of each task (20)")
-    parser.add_argument("--shots", type=int, default=5, help="few-shot examples before each question (5)")
-    parser.add_argument("--words", type=int, default=75, help="words of a question (75: 1,000 tokens with 5 shots)")
-    parser.add_argument("--batch-size", type=int, default=4, help="of both models (4)")
-    parser.add_argument("--trials", type=int, default=3, help="trials (3)")
-    parser.add_argument("--threads", type=int, help="threads of torch")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/harness-<date>.json)")
-    given = parser.parse_args(arguments)
-    given.tasks = given.tasks.split(",")
-    given.output = given.output or report.output_path("harness")
-    if given.model is None:
-        parser.error("there is no model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model")
-    if not set(given.tasks) <= set(TASKS):
-        parser.error(f"--tasks must be some of {', '.join(TASKS)}")
-    return given
+def options() -> report.Options:
+    made = report.Options("harness", __doc__)
+    made.real_model()
+    made.dtype("float32")
+    made.some_of("--tasks", TASKS, "tasks")
+    made.sized("--documents", 20, None, "documents of each task")
+    made.sized("--shots", 5, None, "few-shot examples before each question")
+    made.sized("--words", 75, None, "words of a question; 75 are 1,000 tokens with 5 shots")
+    made.sized("--batch-size", 4, None, "of both models")
+    made.sized("--trials", 3, None, "trials")
+    return made
 
 
 def documents(text: str, count: int, words: int) -> list[dict[str, Any]]:
@@ -82,7 +70,7 @@ def documents(text: str, count: int, words: int) -> list[dict[str, Any]]:
     return found
 
 
-def write_tasks(directory: pathlib.Path, given: argparse.Namespace) -> None:
+def write_tasks(directory: pathlib.Path, given: Any) -> None:
     """The tasks of the harness, as files."""
     text = given.text.read_text() if given.text else default_text()
     rows = documents(text, given.shots + given.documents, given.words)
@@ -141,20 +129,21 @@ def difference(one: list[Any], other: list[Any]) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; return the exit code."""
-    given = parse(arguments)
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    console, environment = report.terminal(), report.environment()
+    made = options()
+    given = made.parse(arguments)
+    if given.model is None:
+        made.parser.error(report.NO_MODEL)
     # The harness asks for these facts after each task, which takes seconds.
     torch.utils.collect_env.get_pretty_env_info = str
     tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
     model = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=getattr(torch, given.dtype)).eval()
     kinds = {HF: HFLM, KVLAYERS: KVLayersLM}
-    results: dict[str, Any] = {task: {"seconds": {name: [] for name in kinds}, "difference": 0.0} for task in TASKS}
-    with tempfile.TemporaryDirectory() as directory:
+    results: dict[str, Any] = {}
+    with report.session(given) as run_of_all, tempfile.TemporaryDirectory() as directory:
         write_tasks(pathlib.Path(directory), given)
         manager = TaskManager(include_path=directory, include_defaults=False)
         for task in given.tasks:
+            entry = results[task] = {"seconds": {name: [] for name in kinds}, "difference": 0.0}
             # The first turn loads data, and is not counted.
             for trial in range(given.trials + 1):
                 answers = {}
@@ -162,23 +151,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     # Made for each turn: no store has prompts of an earlier one.
                     harness_model = kinds[name](model, tokenizer=tokenizer, batch_size=given.batch_size)
                     seconds, answers[name] = run(harness_model, task, manager)
-                    if trial:
-                        results[task]["seconds"][name].append(seconds)
-                found = difference(answers[HF], answers[KVLAYERS])
-                results[task]["difference"] = max(results[task]["difference"], found)
-    results = {task: results[task] for task in given.tasks}
+                    entry["seconds"][name] += [seconds] if trial else []
+                entry["difference"] = max(entry["difference"], difference(answers[HF], answers[KVLAYERS]))
     table = report.new_table(f"Seconds of a task, {given.documents} documents, {given.dtype}", "task", HF, KVLAYERS)
-    promises = []
     for task, entry in results.items():
-        seconds = entry["seconds"]
-        ratio = statistics.median(one / other for one, other in zip(seconds[HF], seconds[KVLAYERS], strict=True))
-        table.add_row(task, *(f"{statistics.median(seconds[name]):.2f}" for name in kinds))
-        promises.append(report.promised(f"{task}: seconds of hf over those of kvlayers", ratio, at_least=1.0))
-        promises.append(report.promised(f"{task}: largest difference", entry["difference"], at_most=MOST_DIFFERENCE))
-    console.print(table)
-    report.show_targets(console, promises)
-    code = report.finish(console, given, environment, results, promises)
-    return code or int(any(entry["difference"] > MOST_DIFFERENCE for entry in results.values()))
+        table.add_row(task, *(f"{statistics.median(entry['seconds'][name]):.2f}" for name in kinds))
+        times = ratio(entry["seconds"], HF, KVLAYERS)
+        run_of_all.target(f"{task}: seconds of hf over those of kvlayers", times, at_least=1.0)
+        run_of_all.target(f"{task}: largest difference", entry["difference"], at_most=MOST_DIFFERENCE)
+    run_of_all.console.print(table)
+    run_of_all.finish(results)
+    return int(any(entry["difference"] > MOST_DIFFERENCE for entry in results.values()))
 
 
 if __name__ == "__main__":

@@ -23,12 +23,16 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlayers.attention import dispatch
-from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
-from kvlayers.attention.segments import KVSegments, Segment
-from kvlayers.stores.quantization import Quantization
-from kvlayers.stores.quantized import QuantizedStore
+from lib.internals import (
+    DenseSegment,
+    KVSegments,
+    PackedSegment,
+    PackedStates,
+    Quantization,
+    QuantizedStore,
+    Segment,
+    dispatch,
+)
 from lib.offline_gpu import OfflineDriver, as_gpu
 
 STUB = Path(__file__).parent / "lib" / "stub_cuda.c"

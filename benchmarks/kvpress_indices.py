@@ -20,7 +20,6 @@ keeps is kept with the 4 sinks and 64 newest tokens of `EvictingCache`.
 The exit code is 1 if kvlayers and kvpress disagree about a token whose score is no tie.
 """
 
-import argparse
 import pathlib
 import subprocess
 import sys
@@ -33,12 +32,9 @@ import transformers
 from torch import Tensor
 
 from kvlayers.eviction import ALL_QUERIES, EvictionRule, eviction_rule
-from kvlayers.eviction.for_model import rules_for
-from kvlayers.eviction.head_budgets import AdaptiveHeads, EvenHeads
-from kvlayers.eviction.kept import KeptTokens
-from kvlayers.eviction.selection import select
 from lib import report
-from lib.workload import RandomModel, Shape, default_model, real_workload
+from lib.internals import AdaptiveHeads, EvenHeads, KeptTokens, rules_for, select
+from lib.workload import RandomModel, Shape, real_workload
 
 NEWEST = {"tova": 1}
 """Tokens that a press of kvpress keeps whatever their scores, and kvlayers' rule does not."""
@@ -52,17 +48,12 @@ TIE = 1e-4
 OTHER_SIDE = pathlib.Path(__file__).parent / "lib" / "kvpress_side.py"
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--kvpress-python", required=True, help="an interpreter with kvpress")
-    parser.add_argument("--model", help="directory or hub name of a llama; 'none' for a random one alone")
-    parser.add_argument("--text", type=pathlib.Path, help="what is read (the topics of Python's help)")
-    parser.add_argument("--tokens", type=int, default=1000, help="tokens that are read (1000)")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/kvpress-<date>.json)")
-    given = parser.parse_args(arguments)
-    given.model = given.model or default_model() or "none"
-    given.output = given.output or report.output_path("kvpress-indices")
-    return given
+def options() -> report.Options:
+    made = report.Options("kvpress-indices", __doc__)
+    made.add("--kvpress-python", required=True, help="an interpreter with kvpress")
+    made.real_model("directory or hub name of a llama; 'none' for a random one alone")
+    made.sized("--tokens", 1000, None, "tokens that are read")
+    return made
 
 
 def states_of(model: Any, ids: Tensor) -> list[dict[str, Tensor]]:
@@ -174,16 +165,16 @@ def compared(name: str, model: Any, layers: list[dict[str, Tensor]], found: dict
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; the exit code is 1 if a token that is no tie is kept by one side alone."""
-    given = parse(arguments)
-    console = report.terminal()
-    environment, results = report.environment(), {}
-    random = RandomModel(Shape(layers=4, heads=8, kv_heads=2, head_dim=64, intermediate=512), dtype=torch.float32)
-    workloads = [real_workload(given.model, given.text, console.print, torch.float32), random]
-    for workload in filter(None, workloads):
-        layers = states_of(workload.model, workload.prompt(given.tokens))
-        found = kvpress_found(given.kvpress_python, workload.model.config, layers)
-        environment["versions"]["beside kvpress"] = found["versions"]
-        results[workload.name] = {name: compared(name, workload.model, layers, found) for name in RULES}
+    given = options().parse(arguments)
+    results: dict[str, Any] = {}
+    with report.session(given) as run:
+        random = RandomModel(Shape(layers=4, heads=8, kv_heads=2, head_dim=64, intermediate=512), dtype=torch.float32)
+        workloads = [real_workload(given.model, given.text, run.console.print, torch.float32), random]
+        for workload in filter(None, workloads):
+            layers = states_of(workload.model, workload.prompt(given.tokens))
+            found = kvpress_found(given.kvpress_python, workload.model.config, layers)
+            run.environment["versions"]["beside kvpress"] = found["versions"]
+            results[workload.name] = {name: compared(name, workload.model, layers, found) for name in RULES}
     table = report.new_table(
         f"Tokens kept of {given.tokens}, float32",
         "rule", "keep", "agreement", "heads alike", "apart", "distance", "with recent",
@@ -200,8 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"{entry['largest_distance']:.1e}",
                     f"{entry['agreement_with_protected_tokens']:.1%}",
                 )
-    console.print(table)
-    report.write(console, given, environment, {"results": results})
+    run.console.print(table)
+    run.finish(results)
     figures = [entry for rules in results.values() for own in rules.values() for entry in own.values()]
     return 0 if all(entry["largest_distance"] <= TIE for entry in figures) else 1
 

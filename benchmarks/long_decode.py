@@ -11,8 +11,6 @@ decodes on its own, with the same random numbers, until its first token that dif
 because one early tie decides a run.
 """
 
-import argparse
-import json
 import pathlib
 import statistics
 import sys
@@ -21,19 +19,12 @@ from typing import Any
 
 import torch
 import transformers
-from rich.progress import TimeRemainingColumn
-from rich.table import Table
 from torch import Tensor
 
 from claimed import between
-from fidelity import RANDOM, load
-from kvlayers.tools.measuring.predictions import newest_logits
-from kvlayers.tools.measuring.scoring import CacheMaker, NoRecord, PassageScores, read
-from kvlayers.tools.measuring.text import default_text
 from lib import report
-from lib.quantized import FULL, REFERENCE, Contender
-from lib.workload import default_model
-from quantizers import own, upstream
+from lib.internals import CacheMaker, NoRecord, PassageScores, newest_logits, read
+from lib.quantized import FULL, RANDOM, REFERENCE, Contender, load, own, upstream
 
 MAKERS: dict[Contender, CacheMaker] = {
     **{Contender("kvlayers", "native", bits): own("native", nbits=bits) for bits in (8, 4, 3, 2)},
@@ -52,28 +43,16 @@ PAGE = pathlib.Path(__file__).parents[1] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- long decodes: written by benchmarks/long_decode.py -->", "<!-- end of long decodes -->"
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", help="directory or hub name (the demo model)")
-    parser.add_argument("--text", type=pathlib.Path, help="what the model continues (the topics of Python's help)")
-    parser.add_argument("--context", type=int, help="tokens of the prompt (512)")
-    parser.add_argument("--decoded", type=int, help="tokens that are decoded (2048)")
-    parser.add_argument("--chunk", type=int, default=16, help="tokens of the decoded text that are read at once (16)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the samples (1)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the model (float32)")
-    parser.add_argument("--threads", type=int, help="threads of torch")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/long_decode-<date>.json)")
-    parser.add_argument("--write", action="store_true", help="write the recorded tables into the page, and stop")
-    parser.add_argument("--quick", action="store_true", help="a small random model and a short text")
-    given = parser.parse_args(arguments)
-    given.model = RANDOM if given.quick else given.model or default_model()
-    given.context = given.context or (256 if given.quick else 512)
-    given.decoded = given.decoded or (64 if given.quick else 2048)
-    given.passages, given.scored = 1, 0
-    if given.context % given.chunk or given.decoded % (QUARTERS * given.chunk):
-        parser.error("--context must be a multiple of --chunk, and --decoded of four of them")
-    given.output = given.output or report.output_path("long_decode")
-    return given
+def options() -> report.Options:
+    made = report.Options("long_decode", __doc__, quick="a small random model and a short text")
+    made.real_model("directory or hub name (the demo model)", RANDOM)
+    made.sized("--context", 512, 256, "tokens of the prompt")
+    made.sized("--decoded", 2048, 64, "tokens that are decoded")
+    made.sized("--chunk", 16, 16, "tokens of the decoded text that are read at once")
+    made.sized("--temperature", 1.0, 1.0, "of the samples", float)
+    made.dtype("float32", ("float32", "bfloat16"))
+    made.add("--write", action="store_true", help="write the recorded tables into the page, and stop")
+    return made
 
 
 def decode(
@@ -114,22 +93,21 @@ def decode(
     return torch.cat(found, 1)
 
 
-def measure(given: argparse.Namespace, progress: Any) -> dict[str, Any]:
+def measure(run: report.Session) -> dict[str, Any]:
     """For each cache: KL and equal top tokens of each quarter, and how many tokens it decodes before one differs."""
-    source = given.text.read_text() if given.text else default_text()
-    model, (ids,) = load(given.model, source, given)
+    given = run.given
+    model, (ids,) = load(given.model, given.text, given.dtype, 1, given.context + 1)
     prompt = ids[:, : given.context].to(model.device)
-    task = progress.add_task("the text", total=given.decoded)
     exact = transformers.DynamicCache(config=model.config)
-    text = decode(model, prompt, exact, given.decoded, given.temperature, tick=lambda: progress.advance(task))
+    tick = run.ticking("the text", given.decoded)
+    text = decode(model, prompt, exact, given.decoded, given.temperature, tick=tick)
     whole = torch.cat([prompt, text], 1)
     makers = {REFERENCE: FULL[REFERENCE], **MAKERS}
-    task = progress.add_task("teacher forcing", total=-(-(whole.shape[1] - 1) // given.chunk))
-    forced = read(model, [whole], makers, given.context, given.chunk, NoRecord(), lambda: progress.advance(task))
+    tick = run.ticking("teacher forcing", -(-(whole.shape[1] - 1) // given.chunk))
+    forced = read(model, [whole], makers, given.context, given.chunk, NoRecord(), tick)
     failures = {key: forced[key].failure for key in MAKERS}
     alive = {key: make for key, make in MAKERS.items() if failures[key] is None}
-    task = progress.add_task("free running", total=FREE_RUNS * len(alive))
-    free = free_runs(model, prompt, alive, given.temperature, lambda: progress.advance(task))
+    free = free_runs(model, prompt, alive, given.temperature, run.ticking("free running", FREE_RUNS * len(alive)))
     return {
         key.name: {"failure": failure} if failure else {**_figures(forced[key].passages[0]), "free": free[key]}
         for key, failure in failures.items()
@@ -180,26 +158,17 @@ def rows_of(found: dict[str, Any]) -> list[list[str]]:
 
 def page_tables() -> str:
     """The tables of the newest record of each model, in Markdown."""
-    newest: dict[str, Any] = {}
-    for path in sorted((pathlib.Path(__file__).parent / "recorded").glob("long_decode-*.json")):
-        record = json.loads(path.read_text())
-        newest[pathlib.Path(record["arguments"]["model"]).name] = record
     parts = []
-    for model, record in newest.items():
+    for record in report.records_by_model("long_decode"):
         arguments, versions = record["arguments"], record["versions"]
-        cells = rows_of(record["results"]["long_decode"])
         parts += [
-            f"| {' | '.join(HEADINGS)} |",
-            "|---" * len(HEADINGS) + "|",
-            *(f"| {' | '.join(row)} |" for row in cells),
-            "",
-            f"{model}, {arguments['dtype']}, {arguments['decoded']:,} tokens behind a prompt of "
-            f"{arguments['context']}, sampled at temperature {arguments['temperature']:g}. "
+            report.markdown(HEADINGS, rows_of(record["results"]["long_decode"])),
+            f"{pathlib.Path(arguments['model']).name}, {arguments['dtype']}, {arguments['decoded']:,} tokens behind a "
+            f"prompt of {arguments['context']}, sampled at temperature {arguments['temperature']:g}. "
             f"{record['hardware']['cpu']}, torch {versions['torch']}, transformers {versions['transformers']}, "
             f"{record['date'][:10]}.",
-            "",
         ]
-    return "\n".join(parts).rstrip()
+    return "\n\n".join(parts)
 
 
 def page() -> str:
@@ -209,27 +178,24 @@ def page() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; the exit code is 1 if a cache fails."""
-    given = parse(arguments)
-    console = report.terminal()
+    made = options()
+    given = made.parse(arguments)
     if given.write:
         PAGE.write_text(page())
-        console.print(f"written: {PAGE}")
+        print(f"written: {PAGE}")
         return 0
-    if given.model is None:
-        console.print("no real model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model")
-        return 1
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    environment = report.environment()
-    with report.progress_bars(console, TimeRemainingColumn()) as progress:
-        found = measure(given, progress)
-    table = Table(title="Long decodes", title_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == "cache" else "right")
+    if given.context % given.chunk or given.decoded % (QUARTERS * given.chunk):
+        made.parser.error("--context must be a multiple of --chunk, and --decoded of four of them")
+    with report.session(given) as run:
+        if given.model is None:
+            run.console.print(report.NO_MODEL)
+            return 1
+        found = measure(run)
+    table = report.new_table("Long decodes", *HEADINGS)
     for row in rows_of(found):
         table.add_row(*row)
-    console.print(table)
-    report.write(console, given, environment, {"results": {"long_decode": found}})
+    run.console.print(table)
+    run.finish({"long_decode": found})
     return int(any("failure" in figures for figures in found.values()))
 
 

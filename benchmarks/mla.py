@@ -10,11 +10,7 @@ transformers' DynamicCache in float32, over the same latents: the exit code is 1
 idle machine.
 """
 
-import argparse
-import pathlib
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,10 +19,9 @@ import transformers
 from torch import Tensor
 
 import kvlayers
-from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
-from kvlayers.tools.measuring.nbytes import cache_nbytes
 from lib import report
-from lib.timing import Disagreements
+from lib.internals import cache_nbytes, quiet_clock
+from lib.turns import Turns
 
 TRANSFORMERS, KVLAYERS, INT8, INT4 = "transformers dynamic", "kvlayers dynamic", "kvlayers int8", "kvlayers int4"
 LATENT, ROTATED, LAYERS = 512, 64, 8
@@ -42,31 +37,12 @@ EXACT = (TRANSFORMERS, KVLAYERS)
 SPEED = {4096: 3.0, 16384: 8.0}
 """How many times as long a step in bfloat16 takes with transformers' cache, at least."""
 
-FLOAT32_DIFFERENCE = 1e-4
-"""Largest difference of logits in float32."""
 
-INT4_BYTES = 0.32
-"""Bytes at 4 bits as a part of those of the latents, at most, at the longest length."""
-
-TIMES_THE_ERROR = 1.5
-"""The error of logits in half precision as a multiple of that with transformers' cache, at most."""
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--lengths", type=_lengths, default=_lengths("4096,16384"), help="tokens that are held")
-    parser.add_argument("--steps", type=int, default=5, help="decode steps, of which the first is not timed (5)")
-    parser.add_argument("--threads", type=int, default=2, help="threads of torch (2)")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/mla-<date>.json)")
-    given = parser.parse_args(arguments)
-    if given.steps < 2:
-        parser.error("--steps must be at least 2, because the first is not timed")
-    given.output = given.output or report.output_path("mla")
-    return given
-
-
-def _lengths(text: str) -> list[int]:
-    return [int(length) for length in text.split(",")]
+def options() -> report.Options:
+    made = report.Options("mla", __doc__, threads=2)
+    made.sized("--lengths", [4096, 16384], None, "tokens that are held", report.numbers)
+    made.sized("--steps", 5, None, "decode steps, of which the first is not timed")
+    return made
 
 
 def random_model() -> Any:
@@ -96,99 +72,83 @@ def fill(cache: Any, length: int, dtype: torch.dtype) -> None:
     """Write the same random latents to a cache, whatever its dtype."""
     generator = torch.Generator().manual_seed(length)
     for index in range(LAYERS):
-        latents = torch.randn(1, 1, length, LATENT, generator=generator).bfloat16()
-        rotated = torch.randn(1, 1, length, ROTATED, generator=generator).bfloat16()
+        latents, rotated = (
+            torch.randn(1, 1, length, channels, generator=generator).bfloat16() for channels in (LATENT, ROTATED)
+        )
         cache.update(latents.to(dtype), rotated.to(dtype), index)
 
 
-@torch.no_grad()
-def measure(
-    model: Any, names: Sequence[str], length: int, steps: int
-) -> tuple[dict[str, list[float]], dict[str, Tensor], dict[str, int]]:
-    """Seconds of each timed step by cache, logits of all steps `[steps, vocab]`, and bytes held before the first."""
+def measure(model: Any, names: Sequence[str], length: int, steps: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Figures of each cache, and its logits of all steps `[steps, vocab]`."""
     caches = {name: CACHES[name](model.config) for name in names}
-    for cache in caches.values():
-        fill(cache, length, model.dtype)
-    held = {name: cache_nbytes(cache) for name, cache in caches.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    turns = Turns(names)
     logits: dict[str, list[Tensor]] = {name: [] for name in names}
     with quiet_clock():
+        for cache in caches.values():
+            fill(cache, length, model.dtype)
+        held = {name: cache_nbytes(cache) for name, cache in caches.items()}
         for index in range(steps):
-            token = torch.tensor([[index + 1]])
-            for name in interleaved(names, index):
-                begin = time.perf_counter()
-                out = model(input_ids=token, past_key_values=caches[name], use_cache=True)
-                if index:
-                    seconds[name].append(time.perf_counter() - begin)
-                logits[name].append(out.logits[0, -1].float())
-    return seconds, {name: torch.stack(found) for name, found in logits.items()}, held
+            ids = torch.tensor([[index + 1]])
+            found = turns.take(
+                lambda name, ids=ids: model(input_ids=ids, past_key_values=caches[name], use_cache=True).logits,
+                is_counted=index > 0,
+            )
+            for name in names:
+                logits[name].append(found[name][0, -1].float())
+    figures = {
+        name: {
+            "median": turns.median(name),
+            "seconds": [turns.seconds[name]],
+            "speed": turns.ratio(TRANSFORMERS, name),
+            "held": held[name],
+        }
+        for name in names
+    }
+    return figures, {name: torch.stack(found) for name, found in logits.items()}
 
 
-def ratio(seconds: dict[str, list[float]], slow: str, fast: str) -> float:
-    """How many times as long a step with one cache takes as a step with another in the same turn: the median."""
-    return statistics.median(one / other for one, other in zip(seconds[slow], seconds[fast], strict=True))
+def hold_to_targets(run: report.Session, dtype: torch.dtype, length: int, measured: dict[str, Any]) -> bool:
+    """Hold the figures of a case against their bounds; return whether logits are near enough."""
+    error = measured[KVLAYERS]["error"]
+    if dtype == torch.float32:
+        return run.target(f"difference of logits in float32 at {length}", error, at_most=1e-4)
+    if length in SPEED:
+        what = f"step at {length}, times as fast as with transformers' cache"
+        run.target(what, measured[KVLAYERS]["speed"], at_least=SPEED[length])
+        of_latents = measured[INT4]["held"] / (LAYERS * length * (LATENT + ROTATED) * dtype.itemsize)
+        run.target(f"bytes at 4 bits at {length}, of those of the latents", of_latents, at_most=0.32)
+    times = error / measured[TRANSFORMERS]["error"]
+    return run.target(f"error of bfloat16 at {length}, times transformers'", times, at_most=1.5)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; return the exit code."""
-    given = parse(arguments)
-    torch.set_num_threads(given.threads)
-    console = report.terminal()
-    model, results = random_model(), {}
-    distances: list[dict[str, Any]] = []
-    promises: list[dict[str, Any]] = []
+    made = options()
+    given = made.parse(arguments)
+    if given.steps < 2:
+        made.parser.error("--steps must be at least 2, because the first is not timed")
+    results: dict[str, Any] = {}
     exact: dict[int, Tensor] = {}
+    is_near = True
     table = report.new_table("A decode step, ms", "dtype, tokens, cache", "step", "times", "error of logits", "MB held")
-    for dtype, names in ((torch.float32, EXACT), (torch.bfloat16, tuple(CACHES))):
-        model = model.to(dtype)
-        for length in given.lengths:
-            seconds, logits, held = measure(model, names, length, given.steps)
-            exact.setdefault(length, logits[TRANSFORMERS])
-            case = f"{str(dtype).removeprefix('torch.')} {length}"
-            errors = {name: float((found - exact[length]).abs().max()) for name, found in logits.items()}
-            results[case] = {
-                name: {
-                    "median": statistics.median(seconds[name]),
-                    "seconds": [seconds[name]],
-                    "speed": ratio(seconds, TRANSFORMERS, name),
-                    "error": errors[name],
-                    "held": held[name],
-                }
-                for name in names
-            }
-            for name, entry in results[case].items():
-                step, error = f"{entry['median'] * report.MILLI:.1f}", f"{errors[name]:.1e}"
-                table.add_row(f"{case} {name}", step, f"{entry['speed']:.1f}", error, f"{held[name] / 1e6:.1f}")
-            table.add_section()
-            distances.append(_distance(dtype, length, results[case]))
-            promises += _promises(dtype, length, results[case])
-    console.print(table)
-    report.show_targets(console, [*distances, *promises])
-    failed = report.finish(
-        console, given, report.environment(), results, [*distances, *promises], Disagreements(torch.bfloat16)
-    )
-    return failed or int(not all(distance["met"] for distance in distances))
-
-
-def _distance(dtype: torch.dtype, length: int, measured: dict[str, Any]) -> dict[str, Any]:
-    """How far the logits are away from those in float32."""
-    error = measured[KVLAYERS]["error"]
-    if dtype == torch.float32:
-        return report.promised(f"difference of logits in float32 at {length}", error, at_most=FLOAT32_DIFFERENCE)
-    times = error / measured[TRANSFORMERS]["error"]
-    return report.promised(f"error of bfloat16 at {length}, times transformers'", times, at_most=TIMES_THE_ERROR)
-
-
-def _promises(dtype: torch.dtype, length: int, measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """Speed and bytes in bfloat16."""
-    if dtype == torch.float32 or length not in SPEED:
-        return []
-    what = f"step at {length}, times as fast as with transformers' cache"
-    of_latents = measured[INT4]["held"] / (LAYERS * length * (LATENT + ROTATED) * dtype.itemsize)
-    return [
-        report.promised(what, measured[KVLAYERS]["speed"], at_least=SPEED[length]),
-        report.promised(f"bytes at 4 bits at {length}, of those of the latents", of_latents, at_most=INT4_BYTES),
-    ]
+    with report.session(given) as run:
+        model = random_model()
+        for dtype, names in ((torch.float32, EXACT), (torch.bfloat16, tuple(CACHES))):
+            model = model.to(dtype)
+            for length in given.lengths:
+                figures, logits = measure(model, names, length, given.steps)
+                exact.setdefault(length, logits[TRANSFORMERS])
+                case = f"{str(dtype).removeprefix('torch.')} {length}"
+                for name, entry in figures.items():
+                    entry["error"] = float((logits[name] - exact[length]).abs().max())
+                    step, held = f"{entry['median'] * report.MILLI:.1f}", f"{entry['held'] / 1e6:.1f}"
+                    table.add_row(f"{case} {name}", step, f"{entry['speed']:.1f}", f"{entry['error']:.1e}", held)
+                table.add_section()
+                results[case] = figures
+                is_near = hold_to_targets(run, dtype, length, figures) and is_near
+    run.console.print(table)
+    run.finish(results)
+    return int(not is_near)
 
 
 if __name__ == "__main__":

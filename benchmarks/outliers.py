@@ -15,31 +15,21 @@ token and by the share of equal top tokens. kvlayers' caches of 4 bits hold abou
 name with "plain" is the same quantizer of keys that are not smoothed (`kvlayers.quantizers.smoothing`).
 """
 
-import argparse
 import functools
 import itertools
-import json
 import pathlib
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import torch
-from rich.progress import TimeRemainingColumn
-from rich.table import Table
-
 import kvlayers
 from claimed import between
-from fidelity import RANDOM, load
 from kvlayers.quantizers import Backend, Quantizer, SideOptions, backend, quantizer_names, register_quantizer
-from kvlayers.tools.measuring.scoring import CacheMaker, NoRecord, read
-from kvlayers.tools.measuring.text import default_text
 from lib import report
+from lib.internals import CacheMaker, NoRecord, read
 from lib.outliers import KeyOutliers, ValueOutliers
-from lib.quantized import FULL, REFERENCE, Contender, measure_bytes
-from lib.workload import default_model
-from quantizers import own, upstream
+from lib.quantized import FULL, RANDOM, REFERENCE, Contender, load, measure_bytes, own, upstream
 
 
 def plain(name: str, **options: Any) -> CacheMaker:
@@ -105,32 +95,21 @@ ROWS: list[KeyOutliers | ValueOutliers] = [
 ]
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", help="directory or hub name (the demo model)")
-    parser.add_argument("--text", type=pathlib.Path, help="what the model reads (the topics of Python's help)")
-    parser.add_argument("--passages", type=int, default=1, help="from places spread over the text (1)")
-    parser.add_argument("--context", type=int, default=512, help="tokens of each read before scoring begins (512)")
-    parser.add_argument("--scored", type=int, default=128, help="tokens of each that are scored (128)")
-    parser.add_argument("--chunk", type=int, default=64, help="tokens read at once (64)")
-    parser.add_argument("--caches", type=lambda text: text.split(","), default=list(NAMES), help=",".join(NAMES))
-    parser.add_argument("--only", default="", help="only rows whose name contains this text")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the model (float32)")
-    parser.add_argument("--threads", type=int, help="threads of torch")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/outliers-<date>.json)")
-    parser.add_argument("--write", action="store_true", help="write the recorded tables into the pages, and stop")
-    parser.add_argument("--quick", action="store_true", help="a small random model and few rows")
-    given = parser.parse_args(arguments)
-    if given.context % given.chunk or given.scored % given.chunk:
-        parser.error("--context and --scored must be multiples of --chunk")
-    if unknown := [name for name in given.caches if name not in NAMES]:
-        parser.error(f"--caches takes names of {', '.join(NAMES)}, but saw {', '.join(unknown)}")
-    given.model = RANDOM if given.quick else given.model or default_model()
-    given.output = given.output or report.output_path("outliers")
-    return given
+def options() -> report.Options:
+    made = report.Options("outliers", __doc__, quick="a small random model and few rows")
+    made.real_model("directory or hub name (the demo model)", RANDOM)
+    made.sized("--passages", 1, 1, "from places spread over the text")
+    made.sized("--context", 512, 512, "tokens of each read before scoring begins")
+    made.sized("--scored", 128, 128, "tokens of each that are scored")
+    made.sized("--chunk", 64, 64, "tokens read at once")
+    made.some_of("--caches", list(NAMES), "caches")
+    made.add("--only", default="", help="only rows whose name contains this text")
+    made.dtype("float32", ("float32", "bfloat16"))
+    made.add("--write", action="store_true", help="write the recorded tables into the pages, and stop")
+    return made
 
 
-def chosen(given: argparse.Namespace) -> list[KeyOutliers | ValueOutliers | None]:
+def chosen(given: Any) -> list[KeyOutliers | ValueOutliers | None]:
     """The rows to measure; `None` for the model as it is."""
     rows = [row for row in ROWS if given.only in row.name]
     if given.quick:
@@ -138,18 +117,17 @@ def chosen(given: argparse.Namespace) -> list[KeyOutliers | ValueOutliers | None
     return [None, *rows]
 
 
-def measure(given: argparse.Namespace, progress: Any) -> dict[str, Any]:
+def measure(run: report.Session) -> dict[str, Any]:
     """For each row, the figures of each cache; and the bytes of each cache a token."""
-    text = given.text.read_text() if given.text else default_text()
-    model, texts = load(given.model, text, given)
+    given = run.given
+    model, texts = load(given.model, given.text, given.dtype, given.passages, given.context + given.scored + 1)
     makers = {REFERENCE: FULL[REFERENCE], **dict(NAMES[name] for name in given.caches)}
     rows = chosen(given)
-    steps = (given.context + given.scored) // given.chunk * len(texts)
-    task = progress.add_task("rows", total=steps * len(rows))
+    tick = run.ticking("rows", (given.context + given.scored) // given.chunk * len(texts) * len(rows))
     found: dict[str, Any] = {}
     for row in rows:
         with nullcontext() if row is None else row.applied(model):
-            scores = read(model, texts, makers, given.context, given.chunk, NoRecord(), lambda: progress.advance(task))
+            scores = read(model, texts, makers, given.context, given.chunk, NoRecord(), tick)
         found[PLAIN if row is None else row.name] = {
             name: _kept(scores[NAMES[name][0]].summary()) for name in given.caches
         }
@@ -165,28 +143,8 @@ def _kept(summary: dict[str, Any]) -> dict[str, Any]:
     return {name: summary.get(name) for name in ("kl", "kl_99", "agreement", "failure")}
 
 
-def table(found: dict[str, Any], caches: Sequence[str]) -> Table:
-    """KL divergence and equal top tokens, a row for each kind of outliers."""
-    made = Table(title="KL divergence, and the share of equal top tokens", title_justify="left")
-    made.add_column("keys")
-    for name in caches:
-        made.add_column(name, justify="right")
-    for row, cells in found["rows"].items():
-        made.add_row(row, *(cells[name]["failure"] or _cell(cells[name]) for name in caches))
-    return made
-
-
 def _cell(figures: dict[str, float]) -> str:
     return f"{figures['kl']:.2g} {figures['agreement']:.0%}"
-
-
-def recorded() -> list[dict[str, Any]]:
-    """The newest record of each model."""
-    newest: dict[str, Any] = {}
-    for path in sorted((pathlib.Path(__file__).parent / "recorded").glob("outliers-*.json")):
-        record = json.loads(path.read_text())
-        newest[pathlib.Path(record["arguments"]["model"]).name] = record
-    return [*newest.values()]
 
 
 def page_table(record: dict[str, Any], rows: Sequence[str] | None = None, left_out: Sequence[str] = ()) -> str:
@@ -199,15 +157,14 @@ def page_table(record: dict[str, Any], rows: Sequence[str] | None = None, left_o
     """
     found, arguments = record["results"]["outliers"], record["arguments"]
     caches = [name for name in arguments["caches"] if name not in left_out]
-    lines = [f"| keys | {' | '.join(f'`{name}`' for name in caches)} |", "|---" * (len(caches) + 1) + "|"]
-    for row in [row for row in rows or found["rows"] if row in found["rows"]]:
-        lines.append(f"| {row} | {' | '.join(_cell(found['rows'][row][name]) for name in caches)} |")
+    shown = [row for row in rows or found["rows"] if row in found["rows"]]
+    cells = [[row, *(_cell(found["rows"][row][name]) for name in caches)] for row in shown]
     held = ", ".join(f"`{name}` {found['bytes'][name]['bytes']:,.0f}" for name in caches)
     versions, model = record["versions"], pathlib.Path(arguments["model"]).name
     lengths = f"{arguments['scored']} tokens after {arguments['context']}"
     return "\n".join(
         [
-            *lines,
+            report.markdown(["keys", *(f"`{name}`" for name in caches)], cells),
             "",
             f"KL in nats, and equal top tokens. {model}, {arguments['dtype']}, {lengths}. Bytes a token: {held}. "
             f"{record['hardware']['cpu']}, torch {versions['torch']}, transformers {versions['transformers']}, "
@@ -218,7 +175,7 @@ def page_table(record: dict[str, Any], rows: Sequence[str] | None = None, left_o
 
 def pages() -> dict[pathlib.Path, str]:
     """Each page, as it is with the recorded tables."""
-    records = recorded()
+    records = report.records_by_model("outliers")
     tables = {
         FIGURES: "\n\n".join(map(page_table, records)),
         QUANTIZED: "\n\n".join(page_table(record, SHOWN, LEFT_OUT) for record in records),
@@ -228,23 +185,25 @@ def pages() -> dict[pathlib.Path, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; the exit code is 1 if a cache fails."""
-    given = parse(arguments)
-    console = report.terminal()
+    made = options()
+    given = made.parse(arguments)
     if given.write:
         for path, text in pages().items():
             path.write_text(text)
-            console.print(f"written: {path}")
+            print(f"written: {path}")
         return 0
-    if given.model is None:
-        console.print("no real model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model")
-        return 1
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    environment = report.environment()
-    with report.progress_bars(console, TimeRemainingColumn()) as progress:
-        found = measure(given, progress)
-    console.print(table(found, given.caches))
-    report.write(console, given, environment, {"results": {"outliers": found}})
+    if given.context % given.chunk or given.scored % given.chunk:
+        made.parser.error("--context and --scored must be multiples of --chunk")
+    with report.session(given) as run:
+        if given.model is None:
+            run.console.print(report.NO_MODEL)
+            return 1
+        found = measure(run)
+    table = report.new_table("KL divergence, and the share of equal top tokens", "keys", *given.caches)
+    for row, cells in found["rows"].items():
+        table.add_row(row, *(cells[name]["failure"] or _cell(cells[name]) for name in given.caches))
+    run.console.print(table)
+    run.finish({"outliers": found})
     return int(any(cell["failure"] for cells in found["rows"].values() for cell in cells.values()))
 
 

@@ -19,7 +19,6 @@ The exit code is 1 if a token differs from transformers' (in `decode`, from that
 ties.
 """
 
-import argparse
 import copy
 import pathlib
 import shutil
@@ -32,58 +31,40 @@ from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
 from torch import Tensor
 
 import kvlayers
-from kvlayers.tools.measuring.interleave import quiet_clock
 from lib import report
 from lib.branches import BEHIND_HIT, CONTIGUOUS, KINDS, measure_insert, measure_steps
-from lib.prefix_memory import CASES, QUICK_CASES, measure_memory
-from lib.timing import Disagreements, Tick, Ticking
-from lib.workload import QUICK_SHAPE, RealModel, Shape, default_model, real_workload
+from lib.internals import quiet_clock
+from lib.prefix_memory import CASES, QUICK_CASES, ROOM, measure_memory
+from lib.timing import Disagreements, Tick
+from lib.workload import QUICK_SHAPE, RealModel, Shape, real_workload
 
 COLD, COPIED = "transformers, all of it", "transformers, deepcopy of the prefix's cache"
 MEMORY, DISK = "kvlayers, from memory", "kvlayers, from disk"
-ROOM = 2**34
+WAYS = (COLD, COPIED, MEMORY, DISK)
 TURNS, TURN_TOKENS, ANSWER_TOKENS = 10, 24, 8
 SMOLLM2_SHAPE = Shape(layers=30, heads=9, kv_heads=3, head_dim=64)
 SECTIONS = ("memory", "first", "chat", "decode", "insert")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default=default_model(), help="directory or hub name")
-    parser.add_argument("--text", type=pathlib.Path, help="what the model reads")
-    parser.add_argument("--only", default=",".join(SECTIONS), help=f"sections ({','.join(SECTIONS)})")
-    parser.add_argument("--prefix", type=int, help="tokens that are held (4096)")
-    parser.add_argument("--question", type=int, default=16, help="tokens behind them (16)")
-    parser.add_argument("--rows", type=int, default=8, help="questions of a batch; 0 for none (8)")
-    parser.add_argument("--trials", type=int, help="times that each is timed (5)")
-    parser.add_argument("--dtypes", default="bfloat16,float32", help="dtypes of `memory` (bfloat16,float32)")
-    parser.add_argument("--kinds", default=",".join(KINDS), help=f"caches of `decode` ({','.join(KINDS)})")
-    parser.add_argument("--lengths", help="tokens that the caches of `decode` hold (1024,4096,16384)")
-    parser.add_argument("--steps", type=int, help="steps of each trial of `decode` (24)")
-    parser.add_argument("--document", type=int, help="tokens of the document of `insert` (8192)")
-    parser.add_argument("--branch", type=int, default=100, help="tokens of a branch of `insert` (100)")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/prefix-<date>.json)")
-    parser.add_argument("--quick", action="store_true", help="a short prefix")
-    given = parser.parse_args(arguments)
-    for option, names in (("only", SECTIONS), ("dtypes", tuple(DTYPES)), ("kinds", tuple(KINDS))):
-        chosen = getattr(given, option).split(",")
-        if not set(chosen) <= set(names):
-            parser.error(f"`--{option}` takes {', '.join(names)}, got {getattr(given, option)!r}.")
-        setattr(given, option, chosen)
-    given.prefix = given.prefix or (256 if given.quick else 4096)
-    given.trials = given.trials or (2 if given.quick else 5)
-    given.lengths = [
-        int(length) for length in (given.lengths or ("64" if given.quick else "1024,4096,16384")).split(",")
-    ]
-    given.steps = given.steps or (4 if given.quick else 24)
-    given.document = given.document or (512 if given.quick else 8192)
-    given.output = given.output or report.output_path("prefix")
-    return given
+def options() -> report.Options:
+    made = report.Options("prefix", __doc__, quick="a short prefix")
+    made.real_model("directory or hub name", report.default_model())
+    made.some_of("--only", SECTIONS, "sections")
+    made.sized("--prefix", 4096, 256, "tokens that are held")
+    made.sized("--question", 16, 16, "tokens behind them")
+    made.sized("--rows", 8, 8, "questions of a batch; 0 for none")
+    made.sized("--trials", 5, 2, "times that each is timed")
+    made.some_of("--dtypes", list(DTYPES), "dtypes of `memory`")
+    made.some_of("--kinds", list(KINDS), "caches of `decode`")
+    made.sized("--lengths", [1024, 4096, 16384], [64], "tokens that the caches of `decode` hold", report.numbers)
+    made.sized("--steps", 24, 4, "steps of each trial of `decode`")
+    made.sized("--document", 8192, 512, "tokens of the document of `insert`")
+    made.sized("--branch", 100, 100, "tokens of a branch of `insert`")
+    return made
 
 
 class FirstTokens:
@@ -143,238 +124,199 @@ class FirstTokens:
                 where = {"cache": name, "model": "", "tokens": self.ids.shape[1], "trial": trial}
                 for own, other in zip(expected, logits, strict=True):
                     disagreements.compare_step(where, own, other)
-                tick()
+            tick()
         return {"seconds": seconds, "medians": {name: statistics.median(times) for name, times in seconds.items()}}
 
 
-def chat(model: Any, text: Tensor, opening: int, store: kvlayers.PrefixStore, tick: Tick) -> list[dict[str, Any]]:
-    """Ten turns with the store and without: tokens, tokens found in the store, seconds of each, and answers."""
-    turns, ids = [], text[:, :opening]
-    asked = {"max_new_tokens": ANSWER_TOKENS, "min_new_tokens": ANSWER_TOKENS, "do_sample": False}
-    for turn in range(TURNS):
-        before = store.statistics.tokens_covered
-        with quiet_clock():
+class Sections:
+    """The sections of a run.
+
+    Args:
+        run: arguments, terminal and bars.
+    """
+
+    def __init__(self, run: report.Session) -> None:
+        self.run, self.given = run, run.given
+        self.disagreements = {dtype: Disagreements(dtype) for dtype in DTYPES.values()}
+        self._models: dict[torch.dtype, RealModel | None] = {}
+
+    def _real(self, dtype: torch.dtype) -> RealModel | None:
+        """The real model in a dtype; `None` if there is none."""
+        if dtype not in self._models:
+            found = real_workload(self.given.model, self.given.text, self.run.console.print, dtype)
+            if found is not None:
+                found.model.generation_config.pad_token_id = found.model.config.eos_token_id
+            self._models[dtype] = found
+        return self._models[dtype]
+
+    def memory(self) -> dict[str, Any]:
+        """Bytes of the store, of its directory and of deep copies, for each case and dtype."""
+        found: dict[str, Any] = {}
+        cases = QUICK_CASES if self.given.quick else CASES
+        columns = {
+            "document": "document_bytes",
+            "private": "private_bytes",
+            "store": "bytes",
+            "files (du)": "files",
+            "transformers, deepcopies": "copied_bytes",
+        }
+        table = report.new_table(
+            "Bytes, in MiB", "questions, tokens, dtype", *columns, "entries", "evictions with a budget"
+        )
+        tick = self.run.ticking("memory", 3 * len(cases) * len(self.given.dtypes))
+        for name in self.given.dtypes:
+            dtype = DTYPES[name]
+            workload = self._real(dtype)
+            if workload is None:
+                return {}
+            for case in cases:
+                key = f"{case.questions} on {case.tokens}, {name}"
+                entry = found[key] = measure_memory(workload, case, self.disagreements[dtype], tick)
+                sizes = [f"{entry[column] / 2**20:.2f}" for column in columns.values()]
+                budget = f"{case.budget / 2**20:.0f} MiB"
+                table.add_row(key, *sizes, str(entry["entries"]), f"{entry['bounded_evictions']} at {budget}")
+                for where, prefix in (("memory", ""), ("files", "files_")):
+                    if case.of_private is not None:
+                        what = f"{key}: bytes of {where} behind the document, of those of the private tokens"
+                        self.run.target(what, entry[f"{prefix}behind_document_of_private"], at_most=case.of_private)
+                    if case.of_document is not None:
+                        what = f"{key}: bytes of {where}, of one document"
+                        self.run.target(what, entry[f"{prefix}of_document"], at_most=case.of_document)
+                if dtype == torch.bfloat16:
+                    self.run.target(f"{key}: evictions at {budget}", entry["bounded_evictions"], at_most=0)
+        self.run.console.print(table)
+        return {"memory": found}
+
+    def first(self) -> dict[str, Any]:
+        """Time to the first token of one prompt and of a batch, and of opening the store."""
+        given, workload = self.given, self._real(torch.float32)
+        if workload is None:
+            return {}
+        model, tokens, found = workload.model, given.prefix, dict[str, Any]()
+        text = workload.prompt(tokens + max(given.rows, 1) * given.question)
+        prefix, questions = text[:, :tokens], text[0, tokens:].view(-1, given.question)
+        with tempfile.TemporaryDirectory() as place:
+            directory = pathlib.Path(place) / "store"
+            store = kvlayers.PrefixStore(ROOM, directory)
+            kvlayers.generate(model, prefix, prefix_store=store, max_new_tokens=1, do_sample=False)
+            store.flush()
             begin = time.perf_counter()
-            answered = kvlayers.generate(model, ids, prefix_store=store, **asked)
-            middle = time.perf_counter()
-            expected = model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
-            end = time.perf_counter()
-        turns.append(
-            {
+            kvlayers.PrefixStore(ROOM, directory)
+            found["opening"] = time.perf_counter() - begin
+            batches = {"one": (questions[:1], given.trials)}
+            if given.rows:
+                batches["batch"] = questions, max(given.trials // 2, 1)
+            for name, (rows, trials) in batches.items():
+                title = f"First tokens of {len(rows)}, behind {tokens} tokens and {given.question} more"
+                tick, disagreements = self.run.ticking(title, trials), self.disagreements[torch.float32]
+                entry = FirstTokens(model, prefix, rows, directory).measure(trials, WAYS, disagreements, tick)
+                found[name] = entry
+                table = report.new_table(title, "", "s", "of transformers'")
+                for way, median in entry["medians"].items():
+                    table.add_row(way, f"{median:.3f}", f"{median / entry['medians'][COLD]:.1%}")
+                self.run.console.print(table)
+        medians = found["one"]["medians"]
+        for way, most in ((MEMORY, 0.025), (DISK, 0.04)):
+            of_cold = medians[way] / medians[COLD]
+            self.run.target(f"time to the first token, {way}, relative to no store", of_cold, at_most=most)
+        self.run.console.print(f"the store was opened in {found['opening']:.3f} s")
+        return found
+
+    def chat(self) -> dict[str, Any]:
+        """Ten turns of a chat with a store and without: tokens, tokens found in the store, seconds, equal answers."""
+        workload = self._real(torch.float32)
+        if workload is None:
+            return {}
+        model, opening, store = workload.model, self.given.prefix // 4, kvlayers.PrefixStore(ROOM)
+        text = workload.prompt(opening + TURNS * TURN_TOKENS)
+        turns, ids, tick = [], text[:, :opening], self.run.ticking("chat", TURNS)
+        asked = {"max_new_tokens": ANSWER_TOKENS, "min_new_tokens": ANSWER_TOKENS, "do_sample": False}
+        table = report.new_table("A chat", "turn", "tokens", "covered", "s", "transformers, s")
+        for turn in range(TURNS):
+            before = store.statistics.tokens_covered
+            with quiet_clock():
+                begin = time.perf_counter()
+                answered = kvlayers.generate(model, ids, prefix_store=store, **asked)
+                middle = time.perf_counter()
+                expected = model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
+                end = time.perf_counter()
+            entry = {
                 "tokens": ids.shape[1],
                 "covered": store.statistics.tokens_covered - before,
                 "seconds": middle - begin,
                 "transformers": end - middle,
                 "same": torch.equal(answered, expected),
             }
-        )
-        begin_of_turn = opening + turn * TURN_TOKENS
-        ids = torch.cat([expected, text[:, begin_of_turn : begin_of_turn + TURN_TOKENS]], dim=1)
-        tick()
-    return turns
+            turns.append(entry)
+            seconds = (f"{entry[key]:.3f}" for key in ("seconds", "transformers"))
+            table.add_row(str(turn + 1), str(entry["tokens"]), str(entry["covered"]), *seconds)
+            begin_of_turn = opening + turn * TURN_TOKENS
+            ids = torch.cat([expected, text[:, begin_of_turn : begin_of_turn + TURN_TOKENS]], dim=1)
+            tick()
+        self.run.console.print(table)
+        self.run.console.print(store.statistics)
+        return {"chat": turns}
 
+    def decode(self) -> dict[str, Any]:
+        """Steps behind a hit and of a contiguous cache."""
+        given, found = self.given, {}
+        shape = QUICK_SHAPE if given.quick else Shape()
+        columns = (f"{CONTIGUOUS}, ms", f"{BEHIND_HIT}, ms", "ratio", "of processor time")
+        table = report.new_table("Decode step behind a hit, random llama", "tokens, cache", *columns)
+        tick = self.run.ticking("decode", len(given.lengths) * len(given.kinds) * given.trials)
+        for length in given.lengths:
+            for name in given.kinds:
+                disagreements = self.disagreements[KINDS[name].dtype]
+                entry = measure_steps(shape, name, length, given.steps, given.trials, disagreements, tick)
+                found[f"{length}, {name}"] = entry
+                times = [f"{entry['medians'][way] * report.MILLI:.2f}" for way in (CONTIGUOUS, BEHIND_HIT)]
+                ratios = (f"{entry[key]:.3f}" for key in ("ratio", "processor_ratio"))
+                table.add_row(f"{length:>6} {name}", *times, *ratios)
+                what = f"step behind a hit at {length}, {name}, of a contiguous cache's"
+                self.run.target(what, entry["ratio"], at_most=1.05)
+        self.run.console.print(table)
+        return {"decode_behind_hit": found}
 
-def first_tokens_table(found: dict[str, Any], title: str) -> Any:
-    table = report.new_table(title, "", "s", "of transformers'")
-    cold = found["medians"][COLD]
-    for name, median in found["medians"].items():
-        table.add_row(name, f"{median:.3f}", f"{median / cold:.1%}")
-    return table
-
-
-class Run:
-    """What a section needs: arguments, the terminal, bars, and the lists to which it adds what it finds."""
-
-    def __init__(self, given: argparse.Namespace, console: Console, ticking: Ticking) -> None:
-        self.given, self.console, self.ticking = given, console, ticking
-        self.promises: list[dict[str, Any]] = []
-        self.disagreements = {dtype: Disagreements(dtype) for dtype in DTYPES.values()}
-        self.models: dict[torch.dtype, RealModel | None] = {}
-
-    def real(self, dtype: torch.dtype) -> RealModel | None:
-        """The real model in a dtype; `None` if there is none."""
-        if dtype not in self.models:
-            self.models[dtype] = real_workload(self.given.model, self.given.text, self.console.print, dtype)
-            if (workload := self.models[dtype]) is not None:
-                workload.model.generation_config.pad_token_id = workload.model.config.eos_token_id
-        return self.models[dtype]
-
-    def promise(self, what: str, value: float, at_most: float) -> None:
-        """Add a target, unless the run is a quick one, whose figures mean nothing."""
-        if not self.given.quick:
-            self.promises.append(report.promised(what, value, at_most=at_most))
-
-
-def measure_all_memory(run: Run) -> dict[str, Any]:
-    """Bytes of the store, of its directory and of deep copies, for each case and dtype."""
-    found: dict[str, Any] = {}
-    cases = QUICK_CASES if run.given.quick else CASES
-    table = report.new_table(
-        "Bytes, in MiB",
-        "questions, tokens, dtype",
-        "document",
-        "private",
-        "store",
-        "files (du)",
-        "transformers, deepcopies",
-        "entries",
-        "evictions with a budget",
-    )
-    tick = run.ticking("memory", 3 * len(cases) * len(run.given.dtypes))
-    for name in run.given.dtypes:
-        dtype = DTYPES[name]
-        workload = run.real(dtype)
-        if workload is None:
-            return {}
-        for case in cases:
-            key = f"{case.questions} on {case.tokens}, {name}"
-            entry = found[key] = measure_memory(workload, case, run.disagreements[dtype], tick)
-            columns = ("document_bytes", "private_bytes", "bytes", "files", "copied_bytes")
-            sizes = [f"{entry[column] / 2**20:.2f}" for column in columns]
-            evictions = f"{entry['bounded_evictions']} at {case.budget / 2**20:.0f} MiB"
-            table.add_row(key, *sizes, str(entry["entries"]), evictions)
-            for where, prefix in (("memory", ""), ("files", "files_")):
-                if case.of_private is not None:
-                    what = f"{key}: bytes of {where} behind the document, of those of the private tokens"
-                    run.promise(what, entry[f"{prefix}behind_document_of_private"], case.of_private)
-                if case.of_document is not None:
-                    run.promise(
-                        f"{key}: bytes of {where}, of one document", entry[f"{prefix}of_document"], case.of_document
-                    )
-            if dtype == torch.bfloat16:
-                run.promise(f"{key}: evictions at {case.budget / 2**20:.0f} MiB", entry["bounded_evictions"], 0)
-    run.console.print(table)
-    return found
-
-
-def measure_first(run: Run) -> dict[str, Any]:
-    """Time to the first token of one prompt and of a batch, and of opening the store."""
-    given, workload = run.given, run.real(torch.float32)
-    if workload is None:
-        return {}
-    model, tokens = workload.model, given.prefix
-    text = workload.prompt(tokens + max(given.rows, 1) * given.question)
-    prefix, rest = text[:, :tokens], text[0, tokens:]
-    questions, disagreements = rest.view(-1, given.question), run.disagreements[torch.float32]
-    ways, found = (COLD, COPIED, MEMORY, DISK), {}
-    with tempfile.TemporaryDirectory() as place:
-        directory = pathlib.Path(place) / "store"
-        store = kvlayers.PrefixStore(ROOM, directory)
-        kvlayers.generate(model, prefix, prefix_store=store, max_new_tokens=1, do_sample=False)
-        store.flush()
-        begin = time.perf_counter()
-        kvlayers.PrefixStore(ROOM, directory)
-        found["opening"] = time.perf_counter() - begin
-        tick = run.ticking("first token", given.trials * len(ways))
-        one = FirstTokens(model, prefix, questions[:1], directory).measure(given.trials, ways, disagreements, tick)
-        found["one"] = one
-        run.console.print(first_tokens_table(one, f"First token behind {tokens} tokens and {given.question} more"))
-        if given.rows:
-            few = max(given.trials // 2, 1)
-            tick = run.ticking("first tokens of a batch", few * len(ways))
-            batch = FirstTokens(model, prefix, questions, directory).measure(few, ways, disagreements, tick)
-            found["batch"] = batch
-            run.console.print(first_tokens_table(batch, f"{given.rows} first tokens of {given.rows} such prompts"))
-    cold = one["medians"][COLD]
-    run.promise("time to the first token from memory, relative to no store", one["medians"][MEMORY] / cold, 0.025)
-    run.promise("time to the first token from disk, relative to no store", one["medians"][DISK] / cold, 0.04)
-    run.console.print(f"the store was opened in {found['opening']:.3f} s")
-    return found
-
-
-def measure_chat(run: Run) -> dict[str, Any]:
-    """Ten turns of a chat, with a store and without."""
-    workload = run.real(torch.float32)
-    if workload is None:
-        return {}
-    opening, store = run.given.prefix // 4, kvlayers.PrefixStore(ROOM)
-    turns = chat(
-        workload.model, workload.prompt(opening + TURNS * TURN_TOKENS), opening, store, run.ticking("chat", TURNS)
-    )
-    table = report.new_table("A chat", "turn", "tokens", "covered", "s", "transformers, s")
-    for number, turn in enumerate(turns, 1):
-        cells = (number, turn["tokens"], turn["covered"], f"{turn['seconds']:.3f}", f"{turn['transformers']:.3f}")
-        table.add_row(*map(str, cells))
-    run.console.print(table)
-    run.console.print(store.statistics)
-    return {"chat": turns}
-
-
-def measure_decode(run: Run) -> dict[str, Any]:
-    """Steps behind a hit and of a contiguous cache."""
-    given, found = run.given, {}
-    shape = QUICK_SHAPE if given.quick else Shape()
-    table = report.new_table(
-        "Decode step behind a hit, random llama",
-        "tokens, cache",
-        f"{CONTIGUOUS}, ms",
-        f"{BEHIND_HIT}, ms",
-        "ratio",
-        "of processor time",
-    )
-    tick = run.ticking("decode", len(given.lengths) * len(given.kinds) * given.trials)
-    for length in given.lengths:
-        for name in given.kinds:
-            disagreements = run.disagreements[KINDS[name].dtype]
-            entry = measure_steps(shape, name, length, given.steps, given.trials, disagreements, tick)
-            found[f"{length}, {name}"] = entry
-            times = [f"{entry['medians'][way] * report.MILLI:.2f}" for way in (CONTIGUOUS, BEHIND_HIT)]
-            table.add_row(f"{length:>6} {name}", *times, f"{entry['ratio']:.3f}", f"{entry['processor_ratio']:.3f}")
-            run.promise(f"step behind a hit at {length}, {name}, of a contiguous cache's", entry["ratio"], 1.05)
-    run.console.print(table)
-    return found
-
-
-def measure_inserts(run: Run) -> dict[str, Any]:
-    """Insertion of branches."""
-    given = run.given
-    shape, branches = (QUICK_SHAPE, 3) if given.quick else (SMOLLM2_SHAPE, 12)
-    tick = run.ticking("insert", branches)
-    found = measure_insert(shape, torch.bfloat16, given.document, given.branch, branches, tick)
-    of_branch = found["branch_bytes"]
-    table = report.new_table(
-        f"A branch of {given.branch} tokens on {given.document}, bfloat16", "", "median", "largest"
-    )
-    table.add_row("insert(), ms", *(f"{found[key] * report.MILLI:.3f}" for key in ("median", "slowest")))
-    processor = statistics.median(found["processor"]), max(found["processor"])
-    table.add_row("insert(), ms of the processor", *(f"{value * report.MILLI:.3f}" for value in processor))
-    rows = {
-        "moved": "bytes that insert() writes, of the branch's",
-        "moved_in_all": "bytes that look-up, states and insert() write, of the branch's",
-        "more_bytes": "bytes that the store holds more, of the branch's",
-    }
-    for key, what in rows.items():
-        median, largest = (value / of_branch for value in (statistics.median(found[key]), max(found[key])))
-        table.add_row(what, f"{median:.3f}", f"{largest:.3f}")
-    run.console.print(table)
-    run.promise("ms of the processor for an insertion", processor[0] * report.MILLI, 5)
-    run.promise("bytes that an insertion writes, of the branch's", max(found["moved"]) / of_branch, 1)
-    run.promise("bytes that a branch writes in all, of its own", max(found["moved_in_all"]) / of_branch, 2)
-    return {"insert": found}
+    def insert(self) -> dict[str, Any]:
+        """Insertion of branches."""
+        given = self.given
+        shape, branches = (QUICK_SHAPE, 3) if given.quick else (SMOLLM2_SHAPE, 12)
+        tick = self.run.ticking("insert", branches)
+        found = measure_insert(shape, torch.bfloat16, given.document, given.branch, branches, tick)
+        of_branch, milli = found["branch_bytes"], 1 / report.MILLI
+        rows = {
+            "insert(), ms": ("seconds", milli),
+            "insert(), ms of the processor": ("processor", milli),
+            "bytes that insert() writes, of the branch's": ("moved", of_branch),
+            "bytes that look-up, states and insert() write, of the branch's": ("moved_in_all", of_branch),
+            "bytes that the store holds more, of the branch's": ("more_bytes", of_branch),
+        }
+        title = f"A branch of {given.branch} tokens on {given.document}, bfloat16"
+        table = report.new_table(title, "", "median", "largest")
+        for what, (key, unit) in rows.items():
+            median, largest = (value / unit for value in (statistics.median(found[key]), max(found[key])))
+            table.add_row(what, f"{median:.3f}", f"{largest:.3f}")
+        self.run.console.print(table)
+        processor = statistics.median(found["processor"]) * report.MILLI
+        self.run.target("ms of the processor for an insertion", processor, at_most=5)
+        self.run.target("bytes that an insertion writes, of the branch's", max(found["moved"]) / of_branch, at_most=1)
+        in_all = max(found["moved_in_all"]) / of_branch
+        self.run.target("bytes that a branch writes in all, of its own", in_all, at_most=2)
+        return {"insert": found}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sections; the exit code is 1 if tokens differ."""
-    given = parse(arguments)
-    console = report.terminal()
-    environment = report.environment()
+    given = options().parse(arguments)
     results: dict[str, Any] = {}
-    with report.progress_bars(console) as progress:
-        run = Run(given, console, report.ticking_in(progress))
-        if "memory" in given.only:
-            results["memory"] = measure_all_memory(run)
-        if "first" in given.only:
-            results |= measure_first(run)
-        if "chat" in given.only:
-            results |= measure_chat(run)
-        if "decode" in given.only:
-            results["decode_behind_hit"] = measure_decode(run)
-        if "insert" in given.only:
-            results |= measure_inserts(run)
-    report.show_targets(console, run.promises)
+    with report.session(given) as run:
+        sections = Sections(run)
+        for name in SECTIONS:
+            if name in given.only:
+                results |= getattr(sections, name)()
     other_answers = sum(not turn["same"] for turn in results.get("chat", []))
-    console.print(f"{other_answers} turns with other answers")
-    code = report.finish(console, given, environment, results, run.promises, *run.disagreements.values())
+    run.console.print(f"{other_answers} turns with other answers")
+    code = run.finish(results, *sections.disagreements.values())
     return 1 if other_answers else code
 
 

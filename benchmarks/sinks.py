@@ -12,9 +12,6 @@ window, while the states in a cache were computed when it was visible, so a cach
 The exit code is 1 if the perplexity with sinks is more than a tenth above the one with recomputation.
 """
 
-import argparse
-import json
-import pathlib
 import statistics
 import sys
 import time
@@ -25,38 +22,24 @@ import torch
 from torch import Tensor
 
 import kvlayers
-from kvlayers.tools.measuring.interleave import quiet_clock
 from lib import report
-from lib.workload import QUICK_SHAPE, RandomModel, Workload, default_model, real_workload
+from lib.internals import quiet_clock
+from lib.workload import QUICK_SHAPE, RandomModel, Workload, real_workload
 
 SINKS, WINDOW, RECOMPUTED = "kvlayers, sinks", "a window without sinks", "recomputed at every token"
 NUM_SINK_TOKENS = 4
 ROWS_AT_ONCE = 16
 """The number of tokens whose windows are recomputed side by side."""
-MOST_OVER_RECOMPUTED = 1.1
-MOST_OVER_FIRST_WINDOW = 1.1
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", help="directory or hub name of a real model; 'none' for a random one")
-    parser.add_argument("--text", type=pathlib.Path, help="what is read (the topics of Python's help)")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32", help="of the model (float32)")
-    parser.add_argument("--window", type=int, action="append", help="tokens held; several times for several (64, 256)")
-    parser.add_argument("--windows", type=int, help="windows of text that are read (20)")
-    parser.add_argument("--stride", type=int, help="recompute one token in so many (1)")
-    parser.add_argument("--threads", type=int, help="threads of torch")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file (benchmarks/results/sinks-<date>.json)")
-    parser.add_argument("--quick", action="store_true", help="a small model and few tokens")
-    given = parser.parse_args(arguments)
-    given.window = given.window or ([16] if given.quick else [64, 256])
-    given.windows = given.windows or (4 if given.quick else 20)
-    given.stride = given.stride or 1
-    given.model = given.model or ("none" if given.quick else default_model())
-    given.output = given.output or report.output_path("sinks")
-    if min(given.window) <= NUM_SINK_TOKENS or given.windows < 2:
-        parser.error(f"a window must be larger than {NUM_SINK_TOKENS} sinks, and there must be two of them")
-    return given
+def options() -> report.Options:
+    made = report.Options("sinks", __doc__, quick="a small model and few tokens")
+    made.real_model("directory or hub name of a real model; 'none' for a random one", "none")
+    made.dtype("float32", ("bfloat16", "float32"))
+    made.add("--window", type=int, action="append", help="tokens held; several times for several (64, 256)")
+    made.sized("--windows", 20, 4, "windows of text that are read")
+    made.sized("--stride", 1, 1, "recompute one token in so many")
+    return made
 
 
 def window_cache(model: Any, window: int) -> kvlayers.Cache:
@@ -106,13 +89,13 @@ def _perplexity(surprise: Iterable[float]) -> float:
 def measure(model: Any, ids: Tensor, window: int, stride: int, ticking: Any) -> dict[str, Any]:
     """All figures of one window."""
     tokens = ids.shape[1] - 1
-    makers = {
-        SINKS: lambda: kvlayers.SinkCache(window, NUM_SINK_TOKENS, config=model.config),
-        WINDOW: lambda: window_cache(model, window),
+    caches = {
+        SINKS: kvlayers.SinkCache(window, NUM_SINK_TOKENS, config=model.config),
+        WINDOW: window_cache(model, window),
     }
     found: dict[str, Any] = {
-        name: stream(model, ids, make(), window, ticking(f"{name}, {window} tokens", tokens))
-        for name, make in makers.items()
+        name: stream(model, ids, cache, window, ticking(f"{name}, {window} tokens", tokens))
+        for name, cache in caches.items()
     }
     positions = range(tokens // 2, tokens, stride)
     tick = ticking(f"{RECOMPUTED}, {window} tokens", -(-len(positions) // ROWS_AT_ONCE))
@@ -120,38 +103,26 @@ def measure(model: Any, ids: Tensor, window: int, stride: int, ticking: Any) -> 
     return found
 
 
-def promises(measured: dict[int, Any]) -> list[dict[str, Any]]:
-    """The targets, and whether they are met."""
-    found = []
-    for window, entry in measured.items():
-        share = entry[SINKS]["perplexity"] / entry[RECOMPUTED]["perplexity"]
-        found.append(
-            report.promised(f"{window}: perplexity relative to recomputation", share, at_most=MOST_OVER_RECOMPUTED)
-        )
-        first, *_, last = entry[SINKS]["steps"]
-        found.append(
-            report.promised(
-                f"{window}: last window's step to the first's", last / first, at_most=MOST_OVER_FIRST_WINDOW
-            )
-        )
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; the exit code is 1 if sinks predict worse than recomputation by more than a tenth."""
-    given = parse(arguments)
-    console = report.terminal()
-    if given.threads:
-        torch.set_num_threads(given.threads)
+    made = options()
+    given = made.parse(arguments)
+    given.window = given.window or ([16] if given.quick else [64, 256])
+    if min(given.window) <= NUM_SINK_TOKENS or given.windows < 2:
+        made.parser.error(f"a window must be larger than {NUM_SINK_TOKENS} sinks, and there must be two of them")
     dtype = getattr(torch, given.dtype)
-    workload: Workload | None = real_workload(given.model, given.text, console.print, dtype)
-    if workload is None:
-        workload = RandomModel(QUICK_SHAPE, dtype=dtype)
-    measured = {}
-    with report.progress_bars(console) as progress:
+    measured, is_near = {}, True
+    with report.session(given) as run:
+        workload: Workload = real_workload(given.model, given.text, run.console.print, dtype) or RandomModel(
+            QUICK_SHAPE, dtype=dtype
+        )
         for window in given.window:
             ids = workload.prompt(given.windows * window + 1)
-            measured[window] = measure(workload.model, ids, window, given.stride, report.ticking_in(progress))
+            entry = measured[window] = measure(workload.model, ids, window, given.stride, run.ticking)
+            share = entry[SINKS]["perplexity"] / entry[RECOMPUTED]["perplexity"]
+            is_near = run.target(f"{window}: perplexity relative to recomputation", share, at_most=1.1) and is_near
+            first, *_, last = entry[SINKS]["steps"]
+            run.target(f"{window}: last window's step to the first's", last / first, at_most=1.1)
     table = report.new_table(
         f"{given.windows} windows of text, {workload.name}, {given.dtype}",
         "window", "perplexity of the second half", "ms a step, first window", "middle", "last", "kB held",
@@ -164,15 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table.add_row(
                 f"{window:>4} {name}", f"{figures['perplexity']:.3f}", *cells, f"{held / 1e3:.0f}" if held else ""
             )
-    console.print(table)
-    kept = promises(measured)
-    for promise in kept:
-        met = "met" if promise["met"] else "missed"
-        console.print(f"{met}: {promise['what']}: {promise['value']:.3f}, asked {promise['asked']}")
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    result = {"environment": report.environment(), "model": workload.name, "windows": measured, "targets": kept}
-    given.output.write_text(json.dumps(result, indent=1))
-    return 0 if all(promise["met"] for promise in kept if "perplexity" in promise["what"]) else 1
+    run.console.print(table)
+    run.finish({"model": workload.name, "windows": measured})
+    return int(not is_near)
 
 
 if __name__ == "__main__":

@@ -29,11 +29,10 @@ from fractions import Fraction
 from typing import Any
 
 from kvlayers.eviction import eviction_rule, eviction_rule_names
-from kvlayers.generation.name_options import named_cache
-from kvlayers.generation.registry import is_registered
 from kvlayers.tools.tasks.outcome import TaskOutcome
 from kvlayers.tools.tasks.summary import summarize
 from kvlayers.utils.units import tokens
+from lib.internals import is_registered, named_cache
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS, RECORDED = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "recorded"

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import kvlayers
-from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
 from lib.contenders import fill, random_states
-from lib.moved_bytes import MovedBytes
+from lib.internals import interleaved, quiet_clock
+from lib.peak import MovedBytes
 from lib.timing import Disagreements, Tick, step
 from lib.workload import FILL_CHUNK, RandomModel, Shape
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 import kvlayers
-from kvlayers.attention.gqa import marked_for_sdpa
+from lib.internals import marked_for_sdpa
 
 Maker = Callable[[Any, int], Any]
 """Makes an empty cache from a model config and the final number of tokens."""

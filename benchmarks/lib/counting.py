@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from kvlayers.offload.transfers import BlockingTransfers
-from kvlayers.utils.triton_support import TritonKernel
+from lib.internals import BlockingTransfers, TritonKernel
 from lib.offline_gpu import META as DEVICE
 from lib.offline_gpu import as_gpu
 

@@ -1,34 +1,22 @@
-"""Measures caches that evict, and caches that recall: bytes, attention in decode steps, prefill, and traffic."""
+"""Attention and prefill of caches that evict, and of caches that recall."""
 
-import functools
 import gc
 import statistics
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
+import transformers
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-import kvlayers
-import kvlayers.caches.base
-from kvlayers.attention import reference
-from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
-from kvlayers.tools.measuring.nbytes import cache_nbytes
-from lib.contenders import Maker, random_states
+from lib.contenders import Maker, fill, random_states
+from lib.internals import PackedStates, cache_nbytes, interleaved, quiet_clock, reference
 from lib.timing import Tick
-from lib.workload import RandomModel
-
-# The tests' double of transfers, which runs on the host and counts bytes.
-sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
-from recording_transfers import RecordingTransfers
+from lib.turns import Turns
 
 MOST_APART = 0.02
 """The largest difference between attention in bfloat16 and its reference, relative to the largest output."""
@@ -57,9 +45,7 @@ class AttentionShape:
 
     def config(self) -> Any:
         """Config of a llama with this attention."""
-        from transformers import LlamaConfig
-
-        return LlamaConfig(
+        return transformers.LlamaConfig(
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
@@ -68,14 +54,17 @@ class AttentionShape:
             max_position_embeddings=65536,
         )
 
+    def module(self) -> Any:
+        """What transformers' function of attention asks of a module."""
+        return SimpleNamespace(num_key_value_groups=self.heads // self.kv_heads, is_causal=True)
+
 
 def attention_step(cache: Any, shape: AttentionShape, states: Sequence[tuple[Tensor, Tensor]], query: Tensor) -> Tensor:
     """One token through the attention of every layer; the output of the last, `[1, 1, heads, head_dim]`.
 
     Transformers' own function is called, as a model calls it. What the cache chooses, it chooses in here.
     """
-    module = SimpleNamespace(num_key_value_groups=shape.heads // shape.kv_heads, is_causal=True)
-    output = query
+    module, output = shape.module(), query
     for layer_idx, (keys, values) in enumerate(states):
         attended = cache.update(keys, values, layer_idx)
         output = sdpa_attention_forward(module, query, *attended, attention_mask=None)[0]
@@ -97,14 +86,13 @@ def reference_output(query: Tensor, attended: tuple[Tensor, Tensor]) -> Tensor:
 
 def check_output(
     name: str, cache: Any, shape: AttentionShape, query: Tensor, token: tuple[Tensor, Tensor]
-) -> str | None:
-    """What is wrong with the attention of one more token in the first layer, `None` if nothing is."""
-    module = SimpleNamespace(num_key_value_groups=shape.heads // shape.kv_heads, is_causal=True)
+) -> list[str]:
+    """What is wrong with the attention of one more token in the first layer."""
     attended = cache.update(*token, 0)
-    output = sdpa_attention_forward(module, query, *attended, attention_mask=None)[0].float()
+    output = sdpa_attention_forward(shape.module(), query, *attended, attention_mask=None)[0].float()
     expected = reference_output(query, attended)
     apart = float((output - expected).abs().max() / expected.abs().max())
-    return None if apart <= MOST_APART else f"{name}: attention is {apart:.3f} of its largest output from the reference"
+    return [f"{name}: attention is {apart:.3f} of its largest output from the reference"] if apart > MOST_APART else []
 
 
 def measure_attention(
@@ -134,12 +122,10 @@ def measure_attention(
         with quiet_clock():
             caches = {}
             for name, length in entrants:
-                # With room for the first step, which is not counted.
-                caches[name, length] = makers[name](config, length + steps + 1)
-                for layer_idx, (keys, values) in enumerate(filled[length]):
-                    caches[name, length].update(keys, values, layer_idx)
-                # The first step may compile a kernel.
-                attention_step(caches[name, length], shape, token, query)
+                # With room for the first step, which is not counted: it may compile a kernel.
+                cache = caches[name, length] = makers[name](config, length + steps + 1)
+                fill(cache, filled[length], length)
+                attention_step(cache, shape, token, query)
                 seconds[name, length].append([])
             for start in range(0, steps, BLOCK):
                 for entrant in interleaved(entrants, trial + start // BLOCK):
@@ -149,10 +135,8 @@ def measure_attention(
                         seconds[entrant][trial].append(time.perf_counter() - begin)
             held = {entrant: cache_nbytes(cache) for entrant, cache in caches.items()}
             if trial == 0:
-                found = (
-                    check_output(f"{name} at {at}", caches[name, at], shape, query, token[0]) for name, at in entrants
-                )
-                wrong += [each for each in found if each is not None]
+                for name, at in entrants:
+                    wrong += check_output(f"{name} at {at}", caches[name, at], shape, query, token[0])
             caches.clear()
         tick()
     results: dict[str, Any] = {}
@@ -173,19 +157,6 @@ def time_ratio(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     return statistics.median(a / b for a, b in zip(one["means"], other["means"], strict=True))
 
 
-def measure_bytes(shape: AttentionShape, tokens: int, makers: Mapping[str, Maker], tick: Tick) -> dict[str, Any]:
-    """Bytes that each cache holds after a prompt of so many tokens."""
-    found, config, states = {}, shape.config(), shape.states(tokens)
-    with torch.no_grad():
-        for name, make in makers.items():
-            cache = make(config, tokens)
-            for layer_idx, (keys, values) in enumerate(states):
-                cache.update(keys, values, layer_idx)
-            found[name] = {"held": cache_nbytes(cache), "length": cache.get_seq_length()}
-            tick()
-    return found
-
-
 def measure_prefill(
     model: Any, ids: Tensor, makers: Mapping[str, Maker], trials: int, tick: Tick
 ) -> tuple[dict[str, Any], list[str]]:
@@ -193,86 +164,25 @@ def measure_prefill(
 
     Attention to a prompt is exact, whatever is evicted behind it.
     """
-    names = list(makers)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    turns, first = Turns(makers), next(iter(makers))
     wrong: list[str] = []
-    expected: Tensor | None = None
+
+    def prefill(name: str) -> Tensor:
+        cache = makers[name](model.config, ids.shape[1])
+        return model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[0, -1].float()  # type: ignore[no-any-return]
+
     for trial in range(trials + 1):
-        for name in interleaved(names, max(trial - 1, 0)):
-            gc.collect()
-            cache = makers[name](model.config, ids.shape[1])
-            with quiet_clock():
-                begin = time.perf_counter()
-                logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[0, -1].float()
-                took = time.perf_counter() - begin
+        gc.collect()
+        with quiet_clock():
             # The first round warms up.
-            if trial:
-                seconds[name].append(took)
-            expected = logits if expected is None else expected
-            if not torch.equal(logits, expected):
-                wrong.append(f"{name}: logits of the prompt are {float((logits - expected).abs().max()):.4f} apart")
-            del cache
-            tick()
+            logits = turns.take(prefill, is_counted=trial > 0)
+        for name, seen in logits.items():
+            if not torch.equal(seen, logits[first]):
+                apart = float((seen - logits[first]).abs().max())
+                wrong.append(f"{name}: logits of the prompt are {apart:.4f} apart")
+        tick()
     results = {
-        name: {"median": statistics.median(taken), "means": taken, "seconds": [[each] for each in taken]}
-        for name, taken in seconds.items()
+        name: {"median": turns.median(name), "means": taken, "seconds": [[each] for each in taken]}
+        for name, taken in turns.seconds.items()
     }
     return results, list(dict.fromkeys(wrong))
-
-
-def decode(model: Any, cache: Any, ids: Tensor, new: int) -> tuple[list[int], Tensor]:
-    """Decode greedily; return the tokens and the last logits `[vocab]`."""
-    found = []
-    with torch.no_grad():
-        for _ in range(new):
-            logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
-            ids = logits[:, -1:].argmax(-1)
-            found.append(int(ids))
-    return found, logits[0, -1]
-
-
-def measure_traffic(
-    workload: RandomModel, make: Callable[[Any, bool], Any], lengths: Sequence[int], new: int, tick: Tick
-) -> tuple[dict[str, Any], list[str]]:
-    """Bytes that a step moves when a cache is offloaded, between two pools of host memory.
-
-    Args:
-        workload: the model.
-        make: makes a cache from a config, offloaded or not.
-        lengths: tokens of the prompts.
-        new: steps.
-        tick: called for each length.
-
-    Returns:
-        Bytes for each length, and the lengths at which tokens differ from those of the cache that is not offloaded.
-    """
-    found, wrong = {}, []
-    for length in lengths:
-        prompt = workload.prompt(length)
-        transfers = RecordingTransfers(lambda waiting: waiting)
-        prefetcher = functools.partial(
-            kvlayers.offload.Prefetcher, transfers=lambda device, transfers=transfers: transfers
-        )
-        with mock.patch.object(kvlayers.caches.base, "Prefetcher", prefetcher):
-            cache = make(workload.model.config, True)
-        tokens, _ = decode(workload.model, cache, prompt, new)
-        if tokens != decode(workload.model, make(workload.model.config, False), prompt, new)[0]:
-            wrong.append(f"offloaded recall at {length}: other tokens than without offloading")
-        steps = [cache.traffic.of_step(step) for step in range(-new + 1, 0)]
-        found[str(length)] = {
-            "to_device": statistics.median(step.to_device for step in steps),
-            "to_host": statistics.median(step.to_host for step in steps),
-            "peak_on_device": transfers.peak_bytes,
-            "held": cache.nbytes,
-        }
-        tick()
-    return found, wrong
-
-
-def is_bit_equal(workload: RandomModel, one: Maker, other: Maker, length: int, new: int) -> bool:
-    """Whether two caches give the same tokens, and the same logits at the end."""
-    prompt = workload.prompt(length)
-    (tokens, logits), (others, other_logits) = (
-        decode(workload.model, make(workload.model.config, length + new), prompt, new) for make in (one, other)
-    )
-    return tokens == others and torch.equal(logits, other_logits)

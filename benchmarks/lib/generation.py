@@ -12,9 +12,9 @@ import transformers
 from torch import Tensor
 
 import kvlayers
-from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
 from lib.compiling import INDUCTOR, graphs, isolated, nothing_on_disk, options_of
 from lib.contenders import KVLAYERS, KVLAYERS_STATIC, NO_CACHE, REFERENCE, TRANSFORMERS_STATIC, compiled, is_compiled
+from lib.internals import interleaved, quiet_clock
 from lib.peak import peak_bytes
 from lib.timing import Disagreements, Tick, step
 

@@ -20,14 +20,10 @@ from torch.nn.functional import scaled_dot_product_attention
 import cuda_device
 import grouped_backend
 from cuda_caches import KINDS, Kind, on_device
-from kvlayers import Quantization
-from kvlayers.attention.dispatch import CUDA
-from kvlayers.stores import QuantizedStore
-from kvlayers.upstream.cache_argument import name_for
-from kvlayers.utils.triton_support import runs_triton
 from lib.gpu_environment import ceilings
 from lib.gpu_model import guarded
 from lib.gpu_stage import PROCESSES, STOPPED, Ended, Findings, Setup, Step, run_process
+from lib.internals import CUDA, Quantization, QuantizedStore, name_for, triton_support
 from models import prompt
 from packed_reference import (
     attention,
@@ -110,7 +106,7 @@ def numerics(setup: Setup, cases: Sequence[Case] = CASES) -> Findings:
         found.details[str(case)] = {"error": error, "allowed": allowed, "path": path, "seconds": seconds}
         found.expect(error < allowed, f"{case}: the error is {error:.1e}, and {allowed:.1e} is allowed")
         found.expect(
-            path == CUDA or not runs_triton(setup.device) or case.dtype == "float32",
+            path == CUDA or not triton_support.runs_triton(setup.device) or case.dtype == "float32",
             f"{case}: attention went another way: {path}",
         )
         worst[case.dtype] = max(worst[case.dtype], error)

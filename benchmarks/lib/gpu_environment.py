@@ -12,8 +12,8 @@ import torch
 import transformers
 
 import kvlayers
-from kvlayers.utils.triton_support import device_obstacle, is_interpreted, triton_version
 from lib.gpu_stage import Findings, Setup
+from lib.internals import triton_support
 
 OPTIONAL = ("numpy", "psutil", "accelerate", "rich", "hqq", "optimum", "pytest", "pytest_timeout", "hypothesis")
 DRIVER = ("nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader")
@@ -28,13 +28,13 @@ def facts(device: torch.device) -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "triton": str(triton_version()),
+            "triton": str(triton_support.triton_version()),
             "transformers": transformers.__version__,
             "kvlayers": kvlayers.__version__,
         },
         "installed": [name for name in OPTIONAL if importlib.util.find_spec(name) is not None],
-        "triton_obstacle": device_obstacle(device),
-        "interpreted": is_interpreted(),
+        "triton_obstacle": triton_support.device_obstacle(device),
+        "interpreted": triton_support.is_interpreted(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     }
     if device.type == "cuda":

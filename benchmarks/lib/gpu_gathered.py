@@ -7,12 +7,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
-from kvlayers.attention import dispatch, reference
-from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment
-from kvlayers.attention.segments import GatheredSegment, KVSegments
 from lib.gpu_stage import Findings, Setup
 from lib.gpu_timing import copies_of, median, microseconds
+from lib.internals import (
+    DENSE_PIECE_TOKENS,
+    DenseSegment,
+    GatheredSegment,
+    KVSegments,
+    PathCounter,
+    dispatch,
+    reference,
+)
 from packed_reference import counted_launches, random_pair, relative_error
 
 DENSE = "SDPA, all tokens"

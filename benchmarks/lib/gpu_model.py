@@ -14,12 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 import kvlayers
-from kvlayers.attention.packed_tensor import as_dense
-from kvlayers.tools.measuring.interleave import interleaved
-from kvlayers.upstream.cache_argument import name_for, name_in_generate
 from lib.contenders import Maker, fill
 from lib.gpu_stage import Findings, Setup
 from lib.gpu_timing import Memory, median
+from lib.internals import as_dense, interleaved, name_for, name_in_generate
 from lib.workload import Shape
 from packed_reference import relative_error
 

@@ -13,7 +13,6 @@ import torch
 import transformers
 
 import kvlayers
-from kvlayers.tools.measuring.interleave import interleaved, quiet_clock
 from lib.compiling import INDUCTOR, Compiled, nothing_in_memory, options_of
 from lib.contenders import COMPILED, CONTENDERS, KVLAYERS, KVLAYERS_STATIC, TRANSFORMERS_STATIC, compiled, is_compiled
 from lib.generation import GENERATORS, SERVING, Job, measure_calls, measure_generate
@@ -33,6 +32,7 @@ from lib.gpu_model import (
 )
 from lib.gpu_stage import NO_DEVICE, Findings, Setup, Step
 from lib.gpu_timing import counted_captures, median, milliseconds
+from lib.internals import interleaved, quiet_clock
 from lib.timing import Disagreements, Forward
 
 OFFLOADED, OFFLOADED_INT4 = "kvlayers offloaded", "kvlayers offloaded int4"

@@ -11,9 +11,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
-from kvlayers import Quantization
-from kvlayers.attention.packed_tensor import as_dense
-from kvlayers.stores import QuantizedStore
 from lib.gpu_check import BITS, QUANTIZATIONS
 from lib.gpu_gathered import evicted_attention, recalled_attention
 from lib.gpu_model import (
@@ -36,6 +33,7 @@ from lib.gpu_model import (
 )
 from lib.gpu_stage import Findings, Setup, Step
 from lib.gpu_timing import copies_of, median, microseconds, milliseconds
+from lib.internals import Quantization, QuantizedStore, as_dense
 from packed_reference import counted_launches, extended, filled_store, random_pair, relative_error
 
 FLASH = "flash SDPA"

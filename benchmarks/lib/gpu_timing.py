@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from kvlayers.tools.measuring.interleave import interleaved
 from lib.gpu_stage import Setup
+from lib.internals import interleaved
 
 Call = Callable[[int], Any]
 """A call with the number of its turn, which chooses among copies of the states."""

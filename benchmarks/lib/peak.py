@@ -1,4 +1,4 @@
-"""Counts the bytes that are in use while a cache grows, storage by storage."""
+"""Counts the bytes that are in use while a cache grows, storage by storage, and the bytes that operations write."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,8 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvlayers.tools.measuring.nbytes import cache_nbytes
 from lib.contenders import Maker
+from lib.internals import cache_nbytes
 
 
 class LiveBytes(TorchDispatchMode):
@@ -105,3 +105,26 @@ def peak_bytes(call: Callable[[], Any], model: Any) -> int:
     with LiveBytes(ignored=[*model.parameters(), *model.buffers()]) as counter:
         call()
     return counter.peak
+
+
+WRITING_NOTHING = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "set_", "_unsafe_view"}
+"""Operators that return a tensor and write no state, beside views."""
+
+
+class MovedBytes(TorchDispatchMode):
+    """Counts the bytes of every tensor that an operation writes, new or in place. Views write nothing.
+
+    Attributes:
+        nbytes: bytes written so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count its results."""
+        found = func(*args, **(kwargs or {}))
+        if not func.is_view and func.overloadpacket.__name__ not in WRITING_NOTHING:
+            self.nbytes += sum(leaf.nbytes for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
+        return found

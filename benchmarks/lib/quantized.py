@@ -1,6 +1,7 @@
-"""The quantized caches that are compared, and the bytes that each holds, scales included."""
+"""The quantized caches that are compared, what they read, and the bytes that each holds, scales included."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 from transformers import cache_utils
 
 import kvlayers
-from kvlayers.tools.measuring.nbytes import cache_nbytes
-from kvlayers.tools.measuring.scoring import CacheMaker
+from kvlayers.errors import OptionError
 from lib.contenders import fill
+from lib.internals import CacheMaker, Scores, cache_nbytes, default_text, passages
+from lib.workload import RandomModel, Shape
 
 LIBRARIES = {"kvlayers": kvlayers, "transformers": transformers}
 AXES = {"quanto": 0, "hqq": 1}
@@ -98,6 +100,53 @@ FULL: dict[Contender, CacheMaker] = {
     EXACT: lambda config: kvlayers.DynamicCache(config=config),
     ROUNDED: lambda config: rounding_states(transformers.DynamicCache(config=config)),
 }
+
+
+def own(backend: str, **options: Any) -> CacheMaker:
+    """Makes caches of kvlayers."""
+    return lambda config: kvlayers.QuantizedCache(backend, config=config, **options)
+
+
+def upstream(backend: str, nbits: int) -> CacheMaker:
+    """Makes caches of transformers, with the options that its documentation recommends."""
+    return Contender("transformers", backend, nbits).make
+
+
+RANDOM = "random llama"
+QUICK_SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=64, intermediate=128, vocab=256)
+"""Its heads have the 64 channels that transformers' quantized caches need."""
+
+
+def load(
+    source: str, text: Path | None, dtype: str, count: int, tokens: int, shape: Shape = QUICK_SHAPE
+) -> tuple[Any, list[Tensor]]:
+    """A model and passages of token ids `[1, tokens]` from places spread over a text.
+
+    Args:
+        source: directory or hub name; `RANDOM` for a small random model.
+        text: what it reads; the topics of Python's help if it is `None`.
+        dtype: of the model.
+        count: passages.
+        tokens: of each.
+        shape: of the random model.
+    """
+    if source == RANDOM:
+        ids = torch.randint(shape.vocab, (count, tokens), generator=torch.Generator().manual_seed(0))
+        return RandomModel(shape).model.to(getattr(torch, dtype)), list(ids[:, None])
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).eval()
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and tokens > limit:
+        raise SystemExit(f"{source} has a context of {limit} tokens, and passages have {tokens}: use shorter ones")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    try:
+        return model, passages(tokenizer, text.read_text() if text else default_text(), count, tokens)
+    except OptionError as error:
+        raise SystemExit(str(error)) from None
+
+
+def summaries(scores: dict[Contender, Scores]) -> dict[str, Any]:
+    """The figures of each contender, by name."""
+    return {key.name: {**key._asdict(), **score.summary()} for key, score in scores.items()}
 
 
 def contenders(backends: Iterable[str], bits: Iterable[int]) -> list[Contender]:

@@ -10,8 +10,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from kvlayers.tools.measuring.text import default_text
 from lib.contenders import fill, random_states
+from lib.internals import default_text
 
 FILL_CHUNK = 2048
 PREFILL_CHUNK = 512

@@ -128,7 +128,7 @@ def test_fidelity_scores_a_cache_of_full_precision_at_zero(fidelity: Any, tmp_pa
     makers = {candidate: lambda config: kvlayers.DynamicCache(config=config)}
     assert fidelity.main(["--quick", "--output", str(output)], makers) == 0
     written = json.loads(output.read_text())
-    assert {"date", "hardware", "versions", "arguments", "results", "targets"} == set(written)
+    assert {"date", "hardware", "versions", "arguments", "results", "targets", "disagreements"} == set(written)
     measured = written["results"][0]
     for kind in ("plain", "outliers"):
         exact, stand_in = (measured[kind][name] for name in (fidelity.EXACT.name, candidate.name))
@@ -203,9 +203,9 @@ def test_bytes_of_transformers_quantized_layers_are_those_of_codes_scales_zeros_
 
 
 def test_outliers_are_in_two_key_channels_and_only_while_asked_for(fidelity: Any) -> None:
-    from lib import outliers
+    from lib import outliers, quantized, workload
 
-    model = fidelity.RandomModel(fidelity.QUICK_SHAPE).model.float()
+    model = workload.RandomModel(quantized.QUICK_SHAPE).model.float()
     ids = torch.arange(8)[None]
 
     def keys() -> Tensor:
@@ -221,28 +221,13 @@ def test_outliers_are_in_two_key_channels_and_only_while_asked_for(fidelity: Any
     assert torch.equal(keys(), before)
 
 
-def test_promises_of_fidelity_are_held_against_the_better_of_transformers(fidelity: Any) -> None:
-    seen = {
-        fidelity.Contender("kvlayers", "native", 4): (0.02, 100.0),
-        fidelity.Contender("transformers", "quanto", 4): (0.3, 100.0),
-        fidelity.Contender("transformers", "hqq", 4): (0.1, 110.0),
-        fidelity.Contender("kvlayers", "native", 2): (0.09, 61.0),
-        fidelity.Contender("transformers", "hqq", 2): (4.0, 60.0),
-        fidelity.Contender("kvlayers", "native", 8): (0.0, 200.0),
-    }
-    plain = {key.name: {"kl": kl, "agreement": 0.996} for key, (kl, _) in seen.items()}
-    outliers = {"kvlayers native, 4 bits": {"kl": 0.05, "agreement": 0.9}}
-    held = {key.name: {"bytes": count} for key, (_, count) in seen.items()}
-    found = fidelity.promises({"model": "m", "plain": plain, "outliers": outliers, "bytes": held})
-    assert [(round(entry["value"], 4), entry["met"]) for entry in found] == [
-        (0.2, False),
-        (1.0, True),
-        (0.0225, True),
-        (1.0167, False),
-        (0.9, True),
-        (2.5, False),
-        (0.996, True),
-    ]
+def test_divergences_are_compared_with_the_better_of_transformers(fidelity: Any) -> None:
+    seen = {"quanto": 0.3, "hqq": 0.1}
+    plain = {fidelity.Contender("transformers", name, 4).name: {"kl": kl} for name, kl in seen.items()}
+    plain[fidelity.Contender("transformers", "quanto", 2).name] = {"failure": "no more"}
+    plain[fidelity.Contender("transformers", "hqq", 2).name] = {"kl": float("nan")}
+    assert fidelity.better_baseline({"plain": plain}, "plain", 4) == {"kl": 0.1}
+    assert fidelity.better_baseline({"plain": plain}, "plain", 2) is None
 
 
 class OtherStaticValues(kvlayers.StaticCache):
@@ -329,7 +314,7 @@ def test_compiled_contenders_have_nothing_to_do_with_one_another(benchmark: Any)
 
 
 def test_promises_of_static_caches(benchmark: Any) -> None:
-    from lib import static_report
+    from lib import static as static_module
 
     def timed(seconds: float, **more: int) -> dict[str, Any]:
         return {"seconds": [[seconds], [2 * seconds]], **more}
@@ -347,7 +332,7 @@ def test_promises_of_static_caches(benchmark: Any) -> None:
         "transformers.StaticCache, compiled": timed(8.0, graphs=1, recompiles=0),
     }
     static = {"eager": {1024: steps}, "compiled": {}, "generate": {"buckets": 3, "calls": calls}}
-    found = static_report.static_targets(static)
+    found = static_module.static_targets(static)
     assert [(round(entry["value"], 3), entry["met"]) for entry in found] == [
         (1.1, True),
         (6.0, True),
@@ -404,7 +389,7 @@ def test_the_benchmark_of_sinks_compares_with_recomputing_what_is_held(benchmark
 
     output = tmp_path / "sinks.json"
     assert sinks.main(["--quick", "--output", str(output)]) == 0
-    [figures] = json.loads(output.read_text())["windows"].values()
+    [figures] = json.loads(output.read_text())["results"]["windows"].values()
     assert len(figures[sinks.SINKS]["steps"]) == 4
     assert figures[sinks.RECOMPUTED]["perplexity"] > 1
     with pytest.raises(SystemExit):
@@ -489,7 +474,7 @@ def test_other_tokens_behind_a_hit_fail_the_benchmark_of_prefixes(
 
 
 def test_bytes_that_operations_write_are_counted_and_views_are_not(benchmark: Any) -> None:
-    from lib.moved_bytes import MovedBytes
+    from lib.peak import MovedBytes
 
     states = torch.zeros(4, 8)
     with MovedBytes() as moved:

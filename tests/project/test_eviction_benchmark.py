@@ -32,7 +32,7 @@ def test_a_quick_benchmark_succeeds_and_writes_what_was_measured_where(benchmark
     output = tmp_path / "results" / "quick.json"
     assert benchmark.main(["--quick", "--steps", "8", "--threads", "1", "--output", str(output)]) == 0
     written = json.loads(output.read_text())
-    assert {"date", "hardware", "versions", "arguments", "results", "targets", "wrong"} == set(written)
+    assert {"date", "hardware", "versions", "arguments", "results", "targets", "disagreements", "wrong"} == set(written)
     results = written["results"]
     assert set(results) == set(benchmark.PARTS)
     dense, quarter = results["bytes"][benchmark.TRANSFORMERS]["held"], results["bytes"]["keep 0.25"]["held"]

@@ -29,8 +29,7 @@ from fractions import Fraction
 from typing import Any
 
 from kvlayers.eviction import eviction_rule, eviction_rule_names
-from kvlayers.tools.tasks.outcome import TaskOutcome
-from kvlayers.tools.tasks.summary import summarize
+from kvlayers.tools.tasks.summary import TaskOutcome, summarize
 from kvlayers.utils.units import tokens
 from lib.internals import is_registered, named_cache
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvlayers.tools.demo.model import ModelError, export_bundled_model
-from kvlayers.tools.demo.report import loading_bars
+from kvlayers.tools.cli.console import loading_bars
+from kvlayers.tools.models import ModelError, export_bundled_model
 from kvlayers.tools.names import DEMO_MODEL
 
 

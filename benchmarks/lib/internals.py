@@ -1,7 +1,4 @@
-"""What the benchmarks use of kvlayers beside its public names: one place to change when a module moves.
-
-Only `kernels.py` and `lib/offline_gpu.py` do without it: transformers may import the former, as `kernels`, meanwhile.
-"""
+"""What the benchmarks use of kvlayers beside its public names: one place to change when a module moves."""
 
 import functools
 import sys
@@ -25,13 +22,13 @@ from kvlayers.attention.segment_kinds import PackedSegment as PackedSegment
 from kvlayers.attention.segments import GatheredSegment as GatheredSegment
 from kvlayers.attention.segments import KVSegments as KVSegments
 from kvlayers.attention.segments import Segment as Segment
+from kvlayers.eviction.budgets import AdaptiveHeads as AdaptiveHeads
+from kvlayers.eviction.budgets import EvenHeads as EvenHeads
 from kvlayers.eviction.for_model import rules_for as rules_for
-from kvlayers.eviction.head_budgets import AdaptiveHeads as AdaptiveHeads
-from kvlayers.eviction.head_budgets import EvenHeads as EvenHeads
-from kvlayers.eviction.kept import KeptTokens as KeptTokens
+from kvlayers.eviction.selection import KeptTokens as KeptTokens
 from kvlayers.eviction.selection import select as select
-from kvlayers.generation.name_options import named_cache as named_cache
 from kvlayers.generation.registry import is_registered as is_registered
+from kvlayers.generation.registry import named_cache as named_cache
 from kvlayers.offload.transfers import BlockingTransfers as BlockingTransfers
 from kvlayers.stores.quantization import Quantization as Quantization
 from kvlayers.stores.quantized import QuantizedStore as QuantizedStore

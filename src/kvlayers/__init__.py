@@ -51,19 +51,17 @@ if TYPE_CHECKING:
     from kvlayers.caches.dynamic import DynamicCache
     from kvlayers.caches.encoder_decoder import EncoderDecoderCache
     from kvlayers.caches.evicting import EvictingCache
-    from kvlayers.caches.export import ExportableDecoder
-    from kvlayers.caches.pytrees import register_export_support
+    from kvlayers.caches.export import ExportableDecoder, register_export_support
     from kvlayers.caches.quantized import QuantizedCache, QuantizedCacheConfig
     from kvlayers.caches.sink import SinkCache
     from kvlayers.caches.static import StaticCache
     from kvlayers.errors import CapacityError, KVLayersError, OptionError
-    from kvlayers.evaluation.score import score
+    from kvlayers.evaluation.engine import score
     from kvlayers.generation.chat import Chat
-    from kvlayers.generation.generate import generate
-    from kvlayers.generation.install import install, installed, is_installed, uninstall
+    from kvlayers.generation.install import generate, install, installed, is_installed, uninstall
     from kvlayers.generation.known_ids import PromptMismatchWarning
-    from kvlayers.generation.oom.resilient import SteppedDownWarning, resilient_generate
     from kvlayers.generation.registry import CacheRequest, cache_names, make_cache, register, unregister
+    from kvlayers.generation.resilient import SteppedDownWarning, resilient_generate
     from kvlayers.generation.static_pool import free_reservations
     from kvlayers.layers import (
         CacheLayer,
@@ -112,8 +110,10 @@ _NAMES = {
     "caches.dynamic": ("DynamicCache",),
     "caches.encoder_decoder": ("EncoderDecoderCache",),
     "caches.evicting": ("EvictingCache",),
-    "caches.export": ("ExportableDecoder",),
-    "caches.pytrees": ("register_export_support",),
+    "caches.export": (
+        "ExportableDecoder",
+        "register_export_support",
+    ),
     "caches.quantized": (
         "QuantizedCache",
         "QuantizedCacheConfig",
@@ -125,26 +125,26 @@ _NAMES = {
         "KVLayersError",
         "OptionError",
     ),
-    "evaluation.score": ("score",),
+    "evaluation.engine": ("score",),
     "generation.chat": ("Chat",),
-    "generation.generate": ("generate",),
     "generation.install": (
+        "generate",
         "install",
         "installed",
         "is_installed",
         "uninstall",
     ),
     "generation.known_ids": ("PromptMismatchWarning",),
-    "generation.oom.resilient": (
-        "SteppedDownWarning",
-        "resilient_generate",
-    ),
     "generation.registry": (
         "CacheRequest",
         "cache_names",
         "make_cache",
         "register",
         "unregister",
+    ),
+    "generation.resilient": (
+        "SteppedDownWarning",
+        "resilient_generate",
     ),
     "generation.static_pool": ("free_reservations",),
     "layers": (
@@ -221,7 +221,7 @@ _MOVED = {
         "register_eviction_rule",
         "unregister_eviction_rule",
     ),
-    "generation.oom.ladder": (
+    "generation.ladder": (
         "DEFAULT_LADDER",
         "Rung",
     ),

@@ -33,12 +33,11 @@ def make_app() -> "typer.Typer":
 
     from kvlayers.tools.cli.bench import bench
     from kvlayers.tools.cli.calibrate import calibrate
-    from kvlayers.tools.cli.compile import compile_command
     from kvlayers.tools.cli.demo import demo
     from kvlayers.tools.cli.fidelity import fidelity
     from kvlayers.tools.cli.inspect import inspect
-    from kvlayers.tools.cli.lm_eval import FOR_THE_HARNESS, lm_eval
     from kvlayers.tools.cli.plan import plan
+    from kvlayers.tools.cli.small_commands import FOR_THE_HARNESS, compile_command, lm_eval
     from kvlayers.version import __version__
 
     def show_version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for GPUs that are not there, and fit them; `benchmarks/kernels.py` compiles them."""
+"""The Triton kernels compile for GPUs that are not there, and fit them (`benchmarks/compiled_kernels.py`)."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     directory = tmp_path_factory.mktemp("kernels")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(directory / "cache")}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, str(BENCHMARKS / "kernels.py"), "--few", "--json", str(directory / "few.json")]
+    command = [sys.executable, str(BENCHMARKS / "compiled_kernels.py"), "--few", "--json", str(directory / "few.json")]
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
     assert (directory / "few.json").exists(), ran.stderr
     found: list[dict[str, Any]] = json.loads((directory / "few.json").read_text())

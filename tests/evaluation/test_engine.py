@@ -15,7 +15,7 @@ import kvlayers
 import versions
 from families import FAMILIES, model_and_inputs
 from kvlayers.errors import CapacityError, ConfigError, OptionError
-from kvlayers.evaluation import cache_copies, division
+from kvlayers.evaluation import caches, passes
 from kvlayers.evaluation.engine import score_tokens
 from kvlayers.evaluation.requests import ScoringRequest
 from models import fresh_model, tiny_model
@@ -105,7 +105,7 @@ LOSSY_CACHES: dict[str, Callable[[Any], Any]] = {
 
 def shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read even the shortest shared prefixes once."""
-    monkeypatch.setattr(division, "PASS_COST_ON_CPU", 1)
+    monkeypatch.setattr(passes, "PASS_COST_ON_CPU", 1)
 
 
 def scores_alone(model: Any, requests: Sequence[ScoringRequest]) -> Any:
@@ -126,7 +126,7 @@ def known_scores(family: str, **which: int) -> Any:
 def test_an_exact_cache_gives_the_scores_of_one_pass_over_each_request(
     family: str, pass_cost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(division, "PASS_COST_ON_CPU", pass_cost)
+    monkeypatch.setattr(passes, "PASS_COST_ON_CPU", pass_cost)
     model, requests = model_of(family), requests_of()
     found = score_tokens(model, requests, lambda: dynamic(model), batch_size=4)
     expected = known_scores(family)
@@ -201,7 +201,7 @@ def test_exact_scores_of_random_requests(
 ) -> None:
     model = tiny_model("llama")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(division, "PASS_COST_ON_CPU", pass_cost)
+        patch.setattr(passes, "PASS_COST_ON_CPU", pass_cost)
         found = score_tokens(model, requests, lambda: dynamic(model), batch_size=batch_size, chunk=chunk)
     assert difference(found, scores_alone(model, requests)) < EXACT
 
@@ -377,7 +377,7 @@ def test_classes_of_other_packages_are_not_taken_for_exact() -> None:
     model, requests = tiny_model("llama"), requests_of(contexts=2)
     other = transformers.DynamicCache(config=model.config)
     other.layers = [OtherLayer() for _ in other.layers]
-    for make in (lambda: cache_copies.fork(other), lambda: OtherCache(config=model.config)):
+    for make in (lambda: caches.fork(other), lambda: OtherCache(config=model.config)):
         with passes_of(model) as passes:
             found = score_tokens(model, requests, make)
         assert difference(found, scores_alone(model, requests)) < EXACT

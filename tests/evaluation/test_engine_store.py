@@ -9,9 +9,9 @@ import torch
 import kvlayers
 from families import model_and_inputs
 from kvlayers.errors import OptionError
+from kvlayers.evaluation.contexts import stored_contexts
 from kvlayers.evaluation.engine import score_tokens
 from kvlayers.evaluation.requests import ScoringRequest
-from kvlayers.evaluation.stored_contexts import stored_contexts
 from kvlayers.generation.prefixes.active_store import optional_store, required_store
 from models import fresh_model, tiny_model
 from score_reference import alone, difference, in_chunks, passes_of

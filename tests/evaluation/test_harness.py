@@ -26,8 +26,8 @@ from lm_eval.utils import simple_parse_args_string  # noqa: E402
 
 from harness_tasks import ANSWERS, CHOICES, ROLLING, write_tasks  # noqa: E402
 from kvlayers.errors import OptionError  # noqa: E402
+from kvlayers.evaluation import harness as harness_model  # noqa: E402
 from kvlayers.evaluation.harness import KVLayersLM  # noqa: E402
-from kvlayers.evaluation.harness import model as harness_model  # noqa: E402
 
 INT2 = {"cache": "int2", "cache_config": {"residual_length": 0, "sink_tokens": 0}}
 """A cache that packs a context as soon as it has a block of 64 tokens."""

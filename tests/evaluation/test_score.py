@@ -9,7 +9,7 @@ import transformers
 from transformers.utils import logging
 
 import kvlayers
-from kvlayers.evaluation import score as module
+from kvlayers.evaluation import engine as module
 from kvlayers.evaluation.requests import ContinuationScore
 from model_directories import random_text, word_tokenizer
 from models import fresh_model, prompt, tiny_model

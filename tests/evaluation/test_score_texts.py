@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, processors
 
 import kvlayers
 from kvlayers.errors import OptionError
-from kvlayers.evaluation.encoding import TextPairs, encoded
+from kvlayers.evaluation.requests import TextPairs, encoded
 from models import tiny_model
 from score_reference import passes_of
 

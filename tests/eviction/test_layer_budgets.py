@@ -6,7 +6,7 @@ import math
 import pytest
 
 from kvlayers.errors import OptionError
-from kvlayers.eviction.layer_budgets import layer_keeps, layer_tokens
+from kvlayers.eviction.budgets import layer_keeps, layer_tokens
 
 KINDS = ["uniform", "pyramid", [5, 1, 1, 0.5], [1e-9, 1e9, 1, 1], [1e308, 1e308, 1e308, 1e307]]
 

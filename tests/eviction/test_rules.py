@@ -21,17 +21,16 @@ from kvlayers.eviction import (
     SnapKV,
     Streaming,
     Tova,
-    attention_sums,
+    attention_rules,
     eviction_rule,
     eviction_rule_names,
-    expected_attention,
     register_eviction_rule,
     unregister_eviction_rule,
 )
 from kvlayers.eviction.contract import check_scores
 from kvlayers.eviction.for_model import rules_for
 from kvlayers.rope.rotary import Layout, Rotary
-from kvlayers.upstream.attention_scale import attention_scale
+from kvlayers.upstream.model_types import attention_scale
 
 BATCH, KV_HEADS, GROUPS, HEAD_DIM = 2, 3, 2, 8
 FREQUENCIES = torch.tensor([1.0, 0.3, 0.05, 0.01], dtype=torch.float64)
@@ -135,7 +134,7 @@ def test_tova(tokens: int, scale: float | None) -> None:
 @pytest.mark.parametrize("scale", [None, 0.1])
 @pytest.mark.parametrize(("tokens", "observed"), [(1, 1), (30, 30), (30, 7)])
 def test_h2o(tokens: int, observed: int, scale: float | None, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_sums, "CPU_SCORES_AT_ONCE", at_once)
+    monkeypatch.setattr(attention_rules, "CPU_SCORES_AT_ONCE", at_once)
     keys, values, queries = states(tokens)
     shown = queries[:, :, -observed:]
     whole = probabilities(keys, shown, scale)
@@ -148,7 +147,7 @@ def test_h2o(tokens: int, observed: int, scale: float | None, at_once: int, monk
 
 
 def test_h2o_never_builds_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_sums, "CPU_SCORES_AT_ONCE", 5000)
+    monkeypatch.setattr(attention_rules, "CPU_SCORES_AT_ONCE", 5000)
     largest = 0
     softmax = Tensor.softmax
 
@@ -204,7 +203,7 @@ def expected_scores(
 def test_expected_attention(
     layout: Layout | None, tokens: int, first: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expected_attention, "TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr(attention_rules, "TOKENS_AT_ONCE", at_once)
     keys, values, plain = states(tokens, torch.float64)
     positions = torch.arange(first, first + tokens, dtype=torch.float64)
     if layout is None:

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from kvlayers.errors import OptionError
-from kvlayers.eviction.head_budgets import AdaptiveHeads, EvenHeads, HeadBudgets
-from kvlayers.eviction.highest import highest
-from kvlayers.eviction.kept import KeptTokens
-from kvlayers.eviction.selection import select
+from kvlayers.eviction.budgets import AdaptiveHeads, EvenHeads, HeadBudgets, highest
+from kvlayers.eviction.selection import KeptTokens, select
 
 
 def kept_sets(kept: KeptTokens) -> list[list[list[int]]]:

@@ -12,7 +12,7 @@ import every_causal_model
 import kvlayers
 import versions
 from kvlayers.upstream import cache_argument, model_layers, model_types
-from kvlayers.upstream.module_states import kept_states
+from kvlayers.upstream.model_types import kept_states
 from rounds import ROUNDS
 
 PROMPT = 36

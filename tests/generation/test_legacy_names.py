@@ -15,7 +15,6 @@ import fresh_process
 import kvlayers
 from kvlayers.caches.legacy_api import LegacySurface
 from kvlayers.generation import transformers4_names
-from kvlayers.generation.hooks import model_call
 from kvlayers.generation.transformers4_names import CLASSES, HOMES
 from kvlayers.upstream import compat
 from models import prompt, tiny_model
@@ -152,12 +151,13 @@ class _InterruptError(BaseException):
     """As of Ctrl-C, which no handler of errors sees."""
 
 
-@pytest.mark.parametrize("where", [importlib, transformers4_names, model_call])
+@pytest.mark.parametrize("where", [importlib, transformers4_names, transformers.AttentionInterface])
 def test_an_interruption_leaves_nothing_behind(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*arguments: object) -> None:
         raise _InterruptError
 
-    name = {importlib: "import_module", transformers4_names: "_old_attributes", model_call: "apply_patch"}[where]
+    names = {importlib: "import_module", transformers4_names: "_old_attributes"}
+    name = names.get(where, "register")
     # kvlayers imports them when it is asked for them.
     install, installed, uninstall = kvlayers.install, kvlayers.installed, kvlayers.uninstall
     before = surface()

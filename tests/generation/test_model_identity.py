@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kvlayers
-from kvlayers.generation.prefixes.model_identity import model_identity
+from kvlayers.generation.prefixes.eligibility import model_identity
 from models import fresh_model, prompt
 
 

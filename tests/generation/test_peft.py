@@ -10,7 +10,7 @@ from torch import Tensor
 
 import kvlayers
 import versions
-from kvlayers.caches.nested_tuples import LegacyStates
+from kvlayers.caches.legacy_api import LegacyStates
 from models import ENCODER_DECODERS, fresh_model, prompt
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed")

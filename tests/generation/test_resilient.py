@@ -19,10 +19,9 @@ import kvlayers
 import versions
 from kvlayers import OptionError
 from kvlayers.errors import RegistryError
-from kvlayers.generation import registry, static_pool
-from kvlayers.generation.oom import resilient
-from kvlayers.generation.oom.ladder import AS_REQUESTED, DEFAULT_LADDER, Rung
-from kvlayers.generation.oom.resilient import SteppedDownWarning, is_out_of_memory, resilient_generate
+from kvlayers.generation import registry, resilient, static_pool
+from kvlayers.generation.ladder import AS_REQUESTED, DEFAULT_LADDER, Rung
+from kvlayers.generation.resilient import SteppedDownWarning, is_out_of_memory, resilient_generate
 from kvlayers.stores.buffer import TokenBuffer
 from kvlayers.upstream import cache_argument
 from models import CONFIGS, ENCODER_DECODERS, fresh_model, prompt

@@ -13,7 +13,7 @@ import versions
 from families import FAMILIES, any_model_and_inputs
 from kvlayers.layers.upstream_adapter.adapter import TransformersLayer
 from kvlayers.upstream import model_types
-from kvlayers.upstream.module_states import kept_states
+from kvlayers.upstream.model_types import kept_states
 
 
 def ids_of(tokens: int, seed: int = 0, rows: int = 1) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvlayers import CacheLayer, OffloadedLayer
 from kvlayers.attention.snapshot import StoreHandle
-from kvlayers.layers.eviction_account import EvictionAccount
+from kvlayers.layers.eviction_progress import EvictionAccount
 from kvlayers.rope.rotary import Rotary
 from oracle import Oracle, states
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.attention.segment_kinds import DenseSegment
 from kvlayers.attention.segments import GatheredSegment, KVSegments
-from kvlayers.eviction.kept import KeptTokens
+from kvlayers.eviction.selection import KeptTokens
 from kvlayers.stores.held_tokens import HeldTokens
 
 HEADS = 4

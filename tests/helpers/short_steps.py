@@ -4,12 +4,12 @@ import pytest
 
 import eviction_oracle
 import kept_oracle
-from kvlayers.layers import evicting, eviction_account
+from kvlayers.layers import evicting, eviction_progress
 
 STEP = 16
 
 
 def shorten_steps(patch: pytest.MonkeyPatch) -> None:
     """Let a layer with a budget, and its oracle, evict whenever it holds `STEP` tokens more than its budget."""
-    for module in (evicting, eviction_account, eviction_oracle, kept_oracle):
+    for module in (evicting, eviction_progress, eviction_oracle, kept_oracle):
         patch.setattr(module, "STEP", STEP)

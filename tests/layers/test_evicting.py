@@ -17,8 +17,8 @@ from kvlayers import EvictingLayer, OptionError
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction import ALL_QUERIES, BUILTIN_RULES, EvictionRule, eviction_rule, register_eviction_rule
 from kvlayers.eviction.selection import select
-from kvlayers.layers.eviction_account import EvictionAccount
-from kvlayers.layers.observed_queries import ObservedQueries
+from kvlayers.layers.evicting_attention import ObservedQueries
+from kvlayers.layers.eviction_progress import EvictionAccount
 from kvlayers.stores.held_tokens import held_tokens
 from ragged_reference import of_head
 from short_steps import STEP, shorten_steps

@@ -20,8 +20,9 @@ from kvlayers.errors import CapacityError
 from kvlayers.layers import Recall
 from kvlayers.layers.shape import LayerShape, TokenShape
 from kvlayers.offload import DiskMemory, HostMemory, Prefetcher, Traffic
-from kvlayers.offload.page_pool import NO_PAGE, PagePool
+from kvlayers.offload.paged_reads import NO_PAGE, PagePool
 from kvlayers.offload.transfers import BlockingTransfers
+from kvlayers.planning.cache_bytes import layer_bytes
 from kvlayers.stores import DenseStore, TokenStore
 from kvlayers.stores.quantized import QuantizedStore
 from race_detector import RaceDetector
@@ -292,9 +293,9 @@ def test_the_device_holds_a_bounded_part(kind: Kind, tmp_path: pathlib.Path) -> 
     held = sum(tensor.nbytes for tensor in pair.offloaded.held_tensors() if tensor.device == DEVICE)
     assert held < pair.plain.nbytes / 4
     shape = LayerShape(BATCH, torch.float32, TokenShape(KV_HEADS, HEAD_DIM, HEAD_DIM))
-    planned = OffloadedLayer(kind.layer(), pair.prefetcher).planned_nbytes(shape, 3001, None)
+    planned = layer_bytes(OffloadedLayer(kind.layer(), pair.prefetcher), shape, 3001)
     # The newest tokens of a packed store have room for a few more or less.
-    assert planned.resident + planned.copies == pytest.approx(held, rel=0.01 if kind is PACKED else 0)
+    assert planned.device + planned.copies == pytest.approx(held, rel=0.01 if kind is PACKED else 0)
     pair.both(lambda layer: layer.reset())
     assert sum(tensor.nbytes for tensor in pair.offloaded.held_tensors() if tensor.device == DEVICE) == 0
 

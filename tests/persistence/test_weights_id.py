@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvlayers
-from kvlayers.persistence import weights
+from kvlayers.persistence import fingerprint
 from models import fresh_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.int64, torch.bool)
@@ -34,7 +34,7 @@ def states(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_element_changes_it_and_a_copy_does_not(dtype: torch.dtype) -> None:
     # Of more than a block, and of a size that no word divides.
-    size = weights.BLOCK * 8 // dtype.itemsize + 13
+    size = fingerprint.BLOCK * 8 // dtype.itemsize + 13
     weight = states(dtype, size)
     seen = {id_of(weight)}
     places = (0, 1, size // 2, size - 14, size - 2, size - 1)
@@ -113,8 +113,8 @@ def test_empty_scalar_and_special_weights_have_ids() -> None:
 
 def test_tied_weights_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, read = fresh_model("llama", tie_word_embeddings=True), []
-    sums = weights._block_sums
-    monkeypatch.setattr(weights, "_block_sums", lambda weight: read.append(weight) or sums(weight))
+    sums = fingerprint._block_sums
+    monkeypatch.setattr(fingerprint, "_block_sums", lambda weight: read.append(weight) or sums(weight))
     expected = kvlayers.weights_id(model)
     assert len(read) == len(model.state_dict()) - 1
     for _ in range(3):
@@ -142,8 +142,8 @@ def test_steps_of_training_and_their_undoing_are_noticed() -> None:
 
 def test_threads_make_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, made, found = fresh_model("llama"), [], []
-    digest = weights._digest
-    monkeypatch.setattr(weights, "_digest", lambda read: made.append(0) or digest(read))
+    digest = fingerprint._digest
+    monkeypatch.setattr(fingerprint, "_digest", lambda read: made.append(0) or digest(read))
     threads = [threading.Thread(target=lambda: found.append(kvlayers.weights_id(model))) for _ in range(8)]
     for thread in threads:
         thread.start()

@@ -11,7 +11,7 @@ import kvlayers
 from fake_device import CPU, DEVICE, IS_SUPPORTED
 from kvlayers.generation import registry
 from kvlayers.planning import auto
-from kvlayers.upstream.layer_devices import layer_devices
+from kvlayers.upstream.model_layers import layer_devices
 from models import fresh_model
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="PyTorch has no devices that are written in Python")

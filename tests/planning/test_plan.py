@@ -15,8 +15,8 @@ import kvlayers
 import versions
 from kvlayers.eviction import BUILTIN_RULES
 from kvlayers.generation import registry
-from kvlayers.generation.name_options import named_cache
-from kvlayers.layers import LayerOperations, TokenLayer
+from kvlayers.generation.registry import named_cache
+from kvlayers.layers import TokenLayer
 from kvlayers.upstream import cache_argument, model_layers
 from models import COMMON, CONFIGS, WINDOW, fresh_model, prompt, tiny_model
 from pairwise import in_turn
@@ -454,13 +454,12 @@ def test_states_of_an_unknown_form_are_refused() -> None:
         kvlayers.plan(getattr(tf, class_name)(**options), 100)
 
 
-def test_a_factory_that_changes_the_length_hint_is_refused() -> None:
+def test_a_factory_that_changes_the_length_hint_is_planned_as_what_it_makes() -> None:
     own = {"roomier": lambda request: kvlayers.StaticCache(request.config, max_cache_len=request.length_hint + 512)}
-    with (
-        registered(**own) as names,
-        pytest.raises(kvlayers.OptionError, match="for 513 tokens if `length_hint` is 1, and for 514"),
-    ):
-        kvlayers.plan(LLAMA, 100, names=names)
+    with registered(**own) as names:
+        planned = kvlayers.plan(LLAMA, 100, dtype=torch.float32, names=names)["roomier"]
+        assert fed("roomier", LLAMA, 100, 1, torch.float32).nbytes == planned.nbytes
+    assert planned.nbytes == kvlayers.plan(LLAMA, 612, dtype=torch.float32)["static"].nbytes
 
 
 def test_layers_of_others_are_left_out_with_the_reason() -> None:
@@ -487,10 +486,6 @@ class Newest(TokenLayer):
         self._seen += self._store.validate(key_states, value_states)
         return self._store.extend_and_evict(key_states, value_states, past, min(self.room, past + key_states.shape[2]))
 
-    @override
-    def planned_tokens(self, tokens: int) -> int:
-        return min(tokens, self.room)
-
     @property
     @override
     def length(self) -> int:
@@ -514,41 +509,37 @@ class Newest(TokenLayer):
         self.check_truncate(length)
 
 
-class Unspoken(Newest):
-    """A layer of another package, without arithmetic."""
-
-    planned_nbytes = LayerOperations.planned_nbytes  # type: ignore[assignment]
-
-
-class Halves(kvlayers.stores.DenseStore):
-    """A store of another package, without arithmetic."""
-
-    planned_nbytes = kvlayers.stores.TokenStore.planned_nbytes  # type: ignore[assignment]
-
-
-def newest(
-    layer_class: type[Newest] = Newest, store: type[kvlayers.stores.DenseStore] = kvlayers.stores.DenseStore
-) -> Any:
-    def make(request: kvlayers.CacheRequest) -> kvlayers.Cache:
-        layers = [layer_class(store(length_hint=request.length_hint)) for _ in range(request.config.num_hidden_layers)]
-        return kvlayers.Cache(layers=layers)
-
-    return make
+def newest(request: kvlayers.CacheRequest) -> kvlayers.Cache:
+    stores = [kvlayers.stores.DenseStore(request.length_hint) for _ in range(request.config.num_hidden_layers)]
+    return kvlayers.Cache(layers=[Newest(store) for store in stores])
 
 
 @pytest.mark.parametrize("tokens", [7, 40, 41, 300])
 def test_layers_of_another_package_are_planned_like_those_of_kvlayers(tokens: int) -> None:
-    with registered(newest=newest()) as names:
+    with registered(newest=newest) as names:
         plan = kvlayers.plan(LLAMA, tokens, 2, torch.bfloat16, memory=2**40, names=names)
         assert fed("newest", LLAMA, tokens, 2, torch.bfloat16).nbytes == plan["newest"].nbytes
     assert (plan["newest"].fidelity, plan["newest"].bits) == ("evicting", 16)
     assert plan["newest"].longest_context is None
 
 
-def test_a_layer_or_a_store_without_arithmetic_is_refused_by_the_name_of_the_member() -> None:
-    for factory, said in ((newest(Unspoken), "`Unspoken.planned_nbytes`"), (newest(store=Halves), "`Halves.planned_")):
-        with registered(silent=factory) as names, pytest.raises(kvlayers.errors.UnsupportedLayerError, match=said):
+def test_a_layer_that_reads_the_numbers_of_its_states_is_left_out_with_the_reason() -> None:
+    class Reading(Newest):
+        @override
+        def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            self.largest = key_states.max().item()
+            return super().update(key_states, value_states)
+
+    def reading(request: kvlayers.CacheRequest) -> kvlayers.Cache:
+        return kvlayers.Cache(layers=[Reading(kvlayers.stores.DenseStore())])
+
+    with registered(reading=reading) as names:
+        assert "`Reading` cannot be planned" in kvlayers.plan(LLAMA, 10).left_out["reading"]
+        with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="which have no numbers"):
             kvlayers.plan(LLAMA, 10, names=names)
+
+
+def test_a_store_that_does_not_say_its_fidelity_is_refused_by_the_name_of_the_member() -> None:
     with pytest.raises(kvlayers.errors.UnsupportedLayerError, match=r"`Mute.fidelity`"):
         _ = type("Mute", (kvlayers.stores.DenseStore,), {"fidelity": kvlayers.stores.TokenStore.fidelity})().fidelity
 

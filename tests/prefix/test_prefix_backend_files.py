@@ -192,7 +192,7 @@ def test_what_does_not_arrive_in_time_is_left_out_and_the_rest_is_used(monkeypat
     backend = backend_for("memory://bucket/slow", None)
     assert isinstance(backend, RemoteBackend)
     files = written(backend, 6)
-    read, arrived, stuck = backend._objects.read, [], threading.Event()
+    read, arrived, stuck = backend.read_whole, [], threading.Event()
 
     def stuck_after_two(batch: Any) -> Any:
         if len(arrived) == 2:
@@ -200,7 +200,7 @@ def test_what_does_not_arrive_in_time_is_left_out_and_the_rest_is_used(monkeypat
         arrived.append(batch)
         return read(batch)
 
-    monkeypatch.setattr(backend._objects, "read", stuck_after_two)
+    monkeypatch.setattr(backend, "read_whole", stuck_after_two)
     start = time.monotonic()
     found = list(backend.read(files, wait_seconds=0.2))
     assert time.monotonic() - start < 10

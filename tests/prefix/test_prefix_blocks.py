@@ -15,7 +15,8 @@ import transformers
 
 import kvlayers
 from kvlayers.errors import CacheFileError, KVLayersError
-from kvlayers.prefix import entry_writer, garbage
+from kvlayers.prefix import directory as directories
+from kvlayers.prefix import entry_writer
 from kvlayers.prefix.backends import GoneError, UnreachableError
 from kvlayers.prefix.backends.contract import Content, StoredFile
 from kvlayers.prefix.backends.local import LocalBackend
@@ -497,7 +498,7 @@ def test_blocks_of_killed_writers_go_after_their_time(tmp_path: pathlib.Path) ->
 
 
 def test_a_slow_writer_touches_its_blocks_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 4 * entry_writer.TOUCH_SECONDS < garbage.GRACE_SECONDS_WHEN_FULL < garbage.GRACE_SECONDS
+    assert 4 * entry_writer.TOUCH_SECONDS < directories.GRACE_SECONDS_WHEN_FULL < directories.GRACE_SECONDS
     directory = Directory(Hooked(str(tmp_path)))
     first = write(directory, DOCUMENT)
     age(tmp_path)

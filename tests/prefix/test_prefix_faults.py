@@ -24,7 +24,7 @@ from backend_cases import PART, covered, filled, large, put
 from kvlayers import CapacityError, PrefixStore
 from kvlayers.persistence import atomic_file
 from kvlayers.prefix.backends import backend_for, redis
-from kvlayers.prefix.directory_report import report_on
+from kvlayers.prefix.report import report_on
 from proxy import Line, line_to
 
 ROOM = 2**30

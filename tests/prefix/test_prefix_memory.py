@@ -11,7 +11,7 @@ import torch
 import kvlayers
 from kvlayers import CapacityError, PrefixStore
 from kvlayers.prefix import PrefixEntry
-from kvlayers.prefix.memory_account import MemoryAccount
+from kvlayers.prefix.entry import MemoryAccount
 from kvlayers.stores.buffer import StateForm, TokenBuffer
 from models import tiny_model
 

@@ -14,10 +14,9 @@ import torch
 from backend_cases import PART, ServerFiles, covered, filled, large, put
 from kvlayers import OptionError, PrefixStore
 from kvlayers.errors import CacheFileError, CachePathError
-from kvlayers.prefix.backends import UnreachableError, redis
-from kvlayers.prefix.backends.address import Address
-from kvlayers.prefix.backends.redis import RedisObjectStore
-from kvlayers.prefix.backends.remote import RemoteBackend
+from kvlayers.prefix.backends import GoneError, StoredFile, redis
+from kvlayers.prefix.backends.contract import Address
+from kvlayers.prefix.backends.redis import RedisBackend
 from redis_server import running, start, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
@@ -104,7 +103,7 @@ def test_what_is_replaced_and_what_is_deleted_leaves_nothing(
 
 def test_readers_see_one_of_two_files_and_no_mixture(files: ServerFiles) -> None:
     address = Address(files.url, {})
-    writer, backend = RedisObjectStore(address), RemoteBackend(RedisObjectStore(address), address)
+    writer, backend = RedisBackend(address), RedisBackend(address)
     contents = [bytes([number]) * size for number, size in ((1, 4 * PART + 7), (2, 5 * PART))]
     mixed: list[bytes] = []
     done = threading.Event()
@@ -112,11 +111,11 @@ def test_readers_see_one_of_two_files_and_no_mixture(files: ServerFiles) -> None
     def read() -> None:
         while not done.is_set():
             try:
-                with backend.reading("it.safetensors", 2**30) as path:
-                    content = pathlib.Path(path).read_bytes()
-            except UnreachableError:
-                # It was replaced too often: nothing was returned.
-                continue
+                (found,) = backend.read(backend.find(["it.safetensors"]))
+                if isinstance(found, CacheFileError):
+                    # It was replaced too often: nothing was returned.
+                    continue
+                content = bytes(found)
             except BaseException as error:
                 content = repr(error).encode()
             if content not in contents:
@@ -137,15 +136,15 @@ def test_readers_see_one_of_two_files_and_no_mixture(files: ServerFiles) -> None
 
 def put_until_killed(url: str, ids: list[int], moment: str, suffix: str) -> None:
     """In a process of its own: write an entry, and be killed before or after a file of this kind is committed."""
-    commit = RedisObjectStore._commit
+    commit = RedisBackend._commit
 
-    def killed(self: RedisObjectStore, name: str, manifest: Any) -> None:
+    def killed(self: RedisBackend, name: str, manifest: Any) -> None:
         if moment == "after" or not name.endswith(suffix):
             commit(self, name, manifest)
         if name.endswith(suffix):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    RedisObjectStore._commit = killed  # type: ignore[method-assign]
+    RedisBackend._commit = killed  # type: ignore[method-assign]
     try:
         put(PrefixStore(ROOM, url), ids, large(ids))
     finally:
@@ -179,13 +178,13 @@ def test_writers_that_are_killed_leave_the_store_in_order(files: ServerFiles) ->
 def test_parts_that_did_not_live_long_enough_are_not_named(files: ServerFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvlayers.prefix.write_queue.MOST_TRIES", 1)
     store = PrefixStore(ROOM, files.url)
-    commit = RedisObjectStore._commit
+    commit = RedisBackend._commit
 
     def late(self: Any, name: str, manifest: Any) -> None:
         files.client.delete(*[key for key in keys(files) if ":part:" in key][:1])
         commit(self, name, manifest)
 
-    monkeypatch.setattr(RedisObjectStore, "_commit", late)
+    monkeypatch.setattr(RedisBackend, "_commit", late)
     put(store, IDS, large(IDS))
     assert (store.statistics.failed_writes, len(store), files.names()) == (1, 0, [])
 
@@ -269,7 +268,7 @@ def test_credentials_are_in_no_message(files: ServerFiles, caplog: pytest.LogCap
 
 
 def test_options_are_those_of_the_client(files: ServerFiles) -> None:
-    objects = RedisObjectStore(Address(files.url, {"client_name": "kvlayers-test", "socket_timeout": 7}))
+    objects = RedisBackend(Address(files.url, {"client_name": "kvlayers-test", "socket_timeout": 7}))
     settings = objects._client.get_connection_kwargs()
     assert (settings["client_name"], settings["socket_timeout"]) == ("kvlayers-test", 7)
     for options, message in (({"no_such": 1}, "no_such"), ({"decode_responses": True}, "decode_responses")):
@@ -336,14 +335,11 @@ def test_names_that_a_terminal_would_obey_are_not_looked_at(files: ServerFiles) 
 
 
 def test_a_file_that_is_missing_is_no_damage(files: ServerFiles) -> None:
-    address = Address(files.url, {})
-    backend = RemoteBackend(RedisObjectStore(address), address)
-    with pytest.raises(CachePathError, match="it was deleted"), backend.reading("none.safetensors", 5):
-        pass
+    backend = RedisBackend(Address(files.url, {}))
+    (found,) = backend.read([StoredFile("none.safetensors", 5)])
+    assert isinstance(found, GoneError)
+    assert "it was deleted" in str(found)
     files.write("it.safetensors", b"123456")
-    with backend.reading("it.safetensors", 6):
-        files.delete("it.safetensors")
-    assert files.names() == []
-    files.write("it.safetensors", b"123456")
-    with pytest.raises(CacheFileError, match="at most 5 bytes"), backend.reading("it.safetensors", 5):
-        pass
+    (found,) = backend.read([StoredFile("it.safetensors", 5)])
+    assert isinstance(found, CacheFileError)
+    assert "must have 5 bytes" in str(found)

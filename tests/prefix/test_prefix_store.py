@@ -18,7 +18,7 @@ import kvlayers
 import versions
 from kvlayers import CapacityError, OptionError, PrefixStore
 from kvlayers.errors import CachePathError, PrefixError, StateMismatchError
-from kvlayers.prefix.radix_tree import RadixTree, common_tokens
+from kvlayers.prefix.keys import RadixTree, common_tokens
 from models import COMMON, WINDOW, prompt, tiny_model
 
 ROOM = 2**30

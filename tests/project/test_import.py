@@ -49,7 +49,7 @@ def test_a_cache_is_made_without_generate(imported: Any) -> None:
 
 @needs_a_fork
 def test_no_public_name_needs_an_optional_package(imported: Any) -> None:
-    assert "kvlayers.generation.oom.resilient" in imported["all"]
+    assert "kvlayers.generation.resilient" in imported["all"]
     assert not roots(imported["all"]) & OPTIONAL
 
 

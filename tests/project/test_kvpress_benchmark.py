@@ -9,7 +9,7 @@ import torch
 
 import versions
 from kvlayers.eviction import eviction_rule
-from kvlayers.eviction.head_budgets import AdaptiveHeads, EvenHeads
+from kvlayers.eviction.budgets import AdaptiveHeads, EvenHeads
 from kvlayers.eviction.selection import select
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"

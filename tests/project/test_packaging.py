@@ -54,8 +54,7 @@ import torch
 from kvlayers.attention.cpu import call, kernel
 from kvlayers.attention.segment_kinds import DenseSegment
 from kvlayers.attention.segments import KVSegments
-from kvlayers.quantizers import SideOptions, backend
-from kvlayers.quantizers import groups
+from kvlayers.quantizers import SideOptions, backend, dequantize
 from kvlayers.quantizers.cpu import pack
 torch.manual_seed(0)
 query, keys, values = torch.randn(1, 4, 1, 16), *torch.randn(2, 1, 4, 300, 16)

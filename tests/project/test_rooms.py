@@ -1,4 +1,4 @@
-"""Imports of the package run downwards, late ones included, and each class has a name of its own."""
+"""Imports run downwards, late ones included, each class has a name of its own, and nothing grows unseen."""
 
 import ast
 import collections
@@ -101,3 +101,37 @@ def test_each_class_has_a_name_of_its_own() -> None:
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(module)
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+
+
+MOST_STATEMENTS = 29_156
+MOST_FILES = 289
+LONGEST_CHAIN = 7
+"""Ceilings of the package. They go down with the code, and up only for a reason that the same commit gives."""
+
+
+def is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def test_the_package_is_no_larger_than_it_was() -> None:
+    trees = [ast.parse(path.read_text()) for path in MODULES.values()]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    assert sum(not is_docstring(node) for node in nodes) <= MOST_STATEMENTS
+    assert len(trees) <= MOST_FILES
+
+
+def test_no_chain_of_classes_is_longer_than_it_was() -> None:
+    bases = {
+        node.name: [base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in node.bases]
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def chain(name: str, below: tuple[str, ...] = ()) -> tuple[str, ...]:
+        if name not in bases or name in below:
+            return below
+        return max((chain(base, (*below, name)) for base in bases[name]), key=len, default=(*below, name))
+
+    longest = max((chain(name) for name in bases), key=len)
+    assert len(longest) <= LONGEST_CHAIN, " > ".join(longest)

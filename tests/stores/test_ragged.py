@@ -8,7 +8,6 @@ from torch import Tensor
 
 from kvlayers.errors import RollbackError, StaleStatesError, StateMismatchError, UnsupportedLayerError
 from kvlayers.stores import DenseStore, StaticStore
-from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import TokenStore, store_from_description
 from kvlayers.stores.dense import dense_in_small_steps
 from kvlayers.stores.description import DescriptionContext
@@ -147,14 +146,6 @@ def test_memory_is_that_of_the_kept_tokens_their_tables_and_the_tail() -> None:
     assert store.nbytes == (flat + tail) * (KEY_DIM + VALUE_DIM) * 4 + 3 * 4 * pieces * 8
     step(store, lists)
     assert store.nbytes == (flat + tail) * (KEY_DIM + VALUE_DIM) * 4 + 3 * 4 * pieces * 8
-
-
-def test_planned_bytes_are_those_of_a_store_with_a_step_of_spare_room() -> None:
-    store, _ = ragged([[133, 123]])
-    forms = (StateForm(1, KV_HEADS, dim, torch.float32, torch.device("cpu")) for dim in (KEY_DIM, VALUE_DIM))
-    planned = store.planned_nbytes(*forms, 128, None)
-    assert abs(planned - store.nbytes) <= 3 * 2 * 8
-    assert store.planned_nbytes(store.key_form, store.value_form, 0, None) == 0  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("start", ["dense", "ragged"])

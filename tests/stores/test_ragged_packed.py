@@ -9,7 +9,7 @@ from torch import Tensor
 from kvlayers import Quantization
 from kvlayers.attention.packed_tensor import as_dense
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
-from kvlayers.eviction.kept import KeptTokens
+from kvlayers.eviction.selection import KeptTokens
 from kvlayers.stores import DenseStore, QuantizedStore
 from kvlayers.stores.contract import TokenStore, store_from_description
 from kvlayers.stores.description import DescriptionContext

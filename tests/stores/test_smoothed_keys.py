@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import kvlayers
 from kvlayers.attention.packed_tensor import as_dense
 from kvlayers.errors import StateMismatchError
-from kvlayers.eviction.kept import KeptTokens
+from kvlayers.eviction.selection import KeptTokens
 from kvlayers.quantizers import NativeQuantizer, SideOptions, backend
 from kvlayers.quantizers.contract import CodeFormat
 from kvlayers.quantizers.smoothing import LARGEST_FACTOR, KeySmoothing, vectors_for
@@ -406,11 +406,3 @@ def test_blocks_of_few_tokens_are_smoothed(group: int) -> None:
     states = pair(1, 40)
     store = filled(states, "native", key_group_size=group, residual_length=0, sink_tokens=0)
     check_attention(store, states, 0.2)
-
-
-def test_the_bytes_of_a_store_are_planned() -> None:
-    states = pair(2, 300)
-    for name in BACKENDS:
-        store = filled(states, name)
-        forms = store.key_form, store.value_form
-        assert store.planned_nbytes(*forms, 300, None) == sum(each.nbytes for each in store.held_tensors())  # type: ignore[arg-type]

@@ -18,10 +18,8 @@ from transformers.utils import logging
 import kvlayers
 import versions
 from kvlayers.tools.calibration import Sensitivity
-from kvlayers.tools.calibration.allocation import PartChoice, least_losses
-from kvlayers.tools.calibration.divergence import DivergenceInUse
-from kvlayers.tools.calibration.passages import passages_of
-from kvlayers.tools.calibration.settings import Settings
+from kvlayers.tools.calibration.divergence import DivergenceInUse, passages_of
+from kvlayers.tools.calibration.settings import PartChoice, Settings, least_losses
 from kvlayers.tools.measuring.predictions import mean_divergence
 from models import COMMON, tiny_model
 
@@ -231,7 +229,7 @@ def test_what_is_chosen_loses_least_of_all_that_there_is(
 def test_costs_that_are_counted_coarsely_stay_within_the_budget(drawn: list[list[int]], most: int, units: int) -> None:
     parts = [[PartChoice(Fraction(cost, 7), 1 / cost) for cost in part] for part in drawn]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvlayers.tools.calibration.allocation.MOST_UNITS", units)
+        patch.setattr("kvlayers.tools.calibration.settings.MOST_UNITS", units)
         found = least_losses(parts, Fraction(most, 7))
     for chosen in found:
         assert sum(part[index].cost for part, index in zip(parts, chosen, strict=True)) <= Fraction(most, 7)

@@ -22,19 +22,18 @@ typer_testing = pytest.importorskip("typer.testing", reason="the command line ne
 from rich.console import Console  # noqa: E402
 
 from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.tools.cli import reports  # noqa: E402
+from kvlayers.tools import models  # noqa: E402
 from kvlayers.tools.cli.bench_results import BenchResults  # noqa: E402
-from kvlayers.tools.cli.bench_view import show  # noqa: E402
-from kvlayers.tools.cli.run_facts import RunFacts  # noqa: E402
-from kvlayers.tools.demo import loading  # noqa: E402
 from kvlayers.tools.measuring import contenders, decoding  # noqa: E402
 from kvlayers.tools.measuring.text import rows  # noqa: E402
+from kvlayers.tools.models import RunFacts  # noqa: E402
+from kvlayers.tools.reporting import page  # noqa: E402
 
 HOSTILE = "<b onclick=alert(1)>&\"'$x_$"
 QUICK = ("--dtype", "float32", "--steps", 4, "--trials", 1, "--against", "static")
 
 needs_a_report = pytest.mark.skipif(
-    bool(reports.missing_packages()), reason="no matplotlib or jinja2 here: the extra 'report' brings them"
+    bool(page.missing_packages()), reason="no matplotlib or jinja2 here: the extra 'report' brings them"
 )
 
 
@@ -269,7 +268,7 @@ def test_rows_of_a_batch_are_of_other_places_of_the_text() -> None:
 def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
 ) -> None:
-    monkeypatch.delattr(loading, "load_weights")
+    monkeypatch.delattr(models, "load_weights")
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "short.txt").write_text("the sea is a")
     (tmp_path / "binary").write_bytes(b"\x80\xff")
@@ -312,7 +311,7 @@ def test_what_is_within_noise_is_marked_and_no_winner(capsys: pytest.CaptureFixt
     fidelities = {row.contender.key: "rounded" for row in rows}
     run = RunFacts("m", torch.float32, torch.device("cpu"), {})
     results = BenchResults(run, 1, 1, 2, fidelities, {}, {8: rows[:3]})
-    show(Console(width=100), results)
+    results.show(Console(width=100))
     shown = capsys.readouterr().out
     lines = {" ".join(line.split()[:2]): line for line in shown.splitlines()}
     assert "4500 ms ±11%" in lines["kvlayers dynamic"]
@@ -329,7 +328,7 @@ def test_what_is_within_noise_is_marked_and_no_winner(capsys: pytest.CaptureFixt
     )
     assert pasted == ["dynamic", "int4"]
     results.by_length[8] = rows
-    show(Console(width=100), results)
+    results.show(Console(width=100))
     assert "static is the fastest cache of kvlayers, 2.62 times as fast as transformers dynamic;" in " ".join(
         capsys.readouterr().out.split()
     )
@@ -338,7 +337,7 @@ def test_what_is_within_noise_is_marked_and_no_winner(capsys: pytest.CaptureFixt
 def test_without_the_packages_a_report_is_refused_if_asked_for_and_left_out_else(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reports, "missing_packages", lambda: ["matplotlib"])
+    monkeypatch.setattr(page, "missing_packages", lambda: ["matplotlib"])
     asked = bench(llama, "--report", "report.html")
     assert asked.exit_code == 2
     assert "`--report` needs matplotlib" in asked.stderr
@@ -354,7 +353,7 @@ def test_a_package_of_transformers_caches_that_is_missing_is_named(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contenders.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(reports, "missing_packages", list)
+    monkeypatch.setattr(page, "missing_packages", list)
     result = bench(llama, "--against", "hqq")
     assert result.exit_code == 2
     assert 'pip install "kvlayers[hqq]"' in result.stderr

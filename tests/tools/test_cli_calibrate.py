@@ -16,7 +16,7 @@ from models import fresh_model
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
 
 from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.tools.demo import loading  # noqa: E402
+from kvlayers.tools import models  # noqa: E402
 from kvlayers.tools.measuring.text import passages  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("text_directory")
@@ -125,7 +125,7 @@ def test_a_budget_that_no_bits_fit_ends_with_2(llama: Path) -> None:
 def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
 ) -> None:
-    monkeypatch.delattr(loading, "load_weights")
+    monkeypatch.delattr(models, "load_weights")
     (tmp_path / "short.txt").write_text("the sea is a")
     (tmp_path / "other.json").write_text("{}")
     given = [str(llama) if argument == "{model}" else argument for argument in arguments]

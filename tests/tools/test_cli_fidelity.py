@@ -27,15 +27,14 @@ from web_page import check_self_contained
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
 
 from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.tools.cli import reports  # noqa: E402
-from kvlayers.tools.cli.files import read_text  # noqa: E402
-from kvlayers.tools.cli.output import usage_line  # noqa: E402
-from kvlayers.tools.demo import loading  # noqa: E402
-from kvlayers.tools.measuring import settings as settings_module  # noqa: E402
+from kvlayers.tools import models  # noqa: E402
+from kvlayers.tools.cli.console import read_text, usage_line  # noqa: E402
+from kvlayers.tools.measuring import contenders  # noqa: E402
+from kvlayers.tools.measuring.contenders import setting, settings  # noqa: E402
 from kvlayers.tools.measuring.fidelity import FidelityBudget, SettingFidelity  # noqa: E402
-from kvlayers.tools.measuring.held_bytes import bytes_of  # noqa: E402
-from kvlayers.tools.measuring.settings import setting, settings  # noqa: E402
+from kvlayers.tools.measuring.nbytes import bytes_of  # noqa: E402
 from kvlayers.tools.measuring.text import passages  # noqa: E402
+from kvlayers.tools.reporting import page  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("text_directory")
 
@@ -228,7 +227,7 @@ def test_a_setting_that_fails_is_said_and_ends_with_1(llama: Path, monkeypatch: 
                 raise RuntimeError("no more")
             return super().update(*args, **kwargs)
 
-    monkeypatch.setattr(settings_module, "QuantizedCache", Failing)
+    monkeypatch.setattr(contenders, "QuantizedCache", Failing)
     said, code = measured(llama, "--bits", "4,3", "--max-kl", 100)
     assert code == 1
     full, four, three = said["settings"]
@@ -239,7 +238,7 @@ def test_a_setting_that_fails_is_said_and_ends_with_1(llama: Path, monkeypatch: 
 
 
 needs_reports = pytest.mark.skipif(
-    bool(reports.missing_packages()), reason="no matplotlib or jinja2 here: the extra 'report' brings them"
+    bool(page.missing_packages()), reason="no matplotlib or jinja2 here: the extra 'report' brings them"
 )
 
 
@@ -356,7 +355,7 @@ def test_without_a_file_the_text_is_that_of_pythons_help() -> None:
 def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
 ) -> None:
-    monkeypatch.delattr(loading, "load_weights")
+    monkeypatch.delattr(models, "load_weights")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("the sea is a")
     (tmp_path / "binary").write_bytes(b"\x80\xff")

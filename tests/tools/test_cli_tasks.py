@@ -20,11 +20,11 @@ from web_page import check_self_contained
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
 
 from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.tools.cli import reports  # noqa: E402
-from kvlayers.tools.cli.fidelity_tasks_choice import fitting_lengths  # noqa: E402
-from kvlayers.tools.demo import loading  # noqa: E402
+from kvlayers.tools import models  # noqa: E402
+from kvlayers.tools.cli.fidelity_choice import fitting_lengths  # noqa: E402
 from kvlayers.tools.measuring.contenders import is_installed  # noqa: E402
 from kvlayers.tools.names import TASKS  # noqa: E402
+from kvlayers.tools.reporting import page  # noqa: E402
 from kvlayers.tools.tasks import Needle, Task, TaskText, register_task, task_names, unregister_task  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("text_directory")
@@ -35,7 +35,7 @@ SAMPLES = len(LENGTHS) * len(DEPTHS)
 QUICK = ("--text", "text.txt", "--tasks", "echo", "--lengths", "320,384", "--depths", "0,50")
 
 needs_report = pytest.mark.skipif(
-    bool(reports.missing_packages()), reason="no matplotlib or jinja2 here: the extra 'report' brings them"
+    bool(page.missing_packages()), reason="no matplotlib or jinja2 here: the extra 'report' brings them"
 )
 
 
@@ -243,7 +243,7 @@ def test_the_report_of_tasks_is_one_file_that_needs_nothing(llama: Path, tmp_pat
 
 @needs_report
 def test_heat_maps_have_a_figure_in_each_cell_that_there_is() -> None:
-    from kvlayers.tools.reporting.heat_maps import heat_maps
+    from kvlayers.tools.reporting.plots import heat_maps
 
     maps = {"one": {(64, 0.0): 0.25, (128, 0.0): 1.0}, "two": {(64, 0.0): 0.5}, "m" * 50: {(128, 0.0): 0.75}}
     svg = heat_maps("n", "Title", maps, (0, 1))
@@ -355,7 +355,7 @@ def test_usual_lengths_of_tasks_are_those_that_the_model_has_positions_for() -> 
 def test_bad_input_of_tasks_is_one_line_and_exit_code_2_before_weights_are_loaded(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
 ) -> None:
-    monkeypatch.delattr(loading, "load_weights")
+    monkeypatch.delattr(models, "load_weights")
     (tmp_path / "none_caches.py").write_text(
         "import torch, transformers\n"
         "def made(config): return None\n"

@@ -19,8 +19,8 @@ import fresh_process
 import kvlayers
 import versions
 from kvlayers.__main__ import main, make_app
-from kvlayers.tools.demo import app, caches, generations, report
-from kvlayers.tools.demo import model as demo_model
+from kvlayers.tools import models as demo_model
+from kvlayers.tools.cli import demo_run, demo_view
 from kvlayers.tools.measuring import contenders, decoding, text
 from kvlayers.tools.measuring.nbytes import cache_nbytes
 from kvlayers.tools.names import DEMO_MODEL
@@ -143,7 +143,7 @@ def test_a_model_with_windows_is_run_with_the_caches_for_windows(gemma3: Path) -
 def test_a_cache_that_the_model_cannot_have_is_left_out(tmp_path: Path) -> None:
     # Without rotary embeddings there are no sinks, and a row with a refusal would teach nobody anything.
     loaded = _loaded(save_model(tmp_path, "gpt2")).model
-    names = [contender.cache for contender in caches.demo_contenders(loaded, 20) if contender.library == "kvlayers"]
+    names = [contender.cache for contender in demo_run.demo_contenders(loaded, 20) if contender.library == "kvlayers"]
     assert names == ["dynamic", "static", "int8", "int4"]
 
 
@@ -155,19 +155,21 @@ def test_other_tokens_are_reported_and_the_demo_fails(llama: Path, monkeypatch: 
                 row.other_tokens += 1
         return rows
 
-    monkeypatch.setattr(caches, "measure_in_rounds", one_wrong_token)
+    monkeypatch.setattr(demo_run, "measure_in_rounds", one_wrong_token)
     result = _demo("the sea is", "--model", llama, "--tokens", 6)
     assert result.exit_code == 1
     assert [row[2] for row in _cache_rows(result.output) if row[1] == "static"] == ["1 other tokens"]
 
 
 def test_another_answer_in_the_second_turn_is_a_failure(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def another_answer(*arguments: Any) -> Any:
-        chat, alone, stored = generations.second_turn(*arguments)
-        tokens = [*stored.tokens[:2], stored.tokens[2] + 1, *stored.tokens[3:]]
-        return chat, alone, generations.Answer(stored.seconds, tokens)
+    second_turn = demo_run.second_turn
 
-    monkeypatch.setattr(app, "second_turn", another_answer)
+    def another_answer(*arguments: Any) -> Any:
+        chat, alone, stored = second_turn(*arguments)
+        tokens = [*stored.tokens[:2], stored.tokens[2] + 1, *stored.tokens[3:]]
+        return chat, alone, demo_run.Answer(stored.seconds, tokens)
+
+    monkeypatch.setattr(demo_run, "second_turn", another_answer)
     result = _demo("the sea is", "--model", llama, "--tokens", 6)
     assert result.exit_code == 1
     assert [row[1] for row in _table_rows(result.output)][-1] == "another"
@@ -177,31 +179,31 @@ def test_a_tie_is_no_other_answer(llama: Path) -> None:
     loaded = _loaded(llama).model
     chat = torch.full((1, 5), 4)
     likeliest, least = (int(index) for index in loaded(chat).logits[0, -1].topk(97).indices[[0, -1]])
-    assert generations.differs(loaded, chat, [likeliest, 8], [least, 8])
-    assert not generations.differs(loaded, chat, [likeliest, 8], [likeliest, 8])
+    assert demo_run.differs(loaded, chat, [likeliest, 8], [least, 8])
+    assert not demo_run.differs(loaded, chat, [likeliest, 8], [likeliest, 8])
     torch.nn.init.zeros_(loaded.lm_head.weight)
-    assert not generations.differs(loaded, chat, [likeliest, 8], [least, 8])
+    assert not demo_run.differs(loaded, chat, [likeliest, 8], [least, 8])
 
 
 def test_the_summary_has_what_the_figures_of_this_run_support() -> None:
     sequences = torch.zeros(8, 5, dtype=torch.int64)
-    slow, fast = generations.Samples(8.0, 8, sequences), generations.Samples(2.0, 1, sequences)
-    answers = generations.Answer(3.0, [1]), generations.Answer(0.1, [1])
+    slow, fast = demo_run.Samples(8.0, 8, sequences), demo_run.Samples(2.0, 1, sequences)
+    answers = demo_run.Answer(3.0, [1]), demo_run.Answer(0.1, [1])
     rows = [_row("dynamic", seconds=0.4, nbytes=100), _row("int4", seconds=0.2, nbytes=30)]
-    assert report.summary(rows, (slow, fast), answers) == (
+    assert demo_view.summary(rows, (slow, fast), answers) == (
         "With kvlayers, int4 holds 30% of the bytes of DynamicCache and decodes 2.0 times as fast, 8 samples of one "
         "prompt come 4.0 times as fast and the first token of a second turn comes 30 times as fast."
     )
     same = [_row("dynamic", seconds=0.2, nbytes=30), _row("int4", seconds=0.2, nbytes=30)]
-    assert "changes little" in report.summary(same, (fast, fast), None)
+    assert "changes little" in demo_view.summary(same, (fast, fast), None)
 
 
 def test_a_busy_machine_is_said_and_no_speed_is_claimed() -> None:
     rows = [_row("dynamic", seconds=0.4, nbytes=100), _row("int4", seconds=0.2, nbytes=30)]
-    assert not report.is_noisy(rows)
+    assert not demo_view.is_noisy(rows)
     rows[1].trials[0] = dataclasses.replace(rows[1].trials[0], step_seconds=[0.1, 0.2, 0.4, 0.5])
-    assert report.is_noisy(rows)
-    assert report.summary(rows, None, None) == "With kvlayers, int4 holds 30% of the bytes of DynamicCache."
+    assert demo_view.is_noisy(rows)
+    assert demo_view.summary(rows, None, None) == "With kvlayers, int4 holds 30% of the bytes of DynamicCache."
 
 
 def test_caches_take_turns_after_each_step(llama: Path) -> None:

@@ -22,13 +22,18 @@ typer_testing = pytest.importorskip("typer.testing", reason="the command line ne
 
 from kvlayers.__main__ import make_app  # noqa: E402
 from kvlayers.tools.measuring import scoring  # noqa: E402
-from kvlayers.tools.measuring.fidelity import FidelityBudget, SettingFidelity  # noqa: E402
-from kvlayers.tools.measuring.held_bytes import bytes_of, held_nbytes  # noqa: E402
-from kvlayers.tools.measuring.last_packing import LastPacking  # noqa: E402
-from kvlayers.tools.measuring.passage_file import RESULTS, PassageFile  # noqa: E402
-from kvlayers.tools.measuring.positions import by_position, drift, since_packing  # noqa: E402
-from kvlayers.tools.measuring.run_file import RunFile  # noqa: E402
-from kvlayers.tools.measuring.scoring import PassageScores  # noqa: E402
+from kvlayers.tools.measuring.fidelity import (  # noqa: E402
+    FidelityBudget,
+    SettingFidelity,
+    by_position,
+    drift,
+    since_packing,
+)
+from kvlayers.tools.measuring.nbytes import bytes_of, held_nbytes  # noqa: E402
+from kvlayers.tools.measuring.run_file import (  # noqa: E402
+    PassageFile,
+)
+from kvlayers.tools.measuring.scoring import LastPacking, PassageScores  # noqa: E402
 
 CONTEXT, SCORED, CHUNK = 224, 24, 8
 QUICK = ("--context", CONTEXT, "--scored", SCORED, "--passages", 2, "--chunk", CHUNK)
@@ -321,8 +326,7 @@ def test_a_file_of_another_run_is_refused(llama: Path, tmp_path: Path) -> None:
 
 def test_a_failure_and_scores_that_are_not_finite_are_tried_again(tmp_path: Path) -> None:
     for _ in range(2):
-        with RunFile(tmp_path / "run.jsonl", RESULTS, {}) as file:
-            record = PassageFile(file, {})
+        with PassageFile(tmp_path / "run.jsonl", {}, {}) as record:
             assert set(record.of_passage(0)) <= {"good"}
             record.add(0, "bad", PassageScores(failure="MemoryError: "))
             record.add(0, "overflowing", scores([math.nan]))

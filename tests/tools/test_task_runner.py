@@ -22,14 +22,12 @@ import versions
 from families import any_model_and_inputs
 from kvlayers.attention.packed_ops import observed
 from kvlayers.errors import CapacityError, OptionError
-from kvlayers.generation.name_options import named_cache
+from kvlayers.generation.registry import named_cache
 from kvlayers.tools.measuring import contenders as contenders_module
 from kvlayers.tools.measuring.contenders import Contender, against_contenders, is_installed, named_contender
 from kvlayers.tools.measuring.predictions import newest_logits
-from kvlayers.tools.measuring.run_file import ResultsFileError
+from kvlayers.tools.measuring.run_file import ResultsFile, ResultsFileError, run_identity
 from kvlayers.tools.tasks.contract import TaskSample
-from kvlayers.tools.tasks.outcome import TaskOutcome
-from kvlayers.tools.tasks.results_file import ResultsFile, run_identity
 from kvlayers.tools.tasks.runner import TaskError, run_tasks
 from kvlayers.tools.tasks.sample_reader import (
     QueriesNeededError,
@@ -38,7 +36,7 @@ from kvlayers.tools.tasks.sample_reader import (
     has_only_keys_and_values,
     replay,
 )
-from kvlayers.tools.tasks.summary import summarize
+from kvlayers.tools.tasks.summary import TaskOutcome, summarize
 from models import fresh_model, prompt, tiny_model
 
 CONTEXT, QUESTION = 192, 7
@@ -587,8 +585,8 @@ def test_a_file_that_was_cut_anywhere_goes_on_from_its_last_whole_line(tmp_path:
 WRITES_FOR_EVER = """
 import itertools, json, sys
 from pathlib import Path
-from kvlayers.tools.tasks.outcome import TaskOutcome
-from kvlayers.tools.tasks.results_file import ResultsFile
+from kvlayers.tools.tasks.summary import TaskOutcome
+from kvlayers.tools.measuring.run_file import ResultsFile
 
 with ResultsFile(Path(sys.argv[1]), json.loads(sys.argv[2])) as done:
     for index in itertools.count():

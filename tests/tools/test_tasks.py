@@ -22,8 +22,8 @@ from kvlayers.tools.tasks import (
     task_names,
     unregister_task,
 )
-from kvlayers.tools.tasks.answer_score import answer_score
-from kvlayers.tools.tasks.samples import LEAST_FILLER
+from kvlayers.tools.tasks.contract import LEAST_FILLER
+from kvlayers.tools.tasks.runner import answer_score
 from model_directories import random_text, word_tokenizer
 
 BOS = 1

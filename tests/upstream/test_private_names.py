@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 import kvlayers
-from kvlayers.generation import install
-from kvlayers.generation.hooks import model_call
-from kvlayers.upstream import probes
+from kvlayers.generation import install, saved_names
+from kvlayers.upstream import supported
 
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(kvlayers.__file__).parent
@@ -36,7 +35,7 @@ MODULES = (
 )
 """Modules of transformers whose objects kvlayers is given, or gives something to."""
 
-PROBES = "upstream/probes.py"
+PROBES = "upstream/supported.py"
 """The file that looks at the names before they are used."""
 
 NOT_PROBED = ("_commit_hash",)
@@ -45,7 +44,13 @@ NOT_PROBED = ("_commit_hash",)
 NOT_OF_TRANSFORMERS = ("_hf_hook", "_replace")
 """Names that transformers uses as well: of accelerate, and of named tuples."""
 
-PROBED = (*probes.OF_CACHES, *probes.OF_GENERATE, *probes.OF_PREFILLS, *probes.OF_STATIC_CACHES, *probes.OF_EXPORTERS)
+PROBED = (
+    *supported.OF_CACHES,
+    *supported.OF_GENERATE,
+    *supported.OF_PREFILLS,
+    *supported.OF_STATIC_CACHES,
+    *supported.OF_EXPORTERS,
+)
 
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 
@@ -122,15 +127,15 @@ def test_every_private_name_is_listed_with_the_files_that_touch_it() -> None:
 
 def test_every_private_name_is_probed_before_it_is_used() -> None:
     listed = {row[0].strip("`") for row in rows("### Private names")}
-    named = [probe.name for probe in PROBED if isinstance(probe, probes.Probe)]
+    named = [probe.name for probe in PROBED if isinstance(probe, supported.Probe)]
     probed = {part for name in named for part in name.split(".") if PRIVATE.fullmatch(part)}
     assert probed == listed - set(NOT_PROBED)
 
 
 def test_every_method_that_is_replaced_is_listed() -> None:
     listed = {row[0].strip("`") for row in rows("### Replaced methods")}
-    patches = [*install._PATCHES, model_call._patch]
-    replaced = {f"{patch._owner.__name__}.{patch._name}" for patch in patches}
+    methods = [patch for patch in install._PATCHES if patch._name != saved_names.FIELD]
+    replaced = {f"{patch._owner.__name__}.{patch._name}" for patch in methods}
     assert replaced <= listed
     # An older version lacks some of them.
     said = (SOURCES / "generation" / "install.py").read_text(encoding="utf-8")

@@ -10,8 +10,8 @@ from kvlayers.attention import fused, reference, shared_segments
 from kvlayers.attention.cpu import kernel as cpu_kernel
 from kvlayers.attention.cuda import kernel as cuda_kernel
 from kvlayers.attention.segments import KVSegments
-from kvlayers.upstream.attention_calls import running_attention_implementation
 from kvlayers.upstream.deprecation import warn_the_caller
+from kvlayers.upstream.generate_calls import running_attention_implementation
 from kvlayers.utils.transforms import without_autocast
 
 CPU = "a compiled kernel on segments"

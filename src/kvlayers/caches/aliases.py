@@ -142,30 +142,27 @@ class OffloadedStaticCache(StaticCache):
 # Quantized caches
 
 
-class _CacheOfOneBackend(QuantizedCache):
-    """A `QuantizedCache` whose class says the backend, with the signatures of transformers 4 and 5."""
-
-    _backend: str
-
-    def __init__(self, config: object | None = None, cache_config: object | None = None, **options: Any) -> None:
-        if isinstance(config, Mapping):
-            config, cache_config = None, config
-        given = {} if cache_config is None else cache_config
-        if not isinstance(given, Mapping):
-            raise OptionError(
-                f"expected cache_config to be a QuantizedCacheConfig or a dict, but saw a {type(given).__name__}."
-            )
-        asked = str(given.get("backend", self._backend)).lower()
-        if asked != self._backend:
-            raise OptionError(
-                f"expected a cache_config for {self._backend}, but saw one for {asked}: use "
-                f"QuantizedCache('{asked}', ...)."
-            )
-        super().__init__(**{**given, **options, "backend": self._backend, "config": config})
+def _options_of_backend(
+    backend: str, config: object | None, cache_config: object | None, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments of a `QuantizedCache` whose class says the backend, with the signatures of transformers 4 and 5."""
+    if isinstance(config, Mapping):
+        config, cache_config = None, config
+    given = {} if cache_config is None else cache_config
+    if not isinstance(given, Mapping):
+        raise OptionError(
+            f"expected cache_config to be a QuantizedCacheConfig or a dict, but saw a {type(given).__name__}."
+        )
+    asked = str(given.get("backend", backend)).lower()
+    if asked != backend:
+        raise OptionError(
+            f"expected a cache_config for {backend}, but saw one for {asked}: use QuantizedCache('{asked}', ...)."
+        )
+    return {**given, **options, "backend": backend, "config": config}
 
 
 @register_cache_class
-class QuantoQuantizedCache(_CacheOfOneBackend):
+class QuantoQuantizedCache(QuantizedCache):
     """A `QuantizedCache` of the quanto backend, by the name of transformers 4.
 
     Args:
@@ -174,11 +171,12 @@ class QuantoQuantizedCache(_CacheOfOneBackend):
         options: as for `QuantizedCache`.
     """
 
-    _backend = "quanto"
+    def __init__(self, config: object | None = None, cache_config: object | None = None, **options: Any) -> None:
+        super().__init__(**_options_of_backend("quanto", config, cache_config, options))
 
 
 @register_cache_class
-class HQQQuantizedCache(_CacheOfOneBackend):
+class HQQQuantizedCache(QuantizedCache):
     """A `QuantizedCache` of the hqq backend, by the name of transformers 4.
 
     Args:
@@ -187,7 +185,8 @@ class HQQQuantizedCache(_CacheOfOneBackend):
         options: as for `QuantizedCache`.
     """
 
-    _backend = "hqq"
+    def __init__(self, config: object | None = None, cache_config: object | None = None, **options: Any) -> None:
+        super().__init__(**_options_of_backend("hqq", config, cache_config, options))
 
 
 # Caches of recurrent models
@@ -215,27 +214,23 @@ class _StateList(Sequence[Tensor | None]):
         return len(self._states)
 
 
-class _RecurrentStates(DynamicCache):
-    """A `DynamicCache` with the lists of states that transformers 4 had."""
+def _recurrent_parts(cache: DynamicCache) -> list[Any]:
+    """The part of each layer that has recurrent states, `None` for a layer without."""
+    return [next((part for part in layer.parts if part.counts_columns), None) for layer in cache.adapted_layers()]
 
-    @property
-    def conv_states(self) -> Sequence[Tensor | None]:
-        """The convolution state of each layer, `[batch, channels, conv_kernel_size]`; `None` for a layer without."""
-        return _StateList([None if part is None else part.conv_states[0] for part in self._recurrent_part_of_each()])
 
-    @property
-    def ssm_states(self) -> Sequence[Tensor | None]:
-        """The recurrent state of each layer, whose first axis is the batch; `None` for a layer without."""
-        return _StateList(
-            [None if part is None else part.recurrent_states[0] for part in self._recurrent_part_of_each()]
-        )
+def _conv_states(cache: DynamicCache) -> Sequence[Tensor | None]:
+    """The convolution state of each layer, `[batch, channels, conv_kernel_size]`; `None` for a layer without."""
+    return _StateList([None if part is None else part.conv_states[0] for part in _recurrent_parts(cache)])
 
-    def _recurrent_part_of_each(self) -> list[Any]:
-        return [next((part for part in layer.parts if part.counts_columns), None) for layer in self.adapted_layers()]
+
+def _ssm_states(cache: DynamicCache) -> Sequence[Tensor | None]:
+    """The recurrent state of each layer, whose first axis is the batch; `None` for a layer without."""
+    return _StateList([None if part is None else part.recurrent_states[0] for part in _recurrent_parts(cache)])
 
 
 @register_cache_class
-class MambaCache(_RecurrentStates):
+class MambaCache(DynamicCache):
     """A `DynamicCache` for mamba and falcon_mamba, by the name of transformers 4.
 
     Memory is taken when the first tokens come, for as many sequences as they are, in their dtype and on their device.
@@ -257,6 +252,9 @@ class MambaCache(_RecurrentStates):
         MambaCache(2 x LinearAttentionLayer, 0 tokens, 0 B)
     """
 
+    conv_states = property(_conv_states)
+    ssm_states = property(_ssm_states)
+
     @checks_options
     def __init__(
         self,
@@ -277,7 +275,7 @@ class MambaCache(_RecurrentStates):
 
 
 @register_cache_class
-class HybridMambaAttentionDynamicCache(_RecurrentStates):
+class HybridMambaAttentionDynamicCache(DynamicCache):
     """A `DynamicCache` for models with recurrent layers and layers that attend, by the name of transformers 4.
 
     Memory is taken as for `MambaCache`.
@@ -293,6 +291,9 @@ class HybridMambaAttentionDynamicCache(_RecurrentStates):
         ConfigError: a model without recurrent layers, or no config.
         OptionError: an option that does not exist, or an argument of another kind.
     """
+
+    conv_states = property(_conv_states)
+    ssm_states = property(_ssm_states)
 
     @checks_options
     def __init__(

@@ -13,13 +13,10 @@ from typing_extensions import Self, override
 
 from kvlayers.attention.cpu import kernel
 from kvlayers.attention.latents.expansion import as_latents
-from kvlayers.caches.forward_pass import ForwardPassFollower, PassStart, interruption
+from kvlayers.caches.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart, SeenTokens, interruption
 from kvlayers.caches.from_config import dynamic_layers, placed, share_mask_extents
-from kvlayers.caches.given_cache import GivenToGenerate
 from kvlayers.caches.legacy_api import LegacySurface
 from kvlayers.caches.operations import CacheState, LayerwiseOperations
-from kvlayers.caches.recurrent import RecurrentSurface
-from kvlayers.caches.seen_tokens import SeenTokens
 from kvlayers.caches.summary import CacheSummary, Explanation, explanation_of, summary_of
 from kvlayers.errors import (
     ConfigError,
@@ -30,7 +27,7 @@ from kvlayers.errors import (
 )
 from kvlayers.layers import LayerOperations
 from kvlayers.layers.graph_operators import GraphHandle, calls_operators, updated
-from kvlayers.layers.in_step import in_step
+from kvlayers.layers.static import in_step
 from kvlayers.offload import Offloading, Prefetcher, TrafficMeter
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.description import DescriptionContext
@@ -40,7 +37,7 @@ from kvlayers.utils.options import checks_options
 from kvlayers.utils.registry import ClassRegistry
 
 
-class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.Cache):  # type: ignore[misc]
+class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ignore[misc]
     """A list of layers, one for each layer of the model. The cache itself stores nothing.
 
     Args:
@@ -69,6 +66,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     """Whether the cache must know the model and the padding before the first tokens; see `prepare`."""
     prefix_notes: tuple[str, ...] = ()
     """What a prefix store had of the prompts of the call that made the cache; see `explain`."""
+    _rotary: Rotary | None = None
+    """How the model's keys are rotated, if the user says it in the place of the model's config."""
     _traces: Mapping[int, int] = MappingProxyType({})
     """For each layer index, how often code that updates the layer was traced."""
     _prefetcher: Prefetcher | None = None
@@ -131,7 +130,8 @@ class Cache(LayerwiseOperations, RecurrentSurface, LegacySurface, transformers.C
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
         """The rotations that the descriptions of the cache and of its layers name by their fingerprints."""
-        return tuple(rotary for layer in self.adapted_layers() for rotary in layer.rotaries)
+        own = () if self._rotary is None else (self._rotary,)
+        return (*own, *(rotary for layer in self.adapted_layers() for rotary in layer.rotaries))
 
     def describe(self) -> dict[str, Any]:
         """The arguments of the cache that its layers do not describe themselves: values that JSON has, and no paths."""

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.caches import nested_tuples
+from kvlayers.caches import legacy_api
 from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import dynamic_layers, full_attention_layer
 from kvlayers.caches.registry import register_cache_class
@@ -62,6 +62,8 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
     """
 
     recall: Recall | None = None
+    is_compileable = False
+    """Shapes change at every token, and transformers does not compile around such a cache."""
 
     @checks_options
     def __init__(
@@ -88,7 +90,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
             length_hint = tokens(length_hint, "length_hint")
         if checkpoints is not None and config is None:
             raise OptionError("expected a config with checkpoints, to say which layers are recurrent, but saw none.")
-        given = nested_tuples.check_nesting(() if ddp_cache_data is None else ddp_cache_data, width=(2, 3))
+        given = legacy_api.check_nesting(() if ddp_cache_data is None else ddp_cache_data, width=(2, 3))
         layers: list[Any] = []
         if config is not None:
             layers = dynamic_layers(config, length_hint, checkpoints, self.recall)
@@ -105,19 +107,14 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         for index, (keys, values, *_) in enumerate(given):
             if (keys is None) != (values is None):
                 raise LegacyFormatError(f"expected keys and values, or neither, at layer {index}, but saw only one.")
-        nested_tuples.check_takes_pairs(
+        legacy_api.check_takes_pairs(
             layer for layer, (keys, *_) in zip(self.adapted_layers(), given, strict=False) if keys is not None
         )
         for layer, slides, states in zip(self.layers, self.is_sliding, given, strict=False):
             if states[0] is not None:
-                layer.update(*nested_tuples.with_dropped(states, slides))
+                layer.update(*legacy_api.with_dropped(states, slides))
         # Evicted states may have a different length in each layer. They were given so: no pass was interrupted.
         self._pass.in_step = len(given) - 1
-
-    @property
-    def is_compileable(self) -> bool:
-        """False: shapes change at every token, and transformers does not compile around such a cache."""
-        return False
 
     @override
     def describe(self) -> dict[str, Any]:
@@ -148,7 +145,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         Raises:
             LegacyFormatError: the tuples are nested in another way.
         """
-        pairs = nested_tuples.check_tuples(() if past_key_values is None else past_key_values, width=(2,))
+        pairs = legacy_api.check_tuples(() if past_key_values is None else past_key_values, width=(2,))
         if config is None:
             return cls(ddp_cache_data=pairs)
         cache = cls(config=config)
@@ -162,16 +159,16 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
                 f"expected states for the {len(attending)} layers of the model that attend, but saw {len(pairs)}: pass "
                 "the states of every layer that attends."
             )
-        nested_tuples.check_takes_pairs(layer for layer in cache.adapted_layers() if pairs and layer.attends)
+        legacy_api.check_takes_pairs(layer for layer in cache.adapted_layers() if pairs and layer.attends)
         for (layer, slides), pair in zip(attending, pairs, strict=False):
-            layer.update(*nested_tuples.with_dropped(pair, slides))
+            layer.update(*legacy_api.with_dropped(pair, slides))
         return cache
 
 
 def _layer_for(
     states: tuple[Tensor | None, ...], length_hint: int | None, recall: Recall | None
 ) -> DynamicLayer | SlidingLayer:
-    if isinstance(states, nested_tuples.WindowedStates):
+    if isinstance(states, legacy_api.WindowedStates):
         return SlidingLayer(states.sliding_window)
     sliding_window = states[2] if len(states) == 3 else None
     if sliding_window is None:

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.caches import nested_tuples
+from kvlayers.caches import legacy_api
 from kvlayers.caches.base import Cache
 from kvlayers.caches.cross_attention import CrossAttentionFlags, Fingerprint, are_alike, fingerprint
 from kvlayers.caches.dynamic import DynamicCache
@@ -50,8 +50,8 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     """
 
     is_pair = True
-    self_attention_cache: Any
-    cross_attention_cache: Any
+    self_attention_cache: Cache
+    cross_attention_cache: Cache
 
     @checks_options
     def __init__(self, *caches: Any) -> None:
@@ -75,8 +75,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     @property
     def self_attention(self) -> Cache:
         """The part that self-attention uses."""
-        part: Cache = self.self_attention_cache
-        return part
+        return self.self_attention_cache
 
     @override
     def _layers_by_use(self) -> dict[str, Sequence[LayerOperations]]:
@@ -118,20 +117,17 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     @property
     def layers(self) -> list[Any]:  # type: ignore[override]
         """The layers of self-attention."""
-        layers: list[Any] = self.self_attention_cache.layers
-        return layers
+        return self.self_attention_cache.layers
 
     @override
     def adapted_layers(self) -> Sequence[LayerOperations]:
-        layers: Sequence[LayerOperations] = self.self_attention_cache.adapted_layers()
-        return layers
+        return self.self_attention_cache.adapted_layers()
 
     @override
     def adapted_layer(self, layer_idx: int) -> LayerOperations:
-        layer: LayerOperations = self.self_attention_cache.adapted_layer(layer_idx)
-        return layer
+        return self.self_attention_cache.adapted_layer(layer_idx)
 
-    def _parts(self) -> tuple[Any, Any]:
+    def _parts(self) -> tuple[Cache, Cache]:
         return self.self_attention_cache, self.cross_attention_cache
 
     @property
@@ -195,8 +191,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     @override
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that a layer of self-attention has seen; see `Cache.get_seq_length`."""
-        seen: int = self.self_attention_cache.get_seq_length(layer_idx)
-        return seen
+        return self.self_attention_cache.get_seq_length(layer_idx)
 
     @override
     def forget_pass(self) -> None:
@@ -205,13 +200,11 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     @override
     def layers_for(self, count: int) -> list[Any]:
-        layers: list[Any] = self.self_attention_cache.layers_for(count)
-        return layers
+        return self.self_attention_cache.layers_for(count)
 
     @override
     def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
-        cross: Cache = self.self_attention_cache.for_cross_attention(encoder_length)
-        return cross
+        return self.self_attention_cache.for_cross_attention(encoder_length)
 
     @property
     @override
@@ -221,8 +214,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     @override
     def offloading_options(self) -> dict[str, Any]:
-        options: dict[str, Any] = self.self_attention_cache.offloading_options()
-        return options
+        return self.self_attention_cache.offloading_options()
 
     @property
     def traffic(self) -> TrafficMeter | None:
@@ -322,7 +314,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     @property
     def is_compileable(self) -> bool:
         """Whether generate() may compile the forward pass around self-attention's cache."""
-        return bool(self.self_attention_cache.is_compileable)
+        return self.self_attention_cache.is_compileable
 
     def __getitem__(self, layer_idx: int) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Keys and values of self-attention, then keys and values of cross-attention, that a layer holds."""
@@ -330,15 +322,15 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     def _four(self, layer_idx: int) -> tuple[Tensor | None, ...]:
         cross = self.cross_attention_cache
-        crossed: nested_tuples.StatePair = cross[layer_idx] if layer_idx < len(cross.layers) else (None, None)
+        crossed: legacy_api.StatePair = cross[layer_idx] if layer_idx < len(cross.layers) else (None, None)
         return (*self.self_attention_cache[layer_idx], *crossed)
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:  # type: ignore[override]
         """For each layer, the four tensors of `cache[layer]`."""
         layers = enumerate(self.adapted_layers())
-        return (nested_tuples.with_window(self._four(layer_idx), layer) for layer_idx, layer in layers)
+        return (legacy_api.with_window(self._four(layer_idx), layer) for layer_idx, layer in layers)
 
-    def to_legacy_cache(self) -> nested_tuples.LegacyStates:
+    def to_legacy_cache(self) -> legacy_api.LegacyStates:
         """Copies of the states, `((keys, values, cross_keys, cross_values), ...)`; only `(keys, values)` if empty.
 
         Raises:
@@ -347,10 +339,10 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         return super().to_legacy_cache()
 
     @override
-    def as_tuples(self, states_of: Callable[[Any], nested_tuples.StatePair]) -> nested_tuples.LegacyStates:
+    def as_tuples(self, states_of: Callable[[Any], legacy_api.StatePair]) -> legacy_api.LegacyStates:
         own, cross = (part.as_tuples(states_of) for part in self._parts())
         if not cross:
-            return own  # type: ignore[no-any-return]
+            return own
         if len(own) != len(cross):
             raise LegacyFormatError(
                 f"expected as many layers of self-attention as of cross-attention, but saw {len(own)} and {len(cross)}."
@@ -364,7 +356,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         Raises:
             LegacyFormatError: the tuples are nested in another way.
         """
-        return cls(() if past_key_values is None else nested_tuples.check_tuples(past_key_values, width=(2, 4)))
+        return cls(() if past_key_values is None else legacy_api.check_tuples(past_key_values, width=(2, 4)))
 
     def check_dynamic_cache(self, method: str) -> None:
         """Do nothing: every operation works for every kind of cache. Kept for code that asks first."""
@@ -395,7 +387,7 @@ def _batch_size_after(cache: Cache, state: CacheState) -> int:
 def _caches_of(states: Any) -> tuple[DynamicCache, DynamicCache]:
     own: list[Any] = []
     cross: list[Any] = []
-    layers = nested_tuples.check_nesting(states, width=(2, 4, 6))
+    layers = legacy_api.check_nesting(states, width=(2, 4, 6))
     for index, layer in enumerate(layers):
         if len(layer) != len(layers[0]):
             raise LegacyFormatError(

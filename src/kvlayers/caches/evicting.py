@@ -13,7 +13,7 @@ from kvlayers.caches.preparation import check_empty, check_rotary, left_padding_
 from kvlayers.caches.registry import register_cache_class
 from kvlayers.errors import ConfigError, UnsupportedLayerError
 from kvlayers.eviction import EvictionRule
-from kvlayers.eviction.layer_budgets import LayerBudgets, check_layer_budgets
+from kvlayers.eviction.budgets import LayerBudgets, check_layer_budgets
 from kvlayers.eviction.settings import check_amounts, found_rule
 from kvlayers.layers import EvictingLayer, LayerOperations
 from kvlayers.layers.evicting_config import EvictingConfig
@@ -79,6 +79,8 @@ class EvictingCache(Cache):
     """
 
     learns_padding = True
+    is_compileable = False
+    """Which tokens are kept depends on their states."""
 
     @checks_options
     def __init__(
@@ -176,11 +178,6 @@ class EvictingCache(Cache):
             layer.announce(columns)
         return super().get_mask_sizes(query_length, layer_idx)
 
-    @property
-    @override
-    def rotaries(self) -> tuple[Rotary, ...]:
-        return super().rotaries if self._rotary is None else (self._rotary, *super().rotaries)
-
     @override
     def describe(self) -> dict[str, Any]:
         return {
@@ -210,11 +207,6 @@ class EvictingCache(Cache):
         """Forget all tokens, and the padding before them; the memory is kept for the next ones."""
         super().reset()
         self._evicting = self._evicting.with_padding(None)
-
-    @property
-    def is_compileable(self) -> bool:
-        """False: which tokens are kept depends on their states."""
-        return False
 
 
 def _checked_layer_budgets(given: LayerBudgets) -> LayerBudgets:

@@ -14,12 +14,10 @@ from kvlayers.layers.linear.checkpoints import Checkpoints
 from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.offloaded import OffloadedLayer
 from kvlayers.layers.quantized import quantized_layer
-from kvlayers.layers.recall import RecallLayer
-from kvlayers.layers.recall_config import Recall
+from kvlayers.layers.recall import Recall, RecallLayer
 from kvlayers.layers.sink import SinkConfig
 from kvlayers.layers.sliding import SlidingLayer, window_room
-from kvlayers.layers.static import StaticLayer
-from kvlayers.layers.static_sliding import StaticSlidingLayer
+from kvlayers.layers.static import StaticLayer, StaticSlidingLayer
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.layers.upstream_adapter.adapter import adapted
 from kvlayers.offload.prefetcher import Prefetcher
@@ -29,8 +27,8 @@ from kvlayers.stores.quantization import Quantization, QuantizationOfLayers, che
 from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.stores.slots import Buckets, MaskExtent
 from kvlayers.upstream import compat, model_layers, model_types
-from kvlayers.upstream.attention_scale import attention_scale
 from kvlayers.upstream.model_layers import LayerSpec
+from kvlayers.upstream.model_types import attention_scale
 
 WINDOWED = ("sliding_attention", "chunked_attention")
 """Layer types that attend to a fixed number of tokens. For a cache they are one kind: only their masks differ."""

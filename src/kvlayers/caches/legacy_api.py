@@ -1,17 +1,233 @@
 """The part of a cache that code for transformers 4 calls: tuples, subscripts, lists of states, and old names."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast, overload
 
+import torch
 from torch import Tensor
 
+from kvlayers.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.caches.layer_list import LayerList
-from kvlayers.caches.nested_tuples import LegacyStates, StatePair, copied_states, pairs_of, with_window
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
 from kvlayers.layers import LayerOperations
 from kvlayers.upstream import compat
 from kvlayers.upstream.deprecation import warn_of_old_use
+
+StatePair = tuple[Tensor | None, Tensor | None]
+"""Keys and values that a layer holds, each `[batch, kv_heads, held, head_dim]`; `None` before the first states."""
+
+LegacyStates = tuple[tuple[Tensor, ...], ...]
+"""`((keys, values), ...)`, or with cross-attention `((keys, values, cross_keys, cross_values), ...)`, one per layer."""
+
+
+def pairs_of(layers: Iterable[Any], states_of: Callable[[Any], StatePair]) -> LegacyStates:
+    """Keys and values of each layer that attends, as `states_of` reads them.
+
+    Raises:
+        LegacyFormatError: a layer has dropped tokens, or has other states than keys and values.
+    """
+    pairs: list[tuple[Tensor, Tensor]] = []
+    empty: int | None = None
+    for index, layer in enumerate(layers):
+        keys, values = states_of(layer)
+        if layer.is_recurrent:
+            raise LegacyFormatError(
+                f"expected layers of keys and values alone, but layer {index} has a recurrent state: use state() and "
+                "load_state(), which keep all states."
+            )
+        if not layer.attends:
+            continue
+        if layer.has_other_states:
+            raise LegacyFormatError(
+                f"expected layers of keys and values alone, but layer {index} has other states, such as the keys of an "
+                "indexer: use state() and load_state(), which keep all states."
+            )
+        if keys is None or values is None:
+            empty = index
+            continue
+        if empty is not None:
+            raise LegacyFormatError(
+                f"expected every layer before a filled one to be filled, but layer {empty} is empty and layer {index} "
+                "is not, which tuples cannot express: use state() and load_state()."
+            )
+        seen = layer.length or 0
+        if seen > keys.shape[2]:
+            raise LegacyFormatError(
+                f"expected layers that hold every token, but layer {index} has dropped {seen - keys.shape[2]} of "
+                f"{seen}, which tuples cannot express: use state() and load_state()."
+            )
+        # transformers' static layers have zeros behind their tokens.
+        pairs.append((keys[:, :, :seen], values[:, :, :seen]))
+    return tuple(pairs)
+
+
+def copied_states(layer: Any) -> StatePair:
+    """Copies of the keys and values of a layer."""
+    keys, values = layer.peek()
+    return _copied(keys), _copied(values)
+
+
+def _copied(states: Tensor | None) -> Tensor | None:
+    # A handle of packed states is not copied: its states are unpacked to full precision.
+    return states.dense() if isinstance(states, PackedStates) else None if states is None else states.clone()
+
+
+def handed_out_states(layer: Any) -> StatePair:
+    """Keys and values of a layer, copied only if they are not held in full precision; see `TokenLayer.keys`."""
+    keys, values = layer.keys, layer.values
+    return None if keys is None else as_dense(keys), None if values is None else as_dense(values)
+
+
+def check_takes_pairs(layers: Iterable[Any]) -> None:
+    """Raise `LegacyFormatError` if a layer needs other states of its tokens than keys and values."""
+    for layer in layers:
+        if layer.has_other_states:
+            raise LegacyFormatError(
+                "expected layers of keys and values alone, but one layer has other states, such as the keys of an "
+                "indexer: use state() and load_state(), which keep all states."
+            )
+
+
+def check_tuples(states: object, width: Sequence[int]) -> LegacyStates:
+    """`states` as a tuple of tuples of tensors.
+
+    Args:
+        states: what the user passed.
+        width: how many tensors a layer may have.
+
+    Raises:
+        LegacyFormatError: the states are nested in another way, or their shapes disagree.
+    """
+    layers = check_nesting(states, width)
+    for index, layer in enumerate(layers):
+        for tensor in layer:
+            if not isinstance(tensor, Tensor) or tensor.dim() != 4:
+                raise LegacyFormatError(
+                    f"expected tensors [batch, kv_heads, tokens, head_dim] at layer {index}, but saw "
+                    f"{_shown(tensor) if isinstance(tensor, Tensor) else f'a {type(tensor).__name__}'}: nest keys and "
+                    "values as they are, one tuple per layer."
+                )
+        _check_shapes(index, layer, layers[0])
+    return layers
+
+
+def _check_shapes(index: int, layer: tuple[Tensor, ...], first: tuple[Tensor, ...]) -> None:
+    for keys, values in zip(layer[::2], layer[1::2], strict=True):
+        if keys.shape[:3] != values.shape[:3]:
+            raise LegacyFormatError(
+                "expected keys and values of one batch size, with as many kv_heads and tokens, but saw "
+                f"{_shown(keys)} and {_shown(values)} at layer {index}: pass both as one forward pass returned them."
+            )
+    if len(layer) != len(first):
+        raise LegacyFormatError(
+            f"expected as many tensors for each layer as for the first, but saw {len(first)} there and {len(layer)} at "
+            f"layer {index}: give all layers cross-attention, or none."
+        )
+    for place in range(0, len(layer), 2):
+        if layer[place].shape[0] != first[0].shape[0] or _tokens(layer, place) != _tokens(first, place):
+            raise LegacyFormatError(
+                f"expected layers of one batch size with as many tokens, but saw {_shown(first[place])} at layer 0 and "
+                f"{_shown(layer[place])} at layer {index}: pass all layers as one forward pass returned them."
+            )
+
+
+def _tokens(states: tuple[Tensor, ...], place: int) -> int:
+    """Tokens of the keys at a place, including tokens that a window of self-attention has dropped."""
+    return states.seen if isinstance(states, WindowedStates) and place == 0 else states[place].shape[2]
+
+
+def _shown(tensor: Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+def check_nesting(states: object, width: Sequence[int]) -> tuple[tuple[Any, ...], ...]:
+    """`states` as a tuple with a tuple for each layer. What the inner tuples contain is not checked.
+
+    Args:
+        states: what the user passed.
+        width: how many entries the tuple of a layer may have.
+
+    Raises:
+        LegacyFormatError: the states are nested in another way.
+    """
+    expected = f"a tuple with a tuple of {' or '.join(map(str, width))} tensors for each layer"
+    if isinstance(states, Tensor) or not isinstance(states, Iterable):
+        seen = f"a tensor {_shown(states)}" if isinstance(states, Tensor) else f"a {type(states).__name__}"
+        raise LegacyFormatError(f"expected {expected}, but saw {seen}: pass what to_legacy_cache() returns.")
+    layers = tuple(_unstacked(layer) for layer in states)
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, tuple | list) or len(layer) not in width:
+            seen = f"{len(layer)} entries" if isinstance(layer, tuple | list) else f"a {type(layer).__name__}"
+            if isinstance(layer, Tensor):
+                seen = f"a tensor {_shown(layer)}"
+            raise LegacyFormatError(
+                f"expected {expected}, but saw {seen} at layer {index}: nest the tensors one tuple per layer."
+            )
+    return tuple(layer if isinstance(layer, WindowedStates) else tuple(layer) for layer in layers)
+
+
+def _unstacked(layer: Any) -> Any:
+    """The tensors of a layer that comes as one tensor, `[count, batch, kv_heads, tokens, head_dim]`, as in PEFT."""
+    return layer.unbind() if isinstance(layer, Tensor) and layer.dim() == 5 else layer
+
+
+class WindowedStates(tuple[Any, ...]):
+    """States of a layer that attends within a window: a tuple whose type tells how many tokens were dropped.
+
+    The facts stand on the type because torch, when it gathers the results of replicas, makes each tuple anew from the
+    gathered tensors, and keeps nothing of a tuple but its type.
+    """
+
+    sliding_window: int
+    """Tokens that a query attends to, itself included."""
+    seen: int
+    """Tokens that the layer has seen."""
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[Any, ...]]]:
+        # Another process could not import a type that was made for one layer.
+        return tuple, (tuple(self),)
+
+
+def check_is_whole(states: tuple[Any, ...], index: int) -> None:
+    """Raise `LegacyFormatError` if the states of layer `index` are of a window that has dropped tokens."""
+    if isinstance(states, WindowedStates) and states.seen > states[0].shape[2]:
+        raise LegacyFormatError(
+            f"expected the states of every token, but layer {index} has dropped {states.seen - states[0].shape[2]} of "
+            f"{states.seen}: pass the cache itself."
+        )
+
+
+def with_dropped(states: tuple[Any, ...], slides: bool) -> tuple[Tensor, Tensor]:
+    """Keys and values with zeros in the place of tokens that a window has dropped, so that positions stay the same.
+
+    Args:
+        states: the states of a layer.
+        slides: whether the layer that is to take them in drops these tokens as well.
+
+    Raises:
+        LegacyFormatError: tokens were dropped, and the layer would attend to the zeros in their place.
+    """
+    keys, values = states[:2]
+    if not isinstance(states, WindowedStates) or states.seen == keys.shape[2]:
+        return keys, values
+    dropped = states.seen - keys.shape[2]
+    if not slides:
+        raise LegacyFormatError(
+            f"expected states of every token for a layer of full attention, but saw those of a window of "
+            f"{states.sliding_window}, which has dropped {dropped} of {states.seen}: make the cache from the config of "
+            "the model that computed them."
+        )
+    return tuple(torch.nn.functional.pad(held, (0, 0, dropped, 0)) for held in (keys, values))  # type: ignore[return-value]
+
+
+def with_window(states: tuple[Any, ...], layer: LayerOperations) -> tuple[Any, ...]:
+    """The states of a layer as `WindowedStates` if the layer attends within a window."""
+    if not layer.is_sliding or layer.capacity is None:
+        return states
+    facts = {"sliding_window": layer.capacity, "seen": layer.length or 0}
+    windowed: type[WindowedStates] = type(WindowedStates.__name__, (WindowedStates,), facts)
+    return windowed(states)
 
 
 class StateList(Sequence[Tensor | None]):

@@ -64,6 +64,8 @@ class SinkCache(Cache):
 
     rotates_keys = True
     learns_padding = True
+    is_compileable = False
+    """At every token the sinks are rotated by another distance."""
 
     @checks_options
     def __init__(
@@ -123,11 +125,6 @@ class SinkCache(Cache):
         prepare_layers(self, layers, padding)
         self._padding = padding
 
-    @property
-    @override
-    def rotaries(self) -> tuple[Rotary, ...]:
-        return super().rotaries if self._rotary is None else (self._rotary, *super().rotaries)
-
     @override
     def describe(self) -> dict[str, Any]:
         return {
@@ -169,11 +166,6 @@ class SinkCache(Cache):
     def most_tokens(self, layer_idx: int | None = None) -> int:
         """Tokens that a query attends to; for a layer with a window of the model itself, the length of that window."""
         return self.window_length if layer_idx is None else super().most_tokens(layer_idx)
-
-    @property
-    def is_compileable(self) -> bool:
-        """False: at every token the sinks are rotated by another distance."""
-        return False
 
 
 def _window_quantization(given: Quantization | Mapping[str, Any] | None) -> Quantization | None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvlayers.evaluation.division import Division
+from kvlayers.evaluation.passes import Division
 from kvlayers.evaluation.requests import ScoringRequest
 
 
@@ -73,7 +73,7 @@ def plan_prefixes(requests: Sequence[ScoringRequest], division: Division, stored
             be stored; `None` for no store.
 
     Example:
-        >>> from kvlayers.evaluation.division import Division
+        >>> from kvlayers.evaluation.passes import Division
         >>> from kvlayers.evaluation.requests import ScoringRequest
         >>> requests = [ScoringRequest((1, 2, 3), (4,)), ScoringRequest((1, 2, 9), (4, 5))]
         >>> root = plan_prefixes(requests, Division(1, 2, None, None, None, True, True), None)

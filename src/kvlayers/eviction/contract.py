@@ -1,13 +1,16 @@
-"""The contract of an eviction rule, which says how much the later tokens will need each token of a layer."""
+"""Rules of eviction by name, and their contract: how much the later tokens will need each token of a layer."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Callable
+from typing import ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from kvlayers.errors import StateMismatchError
 from kvlayers.rope.rotary import Rotary
+from kvlayers.utils.registry import FactoryRegistry
 
 ALL_QUERIES = -1
 """A rule with this number of `queries` asks for those of every token since the last eviction."""
@@ -80,3 +83,116 @@ def check_scores(rule: EvictionRule, scores: object, keys: Tensor) -> Tensor:
             f"{got}: correct the rule."
         )
     return scores
+
+
+ENTRY_POINT_GROUP = "kvlayers.eviction_rules"
+"""Entry points in this group are rules of other packages. The entry point's name is the rule's name."""
+
+Factory = TypeVar("Factory", bound=Callable[..., EvictionRule])
+
+_rules = FactoryRegistry("eviction rule", ENTRY_POINT_GROUP, "unregister_eviction_rule", EvictionRule)  # type: ignore[type-abstract]
+
+
+def register_eviction_rule(name: str) -> Callable[[Factory], Factory]:
+    """Decorator that registers a factory (a class or function that returns an `EvictionRule`) as rule `name`.
+
+    Raises:
+        RegistryError: the name is empty or taken.
+    """
+    return _rules.register(name)
+
+
+def unregister_eviction_rule(name: str) -> None:
+    """Remove a rule.
+
+    Raises:
+        RegistryError: the name is not registered.
+    """
+    _rules.remove(name)
+
+
+def added_rule_names() -> list[str]:
+    """The names of the rules that were registered by a call, without those of entry points."""
+    return _rules.own_names()
+
+
+def eviction_rule_names() -> list[str]:
+    """All names of rules, including those of entry points in other packages."""
+    return _rules.names()
+
+
+def eviction_rule(name: str) -> EvictionRule:
+    """The rule called `name`.
+
+    Raises:
+        OptionError: no rule has this name.
+        RegistryError: the factory with this name does not return a rule.
+
+    Example:
+        >>> from kvlayers.eviction import eviction_rule
+        >>> eviction_rule("knorm").queries
+        0
+    """
+    return _rules.make(name)
+
+
+def eviction_rule_name(rule: EvictionRule) -> str | None:
+    """The name of a rule that is equal to `rule`, `None` if none is."""
+    return _rules.name_of(rule)
+
+
+def scores_of(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor | None, counts: Tensor) -> Tensor:
+    """The scores that a rule gives to tokens. The rule never sees a place without a token.
+
+    Args:
+        rule: the rule.
+        keys: `[batch, kv_heads, tokens, key_head_dim]`.
+        values: `[batch, kv_heads, tokens, value_head_dim]`.
+        queries: `[batch, heads, observed, key_head_dim]`, `None` if the rule asks for none.
+        counts: for each sequence and KV head how many of the last places have a token, int64 `[batch, kv_heads]` on the
+            host.
+
+    Returns:
+        Floating-point scores `[batch, kv_heads, tokens]`, minus infinity where there is no token.
+
+    Raises:
+        StateMismatchError: the rule returned something else, or wrote to the states.
+    """
+    with torch.no_grad():
+        tokens = keys.shape[2]
+        if bool((counts == tokens).all()):
+            return _scores(rule, keys, values, queries)
+        result = torch.full(keys.shape[:3], -torch.inf, dtype=torch.float32, device=keys.device)
+        for sequence, of_heads in enumerate(counts.tolist()):
+            row = slice(sequence, sequence + 1)
+            heads = len(of_heads)
+            # Heads with the same number of tokens are passed together, as a rule may compare heads.
+            runs = [slice(0, heads)] if len(set(of_heads)) == 1 else [slice(head, head + 1) for head in range(heads)]
+            for run in runs:
+                count = of_heads[run.start]
+                if count:
+                    first = tokens - count
+                    own = None if queries is None else _queries_of(queries[row], run, heads)[:, :, -count:]
+                    result[row, run, first:] = _scores(
+                        rule, keys[row, run, first:], values[row, run, first:], own
+                    ).float()
+        return result
+
+
+def _queries_of(queries: Tensor, run: slice, kv_heads: int) -> Tensor:
+    """The queries of the heads that read some KV heads."""
+    group = queries.shape[1] // kv_heads
+    return queries[:, run.start * group : run.stop * group]
+
+
+def _scores(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
+    # Tensors of inference mode do not count what is written to them.
+    given = [side for side in (keys, values, queries) if side is not None and not side.is_inference()]
+    before = [side._version for side in given]
+    scores = rule.scores(keys, values, queries)
+    if [side._version for side in given] != before:
+        raise StateMismatchError(
+            f"`{type(rule).__name__}.scores` must not write to keys, values or queries, which attention reads: reset "
+            "the cache, and let the rule compute with copies."
+        )
+    return check_scores(rule, scores, keys)

@@ -3,8 +3,8 @@
 from kvlayers.eviction.contract import EvictionRule
 from kvlayers.rope.from_config import rotaries, rotates_keys
 from kvlayers.rope.rotary import Rotary
-from kvlayers.upstream.attention_scale import attention_scale
 from kvlayers.upstream.model_layers import layer_specs
+from kvlayers.upstream.model_types import attention_scale
 
 
 def rules_for(rule: EvictionRule, config: object, rotary: Rotary | None = None) -> list[EvictionRule]:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing_extensions import Self
 
 from kvlayers.errors import OptionError
-from kvlayers.eviction.contract import ALL_QUERIES, EvictionRule
-from kvlayers.eviction.head_budgets import AdaptiveHeads, EvenHeads, HeadBudgets
-from kvlayers.eviction.registry import eviction_rule, eviction_rule_name, eviction_rule_names
+from kvlayers.eviction.budgets import AdaptiveHeads, EvenHeads, HeadBudgets
+from kvlayers.eviction.contract import ALL_QUERIES, EvictionRule, eviction_rule, eviction_rule_name, eviction_rule_names
 from kvlayers.rope.rotary import Rotary
 
 STEP = 64

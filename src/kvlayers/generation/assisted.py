@@ -20,11 +20,11 @@ from transformers.utils import ModelOutput
 from kvlayers.caches.base import Cache
 from kvlayers.caches.legacy_api import crop_argument
 from kvlayers.errors import RollbackError
-from kvlayers.generation.call_arguments import full_generation_config
 from kvlayers.generation.chunked_prefill import pass_limit, pass_tokens, without_last
 from kvlayers.layers.arguments import crop_target
 from kvlayers.upstream import cache_argument, compat, generate_calls
-from kvlayers.upstream.module_states import kept_states
+from kvlayers.upstream.generate_calls import full_generation_config
+from kvlayers.upstream.model_types import kept_states
 
 ASKS_FOR_DRAFTS = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp")
 """Arguments of `generate()`, and options of its config, without which it decodes without drafts."""

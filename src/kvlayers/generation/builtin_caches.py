@@ -1,6 +1,7 @@
 """The caches that kvlayers registers under a name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import transformers
@@ -22,26 +23,80 @@ from kvlayers.caches.sink import SinkCache
 from kvlayers.caches.static import StaticCache
 from kvlayers.errors import OptionError
 from kvlayers.eviction import BUILTIN_RULES
-from kvlayers.generation.registry import CacheRequest, register
+from kvlayers.generation.registry import CacheFactory, CacheRequest, register
 from kvlayers.layers import Recall
 from kvlayers.utils import late
 from kvlayers.utils.units import tokens
 
 
-def _static_options(request: CacheRequest) -> dict[str, Any]:
-    """Options of a static cache, which reserves as many tokens as the length hint unless they say otherwise."""
-    return {"max_cache_len": request.length_hint, **request.options}
+def _factory(
+    kind: Callable[..., Cache],
+    hint: str = "",
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    fixed: Mapping[str, Any] = MappingProxyType({}),
+    general: str = "",
+) -> CacheFactory:
+    """A factory: which class makes the cache, and with which options.
+
+    Args:
+        kind: the class.
+        hint: the option that is the length hint unless the request says otherwise; "" for a class without one.
+        defaults: options that the request may change.
+        fixed: options that the name says, so that the request must not say otherwise.
+        general: the name of a cache of this class whose options are all free.
+    """
+
+    def make(request: CacheRequest) -> Cache:
+        for option, value in fixed.items():
+            if request.options.get(option, value) != value:
+                raise OptionError(
+                    f"`{option}` is {value!r} for a cache of this name, got {request.options[option]!r}: use the name "
+                    f"{general!r}, or leave the option out."
+                )
+        options = {**defaults, **fixed}
+        if hint:
+            options[hint] = request.length_hint
+        if kind in (SinkCache, EvictingCache) and request.attention_mask is not None:
+            options["left_padding"] = left_padding_of(request.attention_mask)
+        return kind(**{**options, **request.options, "config": request.config})
+
+    return make
 
 
-@register("dynamic")
-def _dynamic(request: CacheRequest) -> DynamicCache:
-    return DynamicCache(config=request.config, **{"length_hint": request.length_hint, **request.options})
+def _quantized(**fixed: Any) -> CacheFactory:
+    return _factory(QuantizedCache, "length_hint", fixed=fixed, general="quantized")
 
 
-@register("recall")
-def _recall(request: CacheRequest) -> DynamicCache:
-    options = {"length_hint": request.length_hint, "recall": Recall(), **request.options}
-    return DynamicCache(config=request.config, **options)
+SINK_WINDOW = 256
+"""The window length of a sink cache if the options give none, as in transformers 4."""
+
+_OFFLOADED_STATIC = _factory(OffloadedStaticCache, "max_cache_len")
+
+_BUILTINS: dict[str, CacheFactory] = {
+    "dynamic": _factory(DynamicCache, "length_hint"),
+    "recall": _factory(DynamicCache, "length_hint", {"recall": Recall()}),
+    "static": _factory(StaticCache, "max_cache_len"),
+    "sliding_window": _factory(SlidingWindowCache, "max_cache_len"),
+    "hybrid": _factory(HybridCache, "max_cache_len"),
+    "hybrid_chunked": _factory(HybridChunkedCache, "max_cache_len"),
+    "offloaded": _factory(OffloadedCache, "length_hint"),
+    "offloaded_static": _OFFLOADED_STATIC,
+    "offloaded_hybrid": _OFFLOADED_STATIC,
+    "offloaded_hybrid_chunked": _OFFLOADED_STATIC,
+    "sink": _factory(SinkCache, defaults={"window_length": SINK_WINDOW}),
+    "evicting": _factory(EvictingCache),
+    # A rule of another package has no such name, which might be that of a cache: it is an option of "evicting".
+    **{rule: _factory(EvictingCache, fixed={"rule": rule}, general="evicting") for rule in BUILTIN_RULES},
+    "quantized": _factory(QuantizedCache, "length_hint"),
+    "offloaded_quantized": _quantized(offloading=True),
+    "fp8": _quantized(backend="fp8"),
+    "int8": _quantized(nbits=8),
+    "int4": _quantized(nbits=4),
+    "int2": _quantized(nbits=2),
+}
+
+for _name, _made_by in _BUILTINS.items():
+    register(_name)(_made_by)
 
 
 @register("dynamic_full")
@@ -54,135 +109,6 @@ def _dynamic_full(request: CacheRequest) -> Cache:
     hint = options["length_hint"]
     options["length_hint"] = None if hint is None else tokens(hint, "length_hint")
     return Cache(layers=every_token_layers(request.config, **options))
-
-
-@register("static")
-def _static(request: CacheRequest) -> StaticCache:
-    return StaticCache(request.config, **_static_options(request))
-
-
-@register("sliding_window")
-def _sliding_window(request: CacheRequest) -> SlidingWindowCache:
-    return SlidingWindowCache(request.config, **_static_options(request))
-
-
-@register("hybrid")
-def _hybrid(request: CacheRequest) -> HybridCache:
-    return HybridCache(request.config, **_static_options(request))
-
-
-@register("hybrid_chunked")
-def _hybrid_chunked(request: CacheRequest) -> HybridChunkedCache:
-    return HybridChunkedCache(request.config, **_static_options(request))
-
-
-def _check_preset(request: CacheRequest, preset: Mapping[str, Any], general: str) -> None:
-    """Raise `OptionError` if an option has another value than the name of the cache says.
-
-    Args:
-        request: the request, with its options.
-        preset: the options that the name says, with their values.
-        general: the name of a cache of this kind with any options.
-    """
-    for option, value in preset.items():
-        if request.options.get(option, value) != value:
-            raise OptionError(
-                f"`{option}` is {value!r} for a cache of this name, got {request.options[option]!r}: use the name "
-                f"{general!r}, or leave the option out."
-            )
-
-
-def _quantized_cache(request: CacheRequest, **preset: Any) -> QuantizedCache:
-    _check_preset(request, preset, "quantized")
-    return QuantizedCache(**{"length_hint": request.length_hint, **preset, **request.options, "config": request.config})
-
-
-@register("quantized")
-def _quantized(request: CacheRequest) -> QuantizedCache:
-    return _quantized_cache(request)
-
-
-@register("offloaded")
-def _offloaded(request: CacheRequest) -> OffloadedCache:
-    return OffloadedCache(config=request.config, **{"length_hint": request.length_hint, **request.options})
-
-
-@register("offloaded_static")
-def _offloaded_static(request: CacheRequest) -> OffloadedStaticCache:
-    return OffloadedStaticCache(request.config, **_static_options(request))
-
-
-@register("offloaded_hybrid")
-def _offloaded_hybrid(request: CacheRequest) -> OffloadedStaticCache:
-    return _offloaded_static(request)
-
-
-@register("offloaded_hybrid_chunked")
-def _offloaded_hybrid_chunked(request: CacheRequest) -> OffloadedStaticCache:
-    return _offloaded_static(request)
-
-
-@register("offloaded_quantized")
-def _offloaded_quantized(request: CacheRequest) -> QuantizedCache:
-    return _quantized_cache(request, offloading=True)
-
-
-SINK_WINDOW = 256
-"""The window length of a sink cache if the options give none, as in transformers 4."""
-
-
-@register("sink")
-def _sink(request: CacheRequest) -> SinkCache:
-    mask = request.attention_mask
-    padding = {} if mask is None else {"left_padding": left_padding_of(mask)}
-    return SinkCache(**{"window_length": SINK_WINDOW, **padding, **request.options, "config": request.config})
-
-
-def _evicting_cache(request: CacheRequest, **preset: Any) -> EvictingCache:
-    _check_preset(request, preset, "evicting")
-    mask = request.attention_mask
-    padding = {} if mask is None else {"left_padding": left_padding_of(mask)}
-    return EvictingCache(**{**padding, **preset, **request.options, "config": request.config})
-
-
-@register("evicting")
-def _evicting(request: CacheRequest) -> EvictingCache:
-    return _evicting_cache(request)
-
-
-def _register_rule(name: str) -> None:
-    """Register the caches whose tokens are evicted by a rule of kvlayers under the rule's name.
-
-    A rule of another package has no such name, which might be that of a cache: it is an option of "evicting".
-    """
-
-    @register(name)
-    def evicting_by_rule(request: CacheRequest) -> EvictingCache:
-        return _evicting_cache(request, rule=name)
-
-
-for _name in BUILTIN_RULES:
-    _register_rule(_name)
-
-
-@register("fp8")
-def _fp8(request: CacheRequest) -> QuantizedCache:
-    return _quantized_cache(request, backend="fp8")
-
-
-@register("int8")
-def _int8(request: CacheRequest) -> QuantizedCache:
-    return _quantized_cache(request, nbits=8)
-
-
-@register("int4")
-def _int4(request: CacheRequest) -> QuantizedCache:
-    return _quantized_cache(request, nbits=4)
-
-
-@register("int2")
-def _int2(request: CacheRequest) -> QuantizedCache:
-    return _quantized_cache(request, nbits=2)
 
 
 @register("auto")

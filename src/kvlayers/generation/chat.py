@@ -11,14 +11,14 @@ from transformers.generation.utils import GenerationMixin
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import CacheFileError, KVLayersError, OptionError
-from kvlayers.generation.call_arguments import full_generation_config, sequences_per_prompt
-from kvlayers.generation.generate import generate
+from kvlayers.generation.install import generate
 from kvlayers.generation.prefixes.active_store import required_store
 from kvlayers.generation.registry import is_registered, make_cache, unknown_name
 from kvlayers.persistence import inspect_cache, load_cache, save_cache
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream.cache_argument import SPELLINGS, name_in_generate
-from kvlayers.upstream.layer_devices import layer_devices
+from kvlayers.upstream.generate_calls import full_generation_config, sequences_per_prompt
+from kvlayers.upstream.model_layers import layer_devices
 from kvlayers.upstream.model_types import config_of
 
 Message = dict[str, Any]

@@ -1,6 +1,6 @@
 """Let `generate()` use kvlayers' caches: explicitly, reversibly, and with as few changes to transformers as possible.
 
-While kvlayers is installed, these are replaced (see `hooks/` for what each replacement does):
+While kvlayers is installed, these are replaced (`hooks.py` and `saved_names.py` have what replaces them):
 
 * `GenerationMixin.generate`, so that it takes legacy tuples and `return_legacy_cache=True`, which transformers 5
   dropped, keeps the name of a cache that it is asked for, and uses a prefix store (`prefixes/`). To decode with drafts
@@ -10,12 +10,12 @@ While kvlayers is installed, these are replaced (see `hooks/` for what each repl
 * `GenerationMixin._prefill`, which ignores what a cache has seen if the model's scan starts from zero
   (`chunked_prefill.py`).
 * `PreTrainedModel.__call__`, so that models take and return legacy tuples (`legacy_tuples.py`), empty caches of
-  transformers get layers of kvlayers (`empty_caches.py`), and caches remember the ids of prompts (`known_ids.py`).
+  transformers get layers of kvlayers (`passed_caches.py`), and caches remember the ids of prompts (`known_ids.py`).
 * `GenerationConfig.save_pretrained`, so that a config with a name that only kvlayers knows can be loaded without
   kvlayers.
 * `HfExporter.__init__`, so that torch takes kvlayers' caches apart before the exporter does it differently.
 * `prepare_inputs_for_generation` of models that keep an older name of the cache argument, so that they get the cache
-  (`hooks/old_names.py`).
+  (`hooks.py`).
 
 These are added to:
 
@@ -31,20 +31,30 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
+from transformers import AttentionInterface
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.utils import GenerationMixin
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import PreTrainedModel
 
-from kvlayers.caches.pytrees import register_export_support
+from kvlayers.attention import model_attention
+from kvlayers.caches.export import register_export_support
 from kvlayers.errors import OptionError
-from kvlayers.generation import empty_caches, known_ids, registry, static_pool, transformers4_names
-from kvlayers.generation.hooks import attention_interface, generation_config, generation_mixin, model_call, old_names
-from kvlayers.generation.patching import Activation, Method, Patch
+from kvlayers.generation import (
+    hooks,
+    known_ids,
+    passed_caches,
+    registry,
+    saved_names,
+    static_pool,
+    transformers4_names,
+)
+from kvlayers.generation.patching import Activation, Method, Patch, ScopedValue
 from kvlayers.generation.prefixes import active_store
 from kvlayers.prefix import PrefixStore
-from kvlayers.upstream import compat, probes
+from kvlayers.upstream import compat, supported
 
 _lock = threading.RLock()
 """Held while `install` and `uninstall` make several changes, and while an `installed` block starts."""
@@ -86,7 +96,7 @@ def install(
         if active is not None:
             active_store.CURRENT.set_default(active)
         if replace_empty_caches is not None:
-            empty_caches.REPLACE.set_default(replace_empty_caches)
+            passed_caches.REPLACE.set_default(replace_empty_caches)
         if strict_prompts is not None:
             known_ids.STRICT_PROMPTS.set_default(strict_prompts)
         _activation.activate()
@@ -100,7 +110,7 @@ def uninstall() -> None:
     """
     with _lock:
         active_store.CURRENT.set_default(None)
-        empty_caches.REPLACE.set_default(True)
+        passed_caches.REPLACE.set_default(True)
         known_ids.STRICT_PROMPTS.set_default(False)
         transformers4_names.ACTIVATION.deactivate()
         _activation.deactivate()
@@ -157,7 +167,7 @@ def installed(
         if active is not None:
             stack.enter_context(active_store.CURRENT.override(active))
         if replace_empty_caches is not None:
-            stack.enter_context(empty_caches.REPLACE.override(replace_empty_caches))
+            stack.enter_context(passed_caches.REPLACE.override(replace_empty_caches))
         if strict_prompts is not None:
             stack.enter_context(known_ids.STRICT_PROMPTS.override(strict_prompts))
         yield
@@ -171,18 +181,14 @@ def _check_flags(legacy_names: object, replace_empty_caches: object, strict_prom
             raise OptionError(f"`{name}` must be True or False, got {value!r}.")
 
 
-_in_call: ContextVar[bool | None] = ContextVar("whether the current call of generate() uses kvlayers", default=None)
+_in_call: ScopedValue[bool | None] = ScopedValue("whether the current call of generate() uses kvlayers", None)
 
 
 @contextmanager
 def call_with_kvlayers() -> Iterator[None]:
     """Lasts for one call that uses kvlayers, installed or not. Calls in other threads are not affected."""
-    with _activation.private_call():
-        token = _in_call.set(True)
-        try:
-            yield
-        finally:
-            _in_call.reset(token)
+    with _activation.private_call(), _in_call.override(True):
+        yield
 
 
 @contextmanager
@@ -194,11 +200,8 @@ def _call_of_generate() -> Iterator[bool]:
     """
     with _activation.call() as is_active, transformers4_names.ACTIVATION.call():
         uses_kvlayers = is_active or bool(_in_call.get())
-        token = _in_call.set(uses_kvlayers)
-        try:
+        with _in_call.override(uses_kvlayers):
             yield uses_kvlayers
-        finally:
-            _in_call.reset(token)
 
 
 def _uses_kvlayers() -> bool:
@@ -223,7 +226,7 @@ def _if_kvlayers_is_used(hook: Callable[[Method], Method]) -> Callable[[Method],
 
 
 def _wrap_generate(original: Method) -> Method:
-    replacement = generation_mixin.generate(original)
+    replacement = hooks.generate(original)
 
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -242,46 +245,69 @@ def _export_support_first(original: Method) -> Method:
 
 
 def _patches() -> list[Patch]:
-    hooks: list[tuple[type, str, Callable[[Method], Method]]] = [
-        (GenerationMixin, "_prepare_cache_for_generation", generation_mixin.prepare_cache_for_generation),
-        (GenerationConfig, "save_pretrained", generation_config.save_pretrained),
+    """The table of all that is replaced in classes of transformers while kvlayers is installed."""
+    replacements: list[tuple[type, str, Callable[[Method], Method]]] = [
+        (GenerationMixin, "_prepare_cache_for_generation", hooks.prepare_cache_for_generation),
+        (GenerationConfig, "save_pretrained", saved_names.save_pretrained),
     ]
     if compat.PREFILLS_APART:
-        hooks.append((GenerationMixin, "_prefill", generation_mixin.prefill))
+        replacements.append((GenerationMixin, "_prefill", hooks.prefill))
     if compat.HAS_EXPORTERS:
         from transformers.exporters.base import HfExporter
 
-        hooks.append((HfExporter, "__init__", _export_support_first))
-    patches = [Patch(owner, name, _if_kvlayers_is_used(hook)) for owner, name, hook in hooks]
-    return [Patch(GenerationMixin, "generate", _wrap_generate), *patches]
+        replacements.append((HfExporter, "__init__", _export_support_first))
+    return [
+        Patch(GenerationMixin, "generate", _wrap_generate),
+        *(Patch(owner, name, _if_kvlayers_is_used(hook)) for owner, name, hook in replacements),
+        # This one costs something at each token, so it asks as late as possible whether kvlayers is used.
+        Patch(PreTrainedModel, "__call__", hooks.forward_pass),
+        Patch(GenerationConfig, saved_names.FIELD, lambda _: saved_names.SavedName(_takes_over_names)),
+    ]
+
+
+def _takes_over_names() -> bool:
+    """Whether a config that is loaded now takes over its saved name, as it does outside of calls."""
+    return is_installed() and _in_call.get() is None
 
 
 _PROBES = (
-    *probes.OF_GENERATE,
-    *(probes.OF_PREFILLS if compat.PREFILLS_APART else ()),
-    *(probes.OF_STATIC_CACHES if compat.STATIC_CACHES_MADE_APART else ()),
-    *(probes.OF_EXPORTERS if compat.HAS_EXPORTERS else ()),
+    *supported.OF_GENERATE,
+    *(supported.OF_PREFILLS if compat.PREFILLS_APART else ()),
+    *(supported.OF_STATIC_CACHES if compat.STATIC_CACHES_MADE_APART else ()),
+    *(supported.OF_EXPORTERS if compat.HAS_EXPORTERS else ()),
 )
-probes.check(_PROBES, compat.TRANSFORMERS)
+supported.check(_PROBES, compat.TRANSFORMERS)
 _PATCHES = _patches()
+
+
+_ATTENTION = (
+    (AttentionInterface, model_attention.attention),
+    (AttentionMaskInterface, model_attention.attention_mask),
+)
+"""What `attn_implementation="kvlayers"` computes, by the interfaces of transformers that list it."""
 
 
 def _apply_patches() -> None:
     for patch in _PATCHES:
         patch.apply()
-    model_call.apply_patch(_uses_kvlayers)
-    attention_interface.add()
-    generation_config.add_field(lambda: is_installed() and _in_call.get() is None)
+    hooks.is_active = _uses_kvlayers
+    for interface, function in _ATTENTION:
+        interface.register(model_attention.NAME, function)
     _accept_names()
 
 
 def _remove_patches() -> None:
     for patch in _PATCHES:
         patch.remove()
-    model_call.remove_patch()
-    old_names.remove_patches()
-    attention_interface.remove()
-    generation_config.remove_field()
+    hooks.is_active = None
+    hooks.take_cache_back()
+    for interface, function in _ATTENTION:
+        # `register` has no inverse. One of the dicts of the class has what it added, unless somebody has replaced it.
+        for functions in [
+            value for owner in interface.__mro__ for value in vars(owner).values() if type(value) is dict
+        ]:
+            if functions.get(model_attention.NAME) is function:
+                del functions[model_attention.NAME]
     _accept_names()
     static_pool.free_reservations()
 
@@ -291,7 +317,59 @@ _activation = Activation(_apply_patches, _remove_patches)
 
 def _accept_names() -> None:
     """Let a `GenerationConfig` accept the names of the registry while kvlayers is in place, and no longer."""
-    generation_config.accept_names(lambda: registry.cache_names() if _activation.is_in_place else [])
+    saved_names.accept_names(lambda: registry.cache_names() if _activation.is_in_place else [])
 
 
 registry.on_change(_accept_names)
+
+
+def generate(
+    model: Any, *args: Any, prefix_store: PrefixStore | None = None, namespace: str = "", **kwargs: Any
+) -> Any:
+    """Call `model.generate(*args, **kwargs)` with kvlayers' caches, whether or not kvlayers is installed.
+
+    With a store, the states of a prompt that the store has are not computed again, and newly computed states are
+    inserted: with one prompt, those of the prompt and its answer; with several prompts, those of their common prefix,
+    or of each prompt.
+
+    Args:
+        model: a model of transformers.
+        args: as for `model.generate`.
+        prefix_store: the store to use. Default: the store that was passed to `install`, if any.
+        namespace: the namespace of the store in which the call looks up and inserts. Other namespaces do not see its
+            entries. Needs a `prefix_store`.
+        kwargs: as for `model.generate`.
+
+    Returns:
+        What `model.generate` returns. With a store and `return_dict_in_generate=True`, its attribute `cached_tokens`
+        has for each prompt how many of its tokens came from the store; it is empty if a call could not use the store of
+        `install()`.
+
+    Raises:
+        OptionError: `prefix_store` is not a `PrefixStore`; the call cannot use a store, for the reason in the message;
+            or `namespace` is given without a store.
+
+    Example:
+        >>> import torch, transformers, kvlayers
+        >>> config = transformers.LlamaConfig(
+        ...     num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=99
+        ... )
+        >>> model = transformers.LlamaForCausalLM(config).eval()
+        >>> store = kvlayers.PrefixStore(max_bytes=2**20)
+        >>> ids = kvlayers.generate(model, torch.tensor([[5, 8, 13]]), prefix_store=store, max_new_tokens=4)
+        >>> kvlayers.generate(
+        ...     model, ids, prefix_store=store, max_new_tokens=4, return_dict_in_generate=True
+        ... ).cached_tokens
+        (6,)
+    """
+    active = active_store.required_store(prefix_store, namespace)
+    if active is None:
+        with call_with_kvlayers():
+            return model.generate(*args, **kwargs)
+    if isinstance(model, GenerationMixin) and type(model).generate is not GenerationMixin.generate:
+        raise OptionError(
+            f"prefix_store needs the generate() of transformers, but {type(model).__name__} has its own, which may "
+            "never use the store: leave prefix_store out."
+        )
+    with active_store.CURRENT.override(active), call_with_kvlayers():
+        return model.generate(*args, **kwargs)

@@ -10,7 +10,6 @@ since that would cost something at each token. Unknown tokens are not compared.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, TypeGuard
 
 import torch
@@ -19,9 +18,9 @@ from transformers.utils import ModelOutput
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import PromptMismatchError
-from kvlayers.generation.call_arguments import sequences_per_prompt
-from kvlayers.generation.scoped_value import ScopedValue
+from kvlayers.generation.patching import ScopedValue
 from kvlayers.upstream.deprecation import warn_the_caller
+from kvlayers.upstream.generate_calls import sequences_per_prompt
 
 STRICT_PROMPTS = ScopedValue("strict_prompts", False)
 """The option `strict_prompts` of `install()`."""
@@ -117,26 +116,19 @@ class TokenRecord:
             cache.known_ids = known[:, :seen].clone()
 
 
-_current: ContextVar[TokenRecord | None] = ContextVar("record of the current call of generate()", default=None)
+CURRENT: ScopedValue[TokenRecord | None] = ScopedValue("record of the current call of generate()", None)
 
 
 @contextmanager
 def recording(record: TokenRecord) -> Iterator[None]:
     """Make `record` the current one of this context, which belongs to one thread."""
-    token = _current.set(record)
     try:
-        yield
+        with CURRENT.override(record):
+            yield
     except BaseException:
         # A retry with less memory must not find the cache kept alive here.
         record.release_cache()
         raise
-    finally:
-        _current.reset(token)
-
-
-def current_record() -> TokenRecord | None:
-    """The record of the call of `generate()` that runs in this context."""
-    return _current.get()
 
 
 def record_forward(cache: Cache, ids: Tensor, forward: Callable[[], Any]) -> Any:
@@ -150,7 +142,7 @@ def record_forward(cache: Cache, ids: Tensor, forward: Callable[[], Any]) -> Any
     Returns:
         What the forward pass returns.
     """
-    if _current.get() is not None or not _records_ids(cache):
+    if CURRENT.get() is not None or not _records_ids(cache):
         return forward()
     length = _length(cache)
     output = forward()

@@ -9,11 +9,11 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 from typing_extensions import Self
 
-from kvlayers.caches import nested_tuples
+from kvlayers.caches import legacy_api
 from kvlayers.caches.base import Cache
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.encoder_decoder import EncoderDecoderCache
-from kvlayers.caches.nested_tuples import LegacyStates
+from kvlayers.caches.legacy_api import LegacyStates
 from kvlayers.errors import LegacyFormatError, StateMismatchError
 from kvlayers.layers import CacheLayer
 from kvlayers.upstream import cache_argument, model_types
@@ -98,7 +98,7 @@ class PastTuples(tuple[tuple[Tensor, ...], ...]):
             cache: a cache that a model returned.
             config: config of the model, whose forward passes may continue in the cache.
         """
-        states = cls(kvlayers_view(cache).as_tuples(nested_tuples.handed_out_states))
+        states = cls(kvlayers_view(cache).as_tuples(legacy_api.handed_out_states))
         if isinstance(cache, Cache):
             vars(states)["source"] = cache, config
         return states
@@ -126,14 +126,12 @@ def cache_for_forward(config: Any, states: Iterable[Any]) -> Cache:
         if source is not None:
             return source
     checked = _checked(config, states)
-    if _has_cross_attention(config, checked):
-        return EncoderDecoderCache.from_legacy_cache(checked)
-    layers = DynamicCache(config=config).layers
-    if all(isinstance(layer, CacheLayer) and not layer.is_recurrent for layer in layers):
+    layers = [] if _has_cross_attention(config) else DynamicCache(config=config).layers
+    if layers and all(isinstance(layer, CacheLayer) and not layer.is_recurrent for layer in layers):
         if checked:
             _check_count(checked, len(layers))
         return DynamicCache.from_legacy_cache(checked)
-    return DynamicCache.from_legacy_cache(checked, config=config)
+    return cache_for_generate(config, checked)
 
 
 def cache_for_generate(config: Any, states: Iterable[Any]) -> Cache:
@@ -143,19 +141,19 @@ def cache_for_generate(config: Any, states: Iterable[Any]) -> Cache:
         LegacyFormatError: as `cache_for_forward`.
     """
     checked = _checked(config, states)
-    if _has_cross_attention(config, checked):
+    if _has_cross_attention(config):
         return EncoderDecoderCache.from_legacy_cache(checked)
     return DynamicCache.from_legacy_cache(checked, config=config)
 
 
 def _checked(config: Any, states: Iterable[Any]) -> LegacyStates:
-    checked = nested_tuples.check_tuples(states, width=(2, 4))
+    checked = legacy_api.check_tuples(states, width=(2, 4))
     for index, layer in enumerate(checked):
-        nested_tuples.check_is_whole(layer, index)
+        legacy_api.check_is_whole(layer, index)
     if checked and config.is_encoder_decoder:
         _check_count(checked, model_types.decoder_config(config).num_hidden_layers)
-    elif not _has_cross_attention(config, checked):
-        nested_tuples.check_tuples(checked, width=(2,))
+    elif not _has_cross_attention(config):
+        legacy_api.check_tuples(checked, width=(2,))
     return checked
 
 
@@ -167,7 +165,7 @@ def _check_count(states: LegacyStates, layers: int) -> None:
         )
 
 
-def _has_cross_attention(config: Any, states: LegacyStates) -> bool:
+def _has_cross_attention(config: Any) -> bool:
     # Not every config has this field.
     return bool(config.is_encoder_decoder or getattr(config, "add_cross_attention", False))
 

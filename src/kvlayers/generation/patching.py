@@ -1,39 +1,40 @@
-"""Changes to classes of transformers that can be taken back: what replaces a method, and for how long."""
+"""Changes to classes of transformers that can be taken back, and settings that `with` blocks override."""
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any, Generic, TypeVar
 
 Method = Callable[..., Any]
 
 
 class Patch:
-    """A replacement for one method of a class, which coexists with replacements by other libraries.
+    """A replacement for one attribute of a class, which coexists with replacements by other libraries.
 
     Args:
         owner: the class.
-        name: name of the method.
+        name: name of the attribute, usually a method. A class that lacks it gets it.
         wrap: makes the replacement from the method that it replaces. The replacement must set `__wrapped__`, as
             `functools.wraps` does, and must call the replaced method whenever it has nothing to do itself.
     """
 
-    def __init__(self, owner: type, name: str, wrap: Callable[[Method], Method]) -> None:
+    def __init__(self, owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
         self._owner, self._name, self._wrap = owner, name, wrap
-        self._replacement: Method | None = None
-        self._replaced: Method | None = None
+        self._replacement: Any = None
+        self._replaced: Any = None
 
     def apply(self) -> None:
-        """Replace the method, unless it is replaced already."""
-        current = getattr(self._owner, self._name)
+        """Replace the attribute, unless it is replaced already."""
+        current = getattr(self._owner, self._name, None)
         # If another library has wrapped the replacement, the replacement is still called underneath.
         if self._replacement is None or self._replacement not in _unwrapped(current):
-            # `None` if the class inherits the method.
+            # `None` if the class inherits or lacks the attribute.
             self._replaced, self._replacement = vars(self._owner).get(self._name), self._wrap(current)
             setattr(self._owner, self._name, self._replacement)
 
     def remove(self) -> None:
-        """Restore the method, unless another library has wrapped the replacement: then it stays underneath."""
+        """Restore the attribute, unless another library has replaced it: then the replacement stays underneath."""
         if self._replacement is None or vars(self._owner).get(self._name) is not self._replacement:
             return
         if self._replaced is None:
@@ -43,7 +44,7 @@ class Patch:
         self._replacement = self._replaced = None
 
 
-def _unwrapped(method: Method) -> list[Method]:
+def _unwrapped(method: Any) -> list[Any]:
     """A method and every method that it wraps, as far as `__wrapped__` tells."""
     found = [method]
     while "__wrapped__" in found[-1].__dict__:
@@ -91,25 +92,14 @@ class Activation:
                     self._calls.add(token)
             yield is_active
         finally:
-            self._end_call(token)
-
-    @contextmanager
-    def private_call(self) -> Iterator[None]:
-        """Lasts for one call that needs the changes for itself alone. This does not make them active for others."""
-        token = object()
-        try:
             with self._lock:
-                self._calls.add(token)
-                self._apply()
-            yield
-        finally:
-            self._end_call(token)
+                if token in self._calls:
+                    self._calls.discard(token)
+                    self._remove_if_unused()
 
-    def _end_call(self, token: object) -> None:
-        with self._lock:
-            if token in self._calls:
-                self._calls.discard(token)
-                self._remove_if_unused()
+    def private_call(self) -> AbstractContextManager[None]:
+        """Lasts for one call that needs the changes for itself alone. This does not make them active for others."""
+        return self._in_place_for(self._calls)
 
     def activate(self) -> None:
         """Make the changes, until `deactivate`."""
@@ -129,20 +119,57 @@ class Activation:
             self._blocks.clear()
             self._remove_if_unused()
 
-    @contextmanager
-    def block(self) -> Iterator[None]:
+    def block(self) -> AbstractContextManager[None]:
         """`activate` for the length of a `with` block. Blocks nest and overlap: the last one to end deactivates."""
+        return self._in_place_for(self._blocks)
+
+    @contextmanager
+    def _in_place_for(self, users: set[object]) -> Iterator[None]:
         token = object()
         try:
             with self._lock:
-                self._blocks.add(token)
+                users.add(token)
                 self._apply()
             yield
         finally:
             with self._lock:
-                self._blocks.discard(token)
+                users.discard(token)
                 self._remove_if_unused()
 
     def _remove_if_unused(self) -> None:
         if not self.is_in_place:
             self._remove()
+
+
+T = TypeVar("T")
+
+
+class ScopedValue(Generic[T]):
+    """A process-wide value that a context, which belongs to one thread, can override.
+
+    Args:
+        name: name of the setting, for debuggers.
+        default: the process-wide value, until `set_default` changes it.
+    """
+
+    def __init__(self, name: str, default: T) -> None:
+        self._default = default
+        self._override: ContextVar[tuple[T] | None] = ContextVar(name, default=None)
+
+    def get(self) -> T:
+        """The value in this context."""
+        override = self._override.get()
+        return self._default if override is None else override[0]
+
+    def set_default(self, value: T) -> None:
+        """Change the process-wide value. Contexts with a value of their own keep it."""
+        self._default = value
+
+    @contextmanager
+    def override(self, value: T) -> Iterator[None]:
+        """Use `value` in this context for the length of a `with` block."""
+        token = self._override.set((value,))
+        try:
+            yield
+        finally:
+            self._override.reset(token)

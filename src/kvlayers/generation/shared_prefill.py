@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kvlayers.caches.base import Cache
-from kvlayers.generation.call_arguments import sequences_per_prompt
 from kvlayers.upstream import cache_argument, compat, model_types
-from kvlayers.upstream.module_states import kept_states
+from kvlayers.upstream.generate_calls import sequences_per_prompt
+from kvlayers.upstream.model_types import kept_states
 
 MIN_TOKENS = 32
 """A shorter prompt is not worth holding separately from what follows it."""

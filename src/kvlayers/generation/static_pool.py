@@ -8,15 +8,13 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from kvlayers.caches.aliases import HybridCache, HybridChunkedCache, SlidingWindowCache
 from kvlayers.caches.base import Cache
 from kvlayers.caches.from_config import fixed_layers
 from kvlayers.caches.static import StaticCache
+from kvlayers.generation.patching import ScopedValue
 from kvlayers.generation.registry import CacheRequest
 from kvlayers.utils.transforms import autocast_dtype
 
@@ -30,7 +28,8 @@ _lock = threading.Lock()
 _idle: "weakref.WeakKeyDictionary[Any, Cache]" = weakref.WeakKeyDictionary()
 _lengths: "weakref.WeakKeyDictionary[Any, dict[int | None, int]]" = weakref.WeakKeyDictionary()
 Acquired = tuple[Cache, CacheRequest]
-_acquired: ContextVar[list[Acquired] | None] = ContextVar("caches of the current call of generate()", default=None)
+ACQUIRED: ScopedValue[list[Acquired] | None] = ScopedValue("caches of the current call of generate()", None)
+"""Collects the caches that are acquired within one call of `generate()`."""
 
 
 def free_reservations() -> None:
@@ -38,17 +37,6 @@ def free_reservations() -> None:
     with _lock:
         _idle.clear()
         _lengths.clear()
-
-
-@contextmanager
-def tracking() -> Iterator[list[Acquired]]:
-    """Yield a list that collects the caches which are acquired within one call of `generate()`."""
-    caches: list[Acquired] = []
-    token = _acquired.set(caches)
-    try:
-        yield caches
-    finally:
-        _acquired.reset(token)
 
 
 def acquire(model: Any, new: Cache, request: CacheRequest) -> Cache:
@@ -60,7 +48,7 @@ def acquire(model: Any, new: Cache, request: CacheRequest) -> Cache:
     autocast = None if request.device is None else autocast_dtype(request.device)
     if idle is not None and autocast is None and _can_replace(idle, new, request):
         cache = idle
-    acquired = _acquired.get()
+    acquired = ACQUIRED.get()
     if acquired is not None:
         acquired.append((cache, request))
     return cache

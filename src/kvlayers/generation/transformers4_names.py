@@ -3,6 +3,7 @@
 Only missing ones are added, and ones that exist in name only. All of them can be removed again.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
@@ -11,7 +12,7 @@ from typing import Any
 import transformers
 from torch import Tensor
 
-from kvlayers.caches import legacy_api, nested_tuples
+from kvlayers.caches import legacy_api
 from kvlayers.caches.aliases import (
     HQQQuantizedCache,
     HybridCache,
@@ -27,7 +28,7 @@ from kvlayers.caches.legacy_api import LegacySurface
 from kvlayers.caches.quantized import QuantizedCacheConfig
 from kvlayers.caches.sink import SinkCache
 from kvlayers.generation.legacy_tuples import kvlayers_view, to_tuples
-from kvlayers.generation.patching import Activation
+from kvlayers.generation.patching import Activation, Patch
 from kvlayers.upstream import compat
 from kvlayers.upstream.deprecation import warn_of_old_use
 from kvlayers.upstream.first_import import AS_FIRST_IMPORTED
@@ -73,7 +74,7 @@ HOMES: dict[str, tuple[str, ...]] = {
 """Names of these classes, by the module from which old code imports them."""
 
 _modules: list["_PatchedModule"] = []
-_attributes: list["_PatchedAttribute"] = []
+_attributes: list[Patch] = []
 
 
 def _apply() -> None:
@@ -87,14 +88,20 @@ def _apply() -> None:
         _modules.append(_PatchedModule(AS_FIRST_IMPORTED, HOMES["transformers"]))
     for owner, attributes in _old_attributes().items():
         for name, value in attributes.items():
-            _attributes.append(_PatchedAttribute(owner, name, value))
+            patch = Patch(owner, name, functools.partial(_instead, value))
+            _attributes.append(patch)
+            patch.apply()
+
+
+def _instead(value: Any, replaced: Any) -> Any:
+    return value
 
 
 def _remove() -> None:
     for module in _modules:
         module.restore()
     for attribute in _attributes:
-        attribute.restore()
+        attribute.remove()
     _modules.clear()
     _attributes.clear()
 
@@ -138,25 +145,6 @@ class _PatchedModule:
                 del attributes["__getattr__"]
             else:
                 attributes["__getattr__"] = self._before
-
-
-class _PatchedAttribute:
-    """An attribute that a class of transformers has while the old names are in place."""
-
-    def __init__(self, owner: type, name: str, value: Any) -> None:
-        self._owner, self._name, self._value = owner, name, value
-        self._existed = name in vars(owner)
-        self._before = vars(owner).get(name)
-        setattr(owner, name, value)
-
-    def restore(self) -> None:
-        # If another library has replaced the attribute, its replacement stays.
-        if vars(self._owner).get(self._name) is not self._value:
-            return
-        if self._existed:
-            setattr(self._owner, self._name, self._before)
-        else:
-            delattr(self._owner, self._name)
 
 
 class _OldValue:
@@ -257,12 +245,12 @@ def _max_length_or_none(self: Any, layer_idx: int | None = None) -> int | None:
 
 def _dynamic_from_tuples(cls: Callable[[], Any], past_key_values: object = None) -> Any:
     cache = cls()
-    _fill(cache, () if past_key_values is None else nested_tuples.check_tuples(past_key_values, width=(2,)))
+    _fill(cache, () if past_key_values is None else legacy_api.check_tuples(past_key_values, width=(2,)))
     return cache
 
 
 def _encoder_decoder_from_tuples(cls: Callable[..., Any], past_key_values: object = None) -> Any:
-    states = () if past_key_values is None else nested_tuples.check_tuples(past_key_values, width=(2, 4))
+    states = () if past_key_values is None else legacy_api.check_tuples(past_key_values, width=(2, 4))
     own, cross = transformers.DynamicCache(), transformers.DynamicCache()
     _fill(own, [layer[:2] for layer in states])
     _fill(cross, [layer[2:] for layer in states if layer[2:]])
@@ -270,7 +258,7 @@ def _encoder_decoder_from_tuples(cls: Callable[..., Any], past_key_values: objec
     return cls(own, cross)
 
 
-def _fill(cache: Any, pairs: "nested_tuples.LegacyStates | list[tuple[Tensor, ...]]") -> None:
+def _fill(cache: Any, pairs: "legacy_api.LegacyStates | list[tuple[Tensor, ...]]") -> None:
     for index, pair in enumerate(pairs):
-        nested_tuples.check_is_whole(pair, index)
+        legacy_api.check_is_whole(pair, index)
         cache.update(*pair, index)

@@ -9,13 +9,11 @@ from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.offloaded import OffloadedLayer
 from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.quantized import QuantizedLayer
-from kvlayers.layers.recall import RecallLayer
-from kvlayers.layers.recall_config import Recall
+from kvlayers.layers.recall import Recall, RecallLayer
 from kvlayers.layers.registry import layer_names, register_layer, unregister_layer
 from kvlayers.layers.sink import SinkLayer
 from kvlayers.layers.sliding import SlidingLayer
-from kvlayers.layers.static import StaticLayer
-from kvlayers.layers.static_sliding import StaticSlidingLayer
+from kvlayers.layers.static import StaticLayer, StaticSlidingLayer
 from kvlayers.layers.token_layer import TokenLayer
 from kvlayers.layers.upstream_adapter.adapter import TransformersLayer
 

@@ -1,4 +1,4 @@
-"""The contract of a layer that attends: what it adds to `LayerOperations`, the contract of every layer."""
+"""The contract of a layer that attends, and a layer that attends by another one."""
 
 from abc import abstractmethod
 from typing import Any
@@ -9,15 +9,15 @@ from typing_extensions import override
 
 from kvlayers.errors import StateMismatchError
 from kvlayers.layers.arguments import whole_number
-from kvlayers.layers.transformers_names import TransformersNames
+from kvlayers.layers.operations import LayerOperations
 from kvlayers.stores.buffer import StateForm, form_of
 
 
-class CacheLayer(TransformersNames, CacheLayerMixin):  # type: ignore[misc]
+class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
     """The keys and values of one layer of a model.
 
     A kind of layer implements the abstract members below, and those of `LayerOperations`. The names that transformers
-    and older code call are derived from them, here and in `TransformersNames`.
+    and older code call are derived from them.
     """
 
     def __init__(self) -> None:
@@ -160,3 +160,83 @@ def not_of_so_many(length: int, held: int) -> StateMismatchError:
         f"expected the number of tokens whose states are held, {held}, but saw {length}: use crop to remove tokens, "
         "and update to add tokens."
     )
+
+
+class Forwarded:
+    """A member of a layer that one of its parts answers: a method, or an attribute that can be assigned too.
+
+    Args:
+        part: name of the attribute that holds the part.
+    """
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+        self.name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, layer: Any, owner: type | None = None) -> Any:
+        return self if layer is None else getattr(getattr(layer, self.part), self.name)
+
+    def __set__(self, layer: Any, value: Any) -> None:
+        setattr(getattr(layer, self.part), self.name, value)
+
+
+def forwarded(part: str) -> Any:
+    """A `Forwarded`, which stands for a member of any type."""
+    return Forwarded(part)
+
+
+class WrapperLayer(CacheLayer):
+    """A layer that attends by another layer, and answers for it.
+
+    Args:
+        wrapped: the layer that attends.
+
+    Attributes:
+        wrapped: the same layer.
+    """
+
+    wrapped: Any
+
+    length = forwarded("wrapped")
+    capacity = forwarded("wrapped")
+    held_tokens = forwarded("wrapped")
+    batch_size = forwarded("wrapped")
+    dtype = forwarded("wrapped")
+    device = forwarded("wrapped")
+    sliding_window = forwarded("wrapped")
+    is_sliding = forwarded("wrapped")
+    is_croppable = forwarded("wrapped")
+    is_recording = forwarded("wrapped")
+    can_be_stacked = forwarded("wrapped")
+    rotaries = forwarded("wrapped")
+    bits = forwarded("wrapped")
+    fidelity = forwarded("wrapped")
+    exact_from = forwarded("wrapped")
+    attention_paths = forwarded("wrapped")
+    packing_paths = forwarded("wrapped")
+    sized_for = forwarded("wrapped")
+    planned_bits = forwarded("wrapped")
+    note_left_padding = forwarded("wrapped")
+    nearest_restorable = forwarded("wrapped")
+    check_truncate = forwarded("wrapped")
+    check_select = forwarded("wrapped")
+    held_tensors = forwarded("wrapped")
+
+    def __init__(self, wrapped: CacheLayer) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        """Further public attributes of the wrapped layer, such as its reservation."""
+        # A copy that is being made does not have its wrapped layer yet.
+        if not name.startswith("_") and "wrapped" in vars(self):
+            return getattr(self.wrapped, name)
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    @override
+    def __dir__(self) -> list[str]:
+        public = [name for name in dir(self.wrapped) if not name.startswith("_")]
+        return sorted({*super().__dir__(), *public})

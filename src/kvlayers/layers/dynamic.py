@@ -22,6 +22,7 @@ class DynamicLayer(TokenLayer):
 
     hints = ("length_hint",)
     keeps_every_token = True
+    capacity: int | None = None
 
     @checks_options
     def __init__(self, length_hint: int | None = None, store: TokenStore | None = None) -> None:
@@ -37,7 +38,7 @@ class DynamicLayer(TokenLayer):
 
     @property
     @override
-    def can_be_stacked(self) -> bool:
+    def can_be_stacked(self) -> bool:  # type: ignore[override]
         return self._store.holds_tokens_apart
 
     @property
@@ -48,11 +49,6 @@ class DynamicLayer(TokenLayer):
     @override
     def count(self, tokens: int) -> None:
         self._store.count(tokens)
-
-    @property
-    @override
-    def capacity(self) -> int | None:
-        return None
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:

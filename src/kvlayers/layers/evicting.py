@@ -12,16 +12,18 @@ from kvlayers.errors import StateMismatchError
 from kvlayers.eviction import EvictionRule
 from kvlayers.eviction.settings import FACT_PREFIX, STEP, EvictionSettings
 from kvlayers.layers.arguments import repeated_rows, whole_number
-from kvlayers.layers.awaited_queries import NOTHING, AwaitedQueries
 from kvlayers.layers.dynamic import check_rollback
-from kvlayers.layers.evicting_states import held_states, joined_states, with_columns
-from kvlayers.layers.eviction_choice import evict
-from kvlayers.layers.eviction_plan import planned_nbytes
-from kvlayers.layers.eviction_progress import WHOLE_FROM, EvictionProgress, of_the_store
-from kvlayers.layers.observed_queries import ObservedQueries
+from kvlayers.layers.evicting_attention import (
+    NOTHING,
+    AwaitedQueries,
+    ObservedQueries,
+    held_states,
+    joined_states,
+    with_columns,
+)
+from kvlayers.layers.eviction_progress import PROGRESS_NAMES, WHOLE_FROM, EvictionProgress, evict
 from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.registry import register_layer
-from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.sink_tokens import padding_of
 from kvlayers.layers.token_layer import TokenLayer, facts_beside
 from kvlayers.quantizers.contract import Side
@@ -80,6 +82,8 @@ class EvictingLayer(TokenLayer):
     described = ("rule", "keep", "budget", "sink_tokens", "recent_tokens", "per_head", "scale")
     hints = ("left_padding",)
     evicts_by_states = True
+    fidelity: Fidelity = "evicting"
+    capacity: int | None = None
 
     @checks_options
     def __init__(
@@ -191,11 +195,6 @@ class EvictingLayer(TokenLayer):
     def batch_size(self) -> int | None:
         return super().batch_size if self._awaited.new is None else int(self._awaited.new[0].shape[0])
 
-    @property
-    @override
-    def capacity(self) -> int | None:
-        return None
-
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         held = max(self.columns, self._announced)
@@ -220,18 +219,9 @@ class EvictingLayer(TokenLayer):
 
     @property
     @override
-    def fidelity(self) -> Fidelity:
-        return "evicting"
-
-    @property
-    @override
     def exact_from(self) -> int | None:
         first = self._store.exact_from
         return None if first is None else max(self._progress.whole_from, self._seen - self._store.length + first)
-
-    @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        return planned_nbytes(self.settings, self._empty, shape, tokens, sized_for)
 
     @property
     def left_padding(self) -> Tensor | None:
@@ -306,7 +296,8 @@ class EvictingLayer(TokenLayer):
     def _evict_recorded(self) -> None:
         """Evict what recording has held beyond the step that is allowed while single tokens come."""
         progress = self._progress
-        if self.record_past and progress.can_score and progress.account.is_due(self._seen, STEP - 1):
+        can_score = not self.settings.rule.queries or progress.queries.count > 0
+        if self.record_past and can_score and progress.account.is_due(self._seen, STEP - 1):
             self._evict(None, progress.queries, self._seen)
 
     # The batch, copies and state
@@ -379,7 +370,7 @@ class EvictingLayer(TokenLayer):
 
     @override
     def check_state(self, state: LayerState) -> None:
-        stored = of_the_store(state)
+        stored = state.split(PROGRESS_NAMES)[1]
         # As a layer with a store of the same kind checks it.
         twin = self._twin()
         twin._store = self._store_of(stored)
@@ -402,7 +393,7 @@ class EvictingLayer(TokenLayer):
     @override
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
-        stored = of_the_store(state)
+        stored = state.split(PROGRESS_NAMES)[1]
         store = self._store_of(stored)
         store.load_state(stored.tensors)
         self._store = store

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from kvlayers.eviction import EvictionRule
-from kvlayers.eviction.layer_budgets import LayerBudgets, check_layer_budgets, layer_keeps, layer_tokens
+from kvlayers.eviction.budgets import LayerBudgets, check_layer_budgets, layer_keeps, layer_tokens
 from kvlayers.eviction.settings import check_amounts, name_of
 from kvlayers.layers.evicting import EvictingLayer
 from kvlayers.layers.sink_tokens import padding_of

@@ -1,18 +1,137 @@
-"""What an evicting layer knows of its text, beside the states of the tokens that it holds."""
+"""What an evicting layer knows of its text beside the states of the tokens that it holds, and what an eviction does."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvlayers.errors import RollbackError, StateMismatchError
-from kvlayers.eviction.settings import EvictionSettings
-from kvlayers.layers.eviction_account import NAMES as ACCOUNT_NAMES
-from kvlayers.layers.eviction_account import EvictionAccount
-from kvlayers.layers.observed_queries import NAME as QUERIES_NAME
-from kvlayers.layers.observed_queries import ObservedQueries
+from kvlayers.eviction.contract import scores_of
+from kvlayers.eviction.selection import KeptTokens, block_scores, select, without_parts
+from kvlayers.eviction.settings import STEP, EvictionSettings
+from kvlayers.layers.evicting_attention import QUERIES_NAME, ObservedQueries
 from kvlayers.layers.operations import LayerState
+from kvlayers.layers.sink_tokens import PADDING_NAME
+from kvlayers.stores.contract import KVPair, TokenStore
+from kvlayers.stores.eviction import evicted
+from kvlayers.stores.held_tokens import HeldTokens, held_tokens
+
+EVICTED_NAME = "evicted_tokens"
+"""The name of the numbers of evicted tokens in a state."""
+
+ACCOUNT_NAMES = (EVICTED_NAME, PADDING_NAME)
+"""The names of all numbers in a state."""
+
+PROGRESS_NAMES = (*ACCOUNT_NAMES, QUERIES_NAME)
+"""The names of all tensors in a state that the store does not hold."""
+
+_NOTHING = torch.zeros(1, dtype=torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class EvictionAccount:
+    """Numbers of tokens of each sequence, for an average KV head. Every change makes a new object.
+
+    Attributes:
+        settings: how the layer evicts.
+        padding: tokens of padding before each sequence, int64 `[batch]` on the host; `None` without padding.
+        evicted: tokens evicted of each sequence without its padding, int64 `[batch]` on the host, or `[1]` if it is the
+            same number for all.
+    """
+
+    settings: EvictionSettings
+    padding: Tensor | None = None
+    evicted: Tensor = _NOTHING
+
+    def is_due_in_steps(self, seen: int) -> bool:
+        """Whether any sequence, whose tokens come one by one, holds a step too many. With `keep`, none ever does."""
+        return self.settings.budget is not None and seen >= self._next_eviction
+
+    @functools.cached_property
+    def _next_eviction(self) -> int:
+        """Tokens seen when the first sequence is due, if tokens come one by one."""
+        absent = self.evicted if self.padding is None else self.evicted + self.padding
+        return int(absent.min()) + self.settings.allowed(0) + STEP
+
+    def lengths(self, seen: int) -> Tensor:
+        """Tokens of each sequence without its padding, int64 `[batch]`, or `[1]` without padding."""
+        return torch.full((1,), seen) if self.padding is None else (seen - self.padding).clamp(min=0)
+
+    def held(self, seen: int) -> Tensor:
+        """Tokens that an average head holds of each sequence, int64 `[batch]` or `[1]`."""
+        return self.lengths(seen) - self.evicted
+
+    def is_due(self, seen: int, slack: int) -> bool:
+        """Whether any sequence holds more than `slack` tokens too many."""
+        return bool((self.held(seen) > self._allowed(seen) + slack).any())
+
+    def wanted(self, seen: int, slack: int, batch: int) -> list[int]:
+        """Tokens that each sequence is to hold: all, unless it holds more than `slack` tokens too many."""
+        # An average is rounded down, so that `held` would evict a token of a sequence whose heads hold 3 and 4.
+        allowed = self._allowed(seen)
+        return torch.where(self.held(seen) > allowed + slack, allowed, seen).expand(batch).tolist()
+
+    def _allowed(self, seen: int) -> Tensor:
+        return torch.tensor([self.settings.allowed(tokens) for tokens in self.lengths(seen).tolist()])
+
+    def with_counts(self, seen: int, counts: Tensor) -> "EvictionAccount":
+        """The account after heads have kept `counts` tokens, int64 `[batch, kv_heads]` on the host."""
+        evicted = self.lengths(seen) - counts.sum(1) // counts.shape[1]
+        return replace(self, evicted=evicted[:1] if bool((evicted == evicted[0]).all()) else evicted)
+
+    def selected(self, indices: Tensor) -> "EvictionAccount":
+        """The account of the sequences at `indices`, int64 `[new_batch]`."""
+        if self.padding is None and self.evicted.shape[0] == 1:
+            return self
+        indices = indices.cpu()
+        return replace(
+            self,
+            padding=None if self.padding is None else self.padding[indices],
+            evicted=self.evicted if self.evicted.shape[0] == 1 else self.evicted[indices],
+        )
+
+    def check_batch(self, batch_size: int) -> None:
+        """Raise `StateMismatchError` if the padding is for another number of sequences."""
+        if self.padding is not None and self.padding.shape[0] != batch_size:
+            raise StateMismatchError(
+                f"`left_padding` has {self.padding.shape[0]} entries, got states of {batch_size} sequences: give one "
+                "entry for each sequence, beams included, or reset the cache."
+            )
+
+    def state(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Copies of the numbers on a device, with their names."""
+        for name, numbers in ((EVICTED_NAME, self.evicted), (PADDING_NAME, self.padding)):
+            if numbers is not None:
+                yield name, numbers.to(device, copy=True)
+
+    def of_state(self, tensors: dict[str, Tensor], seen: int) -> "EvictionAccount":
+        """The account that `state` returned these tensors for, of a layer that has seen `seen` tokens.
+
+        Raises:
+            StateMismatchError: the tensors are no such numbers.
+        """
+        for name, numbers in tensors.items():
+            if numbers.dim() != 1 or not numbers.numel() or numbers.dtype != torch.int64 or bool((numbers < 0).any()):
+                raise StateMismatchError(
+                    f"`{name}` must be int64 [batch] and not negative, got {list(numbers.shape)} of {numbers.dtype}: "
+                    "take the state again."
+                )
+        padding = tensors.get(PADDING_NAME)
+        account = EvictionAccount(
+            self.settings,
+            None if padding is None else padding.to("cpu", copy=True),
+            tensors.get(EVICTED_NAME, _NOTHING).to("cpu", copy=True),
+        )
+        sizes = {account.evicted.shape[0], 1 if padding is None else padding.shape[0]} - {1}
+        if len(sizes) > 1 or bool((account.held(seen) < 0).any()):
+            raise StateMismatchError(
+                f"`{EVICTED_NAME}` must be at most the {seen} tokens seen, with a number for each sequence, got "
+                f"{account.evicted.tolist()}: take the state again."
+            )
+        return account
+
 
 WHOLE_FROM = "whole_from"
 """The name of this position in a state."""
@@ -58,11 +177,6 @@ class EvictionProgress:
             return padding
         return (padding - self.whole_from - self.settings.recent_tokens).clamp(min=0)
 
-    @property
-    def can_score(self) -> bool:
-        """Whether the rule has the queries that it asks for."""
-        return not self.settings.rule.queries or self.queries.count > 0
-
     def after_eviction(self, seen: int, counts: Tensor, queries: ObservedQueries) -> "EvictionProgress":
         """The progress after an eviction.
 
@@ -89,7 +203,7 @@ class EvictionProgress:
                 f"`left_padding` must be given before the first token, got it after {seen} tokens: reset the cache "
                 "first."
             )
-        return replace(self, account=self.account.with_padding(padding))
+        return EvictionProgress.start(self.settings, padding)
 
     def with_queries(self, queries: ObservedQueries) -> "EvictionProgress":
         """The same with these queries of the newest tokens."""
@@ -138,8 +252,7 @@ class EvictionProgress:
                 f"`{WHOLE_FROM}` must be a position among the {state.length} tokens of the state, got {whole_from!r}: "
                 "take the state again."
             )
-        numbers = {name: state.tensors[name] for name in ACCOUNT_NAMES if name in state.tensors}
-        account = self.account.of_state(numbers, state.length)
+        account = self.account.of_state(state.split(ACCOUNT_NAMES)[0], state.length)
         if not whole_from and bool(account.evicted.any()):
             raise StateMismatchError(
                 f"`{WHOLE_FROM}` must be 0 only if no token is evicted, got 0: take the state again."
@@ -147,7 +260,49 @@ class EvictionProgress:
         return EvictionProgress(account, self.queries.of_state(state.tensors), whole_from)
 
 
-def of_the_store(state: LayerState) -> LayerState:
-    """The part of a layer's state that its store understands."""
-    own = {*ACCOUNT_NAMES, QUERIES_NAME}
-    return LayerState(state.kind, {n: tensor for n, tensor in state.tensors.items() if n not in own}, state.facts)
+def evict(
+    store: TokenStore, progress: EvictionProgress, new: KVPair | None, queries: ObservedQueries, slack: int, seen: int
+) -> tuple[TokenStore, EvictionProgress]:
+    """A store with fewer tokens of each sequence that has more than `slack` tokens too many, and the progress.
+
+    Args:
+        store: the held tokens. It does not change.
+        progress: how far the layer has evicted.
+        new: states of the newest tokens, if they are not stored yet.
+        queries: the queries that the rule may ask for.
+        slack: tokens that a sequence may hold beyond what is allowed.
+        seen: tokens seen, the new ones included.
+
+    Raises:
+        StateMismatchError: the rule returned something other than scores of these tokens.
+    """
+    tokens, front = held_tokens(store, new), progress.front
+    counts = tokens.counts if front is None else (tokens.counts - front[:, None]).clamp(min=0)
+    wanted = progress.account.wanted(seen, slack, counts.shape[0])
+    # Queries of tokens that some head has evicted would not stand beside their keys.
+    kept = _chosen(progress.settings, tokens, counts, queries.newest(seen - progress.whole_from), wanted)
+    return evicted(store, tokens, kept), progress.after_eviction(seen, kept.counts, queries)
+
+
+def _chosen(
+    settings: EvictionSettings, tokens: HeldTokens, counts: Tensor, queries: Tensor | None, wanted: Sequence[int]
+) -> KeptTokens:
+    """The tokens that are kept.
+
+    Args:
+        settings: the rule, and which tokens are always kept.
+        tokens: the tokens.
+        counts: tokens of each head that are not padding, in its last columns, int64 `[batch, kv_heads]` on the host.
+        queries: queries of the newest tokens, `[batch, heads, observed, key_head_dim]`.
+        wanted: tokens that an average head is to keep of each sequence.
+
+    Raises:
+        StateMismatchError: the rule returned something other than scores of these tokens.
+    """
+    sinks, recent, blocks = settings.sink_tokens, settings.recent_tokens, tokens.blocks
+    scores = scores_of(settings.rule, tokens.keys, tokens.values, queries, counts)
+    front = scores.shape[2] - counts
+    if blocks is not None:
+        scores = block_scores(scores, blocks, sinks, recent, front)
+    kept = select(scores, wanted, sinks=sinks, recent=recent, padding=front, head_budgets=settings.head_budgets)
+    return kept if blocks is None else without_parts(kept, blocks, scores)

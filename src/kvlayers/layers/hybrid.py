@@ -8,14 +8,10 @@ from typing_extensions import Self, override
 
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.layers.arguments import whole_number
-from kvlayers.layers.contract import CacheLayer
+from kvlayers.layers.contract import CacheLayer, WrapperLayer, forwarded
 from kvlayers.layers.linear.layer import LinearAttentionLayer
 from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.registry import layer_class, register_layer
-from kvlayers.layers.shape import LayerShape, PlannedBytes
-from kvlayers.layers.wrapper import WrapperLayer
-from kvlayers.offload.prefetcher import Prefetcher
-from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import Fidelity, least_faithful
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.upstream import compat
@@ -67,6 +63,22 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     # Attention
 
+    is_opaque = forwarded("wrapped")
+    is_compileable = forwarded("wrapped")
+    is_initialized = forwarded("wrapped")
+    keys = forwarded("wrapped")
+    values = forwarded("wrapped")
+    peek = forwarded("wrapped")
+    count = forwarded("wrapped")
+    recount = forwarded("wrapped")
+    mask_sizes = forwarded("wrapped")
+    get_seq_length = forwarded("wrapped")
+    make_room = forwarded("wrapped")
+    reserve_form = forwarded("wrapped")
+    use_prefetcher = forwarded("wrapped")
+    trim = forwarded("wrapped")
+    compact = forwarded("wrapped")
+
     @override
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -74,134 +86,23 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         return self.wrapped.update(key_states, value_states)
 
     @property
-    def is_opaque(self) -> bool:  # type: ignore[override]
-        """Whether compiled code calls `update` as an operator, rather than be traced through it."""
-        return self.wrapped.is_opaque
-
-    @override
-    def count(self, tokens: int) -> None:
-        self.wrapped.count(tokens)
-
-    @override
-    def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.wrapped.mask_sizes(query_length)
-
-    @override
-    def get_seq_length(self) -> int:
-        return self.wrapped.get_seq_length()
-
-    @override
-    def make_room(self, tokens: int) -> None:
-        self.wrapped.make_room(tokens)
-
-    @override
-    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
-        self.wrapped.reserve_form(key_form, value_form)
-
-    @property
     @override
     def fidelity(self) -> Fidelity:
         return least_faithful((self.wrapped.fidelity, self.linear.fidelity))
 
-    @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        attention = self.wrapped.planned_nbytes(shape, tokens, sized_for)
-        linear = self.linear.planned_nbytes(shape, tokens, None)
-        return attention._replace(device=attention.device + linear.device, host=attention.host + linear.host)
-
-    @property
-    def keys(self) -> Any:
-        """See the attention layer."""
-        return self.wrapped.keys
-
-    @keys.setter
-    def keys(self, states: Tensor) -> None:
-        attention: Any = self.wrapped
-        attention.keys = states
-
-    @property
-    def values(self) -> Any:
-        """See the attention layer."""
-        return self.wrapped.values
-
-    @values.setter
-    def values(self, states: Tensor) -> None:
-        attention: Any = self.wrapped
-        attention.values = states
-
-    @override
-    def peek(self) -> tuple[Tensor | None, Tensor | None]:
-        return self.wrapped.peek()
-
-    @override
-    def recount(self, length: int) -> None:
-        self.wrapped.recount(length)
-
-    @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether generate() may compile the forward pass around it."""
-        return bool(self.wrapped.is_compileable)
-
     # Convolution states and recurrent states
 
-    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None) -> Tensor:
-        """See `LinearAttentionLayer.update_conv_state`."""
-        return self.linear.update_conv_state(conv_states, state_idx, conv_kernel_size)
-
-    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0) -> Tensor:
-        """See `LinearAttentionLayer.update_recurrent_state`."""
-        return self.linear.update_recurrent_state(recurrent_states, state_idx)
-
-    @property
-    def number_of_states(self) -> int:
-        """Convolution states that the model's layer has."""
-        return self.linear.number_of_states
-
-    def conv_state(self, state_idx: int) -> Tensor | None:
-        """See `LinearAttentionLayer.conv_state`."""
-        return self.linear.conv_state(state_idx)
-
-    def recurrent_state(self, state_idx: int) -> Tensor | None:
-        """See `LinearAttentionLayer.recurrent_state`."""
-        return self.linear.recurrent_state(state_idx)
-
-    @property
-    def conv_states(self) -> dict[int, Tensor | None]:
-        """See `LinearAttentionLayer`."""
-        return self.linear.conv_states
-
-    @conv_states.setter
-    def conv_states(self, states: Mapping[int, Tensor | None]) -> None:
-        self.linear.conv_states = states
-
-    @property
-    def recurrent_states(self) -> dict[int, Tensor | None]:
-        """See `LinearAttentionLayer`."""
-        return self.linear.recurrent_states
-
-    @recurrent_states.setter
-    def recurrent_states(self, states: Mapping[int, Tensor | None]) -> None:
-        self.linear.recurrent_states = states
-
-    @property
-    def is_conv_states_initialized(self) -> dict[int, bool]:
-        """See `LinearAttentionLayer`."""
-        return self.linear.is_conv_states_initialized
-
-    @property
-    def is_recurrent_states_initialized(self) -> dict[int, bool]:
-        """See `LinearAttentionLayer`."""
-        return self.linear.is_recurrent_states_initialized
-
-    @property
-    def conv_kernel_size(self) -> dict[int, int | None]:
-        """See `LinearAttentionLayer`."""
-        return self.linear.conv_kernel_size
-
-    @property
-    def has_previous_state(self) -> dict[int, bool]:
-        """See `LinearAttentionLayer`."""
-        return self.linear.has_previous_state
+    update_conv_state = forwarded("linear")
+    update_recurrent_state = forwarded("linear")
+    number_of_states = forwarded("linear")
+    conv_state = forwarded("linear")
+    recurrent_state = forwarded("linear")
+    conv_states = forwarded("linear")
+    recurrent_states = forwarded("linear")
+    is_conv_states_initialized = forwarded("linear")
+    is_recurrent_states_initialized = forwarded("linear")
+    conv_kernel_size = forwarded("linear")
+    has_previous_state = forwarded("linear")
 
     @property
     def record_past(self) -> bool:
@@ -220,13 +121,9 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     def parts(self) -> tuple[LayerOperations, ...]:
         return self.wrapped, self.linear
 
-    @override
-    def use_prefetcher(self, prefetcher: Prefetcher) -> None:
-        self.wrapped.use_prefetcher(prefetcher)
-
     @property
     @override
-    def can_be_stacked(self) -> bool:
+    def can_be_stacked(self) -> bool:  # type: ignore[override]
         return self.wrapped.can_be_stacked and self.linear.can_be_stacked
 
     @property
@@ -244,15 +141,6 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     def batch_size(self) -> int | None:
         return self.linear.batch_size if self.wrapped.batch_size is None else self.wrapped.batch_size
 
-    @property
-    def is_initialized(self) -> bool:
-        """Whether the form of the keys and values is known."""
-        return self.wrapped.is_initialized
-
-    @is_initialized.setter
-    def is_initialized(self, is_initialized: bool) -> None:
-        self.wrapped.is_initialized = is_initialized
-
     @override
     def nearest_restorable(self, length: int) -> int:
         """The greatest length, `length` at most, to which both layers can be put back."""
@@ -267,7 +155,7 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         unused = self.linear.length == 0
         if unused or (self.linear.length is None and length == self.wrapped.length):
             return length
-        return self.linear.nearest_restorable(length)
+        return int(self.linear.nearest_restorable(length))
 
     @override
     def check_truncate(self, length: int) -> None:
@@ -295,10 +183,6 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         self.linear.deactivate_past_recording()
 
     @override
-    def check_select(self, batch_size: int) -> None:
-        self.wrapped.check_select(batch_size)
-
-    @override
     def select(self, indices: Tensor) -> None:
         if self.wrapped.batch_size is not None:
             self.wrapped.select(indices)
@@ -313,14 +197,6 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     def share_prefix(self, other: LayerOperations, tokens: int) -> None:
         if isinstance(other, HybridLayer):
             self.wrapped.share_prefix(other.wrapped, tokens)
-
-    @override
-    def trim(self) -> None:
-        self.wrapped.trim()
-
-    @override
-    def compact(self) -> None:
-        self.wrapped.compact()
 
     @override
     def reset(self) -> None:

@@ -12,19 +12,36 @@ from typing_extensions import Self, override
 from kvlayers.attention.packed_ops import observed, observer_of
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import CapacityError, UnsupportedLayerError
-from kvlayers.layers.offloaded_state import facts_of_wrapped, on_device, on_host
+from kvlayers.layers.contract import WrapperLayer, forwarded
 from kvlayers.layers.operations import LayerState
-from kvlayers.layers.page_segments import page_tokens_of
 from kvlayers.layers.registry import layer_class, register_layer
-from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.token_layer import TokenLayer
-from kvlayers.layers.wrapper import WrapperLayer
 from kvlayers.offload.paged_reads import PagedReads
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.quantizers.contract import Side
-from kvlayers.stores.buffer import StateForm, memory_of
-from kvlayers.stores.contract import BufferSwap
+from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
+
+
+def facts_of_wrapped(facts: Facts) -> dict[str, Fact]:
+    """The facts of the wrapped layer, without the name of its kind."""
+    return {name: fact for name, fact in facts.items() if name != "offloaded"}
+
+
+def on_host(state: LayerState, device: torch.device | None) -> LayerState:
+    """The state of a wrapped layer with tensors on the host, which says on which device they are computed."""
+    # What a layer holds beside its store, such as queries, is on the device.
+    tensors = {name: tensor.cpu() for name, tensor in state.tensors.items()}
+    return LayerState(state.kind, tensors, {**state.facts, "device": None if device is None else str(device)})
+
+
+def on_device(state: LayerState, device: torch.device | None) -> LayerState:
+    """The state with tensors on a device, or on the device that the state says if `device` is `None`."""
+    goal = state.facts.get("device") if device is None else device
+    if not isinstance(goal, str | torch.device):
+        return state
+    tensors = {name: tensor.to(goal) for name, tensor in state.tensors.items()}
+    return LayerState(state.kind, tensors, state.facts)
 
 
 @register_layer
@@ -58,6 +75,8 @@ class OffloadedLayer(WrapperLayer):
     """
 
     is_opaque = True
+    keeps_every_token = forwarded("wrapped")
+    swap_buffers = forwarded("wrapped")
     wrapped: TokenLayer
 
     def __init__(self, layer: TokenLayer, prefetcher: Prefetcher | None = None) -> None:
@@ -93,7 +112,7 @@ class OffloadedLayer(WrapperLayer):
         self.prefetcher.meter.begin_update(self.index)
         if not self.prefetcher.offloads(key_states.device):
             attended = self.wrapped.update(key_states, value_states)
-        elif (page_tokens := page_tokens_of(self.wrapped, key_states)) is not None:
+        elif (page_tokens := _page_tokens_of(self.wrapped, key_states)) is not None:
             attended = self._update_pages(key_states, value_states, page_tokens)
         else:
             attended = self._update_offloaded(key_states, value_states)
@@ -233,10 +252,6 @@ class OffloadedLayer(WrapperLayer):
         with contextlib.suppress(CapacityError):
             self.prefetcher.write_back(self)
 
-    def swap_buffers(self, swap: BufferSwap) -> None:
-        """See `TokenStore.swap_buffers`."""
-        self.wrapped.swap_buffers(swap)
-
     # Operations
 
     @override
@@ -352,28 +367,15 @@ class OffloadedLayer(WrapperLayer):
 
     @property
     @override
-    def memory_tier(self) -> str:
+    def memory_tier(self) -> str:  # type: ignore[override]
         if not self.prefetcher.offloads(self.device):
             return "device"
         return "disk" if self.prefetcher.memory.holds_host_states else "host"
 
     @property
-    def keeps_every_token(self) -> bool:  # type: ignore[override]
-        """Whether it can be put back to any number of tokens, whatever it has seen since."""
-        return self.wrapped.keeps_every_token
-
-    @property
     @override
     def length(self) -> int:
         return self._seen if torch.compiler.is_compiling() else self.wrapped.length
-
-    @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        used = self.wrapped.planned_nbytes(shape, tokens, sized_for)
-        with memory_of(self.prefetcher.memory.allocated_nbytes):
-            allocated = self.wrapped.planned_nbytes(shape, tokens, sized_for).device
-        copies = self.wrapped.planned_copies(shape, tokens)
-        return PlannedBytes(0, used.device, allocated - used.device, used.resident, copies)
 
     @override
     def make_room(self, tokens: int) -> None:
@@ -401,3 +403,15 @@ class OffloadedLayer(WrapperLayer):
 
     def __repr__(self) -> str:
         return f"OffloadedLayer({self.wrapped!r})"
+
+
+def _page_tokens_of(layer: TokenLayer, keys: Tensor) -> int | None:
+    """Tokens of a page if the queries of new tokens read pages that can be read where they are held; else `None`.
+
+    Args:
+        layer: the layer.
+        keys: keys of the new tokens, `[batch, kv_heads, tokens, head_dim]`.
+    """
+    tracked = torch.is_grad_enabled() and keys.requires_grad
+    apart = layer.store.holds_pages_apart and not tracked
+    return layer.chosen_page_tokens(keys.shape[2]) if apart else None

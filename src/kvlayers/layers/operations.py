@@ -1,16 +1,17 @@
 """The contract of every layer of a cache, whether it attends or not. `CacheLayer` adds attention."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 from typing_extensions import Self
 
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
-from kvlayers.layers.arguments import repeated_rows
-from kvlayers.layers.shape import LayerShape, PlannedBytes
+from kvlayers.layers.arguments import BatchIndices, as_batch_indices, crop_target, repeated_rows, unbounded_as_minus_one
+from kvlayers.layers.shape import LayerShape
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores.buffer import StateForm
@@ -49,6 +50,12 @@ class LayerState:
             raise StateMismatchError(f"expected a state that counts its tokens, but saw length={length!r}.")
         return length
 
+    def split(self, names: Collection[str]) -> "tuple[dict[str, Tensor], LayerState]":
+        """The tensors of these names, which a layer keeps beside its store, and the state without them."""
+        own = {name: tensor for name, tensor in self.tensors.items() if name in names}
+        rest = {name: tensor for name, tensor in self.tensors.items() if name not in names}
+        return own, replace(self, tensors=rest)
+
 
 class LayerOperations(DescribesItself, ABC):
     """What a layer can do: say what it is and holds, take in states, roll back, select sequences, copy and save.
@@ -71,6 +78,14 @@ class LayerOperations(DescribesItself, ABC):
         keeps_every_token: whether it can be put back to any number of tokens, whatever it has seen since.
         counts_columns: whether it counts its tokens by the columns that its convolutions are given.
         rotaries: rotations that its description names by their fingerprints.
+        bits: bits of a number of a key and of a value if they are rounded, `None` in full precision.
+        attention_paths: how often attention on its states was computed in which way; empty in full precision.
+        packing_paths: how often an accelerator packed keys, or values, on each path; empty if it packs none.
+        reserved: the memory that was reserved at one address, `None` for a layer that takes memory as it needs it.
+        memory_tier: where the states are between updates: "device", "host" or "disk".
+        can_be_stacked: whether states of several such layers can be put side by side, the shorter ones padded on the
+            left.
+        sized_for: the number of tokens that the layer was told to make room for, `None` if it was told no number.
     """
 
     is_compileable = False
@@ -87,6 +102,13 @@ class LayerOperations(DescribesItself, ABC):
     keeps_every_token = False
     counts_columns = False
     rotaries: tuple[Rotary, ...] = ()
+    bits: tuple[int, int] | None = None
+    attention_paths: Mapping[str, int] = MappingProxyType({})
+    packing_paths: Mapping[str, int] = MappingProxyType({})
+    reserved: StaticStore | None = None
+    memory_tier: str = "device"
+    can_be_stacked: bool = False
+    sized_for: int | None = None
 
     # What the layer consists of
 
@@ -191,41 +213,6 @@ class LayerOperations(DescribesItself, ABC):
         return None
 
     @property
-    def bits(self) -> tuple[int, int] | None:
-        """Bits of a number of a key and of a value if they are rounded, `None` in full precision."""
-        return None
-
-    @property
-    def attention_paths(self) -> Mapping[str, int]:
-        """How often attention on its states was computed in which way; empty in full precision."""
-        return {}
-
-    @property
-    def packing_paths(self) -> Mapping[str, int]:
-        """How often an accelerator packed keys, or values, on each path; empty if it packs none."""
-        return {}
-
-    @property
-    def reserved(self) -> StaticStore | None:
-        """The memory that was reserved at one address, `None` for a layer that takes memory as it needs it."""
-        return None
-
-    @property
-    def memory_tier(self) -> str:
-        """Where the states are between updates: "device", "host" or "disk"."""
-        return "device"
-
-    @property
-    def can_be_stacked(self) -> bool:
-        """Whether states of several such layers can be put side by side, the shorter ones padded on the left."""
-        return False
-
-    @property
-    def sized_for(self) -> int | None:
-        """The number of tokens that the layer was told to make room for, `None` if it was told no number."""
-        return None
-
-    @property
     def fidelity(self) -> Fidelity:
         """What the layer does to the states that the model attends to.
 
@@ -245,21 +232,6 @@ class LayerOperations(DescribesItself, ABC):
             UnsupportedLayerError: the class does not say what its `fidelity` is.
         """
         return 0 if self.fidelity == "exact" else None
-
-    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        """The `nbytes` of a layer like this one after it took in `tokens` tokens at once.
-
-        Args:
-            shape: the shapes that the model's layer holds for each token and each sequence.
-            tokens: tokens of a sequence.
-            sized_for: number of tokens to make room for, in place of the layer's own `sized_for`.
-
-        Raises:
-            CapacityError: the tokens do not fit into a reservation of `sized_for` tokens.
-            ConfigError: the layer attends, and the model's layer does not.
-            UnsupportedLayerError: the class does not define it.
-        """
-        raise lacks_member(self, "planned_nbytes")
 
     def planned_bits(self, shape: LayerShape) -> float:
         """Bits of one number of a key or value, with its share of scales; not of the few tokens in full precision."""
@@ -455,6 +427,42 @@ class LayerOperations(DescribesItself, ABC):
             UnsupportedLayerError: always.
         """
         self.offload()
+
+    # By the names of transformers and older code
+
+    def get_max_length(self) -> int:
+        """As `capacity`, with -1 for no maximum."""
+        return unbounded_as_minus_one(self.capacity)
+
+    def get_max_cache_shape(self) -> int:
+        """The name of `get_max_length` before transformers 5.13."""
+        return self.get_max_length()
+
+    def crop(self, tokens: int) -> None:
+        """Roll back, exactly: keep `tokens` tokens if the number is positive, else remove the newest `-tokens` tokens.
+
+        Raises:
+            RollbackError: see `check_truncate`.
+        """
+        length = crop_target(tokens, self.length or 0)
+        self.check_truncate(length)
+        self.truncate(length)
+
+    def reorder_cache(self, beam_idx: BatchIndices) -> None:
+        """As `batch_select_indices`, by the name that beam search uses."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: BatchIndices) -> None:
+        """Keep the sequences at `indices`, in that order. An index may occur more than once."""
+        if self.batch_size is not None:
+            self.select(as_batch_indices(indices, self.batch_size))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence `repeats` times in a row."""
+        if self.batch_size is not None:
+            self.select(repeated_rows(repeats, self.batch_size))
+
+    # Copies
 
     def __copy__(self) -> Self:
         # Like a shallow copy of transformers' layer, it may be updated without a change of the original.

@@ -3,7 +3,8 @@
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,32 +13,98 @@ from typing_extensions import Self, override
 from kvlayers.attention.dispatch import PathCounter
 from kvlayers.attention.packed_ops import choosing
 from kvlayers.attention.packed_tensor import PackedStates, as_dense
+from kvlayers.attention.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.attention.segments import KVSegments
 from kvlayers.attention.snapshot import Version
 from kvlayers.errors import OptionError
 from kvlayers.layers.arguments import repeated_rows
 from kvlayers.layers.dynamic import DynamicLayer
 from kvlayers.layers.operations import LayerState
-from kvlayers.layers.page_bounds import (
+from kvlayers.layers.pages import (
     BOUNDS,
     ENDS,
     PageBounds,
     PagePlaces,
     PagePriority,
     check_bounds_state,
-    planned_nbytes,
+    chosen_segments,
 )
-from kvlayers.layers.page_segments import chosen_segments
-from kvlayers.layers.recall_config import Recall
 from kvlayers.layers.registry import register_layer
-from kvlayers.layers.shape import LayerShape, PlannedBytes
-from kvlayers.offload.page_pool import places_for
 from kvlayers.quantizers.contract import Side
-from kvlayers.stores import DenseStore, TokenStore
-from kvlayers.stores.buffer import nbytes_of
+from kvlayers.stores import TokenStore
 from kvlayers.stores.contract import Fidelity
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
-from kvlayers.utils.options import checks_options
+from kvlayers.utils.options import as_options, checks_options, mapping_option
+
+
+@mapping_option("recall")
+@dataclass(frozen=True)
+class Recall:
+    """How a single query finds the pages that it attends to, in a layer that keeps every token.
+
+    Args:
+        pages: pages that each KV head attends to, besides the first and the newest tokens; "all" for full attention.
+        page_tokens: tokens of a page, 1 to 64. Packed states are read in blocks, so it must be the size of their block,
+            which is 64 unless groups along tokens are longer.
+        sink_tokens: first tokens of a sequence that every query attends to, with the rest of their pages.
+        recent_tokens: newest tokens that every query attends to, with the rest of their pages. The query's own token is
+            among them, so it is at least 1.
+
+    Raises:
+        OptionError: a value that is no number of tokens or of pages, or too small, or too large.
+
+    Example:
+        >>> import kvlayers
+        >>> kvlayers.layers.Recall(pages=32)
+        Recall(pages=32, page_tokens=64, sink_tokens=4, recent_tokens=64)
+    """
+
+    pages: int | Literal["all"] = 64
+    page_tokens: int = DENSE_PIECE_TOKENS
+    sink_tokens: int = 4
+    recent_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        if self.pages != "all":
+            _check_number("pages", self.pages, 1, ', or "all"')
+        _check_number("page_tokens", self.page_tokens, 1)
+        if self.page_tokens > DENSE_PIECE_TOKENS:
+            raise OptionError(
+                f"`page_tokens` of recall must be at most {DENSE_PIECE_TOKENS}, which kernels read at once, got "
+                f"{self.page_tokens}: pass fewer tokens, and more pages."
+            )
+        _check_number("sink_tokens", self.sink_tokens, 0)
+        _check_number("recent_tokens", self.recent_tokens, 1)
+
+    @classmethod
+    def of(cls, given: "Recall | Mapping[str, Any]") -> "Recall":
+        """The `Recall` for the option `recall` of a cache: a `Recall`, or a mapping of its arguments.
+
+        Raises:
+            OptionError: the option is something else, or names an argument that does not exist.
+        """
+        return as_options(cls, given, "{'pages': 64}, or {'pages': 'all'}")
+
+    def facts(self) -> dict[str, Fact]:
+        """All options as plain facts. Their names differ from those of the facts of stores."""
+        return {f"recall_{field.name}": getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_facts(cls, facts: Facts) -> Self:
+        """The recall with these `facts`, which may contain other facts too."""
+        given: dict[str, Any] = {field.name: facts[f"recall_{field.name}"] for field in fields(cls)}
+        return cls(**given)
+
+    @classmethod
+    def in_facts(cls, facts: Mapping[str, Any]) -> Self | None:
+        """As `from_facts`, or `None` if the facts have no recall."""
+        return cls.from_facts(facts) if "recall_pages" in facts else None
+
+
+def _check_number(name: str, number: object, least: int, alternative: str = "") -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
+        raise OptionError(f"`{name}` of recall must be a whole number, at least {least}{alternative}, got {number!r}.")
+
 
 PageRange = tuple[int, int]
 """The first page to choose from, and the page behind the last one."""
@@ -194,7 +261,7 @@ class RecallLayer(DynamicLayer):
 
     @property
     @override
-    def attention_paths(self) -> Mapping[str, int]:
+    def attention_paths(self) -> Mapping[str, int]:  # type: ignore[override]
         return Counter(super().attention_paths) + self._paths.counts
 
     @property
@@ -203,28 +270,6 @@ class RecallLayer(DynamicLayer):
         # Every token is kept, but what a query leaves out is an error of attention, as rounding is: it shows in the
         # outputs, and depends on which tokens come together.
         return super().fidelity if self.recall.pages == "all" else "rounded"
-
-    @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        planned = super().planned_nbytes(shape, tokens, sized_for)
-        if self.recall.pages == "all":
-            return planned
-        bounds = planned_nbytes(shape.forms()[0], tokens, self.recall.page_tokens, self._store.first_block)
-        return planned._replace(resident=bounds)
-
-    @override
-    def planned_copies(self, shape: LayerShape, tokens: int) -> int:
-        recall, size, store = self.recall, self.recall.page_tokens, self._store
-        first = -(-max(recall.sink_tokens - store.first_block, 0) // size)
-        last = (tokens - store.first_block - recall.recent_tokens) // size
-        if recall.pages == "all" or last - first <= recall.pages:
-            return 0
-        forms, pages = shape.forms(), first + places_for(recall.pages)
-        if not store.holds_tokens_apart:
-            # So many blocks, and what is in full precision: as a store of a shorter text.
-            return store.planned_nbytes(*forms, tokens - (last - pages) * size, None)
-        newest = DenseStore().planned_nbytes(*forms, tokens - last * size, None)
-        return sum(nbytes_of(form, pages * size) for form in forms) + newest
 
     # Operations
 
@@ -324,7 +369,7 @@ class RecallLayer(DynamicLayer):
 
     @override
     def check_state(self, state: LayerState) -> None:
-        own, held = _split(state)
+        own, held = state.split((BOUNDS, ENDS))
         super().check_state(held)
         if own:
             keys, first = held.tensors["keys"], self._store.first_block
@@ -333,7 +378,7 @@ class RecallLayer(DynamicLayer):
     @override
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
-        own, held = _split(state)
+        own, held = state.split((BOUNDS, ENDS))
         self._store.load_state(held.tensors)
         self._forget_pages()
         if own:
@@ -348,10 +393,3 @@ def _left_padding(mask: Tensor) -> Tensor:
     if visible.dtype != torch.bool:
         visible = visible > torch.finfo(visible.dtype).min / 2
     return visible.to(torch.uint8).argmax(1)
-
-
-def _split(state: LayerState) -> tuple[dict[str, Tensor], LayerState]:
-    """The tensors of the pages, and the state of the tokens."""
-    own = {name: tensor for name, tensor in state.tensors.items() if name in (BOUNDS, ENDS)}
-    held = {name: tensor for name, tensor in state.tensors.items() if name not in own}
-    return own, LayerState(state.kind, held, state.facts)

@@ -1,7 +1,6 @@
 """The shapes that a layer of a model holds for each token and each sequence. Planned bytes are computed from them."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -86,13 +85,6 @@ class LayerShape:
         """Bytes of the indexer's keys of `tokens` tokens, for all sequences."""
         return self.batch_size * tokens * self._attending().indexer_head_dim * self.dtype.itemsize
 
-    def recurrent_nbytes(self) -> int:
-        """Bytes of the convolution states and recurrent states, for all sequences."""
-        if self.recurrent is None:
-            return 0
-        conv = self.recurrent.conv * self.dtype.itemsize
-        return self.batch_size * (conv + self.recurrent.recurrent * torch.float32.itemsize)
-
     def _attending(self) -> TokenShape:
         if self.token is None:
             raise ConfigError(
@@ -100,21 +92,3 @@ class LayerShape:
                 "model's config."
             )
         return self.token
-
-
-class PlannedBytes(NamedTuple):
-    """The bytes that a layer will hold, each counted once.
-
-    Attributes:
-        device: bytes of states on the device. Of an offloaded layer, they are kept on the host.
-        host: bytes that are kept on the host, and are on the device only while the layer is attended to.
-        spare: further bytes that the allocator of the host's memory rounds up to, which stay on the host.
-        resident: bytes beside the states, which are on the device even if the layer is offloaded.
-        copies: bytes of the host that are on the device too, between one token and the next.
-    """
-
-    device: int = 0
-    host: int = 0
-    spare: int = 0
-    resident: int = 0
-    copies: int = 0

@@ -9,14 +9,13 @@ from typing_extensions import Self, override
 
 from kvlayers.attention.packed_tensor import PackedStates
 from kvlayers.errors import RollbackError, StateMismatchError
-from kvlayers.layers.arguments import repeated_rows, whole_number
+from kvlayers.layers.arguments import repeated_rows
+from kvlayers.layers.contract import forwarded
 from kvlayers.layers.dynamic import check_rollback
 from kvlayers.layers.operations import LayerState
 from kvlayers.layers.registry import register_layer
-from kvlayers.layers.shape import LayerShape, PlannedBytes
 from kvlayers.layers.sink_tokens import NAMES, PADDING_NAME, Sinks, check_sinks, padding_of
-from kvlayers.layers.sliding import take_back, window_room
-from kvlayers.layers.token_layer import TokenLayer
+from kvlayers.layers.sliding import WindowLayer, take_back, window_room
 from kvlayers.quantizers.contract import Side
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import DenseStore, TokenStore
@@ -28,7 +27,7 @@ from kvlayers.utils.options import checks_options
 
 
 @register_layer
-class SinkLayer(TokenLayer):
+class SinkLayer(WindowLayer):
     """Attention sinks: keeps the first `num_sink_tokens` tokens and the newest tokens, `window_length` in all.
 
     StreamingLLM (Xiao et al. 2023, arXiv:2309.17453) lets a query attend to the kept tokens as if they were one
@@ -39,8 +38,6 @@ class SinkLayer(TokenLayer):
     Tokens are evicted between updates, never within one: the tokens of a prompt attend to the whole prompt.
 
     If sequences are padded on the left, each has its own sinks: its first tokens that are not padding.
-
-    While the past is recorded, no token is evicted between one `truncate` or `crop` and the next.
 
     Args:
         window_length: tokens that a query attends to, the sinks and itself included.
@@ -65,6 +62,9 @@ class SinkLayer(TokenLayer):
 
     described = ("window_length", "num_sink_tokens")
     hints = ("left_padding",)
+    fidelity: Fidelity = "evicting"
+    rotary = forwarded("_sinks")
+    """How keys are rotated, `None` for keys that do not know positions."""
 
     @checks_options
     def __init__(
@@ -80,9 +80,7 @@ class SinkLayer(TokenLayer):
         super().__init__(DenseStore(self.room, prefix_room=num_sink_tokens) if store is None else store)
         self.window_length = window_length
         self.num_sink_tokens = num_sink_tokens
-        self.record_past = False
         self._sinks = Sinks(num_sink_tokens, rotary).with_padding(padding_of(left_padding))
-        self._seen = 0
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KVPair:
@@ -112,7 +110,7 @@ class SinkLayer(TokenLayer):
             attended = self._with_sinks_in_front(sinks.are_apart_before(first), front, attended)
         self._sinks, self._seen = sinks, seen + tokens
         if not self.record_past:
-            self._evict()
+            self._drop_beyond_window()
         return attended
 
     def _with_sinks_in_front(self, are_apart: Tensor, sinks: KVPair, attended: KVPair) -> KVPair:
@@ -140,7 +138,8 @@ class SinkLayer(TokenLayer):
         past = self.attended_past(seen)
         return past - self.num_sink_tokens if seen - past > self._sinks.last_start else past
 
-    def _evict(self) -> None:
+    @override
+    def _drop_beyond_window(self) -> None:
         beyond = self._store.length - self._needed(self._seen)
         if beyond > 0:
             self._store.drop_oldest(beyond)
@@ -149,25 +148,6 @@ class SinkLayer(TokenLayer):
     @override
     def held_tokens(self) -> int:
         return min(self._seen, self.num_sink_tokens + self._store.length)
-
-    @property
-    @override
-    def fidelity(self) -> Fidelity:
-        return "evicting"
-
-    @override
-    def planned_tokens(self, tokens: int) -> int:
-        return tokens if tokens <= self.room else self.window_length - 1 - self.num_sink_tokens
-
-    @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        window = super().planned_nbytes(shape, tokens, sized_for)
-        return PlannedBytes(window.device + self._sinks.planned_nbytes(*shape.forms()))
-
-    @property
-    def rotary(self) -> Rotary | None:
-        """How keys are rotated, `None` for keys that do not know positions."""
-        return self._sinks.rotary
 
     @property
     def left_padding(self) -> Tensor | None:
@@ -227,26 +207,6 @@ class SinkLayer(TokenLayer):
         super()._replace(keys, values)
         self._sinks = self._sinks.with_tokens(0, *self._store.newest(self._seen))
 
-    @override
-    def activate_past_recording(self) -> None:
-        """Hold every token between one `truncate` or `crop` and the next, which may then go back to any of them."""
-        self.record_past = True
-
-    @override
-    def deactivate_past_recording(self) -> None:
-        """Hold no more than the sinks and the window from now on."""
-        self.record_past = False
-        self._keep_window()
-
-    @property
-    @override
-    def length(self) -> int:
-        return self._seen
-
-    @override
-    def count(self, tokens: int) -> None:
-        self._seen = self._seen + tokens
-
     @property
     @override
     def capacity(self) -> int | None:
@@ -271,21 +231,6 @@ class SinkLayer(TokenLayer):
             )
 
     @override
-    def truncate(self, length: int) -> None:
-        length = whole_number(length, "a length")
-        self.check_truncate(length)
-        if length:
-            self._store.truncate(self._store.length - (self._seen - length))
-        else:
-            self._store.clear()
-        self._seen = length
-        self._keep_window()
-
-    def _keep_window(self) -> None:
-        self._evict()
-        self._store.shrink(self.room)
-
-    @override
     def select(self, indices: Tensor) -> None:
         sinks = self._sinks.selected(indices)
         super().select(indices)
@@ -303,7 +248,6 @@ class SinkLayer(TokenLayer):
         """Forget all tokens, and the padding before them; the memory of the window is kept for the next ones."""
         super().reset()
         self._sinks = self._sinks.emptied()
-        self._seen = 0
 
     @override
     def held_tensors(self) -> Iterator[Tensor]:
@@ -333,7 +277,7 @@ class SinkLayer(TokenLayer):
 
     @override
     def check_state(self, state: LayerState) -> None:
-        own, window = _split(state)
+        own, window = state.split((*NAMES, PADDING_NAME))
         super().check_state(window)
         sinks = self._sinks.of_state(own)
         seen = state.length
@@ -354,7 +298,7 @@ class SinkLayer(TokenLayer):
     @override
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
-        own, window = _split(state)
+        own, window = state.split((*NAMES, PADDING_NAME))
         sinks = self._sinks.of_state(own)
         self._store.load_state(window.tensors)
         self._sinks, self._seen = sinks, state.length
@@ -386,11 +330,3 @@ class SinkConfig:
 def _copied(states: Tensor | None) -> Tensor | None:
     # Handles of packed states cannot be written to.
     return states if states is None or isinstance(states, PackedStates) else states.clone()
-
-
-def _split(state: LayerState) -> tuple[dict[str, Tensor], LayerState]:
-    """The tensors of the sinks, and the state of the window."""
-    names = {*NAMES, PADDING_NAME}
-    own = {name: tensor for name, tensor in state.tensors.items() if name in names}
-    window = {name: tensor for name, tensor in state.tensors.items() if name not in names}
-    return own, LayerState(state.kind, window, state.facts)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.rope.rotary import Rotary
-from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import KVPair
 
 NAMES = ("first_keys", "first_values")
@@ -131,15 +130,6 @@ class Sinks:
         """Every tensor that keeps memory alive."""
         tensors = (self.padding, self.keys, self.values, self.partner)
         yield from (tensor for tensor in tensors if tensor is not None)
-
-    def planned_nbytes(self, key_form: StateForm, value_form: StateForm) -> int:
-        """Bytes of the sinks of sequences without padding, whose states have these forms."""
-        sinks = nbytes_of(key_form, self.num_tokens) + nbytes_of(value_form, self.num_tokens)
-        if self.rotary is None:
-            return sinks
-        # The partners are as wide as the rotation computes, so that no key is rounded twice.
-        wide = key_form._replace(dtype=torch.promote_types(key_form.dtype, torch.float32))
-        return sinks + nbytes_of(wide, self.num_tokens)
 
     def state(self) -> dict[str, Tensor]:
         """Copies of the keys, values and padding, by name."""

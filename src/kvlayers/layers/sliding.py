@@ -1,5 +1,7 @@
 """A layer that keeps a window of the newest tokens."""
 
+from abc import abstractmethod
+
 from torch import Tensor
 from typing_extensions import Self, override
 
@@ -26,15 +28,71 @@ def window_room(sliding_window: int) -> int:
     return sliding_window - 1 + max(sliding_window // SLACK_DIVISOR, MINIMUM_SLACK)
 
 
+class WindowLayer(TokenLayer):
+    """A layer that counts the tokens that it has seen, and drops tokens that have left its window.
+
+    While the past is recorded, no token is dropped between one `truncate` or `crop` and the next. So the tokens of a
+    rejected draft can be taken back although the window is full.
+
+    Attributes:
+        room: tokens of memory for the window, beyond which the store shrinks.
+    """
+
+    room: int
+    record_past = False
+    _seen = 0
+
+    @property
+    @override
+    def length(self) -> int:
+        return self._seen
+
+    @override
+    def count(self, tokens: int) -> None:
+        self._seen = self._seen + tokens
+
+    @override
+    def activate_past_recording(self) -> None:
+        """Hold every token between one `truncate` or `crop` and the next, which may then go back to any of them."""
+        self.record_past = True
+
+    @override
+    def deactivate_past_recording(self) -> None:
+        """Hold no more than the window from now on."""
+        self.record_past = False
+        self._keep_window()
+
+    @override
+    def truncate(self, length: int) -> None:
+        length = whole_number(length, "a length")
+        self.check_truncate(length)
+        if length:
+            self._store.truncate(self._store.length - (self._seen - length))
+        else:
+            self._store.clear()
+        self._seen = length
+        self._keep_window()
+
+    def _keep_window(self) -> None:
+        self._drop_beyond_window()
+        self._store.shrink(self.room)
+
+    @abstractmethod
+    def _drop_beyond_window(self) -> None:
+        """Drop the tokens to which no later token attends."""
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._seen = 0
+
+
 @register_layer
-class SlidingLayer(TokenLayer):
+class SlidingLayer(WindowLayer):
     """Sliding-window and chunked attention: keeps the newest `sliding_window - 1` tokens.
 
     A query attends to itself and the `sliding_window - 1` tokens before it, so no more tokens are kept between updates.
     Chunked attention attends to fewer tokens, those of the query's chunk, by its mask.
-
-    While the past is recorded, no token is dropped between one `truncate` or `crop` and the next. So the tokens of a
-    rejected draft can be taken back although the window is full.
 
     Args:
         sliding_window: tokens that a query attends to, itself included; the chunk size for chunked attention.
@@ -51,7 +109,6 @@ class SlidingLayer(TokenLayer):
         self.room = window_room(sliding_window)
         super().__init__(DenseStore(length_hint=self.room) if store is None else store)
         self.sliding_window = sliding_window
-        self.record_past = False
         self._seen = 0
 
     @override
@@ -79,20 +136,11 @@ class SlidingLayer(TokenLayer):
             self._drop_beyond_window()
         return attended
 
+    @override
     def _drop_beyond_window(self) -> None:
         beyond = self._store.length - (self.sliding_window - 1)
         if beyond > 0:
             self._store.drop_oldest(beyond)
-
-    def activate_past_recording(self) -> None:
-        """Hold every token between one `truncate` or `crop` and the next, which may then go back to any of them."""
-        self.record_past = True
-
-    @override
-    def deactivate_past_recording(self) -> None:
-        """Hold no more than the window from now on."""
-        self.record_past = False
-        self._keep_window()
 
     def resume_at(self, seen: int) -> None:
         """Take the held tokens for the newest of `seen` tokens."""
@@ -100,13 +148,8 @@ class SlidingLayer(TokenLayer):
 
     @property
     @override
-    def can_be_stacked(self) -> bool:
+    def can_be_stacked(self) -> bool:  # type: ignore[override]
         return self._store.holds_tokens_apart
-
-    @property
-    @override
-    def length(self) -> int:
-        return self._seen
 
     @override
     def recount(self, length: int) -> None:
@@ -115,27 +158,14 @@ class SlidingLayer(TokenLayer):
             raise not_of_so_many(length, held)
         self._seen = length
 
-    @override
-    def count(self, tokens: int) -> None:
-        self._seen = self._seen + tokens
-
     @property
     @override
     def capacity(self) -> int | None:
         return self.sliding_window
 
     @override
-    def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        past = self.attended_past(self._store.length)
-        return past + query_length, self._seen - past
-
-    @override
     def attended_past(self, tokens: int) -> int:
         return min(tokens, self.sliding_window - 1)
-
-    @override
-    def planned_tokens(self, tokens: int) -> int:
-        return tokens if tokens <= self.room else self.sliding_window - 1
 
     @override
     def check_truncate(self, length: int) -> None:
@@ -155,18 +185,6 @@ class SlidingLayer(TokenLayer):
         return self._store.length
 
     @override
-    def truncate(self, length: int) -> None:
-        length = whole_number(length, "a length")
-        self.check_truncate(length)
-        store = self._store
-        if length:
-            store.truncate(store.length - (self._seen - length))
-        else:
-            store.clear()
-        self._seen = length
-        self._keep_window()
-
-    @override
     def assignable(self, states: Tensor) -> Tensor:
         # An assignment does not change how many tokens were seen. The assigned states count as the newest tokens.
         if states.shape[2] > self._seen:
@@ -183,15 +201,6 @@ class SlidingLayer(TokenLayer):
         self._seen = seen
         if not self.record_past:
             self._drop_beyond_window()
-
-    def _keep_window(self) -> None:
-        self._drop_beyond_window()
-        self._store.shrink(self.room)
-
-    @override
-    def reset(self) -> None:
-        super().reset()
-        self._seen = 0
 
     @classmethod
     @override

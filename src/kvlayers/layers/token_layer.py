@@ -1,6 +1,6 @@
 """A layer over a store of tokens: what full, sliding and static attention share."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import ClassVar, cast
 
 import torch
@@ -8,13 +8,13 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.errors import RegistryError, StateMismatchError
-from kvlayers.layers.contract import CacheLayer
+from kvlayers.layers.contract import CacheLayer, forwarded
 from kvlayers.layers.operations import LayerOperations, LayerState
-from kvlayers.layers.shape import LayerShape, PlannedBytes
+from kvlayers.layers.shape import LayerShape
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores import DenseStore, TokenStore
 from kvlayers.stores.buffer import StateForm
-from kvlayers.stores.contract import BufferSwap, Fidelity, store_class_of
+from kvlayers.stores.contract import Fidelity, store_class_of
 from kvlayers.stores.description import DescribedByArguments, DescriptionContext, Fact, Facts
 from kvlayers.stores.pending_assignment import PendingAssignment, same_tokens
 
@@ -42,6 +42,20 @@ class TokenLayer(DescribedByArguments, CacheLayer):
     evicts_by_states: ClassVar[bool] = False
     """Whether tokens are evicted for what their keys and values are. The device of the states computes that."""
 
+    # What the store answers
+
+    is_opaque = forwarded("_store")
+    bits = forwarded("_store")
+    attention_paths = forwarded("_store")
+    packing_paths = forwarded("_store")
+    sized_for = forwarded("_store")
+    select = forwarded("_store")
+    expand = forwarded("_store")
+    trim = forwarded("_store")
+    compact = forwarded("_store")
+    swap_buffers = forwarded("_store")
+    held_tensors = forwarded("_store")
+
     def __init__(self, store: TokenStore | None = None) -> None:
         super().__init__()
         self._store = DenseStore() if store is None else store
@@ -56,29 +70,14 @@ class TokenLayer(DescribedByArguments, CacheLayer):
     def held_tokens(self) -> int:
         return self._store.length
 
-    @property
-    @override
-    def bits(self) -> tuple[int, int] | None:
-        return self._store.bits
-
-    @property
-    @override
-    def attention_paths(self) -> Mapping[str, int]:
-        return self._store.attention_paths
-
-    @property
-    @override
-    def packing_paths(self) -> Mapping[str, int]:
-        return self._store.packing_paths
-
     def attended_past(self, tokens: int) -> int:
         """How many of the newest `tokens` tokens the next one attends to, besides itself."""
         return tokens
 
-    @property
     @override
-    def sized_for(self) -> int | None:
-        return self._store.sized_for
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        past = self.attended_past(self._store.length)
+        return past + query_length, self.length - past
 
     @property
     @override
@@ -98,26 +97,9 @@ class TokenLayer(DescribedByArguments, CacheLayer):
         """Tokens of a page, if the query of an update of `tokens` tokens reads pages that it chooses, else `None`."""
         return None
 
-    def planned_copies(self, shape: LayerShape, tokens: int) -> int:
-        """Bytes of tokens that stay on the device if the layer is offloaded, because later queries may read them."""
-        return 0
-
-    def planned_tokens(self, tokens: int) -> int:
-        """How many tokens the store is given room for if the layer takes in `tokens` tokens at once."""
-        return tokens
-
-    @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        return PlannedBytes(self._store.planned_nbytes(*shape.forms(), self.planned_tokens(tokens), sized_for))
-
     @override
     def planned_bits(self, shape: LayerShape) -> float:
         return self._store.planned_bits(*shape.forms())
-
-    @property
-    def is_opaque(self) -> bool:  # type: ignore[override]
-        """Whether compiled code calls `update` by an operator, instead of being traced through it."""
-        return self._store.is_opaque
 
     @property
     def keys(self) -> Tensor | None:
@@ -241,28 +223,12 @@ class TokenLayer(DescribedByArguments, CacheLayer):
         self._store.check_batch(batch_size)
 
     @override
-    def select(self, indices: Tensor) -> None:
-        self._store.select(indices)
-
-    @override
-    def expand(self, repeats: int) -> None:
-        self._store.expand(repeats)
-
-    @override
     def share_prefix(self, other: LayerOperations, tokens: int) -> None:
         if not isinstance(other, TokenLayer):
             return
         dropped = self.length - self._store.length
         if dropped == other.length - other.store.length:
             self._store.share_prefix(other.store, tokens - dropped)
-
-    @override
-    def trim(self) -> None:
-        self._store.trim()
-
-    @override
-    def compact(self) -> None:
-        self._store.compact()
 
     @override
     def reset(self) -> None:
@@ -274,10 +240,6 @@ class TokenLayer(DescribedByArguments, CacheLayer):
         twin = self._twin()
         twin._store = self._store.fork()
         return twin
-
-    @override
-    def held_tensors(self) -> Iterator[Tensor]:
-        yield from self._store.held_tensors()
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
@@ -292,10 +254,6 @@ class TokenLayer(DescribedByArguments, CacheLayer):
         twin = self._twin()
         twin._store = self._store.snapshot()
         return twin
-
-    def swap_buffers(self, swap: BufferSwap) -> None:
-        """See `TokenStore.swap_buffers`."""
-        self._store.swap_buffers(swap)
 
     @override
     def describe(self) -> dict[str, Fact]:

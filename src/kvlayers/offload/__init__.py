@@ -1,10 +1,8 @@
 """Offloading: states are held on the host or on disk, and on the device only while attention needs them."""
 
-from kvlayers.offload.config import Offloading
 from kvlayers.offload.prefetcher import Prefetcher
-from kvlayers.offload.storage import DiskMemory, HomeMemory, HostMemory
-from kvlayers.offload.traffic import Traffic, TrafficMeter
-from kvlayers.offload.transfers import Transfers
+from kvlayers.offload.storage import DiskMemory, HomeMemory, HostMemory, Offloading
+from kvlayers.offload.transfers import Traffic, TrafficMeter, Transfers
 
 __all__ = [
     "DiskMemory",

@@ -9,8 +9,7 @@ import torch
 
 from kvlayers.offload.buffers import HostBuffer, StagedBuffer, by_tokens, clipped
 from kvlayers.offload.storage import HomeMemory
-from kvlayers.offload.traffic import Traffic
-from kvlayers.offload.transfers import Event, PendingCopy, Rows, Transfers
+from kvlayers.offload.transfers import Event, PendingCopy, Rows, Traffic, Transfers
 from kvlayers.stores.buffer import TokenBuffer
 from kvlayers.stores.contract import BufferSwap
 

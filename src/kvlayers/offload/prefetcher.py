@@ -10,8 +10,7 @@ from torch import Tensor
 from kvlayers.offload.buffers import HostBuffer, StagedBuffer
 from kvlayers.offload.device_queue import DeviceQueue, OffloadTarget, Staged, WriteBack
 from kvlayers.offload.storage import HomeMemory, HostMemory
-from kvlayers.offload.traffic import Traffic, TrafficMeter
-from kvlayers.offload.transfers import Rows, Transfers, transfers_for
+from kvlayers.offload.transfers import Rows, Traffic, TrafficMeter, Transfers, transfers_for
 from kvlayers.stores.buffer import TokenBuffer
 from kvlayers.stores.contract import BufferSwap, TokenStore
 

@@ -1,9 +1,10 @@
-"""Copies between a device and the host, on streams of their own."""
+"""Copies between a device and the host, on streams of their own, and a count of their bytes."""
 
 import contextlib
 import functools
 import logging
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ from typing_extensions import override
 from kvlayers.upstream import compat
 
 logger = logging.getLogger(__name__)
+
+KEPT_STEPS = 64
+"""Number of newest steps that the meter remembers one by one."""
 
 Event = Any
 """A point in the work of a stream, in the form that one kind of `Transfers` uses."""
@@ -228,3 +232,62 @@ def _on(stream: torch.Stream) -> Iterator[None]:
 @functools.cache
 def _warn_of_blocking(device: str, reason: str) -> None:
     logger.warning("%s has no streams to offload on (%s): copies wait for one another instead.", device, reason)
+
+
+@dataclass
+class Traffic:
+    """Bytes moved.
+
+    Attributes:
+        to_host: bytes from the device to offloaded memory.
+        to_device: bytes from offloaded memory to the device.
+    """
+
+    to_host: int = 0
+    to_device: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.to_host + other.to_host, self.to_device + other.to_device)
+
+    def __iadd__(self, other: "Traffic") -> "Traffic":
+        self.to_host += other.to_host
+        self.to_device += other.to_device
+        return self
+
+
+class TrafficMeter:
+    """Counts the bytes that an offloaded cache and its forks move to their devices and back.
+
+    A step begins when a layer is updated again.
+
+    Attributes:
+        total: everything since the cache was made.
+        steps: for each of the newest steps, oldest first, the traffic of each layer by its index. Prefetched bytes
+            count for the step in which the layer uses them, or in which they are discarded.
+    """
+
+    def __init__(self) -> None:
+        self.total = Traffic()
+        self.steps: deque[dict[int, Traffic]] = deque(maxlen=KEPT_STEPS)
+        self._updated: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"TrafficMeter(total={self.total})"
+
+    def begin_update(self, layer: int) -> None:
+        """Record that a layer is updated."""
+        if layer in self._updated or not self.steps:
+            self.steps.append({})
+            self._updated = set()
+        self._updated.add(layer)
+
+    def count(self, layer: int, traffic: Traffic) -> None:
+        """Add the traffic of one layer."""
+        self.total += traffic
+        if not self.steps:
+            self.steps.append({})
+        self.steps[-1].setdefault(layer, Traffic()).__iadd__(traffic)
+
+    def of_step(self, step: int = -1) -> Traffic:
+        """The traffic of all layers in one step, by default the newest."""
+        return sum(self.steps[step].values(), Traffic())

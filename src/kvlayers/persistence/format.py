@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import Any
 
 from kvlayers.errors import OptionError
@@ -180,17 +181,16 @@ def read_description(path: str, text: str, version: str = str(FORMAT_VERSION)) -
     Raises:
         CacheFileError: the text is not a description.
     """
-    reader = _RecordReader(path, version)
-    content = reader.record(parse_json(path, text.encode("utf-8", "surrogatepass"), "the description"), _DESCRIPTION)
-    model = reader.record(content["model"], _MODEL)
+    content = parse_json(path, text.encode("utf-8", "surrogatepass"), "the description")
+    content = _record(path, content, _DESCRIPTION)
+    model = ModelRecord(**_record(path, content["model"], _MODEL))
     rotaries = {}
     for fingerprint, rotary in content["rotaries"].items():
         if not (isinstance(rotary, list) and len(rotary) == 2 and isinstance(rotary[0], str) and _is_count(rotary[1])):
             refuse(path, "the layout and the first dimension of a rotation", shown(rotary))
         rotaries[fingerprint] = rotary[0], rotary[1]
-    description = Description(
-        content["versions"], reader.cache(content["cache"]), ModelRecord(**model), rotaries, tuple(content["dtypes"])
-    )
+    cache = _cache_record(path, content["cache"], version)
+    description = Description(content["versions"], cache, model, rotaries, tuple(content["dtypes"]))
     if description.fingerprint != content["fingerprint"]:
         refuse(path, f"the fingerprint {description.fingerprint}", shown(content["fingerprint"]))
     return description
@@ -231,24 +231,12 @@ def _is_fact(value: object) -> bool:
     return value is None or isinstance(value, str | bool) or (type(value) is int and abs(value) < 2**63)
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_text_or_none(value: object) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list)
-
-
 def _is_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
-def _is_mapping(value: object) -> bool:
-    return isinstance(value, dict)
+def _is_a(*types: type) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, types)
 
 
 def _is_facts(value: object) -> bool:
@@ -259,68 +247,62 @@ _Checks = dict[str, Callable[[object], bool]]
 
 _DESCRIPTION: _Checks = {
     "versions": lambda value: isinstance(value, dict) and _is_texts(list(value.values())),
-    "cache": _is_mapping,
-    "model": _is_mapping,
-    "rotaries": _is_mapping,
+    "cache": _is_a(dict),
+    "model": _is_a(dict),
+    "rotaries": _is_a(dict),
     "dtypes": _is_texts,
-    "fingerprint": _is_text,
+    "fingerprint": _is_a(str),
 }
 _MODEL: _Checks = {
-    "fields": lambda value: value is None or isinstance(value, dict),
-    "name": _is_text_or_none,
-    "commit": _is_text_or_none,
-    "weights_id": _is_text_or_none,
+    "fields": _is_a(dict, NoneType),
+    "name": _is_a(str, NoneType),
+    "commit": _is_a(str, NoneType),
+    "weights_id": _is_a(str, NoneType),
 }
 _CACHE: _Checks = {
-    "kind": _is_text,
+    "kind": _is_a(str),
     "length": _is_count,
     "batch_size": lambda value: value == -1 or _is_count(value),
-    "options": _is_mapping,
-    "layers": _is_list,
-    "parts": _is_list,
+    "options": _is_a(dict),
+    "layers": _is_a(list),
+    "parts": _is_a(list),
 }
 _LAYER: _Checks = {
-    "kind": _is_text,
+    "kind": _is_a(str),
     "facts": _is_facts,
     "tensors": _is_texts,
-    "recording": lambda value: isinstance(value, bool),
+    "recording": _is_a(bool),
 }
 
 
-class _RecordReader:
-    """Parses records, and refuses anything else."""
+def _record(path: str, content: object, checks: _Checks) -> dict[str, Any]:
+    """`content`, if it has exactly these names, each with a value of its kind."""
+    if not isinstance(content, dict) or set(content) != set(checks):
+        refuse(path, f"a record of {', '.join(checks)}", shown(content))
+    for name, is_right in checks.items():
+        if not is_right(content[name]):
+            refuse(path, f"a valid {name}", shown(content[name]))
+    return content
 
-    def __init__(self, path: str, version: str) -> None:
-        self.path = path
-        self.version = version
 
-    def record(self, content: object, checks: _Checks) -> dict[str, Any]:
-        """`content`, if it has exactly these names, each with a value of its kind."""
-        if not isinstance(content, dict) or set(content) != set(checks):
-            refuse(self.path, f"a record of {', '.join(checks)}", shown(content))
-        for name, is_right in checks.items():
-            if not is_right(content[name]):
-                refuse(self.path, f"a valid {name}", shown(content[name]))
-        return content
+def _cache_record(path: str, content: object, version: str, may_have_parts: bool = True) -> CacheRecord:
+    found = _record(path, content, _CACHE)
+    parts = tuple(_cache_record(path, part, version, may_have_parts=False) for part in found["parts"])
+    if parts and (not may_have_parts or len(parts) != 2 or found["layers"]):
+        refuse(path, "two parts and no other layers, or layers alone", f"{len(parts)} parts")
+    layers = tuple(_layer_record(path, layer) for layer in found["layers"])
+    if version == "1":
+        layers = tuple(replace(layer, facts=_as_described(layer, found["options"])) for layer in layers)
+    return CacheRecord(**{**found, "layers": layers, "parts": parts})
 
-    def cache(self, content: object, may_have_parts: bool = True) -> CacheRecord:
-        """The record of a cache."""
-        found = self.record(content, _CACHE)
-        parts = tuple(self.cache(part, may_have_parts=False) for part in found["parts"])
-        if parts and (not may_have_parts or len(parts) != 2 or found["layers"]):
-            refuse(self.path, "two parts and no other layers, or layers alone", f"{len(parts)} parts")
-        layers = tuple(self.layer(layer) for layer in found["layers"])
-        if self.version == "1":
-            layers = tuple(replace(layer, facts=_as_described(layer, found["options"])) for layer in layers)
-        return CacheRecord(**{**found, "layers": layers, "parts": parts})
 
-    def layer(self, content: object) -> LayerRecord:
-        """The record of a layer."""
-        found = self.record(content, _LAYER)
-        for name in ("length", "checkpoints", "linear.checkpoints"):
-            if name in found["facts"] and not (found["facts"][name] is None or _is_count(found["facts"][name])):
-                refuse(self.path, f"a {name} of 0 to {MAX_TOKENS}", shown(found["facts"][name]))
-            # A count beyond the tensors would be a long loop over nothing.
-            if name != "length" and (found["facts"].get(name) or 0) > len(found["tensors"]):
-                refuse(self.path, f"at most as many {name} as tensors", shown(found["facts"][name]))
-        return LayerRecord(**{**found, "tensors": tuple(found["tensors"])})
+def _layer_record(path: str, content: object) -> LayerRecord:
+    found = _record(path, content, _LAYER)
+    for name in ("length", "checkpoints", "linear.checkpoints"):
+        count = found["facts"].get(name)
+        if count is not None and not _is_count(count):
+            refuse(path, f"a {name} of 0 to {MAX_TOKENS}", shown(count))
+        # A count beyond the tensors would be a long loop over nothing.
+        if name != "length" and (count or 0) > len(found["tensors"]):
+            refuse(path, f"at most as many {name} as tensors", shown(count))
+    return LayerRecord(**{**found, "tensors": tuple(found["tensors"])})

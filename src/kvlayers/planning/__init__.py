@@ -1,4 +1,4 @@
-"""What caches cost, by arithmetic: nothing is allocated, and no weights are needed."""
+"""What caches cost: their layers take in states without memory, so nothing is allocated, and no weights are needed."""
 
 from kvlayers.planning.planned_cache import Plan, PlannedCache
 from kvlayers.planning.planner import plan

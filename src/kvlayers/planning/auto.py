@@ -9,7 +9,6 @@ import transformers
 
 from kvlayers.errors import ConfigError, OptionError
 from kvlayers.generation.registry import CacheRequest, cache_for
-from kvlayers.planning.free_memory import free_memory
 from kvlayers.planning.planned_cache import Plan
 from kvlayers.planning.planner import AUTO, plan_for
 from kvlayers.utils.units import amount_of_bytes, readable_bytes
@@ -85,4 +84,31 @@ def _say(plan: Plan, devices: Sequence[torch.device]) -> None:
         readable_bytes(plan.memory or 0),
         ", ".join(map(str, devices)),
         best.reason,
+    )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that tensors on a device can still take: free memory, and memory that torch has reserved and not used.
+
+    Raises:
+        OptionError: torch does not report the free memory of such a device.
+    """
+    if device.type == "cpu":
+        # Late, as nothing else needs it.
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free) + kept
+    if device.type == "xpu":
+        free, _ = torch.xpu.mem_get_info(device)
+        kept = torch.xpu.memory_reserved(device) - torch.xpu.memory_allocated(device)
+        return int(free) + kept
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
+    raise OptionError(
+        f"torch reports the free memory of cpu, cuda, xpu and mps, but not of {device}: pass `memory`, in bytes, or "
+        "name a cache."
     )

@@ -1,21 +1,56 @@
-"""Bytes that a whole cache would hold, on the device and on the host."""
+"""Bytes that a cache would hold: its own layers take in states on the meta device, which have shapes and no memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from kvlayers.attention.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.caches.base import Cache
-from kvlayers.errors import OptionError, UnsupportedLayerError
+from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.layers import LayerOperations
-from kvlayers.layers.shape import LayerShape, PlannedBytes
-from kvlayers.layers.upstream_adapter.adapter import adapted
+from kvlayers.layers.contract import WrapperLayer
+from kvlayers.layers.evicting import EvictingLayer
+from kvlayers.layers.hybrid import HybridLayer
+from kvlayers.layers.linear.layer import LinearAttentionLayer
+from kvlayers.layers.offloaded import OffloadedLayer
+from kvlayers.layers.recall import RecallLayer
+from kvlayers.layers.shape import LayerShape
+from kvlayers.layers.static import StaticLayer, StaticSlidingLayer
+from kvlayers.layers.upstream_adapter.adapter import TransformersLayer, adapted
+from kvlayers.offload.paged_reads import places_for
+from kvlayers.stores import DenseStore, TokenStore
+from kvlayers.stores.buffer import StateForm, nbytes_of
 from kvlayers.stores.contract import Fidelity, least_faithful
+from kvlayers.stores.dense import SMALL_STEP
+from kvlayers.stores.flat_tokens import tables_nbytes
+from kvlayers.stores.packed_blocks import SIDES, block_nbytes
+from kvlayers.stores.quantization import block_tokens
+from kvlayers.stores.quantized import QuantizedStore
+from kvlayers.stores.quantized_checks import checked_quantizers
+from kvlayers.upstream import compat
+from kvlayers.utils.tensor_memory import storages_of
 
-SAMPLE_HINT = 1
-"""The length hint of the cache that a plan asks for bytes. Another one, made for one token more, shows which layers
-follow the hint."""
+PERIOD = 2**19
+"""From twice as many tokens on, bytes grow by the same amount for each `PERIOD` tokens: it is a whole number of blocks
+and pages, and longer than windows. Longer contexts are not tried, because stores list their blocks."""
+
+PERIOD_OF_RESERVATIONS = 2**12
+"""As `PERIOD`, for caches that reserve room for each token and have shorter windows: they list every token."""
+
+LONGEST_HEAD = 1.5
+"""Tokens of the longest head, for which all tables have room, over those of an average head."""
+
+SHORTEST_HEAD = 0.25
+"""Tokens of the shortest head, over those of an average head. `AdaptiveHeads` leaves it a fifth at least, and some head
+often has no more. If all heads are alike, the plan is a few percent too high."""
+
+UNUSED_BLOCKS = 0.25
+"""Parts of a block that are not used for each head but the first. The number of tokens in full precision is chosen so
+that they are few."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +64,20 @@ class CacheBytes:
             of the next one, and the pages that layers with recall leave there.
     """
 
-    resident: int
-    host: int
-    staged: int
+    resident: int = 0
+    host: int = 0
+    staged: int = 0
 
     def __add__(self, other: "CacheBytes") -> "CacheBytes":
         return CacheBytes(self.resident + other.resident, self.host + other.host, self.staged + other.staged)
+
+    def extrapolated(self, further: "CacheBytes", periods: Fraction) -> "CacheBytes":
+        """The bytes after some periods, from these and those after one."""
+        return CacheBytes(
+            self.resident + int(periods * (further.resident - self.resident)),
+            self.host + int(periods * (further.host - self.host)),
+            self.staged + int(periods * (further.staged - self.staged)),
+        )
 
     @property
     def total(self) -> int:
@@ -47,29 +90,12 @@ class CacheBytes:
         return self.resident + self.staged
 
 
-@dataclass(frozen=True)
-class _SampleLayer:
-    """A layer of a sample, which is empty, and the shape of the model's layer.
-
-    Attributes:
-        layer: the layer.
-        shape: what the model's layer holds.
-        follows_hint: whether the layer makes room for as many tokens as the length hint says.
-    """
-
-    layer: LayerOperations
-    shape: LayerShape
-    follows_hint: bool
-
-    def nbytes(self, tokens: int) -> PlannedBytes:
-        sized_for = tokens if self.follows_hint else self.layer.sized_for
-        return self.layer.planned_nbytes(self.shape, tokens, sized_for)
+BytesByDevice = dict[torch.device | None, CacheBytes]
+"""Bytes on each device, and of what travels to it; the device is `None` if all layers are on one."""
 
 
-class CacheArithmetic:
+class CacheTrial:
     """Bytes, bits and fidelity of the caches that a factory makes, for any number of tokens.
-
-    Two small caches are made, and never used.
 
     Args:
         make: makes a cache for a model from a length hint.
@@ -78,7 +104,6 @@ class CacheArithmetic:
         devices: device of each layer, empty if all are on one device.
 
     Raises:
-        OptionError: the layers' sizes are neither the length hint nor independent of it.
         UnsupportedLayerError: the cache is of another package.
     """
 
@@ -89,23 +114,18 @@ class CacheArithmetic:
         encoder_length: int | None,
         devices: Sequence[torch.device] = (),
     ) -> None:
-        sample, longer = make(SAMPLE_HINT), make(SAMPLE_HINT + 1)
+        self._make, self._shapes, self._devices = make, shapes, devices
         self._encoder_length = encoder_length or 0
-        self._devices = devices
-        self._decoder = _sample_layers(_decoder_part(sample), _decoder_part(longer), shapes)
-        self._cross: list[_SampleLayer] = []
-        if _is_pair(sample):
-            self._cross = _sample_layers(sample.cross_attention_cache, longer.cross_attention_cache, shapes)
-
-    @property
-    def fidelity(self) -> Fidelity:
+        parts = [[*zip(layers, shapes, strict=False)] for layers in _parts(make(1), len(shapes))]
+        self.fidelity: Fidelity = least_faithful(layer.fidelity for part in parts for layer, _ in part)
         """What the caches do to the states that the model attends to."""
-        return least_faithful(sample.layer.fidelity for sample in self._decoder + self._cross)
-
-    @property
-    def bits(self) -> float:
+        self.bits = min(layer.planned_bits(shape) for layer, shape in parts[0])
         """Bits of one number of a key or value, scales and zeros included, in the layers with the fewest."""
-        return min(sample.layer.planned_bits(sample.shape) for sample in self._decoder)
+        self._alike = [_alike(part) for part in parts]
+        windows = [window for layer, _ in parts[0] if (window := _reserved_window(layer)) is not None]
+        self._reserves = bool(windows)
+        self._period = max(PERIOD_OF_RESERVATIONS, *windows) if windows else PERIOD
+        self._known: dict[int, BytesByDevice] = {}
 
     def nbytes(self, tokens: int) -> CacheBytes:
         """Bytes of a cache that is made for `tokens` tokens, after it took them in at once.
@@ -114,19 +134,38 @@ class CacheArithmetic:
             UnsupportedLayerError: it is not known what a layer holds.
             CapacityError: a layer reserves a number of its own, which is smaller.
         """
-        return sum(self.nbytes_by_device(tokens).values(), CacheBytes(0, 0, 0))
+        return sum(self.nbytes_by_device(tokens).values(), CacheBytes())
 
-    def nbytes_by_device(self, tokens: int) -> dict[torch.device | None, CacheBytes]:
-        """As `nbytes`, for each device by itself; the device is `None` if all layers are on one."""
-        found: dict[torch.device | None, CacheBytes] = {}
-        for samples, held in ((self._decoder, tokens), (self._cross, self._encoder_length)):
-            by_device: dict[torch.device | None, list[PlannedBytes]] = {}
-            for index, sample in enumerate(samples):
+    def nbytes_by_device(self, tokens: int) -> BytesByDevice:
+        """As `nbytes`, for each device by itself."""
+        period = self._period
+        if tokens < 2 * period:
+            return self._tried(tokens)
+        # A reservation grows by tokens, anything else by blocks or pages.
+        near = period if self._reserves else period + tokens % period
+        found, further = self._tried(near), self._tried(near + period)
+        return {
+            device: costs.extrapolated(further[device], Fraction(tokens - near, period))
+            for device, costs in found.items()
+        }
+
+    def _tried(self, tokens: int) -> BytesByDevice:
+        if tokens not in self._known:
+            self._known[tokens] = self._try(tokens)
+        return self._known[tokens]
+
+    def _try(self, tokens: int) -> BytesByDevice:
+        found: BytesByDevice = {}
+        parts = _parts(self._make(tokens), len(self._shapes))
+        for layers, alike, held in zip(parts, self._alike, (tokens, self._encoder_length), strict=False):
+            costs = {index: layer_bytes(layers[index], self._shapes[index], held) for index in dict.fromkeys(alike)}
+            by_device: dict[torch.device | None, list[LayerBytes]] = {}
+            for index, tried in enumerate(alike):
                 # Layers that the model does not list, such as extra prediction layers, count for its last device.
                 device = self._devices[min(index, len(self._devices) - 1)] if self._devices else None
-                by_device.setdefault(device, []).append(sample.nbytes(held))
-            for device, layers in by_device.items():
-                found[device] = found.get(device, CacheBytes(0, 0, 0)) + _summed(layers)
+                by_device.setdefault(device, []).append(costs[tried])
+            for device, of_layers in by_device.items():
+                found[device] = found.get(device, CacheBytes()) + _summed(of_layers)
         return found
 
 
@@ -144,45 +183,209 @@ def _is_pair(cache: Any) -> bool:
     return isinstance(cache, Cache) and cache.is_pair
 
 
-def _decoder_part(cache: Any) -> Any:
-    return cache.self_attention_cache if _is_pair(cache) else cache
-
-
-def _sample_layers(cache: Any, longer: Any, shapes: Sequence[LayerShape]) -> list[_SampleLayer]:
-    layers, longer_layers = (_adapted_layers(each, len(shapes)) for each in (cache, longer))
-    return [
-        _SampleLayer(layer, shape, _follows_hint(cache, layer.sized_for, other.sized_for))
-        for layer, other, shape in zip(layers, longer_layers, shapes, strict=False)
-    ]
-
-
-def _adapted_layers(cache: Any, count: int) -> Iterator[LayerOperations]:
+def _parts(cache: Any, count: int) -> list[list[LayerOperations]]:
+    """The layers of the decoder, and those of cross-attention if there are any."""
     if not isinstance(cache, Cache):
         raise UnsupportedLayerError(
             f"A `{type(cache).__module__}.{type(cache).__name__}` is not a cache of kvlayers, whose bytes are known: "
             "leave it out of the names."
         )
-    for layer in cache.layers_for(count):
-        yield adapted(layer)
+    parts: list[Any] = [cache.self_attention_cache, cache.cross_attention_cache] if _is_pair(cache) else [cache]
+    return [[adapted(layer) for layer in part.layers_for(count)] for part in parts]
 
 
-def _follows_hint(cache: Any, size: int | None, size_if_longer: int | None) -> bool:
-    if size == size_if_longer:
-        return False
-    if (size, size_if_longer) != (SAMPLE_HINT, SAMPLE_HINT + 1):
-        raise OptionError(
-            f"The factory of this `{type(cache).__name__}` makes layers for {size} tokens if `length_hint` is "
-            f"{SAMPLE_HINT}, and for {size_if_longer} tokens if it is {SAMPLE_HINT + 1}: pass `request.length_hint` on "
-            "as it is, or use a fixed number."
+def _alike(layers: Sequence[tuple[LayerOperations, LayerShape]]) -> list[int]:
+    """For each layer the number of the first one that is made with the same arguments for states of the same shape."""
+    first: dict[Any, int] = {}
+    return [first.setdefault(_kind(layer, shape) or index, index) for index, (layer, shape) in enumerate(layers)]
+
+
+def _kind(layer: LayerOperations, shape: LayerShape) -> tuple[Any, ...] | None:
+    try:
+        return type(layer), layer.sized_for, repr(layer.describe()), shape
+    except UnsupportedLayerError:
+        # Of another package, which does not say how its layers are made.
+        return None
+
+
+def _reserved_window(layer: LayerOperations) -> int | None:
+    """The window of a layer that reserved room for one token as the length hint said, `None` for any other layer."""
+    while isinstance(layer, WrapperLayer):
+        layer = layer.wrapped
+    if layer.sized_for != 1 or not isinstance(layer, (StaticLayer, StaticSlidingLayer)):
+        return None
+    return layer.sliding_window if isinstance(layer, StaticSlidingLayer) else 0
+
+
+# Layers
+
+
+class LayerBytes(NamedTuple):
+    """The bytes that a layer holds, each counted once.
+
+    Attributes:
+        device: bytes that stay on the device.
+        host: bytes that are kept on the host, and are on the device only while the layer is attended to.
+        spare: further bytes that the allocator of the host's memory rounds up to, which stay on the host.
+        copies: bytes of the host that are on the device too, between one token and the next.
+    """
+
+    device: int = 0
+    host: int = 0
+    spare: int = 0
+    copies: int = 0
+
+
+def layer_bytes(layer: LayerOperations, shape: LayerShape, tokens: int) -> LayerBytes:
+    """Bytes of an empty layer after it took in states of this shape.
+
+    Raises:
+        UnsupportedLayerError: it is not known how much memory such a layer takes.
+        CapacityError: the layer reserves room for fewer tokens.
+        ConfigError: the layer attends, and the model's layer does not.
+    """
+    try:
+        return _bytes_after_update(layer, shape, tokens)
+    except KVLayersError:
+        raise
+    # torch's error for code that reads the numbers of a meta tensor is one of these.
+    except RuntimeError as error:
+        raise UnsupportedLayerError(
+            f"The memory of a `{type(layer).__name__}` cannot be planned, because it cannot take in states on the meta "
+            f"device, which have no numbers ({error}): make the cache, run the model, and ask the cache for `nbytes`."
+        ) from error
+
+
+def _bytes_after_update(layer: LayerOperations, shape: LayerShape, tokens: int) -> LayerBytes:
+    if isinstance(layer, HybridLayer):
+        attention, linear = (_bytes_after_update(part, shape, tokens) for part in (layer.wrapped, layer.linear))
+        return attention._replace(device=attention.device + linear.device)
+    if isinstance(layer, OffloadedLayer):
+        states, beside = _states_and_beside(layer.wrapped, shape, tokens)
+        spare = sum(layer.prefetcher.memory.allocated_nbytes(nbytes) - nbytes for nbytes in states)
+        copies = _copied_pages(layer.wrapped, shape, tokens) if isinstance(layer.wrapped, RecallLayer) else 0
+        return LayerBytes(beside, sum(states), spare, copies)
+    if isinstance(layer, LinearAttentionLayer):
+        return LayerBytes(_recurrent_nbytes(layer, shape, tokens))
+    if isinstance(layer, TransformersLayer):
+        return LayerBytes(_upstream_nbytes(layer, shape, tokens))
+    states, beside = _states_and_beside(layer, shape, tokens)
+    return LayerBytes(sum(states) + beside)
+
+
+def _states_and_beside(layer: Any, shape: LayerShape, tokens: int) -> tuple[list[int], int]:
+    """Bytes of each buffer of states, and bytes beside them, which stay on the device of an offloaded layer."""
+    forms = shape.forms()
+    if isinstance(layer, EvictingLayer):
+        return _evicting_nbytes(layer, shape, tokens)
+    with torch.no_grad():
+        layer.update(*_states_of(forms, tokens))
+    # The bounds of pages stay on the device, where recall chooses the pages that travel.
+    states = list(storages_of((layer.store if isinstance(layer, RecallLayer) else layer).held_tensors()).values())
+    return states, layer.nbytes - sum(states)
+
+
+def _states_of(forms: Sequence[StateForm], tokens: int) -> Iterator[Tensor]:
+    for form in forms:
+        yield torch.empty((form.batch_size, form.kv_heads, tokens, form.head_dim), dtype=form.dtype, device="meta")
+
+
+def _recurrent_nbytes(layer: LinearAttentionLayer, shape: LayerShape, tokens: int) -> int:
+    recurrent = shape.recurrent
+    if recurrent is None or not recurrent.conv:
+        return 0
+    batch = shape.batch_size
+    # A plan knows how many numbers a convolution keeps, and not how many of them are columns: all are channels here.
+    layer.update_conv_state(torch.empty(batch, recurrent.conv, tokens, dtype=shape.dtype, device="meta"), 0, 1)
+    if recurrent.recurrent:
+        layer.update_recurrent_state(torch.empty(batch, recurrent.recurrent, dtype=torch.float32, device="meta"))
+    return layer.nbytes
+
+
+def _upstream_nbytes(adapter: TransformersLayer, shape: LayerShape, tokens: int) -> int:
+    """Bytes of one of transformers' layers, without its counters."""
+    if isinstance(adapter.layer, compat.DUMMY_LAYER):
+        return 0
+    if not isinstance(adapter.layer, (compat.INDEXED_LAYER, compat.STATIC_INDEXED_LAYER)):
+        raise UnsupportedLayerError(
+            f"The memory of transformers' `{type(adapter.layer).__name__}` cannot be planned: make the cache, run the "
+            "model, and ask the cache for `nbytes`."
         )
-    return True
+    reserved = adapter.sized_for
+    held = tokens if reserved is None else reserved
+    return sum(nbytes_of(form, held) for form in shape.forms()) + shape.indexer_nbytes(held)
 
 
-def _summed(layers: Sequence[PlannedBytes]) -> CacheBytes:
+def _copied_pages(layer: RecallLayer, shape: LayerShape, tokens: int) -> int:
+    """Bytes of an offloaded layer's pages, and of its newest tokens, that stay on the device for the next query."""
+    recall, size, store = layer.recall, layer.recall.page_tokens, layer.store
+    first = -(-max(recall.sink_tokens - store.first_block, 0) // size)
+    last = (tokens - store.first_block - recall.recent_tokens) // size
+    if recall.pages == "all" or last - first <= recall.pages:
+        return 0
+    forms, pages = shape.forms(), first + places_for(recall.pages)
+    if isinstance(store, QuantizedStore):
+        # So many blocks, and what is in full precision: as a store of a shorter text.
+        return sum(_filled(QuantizedStore(store.quantization), forms, tokens - (last - pages) * size))
+    newest = sum(_filled(DenseStore(), forms, tokens - last * size))
+    return sum(nbytes_of(form, pages * size) for form in forms) + newest
+
+
+def _summed(layers: Sequence[LayerBytes]) -> CacheBytes:
     travelling = [layer.host for layer in layers if layer.host]
     # The first layer follows the last one, at the next token.
     following = [*travelling[1:], *travelling[:1]] if len(travelling) > 1 else [0] * len(travelling)
     staged = max((one + other for one, other in zip(travelling, following, strict=True)), default=0)
     host = sum(layer.host + layer.spare for layer in layers)
-    resident = sum(layer.device + layer.resident for layer in layers)
-    return CacheBytes(resident, host, staged + sum(layer.copies for layer in layers))
+    return CacheBytes(sum(layer.device for layer in layers), host, staged + sum(layer.copies for layer in layers))
+
+
+# Layers that evict: which tokens they keep depends on the states, so only the budget is known.
+
+
+def _evicting_nbytes(layer: EvictingLayer, shape: LayerShape, tokens: int) -> tuple[list[int], int]:
+    """As `_states_and_beside`: kept tokens, and retained queries."""
+    settings, forms = layer.settings, shape.forms()
+    held = min(tokens, settings.allowed(tokens))
+    queries = nbytes_of(shape.query_form(), settings.retained_queries(tokens))
+    if held < tokens and settings.heads_differ and forms[0].kv_heads > 1:
+        return ([_ragged_nbytes(layer.store, forms, held)] if held else []), queries
+    return _filled(layer.store, forms, held), queries
+
+
+def _filled(store: TokenStore, forms: Sequence[StateForm], tokens: int) -> list[int]:
+    """Bytes of each buffer of an empty store after it took in `tokens` tokens."""
+    keys, values = _states_of(forms, tokens)
+    with torch.no_grad():
+        store.validate(keys, values)
+        store.append(keys, values)
+    return list(storages_of(store.held_tensors()).values())
+
+
+def _ragged_nbytes(tail: TokenStore, forms: tuple[StateForm, StateForm], tokens: int) -> int:
+    """Bytes of a store of which each head holds its own number of tokens: an estimate.
+
+    The bytes of tables, of blocks that are not full, and of the tokens that every head holds can only be guessed. They
+    are a few percent of all.
+
+    Args:
+        tail: an empty store of the kind that holds the tokens of every head.
+        forms: forms of the keys and of the values.
+        tokens: tokens of an average head, at least 1.
+    """
+    tables = tables_nbytes(forms[0], round(LONGEST_HEAD * tokens), DENSE_PIECE_TOKENS)
+    if not isinstance(tail, QuantizedStore):
+        return tables + sum(nbytes_of(form, tokens + SMALL_STEP) for form in forms)
+    quantization = tail.quantization
+    quantizers = checked_quantizers(quantization, *forms)
+    size = block_tokens(quantizers)
+    # The tail holds up to a block more than the residual, whatever fills the blocks best.
+    in_tail = quantization.sink_tokens + quantization.residual_length + size // 2
+    in_tail = min(in_tail, round(SHORTEST_HEAD * tokens))
+    heads = forms[0].batch_size * forms[0].kv_heads
+    blocks = heads * (tokens - in_tail) / size + UNUSED_BLOCKS * (heads - 1)
+    block = sum(
+        block_nbytes(quantizers[side].format, side, form._replace(batch_size=1, kv_heads=1), size)
+        for side, form in zip(SIDES, forms, strict=True)
+    )
+    return tables + sum(_filled(QuantizedStore(quantization), forms, in_tail)) + round(blocks) * block

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from types import MappingProxyType
@@ -13,13 +13,18 @@ import transformers
 from transformers import PretrainedConfig
 
 from kvlayers.errors import CapacityError, KVLayersError, OptionError
-from kvlayers.generation.name_options import NamedCache, named_cache
-from kvlayers.generation.registry import CacheRequest, cache_for, cache_names
+from kvlayers.generation.registry import CacheRequest, NamedCache, cache_for, cache_names, named_cache
 from kvlayers.layers.arguments import whole_number
-from kvlayers.planning.cache_bytes import CacheArithmetic, CacheBytes
-from kvlayers.planning.longest_context import longest_context
-from kvlayers.planning.planned_cache import Plan, PlannedCache
-from kvlayers.planning.recommend import SIMPLEST, best_of, nothing_fits, why_not, why_recommended
+from kvlayers.planning.cache_bytes import CacheBytes, CacheTrial
+from kvlayers.planning.planned_cache import (
+    SIMPLEST,
+    Plan,
+    PlannedCache,
+    best_of,
+    nothing_fits,
+    why_not,
+    why_recommended,
+)
 from kvlayers.planning.shapes import layer_shapes
 from kvlayers.upstream import model_types
 from kvlayers.utils.options import checked_dtype
@@ -30,6 +35,12 @@ AUTO = "auto"
 
 TOKENS_AHEAD = 4096
 """`bytes_per_token` is the mean over this many further tokens, since packed blocks grow by many tokens at a time."""
+
+FIRST_STEP = 32
+"""Tokens from a guess to the next number that is tried. Most guesses are wrong by less than a block."""
+
+NO_END = 2**40
+"""More tokens than any context has: if so many fit, any number fits."""
 
 
 def plan(
@@ -42,7 +53,7 @@ def plan(
     names: Sequence[str] | None = None,
     encoder_length: int | str | None = None,
 ) -> Plan:
-    """What each kind of cache costs for a model, by arithmetic from its config: nothing is loaded or allocated.
+    """What each kind of cache costs for a model, from its config: nothing is loaded or allocated.
 
     Bytes are the `nbytes` of a cache that was made for `context_length` tokens and has read them in one forward pass.
     They include spare room, scales, checkpoints and counters.
@@ -64,7 +75,7 @@ def plan(
         ConfigError: `config` is neither a model nor its config, lacks a field, or has layers of an unknown shape.
         CapacityError: no cache that holds the context is within the budget.
         RegistryError: a name is not known.
-        UnsupportedLayerError: a cache in `names` is of another package, or has a layer without arithmetic.
+        UnsupportedLayerError: a cache in `names` is of another package, or has a layer whose memory is not known.
 
     Example:
         >>> import kvlayers, torch, transformers
@@ -177,8 +188,8 @@ class _Wanted:
                 continue
             try:
                 make = functools.partial(_cache_for, named_cache(name) or NamedCache(name), request)
-                arithmetic = CacheArithmetic(make, shapes, self.encoder_length, self.layer_devices)
-                caches.append(_planned(name, arithmetic, self.context_length, self.memory_by_device))
+                trial = CacheTrial(make, shapes, self.encoder_length, self.layer_devices)
+                caches.append(_planned(name, trial, self.context_length, self.memory_by_device))
             except KVLayersError as error:
                 refused[name] = error
         return caches, refused
@@ -216,47 +227,95 @@ def _cache_for(named: NamedCache, request: CacheRequest, length_hint: int) -> tr
 
 
 def _planned(
-    name: str, arithmetic: CacheArithmetic, context_length: int, memory: Mapping[torch.device | None, int]
+    name: str, trial: CacheTrial, context_length: int, memory: Mapping[torch.device | None, int]
 ) -> PlannedCache:
-    costs = arithmetic.nbytes(context_length)
-    missing, device = _missing(arithmetic, context_length, memory)
+    costs = trial.nbytes(context_length)
+    missing, device = _missing(trial, context_length, memory)
     where = "" if device is None else f" of {device}"
-    # Nearly all caches grow nearly evenly.
-    guess = context_length * sum(memory.values()) // max(costs.device, 1)
+    guess = _guess(trial, context_length, sum(memory.values())) if memory else 0
     return PlannedCache(
         name=name,
         nbytes=costs.total,
         device_bytes=costs.device,
         host_bytes=costs.host,
-        bytes_per_token=_bytes_per_token(arithmetic, costs, context_length),
-        longest_context=(longest_context(lambda tokens: _fits(arithmetic, tokens, memory), guess) if memory else None),
-        fidelity=arithmetic.fidelity,
-        bits=arithmetic.bits,
+        bytes_per_token=_bytes_per_token(trial, costs, context_length),
+        longest_context=longest_context(lambda tokens: _fits(trial, tokens, memory), guess) if memory else None,
+        fidelity=trial.fidelity,
+        bits=trial.bits,
         fits=missing <= 0,
         reason=f"it needs {readable_bytes(missing)} more than the budget{where}." if missing > 0 else "",
     )
 
 
+def _guess(trial: CacheTrial, context_length: int, memory: int) -> int:
+    """About how many tokens fit, since nearly all caches grow nearly evenly."""
+    tokens, further = context_length, context_length + TOKENS_AHEAD
+    try:
+        # Where a buffer is enlarged, and how much, differs between short and long contexts.
+        for _ in range(3):
+            here, there = trial.nbytes(tokens).device, trial.nbytes(further).device
+            growth = max(there - here, 1)
+            tokens = min(max(tokens + (memory - here) * (further - tokens) // growth, 1), NO_END - 1)
+            further = tokens + TOKENS_AHEAD
+    except CapacityError:
+        pass
+    return tokens
+
+
+def longest_context(fits: Callable[[int], bool], guess: int = 1) -> int | None:
+    """The most tokens that fit, 0 if not even one fits, `None` if any number fits.
+
+    A cache that has just packed a block may be smaller than before. Of several numbers of tokens that fit, while one
+    more does not, the result is one that the search meets first.
+
+    Args:
+        fits: whether a number of tokens fits.
+        guess: where the search begins: the nearer to the result, the shorter it is.
+
+    Example:
+        >>> longest_context(lambda tokens: tokens * 3 <= 1000)
+        333
+    """
+    if fits(NO_END):
+        return None
+    least, most = 0, NO_END
+    tokens, step = min(max(guess, 1), NO_END - 1), FIRST_STEP
+    # Outwards from the guess in steps that double, until the result is between `least` and `most`.
+    while least < tokens < most:
+        if fits(tokens):
+            least, tokens = tokens, tokens + step
+        else:
+            most, tokens = tokens, tokens - step
+        step *= 2
+    while least + 1 < most:
+        middle = (least + most) // 2
+        if fits(middle):
+            least = middle
+        else:
+            most = middle
+    return least
+
+
 def _missing(
-    arithmetic: CacheArithmetic, tokens: int, memory: Mapping[torch.device | None, int]
+    trial: CacheTrial, tokens: int, memory: Mapping[torch.device | None, int]
 ) -> tuple[int, torch.device | None]:
     """Bytes beyond the budget of the device that lacks most, and this device; 0 or fewer if the cache fits."""
     if not memory:
         return 0, None
-    missing = {device: costs.device - memory[device] for device, costs in arithmetic.nbytes_by_device(tokens).items()}
+    missing = {device: costs.device - memory[device] for device, costs in trial.nbytes_by_device(tokens).items()}
     return max(((nbytes, device) for device, nbytes in missing.items()), key=operator.itemgetter(0), default=(0, None))
 
 
-def _fits(arithmetic: CacheArithmetic, tokens: int, memory: Mapping[torch.device | None, int]) -> bool:
+def _fits(trial: CacheTrial, tokens: int, memory: Mapping[torch.device | None, int]) -> bool:
     try:
-        return _missing(arithmetic, tokens, memory)[0] <= 0
+        return _missing(trial, tokens, memory)[0] <= 0
     except CapacityError:
         return False
 
 
-def _bytes_per_token(arithmetic: CacheArithmetic, costs: CacheBytes, context_length: int) -> float:
+def _bytes_per_token(trial: CacheTrial, costs: CacheBytes, context_length: int) -> float:
     try:
-        further = arithmetic.nbytes(context_length + TOKENS_AHEAD)
+        further = trial.nbytes(context_length + TOKENS_AHEAD)
     except CapacityError:
         # What is reserved is reserved.
         return 0.0

@@ -1,17 +1,19 @@
 """The shape of each layer of a model, from its config: all that a plan knows of the model."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from kvlayers.caches.from_config import HYBRID, RECURRENT, WINDOWED
 from kvlayers.errors import ConfigError
-from kvlayers.layers.shape import LayerShape
-from kvlayers.planning.attention_shapes import INDEXED, token_shape
-from kvlayers.planning.recurrent_shapes import recurrent_shape
+from kvlayers.layers.shape import LayerShape, RecurrentShape, TokenShape
 from kvlayers.upstream import compat, model_layers, model_types
-from kvlayers.upstream.config_numbers import ConfigNumbers
 from kvlayers.upstream.model_layers import LayerSpec
+from kvlayers.upstream.model_types import ConfigNumbers, kv_heads
+
+INDEXED = ("indexed_attention", "deepseek_sparse_attention")
+"""Layer types that cache the key of an indexer besides, by the names of all versions."""
 
 HOLD_NOTHING = ("dummy", "moe", "mlp")
 """Layer types without a cache of their own."""
@@ -61,5 +63,140 @@ def _shape_of(spec: LayerSpec, config: Any, batch_size: int, dtype: torch.dtype)
             f"Recurrent layers are planned from transformers 5.15 on, when kvlayers began to hold their states, but "
             f"this is {compat.TRANSFORMERS}: make the cache, run the model, and ask the cache for `nbytes`."
         )
-    token = token_shape(numbers, HYBRID.get(layer_type, layer_type)) if attends else None
-    return LayerShape(batch_size, dtype, token, recurrent_shape(numbers) if recurs else None)
+    token = _token_shape(numbers, HYBRID.get(layer_type, layer_type)) if attends else None
+    return LayerShape(batch_size, dtype, token, _recurrent_shape(numbers) if recurs else None)
+
+
+# Layers of attention
+
+
+def _token_shape(numbers: ConfigNumbers, layer_type: str) -> TokenShape:
+    """What a layer of attention holds for a token.
+
+    Args:
+        numbers: config of the layer.
+        layer_type: as in its `LayerSpec`.
+
+    Raises:
+        ConfigError: the config lacks a field.
+    """
+    if numbers.number_or_none("kv_lora_rank") is not None:
+        return _latent_shape(numbers, layer_type)
+    head_dim = _head_dim(numbers, layer_type)
+    value_head_dim = numbers.number_or_none("v_head_dim") or head_dim
+    heads = numbers.number_or_none("num_attention_heads_per_layer", "num_attention_heads")
+    return TokenShape(kv_heads(numbers, layer_type), head_dim, value_head_dim, heads=heads)
+
+
+def _latent_shape(numbers: ConfigNumbers, layer_type: str) -> TokenShape:
+    """Multi-head latent attention: the latent that heads are made from, or in older versions the heads themselves."""
+    indexer = numbers.number("index_head_dim") if layer_type in INDEXED else 0
+    caches_latents = compat.INDEXERS_CACHE_LATENTS if layer_type in INDEXED else compat.CACHES_LATENTS
+    rope = numbers.number("qk_rope_head_dim")
+    if caches_latents:
+        return TokenShape(1, numbers.number("kv_lora_rank"), rope, indexer)
+    keys, values = numbers.number("qk_nope_head_dim") + rope, numbers.number("v_head_dim")
+    return TokenShape(numbers.number("num_attention_heads"), keys, values, indexer)
+
+
+def _head_dim(numbers: ConfigNumbers, layer_type: str) -> int:
+    # Until transformers 5.13 gemma4 had a field of its own for it.
+    if layer_type == "full_attention":
+        of_full_attention = numbers.number_or_none("global_head_dim")
+        if of_full_attention is not None:
+            return of_full_attention
+    found = numbers.number_or_none("attention_head_dim", "head_dim", "d_kv")
+    return numbers.number("hidden_size") // numbers.number("num_attention_heads") if found is None else found
+
+
+# Recurrent layers
+
+
+def _recurrent_shape(numbers: ConfigNumbers) -> RecurrentShape:
+    """What a recurrent layer holds for a sequence.
+
+    Raises:
+        ConfigError: the config lacks a field, or the states of its model type have no known shape.
+    """
+    model_type = str(numbers.get("model_type"))
+    if model_type not in _SHAPES:
+        raise ConfigError(
+            f"The recurrent states of models of type '{model_type}' have no known shape, as those of "
+            f"{', '.join(sorted(_SHAPES))} do: make the cache, run the model, and ask the cache for `nbytes`."
+        )
+    return _SHAPES[model_type](numbers)
+
+
+def _selective_scan(numbers: ConfigNumbers) -> RecurrentShape:
+    channels = numbers.number("intermediate_size")
+    return RecurrentShape(channels * numbers.number("conv_kernel"), channels * numbers.number("state_size"))
+
+
+def _expanded_scan(numbers: ConfigNumbers) -> RecurrentShape:
+    channels = numbers.number("mamba_expand") * numbers.number("hidden_size")
+    return RecurrentShape(channels * numbers.number("mamba_d_conv"), channels * numbers.number("mamba_d_state"))
+
+
+def _state_space_duality(channels: int, groups: int, state_size: int, kernel: int) -> RecurrentShape:
+    """Mamba 2: the convolution is over what enters the state as well, for each group of heads."""
+    return RecurrentShape((channels + 2 * groups * state_size) * kernel, channels * state_size)
+
+
+def _mamba2(numbers: ConfigNumbers) -> RecurrentShape:
+    channels = numbers.number("num_heads") * numbers.number("head_dim")
+    return _state_space_duality(
+        channels, numbers.number("n_groups"), numbers.number("state_size"), numbers.number("conv_kernel")
+    )
+
+
+def _nemotron(numbers: ConfigNumbers) -> RecurrentShape:
+    channels = numbers.number("mamba_num_heads") * numbers.number("mamba_head_dim")
+    return _state_space_duality(
+        channels, numbers.number("n_groups"), numbers.number("ssm_state_size"), numbers.number("conv_kernel")
+    )
+
+
+def _mamba2_in_hybrids(numbers: ConfigNumbers) -> RecurrentShape:
+    heads, head_dim = numbers.number("n_mamba_heads", "mamba_n_heads"), numbers.number("mamba_headdim", "mamba_d_head")
+    groups = numbers.number("mamba_ngroups", "mamba_n_groups")
+    return _state_space_duality(
+        heads * head_dim, groups, numbers.number("mamba_d_state"), numbers.number("mamba_d_conv")
+    )
+
+
+def _gated_delta(numbers: ConfigNumbers) -> RecurrentShape:
+    key_head_dim, value_head_dim = numbers.number("linear_key_head_dim"), numbers.number("linear_value_head_dim")
+    value_heads = numbers.number("linear_num_value_heads")
+    channels = 2 * numbers.number("linear_num_key_heads") * key_head_dim + value_heads * value_head_dim
+    return RecurrentShape(
+        channels * numbers.number("linear_conv_kernel_dim"), value_heads * key_head_dim * value_head_dim
+    )
+
+
+def _delta_attention(numbers: ConfigNumbers) -> RecurrentShape:
+    heads, head_dim = numbers.number("linear_num_heads"), numbers.number("linear_head_dim")
+    return RecurrentShape(3 * heads * head_dim * numbers.number("linear_conv_kernel_dim"), heads * head_dim**2)
+
+
+def _short_convolution(numbers: ConfigNumbers) -> RecurrentShape:
+    return RecurrentShape(numbers.number("hidden_size") * numbers.number("conv_L_cache"))
+
+
+def _nothing(numbers: ConfigNumbers) -> RecurrentShape:
+    return RecurrentShape(0)
+
+
+_SHAPES: dict[str, Callable[[ConfigNumbers], RecurrentShape]] = {
+    **dict.fromkeys(("mamba", "falcon_mamba"), _selective_scan),
+    **dict.fromkeys(("jamba", "zamba"), _expanded_scan),
+    "mamba2": _mamba2,
+    "nemotron_h": _nemotron,
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "zamba2"), _mamba2_in_hybrids),
+    **dict.fromkeys(
+        ("olmo_hybrid", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _gated_delta
+    ),
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), _delta_attention),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _short_convolution),
+    # Its states are attributes of its modules, which no cache reaches.
+    "recurrent_gemma": _nothing,
+}

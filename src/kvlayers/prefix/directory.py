@@ -12,17 +12,24 @@ from kvlayers.caches.base import Cache
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.inspect import CacheFile
 from kvlayers.persistence.rebuild import check_remakeable
-from kvlayers.prefix.backends import GoneError, StorageBackend, UnreachableError
-from kvlayers.prefix.backends.contract import SUFFIX
-from kvlayers.prefix.block_references import BlockReferences, known_entry
+from kvlayers.persistence.saved_file import UnknownVersionError
+from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
+from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, BLOCK_SUFFIX, SUFFIX
 from kvlayers.prefix.entry import PrefixEntry
-from kvlayers.prefix.entry_loader import EntryLoader, StoredPrefix, label_in
-from kvlayers.prefix.entry_writer import EntryFile, EntryWriter
-from kvlayers.prefix.file_reports import FileReports, name_in
-from kvlayers.prefix.garbage import GRACE_SECONDS, GRACE_SECONDS_WHEN_FULL, GarbageCollector
-from kvlayers.prefix.radix_tree import Tokens
+from kvlayers.prefix.entry_loader import EntryLoader, FileCandidate, FileReports, label_in, name_in
+from kvlayers.prefix.entry_writer import EntryWriter
+from kvlayers.prefix.keys import Tokens
+from kvlayers.prefix.references import BlockReferences, known_entry
 
 logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = ABANDONED_SECONDS
+"""How long nobody may have touched a block before it counts as left behind by a writer that was killed."""
+
+GRACE_SECONDS_WHEN_FULL = 120.0
+"""The same for the blocks of entries that are deleted to make room."""
+
+NANOSECONDS = 10**9
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,6 @@ class Directory:
         self.backend = backend
         self.reports = FileReports(backend)
         self._references = BlockReferences()
-        self._garbage = GarbageCollector(backend, self._references)
 
     @property
     def nbytes(self) -> int:
@@ -156,15 +162,15 @@ class Directory:
         served = ",".join(map(str, sorted(boundaries)))
         known = [(self._references.get(path), tokens) for path, tokens in neighbours]
         tables = [(entry.table, tokens) for entry, tokens in known if entry is not None]
-        file = EntryFile(name, f"{label} {served}", torch.from_numpy(ids.copy())[None])
-        written = EntryWriter(self.backend, self._references, cache, tables).write(file)
+        writer = EntryWriter(self.backend, self._references, cache, tables)
+        written = writer.write(name, f"{label} {served}", torch.from_numpy(ids.copy())[None])
         path = self.backend.path_of(name)
         self.reports.forget(path)
         return WrittenEntry(path, written.nbytes + written.table.nbytes)
 
     def load(
         self,
-        stored: StoredPrefix,
+        stored: FileCandidate,
         length: int,
         config: object | None,
         device: torch.device | str | None,
@@ -190,8 +196,8 @@ class Directory:
             CachePathError: it no longer exists.
             NeedsConfigError: its layers cannot be made without `config`.
         """
-        known = None if stored.path is None else self._references.get(stored.path)
-        if stored.path is None or known is None:
+        known = self._references.get(stored.path)
+        if known is None:
             raise GoneError("the entry has no file any more.")
         loader = EntryLoader(self.backend, self.reports, deadline)
         try:
@@ -244,10 +250,65 @@ class Directory:
 
     def _collect(self, candidates: Collection[str] | None, grace_seconds: float) -> int:
         try:
-            return self._garbage.collect(candidates, grace_seconds)
+            return self._deleted_bytes(candidates, grace_seconds)
         except UnreachableError as error:
             logger.warning("Blocks of a prefix store were not deleted: %s", error)
             return 0
+
+    def _deleted_bytes(self, candidates: Collection[str] | None, grace_seconds: float) -> int:
+        """Delete blocks that no entry refers to, beside running writers. `entry_writer.py` says why that is safe.
+
+        Blocks that this process has written, and that no other process has touched since, need no time of grace.
+
+        Args:
+            candidates: names of blocks, `None` for all.
+            grace_seconds: how long nobody may have touched a block before the listing begins.
+
+        Returns:
+            Bytes of the blocks that were deleted.
+
+        Raises:
+            UnreachableError: the files cannot be listed or deleted now.
+        """
+        began = time.time_ns()
+        files = self.backend.files()
+        entries = [file for file in files if file.name.endswith(SUFFIX)]
+        blocks = {file.name.removesuffix(BLOCK_SUFFIX): file for file in files if file.name.endswith(BLOCK_SUFFIX)}
+        wanted = [name for name in (blocks if candidates is None else candidates) if name in blocks]
+        if not wanted or not self._learn(entries):
+            return 0
+        self._references.forget_gone([self.backend.path_of(file.name) for file in entries], began)
+        unreferenced = self._references.unreferenced(wanted)
+        name_of = {blocks[name].name: name for name in unreferenced}
+        alone = self._references.used_by_this_process_alone([blocks[name] for name in unreferenced], name_of)
+        others = [name for name in unreferenced if name not in set(alone)]
+        if alone:
+            last_use = max(blocks[name].used for name in alone)
+            self.backend.delete([blocks[name].name for name in alone], last_use + 1)
+        if others:
+            self.backend.delete([blocks[name].name for name in others], began - int(grace_seconds * NANOSECONDS))
+        self._references.forget_uses(alone)
+        left = self.backend.find([blocks[name].name for name in unreferenced]) if unreferenced else []
+        return sum(blocks[name].nbytes for name, file in zip(unreferenced, left, strict=True) if file is None)
+
+    def _learn(self, entries: Collection[StoredFile]) -> bool:
+        """Read entries that other processes have written. Returns whether all references are known now."""
+        new = []
+        for file in entries:
+            known = self._references.get(self.backend.path_of(file.name))
+            if known is None or known.file != file:
+                new.append(file)
+        for file, seen in zip(new, self.backend.inspect(new), strict=True):
+            if isinstance(seen, UnknownVersionError | UnreachableError):
+                logger.info("Blocks of a prefix store are not deleted now, since some may be in use: %s", seen)
+                return False
+            if isinstance(seen, GoneError):
+                continue
+            if isinstance(seen, KVLayersError):
+                # Nobody can load a damaged entry, so it needs no blocks.
+                continue
+            self._references.put(seen.path, known_entry(seen, file))
+        return True
 
 
 def entry_of(seen: CacheFile) -> PrefixEntry | None:

@@ -1,13 +1,14 @@
-"""An entry of a prefix store: one sequence of tokens, and its cache."""
+"""An entry of a prefix store: its tokens and its cache, what memory it takes, and when it leaves."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import RollbackError
 from kvlayers.layers import EvictingLayer, LayerOperations, OffloadedLayer
-from kvlayers.prefix.radix_tree import Tokens
+from kvlayers.prefix.keys import RadixTree, Tokens
 from kvlayers.utils.tensor_memory import Storages
 
 
@@ -108,3 +109,104 @@ def fork_at(cache: Cache, length: int) -> Cache:
     if length < cache.get_seq_length():
         fork.truncate(length)
     return fork
+
+
+class EvictionPolicy(Protocol):
+    """Decides the order in which entries are evicted.
+
+    It is asked while the lock of the store is held, so it must not use the store. It must not change the entries.
+    """
+
+    def order(self, entries: Iterable[PrefixEntry]) -> Sequence[PrefixEntry]:
+        """The entries in order of eviction. Entries that are left out are evicted last."""
+
+
+class LeastRecentlyUsed:
+    """Evicts the entry first whose last insertion or lookup is longest ago.
+
+    Example:
+        >>> import kvlayers
+        >>> kvlayers.PrefixStore(max_bytes=2**30, policy=kvlayers.prefix.LeastRecentlyUsed())
+        PrefixStore(0 entries, 0 B of 1.00 GiB)
+    """
+
+    def order(self, entries: Iterable[PrefixEntry]) -> Sequence[PrefixEntry]:
+        """The entries by last use, the oldest first."""
+        return sorted(entries, key=lambda entry: entry.last_use)
+
+
+def eviction_order(
+    policy: EvictionPolicy, entries: Sequence[PrefixEntry], trees: Iterable[RadixTree[PrefixEntry]]
+) -> list[PrefixEntry]:
+    """All `entries` in the order of the policy, but an entry comes after the entries that continue its tokens.
+
+    These read its memory, so evicting it before them would free nothing.
+
+    Args:
+        policy: the policy.
+        entries: the entries that may be evicted.
+        trees: the trees that hold them, and others.
+    """
+    ranks: dict[int, int] = {}
+    # Entries that the policy leaves out come last, since the budget must hold whatever it returns.
+    for entry in [*policy.order(tuple(entries)), *entries]:
+        ranks.setdefault(id(entry), len(ranks))
+    last_below: dict[int, int] = {}
+    for tree in trees:
+        nodes = list(tree.nodes())
+        last = [-1 if node.value is None else ranks.get(id(node.value), -1) for node in nodes]
+        # Children stand behind their parents.
+        for number in range(len(nodes) - 1, 0, -1):
+            node = nodes[number]
+            if node.value is not None:
+                last_below[id(node.value)] = last[number]
+            if node.parent is not None:
+                last[node.parent] = max(last[node.parent], last[number])
+    return sorted(entries, key=lambda entry: (last_below[id(entry)], -entry.length))
+
+
+class MemoryAccount:
+    """How many caches hold each piece of memory, by address.
+
+    Args:
+        caches: the pieces of memory of each cache to start with.
+
+    Attributes:
+        nbytes: total bytes, each piece counted once.
+        shared_bytes: bytes of the pieces that several caches hold, each piece counted once.
+
+    Example:
+        >>> account = MemoryAccount([{1: 100, 2: 50}, {2: 50, 3: 7}])
+        >>> account.nbytes, account.shared_bytes
+        (157, 50)
+        >>> account.remove({1: 100, 2: 50})
+        >>> account.nbytes, account.shared_bytes
+        (57, 0)
+    """
+
+    def __init__(self, caches: Iterable[Storages] = ()) -> None:
+        self.nbytes = self.shared_bytes = 0
+        # By size as well: memory may have moved before its holder is counted again, and other memory be at its address.
+        self._holders: dict[tuple[int, int], int] = {}
+        for storages in caches:
+            self.add(storages)
+
+    def add(self, storages: Storages) -> None:
+        """Add the memory of a cache."""
+        for piece in storages.items():
+            holders = self._holders[piece] = self._holders.get(piece, 0) + 1
+            if holders == 1:
+                self.nbytes += piece[1]
+            elif holders == 2:
+                self.shared_bytes += piece[1]
+
+    def remove(self, storages: Storages) -> None:
+        """Remove the memory of a cache that was added before."""
+        for piece in storages.items():
+            holders = self._holders.pop(piece) - 1
+            if holders:
+                self._holders[piece] = holders
+            if holders == 1:
+                self.shared_bytes -= piece[1]
+            elif not holders:
+                self.nbytes -= piece[1]

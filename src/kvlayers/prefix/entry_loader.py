@@ -1,50 +1,128 @@
 """Loads the cache of an entry: of all its blocks, or of those before the first that cannot be used."""
 
 import contextlib
+import logging
+import os
+import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
-from kvlayers.persistence.block_table import BlockTable
 from kvlayers.persistence.format import TOKEN_IDS
 from kvlayers.persistence.inspect import CacheFile, summary
-from kvlayers.persistence.load import StateReader, load_cache
-from kvlayers.persistence.safetensors_header import MAX_HEADER_BYTES
-from kvlayers.persistence.saved_file import SavedFile, opened, opened_by_ranges
+from kvlayers.persistence.load import StateReader
+from kvlayers.persistence.safetensors_header import MAX_HEADER_BYTES, Header, parse_header
+from kvlayers.persistence.saved_file import SavedFile
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
 from kvlayers.prefix.backends.contract import Content
-from kvlayers.prefix.block_references import KnownEntry
-from kvlayers.prefix.block_states import BlockStates, can_be_cut
-from kvlayers.prefix.blocks import file_of, read_blocks
-from kvlayers.prefix.entry import fork_at, restorable_length
-from kvlayers.prefix.file_reports import FileReports, name_in
-from kvlayers.prefix.keys import LABEL_PREFIX
-from kvlayers.prefix.radix_tree import Tokens
+from kvlayers.prefix.blocks import BlockStates, can_be_cut, file_of, read_blocks
+from kvlayers.prefix.entry import PrefixEntry, fork_at, restorable_length
+from kvlayers.prefix.keys import LABEL_PREFIX, Tokens
+from kvlayers.prefix.references import KnownEntry
 from kvlayers.utils.options import checked_device
+
+logger = logging.getLogger(__name__)
+
+
+class FileReports:
+    """Counts files that cannot be used. Threads may share it.
+
+    Args:
+        backend: where the files are.
+
+    Attributes:
+        damaged_files: how many damaged or missing files were seen.
+        failed_reads: how often a file could not be reached, or not in time.
+    """
+
+    def __init__(self, backend: StorageBackend) -> None:
+        self.damaged_files = self.failed_reads = 0
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._reported: dict[str, StoredFile | None] = {}
+
+    def has(self, path: str, file: StoredFile) -> bool:
+        """Whether exactly this file was reported as damaged."""
+        return self._reported.get(path) == file
+
+    def damaged(self, path: str, error: Exception) -> None:
+        """Count a file as damaged, and log it once."""
+        file = None
+        with contextlib.suppress(UnreachableError):
+            (file,) = self._backend.find([name_in(path)])
+        self.damaged_file(path, file, error)
+
+    def damaged_file(self, path: str, file: StoredFile | None, error: Exception) -> None:
+        """As `damaged`, for a file that was just listed; `None` if it does not exist."""
+        with self._lock:
+            if path in self._reported and self._reported[path] == file:
+                return
+            self._reported[path] = file
+            self.damaged_files += 1
+        logger.warning("A file of a prefix store is skipped: %s", error)
+
+    def unreachable(self, error: Exception) -> None:
+        """Count a file that could not be reached, and log it."""
+        with self._lock:
+            self.failed_reads += 1
+        logger.warning("A file of a prefix store could not be read now: %s", error)
+
+    def forget(self, path: str) -> None:
+        """Report a file again if it is damaged, since it was written anew."""
+        with self._lock:
+            self._reported.pop(path, None)
+
+
+def name_in(path: str) -> str:
+    """The name of the file at a path or URL."""
+    return os.path.basename(path)
 
 
 class NeedsConfigError(Exception):
     """A file is in order, but its cache cannot be made without the model's config. It never leaves kvlayers."""
 
 
-class StoredPrefix(Protocol):
-    """What identifies an entry in a file, for `Directory.load`. It does not change meanwhile."""
+@dataclass(frozen=True)
+class FileCandidate:
+    """An entry in a file that may serve a prompt. It does not change, whatever becomes of the entry.
+
+    Attributes:
+        entry: the entry.
+        label: model and namespace.
+        ids: its tokens.
+        path: path of its file.
+        shared: number of tokens that it shares with the prompt and that are to be found.
+    """
+
+    entry: PrefixEntry
+    label: str
+    ids: Tokens
+    path: str
+    shared: int
 
     @property
-    def label(self) -> str:
-        """Model and namespace, as returned by `keys.label_of`."""
+    def is_whole(self) -> bool:
+        """Whether all of its tokens are needed. Such an entry certainly works."""
+        return len(self.ids) <= self.shared
 
-    @property
-    def ids(self) -> Tokens:
-        """The tokens, int64 `[tokens]`."""
 
-    @property
-    def path(self) -> str | None:
-        """Path of the file."""
+class _ContentTensors:
+    """The tensors of a file that was read, or mapped into memory."""
+
+    def __init__(self, content: Content, header: Header) -> None:
+        self._content, self._header = content, header
+
+    def get_tensor(self, name: str) -> Tensor:
+        """A copy of a tensor."""
+        entry, (start, end) = self._header.tensors[name], self._header.ranges[name]
+        if start == end:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        return torch.frombuffer(bytearray(self._content[start:end]), dtype=entry.dtype).view(entry.shape)
 
 
 class EntryLoader:
@@ -70,45 +148,39 @@ class EntryLoader:
 
     def load(
         self,
-        stored: StoredPrefix,
+        stored: FileCandidate,
         known: KnownEntry,
         length: int,
         config: object | None,
         device: torch.device | str | None,
     ) -> Cache | None:
         """See `Directory.load`."""
-        with self._opened(str(stored.path), known) as saved:
-            seen, path = summary(saved), saved.path
-            # Compared now, and not only when the store was opened, since other processes may write to the directory.
-            if label_in(seen) != stored.label or not saved.has_token_ids or not _are_ids(saved, stored.ids):
-                raise CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
-            # The label has identified the model already, so the config is only for layers that cannot be made without.
-            if seen.needs_config and config is None:
-                raise NeedsConfigError
-            config = config if seen.needs_config else None
-            if saved.table is None:
-                first = length if length < seen.length and seen.has_prefixes else None
-                cache = _at_fault(lambda: load_cache(path, device, config, first, weights_id=seen.weights_id))
-            else:
-                cache = self._from_blocks(saved, saved.table, length, config, device)
+        saved = self._opened(stored.path, known)
+        seen = summary(saved)
+        # Compared now, and not only when the store was opened, since other processes may write to the directory.
+        if label_in(seen) != stored.label or not saved.has_token_ids or not _are_ids(saved, stored.ids):
+            raise CacheFileError(f"{saved.path} was replaced: it no longer holds the tokens of its entry.")
+        # The label has identified the model already, so the config is only for layers that cannot be made without.
+        if seen.needs_config and config is None:
+            raise NeedsConfigError
+        config = config if seen.needs_config else None
+        states: BlockStates | None = None
+        cut = length if length < seen.length and seen.has_prefixes else None
+        if saved.table is not None:
+            is_cuttable = can_be_cut(saved)
+            states = self._states(saved.path, BlockStates(saved.table, length, is_cuttable))
+            cut = states.length if is_cuttable else None
+        place = torch.device("cpu") if device is None else checked_device(device)
+        cache = _at_fault(lambda: StateReader(saved, place, cut, True, states).new(config))
+        with contextlib.suppress(UnreachableError):
+            self._backend.touch([name_in(saved.path)])
         target = restorable_length(cache, min(length, cache.get_seq_length()))
         return fork_at(cache, target) if 0 < target < cache.get_seq_length() else (cache if target else None)
 
-    @contextlib.contextmanager
-    def _opened(self, path: str, known: KnownEntry) -> Iterator[SavedFile]:
-        """The file of an entry. If it holds a whole cache, it is mapped, or copied to this machine."""
-        name = name_in(path)
-        if not known.table.sizes:
-            # As in `_content`.
-            most, wait_seconds = known.nbytes + MAX_HEADER_BYTES, self._seconds_left()
-            with self._backend.reading(name, most, wait_seconds) as local, opened(local) as saved:
-                yield saved
-            return
-        content = self._content(StoredFile(name, known.nbytes))
-        with opened_by_ranges(path, len(content), lambda start, end: bytes(content[start:end])) as saved:
-            yield saved
-        with contextlib.suppress(UnreachableError):
-            self._backend.touch([name])
+    def _opened(self, path: str, known: KnownEntry) -> SavedFile:
+        content = self._content(StoredFile(name_in(path), known.nbytes))
+        header = parse_header(path, len(content), lambda start, end: bytes(content[start:end]))
+        return SavedFile(path, _ContentTensors(content, header), header)
 
     def _content(self, file: StoredFile) -> Content:
         """The content of a file that other processes may replace meanwhile."""
@@ -127,25 +199,13 @@ class EntryLoader:
                 raise content
             file = now
 
-    def _from_blocks(
-        self,
-        saved: SavedFile,
-        table: BlockTable,
-        length: int,
-        config: object | None,
-        device: torch.device | str | None,
-    ) -> Cache:
-        """The cache of an entry, with at least `length` tokens if all blocks that this takes can be used."""
-        is_cuttable = can_be_cut(saved)
-        states = BlockStates(table, length, is_cuttable)
-        needed = states.needed_blocks
-        for name, found in read_blocks(self._backend, needed, self._seconds_left()):
+    def _states(self, path: str, states: BlockStates) -> BlockStates:
+        """Read the blocks of an entry, until all that are needed have arrived, or the rest is of no use."""
+        for name, found in read_blocks(self._backend, states.needed_blocks, self._seconds_left()):
             if not states.take(self._backend.path_of(file_of(name, 0).name), name, found):
                 break
-        self._report_failures(saved.path, states)
-        cut = states.length if is_cuttable else None
-        place = torch.device("cpu") if device is None else checked_device(device)
-        return _at_fault(lambda: StateReader(saved, place, cut, True, states).new(config))
+        self._report_failures(path, states)
+        return states
 
     def _report_failures(self, path: str, states: BlockStates) -> None:
         """Report blocks that could not be used, and raise their error if nothing is left without them."""

@@ -4,7 +4,7 @@ Other processes may delete blocks that no entry refers to, at any time. Why no e
 
 1. A writer writes its new blocks, and *touches* the others, before it writes the entry. It touches all of them again if
    more than `TOUCH_SECONDS` have passed since.
-2. A collector (`garbage.py`) notes the time, lists the entries, and deletes only blocks that none of them refers to
+2. A collector (`directory.py`) notes the time, lists the entries, and deletes only blocks that none of them refers to
    and that nobody has touched for `GRACE_SECONDS` before that time. So if the entry came too late for the listing, the
    collector sees the touch; and if the touch is too old to count, the entry was there in time for the listing.
 3. Some storages cannot be touched, and processes may stop for minutes at any line. So after it has written the
@@ -15,7 +15,6 @@ Other processes may delete blocks that no entry refers to, at any time. Why no e
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from safetensors.torch import save
@@ -28,9 +27,9 @@ from kvlayers.persistence.format import ModelRecord, layer_prefix
 from kvlayers.persistence.safetensors_header import parse_header
 from kvlayers.persistence.save import described, with_checksums
 from kvlayers.prefix.backends import StorageBackend, StoredFile, UnreachableError
-from kvlayers.prefix.block_references import BlockReferences, HeldBlocks, KnownEntry
 from kvlayers.prefix.blocks import file_of, name_of
 from kvlayers.prefix.manifest import EntryStates, Neighbour, NewRows, planned, with_pieces
+from kvlayers.prefix.references import BlockReferences, Hold, KnownEntry
 
 ATTEMPTS = 4
 """How often a writer starts again if blocks disappear while it writes."""
@@ -40,21 +39,6 @@ TOUCH_SECONDS = 20.0
 
 BATCH_BYTES = 32 * 2**20
 """Bytes of new blocks that are looked up together, unless a single one has more."""
-
-
-@dataclass(frozen=True)
-class EntryFile:
-    """The file of an entry.
-
-    Attributes:
-        name: its name.
-        weights_id: what it says about its label and its boundaries.
-        token_ids: int64 `[1, tokens]`.
-    """
-
-    name: str
-    weights_id: str
-    token_ids: Tensor
 
 
 class EntryWriter:
@@ -83,41 +67,46 @@ class EntryWriter:
         self._sole: set[str] = set()
 
     @torch.no_grad()
-    def write(self, file: EntryFile) -> KnownEntry:
+    def write(self, name: str, weights_id: str, token_ids: Tensor) -> KnownEntry:
         """Write the entry and its blocks.
+
+        Args:
+            name: name of its file.
+            weights_id: what the file says about the label and the boundaries of the entry.
+            token_ids: int64 `[1, tokens]`.
 
         Raises:
             CachePathError: the files cannot be written.
             StateMismatchError: the cache has more than a file can hold.
         """
         for _ in range(ATTEMPTS):
-            with self._references.holding() as held:
-                table = self._with_blocks(held)
+            with self._references.holding() as hold:
+                table = self._with_blocks(hold)
                 if table is None:
                     continue
-                content = self._content(file, table)
+                content = self._content(name, weights_id, token_ids, table)
                 self._touch_again(table)
-                self._backend.write(file.name, content)
+                self._backend.write(name, content)
                 if self._is_complete(table):
                     known = KnownEntry(len(content), table)
-                    self._references.put(self._backend.path_of(file.name), known)
+                    self._references.put(self._backend.path_of(name), known)
                     return known
         raise UnreachableError(
-            f"{self._backend.path_of(file.name)} is incomplete, because its blocks were deleted {ATTEMPTS} "
+            f"{self._backend.path_of(name)} is incomplete, because its blocks were deleted {ATTEMPTS} "
             "times meanwhile: use one directory_max_bytes for all stores of a directory."
         )
 
-    def _with_blocks(self, held: HeldBlocks) -> BlockTable | None:
+    def _with_blocks(self, hold: Hold) -> BlockTable | None:
         """The table of the entry, after all of its blocks were touched or written; `None` if some were missing."""
         plans = [planned(group, self._neighbours, self._references.unusable) for group in self._states.groups]
         sizes = {name: nbytes for table, _ in self._neighbours for name, nbytes in table.sizes.items()}
         shared = {piece.block: sizes[piece.block] for plan in plans for piece in plan if isinstance(piece, Piece)}
-        held.add(shared)
+        hold(shared)
         self._touched = time.monotonic()
         if not self._touch_shared(shared):
             return None
         new: dict[tuple[int, NewRows], str] = {}
-        for number, rows, name, nbytes in self._write_new(plans, held):
+        for number, rows, name, nbytes in self._write_new(plans, hold):
             new[number, rows] = name
             shared[name] = nbytes
         groups = []
@@ -143,7 +132,7 @@ class EntryWriter:
         return len(there) == len(files)
 
     def _write_new(
-        self, plans: Sequence[Sequence[Piece | NewRows]], held: HeldBlocks
+        self, plans: Sequence[Sequence[Piece | NewRows]], hold: Hold
     ) -> Iterator[tuple[int, NewRows, str, int]]:
         """Write the blocks that are not there. Yields group, rows, name and bytes of each."""
         wanted = [(number, rows) for number, plan in enumerate(plans) for rows in plan if isinstance(rows, NewRows)]
@@ -151,7 +140,7 @@ class EntryWriter:
         for number, rows in wanted:
             content = self._states.block(number, rows)
             name = name_of(content)
-            held.add([name])
+            hold([name])
             batch[file_of(name, len(content))] = name, content
             yield number, rows, name, len(content)
             if sum(file.nbytes for file in batch) > BATCH_BYTES:
@@ -169,16 +158,16 @@ class EntryWriter:
                 self._references.discard_unusable(name)
                 self._sole.add(name)
 
-    def _content(self, file: EntryFile, table: BlockTable) -> bytes:
-        model = ModelRecord(weights_id=file.weights_id)
-        description, tensors = described(self._cache, self._states.state, model, file.token_ids)
+    def _content(self, name: str, weights_id: str, token_ids: Tensor, table: BlockTable) -> bytes:
+        model = ModelRecord(weights_id=weights_id)
+        description, tensors = described(self._cache, self._states.state, model, token_ids)
         for index, names in enumerate(self._states.in_blocks):
-            for name in names:
-                del tensors[layer_prefix(None, index) + name]
+            for states in names:
+                del tensors[layer_prefix(None, index) + states]
         tensors, metadata = with_checksums(description, tensors, table)
         content = save(tensors, metadata)
         try:
-            parse_header(file.name, len(content), lambda start, end: content[start:end])
+            parse_header(name, len(content), lambda start, end: content[start:end])
         except CacheFileError as error:
             raise StateMismatchError(f"The cache has more than a file can hold: {error}") from error
         return content

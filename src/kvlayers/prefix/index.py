@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 from kvlayers.caches.base import Cache
 from kvlayers.errors import CapacityError, KVLayersError
-from kvlayers.prefix.entry import PrefixEntry, can_restore
-from kvlayers.prefix.entry_eviction import EvictionPolicy, eviction_order
-from kvlayers.prefix.memory_account import MemoryAccount
-from kvlayers.prefix.radix_tree import RadixTree, Tokens
+from kvlayers.prefix.entry import EvictionPolicy, MemoryAccount, PrefixEntry, can_restore, eviction_order
+from kvlayers.prefix.keys import RadixTree, Tokens
 from kvlayers.utils.tensor_memory import Storages
 from kvlayers.utils.units import exact_bytes
 

@@ -17,16 +17,12 @@ from kvlayers.layers import LayerState, TokenLayer
 from kvlayers.persistence.block_table import BlockGroup, BlockTable, Piece, RowRun, TensorForm
 from kvlayers.persistence.format import canonical
 from kvlayers.persistence.safetensors_header import DTYPES
-from kvlayers.prefix.blocks import BLOCK_TOKENS, filled_block
+from kvlayers.prefix.blocks import BLOCK_TOKENS, CODE_NAMES, DENSE_NAMES, filled_block
 from kvlayers.quantizers.smoothing import NAMES as SMOOTHING_NAMES
 from kvlayers.stores import DenseStore
-from kvlayers.stores.packed_blocks import PACKED_NAMES
 
 MOST_PIECES = 4
 """Pieces of other blocks that stand for the tokens of one block. More are written as one block."""
-
-DENSE_NAMES = ("keys", "values")
-CODE_NAMES = tuple(name for name in PACKED_NAMES if name != "block_ends")
 
 Neighbour = tuple[BlockTable, int]
 """The blocks of an entry, and how many of the first tokens it shares."""

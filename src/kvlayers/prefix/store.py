@@ -14,15 +14,11 @@ from kvlayers.caches.base import Cache
 from kvlayers.errors import OptionError, PrefixError
 from kvlayers.prefix.backends import backend_for
 from kvlayers.prefix.directory import Directory
-from kvlayers.prefix.entry import fork_at
-from kvlayers.prefix.entry_access import EntryAccess
-from kvlayers.prefix.entry_eviction import EvictionPolicy, LeastRecentlyUsed
+from kvlayers.prefix.entry import EvictionPolicy, LeastRecentlyUsed, fork_at
 from kvlayers.prefix.index import EntryIndex
-from kvlayers.prefix.keys import checked_cache, label_of, tokens_of
-from kvlayers.prefix.lookup import Hit
-from kvlayers.prefix.radix_tree import Tokens
-from kvlayers.prefix.statistics import PrefixStatistics
-from kvlayers.prefix.tree import PrefixTree, TreeEntry, tree_of
+from kvlayers.prefix.keys import Tokens, checked_cache, label_of, tokens_of
+from kvlayers.prefix.lookup import EntryAccess, Hit
+from kvlayers.prefix.report import PrefixStatistics, PrefixTree, TreeEntry, tree_of
 from kvlayers.prefix.write_queue import WriteQueue
 from kvlayers.utils.options import checked_device, checks_options
 from kvlayers.utils.units import amount_of_bytes, readable_bytes

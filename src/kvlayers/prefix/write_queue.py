@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvlayers.errors import CachePathError, KVLayersError
 from kvlayers.prefix.directory import Directory, WrittenEntry
@@ -40,18 +41,8 @@ class _Write:
     superseded: list[PrefixEntry] = field(default_factory=list)
 
 
-@dataclass(eq=False)
-class _Delete:
-    """Files to delete."""
-
-    paths: Sequence[str]
-
-
-class _Tidy:
-    """Garbage and the least recently used files are to be deleted."""
-
-
-_Job = _Write | _Delete | _Tidy
+_Job = _Write | Callable[[], object]
+"""An entry to write, or files to delete."""
 
 
 class WriteQueue:
@@ -105,11 +96,11 @@ class WriteQueue:
     def delete(self, paths: Sequence[str]) -> None:
         """Have files deleted."""
         if paths:
-            self._add(_Delete(paths))
+            self._add(partial(self._do_delete, paths))
 
     def tidy(self) -> None:
         """Have files deleted: what killed writers left behind, and what exceeds `directory_max_bytes`."""
-        self._add(_Tidy())
+        self._add(self._do_tidy)
 
     def forget_writes(self) -> None:
         """Write nothing of what waits."""
@@ -221,16 +212,19 @@ class WriteQueue:
         """Do a job, and return the seconds after which to try again, `None` if it is done."""
         if isinstance(job, _Write):
             return self._do_write(job)
-        if isinstance(job, _Delete):
-            self._directory.delete_all(job.paths)
-            with self._changed:
-                # A refresh has found them if it listed the files before.
-                for entry in [entry for entry in self._index if entry.path in job.paths]:
-                    self._index.drop_file(entry)
-        else:
-            self._do_shrink()
-            self._directory.collect_garbage()
+        job()
         return None
+
+    def _do_delete(self, paths: Sequence[str]) -> None:
+        self._directory.delete_all(paths)
+        with self._changed:
+            # A refresh has found them if it listed the files before.
+            for entry in [entry for entry in self._index if entry.path in paths]:
+                self._index.drop_file(entry)
+
+    def _do_tidy(self) -> None:
+        self._do_shrink()
+        self._directory.collect_garbage()
 
     def _do_write(self, job: _Write) -> float | None:
         entry = job.entry

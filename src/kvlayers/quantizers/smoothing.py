@@ -36,8 +36,8 @@ UNEVEN_ROTATED = 96.0
 LARGE_MEAN = 3.0
 """How many times the variance of such keys the square of their mean must be before the mean is subtracted.
 
-Below that, the few tokens that differ most from the others, at which attention often looks, lose more than the others
-gain. Measured with turboquant on SmolLM2.
+Below that, predictions were further from those of the exact cache with a mean than without one. Measured with
+turboquant on SmolLM2.
 """
 
 POWER = 0.75
@@ -76,6 +76,10 @@ class KeySmoothing:
         factors, means = vectors_for(quantizer)
         if not keys.numel() or not (factors or means):
             return cls()
+        if keys.is_meta:
+            # A plan asks for bytes alone.
+            shape = (*keys.shape[:2], 1, keys.shape[3])
+            return cls(*(keys.new_empty(shape) if wanted else None for wanted in (factors, means)))
         finite = keys.isfinite().all(-1, keepdim=True)
         exact = torch.where(finite, keys.float(), 0.0)
         # Squares of the largest keys would overflow.

@@ -1,8 +1,6 @@
 """A tensor with room for tokens: the memory of keys, or of values."""
 
-import contextlib
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -51,27 +49,10 @@ def form_of(states: Tensor) -> StateForm:
     return tuple.__new__(StateForm, (batch, kv_heads, head_dim, states.dtype, states.device))
 
 
-_allocated_nbytes: ContextVar[Callable[[int], int]] = ContextVar("_allocated_nbytes", default=int)
-
-
-@contextlib.contextmanager
-def memory_of(allocated_nbytes: Callable[[int], int]) -> Iterator[None]:
-    """Let `nbytes_of` say what memory takes whose allocator rounds up.
-
-    Args:
-        allocated_nbytes: from the bytes of a buffer to the bytes that are allocated for it.
-    """
-    token = _allocated_nbytes.set(allocated_nbytes)
-    try:
-        yield
-    finally:
-        _allocated_nbytes.reset(token)
-
-
 def nbytes_of(form: StateForm, tokens: int) -> int:
     """Bytes of a buffer for `tokens` tokens of this form, for all sequences and heads."""
     batch, kv_heads, head_dim, dtype, _ = form
-    return _allocated_nbytes.get()(batch * kv_heads * tokens * head_dim * dtype.itemsize)
+    return batch * kv_heads * tokens * head_dim * dtype.itemsize
 
 
 MAXIMUM_PIECES = 8

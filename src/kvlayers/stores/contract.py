@@ -92,21 +92,6 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
         """
         return 0 if self.fidelity == "exact" else None
 
-    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
-        """The `nbytes` of a store like this one after it took in `tokens` tokens at once.
-
-        Args:
-            key_form: form of the keys.
-            value_form: form of the values.
-            tokens: tokens of a sequence.
-            sized_for: number of tokens to make room for, in place of the store's own `sized_for`.
-
-        Raises:
-            CapacityError: the tokens do not fit into a reservation of `sized_for` tokens.
-            UnsupportedLayerError: the class has no arithmetic.
-        """
-        raise lacks_member(self, "planned_nbytes")
-
     def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:
         """Bits of one number of a key or value in the store's main memory, with its share of scales and zeros."""
         return 8.0 * key_form.dtype.itemsize

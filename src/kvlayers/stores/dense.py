@@ -10,7 +10,7 @@ from typing_extensions import Self, override
 from kvlayers.attention.gqa import marked_for_one_query
 from kvlayers.attention.segment_kinds import DenseSegment
 from kvlayers.attention.segments import KVSegments
-from kvlayers.stores.buffer import StateForm, TokenBuffer, nbytes_of
+from kvlayers.stores.buffer import StateForm, TokenBuffer
 from kvlayers.stores.contiguous import ContiguousStore
 from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, TokenStore, register_store
 from kvlayers.stores.returned_states import ReturnedStates
@@ -473,11 +473,6 @@ class DenseStore(ContiguousStore):
     @override
     def fidelity(self) -> Fidelity:
         return "exact"
-
-    @override
-    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
-        capacity = self.capacity_for(tokens, sized_for) + self.prefix_room if tokens else 0
-        return nbytes_of(key_form, capacity) + nbytes_of(value_form, capacity)
 
     # States of another dtype
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kvlayers.attention.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.errors import StateMismatchError
-from kvlayers.eviction.kept import KeptTokens
+from kvlayers.eviction.selection import KeptTokens
 from kvlayers.stores.contract import KVPair, TokenStore
 from kvlayers.stores.dense import DenseStore, store_of
 from kvlayers.stores.flat_tokens import DenseFlatTokens, PieceTables

@@ -131,6 +131,9 @@ class PackedBlocks:
             if search is not None and is_here and self.obstacle(side) is None:
                 cuda_launch.pack_blocks(states, partner, codes, parameters, layout, search, of_side)
                 continue
+            if states.is_meta:
+                # A plan asks for bytes, and the room was made.
+                continue
             states = states if of_side is None else of_side.applied(states)
             if search is not None and is_here and cpu_pack.packs(layout, states, partner):
                 cpu_pack.pack_blocks(states, partner, codes, parameters, layout, search)
@@ -415,23 +418,6 @@ def packed_forms(
 
 def _store_of_blocks(hint: int | None) -> DenseStore:
     return DenseStore(hint, GROWTH_DIVISOR, MINIMUM_GROWTH)
-
-
-def planned_nbytes(
-    quantizers: dict[Side, Quantizer],
-    forms: tuple[StateForm, StateForm],
-    block_tokens: int,
-    blocks: int,
-    hint: int | None,
-) -> int:
-    """The bytes of `PackedBlocks`, made with these arguments, after `blocks` blocks were packed at once, and of the
-    vectors that smooth their keys."""
-    store = _store_of_blocks(hint)
-    packed = sum(
-        store.planned_nbytes(*packed_forms(quantizers[side].format, side, form, block_tokens), blocks, hint)
-        for side, form in zip(SIDES, forms, strict=True)
-    )
-    return packed + nbytes_of(forms[0], sum(vectors_for(quantizers["keys"])))
 
 
 def block_nbytes(code_format: CodeFormat, side: Side, form: StateForm, block_tokens: int) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.errors import OptionError, StateMismatchError, UnsupportedLayerError
-from kvlayers.eviction.kept import KeptTokens
+from kvlayers.eviction.selection import KeptTokens
 from kvlayers.quantizers.contract import Side
 from kvlayers.quantizers.smoothing import KeySmoothing
 from kvlayers.stores.buffer import form_of

@@ -228,10 +228,6 @@ class QuantizedStore(TokenStore):
         return self._parts.old_tokens if self._parts.blocks else 0
 
     @override
-    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
-        return plan.planned_nbytes(self.quantization, (key_form, value_form), tokens, sized_for)
-
-    @override
     def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:
         return plan.planned_bits(self.quantization, (key_form, value_form))
 

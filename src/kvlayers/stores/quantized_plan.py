@@ -1,12 +1,9 @@
 """How many blocks and bytes a quantized store takes for a number of tokens."""
 
 from kvlayers.stores.buffer import StateForm, nbytes_of
-from kvlayers.stores.dense import DenseStore
 from kvlayers.stores.packed_blocks import SIDES, block_nbytes
-from kvlayers.stores.packed_blocks import planned_nbytes as nbytes_of_blocks
 from kvlayers.stores.quantization import Quantization, block_tokens, blocks_beyond
 from kvlayers.stores.quantized_checks import checked_quantizers
-from kvlayers.stores.quantized_parts import residual_after_blocks, residual_length_hint
 
 
 def most_blocks(quantization: Quantization, size: int, length_hint: int | None) -> int | None:
@@ -17,24 +14,6 @@ def most_blocks(quantization: Quantization, size: int, length_hint: int | None) 
 def _unpacked_room(quantization: Quantization, size: int) -> int:
     """The most tokens that stay in full precision, beside blocks of `size` tokens."""
     return quantization.sink_tokens + quantization.residual_length + size
-
-
-def planned_nbytes(
-    quantization: Quantization, forms: tuple[StateForm, StateForm], tokens: int, sized_for: int | None
-) -> int:
-    """See `TokenStore.planned_nbytes`."""
-    quantizers = checked_quantizers(quantization, *forms)
-    size = block_tokens(quantizers)
-    room = _unpacked_room(quantization, size)
-    blocks = blocks_beyond(tokens, room, size)
-    if not blocks:
-        return DenseStore().planned_nbytes(*forms, tokens, residual_length_hint(room, sized_for, 0))
-    sinks = quantization.sink_tokens
-    old = sinks + blocks * size
-    hint = residual_length_hint(quantization.residual_length + size, sized_for, old, tokens - old)
-    residual = residual_after_blocks(size).planned_nbytes(*forms, tokens - old, hint)
-    packed = nbytes_of_blocks(quantizers, forms, size, blocks, most_blocks(quantization, size, sized_for))
-    return packed + residual + sum(nbytes_of(form, sinks) for form in forms)
 
 
 def planned_bits(quantization: Quantization, forms: tuple[StateForm, StateForm]) -> float:

@@ -21,7 +21,6 @@ from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.stores.flat_tokens import FlatTokens
 from kvlayers.stores.quantized import QuantizedStore
 from kvlayers.stores.quantized_checks import in_one_dtype
-from kvlayers.stores.ragged_plan import planned_nbytes
 from kvlayers.stores.ragged_state import RaggedColumns, check_ragged_state, flat_tokens_of, is_ragged, tail_state
 from kvlayers.stores.returned_states import ReturnedStates
 from kvlayers.stores.validation import checked_forms, mismatch
@@ -156,11 +155,6 @@ class RaggedStore(TokenStore):
     @override
     def packing_paths(self) -> Mapping[str, int]:
         return self._tail.packing_paths
-
-    @override
-    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
-        """The bytes for `tokens` tokens of an average head."""
-        return planned_nbytes(self._tail, key_form, value_form, tokens) if tokens else 0
 
     @override
     def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:

@@ -11,7 +11,7 @@ from typing_extensions import Self, override
 from kvlayers.attention.custom_masks import ReservedColumns, columns_of, marked_for_custom_masks
 from kvlayers.attention.gqa import marked_for_sdpa, shared_in_graph
 from kvlayers.errors import StateMismatchError
-from kvlayers.stores.buffer import COUNT_DTYPE, StateForm, TokenBuffer, form_of, nbytes_of
+from kvlayers.stores.buffer import StateForm, TokenBuffer, form_of
 from kvlayers.stores.contiguous import ContiguousStore
 from kvlayers.stores.contract import BufferSwap, Fidelity, KVPair, register_store
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
@@ -432,18 +432,6 @@ class StaticStore(ContiguousStore):
     @override
     def fidelity(self) -> Fidelity:
         return "exact"
-
-    @override
-    def planned_nbytes(self, key_form: StateForm, value_form: StateForm, tokens: int, sized_for: int | None) -> int:
-        capacity = self.capacity if sized_for is None else sized_for
-        if tokens > capacity and not self.grow:
-            raise no_room_for_tokens(capacity, 0, tokens)
-        while capacity < tokens:
-            capacity = self.buckets.after(capacity)
-        rows = max(key_form.batch_size, self.max_batch_size or 0)
-        reserved = sum(nbytes_of(form.of_batch(rows), capacity) for form in (key_form, value_form))
-        # The device's two counts: the cursor, and the offset.
-        return reserved + 2 * COUNT_DTYPE.itemsize
 
     def _is_reserved(self, batch_size: int, capacity: int) -> bool:
         reserved = self._reserved

@@ -63,12 +63,13 @@ def position_in(model: Any) -> int | None:
     return names.index(name) if name in names else None
 
 
-def respelled(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a forward pass with the cache by the name that the model takes, whichever name it was passed by.
+def respelled(model: Any, arguments: dict[str, Any], name: str | None = None) -> dict[str, Any]:
+    """Arguments with the cache by one name, whichever name it was passed by.
 
     Args:
         model: the model.
         arguments: arguments by name, which are not changed.
+        name: the name to use. Default: the one that the model's forward pass takes.
 
     Returns:
         `arguments` itself if the cache has the right name, or if no cache is passed.
@@ -76,12 +77,12 @@ def respelled(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         OptionError: two names have different caches.
     """
-    return _respelled(type(model), arguments, name_for(model))
-
-
-def respelled_for_generate(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """As `respelled`, for arguments of `generate()`."""
-    return _respelled(type(model), arguments, name_in_generate(model))
+    name = name_for(model) if name is None else name
+    for other in SPELLINGS:
+        # Some models take another thing by a name that is not that of their cache.
+        if other != name and other in arguments and not _has_parameter(type(model), other):
+            arguments = _renamed(arguments, other, name)
+    return arguments
 
 
 def passed_in(arguments: Mapping[str, Any]) -> Any:
@@ -125,14 +126,6 @@ def _parameters(model_class: Any) -> frozenset[str]:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_parameter(model_class: type, name: str) -> bool:
     return name in _parameters(model_class)
-
-
-def _respelled(model_class: type, arguments: dict[str, Any], name: str) -> dict[str, Any]:
-    for other in SPELLINGS:
-        # Some models take another thing by a name that is not that of their cache.
-        if other != name and other in arguments and not _has_parameter(model_class, other):
-            return _respelled(model_class, _renamed(arguments, other, name), name)
-    return arguments
 
 
 def _renamed(arguments: dict[str, Any], old: str, new: str) -> dict[str, Any]:

@@ -10,13 +10,12 @@ import torch
 import transformers
 from packaging.version import Version
 
-from kvlayers.upstream import probes
-from kvlayers.upstream.supported import check_supported, note_untested
+from kvlayers.upstream.supported import OF_CACHES, check, check_supported, note_untested
 
 TRANSFORMERS = check_supported("transformers", transformers.__version__)
 TORCH = check_supported("torch", torch.__version__)
 
-probes.check(probes.OF_CACHES, transformers.__version__)
+check(OF_CACHES, transformers.__version__)
 note_untested(TRANSFORMERS)
 
 # Only now, since an unsupported version may lack what is imported from here.

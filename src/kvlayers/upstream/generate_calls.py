@@ -1,12 +1,18 @@
 """What the `generate()` of the installed version of transformers passes around, and expects from a cache."""
 
 import functools
-from collections.abc import Callable
-from types import FunctionType, SimpleNamespace
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
+from torch import nn
+
+# Transformers 5 spells it PreTrainedConfig, and keeps this name as well.
+from transformers import PretrainedConfig
 
 from kvlayers.upstream.compat import (
     BLOOM_MASKS_RESERVATION,
@@ -15,10 +21,8 @@ from kvlayers.upstream.compat import (
     SLICES_BY_CACHE_POSITION,
     STATIC_CACHES_MADE_APART,
 )
-from kvlayers.upstream.config_numbers import ConfigNumbers
-from kvlayers.upstream.kv_heads import kv_heads
 from kvlayers.upstream.model_layers import layer_configs, layer_specs
-from kvlayers.upstream.model_types import head_dims
+from kvlayers.upstream.model_types import ConfigNumbers, head_dims, kv_heads
 
 
 def model_kwargs_after(
@@ -172,3 +176,66 @@ def gives_windows_full_masks(model: Any) -> bool:
     makes_its_own = getattr(model, "create_masks_for_generate", None) is not None
     layer_types = vars(model.config.get_text_config(decoder=True)).get("layer_types")
     return not makes_its_own and not wrong.isdisjoint(layer_types or ())
+
+
+def running_attention_implementation() -> str | None:
+    """The `attn_implementation` of the model's layer that is being called, `None` outside of a model's layers.
+
+    It reads the frames of the calls that are running, so it is for rare events.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            config = getattr(owner, "config", None)
+            if isinstance(config, PretrainedConfig):
+                name: str | None = config._attn_implementation
+                return name
+        frame = frame.f_back
+    return None
+
+
+def bind_arguments(
+    model: Any, args: tuple[Any, ...], arguments: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Move positional arguments into `arguments`, under the names that the model's `generate()` gives them.
+
+    `arguments` is changed in place, so that nothing else keeps alive what is later removed from it.
+
+    Returns:
+        The positional arguments that have no name, and `arguments`.
+    """
+    signature = inspect.signature(model.generate)
+    signature.bind(*args, **arguments)
+    names = [
+        name for name, parameter in signature.parameters.items() if parameter.kind == parameter.POSITIONAL_OR_KEYWORD
+    ]
+    arguments.update(zip(names, args, strict=False))
+    return args[len(names) :], arguments
+
+
+def full_generation_config(model: Any, arguments: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The `GenerationConfig` of a call, with all defaults filled in, and the arguments that are for the model."""
+    from transformers.generation.utils import GenerationMixin
+
+    of_generate = inspect.signature(GenerationMixin.generate).parameters
+    options = {name: value for name, value in arguments.items() if name not in of_generate}
+    config, model_kwargs = model._prepare_generation_config(arguments.get("generation_config"), **options)
+    return config, model_kwargs
+
+
+def uses_transformers_generate(model: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call runs the `generate()` of transformers, rather than one of the model or of the caller."""
+    from transformers.generation.utils import GenerationMixin
+
+    return (
+        isinstance(model, GenerationMixin)
+        and type(model).generate is GenerationMixin.generate
+        and "generate" not in vars(model)
+        and arguments.get("custom_generate") is None
+    )
+
+
+def sequences_per_prompt(generation_config: Any) -> int:
+    """How many sequences are generated side by side from each prompt: its beams, or its samples."""
+    return max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)

@@ -1,17 +1,20 @@
 """The layers of a model, as its config describes them to the caches of the installed version of transformers."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import transformers.cache_utils as upstream
 from packaging.version import Version
+from torch import nn
 
 # Transformers 5 spells it PreTrainedConfig, and keeps this name as well.
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from kvlayers.errors import ConfigError
+from kvlayers.upstream import model_types
 from kvlayers.upstream.compat import (
     HAS_LINEAR_LAYERS,
     INDEXERS_DEPEND_ON_CHUNKS,
@@ -197,3 +200,30 @@ def _from_config(layer_class: Any, options: dict[str, Any]) -> Any:
 def _extra_static_layers() -> dict[str, Any]:
     """Classes of static layers besides those of full and sliding attention, in 5.12 and 5.13."""
     return dict(upstream.LAYER_TYPE_STATIC_CACHE_MAPPING) if Version("5.12") <= TRANSFORMERS else {}
+
+
+def layer_devices(model: object) -> tuple[torch.device, ...]:
+    """The device on which each layer of the decoder is computed; empty if all are on the model's device.
+
+    Args:
+        model: a model, which accelerate may have spread over devices (`device_map`), or its config.
+
+    Weights that accelerate brings from elsewhere for each forward pass are on no device in between. Their layers count
+    as layers of the model's device.
+    """
+    if not isinstance(model, PreTrainedModel) or len(vars(model).get("hf_device_map", ())) < 2:
+        return ()
+    device: torch.device = model.device
+    devices = tuple(_device(layer, device) for layer in _decoder_layers(model))
+    return devices if set(devices) - {device} else ()
+
+
+def _decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
+    count = model_types.decoder_config(model).num_hidden_layers
+    lists = (part for part in model.get_decoder().modules() if isinstance(part, nn.ModuleList))
+    return next((list(layers) for layers in lists if len(layers) == count), [])
+
+
+def _device(layer: nn.Module, otherwise: torch.device) -> torch.device:
+    devices = (weight.device for weight in layer.parameters())
+    return next((device for device in devices if device.type != "meta"), otherwise)

@@ -1,10 +1,16 @@
 """Facts about models and their configs that do not depend on the version of transformers."""
 
 import copy
+import dis
 import inspect
+import math
+import types
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 # Transformers 5 spells it PreTrainedConfig, and keeps this name as well.
 from transformers import PretrainedConfig
@@ -171,3 +177,196 @@ def counts_on_the_whole_reservation(config: object) -> bool:
     if not isinstance(config, PretrainedConfig):
         return False
     return config.model_type == "bloom" or bool(vars(config).get("alibi"))
+
+
+class ConfigNumbers:
+    """Reads the fields of a config that say what one layer holds.
+
+    Fields are read as attributes, since configs have aliases for some of them.
+
+    Args:
+        config: config of the decoder, or of one of its layers.
+        layer: index of the layer, for fields that list a number for each layer.
+    """
+
+    def __init__(self, config: Any, layer: int = 0) -> None:
+        self._config = config
+        self._layer = layer
+
+    def get(self, name: str) -> Any:
+        """A field, `None` if the config does not have it."""
+        return getattr(self._config, name, None)
+
+    def number(self, *names: str) -> int:
+        """The first of these fields that is a number.
+
+        Raises:
+            ConfigError: no field is a number, or one lists numbers for fewer layers than there are.
+        """
+        found = self.number_or_none(*names)
+        if found is None:
+            raise ConfigError(
+                f"The config ({type(self._config).__name__}) has no number in {' or '.join(names)}, which says what "
+                "its layers hold: set it, or pass the config of the model itself."
+            )
+        return found
+
+    def number_or_none(self, *names: str) -> int | None:
+        """The first of these fields that is a number, `None` if no field is."""
+        for name in names:
+            found = self.get(name)
+            if isinstance(found, list | tuple):
+                found = listed_per_layer(self._config, name)[self._layer]
+            if isinstance(found, int | float) and not isinstance(found, bool):
+                return int(found)
+        return None
+
+
+def kv_heads(numbers: ConfigNumbers, layer_type: str) -> int:
+    """KV heads of a layer of attention.
+
+    Args:
+        numbers: config of the layer.
+        layer_type: as in its `LayerSpec`.
+
+    Raises:
+        ConfigError: the config lacks a field.
+    """
+    own = _OWN_KV_HEADS.get(str(numbers.get("model_type")))
+    if own is not None:
+        return own(numbers, layer_type)
+    return numbers.number("num_key_value_heads", "num_attention_heads")
+
+
+def _of_falcon(numbers: ConfigNumbers, layer_type: str) -> int:
+    one = numbers.get("multi_query") and not numbers.get("new_decoder_architecture")
+    return 1 if one else numbers.number("num_kv_heads")
+
+
+def _of_gpt_bigcode(numbers: ConfigNumbers, layer_type: str) -> int:
+    return 1 if numbers.get("multi_query") else numbers.number("num_attention_heads")
+
+
+def _of_dbrx(numbers: ConfigNumbers, layer_type: str) -> int:
+    return ConfigNumbers(numbers.get("attn_config")).number("kv_n_heads")
+
+
+def _of_gemma4(numbers: ConfigNumbers, layer_type: str) -> int:
+    shared = layer_type == "full_attention" and numbers.get("attention_k_eq_v")
+    of_full_attention = numbers.number_or_none("num_global_key_value_heads") if shared else None
+    return of_full_attention or numbers.number("num_key_value_heads")
+
+
+def _of_mimo(numbers: ConfigNumbers, layer_type: str) -> int:
+    return numbers.number("num_key_value_heads") * (2 if layer_type == "sliding_attention" else 1)
+
+
+_OWN_KV_HEADS: dict[str, Callable[[ConfigNumbers, str], int]] = {
+    "dbrx": _of_dbrx,
+    "falcon": _of_falcon,
+    "gemma4_text": _of_gemma4,
+    "gpt_bigcode": _of_gpt_bigcode,
+    "mimo_v2_flash": _of_mimo,
+}
+"""Model types whose heads of keys follow from more than one field."""
+
+
+UNSCALED = ("diffusion_gemma_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "gpt_neo", "opt")
+"""Model types whose queries are multiplied by the factor before attention, or not at all."""
+
+OF_HALF_THE_HEAD = ("zamba", "zamba2")
+"""Model types whose heads are twice as wide as their factor says."""
+
+
+def attention_scale(config: object) -> float | None:
+    """The factor of the scores of attention, `None` for `1 / sqrt(head_dim)`.
+
+    Raises:
+        ConfigError: `config` is not a model config.
+    """
+    decoder = decoder_config(config)
+    # By attribute, because configs have other names for some of these.
+    scalar = getattr(decoder, "query_pre_attn_scalar", None)
+    if scalar is not None:
+        return 1 / math.sqrt(scalar)
+    multiplier = getattr(decoder, "attention_multiplier", None)
+    if multiplier is not None:
+        return float(multiplier)
+    if decoder.model_type in UNSCALED:
+        return 1.0
+    dims = head_dims(decoder) if decoder.model_type in OF_HALF_THE_HEAD else None
+    return None if dims is None else 1 / math.sqrt(dims[0] / 2)
+
+
+PASS_METHODS = ("forward", "prepare_inputs_for_generation")
+"""Methods of a module that `generate()` calls for each pass."""
+
+
+def kept_states(model: nn.Module) -> str | None:
+    """Where a module of `model` keeps a tensor between forward passes: "layers.0.conv_state"; `None` for nowhere.
+
+    Buffers and parameters are not meant, which modules assign when they move them to another device.
+    """
+    for path, module in model.named_modules():
+        for name in _assigned_in_a_pass(module.__class__):
+            if not _is_registered(module, name) and isinstance(vars(module).get(name), Tensor | None):
+                return f"{path}.{name}" if path else name
+    return None
+
+
+def _is_registered(module: nn.Module, name: str) -> bool:
+    return (
+        name in module._buffers
+        or name in module._parameters
+        or name in module._modules
+        or isinstance(inspect.getattr_static(type(module), name, None), property)
+    )
+
+
+@cache
+def _assigned_in_a_pass(module_class: type[nn.Module]) -> tuple[str, ...]:
+    """Attributes of `self` that a pass assigns, in `PASS_METHODS` or in methods of `self` that they use."""
+    assigned: set[str] = set()
+    seen: set[str] = set()
+    waiting = set(PASS_METHODS)
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        for code in _codes(module_class, name):
+            read, stored = _attributes_of_self(code)
+            assigned |= stored
+            waiting |= read - seen
+    return tuple(sorted(assigned))
+
+
+def _codes(module_class: type, name: str) -> Iterator[types.CodeType]:
+    """The code of a method in each class that defines it, apart from torch and the bases of transformers' models."""
+    for owner in module_class.__mro__:
+        package = f"{owner.__module__}."
+        is_base = package.startswith("torch.") or (
+            package.startswith("transformers.") and not package.startswith("transformers.models.")
+        )
+        method = None if is_base else vars(owner).get(name)
+        if isinstance(method, types.FunctionType):
+            unwrapped = inspect.unwrap(method)
+            if isinstance(unwrapped, types.FunctionType):
+                yield unwrapped.__code__
+
+
+def _attributes_of_self(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """Attributes of its first argument: the names that code reads, and the names that it assigns."""
+    if not code.co_varnames:
+        return set(), set()
+    own_name, loaded = code.co_varnames[0], None
+    read: set[str] = set()
+    stored: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        if loaded == own_name and instruction.opname == "STORE_ATTR":
+            stored.add(instruction.argval)
+        elif loaded == own_name and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            read.add(instruction.argval)
+        # From Python 3.13 on, one instruction may load two variables.
+        is_load = instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "STORE_FAST_LOAD_FAST"))
+        found = instruction.argval if is_load else None
+        loaded = found[-1] if isinstance(found, tuple) else found
+    return read, stored

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 Storages = dict[int, int]
-"""Bytes of each storage, by its address."""
+"""Bytes of each storage, by its address, or by a number of its own on the meta device."""
 
 
 def storages_of(tensors: Iterable[Tensor]) -> Storages:
@@ -20,5 +20,6 @@ def storages_of(tensors: Iterable[Tensor]) -> Storages:
     found: Storages = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
+        # Storages without memory are all at address 0.
+        found[storage.data_ptr() or -id(storage)] = storage.nbytes()
     return found

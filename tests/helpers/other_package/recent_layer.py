@@ -43,9 +43,6 @@ class RecentLayer(kvlayers.layers.TokenLayer):
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.store.length + query_length, self._seen - self.store.length
 
-    def planned_tokens(self, tokens: int) -> int:
-        return tokens if tokens <= self.most else self.kept
-
     def activate_past_recording(self) -> None:
         self.record_past = True
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvlayers.errors import OptionError
-from kvlayers.generation.scoped_value import ScopedValue
+from kvlayers.generation.patching import ScopedValue
 from kvlayers.prefix import PrefixStore
 
 

@@ -1,7 +1,8 @@
-"""Which calls of `generate()` can use a prefix store: those whose states depend on tokens alone."""
+"""Which calls of `generate()` can use a prefix store, those whose states depend on tokens alone, and on which model."""
 
 import dataclasses
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,12 +10,14 @@ from torch import Tensor
 from transformers.generation.utils import GenerationMode
 
 from kvlayers.generation import registry
-from kvlayers.generation.call_arguments import uses_transformers_generate
 from kvlayers.generation.prompt_batch import PromptBatch, is_token_ids
+from kvlayers.persistence import weights_id
 from kvlayers.persistence.format import canonical
 from kvlayers.rope.from_config import depends_on_length
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_layers, model_types
-from kvlayers.upstream.module_states import kept_states
+from kvlayers.upstream.generate_calls import uses_transformers_generate
+from kvlayers.upstream.model_types import kept_states
+from kvlayers.utils.transforms import autocast_dtype
 
 MODES = (
     GenerationMode.GREEDY_SEARCH,
@@ -183,3 +186,37 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {type(value).__name__: dataclasses.asdict(value)}
     return str(value) if isinstance(value, torch.dtype | torch.device) else value
+
+
+def model_identity(model: torch.nn.Module) -> str:
+    """A text that differs between models that compute different states.
+
+    It depends on the weights, the active adapters and autocast. Weights are hashed again if torch has counted a write
+    to one of them, or if a few sampled elements have changed, as after a training step or after merging an adapter; see
+    `weights_id`.
+
+    Raises:
+        ConfigError: the weights are not in memory.
+    """
+    weights = weights_id(model)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    autocast = autocast_dtype(device)
+    return canonical([weights, None if autocast is None else str(autocast), list(_adapters(model))])
+
+
+def _adapters(model: torch.nn.Module) -> Iterator[list[Any]]:
+    """The PEFT adapters that are active in each layer. Their weights are weights of the model; this is not."""
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None:
+        # No module can be of a class that nobody has imported.
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, tuners.BaseTunerLayer):
+            scaling = vars(module).get("scaling", {})
+            yield [
+                name,
+                sorted(module.active_adapters),
+                bool(module.disable_adapters),
+                sorted(module.merged_adapters),
+                sorted((str(adapter), float(scale)) for adapter, scale in scaling.items()),
+            ]

@@ -20,8 +20,6 @@ from transformers.utils import ModelOutput
 from kvlayers.caches.base import Cache
 from kvlayers.caches.stacking import can_be_stacked, stack
 from kvlayers.errors import ConfigError
-from kvlayers.generation.call_arguments import bind_arguments, full_generation_config, sequences_per_prompt
-from kvlayers.generation.hooks.generation_config import requested_name, resolve_name
 from kvlayers.generation.prefixes import active_store
 from kvlayers.generation.prefixes.active_store import ActiveStore
 from kvlayers.generation.prefixes.eligibility import (
@@ -32,15 +30,17 @@ from kvlayers.generation.prefixes.eligibility import (
     check_model,
     check_options,
     ids_name,
+    model_identity,
     options_as_text,
     options_of,
     prompts_of,
 )
-from kvlayers.generation.prefixes.model_identity import model_identity
 from kvlayers.generation.prefixes.stored_caches import StoredCaches, depends_on_chunks
+from kvlayers.generation.saved_names import requested_name, resolve_name
 from kvlayers.generation.shared_prefill import MIN_TOKENS
 from kvlayers.prefix import Hit
 from kvlayers.upstream import cache_argument, generate_calls, model_types
+from kvlayers.upstream.generate_calls import bind_arguments, full_generation_config, sequences_per_prompt
 
 _cache_from_store: ContextVar[Cache | None] = ContextVar("the cache that the current call starts from", default=None)
 

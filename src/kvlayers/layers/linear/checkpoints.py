@@ -1,16 +1,15 @@
-"""Earlier states of a recurrent layer, to which it can be put back."""
+"""The past of a recurrent layer: checkpoints and recorded columns, to which it can be put back."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.errors import OptionError
+from kvlayers.errors import OptionError, RollbackError
+from kvlayers.layers.linear.states import LinearStates, States, TokenCount, kept, rows
 from kvlayers.utils.options import as_options, mapping_option
-
-States = dict[int, Tensor]
-"""Convolution states, or recurrent states, by their index within the layer."""
 
 LEAST_WHILE_RECORDING = 2
 """Checkpoints that are kept at least while a past is recorded: at the end of a draft, and where the draft began."""
@@ -124,68 +123,211 @@ class Checkpoint:
         return [*self.states(), *(() if self.chosen is None else (self.chosen,))]
 
 
-def rows(states: Tensor, indices: Tensor) -> Tensor:
-    """The sequences at `indices` of states whose first axis is the batch."""
-    return states.index_select(0, indices.to(states.device))
+class LinearPast:
+    """Checkpoints of a recurrent layer, and the columns that it records if it has only convolutions.
 
+    Compiled code does none of this: another graph would cost more than it brings.
 
-class StateHistory:
-    """The checkpoints that a layer holds, from the oldest to the newest.
-
-    An update gives its states one after another, so the newest checkpoint may be incomplete until the update ends.
+    Args:
+        checkpoints: when checkpoints are taken, and how many are kept.
+        states: the tensors of the layer.
+        count: its tokens.
     """
 
-    def __init__(self, checkpoints: Iterable[Checkpoint] = ()) -> None:
-        self._held = list(checkpoints)
+    def __init__(self, checkpoints: Checkpoints, states: LinearStates, count: TokenCount) -> None:
+        self.checkpoints = checkpoints
+        self.history: list[Checkpoint] = []
+        self.is_recording = False
+        self._states = states
+        self._count = count
+        self._recorded: States = {}
+        # The forward pass under way: indices of the convolutions that it has updated, and the checkpoint of its end.
+        self._given: set[int] = set()
+        self._open: Checkpoint | None = None
 
-    def __len__(self) -> int:
-        return len(self._held)
+    # While states are taken in
+
+    def begin(self, state_idx: int) -> None:
+        """Note that a convolution is about to be updated."""
+        if self._given and state_idx not in self._given:
+            self._given.add(state_idx)
+            return
+        # Models may write to the states until here. Only here are all states known to be after the same token.
+        if len(self._given) != 1:
+            self._given = {state_idx}
+        self._open = None
+        if self.checkpoints.every is not None:
+            self._take_if_due()
+
+    def note_columns(self, state_idx: int, columns: int, full: Tensor) -> None:
+        """Note that a convolution was given columns, which are the newest of `full`, `[batch, channels, any]`."""
+        if self.is_recording and not any(self._states.has_recurrent.values()):
+            self._record(state_idx, columns, full)
+        held, most = self._states.conv[state_idx], self._most
+        if columns == 1 or not most or held is None:
+            return
+        if self._open is None:
+            self._open = Checkpoint(dict(self._count.seen()))
+            self._hold(self._open)
+        self._open.seen = dict(self._count.seen())
+        self._open.conv[state_idx] = kept(held)
+
+    def note_recurrent(self, state_idx: int, held: Tensor, alone: bool) -> None:
+        """Note that a recurrent state was given: `alone`, without columns, or after them."""
+        if self._recorded:
+            self._recorded = {}
+        if alone:
+            self._given, self._open = set(), None
+            self._take_if_due()
+        elif self._open is not None:
+            self._open.recurrent[state_idx] = kept(held)
+
+    def _record(self, state_idx: int, columns: int, full: Tensor) -> None:
+        past, kernel = self._recorded.get(state_idx), self._states.kernel[state_idx] or 0
+        if past is None:
+            missing = max(kernel + columns - full.shape[-1], 0)
+            self._recorded[state_idx] = torch.nn.functional.pad(full.detach(), (missing, 0))
+        else:
+            self._recorded[state_idx] = torch.cat([past, full[..., -columns:].detach()], dim=-1)
+
+    def _take_if_due(self) -> None:
+        if self.checkpoints.due_at(self._count.length or 0):
+            self._take()
+
+    def _take(self) -> None:
+        """Take a checkpoint of all states, unless there is one at this length."""
+        length = self._count.length
+        if not length or not self._most:
+            return
+        there_is = self._latest(length)
+        if there_is is None or there_is.length != length:
+            # Such a checkpoint is left of an interrupted update.
+            self._drop_from(length)
+            conv, recurrent = ({index: kept(states) for index, states in live.items()} for live in self._states.live())
+            self._hold(Checkpoint(dict(self._count.seen()), conv, recurrent))
+
+    def _hold(self, checkpoint: Checkpoint) -> None:
+        """Hold one more checkpoint, and drop the oldest ones beyond the most that are kept."""
+        self.history = [*self.history, checkpoint][-self._most :]
+
+    def _latest(self, length: int) -> Checkpoint | None:
+        """The latest checkpoint, at `length` tokens or before, that has all states."""
+        whole = self._states.filled()
+        for checkpoint in reversed(self.history):
+            if checkpoint.length <= length and (set(checkpoint.conv), set(checkpoint.recurrent)) == whole:
+                return checkpoint
+        return None
+
+    def _drop_from(self, length: int) -> None:
+        self.history = [checkpoint for checkpoint in self.history if checkpoint.length < length]
 
     @property
-    def newest(self) -> Checkpoint | None:
-        """The newest checkpoint."""
-        return self._held[-1] if self._held else None
+    def _most(self) -> int:
+        most = self.checkpoints.most
+        return max(most, LEAST_WHILE_RECORDING) if self.is_recording else most
 
-    def add(self, checkpoint: Checkpoint, most: int) -> None:
-        """Hold one more checkpoint, and drop the oldest ones beyond `most`."""
-        self._held.append(checkpoint)
-        del self._held[: max(len(self._held) - most, 0)]
+    # Between forward passes
 
-    def latest(self, length: int, conv: Iterable[int], recurrent: Iterable[int]) -> Checkpoint | None:
-        """The latest checkpoint, at `length` tokens or before, that has all states of these indices."""
-        whole = set(conv), set(recurrent)
-        return next(
-            (
-                checkpoint
-                for checkpoint in reversed(self._held)
-                if checkpoint.length <= length and (set(checkpoint.conv), set(checkpoint.recurrent)) == whole
-            ),
-            None,
-        )
+    def start_recording(self) -> None:
+        """From now on, be able to go back to the present length."""
+        self.is_recording = True
+        self.end_pass()
+        self._keep_beginning()
 
-    def drop_from(self, length: int) -> None:
-        """Drop the checkpoints of `length` tokens or more."""
-        self._held = [checkpoint for checkpoint in self._held if checkpoint.length < length]
+    def stop_recording(self) -> None:
+        """Hold no more columns than are needed. Checkpoints stay."""
+        self.is_recording = False
+        self._recorded = {}
 
-    def drop_beyond(self, length: int) -> None:
-        """Drop the checkpoints of more than `length` tokens."""
-        self.drop_from(length + 1)
+    def end_pass(self) -> None:
+        """Take the next update for the beginning of another forward pass."""
+        self._given, self._open = set(), None
 
-    def clear(self) -> None:
-        """Drop all checkpoints."""
-        self._held = []
+    def _keep_beginning(self) -> None:
+        # Columns are recorded, but recurrent states are not.
+        if any(self._states.has_recurrent.values()):
+            self._take()
+
+    def nearest_restorable(self, length: int) -> int:
+        """The greatest length, `length` at most, that can be restored: 0 if there is no other.
+
+        Raises:
+            RollbackError: fewer tokens were seen, or it is not known how many were seen.
+        """
+        held = self._count.length
+        if held is None:
+            raise RollbackError(
+                "expected a recurrent layer that counts its tokens, but the model does not tell this one how many it "
+                "has seen: fork() the cache before the tokens that may be taken back."
+            )
+        if not 0 <= length <= held:
+            raise RollbackError(f"expected to roll back to between 0 and {held} tokens, but was asked for {length}.")
+        if (length == held and not self._is_broken()) or 0 < held - length <= self._recorded_tokens():
+            return length
+        checkpoint = self._latest(length)
+        return 0 if checkpoint is None else checkpoint.length
+
+    def _is_broken(self) -> bool:
+        """Whether an update of several tokens was interrupted before all states had been given."""
+        last = self.history[-1] if self.history else None
+        if last is None or last.length != self._count.length:
+            return False
+        return (set(last.conv), set(last.recurrent)) != self._states.filled()
+
+    def _recorded_tokens(self) -> int:
+        """How many of the newest tokens the recorded columns can take back."""
+        conv, recurrent = self._states.filled()
+        if recurrent or set(self._recorded) != conv:
+            return 0
+        return min((self._recorded[i].shape[-1] - (self._states.kernel[i] or 0) for i in conv), default=0)
+
+    def put_back(self, target: int) -> None:
+        """Restore the states of a length that `nearest_restorable` has returned, but not of length 0."""
+        removed = (self._count.length or 0) - target
+        if 0 < removed <= self._recorded_tokens():
+            for index, columns in self._recorded.items():
+                kernel = self._states.kernel[index] or 0
+                rest = columns[..., : columns.shape[-1] - removed]
+                self._states.put_conv(index, rest[..., -kernel:], kernel)
+            self._count.remove(removed)
+        elif removed or self._is_broken():
+            checkpoint = self._latest(target)
+            if checkpoint is None or checkpoint.length != target:
+                raise RollbackError(f"expected a checkpoint at {target} tokens, but no checkpoint is there.")
+            restored = checkpoint.resolved()
+            for index, columns in restored.conv.items():
+                self._states.put_conv(index, columns, columns.shape[-1])
+            for index, states in restored.recurrent.items():
+                self._states.put_recurrent(index, states)
+            self._count.set(checkpoint.seen)
+        self._drop_from(target + 1)
+        self._recorded = {}
+        self.end_pass()
+        if self.is_recording:
+            self._keep_beginning()
+
+    # Operations
 
     def select(self, indices: Tensor) -> None:
-        """Make sequence `i` of each checkpoint what sequence `indices[i]` was."""
-        self._held = [checkpoint.select(indices) for checkpoint in self._held]
+        """Make sequence `i` what sequence `indices[i]` was, in checkpoints and recorded columns."""
+        self.history = [checkpoint.select(indices) for checkpoint in self.history]
+        self._recorded = {index: rows(states, indices) for index, states in self._recorded.items()}
+        self.end_pass()
 
-    def fork(self) -> Self:
-        """An independent history. The tensors are shared, as nobody writes to them."""
-        return type(self)(checkpoint.copy() for checkpoint in self._held)
+    def clear(self) -> None:
+        """Forget checkpoints and recorded columns."""
+        self.history = []
+        self._recorded = {}
+        self.end_pass()
+
+    def fork(self, states: LinearStates, count: TokenCount) -> Self:
+        """The same past for a copy of the states and the count. The tensors are shared, as nobody writes to them."""
+        twin = type(self)(self.checkpoints, states, count)
+        twin.history = [checkpoint.copy() for checkpoint in self.history]
+        twin.is_recording = self.is_recording
+        twin._recorded = dict(self._recorded)
+        return twin
 
     def tensors(self) -> list[Tensor]:
-        """The tensors of all checkpoints."""
-        return [tensor for checkpoint in self._held for tensor in checkpoint.tensors()]
-
-    def __iter__(self) -> Iterator[Checkpoint]:
-        return iter(self._held)
+        """The tensors of checkpoints and recorded columns."""
+        return [*(tensor for held in self.history for tensor in held.tensors()), *self._recorded.values()]

@@ -9,8 +9,13 @@ from typing_extensions import Self, override
 
 from kvlayers.errors import RollbackError, UnsupportedLayerError
 from kvlayers.layers.arguments import whole_number
-from kvlayers.layers.linear.checkpoints import Checkpoints
-from kvlayers.layers.linear.checks import (
+from kvlayers.layers.contract import forwarded
+from kvlayers.layers.linear.checkpoints import Checkpoints, LinearPast
+from kvlayers.layers.linear.saving import check_linear_state, linear_state, read_history
+from kvlayers.layers.linear.states import (
+    LinearStates,
+    StatesByIndex,
+    TokenCount,
     check_columns,
     check_first_columns,
     check_first_recurrent,
@@ -18,14 +23,8 @@ from kvlayers.layers.linear.checks import (
     check_recurrent,
     no_state,
 )
-from kvlayers.layers.linear.past import LinearPast
-from kvlayers.layers.linear.saving import check_linear_state, linear_state, read_history
-from kvlayers.layers.linear.states import LinearStates, StatesByIndex
-from kvlayers.layers.linear.token_count import TokenCount
-from kvlayers.layers.operations import LayerState
+from kvlayers.layers.operations import LayerOperations, LayerState
 from kvlayers.layers.registry import register_layer
-from kvlayers.layers.shape import LayerShape, PlannedBytes
-from kvlayers.layers.transformers_names import TransformersNames
 from kvlayers.stores.contract import Fidelity
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.upstream import compat
@@ -33,7 +32,7 @@ from kvlayers.utils.options import checks_options
 
 
 @register_layer
-class LinearAttentionLayer(TransformersNames, compat.LINEAR_LAYER):  # type: ignore[misc]
+class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignore[misc]
     """Convolution states and recurrent states, at a fixed address, and the count of tokens that they have seen.
 
     A convolution state holds the newest `conv_kernel_size` columns that a causal convolution reads. A recurrent state
@@ -68,9 +67,18 @@ class LinearAttentionLayer(TransformersNames, compat.LINEAR_LAYER):  # type: ign
     is_recurrent = True
     counts_columns = True
     can_be_stacked = True
+    fidelity: Fidelity = "exact"
     capacity: int | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
+
+    checkpoints = forwarded("_past")
+    """When checkpoints are taken, and how many are kept."""
+
+    is_recording = forwarded("_past")
+    nearest_restorable = forwarded("_past")
+    length = forwarded("_count")
+    """Tokens seen and not rolled back, `None` if the model does not pass one column for each token."""
 
     @checks_options
     def __init__(
@@ -85,11 +93,6 @@ class LinearAttentionLayer(TransformersNames, compat.LINEAR_LAYER):  # type: ign
         self._states = LinearStates(number_of_states)
         self._count = TokenCount(number_of_states)
         self._past = LinearPast(Checkpoints.of(checkpoints), self._states, self._count)
-
-    @property
-    def checkpoints(self) -> Checkpoints:
-        """When checkpoints are taken, and how many are kept."""
-        return self._past.checkpoints
 
     def conv_state(self, state_idx: int) -> Tensor | None:
         """The convolution state itself, `[batch, channels, conv_kernel_size]`, `None` before the first tokens."""
@@ -168,20 +171,6 @@ class LinearAttentionLayer(TransformersNames, compat.LINEAR_LAYER):  # type: ign
     def is_recurrent_states_initialized(self) -> dict[int, bool]:
         """By state index, whether there is memory for a recurrent state."""
         return {index: states is not None for index, states in self._states.recurrent.items()}
-
-    @property
-    @override
-    def fidelity(self) -> Fidelity:
-        return "exact"
-
-    @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        states = shape.recurrent_nbytes()
-        if not states:
-            return PlannedBytes()
-        # One checkpoint is taken after the prompt, unless the prompt is a single token.
-        checkpoints = min(self.checkpoints.most, 1) if tokens > 1 else 0
-        return PlannedBytes(states * (1 + checkpoints) + self._count.planned_nbytes())
 
     # Taking in states
 
@@ -285,11 +274,6 @@ class LinearAttentionLayer(TransformersNames, compat.LINEAR_LAYER):  # type: ign
         self._past.stop_recording()
 
     @property
-    @override
-    def is_recording(self) -> bool:
-        return self._past.is_recording
-
-    @property
     def record_past(self) -> bool:
         """Always true: models must pass the states of each token, since tokens are counted here."""
         return True
@@ -299,15 +283,6 @@ class LinearAttentionLayer(TransformersNames, compat.LINEAR_LAYER):  # type: ign
         # transformers ends a recording by assigning this.
         if not record_past:
             self.deactivate_past_recording()
-
-    @override
-    def nearest_restorable(self, length: int) -> int:
-        """The greatest length, `length` at most, to which the layer can be put back: 0 if there is no other.
-
-        Raises:
-            RollbackError: fewer tokens were seen, or the layer does not know how many were seen.
-        """
-        return self._past.nearest_restorable(length)
 
     @override
     def check_truncate(self, length: int) -> None:
@@ -336,7 +311,7 @@ class LinearAttentionLayer(TransformersNames, compat.LINEAR_LAYER):  # type: ign
             RollbackError: as `nearest_restorable`; nothing is changed.
         """
         length = whole_number(length, "a length")
-        target = self.nearest_restorable(length)
+        target: int = self.nearest_restorable(length)
         if target == 0:
             self.reset()
         else:
@@ -408,12 +383,6 @@ class LinearAttentionLayer(TransformersNames, compat.LINEAR_LAYER):  # type: ign
         self._past.history = read_history(state)
 
     # What it is
-
-    @property
-    @override
-    def length(self) -> int | None:
-        """Tokens seen and not rolled back, `None` if the model does not pass one column for each token."""
-        return self._count.length
 
     @property
     @override

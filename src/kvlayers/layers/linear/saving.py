@@ -1,20 +1,19 @@
 """The saved state of a recurrent layer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from kvlayers.errors import StateMismatchError
-from kvlayers.layers.linear.checkpoints import Checkpoint, StateHistory
-from kvlayers.layers.linear.states import LinearStates, kept
-from kvlayers.layers.linear.token_count import TokenCount
+from kvlayers.layers.linear.checkpoints import Checkpoint
+from kvlayers.layers.linear.states import LinearStates, TokenCount, kept
 from kvlayers.layers.operations import LayerState
 from kvlayers.stores.description import Fact, Facts
 
 
 def linear_state(
-    kind: str, described: Facts, states: LinearStates, count: TokenCount, history: StateHistory
+    kind: str, described: Facts, states: LinearStates, count: TokenCount, history: Sequence[Checkpoint]
 ) -> LayerState:
     """Copies of all states and checkpoints. Their names say which of them each tensor is."""
     conv, recurrent = states.live()
@@ -55,7 +54,7 @@ def check_linear_state(state: LayerState, kind: str, number_of_states: int) -> N
         raise StateMismatchError(f"expected dense tensors of one batch size, but saw batch sizes {sorted(sizes)}.")
 
 
-def read_history(state: LayerState) -> StateHistory:
+def read_history(state: LayerState) -> list[Checkpoint]:
     """The checkpoints of a state, copied."""
     count = state.facts.get("checkpoints")
     checkpoints = []
@@ -71,4 +70,4 @@ def read_history(state: LayerState) -> StateHistory:
                 held[int(index)] = kept(states)
         if seen:
             checkpoints.append(checkpoint)
-    return StateHistory(checkpoints)
+    return checkpoints

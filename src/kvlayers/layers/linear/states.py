@@ -1,4 +1,4 @@
-"""The tensors of a recurrent layer, at an address that does not change."""
+"""The tensors of a recurrent layer, how many tokens it has seen, and checks of what it is given."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.layers.linear.checkpoints import Checkpoint, States, rows
+from kvlayers.errors import LayerIndexError, OptionError, StateMismatchError
+from kvlayers.stores.buffer import COUNT_DTYPE
+from kvlayers.stores.description import Fact
+
+States = dict[int, Tensor]
+"""Convolution states, or recurrent states, by their index within the layer."""
 
 
 class LinearStates:
@@ -44,14 +49,6 @@ class LinearStates:
         held = self.recurrent[state_idx] = written(self.recurrent[state_idx], states)
         self.has_recurrent[state_idx] = True
         return held
-
-    def put(self, checkpoint: Checkpoint) -> None:
-        """Hold the states of a checkpoint."""
-        checkpoint = checkpoint.resolved()
-        for index, states in checkpoint.conv.items():
-            self.put_conv(index, states, states.shape[-1])
-        for index, states in checkpoint.recurrent.items():
-            self.put_recurrent(index, states)
 
     def forget_conv(self, state_idx: int) -> None:
         """Hold neither columns nor memory for them."""
@@ -148,6 +145,11 @@ class StatesByIndex(dict[int, Tensor | None]):
         return dict, (dict(self),)
 
 
+def rows(states: Tensor, indices: Tensor) -> Tensor:
+    """The sequences at `indices` of states whose first axis is the batch."""
+    return states.index_select(0, indices.to(states.device))
+
+
 def written(held: Tensor | None, states: Tensor) -> Tensor:
     """`states`, written to the memory of `held` if they fit there. States that autograd follows are returned as is."""
     if states.requires_grad:
@@ -181,3 +183,211 @@ def _reserved(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _copied(states: Tensor) -> Tensor:
     return states.clone() if states.requires_grad else written(None, states)
+
+
+class TokenCount:
+    """Tokens that each convolution of a layer has seen: the columns that it was given.
+
+    Compiled code counts on the device, since it would be compiled anew for each count of the host. The host adds the
+    device's count to its own when it is next asked.
+
+    Args:
+        number_of_states: convolutions to count for.
+    """
+
+    def __init__(self, number_of_states: int) -> None:
+        self._number_of_states = number_of_states
+        self._seen: dict[int, int] = {}
+        # Whether the columns of the forward pass under way were counted.
+        self._columns_were_counted = dict.fromkeys(range(number_of_states), False)
+        self._is_known = True
+        self._on_device: Tensor | None = None
+        self._is_ahead_on_device = False
+
+    def add(self, state_idx: int, tokens: int, columns: Tensor, eager: bool) -> None:
+        """Count tokens that one of the convolutions was given.
+
+        Args:
+            state_idx: index of the convolution.
+            tokens: how many tokens they are.
+            columns: the columns of these tokens, on the device that compiled code counts on.
+            eager: whether this is eager code.
+        """
+        self._columns_were_counted[state_idx] = True
+        if self._on_device is None:
+            self._on_device = self._zeros(columns.device)
+            if eager:
+                # Before any code is compiled around it.
+                torch._dynamo.mark_static_address(self._on_device)
+        if eager:
+            seen = self.seen() if self._is_ahead_on_device else self._seen
+            seen[state_idx] = seen.get(state_idx, 0) + tokens
+        else:
+            self._on_device.select(0, state_idx).add_(tokens)
+            self._is_ahead_on_device = True
+
+    def _zeros(self, device: torch.device) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.zeros(self._number_of_states, dtype=COUNT_DTYPE, device=device)
+
+    def add_token_without_columns(self, state_idx: int) -> bool:
+        """Count one token if a recurrent state came without columns. Returns whether it did."""
+        if self._columns_were_counted[state_idx]:
+            self._columns_were_counted[state_idx] = False
+            return False
+        if torch.compiler.is_compiling():
+            if self._on_device is not None:
+                self._on_device.select(0, state_idx).add_(1)
+            self._is_ahead_on_device = True
+        else:
+            seen = self.seen()
+            if state_idx in seen:
+                seen[state_idx] += 1
+            else:
+                self._is_known = False
+        return True
+
+    def stop_counting(self) -> None:
+        """Stop counting: the columns that came need not be tokens."""
+        self._is_known = False
+        self._columns_were_counted = dict.fromkeys(self._columns_were_counted, True)
+
+    def seen(self) -> dict[int, int]:
+        """The count of each convolution that was given columns."""
+        if self._is_ahead_on_device and self._on_device is not None:
+            for index, tokens in enumerate(self._on_device.tolist()):
+                if tokens:
+                    self._seen[index] = self._seen.get(index, 0) + tokens
+            self._on_device.zero_()
+            self._is_ahead_on_device = False
+        return self._seen
+
+    @property
+    def length(self) -> int | None:
+        """Tokens seen, `None` if the count is not known."""
+        if not self._is_known:
+            return None
+        seen = self.seen()
+        return seen[min(seen)] if seen else 0
+
+    def set(self, seen: Mapping[int, int]) -> None:
+        """Go on from these counts."""
+        self.seen()
+        self._seen = dict(seen)
+        self._columns_were_counted = dict.fromkeys(self._columns_were_counted, False)
+
+    def remove(self, tokens: int) -> None:
+        """Take back the newest tokens."""
+        self.set({index: seen - tokens for index, seen in self.seen().items()})
+
+    def clear(self) -> None:
+        """Count from zero again."""
+        self.set({})
+        self._is_known = True
+
+    def fork(self) -> Self:
+        """An independent count."""
+        twin = type(self)(self._number_of_states)
+        twin.set(self.seen())
+        twin._columns_were_counted, twin._is_known = dict(self._columns_were_counted), self._is_known
+        if self._on_device is not None:
+            twin._on_device = self._zeros(self._on_device.device)
+            torch._dynamo.mark_static_address(twin._on_device)
+        return twin
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the count."""
+        return [] if self._on_device is None else [self._on_device]
+
+    def facts(self) -> dict[str, Fact]:
+        """The count as plain facts."""
+        return {"is_known": self._is_known, **{f"tokens.{index}": seen for index, seen in self.seen().items()}}
+
+    def read(self, facts: Mapping[str, Fact]) -> None:
+        """Go on from the count that `facts()` returned."""
+        found = {index: facts.get(f"tokens.{index}") for index in range(self._number_of_states)}
+        self.set({index: seen for index, seen in found.items() if isinstance(seen, int)})
+        self._is_known = bool(facts.get("is_known", True))
+
+
+MOST_STATES = 1024
+"""States that a layer may have. Models have one or two, and a file may claim any number."""
+
+
+def check_number_of_states(number: object) -> int:
+    """`number` if a layer can have as many states.
+
+    Raises:
+        OptionError: it is not a whole number from 1 to `MOST_STATES`.
+    """
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST_STATES:
+        raise OptionError(f"`number_of_states` must be a whole number from 1 to {MOST_STATES}, got {number!r}.")
+    return number
+
+
+def no_state(state_idx: object, number_of_states: int) -> LayerIndexError:
+    """The error for a state index that a layer does not have."""
+    return LayerIndexError(
+        f"expected a state index from 0 to {number_of_states - 1}, as the layer has {number_of_states}, but saw "
+        f"{state_idx!r}: make the cache from the config of the model that uses it."
+    )
+
+
+def check_columns(states: Tensor, held: Tensor, conv_kernel_size: int | None, kernel: int) -> None:
+    """Raise `StateMismatchError` if new columns cannot follow the held columns.
+
+    Args:
+        states: the new columns, `[batch, channels, new]`.
+        held: the held columns, `[batch, channels, kernel]`.
+        conv_kernel_size: columns to keep, as the model says now.
+        kernel: columns to keep, as the model said first.
+    """
+    if (
+        states.dtype == held.dtype
+        and states.shape[:-1] == held.shape[:-1]
+        and states.device == held.device
+        and (conv_kernel_size is None or conv_kernel_size == kernel)
+    ):
+        return
+    raise StateMismatchError(
+        f"expected convolution inputs {[*held.shape[:-1], 'new']} of {held.dtype} on {held.device} with a kernel of "
+        f"{kernel}, but saw {[*states.shape]} of {states.dtype} on {states.device} with a kernel of "
+        f"{conv_kernel_size}: reset the cache first, or use one for each model and batch."
+    )
+
+
+def check_first_columns(states: Tensor, kernel: int, batch_size: int | None) -> None:
+    """Raise `StateMismatchError` if these columns cannot be the first ones.
+
+    Args:
+        states: the columns, `[batch, channels, new]`.
+        kernel: columns to keep.
+        batch_size: batch size of other states of the layer, `None` if there are none.
+    """
+    if states.dim() < 2 or not isinstance(kernel, int) or kernel < 1:
+        raise StateMismatchError(
+            f"expected convolution inputs [batch, channels, new] and a kernel of at least 1, but saw "
+            f"{[*states.shape]} and {kernel}."
+        )
+    if batch_size is not None and states.shape[0] != batch_size:
+        raise StateMismatchError(
+            f"expected convolution inputs of {batch_size} sequences, but saw {states.shape[0]}: reset the cache first."
+        )
+
+
+def check_recurrent(states: Tensor, held: Tensor) -> None:
+    """Raise `StateMismatchError` if a recurrent state cannot replace the held one."""
+    if states.dtype == held.dtype and states.shape == held.shape and states.device == held.device:
+        return
+    raise StateMismatchError(
+        f"expected a recurrent state {[*held.shape]} of {held.dtype} on {held.device}, but saw {[*states.shape]} of "
+        f"{states.dtype} on {states.device}: reset the cache first, or use one for each model and batch."
+    )
+
+
+def check_first_recurrent(states: Tensor, batch_size: int | None) -> None:
+    """Raise `StateMismatchError` if a recurrent state has another batch size than the other states."""
+    if states.dim() < 1 or (batch_size is not None and states.shape[0] != batch_size):
+        raise StateMismatchError(
+            f"expected a recurrent state of {batch_size} sequences, but saw {[*states.shape]}: reset the cache first."
+        )

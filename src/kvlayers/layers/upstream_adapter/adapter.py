@@ -8,10 +8,10 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.errors import OptionError, UnsupportedLayerError
+from kvlayers.layers.contract import forwarded
 from kvlayers.layers.operations import LayerOperations, LayerState
-from kvlayers.layers.shape import LayerShape, PlannedBytes
-from kvlayers.layers.upstream_adapter import calls, rollback, saved_states
-from kvlayers.stores.buffer import StateForm, nbytes_of
+from kvlayers.layers.upstream_adapter import calls
+from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.contract import Fidelity
 from kvlayers.stores.description import DescriptionContext, Fact, Facts
 from kvlayers.upstream import compat
@@ -20,6 +20,11 @@ from kvlayers.upstream import compat
 @runtime_checkable
 class _Reorderable(Protocol):
     def reorder_cache(self, beam_idx: Tensor) -> None: ...
+
+
+@runtime_checkable
+class _Recording(Protocol):
+    def activate_past_recording(self) -> None: ...
 
 
 @runtime_checkable
@@ -66,6 +71,12 @@ class TransformersLayer(LayerOperations):
     """
 
     is_upstream = True
+    is_initialized = forwarded("layer")
+    is_compileable = forwarded("layer")
+    # A layer may count in a tensor, and static layers do so in compiled code.
+    get_seq_length = forwarded("layer")
+    offload = forwarded("layer")
+    prefetch = forwarded("layer")
 
     def __init__(self, layer: Any, grows: bool = False) -> None:
         self.layer = layer
@@ -74,6 +85,8 @@ class TransformersLayer(LayerOperations):
         self.attends = isinstance(layer, compat.ATTENTION_LAYER)
         self.has_other_states = isinstance(layer, _Indexed)
         self.keeps_every_token = isinstance(layer, compat.DUMMY_LAYER)
+        # A dummy holds nothing.
+        self.can_be_stacked = self.keeps_every_token
 
     @property
     @override
@@ -138,11 +151,6 @@ class TransformersLayer(LayerOperations):
 
     @property
     @override
-    def is_initialized(self) -> bool:
-        return bool(self.layer.is_initialized)
-
-    @property
-    @override
     def length(self) -> int | None:
         return int(self.layer.get_seq_length()) if self.attends else None
 
@@ -151,11 +159,6 @@ class TransformersLayer(LayerOperations):
     def length_on_host(self) -> int | None:
         seen = self.layer.get_seq_length() if self.attends else None
         return seen if isinstance(seen, int) else None
-
-    @override
-    def get_seq_length(self) -> int:
-        """As `length`. A layer may count in a tensor, and static layers do so in compiled code."""
-        return self.layer.get_seq_length()  # type: ignore[no-any-return]
 
     @property
     @override
@@ -169,11 +172,6 @@ class TransformersLayer(LayerOperations):
     def is_sliding(self) -> bool:  # type: ignore[override]
         """Whether the layer attends within a window. Not every class of transformers says so."""
         return bool(getattr(self.layer, "is_sliding", False))
-
-    @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether generate() may compile the forward pass around the layer."""
-        return bool(self.layer.is_compileable)
 
     @property
     def keys(self) -> Tensor | None:
@@ -202,14 +200,6 @@ class TransformersLayer(LayerOperations):
     def held_tokens(self) -> int | None:
         keys = self.keys
         return self.length if keys is None or keys.dim() != 4 else min(self.length or 0, int(keys.shape[2]))
-
-    @override
-    def offload(self) -> None:
-        self.layer.offload()
-
-    @override
-    def prefetch(self) -> None:
-        self.layer.prefetch()
 
     # Recurrent states
 
@@ -240,33 +230,13 @@ class TransformersLayer(LayerOperations):
 
     @property
     @override
-    def sized_for(self) -> int | None:
+    def sized_for(self) -> int | None:  # type: ignore[override]
         return int(self.layer.max_cache_len) if isinstance(self.layer, compat.STATIC_INDEXED_LAYER) else None
 
     @property
     @override
     def fidelity(self) -> Fidelity:
         return "rounded" if isinstance(self.layer, compat.QUANTIZED_LAYERS) else "exact"
-
-    @override
-    def planned_nbytes(self, shape: LayerShape, tokens: int, sized_for: int | None) -> PlannedBytes:
-        """See `LayerOperations.planned_nbytes`. Counters are not included.
-
-        Raises:
-            UnsupportedLayerError: it is not known how much memory a layer of this class takes.
-        """
-        if isinstance(self.layer, compat.DUMMY_LAYER):
-            return PlannedBytes()
-        if isinstance(self.layer, compat.INDEXED_LAYER):
-            held = tokens
-        elif isinstance(self.layer, compat.STATIC_INDEXED_LAYER):
-            held = self.layer.max_cache_len if sized_for is None else sized_for
-        else:
-            raise UnsupportedLayerError(
-                f"The memory of transformers' `{type(self.layer).__name__}` cannot be planned: make the cache, run the "
-                "model, and ask the cache for `nbytes`."
-            )
-        return PlannedBytes(sum(nbytes_of(form, held) for form in shape.forms()) + shape.indexer_nbytes(held))
 
     # Both
 
@@ -285,22 +255,16 @@ class TransformersLayer(LayerOperations):
         return next((tensor.device for tensor in self.held_tensors()), None)
 
     @property
-    @override
-    def can_be_stacked(self) -> bool:
-        # A dummy holds nothing.
-        return self.keeps_every_token
-
-    @property
     def record_past(self) -> bool:  # type: ignore[override]
         """Whether more is held than is needed, for a later crop. Not every class of transformers says so."""
-        return rollback.records_past(self.layer)
+        return calls.records_past(self.layer)
 
     # Rolling back
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether `remove_newest` can put the layer back as it was."""
-        return calls.is_croppable(self.layer) and rollback.crops_every_state(self.layer)
+        return calls.is_croppable(self.layer) and calls.crops_every_state(self.layer)
 
     @override
     def nearest_restorable(self, length: int) -> int:
@@ -318,16 +282,16 @@ class TransformersLayer(LayerOperations):
     @property
     def is_empty(self) -> bool:
         """Whether the layer holds nothing."""
-        return saved_states.is_empty(self.layer)
+        return calls.is_empty(self.layer)
 
     @override
     def check_removal(self, tokens: int) -> None:
-        rollback.check_removal(self.layer, tokens)
+        calls.check_removal(self.layer, tokens)
 
     @override
     def remove_newest(self, tokens: int) -> None:
         self.check_removal(tokens)
-        rollback.remove_newest(self.layer, tokens)
+        calls.remove_newest(self.layer, tokens)
 
     @override
     def check_select(self, batch_size: int) -> None:
@@ -362,11 +326,12 @@ class TransformersLayer(LayerOperations):
 
     @override
     def activate_past_recording(self) -> None:
-        rollback.start_recording(self.layer)
+        if isinstance(self.layer, _Recording):
+            self.layer.activate_past_recording()
 
     @override
     def deactivate_past_recording(self) -> None:
-        rollback.stop_recording(self.layer)
+        calls.stop_recording(self.layer)
 
     @override
     def reset(self) -> None:
@@ -381,22 +346,22 @@ class TransformersLayer(LayerOperations):
 
     @override
     def fork(self) -> Self:
-        return type(self)(saved_states.copy_of(self.layer), self.grows)
+        return type(self)(calls.copy_of(self.layer), self.grows)
 
     @override
     def held_tensors(self) -> Iterator[Tensor]:
-        yield from saved_states.held_tensors(self.layer)
+        yield from calls.held_tensors(self.layer)
 
     @override
     def state(self) -> LayerState:
-        return saved_states.state_of(self.layer, self.kind)
+        return calls.state_of(self.layer, self.kind)
 
     @override
     def check_state(self, state: LayerState) -> None:
         # Files of the first version have the name of the class alone.
-        saved_states.check_state(self.layer, state, (self.kind, type(self.layer).__name__))
+        calls.check_state(self.layer, state, (self.kind, type(self.layer).__name__))
 
     @override
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
-        saved_states.load_state(self.layer, state)
+        calls.load_state(self.layer, state)

@@ -14,15 +14,15 @@ from fsspec.registry import known_implementations
 
 from kvlayers.errors import OptionError
 from kvlayers.persistence.atomic_file import temporary_name
-from kvlayers.prefix.backends.address import Address
 from kvlayers.prefix.backends.contract import (
     ABANDONED_SECONDS,
     SUFFIXES,
+    Address,
     Content,
     StoredFile,
     UnreachableError,
 )
-from kvlayers.prefix.backends.object_store import ByteRange
+from kvlayers.prefix.backends.remote import ByteRange, RemoteBackend
 
 Result = TypeVar("Result")
 
@@ -37,7 +37,7 @@ MODIFIED = ("LastModified", "last_modified", "mtime", "modified", "updated", "cr
 """Names that file systems use for the time of the last change. If there are several, the first one counts."""
 
 
-class FsspecObjectStore:
+class FsspecBackend(RemoteBackend):
     """The files directly below a URL.
 
     The file system of fsspec may be used by several threads, and so may this. Its times of last uses are its own.
@@ -51,14 +51,14 @@ class FsspecObjectStore:
     """
 
     def __init__(self, address: Address) -> None:
-        self._address = address
+        super().__init__(address)
         self._fs, path = _filesystem(address)
         self._root = path.rstrip("/")
         self._uses: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
-        """As `ObjectStore.prepare`."""
+        """As `StorageBackend.prepare`."""
         self._call(self._probe)
 
     def _probe(self) -> None:
@@ -84,8 +84,8 @@ class FsspecObjectStore:
         with ThreadPoolExecutor(min(len(names), REQUESTS_AT_ONCE)) as threads:
             return self._call(lambda: list(threads.map(call, names)))
 
-    def files(self) -> list[StoredFile]:
-        """As `ObjectStore.files`."""
+    def listed(self) -> list[StoredFile]:
+        """As `RemoteBackend.listed`."""
 
         def listed() -> list[dict[str, Any]]:
             # Some file systems cache listings, but other processes write here, too.
@@ -105,7 +105,7 @@ class FsspecObjectStore:
         return files
 
     def find(self, names: Sequence[str]) -> list[StoredFile | None]:
-        """As `ObjectStore.find`."""
+        """As `StorageBackend.find`."""
 
         def found(name: str) -> StoredFile | None:
             path = self._at(name)
@@ -119,26 +119,18 @@ class FsspecObjectStore:
         return self._each(found, names)
 
     def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
-        """As `ObjectStore.read_ranges`; concurrently, if the file system can do that."""
-        names, starts, ends = (
-            [each.file.name for each in ranges],
-            [each.start for each in ranges],
-            [each.end for each in ranges],
-        )
-        return [b"" if found is None else found for found in self._read(names, starts, ends)]
+        """As `RemoteBackend.read_ranges`; concurrently, if the file system can do that."""
+        return [b"" if found is None else found for found in self._cat_ranges(ranges)]
 
-    def read(self, files: Sequence[StoredFile]) -> list[bytes | UnreachableError | None]:
-        """As `ObjectStore.read`; concurrently, if the file system can do that."""
-        return self._read([file.name for file in files], [0] * len(files), [file.nbytes + 1 for file in files])
+    def read_whole(self, files: Sequence[StoredFile]) -> list[bytes | UnreachableError | None]:
+        """As `RemoteBackend.read_whole`; concurrently, if the file system can do that."""
+        return self._cat_ranges([ByteRange(file, 0, file.nbytes + 1) for file in files])
 
-    def _read(
-        self, names: Sequence[str], starts: Sequence[int], ends: Sequence[int]
-    ) -> list[bytes | UnreachableError | None]:
+    def _cat_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError | None]:
         """The bytes of each range, or the error; `None` if the file does not exist."""
-        paths = [self._at(name) for name in names]
-        found: list[bytes | Exception] = self._call(
-            lambda: self._fs.cat_ranges(paths, list(starts), list(ends), on_error="return")
-        )
+        paths = [self._at(each.file.name) for each in ranges]
+        starts, ends = [each.start for each in ranges], [each.end for each in ranges]
+        found: list[bytes | Exception] = self._call(lambda: self._fs.cat_ranges(paths, starts, ends, on_error="return"))
         return [self._content(each) for each in found]
 
     def _content(self, found: bytes | Exception) -> bytes | UnreachableError | None:
@@ -147,18 +139,18 @@ class FsspecObjectStore:
         return self._address.unreachable(found) if isinstance(found, Exception) else bytes(found)
 
     def write(self, name: str, content: Content) -> None:
-        """As `ObjectStore.write`."""
+        """As `StorageBackend.write`."""
         self._call(lambda: self._fs.pipe_file(self._at(name), bytes(content)))
-        self.touch([name])
+        self.record_uses([name])
 
     def missing(self, files: Sequence[StoredFile]) -> list[StoredFile]:
-        """As `ObjectStore.missing`. A file that may soon be taken for abandoned has to be written again."""
+        """As `StorageBackend.missing`. A file that may soon be taken for abandoned has to be written again."""
         fresh = time.time_ns() - FRESH_NS
         found = zip(files, self.find([file.name for file in files]), strict=True)
         return [file for file, now in found if now is None or now.nbytes != file.nbytes or now.used < fresh]
 
-    def touch(self, names: Sequence[str]) -> None:
-        """As `ObjectStore.touch`; other processes do not see it."""
+    def record_uses(self, names: Sequence[str]) -> None:
+        """As `RemoteBackend.record_uses`; other processes do not see it."""
         now = time.time_ns()
         with self._lock:
             self._uses.update(dict.fromkeys(names, now))
@@ -169,7 +161,7 @@ class FsspecObjectStore:
             return dict(self._uses)
 
     def delete(self, names: Sequence[str], used_before: int | None = None) -> None:
-        """As `ObjectStore.delete`. If the file system does not know the age of a file, it is not taken for old."""
+        """As `StorageBackend.delete`. If the file system does not know the age of a file, it is not taken for old."""
         if used_before is not None:
             uses = self.last_uses()
             found = [file for file in self.find(names) if file is not None and file.used]

@@ -15,6 +15,7 @@ from kvlayers.prefix.backends.contract import (
     SUFFIXES,
     Content,
     GoneError,
+    StorageBackend,
     StoredFile,
     UnreachableError,
 )
@@ -23,7 +24,7 @@ OWNER_ONLY = 0o700
 """Permissions of a new directory, since the files reveal what somebody has asked a model."""
 
 
-class LocalBackend:
+class LocalBackend(StorageBackend):
     """A local directory. Files are memory-mapped in place, and written under a temporary name first.
 
     It has no state, so that any number of threads may use it. The modification time of a file is its last use.
@@ -122,19 +123,6 @@ class LocalBackend:
             return error
         except OSError as error:
             return _unreachable(path, error)
-
-    @contextlib.contextmanager
-    def reading(self, name: str, max_bytes: int, wait_seconds: float | None = None) -> Iterator[str]:
-        """The path of the file itself, whatever its size, since a mapped file takes no memory."""
-        path = self.path_of(name)
-        try:
-            yield path
-        except CachePathError as error:
-            reason = error.__cause__
-            if isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError):
-                raise _unreachable(path, reason) from reason
-            raise
-        self.touch([name])
 
     def write(self, name: str, content: Content) -> None:
         """As `StorageBackend.write`."""

@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvlayers.errors import OptionError
-from kvlayers.prefix.backends.address import Address
 from kvlayers.prefix.backends.contract import (
     ABANDONED_SECONDS,
     SUFFIXES,
+    Address,
     Content,
     StoredFile,
     UnreachableError,
 )
-from kvlayers.prefix.backends.object_store import ByteRange
+from kvlayers.prefix.backends.remote import ByteRange, RemoteBackend
 
 Result = TypeVar("Result")
 
@@ -77,7 +77,7 @@ class _Manifest:
         return StoredFile(name, self.nbytes, f"{self.nonce} {self.part_bytes}", used)
 
 
-class RedisObjectStore:
+class RedisBackend(RemoteBackend):
     """Files under keys with a common prefix: an index, manifests, and the parts that the manifests name.
 
     A manifest is written last, together with the index, and the parts that it replaces are deleted in the same
@@ -96,7 +96,7 @@ class RedisObjectStore:
     """
 
     def __init__(self, address: Address) -> None:
-        self._address = address
+        super().__init__(address)
         self._redis = _package(address)
         url, self._prefix = _split(address)
         retry = self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 1)
@@ -124,7 +124,7 @@ class RedisObjectStore:
             raise OptionError("the server must return bytes, got decode_responses: leave it out.")
 
     def prepare(self) -> None:
-        """As `ObjectStore.prepare`. The server itself deletes what writers that were killed have left."""
+        """As `StorageBackend.prepare`. The server itself deletes what writers that were killed have left."""
         self._call(self._probe)
 
     def _probe(self) -> None:
@@ -153,8 +153,8 @@ class RedisObjectStore:
     def _part(self, nonce: str, number: int) -> str:
         return f"{self._prefix}:part:{nonce}:{number}"
 
-    def files(self) -> list[StoredFile]:
-        """As `ObjectStore.files`."""
+    def listed(self) -> list[StoredFile]:
+        """As `RemoteBackend.listed`."""
         uses = self.last_uses()
         names = [name for name in uses if name.endswith(SUFFIXES)]
         files = []
@@ -188,7 +188,7 @@ class RedisObjectStore:
         self._client.transaction(unlist, self._key(name))
 
     def find(self, names: Sequence[str]) -> list[StoredFile | None]:
-        """As `ObjectStore.find`."""
+        """As `StorageBackend.find`."""
         asked = [command for name in names for command in (("GET", self._key(name)), ("ZSCORE", self._index, name))]
         answers = self._call(lambda: self._many(asked))
         files: list[StoredFile | None] = []
@@ -198,7 +198,7 @@ class RedisObjectStore:
         return files
 
     def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
-        """As `ObjectStore.read_ranges`. A missing part has no bytes."""
+        """As `RemoteBackend.read_ranges`. A missing part has no bytes."""
         commands: list[tuple[Any, ...]] = []
         owners: list[int] = []
         for number, (file, start, end) in enumerate(ranges):
@@ -213,8 +213,8 @@ class RedisObjectStore:
             pieces[owner].append(piece)
         return [b"".join(each) for each in pieces]
 
-    def read(self, files: Sequence[StoredFile]) -> list[bytes | UnreachableError | None]:
-        """As `ObjectStore.read`. One request gets the manifests, and one the parts of all files."""
+    def read_whole(self, files: Sequence[StoredFile]) -> list[bytes | UnreachableError | None]:
+        """As `RemoteBackend.read_whole`. One request gets the manifests, and one the parts of all files."""
         found = self.find([file.name for file in files])
         there = [
             ByteRange(now, 0, min(now.nbytes, file.nbytes + 1))
@@ -225,7 +225,7 @@ class RedisObjectStore:
         return [None if now is None else next(contents) for now in found]
 
     def write(self, name: str, content: Content) -> None:
-        """As `ObjectStore.write`."""
+        """As `StorageBackend.write`."""
         view = memoryview(content)
         manifest = _Manifest(secrets.token_hex(16), len(view), PART_BYTES)
         parts = self._parts(manifest)
@@ -259,14 +259,14 @@ class RedisObjectStore:
         self._client.transaction(commit, self._key(name))
 
     def missing(self, files: Sequence[StoredFile]) -> list[StoredFile]:
-        """As `ObjectStore.missing`."""
+        """As `StorageBackend.missing`."""
         found = zip(files, self.find([file.name for file in files]), strict=True)
         missing = [file for file, now in found if now is None or now.nbytes != file.nbytes]
-        self.touch([file.name for file in files if file not in missing])
+        self.record_uses([file.name for file in files if file not in missing])
         return missing
 
     def delete(self, names: Sequence[str], used_before: int | None = None) -> None:
-        """As `ObjectStore.delete`. If somebody uses or writes one of the files meanwhile, it is looked at again."""
+        """As `StorageBackend.delete`. If somebody uses or writes one of the files meanwhile, it is looked at again."""
         for name in names:
             self._call(partial(self._delete, name, used_before))
 
@@ -293,8 +293,8 @@ class RedisObjectStore:
         found = self._call(lambda: self._client.zrange(self._index, 0, -1, withscores=True))
         return {name.decode("utf-8", "replace"): _used(score) for name, score in found}
 
-    def touch(self, names: Sequence[str]) -> None:
-        """As `ObjectStore.touch`."""
+    def record_uses(self, names: Sequence[str]) -> None:
+        """As `RemoteBackend.record_uses`."""
         now = _now()
         if names:
             # `xx`, since a file that was deleted meanwhile must not be listed again.

@@ -1,20 +1,18 @@
 """Files on other machines: a few bytes are read to inspect a file, and all bytes to load it."""
 
 import contextlib
-import os
-import tempfile
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotArrived
 from functools import partial
+from typing import NamedTuple
 
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.inspect import CacheFile, inspect_ranges
-from kvlayers.prefix.backends.address import Address
-from kvlayers.prefix.backends.contract import Content, GoneError, StoredFile, UnreachableError
-from kvlayers.prefix.backends.object_store import ByteRange, ObjectStore
+from kvlayers.prefix.backends.contract import Address, Content, GoneError, StorageBackend, StoredFile, UnreachableError
 
 HEAD_BYTES = 128 * 2**10
 TAIL_BYTES = 64 * 2**10
@@ -22,10 +20,6 @@ TAIL_BYTES = 64 * 2**10
 
 FILES_PER_REQUEST = 64
 """Files whose heads and tails are requested together, which take 12 MiB."""
-
-CHUNK_BYTES = 8 * 2**20
-CHUNKS_AT_ONCE = 4
-"""Chunks of a loaded file that are in memory at the same time."""
 
 BATCH_BYTES = 32 * 2**20
 """Bytes of whole files that are requested together, unless a single one has more."""
@@ -39,28 +33,50 @@ TOUCH_SECONDS = 1.0
 ATTEMPTS = 3
 """Attempts to read a file that other processes replace meanwhile."""
 
+
+class ByteRange(NamedTuple):
+    """A range of bytes of a file: from `start` up to, but not including, `end`."""
+
+    file: StoredFile
+    start: int
+    end: int
+
+
 KnownRanges = Mapping[ByteRange, bytes | UnreachableError]
 """Ranges that were read already, or the error that reading them raised."""
 
 
-class RemoteBackend:
-    """Files on other machines.
+class RemoteBackend(StorageBackend):
+    """Files on other machines. A subclass says how the bytes of files get here, and the rest of `StorageBackend`.
 
-    Whole caches are copied to temporary files on this machine, which are always deleted. Other files are read into
-    memory. It has no state, so that as many threads may use it as may use the object store.
+    All methods raise `UnreachableError`, and no other error, if the other machine cannot be reached.
 
     Args:
-        objects: the object store.
-        address: its URL.
+        address: the URL of the files.
     """
 
-    def __init__(self, objects: ObjectStore, address: Address) -> None:
-        self._objects = objects
+    def __init__(self, address: Address) -> None:
         self._address = address
 
-    def prepare(self) -> None:
-        """As `StorageBackend.prepare`."""
-        self._objects.prepare()
+    @abstractmethod
+    def listed(self) -> list[StoredFile]:
+        """All files whose names end with one of `SUFFIXES`."""
+
+    @abstractmethod
+    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
+        """The bytes of each range, fewer if the file is shorter, or the error that reading them raised."""
+
+    @abstractmethod
+    def read_whole(self, files: Sequence[StoredFile]) -> list[bytes | UnreachableError | None]:
+        """The first bytes of each file, one more than it should have, or the error; `None` if it does not exist.
+
+        Args:
+            files: names and sizes in bytes.
+        """
+
+    @abstractmethod
+    def record_uses(self, names: Sequence[str]) -> None:
+        """As `touch`, however long it takes."""
 
     def path_of(self, name: str) -> str:
         """The URL of a file, without credentials."""
@@ -69,42 +85,22 @@ class RemoteBackend:
     def files(self) -> list[StoredFile]:
         """As `StorageBackend.files`."""
         # kvlayers never writes names with control characters, which a terminal might obey.
-        return [file for file in self._objects.files() if file.name.isprintable()]
-
-    def find(self, names: Sequence[str]) -> list[StoredFile | None]:
-        """As `StorageBackend.find`."""
-        return self._objects.find(names)
-
-    def missing(self, files: Sequence[StoredFile]) -> list[StoredFile]:
-        """As `StorageBackend.missing`."""
-        return self._objects.missing(files)
+        return [file for file in self.listed() if file.name.isprintable()]
 
     def touch(self, names: Sequence[str]) -> None:
         """As `StorageBackend.touch`. Whoever has read a file does not wait for a server that has stopped to answer."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-touch")
-        touched = thread.submit(self._objects.touch, names)
+        touched = thread.submit(self.record_uses, names)
         thread.shutdown(wait=False)
         with contextlib.suppress(NotArrived):
             touched.result(TOUCH_SECONDS)
-
-    def write(self, name: str, content: Content) -> None:
-        """As `StorageBackend.write`."""
-        self._objects.write(name, content)
-
-    def last_uses(self) -> Mapping[str, int]:
-        """As `StorageBackend.last_uses`."""
-        return self._objects.last_uses()
-
-    def delete(self, names: Sequence[str], used_before: int | None = None) -> None:
-        """As `StorageBackend.delete`."""
-        self._objects.delete(names, used_before)
 
     def inspect(self, files: Sequence[StoredFile]) -> Iterator[CacheFile | KVLayersError]:
         """As `StorageBackend.inspect`."""
         for start in range(0, len(files), FILES_PER_REQUEST):
             batch = files[start : start + FILES_PER_REQUEST]
             ends = [each for file in batch for each in _ends(file)]
-            found = dict(zip(ends, self._objects.read_ranges(ends), strict=True))
+            found = dict(zip(ends, self.read_ranges(ends), strict=True))
             for file in batch:
                 try:
                     yield self._inspected(file, {each: found[each] for each in _ends(file)})
@@ -136,7 +132,7 @@ class RemoteBackend:
                 if isinstance(content, UnreachableError):
                     raise content
                 return content[start - each.start : end - each.start]
-        (content,) = self._objects.read_ranges([ByteRange(file, start, end)])
+        (content,) = self.read_ranges([ByteRange(file, start, end)])
         if isinstance(content, UnreachableError):
             raise content
         return content
@@ -170,10 +166,10 @@ class RemoteBackend:
 
     def _read_batch(self, batch: list[StoredFile]) -> list[Content | KVLayersError]:
         found: list[Content | KVLayersError] = []
-        for file, content in zip(batch, self._objects.read(batch), strict=True):
+        for file, content in zip(batch, self.read_whole(batch), strict=True):
             if isinstance(content, bytes) and len(content) != file.nbytes:
                 # Some storages do not replace a file at once, and somebody may have written it anew meanwhile.
-                (content,) = self._objects.read([file])
+                (content,) = self.read_whole([file])
             if content is None:
                 found.append(self._gone(file.name))
             elif isinstance(content, bytes) and len(content) != file.nbytes:
@@ -183,56 +179,8 @@ class RemoteBackend:
                 found.append(content)
         return found
 
-    @contextlib.contextmanager
-    def reading(self, name: str, max_bytes: int, wait_seconds: float | None = None) -> Iterator[str]:
-        """As `StorageBackend.reading`."""
-        with self._temporary(name) as path:
-            thread = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-read")
-            try:
-                thread.submit(self._download, name, path, max_bytes).result(wait_seconds)
-            except NotArrived:
-                raise self._late(name) from None
-            finally:
-                thread.shutdown(wait=False)
-            yield path
-
-    def _download(self, name: str, path: str, max_bytes: int) -> None:
-        for _ in range(ATTEMPTS):
-            file = self._existing(name)
-            if file.nbytes > max_bytes:
-                raise CacheFileError(
-                    f"{self.path_of(name)} must have at most {max_bytes} bytes, got {file.nbytes}: it was replaced by "
-                    "another file."
-                )
-            failure = self._copy(file, path)
-            # A copy of a file that was replaced meanwhile may be a mixture of two, or too short.
-            if self._existing(name) == file:
-                if failure is not None:
-                    raise failure
-                with contextlib.suppress(UnreachableError):
-                    self._objects.touch([name])
-                return
-        raise self._keeps_changing(name)
-
-    def _copy(self, file: StoredFile, path: str) -> CacheFileError | UnreachableError | None:
-        """Write a file to `path`, and return the error if it is incomplete."""
-        starts = range(0, file.nbytes, CHUNK_BYTES)
-        chunks = [ByteRange(file, start, min(start + CHUNK_BYTES, file.nbytes)) for start in starts]
-        with open(path, "wb") as copy:
-            for number in range(0, len(chunks), CHUNKS_AT_ONCE):
-                batch = chunks[number : number + CHUNKS_AT_ONCE]
-                for chunk, content in zip(batch, self._objects.read_ranges(batch), strict=True):
-                    if isinstance(content, UnreachableError):
-                        return content
-                    if len(content) != chunk.end - chunk.start:
-                        return CacheFileError(
-                            f"{self.path_of(file.name)} is damaged: a part of its {file.nbytes} bytes is missing."
-                        )
-                    copy.write(content)
-        return None
-
     def _existing(self, name: str) -> StoredFile:
-        (file,) = self._objects.find([name])
+        (file,) = self.find([name])
         if file is None:
             raise self._gone(name)
         return file
@@ -247,25 +195,6 @@ class RemoteBackend:
         return UnreachableError(
             f"{self.path_of(name)} was replaced {ATTEMPTS} times while it was read: try again later."
         )
-
-    @contextlib.contextmanager
-    def _temporary(self, name: str) -> Iterator[str]:
-        """The path of a temporary file. Errors name the remote file instead, as the temporary one is deleted."""
-        try:
-            with tempfile.TemporaryDirectory(prefix="kvlayers-") as directory:
-                path = os.path.join(directory, "file")
-                try:
-                    yield path
-                except KVLayersError as error:
-                    text = str(error).replace(path, self.path_of(name)).replace(directory, tempfile.gettempdir())
-                    raise type(error)(text) from None
-        except OSError as error:
-            if isinstance(error, CachePathError):
-                raise
-            raise UnreachableError(
-                f"cannot copy {self.path_of(name)} to {tempfile.gettempdir()} ({error.strerror}): free some space, or "
-                "set TMPDIR."
-            ) from error
 
 
 def _ends(file: StoredFile) -> list[ByteRange]:

@@ -1,9 +1,8 @@
 """Chooses the bits of each layer by how much the model's predictions change."""
 
-from kvlayers.tools.calibration.budgets import Budget, BytesBudget, DivergenceBudget
-from kvlayers.tools.calibration.calibrator import calibrate
-from kvlayers.tools.calibration.result import Calibration, MeasuredSetting
-from kvlayers.tools.calibration.sensitivities import Sensitivity
+from kvlayers.tools.calibration.calibrator import Calibration, MeasuredSetting, calibrate
+from kvlayers.tools.calibration.checks import Budget, BytesBudget, DivergenceBudget
+from kvlayers.tools.calibration.settings import Sensitivity
 
 __all__ = [
     "Budget",

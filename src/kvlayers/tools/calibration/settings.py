@@ -1,17 +1,165 @@
-"""Bits for the keys and values of each layer, with their cost and their expected divergence."""
+"""Bits for the keys and values of each layer: what they cost, what they change, and which are best within a budget."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.quantized import QuantizedCache
+from kvlayers.layers import QuantizedLayer
 from kvlayers.quantizers.contract import Side
 from kvlayers.stores.buffer import StateForm
 from kvlayers.stores.packed_blocks import SIDES, block_nbytes
 from kvlayers.stores.quantization import Quantization, block_tokens
-from kvlayers.tools.calibration.allocation import PartChoice, least_losses
-from kvlayers.tools.calibration.sensitivities import Sensitivity, with_bits
+from kvlayers.tools.calibration.divergence import read
+from kvlayers.tools.measuring.predictions import mean_divergence
+
+MOST_UNITS = 200_000
+"""The most units into which a budget is divided. Finer units would change nothing measurable, and take memory."""
+
+
+@dataclass(frozen=True)
+class PartChoice:
+    """A setting that a part can have.
+
+    Attributes:
+        cost: bytes per token.
+        loss: KL divergence if all other parts are in full precision.
+    """
+
+    cost: Fraction
+    loss: float
+
+
+def least_losses(parts: Sequence[Sequence[PartChoice]], most: Fraction) -> list[tuple[int, ...]]:
+    """Choose a setting for each part so that the sum of losses is least, for every budget up to `most` that matters.
+
+    A budget matters if it allows a smaller loss than every smaller budget. Dynamic programming over the parts finds
+    them, in units of the greatest common divisor of all costs. If `most` is more than `MOST_UNITS` such units (which
+    takes odd head_dims in many layers), the unit is larger and costs are rounded up to it, so that no result exceeds
+    its budget.
+
+    Args:
+        parts: the choices of each part.
+        most: bytes per token that all parts together may take.
+
+    Returns:
+        For each budget that matters, the smallest first, the index of each part's choice. Empty if even the cheapest
+        choices, rounded up, exceed `most`.
+    """
+    unit = max(_common_unit([choice.cost for part in parts for choice in part]), most / MOST_UNITS)
+    costs = [[-(-choice.cost // unit) for choice in part] for part in parts]
+    units = int(most // unit)
+    best = np.zeros(units + 1)
+    taken: list[npt.NDArray[np.int8]] = []
+    for part, prices in zip(parts, costs, strict=True):
+        totals = np.full((len(part), units + 1), np.inf)
+        for index, (choice, price) in enumerate(zip(part, prices, strict=True)):
+            if price <= units:
+                totals[index, price:] = best[: units + 1 - price] + choice.loss
+        taken.append(totals.argmin(0).astype(np.int8))
+        best = totals.min(0)
+    improves = np.isfinite(best) & np.r_[True, best[1:] < best[:-1]]
+    return [_choices(taken, costs, int(budget)) for budget in np.flatnonzero(improves)]
+
+
+def _common_unit(costs: Sequence[Fraction]) -> Fraction:
+    denominator = int(np.lcm.reduce([cost.denominator for cost in costs]))
+    return Fraction(int(np.gcd.reduce([int(cost * denominator) for cost in costs])), denominator)
+
+
+def _choices(taken: Sequence[npt.NDArray[np.int8]], costs: Sequence[Sequence[int]], units: int) -> tuple[int, ...]:
+    chosen = []
+    for indices, prices in zip(reversed(taken), reversed(costs), strict=True):
+        index = int(indices[units])
+        chosen.append(index)
+        units -= prices[index]
+    return tuple(reversed(chosen))
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """KL divergence of the predictions if one side of one layer alone is quantized.
+
+    Attributes:
+        layer: index of the layer.
+        side: `"keys"` or `"values"`.
+        divergence: mean KL divergence from full precision in nats, by the number of bits.
+    """
+
+    layer: int
+    side: Side
+    divergence: dict[int, float]
+
+
+def measure_sensitivities(
+    model: Any,
+    passages: Sequence[Tensor],
+    layers: Sequence[int],
+    quantization: Quantization,
+    widths: Sequence[int],
+    scored: int,
+    tick: Callable[[], object],
+) -> list[Sensitivity]:
+    """Quantize one side of each layer at a time, and compare the predictions after it.
+
+    The context of a passage is read once. Its states are then rounded in a fork of the cache, and only the newest
+    tokens are read again, once for each layer, side and width.
+
+    Args:
+        model: in eval mode.
+        passages: token ids `[1, tokens]`.
+        layers: indices of the layers that are quantized.
+        quantization: how states are quantized, apart from the bits.
+        widths: numbers of bits to measure.
+        scored: newest tokens of a passage, which are scored and not quantized.
+        tick: called after each measurement.
+
+    Returns:
+        A sensitivity for each layer and side, layers in order and keys first.
+    """
+    total = {(layer, side, nbits): 0.0 for layer in layers for side in SIDES for nbits in widths}
+    for ids in passages:
+        context, newest = ids[:, :-scored], ids[:, -scored:]
+        cache = DynamicCache(config=model.config)
+        read(model, context, cache, 1)
+        exact = read(model, newest, cache.fork(), scored)
+        for layer in layers:
+            for nbits in widths:
+                rounded = _rounded(cache.layers[layer].parts[0], quantization, nbits)
+                for side in SIDES:
+                    probed = cache.fork()
+                    setattr(probed.layers[layer].parts[0], side, rounded[side])
+                    seen = read(model, newest, probed, scored)
+                    total[layer, side, nbits] += mean_divergence(exact, seen) / len(passages)
+                    tick()
+    return [
+        Sensitivity(layer, side, {nbits: total[layer, side, nbits] for nbits in widths})
+        for layer in layers
+        for side in SIDES
+    ]
+
+
+def _rounded(layer: Any, quantization: Quantization, nbits: int) -> dict[Side, Tensor]:
+    """The states of a layer, quantized and dequantized."""
+    quantized = QuantizedLayer(with_bits(quantization, nbits))
+    quantized.update(layer.keys, layer.values)
+    keys, values = quantized.keys, quantized.values
+    if keys is None or values is None:
+        raise RuntimeError("a quantized layer has no keys and values after an update")
+    return {"keys": keys, "values": values}
+
+
+def with_bits(quantization: Quantization, nbits: int) -> Quantization:
+    """The same quantization with `nbits` bits for keys and values."""
+    return dataclasses.replace(quantization, nbits=nbits, key_nbits=None, value_nbits=None)
+
 
 Part = tuple[int, Side]
 """Index of a layer, and one side of it."""

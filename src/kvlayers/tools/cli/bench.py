@@ -1,21 +1,12 @@
 """The command `kvlayers bench`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from kvlayers.tools.cli.dtypes import Dtype
-from kvlayers.tools.cli.exit_codes import CHECK_FAILED, one_line_errors
+from kvlayers.tools.cli.common import CHECK_FAILED, Dtype, one_line_errors
 from kvlayers.tools.names import HUB_NAME, TRANSFORMERS_CACHES
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from torch import Tensor
-
-    from kvlayers.tools.cli.bench_results import BenchResults
-    from kvlayers.tools.demo.model import LoadedModel
-    from kvlayers.tools.measuring.contenders import Contender
 
 REPORT = Path("kvlayers-bench.html")
 
@@ -62,16 +53,11 @@ def bench(
     import torch
     from rich.console import Console
 
-    from kvlayers.tools.cli.bench_choice import choose_caches, fitting_lengths, transformers_names
-    from kvlayers.tools.cli.bench_results import BenchResults
-    from kvlayers.tools.cli.bench_view import bench_report, show
-    from kvlayers.tools.cli.files import read_text
-    from kvlayers.tools.cli.output import print_json, quiet_libraries
-    from kvlayers.tools.cli.reports import command_line, publish, report_path
-    from kvlayers.tools.cli.run_facts import RunFacts
-    from kvlayers.tools.demo.loading import find, load
-    from kvlayers.tools.demo.model import find_device
+    from kvlayers.tools.cli.bench_results import BenchResults, choose_caches, fitting_lengths, transformers_names
+    from kvlayers.tools.cli.console import print_json, quiet_libraries, read_text
     from kvlayers.tools.measuring.text import check_known, rows
+    from kvlayers.tools.models import RunFacts, find, find_device, load
+    from kvlayers.tools.reporting.page import command_line, publish, report_path
     from kvlayers.utils.units import tokens
 
     # If stdout has the JSON, people read stderr.
@@ -88,40 +74,14 @@ def bench(
         fitting = fitting_lengths(found.config, asked_lengths, steps)
         prompt = rows(found.tokenizer, content, batch, fitting[-1])
         check_known(found.config, prompt)
-        choice = choose_caches(found.config, name, against_names, fitting[-1] + steps)
+        fidelities, left_out = choose_caches(found.config, name, against_names, fitting[-1] + steps)
         loaded = load(console, found, dtype.on(target), target)
-        results = BenchResults(RunFacts.of(loaded), batch, steps, trials, choice.fidelities, choice.left_out)
-        _measure(console, loaded, prompt, fitting, results)
-        show(console, results)
+        results = BenchResults(RunFacts.of(loaded), batch, steps, trials, fidelities, left_out)
+        results.measure(console, loaded, prompt, fitting)
+        results.show(console)
         if path is not None:
-            publish(console, bench_report(results, command_line()), path)
+            publish(console, results.report(command_line()), path)
     if as_json:
         print_json(results.plain())
     if not results.passed:
         raise typer.Exit(CHECK_FAILED)
-
-
-def _measure(
-    console: "Console", loaded: "LoadedModel", prompt: "Tensor", lengths: list[int], results: "BenchResults"
-) -> None:
-    from kvlayers.tools.cli.progress import bar_between_runs
-    from kvlayers.tools.measuring.contenders import make_contender
-    from kvlayers.tools.measuring.decoding import measure, warm_up
-
-    def contenders(length: int) -> "list[Contender]":
-        return [make_contender(*key, loaded.model, length + results.steps) for key in results.fidelities]
-
-    runs = len(lengths) * results.trials * len(results.fidelities)
-    with bar_between_runs(console, runs, "Every cache at every length") as begin:
-        warm_up(loaded.model, prompt, contenders(prompt.shape[1]))
-        for length in lengths:
-            results.by_length[length] = measure(
-                loaded.model,
-                prompt[:, :length],
-                results.steps,
-                results.trials,
-                contenders(length),
-                lambda contender, trial, length=length: begin(  # type: ignore[misc]
-                    f"{length} tokens, {contender.name}, trial {trial + 1}"
-                ),
-            )

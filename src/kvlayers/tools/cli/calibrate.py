@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvlayers.tools.cli.dtypes import Dtype
-from kvlayers.tools.cli.exit_codes import CHECK_FAILED, one_line_errors
+from kvlayers.tools.cli.common import CHECK_FAILED, Dtype, one_line_errors
 from kvlayers.tools.names import HUB_NAME
 
 OPTIONS = {
@@ -68,15 +67,11 @@ def calibrate(
     from kvlayers.tools.calibration import DivergenceBudget
     from kvlayers.tools.calibration import calibrate as calibrate_model
     from kvlayers.tools.calibration.checks import check_ids, check_positions
-    from kvlayers.tools.cli.calibrate_request import CalibrationRequest
-    from kvlayers.tools.cli.calibrate_results import CalibrationResults, show
-    from kvlayers.tools.cli.files import read_text
-    from kvlayers.tools.cli.output import print_json, quiet_libraries
-    from kvlayers.tools.cli.run_facts import RunFacts
-    from kvlayers.tools.demo.loading import find, load
-    from kvlayers.tools.demo.model import find_device
+    from kvlayers.tools.cli.calibrate_results import CalibrationRequest, CalibrationResults
+    from kvlayers.tools.cli.console import print_json, quiet_libraries, read_text
     from kvlayers.tools.measuring.text import passages as passages_of
     from kvlayers.tools.measuring.uneven_heads import attended_states, uneven_head
+    from kvlayers.tools.models import RunFacts, find, find_device, load
 
     # If stdout has the JSON, people read stderr.
     console = Console(stderr=as_json)
@@ -117,6 +112,6 @@ def calibrate(
             file=calibration.save(request.file),
             uneven_head=uneven_head(cache, attended_states(loaded.model, texts[0], READ_AT_ONCE)),
         )
-        show(console, results)
+        results.show(console)
     if as_json:
         print_json(results.plain())

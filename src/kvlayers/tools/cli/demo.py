@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from kvlayers.tools.cli.dtypes import Dtype
+from kvlayers.tools.cli.common import Dtype
 from kvlayers.tools.names import HUB_NAME
 
 PROMPT = "Once upon a time, a programmer"
@@ -43,7 +43,7 @@ def demo(
     2 if the input cannot be used.
     """
     # Imported late: torch takes seconds to import, and `--help` does not need it.
-    from kvlayers.tools.demo.app import run_demo
+    from kvlayers.tools.cli.demo_run import run_demo
 
     if context is None:
         context = DEFAULT_CONTEXT if prompt is None else 0

@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from kvlayers.errors import OptionError
-from kvlayers.tools.cli.dtypes import Dtype
-from kvlayers.tools.cli.exit_codes import CHECK_FAILED, one_line_errors
+from kvlayers.tools.cli.common import CHECK_FAILED, Dtype, one_line_errors
 from kvlayers.tools.names import (
     FIDELITY_BITS,
     FIDELITY_CHUNK,
@@ -160,59 +159,38 @@ def fidelity(
     with one_line_errors("fidelity"):
         _check_options_of_kind(call, tasks is not None)
     # Imported late: torch takes seconds to import, and `--help` does not need it.
-    if tasks is None:
-        from kvlayers.tools.cli.fidelity_text import TextFidelityRequest, measure_text
+    from kvlayers.tools.cli.fidelity_run import FidelityRequest, measure
 
-        passed = measure_text(
-            TextFidelityRequest(
-                model=model,
-                text=text,
-                bits=bits,
-                calibration=calibration,
-                context=context,
-                scored=scored,
-                passages=passages,
-                chunk=FIDELITY_CHUNK if chunk is None else chunk,
-                max_kl=max_kl,
-                max_perplexity_increase=max_perplexity_increase,
-                max_bytes=max_bytes,
-                dtype=dtype,
-                device=device,
-                threads=threads,
-                report=report,
-                as_json=as_json,
-                names=tuple(name or ()),
-                against=tuple(against or ()),
-                results=results,
-            )
+    passed = measure(
+        FidelityRequest(
+            model=model,
+            text=text,
+            tasks=tasks,
+            bits=bits,
+            names=name or (),
+            against=against or (),
+            calibration=calibration,
+            context=context,
+            scored=scored,
+            passages=passages,
+            lengths=lengths,
+            depths=depths,
+            samples=samples,
+            seed=seed,
+            chunk=chunk,
+            question_chunk=question_chunk,
+            max_kl=max_kl,
+            max_perplexity_increase=max_perplexity_increase,
+            max_bytes=max_bytes,
+            budget=budget,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            results=results,
+            report=report,
+            as_json=as_json,
         )
-    else:
-        from kvlayers.tools.cli.fidelity_tasks import TaskFidelityRequest, measure_tasks
-
-        passed = measure_tasks(
-            TaskFidelityRequest(
-                model=model,
-                text=text,
-                tasks=tasks,
-                lengths=lengths,
-                depths=depths,
-                samples=samples,
-                seed=seed,
-                budget=budget,
-                bits=bits,
-                names=tuple(name or ()),
-                against=tuple(against or ()),
-                calibration=calibration,
-                chunk=chunk,
-                question_chunk=question_chunk,
-                dtype=dtype,
-                device=device,
-                threads=threads,
-                results=results,
-                report=report,
-                as_json=as_json,
-            )
-        )
+    )
     if not passed:
         raise typer.Exit(CHECK_FAILED)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvlayers.tools.cli.exit_codes import CHECK_FAILED, one_line_errors
+from kvlayers.tools.cli.common import CHECK_FAILED, one_line_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,7 +30,7 @@ def inspect(
 
     from kvlayers.persistence import inspect_cache
     from kvlayers.tools.cli import inspect_directory
-    from kvlayers.tools.cli.output import print_json
+    from kvlayers.tools.cli.console import print_json
 
     if "://" in path or os.path.isdir(path):
         with one_line_errors("inspect"):
@@ -52,7 +52,7 @@ def _table(found: "CacheFile") -> "Table":
     from rich.markup import escape
     from rich.table import Table
 
-    from kvlayers.tools.cli.output import plain
+    from kvlayers.tools.cli.console import plain
     from kvlayers.utils.units import readable_bytes
 
     table = Table(show_header=False, box=None)

@@ -11,9 +11,8 @@ from rich.tree import Tree
 
 from kvlayers.errors import CachePathError
 from kvlayers.prefix.backends import existing_backend
-from kvlayers.prefix.directory_report import DirectoryReport, report_on
 from kvlayers.prefix.keys import LABEL_PREFIX
-from kvlayers.prefix.tree import PrefixNode, PrefixTree, readable_age
+from kvlayers.prefix.report import DirectoryReport, PrefixNode, PrefixTree, readable_age, report_on
 from kvlayers.utils.units import readable_bytes
 
 LABEL_DIGITS = 12

@@ -1,17 +1,10 @@
 """The command `kvlayers plan`."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from kvlayers.tools.cli.dtypes import Dtype
-from kvlayers.tools.cli.exit_codes import one_line_errors
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from kvlayers.planning import Plan
-
+from kvlayers.tools.cli.common import Dtype, one_line_errors
 
 OPTIONS = {
     "context_length": "--context",
@@ -49,9 +42,10 @@ def plan(
     Exits with 2 if the input cannot be used, or if no cache is within the memory.
     """
     # Imported late: torch takes seconds to import, and `--help` does not need it.
+    from rich.console import Console
+
     from kvlayers.planning import plan as plan_caches
-    from kvlayers.tools.cli.files import config_of
-    from kvlayers.tools.cli.output import print_json, quiet_libraries
+    from kvlayers.tools.cli.console import config_of, print_json, quiet_libraries, table
     from kvlayers.utils.units import bytes_or_share, tokens
 
     with one_line_errors("plan", OPTIONS), quiet_libraries():
@@ -71,32 +65,15 @@ def plan(
         )
     if as_json:
         print_json(planned)
-    else:
-        _show(planned)
-
-
-def _show(planned: "Plan") -> None:
-    from rich.console import Console
-
+        return
     console = Console()
     use, *others = planned.notes
     console.print(use, highlight=False, markup=False)
-    console.print(_table(planned))
+    head, *rows = planned.rows()
+    styles = ["bold" if planned.recommended in group else "" if group[0].fits else "dim" for group in planned.groups()]
+    texts = [head.index("cache"), head.index("states")]
+    console.print(table([name.capitalize() for name in head], rows, planned.title, styles, texts))
     for note in others:
         console.print(note, style="yellow" if note.startswith("Careful") else "dim", highlight=False, markup=False)
     if planned.left_out:
         console.print(f"Not for this model (--json gives the reasons): {', '.join(planned.left_out)}", style="dim")
-
-
-def _table(planned: "Plan") -> "Table":
-    from rich import box
-    from rich.table import Table
-
-    head, *rows = planned.rows()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=planned.title, title_justify="left")
-    for name in head:
-        table.add_column(name.capitalize(), justify="left" if name in ("cache", "states") else "right")
-    for row, group in zip(rows, planned.groups(), strict=True):
-        style = "bold" if planned.recommended in group else "" if group[0].fits else "dim"
-        table.add_row(*row, style=style)
-    return table

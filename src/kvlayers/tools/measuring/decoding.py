@@ -267,7 +267,8 @@ class _TimedRun:
     def __init__(self, model: Any, contender: Contender) -> None:
         self.logits: list[Tensor] = []
         self._model = model
-        self._decoder = _Decoder(model, contender.make())
+        self._cache = contender.make()
+        self._inputs = {cache_argument.name_for(model): self._cache, "use_cache": True}
         self._prefill_seconds = 0.0
         self._step_seconds: list[float] = []
 
@@ -280,15 +281,25 @@ class _TimedRun:
         self._step_seconds.append(self._pass(ids))
 
     def _pass(self, ids: Tensor, **options: int) -> float:
-        seconds, self.newest = self._decoder.timed(ids, **options)
+        """Seconds of a forward pass over tokens `[batch, tokens]`."""
+        self._finish()
+        begin = time.perf_counter()
+        logits: Tensor = self._model(input_ids=ids, **self._inputs, **options).logits
+        self._finish()
+        seconds = time.perf_counter() - begin
+        self.newest = logits[:, -1]
         self.logits.append(self.newest.cpu())
         return seconds
+
+    def _finish(self) -> None:
+        if self._model.device.type != "cpu":
+            torch.accelerator.synchronize()
 
     def trial(self, expected: Tensor | None) -> Trial:
         """What was timed, beside the reference's logits."""
         predicted = torch.stack([newest.argmax(-1) for newest in self.logits], 1)
         kl = 0.0 if expected is None else _mean_divergence(expected, self.logits)
-        return Trial(self._prefill_seconds, self._step_seconds, cache_nbytes(self._decoder.cache), predicted, kl)
+        return Trial(self._prefill_seconds, self._step_seconds, cache_nbytes(self._cache), predicted, kl)
 
 
 def _run(model: Any, sequence: Continuation, contender: Contender) -> Trial:
@@ -309,45 +320,17 @@ def _mean_divergence(expected: Tensor, seen: Sequence[Tensor]) -> float:
 
 def _greedy(model: Any, prompt: Tensor, steps: int, reference: Contender) -> tuple[Continuation, Tensor]:
     """The greedy continuation, and the logits of each prediction, `[steps + 1, batch, vocab]` on the host."""
-    decoder = _Decoder(model, reference.make())
+    run, tokens = _TimedRun(model, reference), []
     with quiet_clock():
-        _, logits = decoder.timed(prompt, **model_types.newest_logits_only(model))
-        seen, tokens = [logits.cpu()], [logits.argmax(-1)]
+        run.prefill(prompt)
         for _ in range(steps):
-            _, logits = decoder.timed(tokens[-1][:, None])
-            seen.append(logits.cpu())
-            tokens.append(logits.argmax(-1))
-    logits = torch.stack(seen)
+            tokens.append(run.newest.argmax(-1))
+            run.step(tokens[-1][:, None])
+    logits = torch.stack(run.logits)
     # If all logits are NaN, argmax is always the first token, and every cache would agree.
     if logits.isnan().any():
         raise ReadingError("The model's logits are not numbers: check its weights.")
-    return Continuation(prompt, torch.stack(tokens[:-1], 1), logits), logits
-
-
-class _Decoder:
-    """Decodes with a model and a cache.
-
-    Args:
-        model: in eval mode.
-        cache: an empty cache.
-    """
-
-    def __init__(self, model: Any, cache: Any) -> None:
-        self.cache = cache
-        self._model = model
-        self._inputs = {cache_argument.name_for(model): cache, "use_cache": True}
-
-    def timed(self, ids: Tensor, **options: int) -> tuple[float, Tensor]:
-        """Seconds of a forward pass over tokens `[batch, tokens]`, and its last logits `[batch, vocab]`."""
-        self._finish()
-        begin = time.perf_counter()
-        logits: Tensor = self._model(input_ids=ids, **self._inputs, **options).logits
-        self._finish()
-        return time.perf_counter() - begin, logits[:, -1]
-
-    def _finish(self) -> None:
-        if self._model.device.type != "cpu":
-            torch.accelerator.synchronize()
+    return Continuation(prompt, torch.stack(tokens, 1), logits), logits
 
 
 def _compare(result: ContenderResult, logits: Tensor, dtype: torch.dtype, trials: Sequence[Trial]) -> None:

@@ -1,10 +1,13 @@
 """The file of a run, to which results are written as they come, so that the run can go on after it was stopped."""
 
+import dataclasses
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from typing_extensions import Self
@@ -12,8 +15,14 @@ from typing_extensions import Self
 from kvlayers.errors import KVLayersError
 from kvlayers.persistence import weights_id
 from kvlayers.tools.measuring.environment import package_versions
+from kvlayers.tools.measuring.scoring import PassageScores
+from kvlayers.tools.tasks.contract import TaskSample
+from kvlayers.tools.tasks.summary import TaskOutcome
 
 FORMAT_VERSION = 1
+
+PASSAGE_SCORES, TASK_RESULTS = "passage scores", "task results"
+"""What the records of a file are."""
 
 MOST_SHOWN = 24
 """Letters of a value that an error shows: the beginning of a digest is enough."""
@@ -97,7 +106,7 @@ class RunFile:
         """Close the file."""
         self._file.close()
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         """Write a record of JSON types.
 
         Raises:
@@ -178,3 +187,150 @@ def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
+
+
+class PassageFile(RunFile):
+    """The scores of passages, one cache and passage a line. It is a `PassageRecord`.
+
+    Args:
+        path: the file. It is made if it does not exist.
+        identity: what identifies the run, as JSON types; see `identity_of`.
+        options: for each cache that its name does not identify, the options that it is made with, as JSON types. Scores
+            of a cache of the same name with other options are not its scores.
+
+    Raises:
+        ResultsFileError: as a `RunFile`, or a record of the file has no scores.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        super().__init__(path, PASSAGE_SCORES, identity)
+        self._options = options
+        self._scores: dict[int, dict[str, PassageScores]] = {}
+        for number, record in enumerate(self.records, 2):
+            try:
+                index, name, scores = record["passage"], record["cache"], _scores(record["scores"])
+                # A failure may be of the moment, such as a lack of memory: the passage is read again.
+                if scores.failure is None and record["options"] == options.get(name):
+                    self._scores.setdefault(index, {})[name] = scores
+            except (AttributeError, KeyError, TypeError):
+                self.close()
+                raise self.damaged(f"line {number} has no scores") from None
+
+    def known(self, passages: int, names: Iterable[str]) -> int:
+        """How many scores the file has, of those of these caches on the first `passages` passages."""
+        return sum(name in self.of_passage(index) for index in range(passages) for name in names)
+
+    def of_passage(self, index: int) -> Mapping[str, PassageScores]:
+        """See `PassageRecord`."""
+        return self._scores.get(index, {})
+
+    def add(self, index: int, name: str, scores: PassageScores) -> None:
+        """See `PassageRecord`. Scores that are not finite are not written, since JSON has no such numbers.
+
+        Raises:
+            ResultsFileError: the file cannot be written.
+        """
+        if not all(map(math.isfinite, (*scores.kl, *scores.surprise))):
+            return
+        options = self._options.get(name)
+        self.write({"passage": index, "cache": name, "options": options, "scores": dataclasses.asdict(scores)})
+
+
+def _scores(fields: Mapping[str, Any]) -> PassageScores:
+    arguments: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+    }
+    return PassageScores(**arguments)
+
+
+SampleKey = tuple[str, str, int, float | None, int]
+"""Name of the cache, then task, length, depth and index of the sample."""
+
+
+def run_identity(
+    model: Any, name: str, text: str, seed: int, chunk: int | None, question_chunk: int | None = None
+) -> dict[str, Any]:
+    """What must be equal for two runs to have the same outcomes, as JSON types.
+
+    Args:
+        model: the model, with its weights in memory.
+        name: name of the model, for readers.
+        text: the text that filler is taken from.
+        seed: seed of the samples.
+        chunk: tokens of a forward pass while context and question are read, `None` for one pass each.
+        question_chunk: tokens of a forward pass while the question is read, `None` if as many as `chunk`.
+    """
+    # Files of runs without it stay valid.
+    question = {} if question_chunk is None else {"question_chunk": question_chunk}
+    return identity_of(model, name, text, {"seed": seed, "chunk": chunk, **question})
+
+
+class ResultsFile(RunFile):
+    """Outcomes of tasks, one a line. A run may add samples, tasks and caches, which do not identify it.
+
+    Args:
+        path: the file. It is made if it does not exist.
+        identity: what identifies the run, as JSON types; see `run_identity`.
+        options: for each cache that its name does not identify, the options that it is made with, as JSON types.
+            Outcomes of a cache of the same name with other options are not its outcomes.
+
+    Raises:
+        ResultsFileError: the file is of another run, is damaged or no file of results, or cannot be written.
+    """
+
+    def __init__(
+        self, path: Path, identity: Mapping[str, Any], options: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        super().__init__(path, TASK_RESULTS, identity)
+        self._options = options
+        self._outcomes: dict[SampleKey, TaskOutcome] = {}
+        for number, record in enumerate(self.records, 2):
+            made_with = record.pop("options", None)
+            try:
+                outcome = TaskOutcome(**record)
+                is_outcome = _is_outcome(outcome)
+            except TypeError:
+                is_outcome = False
+            if not is_outcome:
+                self.close()
+                raise self.damaged(f"line {number} is no outcome")
+            if made_with == options.get(outcome.cache):
+                self._outcomes[_key(outcome)] = outcome
+
+    def outcome(self, cache: str, sample: TaskSample) -> TaskOutcome | None:
+        """The outcome of a sample with the cache of this name. `None` if it is not known, or if the cache failed."""
+        found = self._outcomes.get((cache, sample.task, sample.length, sample.depth, sample.index))
+        return found if found is not None and found.failure is None else None
+
+    def add(self, outcome: TaskOutcome) -> None:
+        """Write an outcome. If it is of the same sample and cache as an earlier one, it replaces that one.
+
+        Raises:
+            ResultsFileError: the file cannot be written.
+        """
+        options = {"options": self._options[outcome.cache]} if outcome.cache in self._options else {}
+        self.write({**dataclasses.asdict(outcome), **options})
+        self._outcomes[_key(outcome)] = outcome
+
+
+def _is_outcome(outcome: TaskOutcome) -> bool:
+    """Whether all fields that a file gave have the types and values that `run_tasks` writes."""
+    texts = (outcome.cache, outcome.task, outcome.answer, *(() if outcome.failure is None else (outcome.failure,)))
+    if not all(isinstance(text, str) for text in texts):
+        return False
+    if not all(type(number) is int for number in (outcome.length, outcome.index)):
+        return False
+    if not (outcome.depth is None or _is_share(outcome.depth)):
+        return False
+    if outcome.failure is not None:
+        return outcome.score is None and outcome.logprob is None
+    return _is_share(outcome.score) and isinstance(outcome.logprob, float) and math.isfinite(outcome.logprob)
+
+
+def _is_share(value: object) -> bool:
+    """Whether a value is a number from 0 to 1."""
+    return type(value) in (int, float) and 0 <= value <= 1  # type: ignore[operator]
+
+
+def _key(outcome: TaskOutcome) -> SampleKey:
+    return outcome.cache, outcome.task, outcome.length, outcome.depth, outcome.index

@@ -4,19 +4,20 @@ Reference: Hsieh et al., "RULER: What's the Real Context Size of Your Long-Conte
 https://arxiv.org/abs/2404.06654.
 """
 
-# Each file of a task registers it.
-from kvlayers.tools.tasks import keys, needle, values, variables, words
+# It registers the tasks of kvlayers.
+from kvlayers.tools.tasks import builtin
 from kvlayers.tools.tasks.contract import (
+    Haystack,
+    Needle,
     Task,
     TaskSample,
     TaskText,
     register_task,
+    samples_of,
     task_named,
     task_names,
     unregister_task,
 )
-from kvlayers.tools.tasks.haystack import Haystack, Needle
-from kvlayers.tools.tasks.samples import samples_of
 
 __all__ = [
     "Haystack",
@@ -24,14 +25,10 @@ __all__ = [
     "Task",
     "TaskSample",
     "TaskText",
-    "keys",
-    "needle",
+    "builtin",
     "register_task",
     "samples_of",
     "task_named",
     "task_names",
     "unregister_task",
-    "values",
-    "variables",
-    "words",
 ]

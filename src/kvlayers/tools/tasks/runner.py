@@ -1,19 +1,144 @@
 """Gives samples of tasks to a model, through several caches."""
 
+import itertools
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvlayers.errors import CapacityError, KVLayersError, OptionError
 from kvlayers.tools.measuring.contenders import Contender
-from kvlayers.tools.tasks.answer_score import answer_score
-from kvlayers.tools.tasks.answering import answer
+from kvlayers.tools.measuring.run_file import ResultsFile
 from kvlayers.tools.tasks.contract import TaskSample, Tick
-from kvlayers.tools.tasks.outcome import TaskOutcome
-from kvlayers.tools.tasks.results_file import ResultsFile
-from kvlayers.tools.tasks.sample_reader import SampleReader
+from kvlayers.tools.tasks.sample_reader import Decoding, SampleReader
+from kvlayers.tools.tasks.summary import TaskOutcome
+
+_WORD = "[0-9A-Za-z_]"
+"""What a word or number goes on with. Letters of other scripts may stand beside a number without a space."""
+
+
+def answer_score(answer: str, expected: Sequence[str]) -> float:
+    """Share of the expected strings that an answer contains, from 0 to 1, as RULER scores answers.
+
+    Upper and lower case are the same. An expected string counts only as whole words and whole numbers: 1234 is not
+    in 12345.
+
+    Reference: Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?" (2024),
+    https://arxiv.org/abs/2404.06654.
+
+    Args:
+        answer: the text that a model generated.
+        expected: the strings that a right answer contains, at least one.
+
+    Examples:
+        >>> answer_score("It is 1234.", ["1234"]), answer_score("12345", ["1234"])
+        (1.0, 0.0)
+        >>> answer_score("An owl and a Fox", ["fox", "bee"])
+        0.5
+    """
+    found = [re.search(rf"(?<!{_WORD}){re.escape(each)}(?!{_WORD})", answer, re.IGNORECASE) for each in expected]
+    return sum(match is not None for match in found) / len(expected)
+
+
+@dataclass(frozen=True)
+class TaskAnswer:
+    """An answer, and how likely a right one was.
+
+    Attributes:
+        text: the first line that the model generated with greedy decoding.
+        logprob: mean log-probability of the tokens of a right answer, in nats.
+    """
+
+    text: str
+    logprob: float
+
+
+def answer(tokenizer: Any, sample: TaskSample, read: Callable[[], Decoding]) -> TaskAnswer:
+    """Answer a sample.
+
+    What the model generates and a right answer are both decoded token by token, as `generate()` decodes. As long as
+    they agree, they are decoded once. Where they part, the right answer goes on with a copy of the cache. If the cache
+    cannot be copied, another one reads the sample again.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        sample: the sample.
+        read: reads context and question into a new cache.
+    """
+    decoding = read()
+    right = sample.answer_ids
+    logprobs = _follow(decoding, right)
+    agreed = right[: len(logprobs)]
+    if len(agreed) < len(right):
+        logprobs.append(decoding.logprob(right[len(agreed)]))
+        if len(agreed) + 1 < len(right):
+            logprobs += _forced(decoding.copied() or _read_again(read, agreed), right[len(agreed) :])
+    text = _first_line(tokenizer, _generated(tokenizer, decoding, agreed, sample.max_answer_tokens))
+    return TaskAnswer(text, math.fsum(logprob.item() for logprob in logprobs) / len(right))
+
+
+def _follow(decoding: Decoding, right: Sequence[int]) -> list[Tensor]:
+    """Append tokens as long as each is the likeliest one. Returns the log-probability of each token appended."""
+    logprobs: list[Tensor] = []
+    for token in right:
+        if decoding.likeliest() != token:
+            break
+        logprobs.append(decoding.logprob(token))
+        decoding.append([token])
+    return logprobs
+
+
+def _forced(decoding: Decoding, right: Sequence[int]) -> list[Tensor]:
+    """Append all tokens but the last, whatever is likelier. Returns the log-probability of each token but the first."""
+    logprobs = []
+    for token, following in itertools.pairwise(right):
+        decoding.append([token])
+        logprobs.append(decoding.logprob(following))
+    return logprobs
+
+
+def _read_again(read: Callable[[], Decoding], agreed: Sequence[int]) -> Decoding:
+    decoding = read()
+    for token in agreed:
+        decoding.append([token])
+    return decoding
+
+
+def _generated(tokenizer: Any, decoding: Decoding, begun: Sequence[int], most: int) -> list[int]:
+    """Token ids of an answer, decoded to its end: the end of its first line, a token that ends texts, or `most` tokens.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        decoding: behind the first tokens of the answer.
+        begun: these tokens.
+        most: the most tokens of the answer.
+    """
+    ends = _end_tokens(tokenizer, decoding.model)
+    tokens, appended = list(begun[:most]), len(begun)
+    # Waiting for each token costs a device less than the passes behind the end of an answer would.
+    while len(tokens) < most and "\n" not in tokenizer.decode(tokens).lstrip():
+        if len(tokens) > appended:
+            decoding.append(tokens[-1:])
+        token = decoding.likeliest()
+        if token in ends:
+            break
+        tokens.append(token)
+    return tokens
+
+
+def _first_line(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The first line that is not empty."""
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+    return text.strip().partition("\n")[0].rstrip()
+
+
+def _end_tokens(tokenizer: Any, model: Any) -> set[int | None]:
+    ends = model.generation_config.eos_token_id
+    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
 
 
 class TaskError(KVLayersError, RuntimeError):

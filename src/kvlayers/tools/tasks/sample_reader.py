@@ -11,12 +11,11 @@ from kvlayers.attention.packed_ops import observed, observer_of
 from kvlayers.caches.dynamic import DynamicCache
 from kvlayers.caches.from_config import WINDOWED
 from kvlayers.errors import ConfigError
-from kvlayers.evaluation.cache_copies import fork
+from kvlayers.evaluation.caches import fork
 from kvlayers.tools.measuring.predictions import newest_logits
 from kvlayers.tools.tasks.contract import TaskSample
 from kvlayers.upstream import model_layers
-from kvlayers.upstream.model_types import config_of, tokens_at_once
-from kvlayers.upstream.module_states import kept_states
+from kvlayers.upstream.model_types import config_of, kept_states, tokens_at_once
 
 DECIDE_BY_STATES = ("kvlayers", "transformers")
 """Packages whose caches decide what to keep by the states that `update` gets, and by the queries that attend to the

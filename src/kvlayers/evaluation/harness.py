@@ -1,0 +1,324 @@
+"""lm-evaluation-harness with any cache: importing this file registers the model `kvlayers` with the harness.
+
+It is the harness's model `hf`, which reads through a cache that the user names.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from torch import Tensor
+
+try:
+    import lm_eval  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"kvlayers.evaluation.harness needs the package lm-eval, but importing lm_eval failed ({error}): run "
+        '`pip install "kvlayers[eval]"`.'
+    ) from error
+
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from kvlayers.errors import ConfigError, OptionError
+from kvlayers.evaluation.caches import is_exact, is_peft_model
+from kvlayers.evaluation.engine import score_tokens
+from kvlayers.evaluation.harness_arguments import CacheArguments, check_batch_sizes, check_names
+from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest
+from kvlayers.generation.install import call_with_kvlayers
+from kvlayers.generation.prefixes import active_store
+from kvlayers.prefix import PrefixStore
+from kvlayers.upstream.model_types import most_positions
+from kvlayers.version import __version__
+
+
+def generate_equal_lengths(
+    generate: Callable[..., Tensor],
+    pad_token_id: int,
+    context: Tensor,
+    max_length: int,
+    attention_mask: Tensor,
+    **arguments: Any,
+) -> Tensor:
+    """Generate from left-padded prompts in groups of equal lengths, so that no cache rounds or evicts padding.
+
+    Args:
+        generate: takes `context`, `max_length`, `attention_mask` and `arguments`; returns `[rows, tokens]`.
+        pad_token_id: the id that fills up shorter answers.
+        context: ids of the prompts, padded on the left, int64 `[batch, tokens]`.
+        max_length: tokens of a padded prompt and its answer, at most.
+        attention_mask: 0 for padding, `[batch, tokens]`.
+        arguments: passed on.
+
+    Returns:
+        The padded prompts and their answers, int64 `[batch, tokens]`.
+    """
+    width = context.shape[1]
+    lengths = attention_mask.sum(dim=1).tolist()
+    answers: dict[int, Tensor] = {}
+    for length in sorted(set(lengths)):
+        rows = [row for row, own in enumerate(lengths) if own == length]
+        ids, mask = (each[rows, width - length :] for each in (context, attention_mask))
+        new_length = length + max_length - width
+        sequences = generate(ids, max_length=new_length, attention_mask=mask, **arguments)
+        answers |= zip(rows, sequences[:, length:], strict=True)
+    longest = max(len(answer) for answer in answers.values())
+    output = context.new_full((len(lengths), width + longest), pad_token_id)
+    output[:, :width] = context
+    for row, answer in answers.items():
+        output[row, width : width + len(answer)] = answer
+    return torch.as_tensor(output)
+
+
+Answer = tuple[float, bool]
+"""Log-probability of a continuation, and whether greedy decoding would give it."""
+
+TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
+"""The texts of a request if it has a record of its own, and the tokens of its context and of its continuation."""
+
+AUTO_BATCH_SIZE = 16
+"""Sequences in a batch if the harness is told to find out how many: rows behind one context are short."""
+
+RECORDED_TOGETHER, TEXTS_RECORDED_TOGETHER = 256, 16
+"""Requests, and whole texts, that are scored in one call if the harness records answers (`--use_cache`).
+
+An interrupted run loses at most so many.
+"""
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@register_model("kvlayers")
+class KVLayersLM(HFLM):  # type: ignore[misc]
+    """The harness's model `hf`, which scores and generates through a cache of kvlayers.
+
+    Contexts are computed once for all their continuations. Tokenization, truncation, rolling windows and chat templates
+    are those of `hf`. With an exact cache, so are the scores and the texts, up to rounding of the model's dtype:
+    log-probabilities are computed in float32 at least.
+
+    Args:
+        pretrained: as for `hf`: name or directory of a model, or a model.
+        cache: name of the cache, one of `kvlayers.cache_names()`.
+        cache_config: options of the cache, as a dict, as JSON text, or as text such as
+            `"nbits:2+residual_length:64"`.
+        chunk: tokens of a forward pass. Contexts are then read through the cache in pieces, so that a cache that
+            rounds or evicts takes part in all of the result. Default: whole contexts in one pass, and their
+            continuations token by token.
+        prefix_store: bytes of memory, such as `"4GiB"`, for the states of prompts of `generate_until`: what prompts
+            start with is then computed once for all of them. 0 for no store. `"auto"`: 1 GiB with an exact cache, and
+            no store with other caches, as texts would depend on which prompts came before.
+        arguments: the other model arguments of `hf`.
+
+    Raises:
+        RegistryError: no cache has this name.
+        OptionError: an argument has a wrong value or is misspelt, or the model is tuned by prompt learning.
+        ConfigError: the model has an encoder, or does not fit the cache.
+
+    Example:
+        >>> import lm_eval, kvlayers.evaluation.harness
+        >>> lm_eval.simple_evaluate(
+        ...     model="kvlayers", model_args="pretrained=my-model,cache=int4", tasks=["hellaswag"]
+        ... )  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        pretrained: str | transformers.PreTrainedModel,
+        cache: str = "dynamic",
+        cache_config: dict[str, Any] | str | None = None,
+        chunk: int | None = None,
+        prefix_store: int | str | None = "auto",
+        **arguments: Any,
+    ) -> None:
+        own = {"cache": cache, "cache_config": cache_config, "chunk": chunk, "prefix_store": prefix_store}
+        self._cache = CacheArguments.parse(cache, cache_config, chunk, prefix_store)
+        self._is_exact = False
+        self.prefix_store: PrefixStore | None = None
+        check_names(arguments, own)
+        check_batch_sizes(arguments)
+        _check_tuning(pretrained, arguments.get("peft"), arguments.get("revision"))
+        super().__init__(pretrained, **arguments)
+
+    def _get_backend(self, config: Any, backend: str = "default", trust_remote_code: bool | None = False) -> None:
+        """Choose the kind of model, and check the cache: `hf` calls it before it loads anything but the config."""
+        super()._get_backend(config, backend=backend, trust_remote_code=trust_remote_code)
+        if self.backend != "causal":
+            raise ConfigError(
+                f"the harness's model 'kvlayers' scores models without an encoder, got {config.model_type}: use 'hf'."
+            )
+        # With the cache named "auto", it depends on the length which cache is made.
+        self._is_exact = is_exact(self._cache.make(config, most_positions(config) or self._DEFAULT_MAX_LENGTH))
+        self.prefix_store = self._cache.make_store(self._is_exact)
+
+    def _create_model(self, *args: Any, **arguments: Any) -> None:
+        try:
+            super()._create_model(*args, **arguments)
+        except TypeError as error:
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if unknown is None or unknown[1] not in arguments:
+                raise
+            raise OptionError(
+                f"`{unknown[1]}` is no model argument of the harness, of kvlayers or of the model: remove it. Options "
+                "of the cache belong in `cache_config`."
+            ) from error
+
+    def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
+        """The size of a batch under `--batch_size auto`. Nothing is probed."""
+        return min(AUTO_BATCH_SIZE, int(self.max_batch_size))
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Answer]:
+        """Score continuations of contexts, as the harness asks for them.
+
+        Raises:
+            OptionError: a continuation is empty, or longer than the model's context.
+        """
+        for request in requests:
+            context, continuation = request.args
+            if not continuation:
+                raise _empty_continuation(context, continuation)
+        answers: list[Answer] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Score whole texts, window by window. The windows of many texts are batched together."""
+        totals: list[float] = []
+        for part in self._parts(requests, TEXTS_RECORDED_TOGETHER):
+            windows = [self._rolling_windows(*request.args) for request in part]
+            answers = iter(self._loglikelihood_tokens([window for own in windows for window in own], disable_tqdm))
+            for request, own in zip(part, windows, strict=True):
+                totals.append(sum(next(answers)[0] for _ in own))
+                self.cache_hook.add_partial("loglikelihood_rolling", request.args, totals[-1])
+        return totals
+
+    def _parts(self, items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+        """The parts after which answers are recorded, each of `size` items: all in one if nothing is recorded."""
+        step = size if self.cache_hook.dbdict is not None else max(len(items), 1)
+        return (items[start : start + step] for start in range(0, len(items), step))
+
+    def _rolling_windows(self, text: str) -> list[TokenRequest]:
+        windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, context_len=1)
+        return [(None, *make_disjoint_window(window)) for window in windows]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[TokenRequest], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[Answer]:
+        most = self.max_length
+        to_score = [self._scoring_request(*request, most) for request in requests]
+        too_long = sum(len(made.context) < len(asked[1]) for made, asked in zip(to_score, requests, strict=True))
+        if too_long:
+            logger.warning("%d of %d contexts lost their first tokens: at most %d fit.", too_long, len(requests), most)
+        answers: dict[int, Answer] = {}
+        # Neighbours share as much as they can, also if they are scored in several calls.
+        order = sorted(range(len(to_score)), key=to_score.__getitem__)
+        disable = disable_tqdm or self.rank != 0
+        with tqdm(total=len(order), disable=disable, desc="Running loglikelihood requests") as bar:
+            for part in self._parts(order, RECORDED_TOGETHER):
+                scores = self._score([to_score[index] for index in part], bar.update)
+                for index, score in zip(part, scores, strict=True):
+                    answers[index] = (score.logprob, score.is_greedy)
+                    texts = requests[index][0]
+                    if texts is not None:
+                        self.cache_hook.add_partial("loglikelihood", texts, answers[index])
+        return [answers[index] for index in range(len(order))]
+
+    def _scoring_request(
+        self, texts: tuple[str, str] | None, context: list[int], continuation: list[int], most: int
+    ) -> ScoringRequest:
+        """A request of which the model sees at most `most` tokens: a context loses tokens on the left, as in `hf`."""
+        if not continuation:
+            raise _empty_continuation(*(texts or ("", "")))
+        if not context:
+            raise OptionError(
+                f"a context must be empty or have a token of its own, got {(texts or ('', ''))[0]!r}, of which the "
+                "tokenizer leaves none: give the task a context with text."
+            )
+        if len(continuation) > most:
+            raise OptionError(
+                f"a continuation must have at most the {most} tokens of the model's context, got {len(continuation)}: "
+                "score it with loglikelihood_rolling."
+            )
+        # The last token is predicted, and not read.
+        return ScoringRequest(tuple(context[-(most + 1 - len(continuation)) :]), tuple(continuation))
+
+    def _score(self, requests: list[ScoringRequest], on_scored: Any) -> list[ContinuationScore]:
+        longest = max(len(context) + len(continuation) for context, continuation in requests)
+        # PEFT's own tuners are modules within the model of transformers.
+        model = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        with self._autocast():
+            return score_tokens(
+                model,
+                requests,
+                lambda: self._cache.make(model, length_hint=longest),
+                store=None,
+                batch_size=self._detect_batch_size() if self.batch_size == "auto" else self.batch_size,
+                chunk=self._cache.chunk,
+                on_scored=on_scored,
+            )
+
+    def _autocast(self) -> Any:
+        dtype = self.mixed_precision_dtype
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **arguments: Any) -> Tensor:
+        arguments |= {"cache_implementation": self._cache.name, "cache_config": dict(self._cache.options) or None}
+        if self._cache.chunk is not None:
+            arguments["prefill_chunk_size"] = self._cache.chunk
+        generate: Callable[..., Tensor] = functools.partial(super()._model_generate, stop=stop)
+        with self._calls_of_generate():
+            if self._is_exact:
+                return generate(context, max_length=max_length, **arguments)
+            return generate_equal_lengths(generate, self.tokenizer.pad_token_id, context, max_length, **arguments)
+
+    @contextlib.contextmanager
+    def _calls_of_generate(self) -> Iterator[None]:
+        """Calls of `generate()` use kvlayers' caches, and the prefix store if they can."""
+        store = active_store.optional_store(self.prefix_store, "")
+        with active_store.CURRENT.override(store), call_with_kvlayers():
+            yield
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the results say about the model: also its cache, how it was read through it, and kvlayers' version."""
+        return {
+            **super().get_model_info(),
+            "kvlayers_version": __version__,
+            "cache": self._cache.name,
+            "cache_config": dict(self._cache.options),
+            "chunk": self._cache.chunk,
+            "prefix_store": self._cache.prefix_store,
+        }
+
+
+def _empty_continuation(context: str, continuation: str) -> OptionError:
+    return OptionError(
+        f"a continuation must have at least one token, got {continuation!r} behind a context that ends with "
+        f"{context[-40:]!r}: give the task a choice with text of its own."
+    )
+
+
+def _check_tuning(pretrained: Any, adapter: str | None, revision: str | None) -> None:
+    """Raise `OptionError` if a model is tuned by prompt learning, which puts virtual tokens before each prompt."""
+    configs: list[Any] = []
+    if adapter is not None:
+        if importlib.util.find_spec("peft") is None:
+            raise OptionError(f"`peft` needs the package peft, got peft={adapter!r}: run `pip install peft`.")
+        from peft import PeftConfig
+
+        configs = [PeftConfig.from_pretrained(adapter, revision=revision)]
+    elif is_peft_model(pretrained):
+        configs = list(pretrained.peft_config.values())
+    for config in configs:
+        if config.is_prompt_learning:
+            raise OptionError(
+                f"the harness's model 'kvlayers' cannot score models with virtual tokens, got {config.peft_type}: use "
+                "'hf'."
+            )

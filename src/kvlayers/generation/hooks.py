@@ -1,0 +1,329 @@
+"""What replaces methods of transformers. Each function makes a replacement from the method that it replaces.
+
+`PreTrainedModel.__call__` is one of them, since every forward pass of every model goes through it, and since what
+replaces it costs next to nothing at each token. Models that were written for an older name of the cache argument get
+their cache by the name that they take.
+"""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import GenerationMixin, GenerationMode
+from transformers.utils import ModelOutput
+
+from kvlayers.caches.base import Cache
+from kvlayers.errors import LegacyFormatError
+from kvlayers.generation import (
+    assisted,
+    chunked_prefill,
+    known_ids,
+    legacy_tuples,
+    make_cache,
+    passed_caches,
+    registry,
+    saved_names,
+    shared_prefill,
+    static_pool,
+)
+from kvlayers.generation.patching import Method, Patch
+from kvlayers.generation.prefixes import active_store, prefixed_call
+from kvlayers.upstream import cache_argument, compat, generate_calls
+
+
+def generate(original: Method) -> Method:
+    """For `generate`: takes cache names, legacy tuples and caches, and uses the active prefix store."""
+
+    names = list(inspect.signature(original).parameters)[1:]
+
+    def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs = cache_argument.respelled(self, kwargs, cache_argument.name_in_generate(self))
+        hand_over_cache(self)
+        registry.move_name_to_option(cache_argument.name_in_generate(self), kwargs)
+        with saved_names.REQUESTED_NAME.override(saved_names.requested_name(by_name(args, kwargs))):
+            active = active_store.CURRENT.get()
+            if active is None:
+                return generate_without_store(self, *args, **kwargs)
+            return prefixed_call.generate(active, functools.partial(generate_without_store, self), self, args, kwargs)
+
+    def generate_without_store(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+        # A draft model gets the same cache several times within one call, and rolls it back in between.
+        is_assistant = config is not None and config.is_assistant
+        returns_tuples = _pop_return_legacy_cache(self, config, kwargs)
+        name = cache_argument.name_in_generate(self)
+        past = kwargs.get(name)
+        if isinstance(past, tuple | list):
+            legacy_tuples.warn_of_tuples(name)
+            past = kwargs[name] = legacy_tuples.cache_for_generate(self.config, past)
+        input_ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+        if compat.LOOPS_COUNT_CACHE_POSITION and isinstance(past, Cache) and not self.config.is_encoder_decoder:
+            passed_caches.check_whole_sequence(past, input_ids)
+        if not is_assistant:
+            kwargs.update(passed_caches.decoder_mask(self, past, kwargs))
+        if type(past) in passed_caches.CLASSES:
+            passed_caches.replace_layers(past, self)
+        was_recording = _is_recording(past)
+        mask_mode = make_cache.mask_mode(past)
+        was_compiled = mask_mode is not None and mask_mode.compiled
+        cache_sees_ids = (
+            not self.config.is_encoder_decoder
+            and not is_assistant
+            and kwargs.get("inputs_embeds") is None
+            and not prefixed_call.is_from_store(past)
+        )
+        mask = kwargs.get("attention_mask")
+        total_tokens = _total_tokens(self, input_ids, kwargs) if isinstance(past, Cache) else None
+        record = known_ids.TokenRecord(input_ids if cache_sees_ids else None, mask, total_tokens)
+        given = by_name(args, kwargs)
+        may_be_stopped = bool(given.get("stopping_criteria")) or given.get("custom_generate") is not None
+        acquired: list[static_pool.Acquired] = []
+        try:
+            with (
+                static_pool.ACQUIRED.override(acquired),
+                known_ids.recording(record),
+                make_cache.MAY_BE_STOPPED.override(may_be_stopped),
+            ):
+                output = original(assisted.view_for_generate(self, given), *args, **kwargs)
+        finally:
+            if mask_mode is not None:
+                mask_mode.compiled = was_compiled
+        cache = cache_argument.in_output(output) if isinstance(output, ModelOutput) else past
+        if isinstance(cache, Cache) and not was_recording and not is_assistant:
+            cache.deactivate_past_recording()
+        record.end(output, cache)
+        if returns_tuples and isinstance(output, ModelOutput) and cache is not None:
+            cache_argument.replace_in_output(output, legacy_tuples.to_tuples(cache))
+        static_pool.remember_lengths(self, acquired)
+        if isinstance(output, Tensor):
+            # Nobody but the pool refers to the caches now.
+            del cache
+            static_pool.release(self, acquired)
+        return output
+
+    return generate
+
+
+def _total_tokens(model: Any, input_ids: Any, kwargs: dict[str, Any]) -> int | None:
+    """Tokens of the whole sequence of a call. transformers reads them off its mask, or counts them without one."""
+    mask = kwargs.get("attention_mask")
+    if mask is not None:
+        return mask.shape[1] if mask.dim() == 2 else None
+    if "attention_mask" not in inspect.signature(model.forward).parameters:
+        return None
+    inputs = [given for given in (input_ids, kwargs.get("inputs_embeds")) if isinstance(given, Tensor)]
+    return next((given.shape[1] for given in inputs if given.dim() > 1 and given.shape[1]), None)
+
+
+def _pop_return_legacy_cache(model: Any, config: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call is to return legacy tuples. The argument takes precedence over the config.
+
+    Raises:
+        LegacyFormatError: it is, but the model has its own `generate()`.
+    """
+    in_config = vars(config or model.generation_config).get("return_legacy_cache", False)
+    returns_tuples = bool(kwargs.pop("return_legacy_cache", in_config))
+    if in_config and compat.CONVERTS_TO_TUPLES:
+        # transformers must return the cache itself, from which kvlayers makes the tuples.
+        kwargs["return_legacy_cache"] = False
+    if returns_tuples and type(model).generate is not GenerationMixin.generate:
+        raise LegacyFormatError(
+            f"return_legacy_cache needs the generate() of transformers, but {type(model).__name__} has its own, which "
+            "takes the cache apart before it returns: leave return_legacy_cache out."
+        )
+    return returns_tuples
+
+
+def _is_recording(cache: Any) -> bool:
+    return isinstance(cache, Cache) and any(layer.is_recording for layer in cache.adapted_layers())
+
+
+def prepare_cache_for_generation(original: Method) -> Method:
+    """For `_prepare_cache_for_generation`: checks the cache that the user passed, or makes a cache by name."""
+
+    def prepare_cache_for_generation(
+        self: Any,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        argument = cache_argument.name_in_generate(self)
+        past = model_kwargs.get(argument)
+        saved_names.resolve_name(generation_config, saved_names.REQUESTED_NAME.get(), past is not None)
+        name = generation_config.cache_implementation or "dynamic"
+        _prepare_passed_cache(self, past, generation_config, model_kwargs, max_cache_length)
+        mask_mode = make_cache.mask_mode(past)
+        # A cache of transformers does not say whether it is compiled around, and no cache whether its masks are right.
+        must_ask = not isinstance(past, Cache) or generate_calls.gives_windows_full_masks(self)
+        if mask_mode is not None and (generation_config.compile_config is not None or must_ask):
+            mask_mode.compiled = make_cache.will_be_compiled(self, generation_config, generation_mode, past)
+        if (
+            past is not None
+            or generation_config.use_cache is False
+            or not self._supports_default_dynamic_cache()
+            or not registry.is_registered(name)
+            or generate_calls.makes_own_static_cache(self, name)
+        ):
+            original(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+            if isinstance(past, Cache):
+                # What the cache would look at by itself has been checked here.
+                past.forget_call()
+            elif past is None:
+                passed_caches.leave_on_host(model_kwargs.get(argument), self)
+            return
+        cache = make_cache.for_call(
+            self, name, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+            # transformers refuses to verify drafts with a static name, since its static caches cannot be rolled back.
+            generation_config.cache_implementation = None
+        prefixed_call.explain_bypass(cache)
+        model_kwargs[argument] = cache
+
+    return prepare_cache_for_generation
+
+
+def _prepare_passed_cache(
+    model: Any, past: Any, generation_config: Any, model_kwargs: dict[str, Any], max_cache_length: int
+) -> None:
+    """Check the cache that a call was given, and adapt the call to it."""
+    if prefixed_call.is_from_store(past):
+        # The name has been applied already, when this cache was made.
+        generation_config.cache_implementation = None
+    if isinstance(past, Cache) and generation_config.use_cache is False:
+        # Some model configs say so (MPT). All tokens would then be passed to the cache at every step.
+        generation_config.use_cache = model_kwargs["use_cache"] = True
+    attention_mask = passed_caches.padding_mask(model_kwargs)
+    # A draft model gets its own cache several times within one call.
+    outputs = None if generation_config.is_assistant else model_kwargs.get("encoder_outputs")
+    encoded = None if outputs is None else outputs[0]
+    record = known_ids.CURRENT.get()
+    total_tokens = None if record is None else record.total_tokens
+    if attention_mask is not None:
+        total_tokens = attention_mask.shape[1]
+    passed_caches.validate(model, past, attention_mask, total_tokens, encoded, model_kwargs.get("inputs_embeds"))
+    new_tokens = generation_config.max_new_tokens
+    if new_tokens is not None and total_tokens is not None and not model.config.is_encoder_decoder:
+        # The new tokens may have been passed alone, with a mask for all.
+        max_cache_length = max(max_cache_length, total_tokens + new_tokens - 1)
+    make_cache.check_room(past, generation_config, max_cache_length)
+    if record is not None:
+        record.begin(past, generation_config, attention_mask)
+    if compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.get_seq_length():
+        # The new tokens are read in one pass instead.
+        generation_config.prefill_chunk_size = None
+
+
+def prefill(original: Method) -> Method:
+    """For `_prefill`: see `chunked_prefill` and `shared_prefill`."""
+
+    def prefill(
+        self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        def transformers_prefill(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
+            return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+        output = chunked_prefill.prefill_in_chunks(self, input_ids, generation_config, model_kwargs)
+        if output is None:
+            output = shared_prefill.prefill_once(transformers_prefill, input_ids, generation_config, model_kwargs, self)
+        return transformers_prefill(input_ids, model_kwargs) if output is None else output
+
+    return prefill
+
+
+METHOD = "prepare_inputs_for_generation"
+
+_handing_lock = threading.Lock()
+_handing_over: dict[type, Patch] = {}
+
+
+def hand_over_cache(model: Any) -> None:
+    """Let a model that keeps an old name get the cache of `generate()`, until `take_cache_back`."""
+    owner = type(model)
+    if not cache_argument.keeps_an_old_name(model) or getattr(owner, METHOD) is getattr(GenerationMixin, METHOD):
+        return
+    with _handing_lock:
+        if owner not in _handing_over:
+            _handing_over[owner] = Patch(owner, METHOD, functools.partial(_respelling, cache_argument.name_for(model)))
+        _handing_over[owner].apply()
+
+
+def take_cache_back() -> None:
+    """Undo `hand_over_cache` for all classes."""
+    with _handing_lock:
+        for patch in _handing_over.values():
+            patch.remove()
+        _handing_over.clear()
+
+
+def _respelling(old: str, original: Method) -> Method:
+    @functools.wraps(original)
+    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **cache_argument.respelled(self, kwargs))
+
+    # transformers reads in the signature what a call of generate() may pass.
+    signature = inspect.signature(original)
+    new = cache_argument.usual_name()
+    parameters = [each.replace(name=new) if each.name == old else each for each in signature.parameters.values()]
+    prepare_inputs.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return prepare_inputs
+
+
+is_active: Callable[[], bool] | None = None
+"""Whether kvlayers is to handle a forward pass, asked in the thread of that pass. `install` sets it, and resets it to
+`None` when it is no longer in place: another library may still call the replacement underneath its own."""
+
+
+def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `PreTrainedModel.__call__`: looks at the caches that models are given."""
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Read once: another thread may uninstall kvlayers meanwhile.
+        is_active_now = is_active
+        if is_active_now is None:
+            return original(self, *args, **kwargs)
+        kwargs = cache_argument.respelled(self, kwargs)
+        past = kwargs.get(cache_argument.name_for(self))
+        # Eager code prepares caches before a model is compiled.
+        is_compiling = torch.compiler.is_compiling()
+        if not args and isinstance(past, Cache) and (is_compiling or not _is_prompt(kwargs.get("input_ids"))):
+            return original(self, *args, **kwargs)
+        if isinstance(past, tuple | list):
+            return legacy_tuples.forward_with_tuples(original, self, args, kwargs)
+        for argument in args:
+            if isinstance(argument, tuple | list):
+                return legacy_tuples.forward_with_tuples(original, self, args, kwargs)
+        if past is None or is_compiling or not is_active_now():
+            return original(self, *args, **kwargs)
+        return _forward_with_cache(functools.partial(original, self), self, past, args, kwargs)
+
+    return call
+
+
+def _forward_with_cache(
+    forward: Callable[..., Any], model: Any, past: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if type(past) in passed_caches.CLASSES:
+        passed_caches.replace_layers(past, model)
+    elif isinstance(past, str):
+        kwargs = {**kwargs, cache_argument.name_for(model): registry.make_cache(past, model)}
+    else:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if _is_prompt(ids) and isinstance(past, Cache):
+            return known_ids.record_forward(past, ids, functools.partial(forward, *args, **kwargs))
+    return forward(*args, **kwargs)
+
+
+def _is_prompt(ids: Any) -> TypeGuard[Tensor]:
+    """Whether token ids are to be recorded: those of a prompt, since a decode loop would pay for it at each token."""
+    return isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] > 1

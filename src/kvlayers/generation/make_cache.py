@@ -1,0 +1,205 @@
+"""The cache that a call of `generate()` asks for by name, and whether transformers will compile a model around it."""
+
+import copy
+import dataclasses
+import logging
+from typing import Any
+
+import transformers
+from transformers.generation.utils import GenerationMode
+
+from kvlayers.caches.base import Cache
+from kvlayers.caches.from_config import fixed_layers
+from kvlayers.errors import CapacityError
+from kvlayers.generation import assisted, passed_caches, registry, static_pool
+from kvlayers.generation.patching import ScopedValue
+from kvlayers.stores.slots import MaskMode
+from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
+from kvlayers.upstream.generate_calls import sequences_per_prompt
+from kvlayers.upstream.model_layers import layer_devices
+
+COMPILED_MODES = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
+"""Decoding modes whose steps transformers compiles. With a chunked prefill, it compiles the prefill in every mode."""
+
+
+def for_call(
+    model: Any,
+    name: str,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: GenerationMode,
+    batch_size: int,
+    max_cache_length: int,
+) -> transformers.Cache:
+    """The cache called `name` for one call of `generate()`.
+
+    Args:
+        model: the model that generates.
+        name: a registered name.
+        generation_config: config of the call.
+        model_kwargs: arguments of the model for the prompt.
+        generation_mode: how the call decodes.
+        batch_size: number of prompts.
+        max_cache_length: most tokens that the call may reach.
+
+    Raises:
+        CapacityError: the options reserve fewer tokens than the call needs.
+        KVLayersError: as `registry.make_cache` and `passed_caches.check_rope_dtype`.
+    """
+    drafts = generation_mode == GenerationMode.ASSISTED_GENERATION
+    encoder = None if model_types.replaces_cross_attention_cache(model) else model_kwargs.get("encoder_outputs")
+    # The config of a draft model has the options of the main model's cache, but not the name that they belong to.
+    own_name = generation_config.cache_implementation
+    foreign_options = generation_config.is_assistant and own_name in (None, compat.NAME_FOR_DRAFTS)
+    options = None if foreign_options else generation_config.cache_config
+    request = registry.CacheRequest(
+        model.config,
+        {} if options is None else options,
+        batch_size=batch_size * sequences_per_prompt(generation_config),
+        length_hint=generate_calls.most_tokens(generation_config, max_cache_length)
+        + (_draft_length(generation_config) if drafts else 0),
+        device=model.device,
+        dtype=model.dtype,
+        encoder_length=None if encoder is None else encoder[0].shape[1],
+        attention_mask=passed_caches.padding_mask(model_kwargs),
+        layer_devices=layer_devices(model),
+    )
+    cache = _acquire(model, name, request, generation_config, generation_mode)
+    check_room(cache, generation_config, max_cache_length)
+    if isinstance(cache, Cache) and cache.rotates_keys:
+        passed_caches.check_rope_dtype(model)
+    if generation_config.is_assistant:
+        cache.activate_past_recording()
+        cache = assisted.as_draft_cache(cache)
+    return cache  # type:
+
+
+def _acquire(
+    model: Any, name: str, request: registry.CacheRequest, generation_config: Any, generation_mode: GenerationMode
+) -> transformers.Cache:
+    cache = registry.cache_for(name, request)
+    if mask_mode(cache) is None:
+        return cache
+    compiled = will_be_compiled(model, generation_config, generation_mode, cache)
+    if compiled:
+        if request.length_hint is not None:
+            # Another length would have another shape, for which the model would be compiled again.
+            longest = static_pool.longest_length(model, request)
+            cache = registry.cache_for(name, dataclasses.replace(request, length_hint=longest))
+        cache = static_pool.acquire(model, cache, request)
+    if compiled and generation_config.prefill_chunk_size is not None:
+        compiled = _reserve_early(model, cache, request)
+    mode = mask_mode(cache)
+    if mode is not None:
+        mode.compiled = compiled
+    return cache
+
+
+def mask_mode(cache: Any) -> MaskMode | None:
+    """How attention masks are made for the self-attention of a static cache; `None` for any other cache.
+
+    The layers of kvlayers in one static cache share this object. The cache itself may be one of transformers.
+    """
+    part = cache.self_attention_cache if isinstance(cache, transformers.EncoderDecoderCache) else cache
+    fixed = fixed_layers(part.layers) if isinstance(part, transformers.StaticCache) else []
+    return fixed[0].reserved.mask_extent.mode if fixed else None
+
+
+def _reserve_early(model: Any, cache: Any, request: registry.CacheRequest) -> bool:
+    """Reserve memory before a compiled prefill, which would otherwise own the memory, and return whether it worked."""
+    reserves = compat.RESERVES_AHEAD and not request.config.is_encoder_decoder
+    shape = generate_calls.static_shape(model) if reserves else None
+    if shape is None or request.batch_size is None:
+        return False
+    cache.early_initialization(request.batch_size, *shape, model.dtype, model.device)
+    return True
+
+
+def will_be_compiled(
+    model: Any, generation_config: Any, generation_mode: GenerationMode, cache: transformers.Cache
+) -> bool:
+    """Whether `generate()` is going to compile the forward pass around a static cache."""
+    mode = mask_mode(cache)
+    if mode is None or model_types.counts_on_the_whole_reservation(model.config):
+        return False
+    if generate_calls.gives_windows_full_masks(model):
+        return False
+    if generation_mode not in COMPILED_MODES and generation_config.prefill_chunk_size is None:
+        return False
+    if generation_config.compile_config is not None:
+        # transformers does not compile for a CPU otherwise, even if it is asked to.
+        generation_config.compile_config = copy.copy(generation_config.compile_config)
+        generation_config.compile_config._compile_all_devices = True
+    was_compiled, mode.compiled = mode.compiled, True
+    try:
+        arguments = {cache_argument.name_in_generate(model): cache}
+        return bool(model._valid_auto_compile_criteria(arguments, generation_config)) and (
+            # Some models ask for their forward pass uncompiled.
+            model.get_compiled_call(generation_config.compile_config) != model.__call__
+        )
+    finally:
+        mode.compiled = was_compiled
+
+
+def _draft_length(generation_config: Any) -> int:
+    """How many tokens a draft may reach beyond the end of the sequence before it is rolled back."""
+    return 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
+
+
+logger = logging.getLogger(__name__)
+
+MAY_BE_STOPPED = ScopedValue("whether the caller's code may stop the current call of generate() at any token", True)
+
+
+def check_room(cache: object, generation_config: Any, needed: int) -> None:
+    """Check that a call does not run for long only to find that its cache is full.
+
+    A call that may end before that goes on, with a warning: at a token that ends a sequence, at a string, by the time,
+    or by code of the caller. A draft ends when its model is unsure, and is never warned of.
+
+    Args:
+        cache: the cache of the call.
+        generation_config: config of the call, with all of its lengths.
+        needed: tokens that the cache must hold if the call generates as many as it may.
+
+    Raises:
+        CapacityError: the call cannot end before the cache is full.
+    """
+    limit = _reserved_tokens(cache)
+    if limit is None or needed <= limit or generation_config.is_assistant:
+        return
+    advice = (
+        f"reserve {needed} or more (max_cache_len), let it generate fewer tokens (max_new_tokens), or make the cache "
+        "with grow=True."
+    )
+    if _fewest_tokens(generation_config, needed) > limit:
+        raise CapacityError(
+            f"expected a reservation of {needed} tokens, which this call of generate() needs for its prompt and all "
+            f"new tokens but the last, but saw one of {limit}: {advice}"
+        )
+    logger.warning(
+        "The cache has room for %d tokens, and this call of generate() fails if it does not end before it needs more: "
+        "it may need %d. To be safe, %s",
+        limit,
+        needed,
+        advice,
+    )
+
+
+def _fewest_tokens(generation_config: Any, needed: int) -> int:
+    """Tokens that the cache of a call holds at its end, however early it ends."""
+    if MAY_BE_STOPPED.get() or generation_config.max_time is not None or generation_config.stop_strings is not None:
+        return 0
+    return needed if generation_config.eos_token_id is None else (generation_config.min_length or 0) - 1
+
+
+def _reserved_tokens(cache: object) -> int | None:
+    """The most tokens that the layers of a cache can take in, `None` if there is no such number."""
+    if not isinstance(cache, Cache):
+        return None
+    limits: list[int | None] = []
+    for layer in cache.self_attention.adapted_layers():
+        attention: Any = layer.parts[0].unwrapped
+        if attention.reserved is not None and not attention.reserved.grow:
+            limits.append(attention.token_limit if attention.is_sliding else attention.capacity)
+    return min((limit for limit in limits if limit is not None), default=None)

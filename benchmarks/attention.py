@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-import kvlayers
 from lib import report
-from lib.contenders import CONTENDERS, KVLAYERS, REFERENCE, Maker, fill, random_states
+from lib.contenders import CONTENDERS, KVLAYERS, REFERENCE, Maker, fill, packed
 from lib.internals import cache_nbytes, quiet_clock
-from lib.timing import Disagreements, measure_decode
+from lib.timing import Trials, measure_decode
 from lib.turns import Turns
 from lib.workload import QUICK_SHAPE, RandomModel, Shape
 
@@ -36,17 +35,13 @@ READ = "reading the states"
 
 
 def bits(nbits: int) -> str:
-    """The name of a quantized cache."""
     return f"kvlayers {nbits} bits"
 
 
 CACHES: dict[str, Maker] = {
     REFERENCE: CONTENDERS[REFERENCE],
     KVLAYERS: CONTENDERS[KVLAYERS],
-    **{
-        bits(nbits): lambda config, length, nbits=nbits: kvlayers.QuantizedCache(config=config, nbits=nbits)
-        for nbits in (8, 6, 5, 4, 3, 2)
-    },
+    **{bits(nbits): packed(nbits) for nbits in (8, 6, 5, 4, 3, 2)},
 }
 
 ROUNDINGS = 4
@@ -92,7 +87,7 @@ def read(states: list[tuple[Tensor, Tensor]]) -> float:
 def measure_attention(workload: RandomModel, length: int, turns: int) -> dict[str, dict[str, float]]:
     """For each cache: median seconds, bytes, the share of the read rate, and the difference from transformers'."""
     shape, config = workload.shape, workload.model.config
-    states = random_states(shape.layers, shape.kv_heads, shape.head_dim, length, torch.bfloat16)
+    states = shape.states(length, torch.bfloat16)
     caches = {name: make(config, length + turns + 1) for name, make in CACHES.items()}
     for cache in caches.values():
         fill(cache, states, length)
@@ -101,8 +96,6 @@ def measure_attention(workload: RandomModel, length: int, turns: int) -> dict[st
     held = {name: cache_nbytes(cache) for name, cache in caches.items()}
     held |= dict.fromkeys((REFERENCE, KVLAYERS), state_bytes)
     order = Turns((*caches, READ))
-    # Those of the attention alone.
-    seconds: dict[str, list[float]] = {name: [] for name in order.seconds}
     differences = dict.fromkeys(caches, 0.0)
     generator = torch.Generator().manual_seed(1)
     with quiet_clock():
@@ -115,38 +108,28 @@ def measure_attention(workload: RandomModel, length: int, turns: int) -> dict[st
             def run(name: str, query: Tensor = query, new: Tensor = new) -> tuple[float, Tensor | None]:
                 return (read(states), None) if name == READ else attend(caches[name], query, new)
 
-            found = order.take(run)
-            for name in caches:
-                apart = float((found[name][1] - found[REFERENCE][1]).abs().max())
-                differences[name] = max(differences[name], apart)
             # The first turn warms up.
-            if turn:
-                for name, (took, _) in found.items():
-                    seconds[name].append(took)
-    rates = [state_bytes / each for each in seconds[READ]]
-    largest = max(float(values.abs().max()) for _, values in states)
-    measured = {
-        name: {
-            "median": statistics.median(seconds[name]),
+            found = order.take_timed(run, turn > 0)
+            for name in caches:
+                apart = float((found[name] - found[REFERENCE]).abs().max())
+                differences[name] = max(differences[name], apart)
+    rates = [state_bytes / each for each in order.seconds[READ]]
+    measured: dict[str, Any] = {}
+    for name in caches:
+        shares = (held[name] / one / rate for one, rate in zip(order.seconds[name], rates, strict=True))
+        measured[name] = {
+            "median": order.median(name),
             "bytes": held[name],
-            "share": statistics.median(held[name] / one / rate for one, rate in zip(seconds[name], rates, strict=True)),
-            "of_dense": statistics.median(
-                one / other for one, other in zip(seconds[name], seconds[KVLAYERS], strict=True)
-            ),
+            "share": statistics.median(shares),
+            "of_dense": order.ratio(name, KVLAYERS),
             "difference": differences[name],
         }
-        for name in caches
-    }
-    measured[READ] = {
-        "median": statistics.median(seconds[READ]),
-        "rate": statistics.median(rates),
-        "largest": largest,
-    }
+    largest = max(float(values.abs().max()) for _, values in states)
+    measured[READ] = {"median": order.median(READ), "rate": statistics.median(rates), "largest": largest}
     return measured
 
 
 def agrees(measured: dict[str, dict[str, float]]) -> bool:
-    """Whether attention in full precision is torch's, up to rounding."""
     allowed = ROUNDINGS * torch.finfo(torch.bfloat16).eps * measured[READ]["largest"]
     return measured[KVLAYERS]["difference"] <= allowed
 
@@ -168,38 +151,23 @@ def hold_to_targets(run: report.Session, attention: dict[int, Any], steps: dict[
 
 
 def show(run: report.Session, attention: dict[int, Any], steps: dict[int, Any]) -> None:
-    table = report.new_table(
-        "Attention of one token, and whole steps", "tokens, cache", "attention, ms", "MB", "share", "step, ms", "times"
-    )
-    for length, measured in attention.items():
-        for name in CACHES:
-            entry, step = measured[name], steps[length][name]
-            table.add_row(
-                f"{length:>6} {name}",
-                f"{entry['median'] * report.MILLI:.2f}",
-                f"{entry['bytes'] / 1e6:.1f}",
-                f"{entry['share']:.2f}",
-                f"{step['median'] * report.MILLI:.2f}",
-                f"{step['speed']:.2f}",
-            )
-        rate = measured[READ]["rate"] / 1e9
-        table.add_row(f"{length:>6} {READ}", f"{measured[READ]['median'] * report.MILLI:.2f}", f"{rate:.1f} GB/s")
-        table.add_section()
-    run.console.print(table)
+    columns = {"attention, ms": report.ms("median"), "MB": report.mb("bytes"), "share": report.shown("share")}
+    columns["GB/s"] = report.shown("rate", ".1f", 1e-9)
+    run.table("Attention of one token", "tokens, cache", attention, columns)
+    columns = {"step, ms": report.ms("median"), "times": report.shown("speed")}
+    run.table("Whole steps", "tokens, cache", steps, columns)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; return the exit code."""
     given = options().parse(arguments)
     with report.session(given) as run:
         workload = RandomModel(QUICK_SHAPE if given.quick else Shape(), chunk=1 << 16)
         attention = {length: measure_attention(workload, length, given.turns) for length in given.lengths}
         steps: dict[int, Any] = {}
         # Quantized caches round by design: other tokens are no failure here, and fidelity.py measures them.
-        rounded = Disagreements()
         for length in given.lengths:
-            tick = run.ticking(f"steps at {length}", given.trials)
-            steps[length] = measure_decode(workload, CACHES, length, given.steps, given.trials, 4, rounded, tick)
+            trials = Trials(given.steps, given.trials, run.ticking)
+            steps[length] = measure_decode(workload, CACHES, length, trials)
             report.summarise(steps[length])
     show(run, attention, steps)
     hold_to_targets(run, attention, steps)

@@ -23,6 +23,7 @@ import kvlayers
 from lib import report
 from lib.internals import DivergenceInUse
 from lib.quantized import RANDOM, load
+from lib.report import shown
 from lib.workload import Shape
 
 UNIFORM = ((3, 2), (2, 3), (4, 2), (3, 3), (2, 4), (4, 3), (3, 4), (4, 4))
@@ -33,7 +34,7 @@ QUICK_SHAPE = Shape(layers=3, heads=4, kv_heads=2, head_dim=64, intermediate=128
 
 def options() -> report.Options:
     made = report.Options("calibration", __doc__, quick="a small random model and short passages")
-    made.real_model("directory or hub name of a model", RANDOM)
+    made.real_model("directory or hub name of a model", RANDOM, is_needed=True)
     made.sized("--passages", 4, 1, "that are calibrated on")
     made.sized("--held-out", 8, 1, "from other places, that settings are compared on")
     made.sized("--context", 1024, 320, "tokens of each that are read before scoring begins")
@@ -42,7 +43,6 @@ def options() -> report.Options:
 
 
 def divided(found: list[Tensor], held_out: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Passages to calibrate on and passages to compare on, both spread over the text."""
     apart = {len(found) * index // held_out for index in range(held_out)}
     return [ids for index, ids in enumerate(found) if index not in apart], [found[index] for index in sorted(apart)]
 
@@ -105,7 +105,6 @@ def measure(model: Any, given: Any, found: list[Tensor]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 if a setting exceeds its budget."""
     given = options().parse(arguments)
     if given.quick:
         logging.disable_progress_bar()
@@ -113,20 +112,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         count, tokens = given.passages + given.held_out, given.context + given.scored
         model, found = load(given.model, given.text, "float32", count, tokens, QUICK_SHAPE)
         measured = measure(model, given, found)
-    table = report.new_table(
-        f"{given.held_out} passages that were not calibrated on, {given.context} tokens before {given.scored} scored",
-        "bytes a token", "best uniform bits", "KL", "calibrated, bytes a token", "KL", "of the uniform",
-    )  # fmt: skip
-    for budget, entry in measured["budgets"].items():
-        table.add_row(
-            budget,
-            entry["best"],
-            f"{entry['uniform'][entry['best']]:.3g}",
-            f"{entry['bytes_per_token']:g}",
-            f"{entry['divergence']:.3g}",
-            f"{entry['ratio']:.3f}",
-        )
-    run.console.print(table)
+    columns = {"best uniform bits": shown("best", ""), "its KL": lambda entry: f"{entry['uniform'][entry['best']]:.3g}"}
+    columns |= {"calibrated, bytes a token": shown("bytes_per_token", "g"), "KL": shown("divergence", ".3g")}
+    columns["of the uniform"] = shown("ratio", ".3f")
+    title = (
+        f"{given.held_out} passages that were not calibrated on, {given.context} tokens before {given.scored} scored"
+    )
+    run.table(title, "bytes a token", {"": measured["budgets"]}, columns)
     run.finish({"calibration": measured})
     within = all(entry["bytes_per_token"] <= float(budget) for budget, entry in measured["budgets"].items())
     return 0 if within else 1

@@ -12,12 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ROOT = pathlib.Path(__file__).parents[1]
+from pages import DOCS, RECORDED, ROOT, between, markdown
+
 README = ROOT / "README.md"
-HOME = ROOT / "docs" / "index.md"
-CHOOSING = ROOT / "docs" / "choosing.md"
-BENCHMARKS = ROOT / "docs" / "benchmarks.md"
-RECORDED = pathlib.Path(__file__).parent / "recorded"
+HOME, CHOOSING, BENCHMARKS = (DOCS / f"{name}.md" for name in ("index", "choosing", "benchmarks"))
 BEGIN, END = "<!-- claims: written by benchmarks/claims.py -->", "<!-- end of claims -->"
 BEGIN_TABLE, END_TABLE = "<!-- table: written by benchmarks/claims.py -->", "<!-- end of table -->"
 
@@ -44,7 +42,6 @@ class Claim:
     said: str = ""
 
     def holds(self, value: float) -> bool:
-        """Whether a measured value is finite and within the bound."""
         return math.isfinite(value) and (value <= self.bound if self.at_most else value >= self.bound)
 
     @property
@@ -54,7 +51,6 @@ class Claim:
 
     @property
     def phrase(self) -> str:
-        """The phrase in README.md, with the bound."""
         return self.said.format(f"{self.bound:{self.form}}")
 
 
@@ -80,17 +76,14 @@ class Group:
 
     @property
     def measurement(self) -> str:
-        """The name of its measurement."""
         return self.also_by or self.name
 
 
 def at_least(row: str, column: str, bound: float, form: str = ".1f", said: str = "") -> Claim:
-    """A claim that a figure is at least the bound."""
     return Claim(row, column, bound, form=form, said=said)
 
 
 def at_most(row: str, column: str, bound: float, form: str = ".2f", said: str = "") -> Claim:
-    """A claim that a figure is at most the bound."""
     return Claim(row, column, bound, at_most=True, form=form, said=said)
 
 
@@ -129,7 +122,6 @@ TIME_OF_COLD = "time to the first token, relative to no store"
 
 
 def batch_row(batch: int, tokens: int) -> str:
-    """The row for a batch."""
     return f"{batch} sequences of {tokens:,} tokens"
 
 
@@ -141,12 +133,10 @@ MILLISECONDS, MEGABYTES = "ms a step", "MB held"
 
 
 def length_row(row: str, tokens: int) -> str:
-    """The row for a cache that holds `tokens` tokens."""
     return f"{row}, {tokens:,} tokens"
 
 
 def update_row(tokens: int) -> str:
-    """The row for an update of a layer that holds `tokens` tokens."""
     return f"{tokens:,} tokens held"
 
 
@@ -331,7 +321,6 @@ Cells = Mapping[str, Mapping[str, float]]
 
 
 def recorded_path() -> pathlib.Path | None:
-    """The newest record of claims."""
     return max(RECORDED.glob("claims-*.json"), default=None)
 
 
@@ -361,16 +350,9 @@ def _table(record: Mapping[str, Any], group: Group) -> str:
         value = value_of(record, group, claim)
         seen = "not recorded" if value is None else written(value, claim.form)
         cells.setdefault(claim.row, {})[claim.column] = f"{claim.asked} ({seen})"
-    lines = [
-        f"### {group.title}",
-        "",
-        f"{group.conditions} {_where(record.get(group.name))} [More figures](benchmarks.md#{group.figures}).",
-        "",
-        f"| | {' | '.join(columns)} |",
-        f"|---{'|---' * len(columns)}|",
-        *(f"| {row} | {' | '.join(own.get(column, '') for column in columns)} |" for row, own in cells.items()),
-    ]
-    return "\n".join(lines)
+    where = f"{group.conditions} {_where(record.get(group.name))} [More figures](benchmarks.md#{group.figures})."
+    rows = [[row, *(own.get(column, "") for column in columns)] for row, own in cells.items()]
+    return "\n\n".join([f"### {group.title}", where, markdown(["", *columns], rows)])
 
 
 def written(value: float, form: str) -> str:
@@ -408,21 +390,16 @@ def readme_table(record: Mapping[str, Any], docs: str) -> str:
         docs: path of the other pages, as links have it.
     """
     steps, rounding = ({} if name not in record else record[name]["cells"] for name in ("step", "fidelity"))
-    lines = [
-        "| cache | memory | decode step | predictions |",
-        "|---|---|---|---|",
-        "| transformers `DynamicCache` | 1 | 1 | reference |",
-    ]
+    rows = [["transformers `DynamicCache`", "1", "1", "reference"]]
     for title, row in COMPARED:
         if row in steps:
             speed = steps[row][TIMES_AS_FAST]
             step = f"{speed:.1f}x faster" if speed >= 1 else f"{1 / speed:.1f}x slower"
             kept = f"rounded, {rounding[row][AGREEMENT]:.1%} same top token" if row in rounding else "exact"
-            lines.append(f"| {title} | {steps[row][OF_DENSE]:.2f}x | {step} | {kept} |")
-    return "\n".join(
+            rows.append([title, f"{steps[row][OF_DENSE]:.2f}x", step, kept])
+    return "\n\n".join(
         [
-            *lines,
-            "",
+            markdown(["cache", "memory", "decode step", "predictions"], rows),
             f"At 16,384 tokens, relative to transformers' `DynamicCache`. {LLAMA}. {_where(record.get('step'))} \"Same "
             'top token": how often the most likely next token stays the same, for SmolLM2-135M-Instruct in float32 on '
             f"1,024 tokens of real text after 2,048. [More figures]({docs}choosing.md#what-was-measured)",
@@ -443,41 +420,28 @@ def steps_table(record: Mapping[str, Any]) -> str:
     """The table of decode steps in docs/benchmarks.md, from the record of the picture and the table in README.md."""
     cells = record["step"]["cells"]
     titles = [title for title, _ in DRAWN]
-    lines = [
-        f"| tokens held | {' | '.join(titles)} | times as fast | {' | '.join(f'{title}, MB' for title in titles)} |",
-        f"|---{'|---' * (2 * len(DRAWN) + 1)}|",
-    ]
+    rows = []
     for tokens in LENGTHS:
         found = [cells[length_row(row, tokens)] for _, row in DRAWN]
         times = [f"{each[MILLISECONDS]:.1f} ms" for each in found]
         held = [f"{each[MEGABYTES]:.0f}" for each in found]
         ratios = ", ".join(f"{each[TIMES_AS_FAST]:.1f}" for each in found[1:])
-        lines.append(f"| {tokens:,} | {' | '.join(times)} | {ratios} | {' | '.join(held)} |")
-    return "\n".join([f"{LLAMA}. {_where(record['step'])}", "", *lines])
+        rows.append([f"{tokens:,}", *times, ratios, *held])
+    head = ["tokens held", *titles, "times as fast", *(f"{title}, MB" for title in titles)]
+    return f"{LLAMA}. {_where(record['step'])}\n\n{markdown(head, rows)}"
 
 
 def with_steps(page: str, record: Mapping[str, Any]) -> str:
-    """docs/benchmarks.md with the table of decode steps between its markers."""
     return between(page, BEGIN_TABLE, END_TABLE, steps_table(record))
 
 
 def with_tables(page: str, record: Mapping[str, Any]) -> str:
-    """docs/choosing.md with the tables of a record between its markers."""
     return between(page, BEGIN, END, tables(record))
 
 
 def with_readme_table(page: str, record: Mapping[str, Any]) -> str:
-    """README.md with the table of a record between its markers."""
     return between(page, BEGIN_TABLE, END_TABLE, readme_table(record, "docs/"))
 
 
 def with_home_table(page: str, record: Mapping[str, Any]) -> str:
-    """docs/index.md with the table of README.md between its markers."""
     return between(page, BEGIN_TABLE, END_TABLE, readme_table(record, ""))
-
-
-def between(page: str, begin: str, end: str, content: str) -> str:
-    """A page with other text between two markers."""
-    before, _, rest = page.partition(begin)
-    _, _, after = rest.partition(end)
-    return f"{before}{begin}\n\n{content}\n\n{end}{after}"

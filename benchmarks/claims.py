@@ -26,15 +26,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import transformers
 
-import batches
 import claimed
 import fidelity
 import kvlayers
 import offload
+import ordinary
+import plots
 import prefix
-import readme_picture
 import sinks
 from claimed import GROUPS, Cells
 from lib import report, static
@@ -51,13 +50,13 @@ from lib.contenders import (
     TRANSFORMERS_STATIC,
     compiled,
     fill,
+    transformers_packed,
 )
 from lib.generation import GENERATORS, Job, measure_generate
 from lib.internals import CacheMaker, cache_nbytes, default_text
-from lib.prefix_memory import ROOM
 from lib.quantized import FULL, QUICK_SHAPE, RANDOM, Contender
 from lib.quantized import REFERENCE as IN_FULL
-from lib.timing import Disagreements, measure_decode, measure_update
+from lib.timing import Disagreements, Trials, measure_decode, measure_update
 from lib.workload import RandomModel, RealModel, Shape, Workload, default_model
 
 FINE = 16
@@ -92,7 +91,6 @@ class Run:
         return RandomModel(QUICK_SHAPE if self.quick else Shape(), chunk=1 << 16)
 
     def real(self, dtype: torch.dtype) -> Workload:
-        """The real model over real text."""
         if self.quick:
             return RandomModel(QUICK_SHAPE, dtype=dtype)
         if self.model is None:
@@ -133,14 +131,13 @@ def measure_steps(run: Run) -> Mapping[str, Cells]:
     by_length = {claimed.TRANSFORMERS: REFERENCE, claimed.DYNAMIC: KVLAYERS, claimed.INT4: KVLAYERS_4_BITS}
     cells: dict[str, dict[str, float]] = {}
     for length in claimed.LENGTHS:
-        disagreements = Disagreements()
         held = length // 64 if run.quick else length
         makers = {REFERENCE: QUANTIZED[REFERENCE], FLOOR: CONTENDERS[FLOOR]}
         of_length = names if length == claimed.LENGTHS[-1] else by_length
         makers |= {name: QUANTIZED[name] for name in of_length.values()}
-        tick = run.ticking(f"decode steps at {held:,} tokens", trials)
-        measured = measure_decode(run.random, makers, held, steps, trials, 4, disagreements, tick)
-        check_tokens(without_shared(disagreements, FLOOR), (KVLAYERS,))
+        asked = Trials(steps, trials, run.ticking)
+        measured = measure_decode(run.random, makers, held, asked)
+        check_tokens(without_shared(asked.disagreements, FLOOR), (KVLAYERS,))
         dense = measured[REFERENCE]["held"]
         report.summarise(measured)
         for row, name in by_length.items():
@@ -161,42 +158,29 @@ def measure_steps(run: Run) -> Mapping[str, Cells]:
 
 
 def measure_batches(run: Run) -> Mapping[str, Cells]:
-    """Decode steps of batches."""
     workload = run.real(torch.bfloat16)
     cells = {}
     for batch, length in claimed.BATCHES:
-        size, tokens = (2, 64) if run.quick else (batch, length)
+        case = (2, 64) if run.quick else (batch, length)
         steps, trials = (3, 1) if run.quick else (16, 2 if batch * length < 8192 else 1)
         disagreements = Disagreements()
-        tick = run.ticking(f"batches of {size} x {tokens}", trials)
-        seconds = batches.measure(workload, size, tokens, steps, trials, disagreements, tick)
-        check_tokens(disagreements, batches.NAMES)
+        turns = ordinary.measure_batch(workload, case, steps, trials, disagreements).turns
+        check_tokens(disagreements, ordinary.IN_BATCHES)
         cells[claimed.batch_row(batch, length)] = {
-            claimed.TIMES_AS_FAST: batches.ratio(seconds, REFERENCE, KVLAYERS),
-            claimed.OVER_BETTER: min(
-                batches.ratio(seconds, baseline, KVLAYERS) for baseline in (REFERENCE, TRANSFORMERS_STATIC)
-            ),
+            claimed.TIMES_AS_FAST: turns.ratio(REFERENCE, KVLAYERS),
+            claimed.OVER_BETTER: min(turns.ratio(each, KVLAYERS) for each in (REFERENCE, TRANSFORMERS_STATIC)),
         }
     return {"batches": cells}
 
 
 def measure_static(run: Run) -> Mapping[str, Cells]:
-    """Decode steps with large reservations, eager and compiled."""
     length, most = (64, 512) if run.quick else (1024, 32768)
-    plan = static.Plan(
-        lengths=[length],
-        times=[1, most // length],
-        most=most,
-        steps=3 if run.quick else 12,
-        trials=1 if run.quick else 2,
-        block=4,
-        backend="eager" if run.quick else INDUCTOR,
-    )
-    disagreements = Disagreements()
+    trials = Trials(3 if run.quick else 12, 1 if run.quick else 2, run.ticking)
+    plan = static.Plan([length], [1, most // length], most, trials, "eager" if run.quick else INDUCTOR)
     makers = {name: CONTENDERS[name] for name in (REFERENCE, KVLAYERS, KVLAYERS_STATIC, TRANSFORMERS_STATIC)}
     with nothing_in_memory(plan.backend):
-        eager, in_graphs = static.measure_steps(run.random, makers, length, plan, disagreements, run.ticking)
-    check_tokens(disagreements, (*eager, *in_graphs))
+        eager, in_graphs = static.measure_steps(run.random, makers, length, plan)
+    check_tokens(trials.disagreements, (*eager, *in_graphs))
     small = static.with_reservation(KVLAYERS_STATIC, 1)
     large, baseline = (static.with_reservation(name, plan.times[1]) for name in (KVLAYERS_STATIC, TRANSFORMERS_STATIC))
     cells = {}
@@ -226,13 +210,6 @@ def measure_graphs(run: Run) -> Mapping[str, Cells]:
     return {"graphs": {claimed.STATIC: {claimed.FIRST_CALL: entry["graphs"], claimed.LATER_CALLS: entry["recompiles"]}}}
 
 
-def quanto(nbits: int, q_group_size: int) -> CacheMaker:
-    """Makes transformers' quanto caches at the axis that its documentation recommends."""
-    return lambda config: transformers.QuantizedCache(
-        "quanto", config, nbits=nbits, axis_key=0, axis_value=0, q_group_size=q_group_size
-    )
-
-
 def measure_fidelity(run: Run) -> Mapping[str, Cells]:
     """What quantized caches change in predictions, and their bytes; quanto also with more than kvlayers."""
     rows = {
@@ -246,12 +223,13 @@ def measure_fidelity(run: Run) -> Mapping[str, Cells]:
         claimed.FINE_2: Contender("transformers", f"quanto, groups of {FINE}", 2),
     }
     makers: dict[Contender, CacheMaker] = {IN_FULL: FULL[IN_FULL], **{each: each.make for each in rows.values()}}
-    makers |= {rows[row]: quanto(nbits, FINE) for row, nbits in ((claimed.FINE_4, 4), (claimed.FINE_2, 2))}
-    sizes = ["--quick", "--context", "640", "--scored", "64"] if run.quick else []
-    given = fidelity.parse(
-        ["--context", "2048", "--scored", "1024", "--passages", "1", "--chunk", "64", "--outlier", "0", *sizes]
-    )
-    measured = fidelity.measure(run.session, RANDOM if run.quick else run.model, makers, given)
+    for row, nbits in ((claimed.FINE_4, 4), (claimed.FINE_2, 2)):
+        make = transformers_packed("quanto", nbits, q_group_size=FINE)
+        makers[rows[row]] = functools.partial(make, length=0)
+    source = RANDOM if run.quick else str(run.model)
+    sizes = ["--context", "640", "--scored", "64"] if run.quick else ["--context", "2048", "--scored", "1024"]
+    given = fidelity.parse(["--model", source, *sizes, "--passages", "1", "--chunk", "64", "--outlier", "0"])
+    measured = fidelity.measure(run.session, source, makers, given)
     cells: dict[str, dict[str, float]] = {}
     for row, contender in rows.items():
         entry = measured["plain"][contender.name]
@@ -277,7 +255,6 @@ def measure_fidelity(run: Run) -> Mapping[str, Cells]:
 
 
 def measure_updates(run: Run) -> Mapping[str, Cells]:
-    """One layer's update of one token, on one thread."""
     shape = QUICK_SHAPE if run.quick else Shape(layers=1, heads=9, kv_heads=3)
     steps, trials = (8, 1) if run.quick else (64, 5)
     config = RandomModel(shape).model.config
@@ -285,10 +262,9 @@ def measure_updates(run: Run) -> Mapping[str, Cells]:
     cells = {}
     with threads(1):
         for tokens in claimed.UPDATES:
-            disagreements = Disagreements()
-            tick = run.ticking(f"updates at {tokens:,} tokens", trials)
-            measured = measure_update(config, shape, makers, tokens, steps, trials, disagreements, tick)
-            check_tokens(disagreements, makers)
+            asked = Trials(steps, trials, run.ticking)
+            measured = measure_update(config, shape, makers, tokens, asked)
+            check_tokens(asked.disagreements, makers)
             of_transformers = report.times_as_fast(measured, REFERENCE, KVLAYERS)
             cells[claimed.update_row(tokens)] = {claimed.TIME_OF_TRANSFORMERS: of_transformers}
     return {"update": cells}
@@ -312,7 +288,6 @@ def measure_window(run: Run) -> Mapping[str, Cells]:
 
 
 def measure_sinks(run: Run) -> Mapping[str, Cells]:
-    """How well a text is predicted with sinks, and with a window without sinks."""
     window, windows = (16, 4) if run.quick else (64, 8)
     workload = run.real(torch.float32)
     model, ids = workload.model, workload.prompt(windows * window + 1)
@@ -328,7 +303,6 @@ def measure_sinks(run: Run) -> Mapping[str, Cells]:
 
 
 def measure_offload(run: Run) -> Mapping[str, Cells]:
-    """Bytes that offloading moves."""
     tokens, new = (128, 4) if run.quick else (2048, 16)
     shape = offload.QUICK_SHAPE
     workload = RandomModel(shape)
@@ -349,7 +323,6 @@ def measure_offload(run: Run) -> Mapping[str, Cells]:
 
 
 def measure_prefix(run: Run) -> Mapping[str, Cells]:
-    """Time to the first token of a prompt whose beginning a store holds."""
     tokens, question = (128, 16) if run.quick else (2048, 16)
     workload = run.real(torch.float32)
     model = workload.model
@@ -358,10 +331,7 @@ def measure_prefix(run: Run) -> Mapping[str, Cells]:
     ways = (prefix.COLD, prefix.MEMORY, prefix.DISK)
     disagreements = Disagreements(torch.float32)
     with tempfile.TemporaryDirectory() as place:
-        directory = pathlib.Path(place) / "store"
-        store = kvlayers.PrefixStore(ROOM, directory)
-        kvlayers.generate(model, text[:, :tokens], prefix_store=store, max_new_tokens=1, do_sample=False)
-        store.flush()
+        directory = prefix.stored_in(place, model, text[:, :tokens])
         first = prefix.FirstTokens(model, text[:, :tokens], text[:, tokens:], directory)
         found = first.measure(1, ways, disagreements, run.ticking("a prefix", len(ways)))
     check_tokens(disagreements, ways)
@@ -372,7 +342,6 @@ def measure_prefix(run: Run) -> Mapping[str, Cells]:
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """So many threads of torch within it."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -399,12 +368,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Mapping[str, Cells]]] = {
 def measure(
     run: Run, names: Sequence[str], keeping: Callable[[Mapping[str, Any]], object]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Run measurements.
-
-    Args:
-        run: what they share.
-        names: of the measurements.
-        keeping: called with what is found so far whenever a measurement has ended.
+    """Run measurements, and call `keeping` with what is found so far whenever one has ended.
 
     Returns:
         For each group `cells`, `seconds` that the measurement took, `threads`, and `at`, where it ran; and what the
@@ -431,16 +395,9 @@ def measure(
 
 
 def table(found: Mapping[str, Any], record: Mapping[str, Any], names: Sequence[str], bounds: bool) -> tuple[Any, int]:
-    """The claims that were to be measured: what was recorded, and what is found now.
+    """A table of what was recorded and what is found now, and how many claims do not hold.
 
-    Args:
-        found: what was measured.
-        record: what was recorded.
-        names: of the measurements that ran.
-        bounds: whether a bound decides; a figure of any size is enough otherwise.
-
-    Returns:
-        The table, and how many claims do not hold.
+    With `bounds`, a bound decides; a figure of any size is enough otherwise.
     """
     made = report.new_table("Claims", "claim", "asked", "recorded", "now", "verdict")
     failed = 0
@@ -472,11 +429,10 @@ def keep(found: Mapping[str, Any], content: Mapping[str, Any]) -> pathlib.Path:
 
 
 def write_pages() -> None:
-    """Write the record into README.md, docs/index.md, docs/choosing.md and docs/benchmarks.md."""
     record = claimed.read_record(claimed.recorded_path())
     if claimed.has_steps(record):
         claimed.BENCHMARKS.write_text(claimed.with_steps(claimed.BENCHMARKS.read_text(), record))
-        readme_picture.draw(record["step"], readme_picture.PICTURE)
+        plots.draw_picture(record["step"], plots.PICTURE)
     claimed.CHOOSING.write_text(claimed.with_tables(claimed.CHOOSING.read_text(), record))
     claimed.README.write_text(claimed.with_readme_table(claimed.README.read_text(), record))
     claimed.HOME.write_text(claimed.with_home_table(claimed.HOME.read_text(), record))
@@ -495,11 +451,10 @@ def parse(arguments: Sequence[str] | None) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 if a claim does not hold, or was not measured."""
     given = parse(arguments)
     if given.write:
         write_pages()
-        written = (claimed.README, claimed.HOME, claimed.CHOOSING, claimed.BENCHMARKS, readme_picture.PICTURE)
+        written = (claimed.README, claimed.HOME, claimed.CHOOSING, claimed.BENCHMARKS, plots.PICTURE)
         print(f"written: {', '.join(map(str, written))}")
         return 0
     # Before what is recorded is replaced.

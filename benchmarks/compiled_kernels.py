@@ -21,13 +21,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
-from kvlayers.attention import dispatch
-from kvlayers.attention.dispatch import PathCounter
-from kvlayers.attention.packed_tensor import PackedStates
-from kvlayers.attention.segment_kinds import DenseSegment, PackedSegment
-from kvlayers.attention.segments import GatheredSegment, KVSegments
-from kvlayers.stores.quantization import Quantization
-from kvlayers.stores.quantized import QuantizedStore
+from lib.internals import (
+    DenseSegment,
+    GatheredSegment,
+    KVSegments,
+    PackedSegment,
+    PackedStates,
+    PathCounter,
+    Quantization,
+    QuantizedStore,
+    dispatch,
+)
 from lib.offline_gpu import META, SHARED_MEMORY, Compiled, Launch, as_gpu, compiled, recorded_launches
 
 KV_HEADS, GROUPS, PROMPT = 8, 4, 8192
@@ -57,7 +61,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What is special about it."""
         options = self.quantization
         parts = [f"{options.backend} {options.nbits}", f"head_dim {self.head_dim}", str(self.dtype).split(".")[1]]
         queries = "1 query" if self.queries == 1 else f"{self.queries} queries"
@@ -67,7 +70,6 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """The cases, the most common first."""
     formats = [Quantization(nbits=bits) for bits in (4, 8, 2)] + [Quantization(backend="fp8", nbits=8)]
     for head_dim, quantization in itertools.product((128, 64, 256, 96), formats):
         yield Case(quantization, head_dim)
@@ -108,7 +110,6 @@ FEW = {
 
 
 def is_among_few(name: str, capability: int) -> bool:
-    """Whether `--few` compiles a kernel."""
     few = FEW.get(capability, ())
     return name in few or (name.endswith("bfloat16, 1 query") and name.rpartition(", bfloat16")[0] in few)
 

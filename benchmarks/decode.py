@@ -20,22 +20,29 @@ Run it on an idle machine: if other processes use the cores, torch's threads wai
 measure the scheduler.
 """
 
+import dataclasses
 import itertools
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from lib import report
 from lib.compiling import INDUCTOR
-from lib.contenders import CONTENDERS, FLOOR, KVLAYERS, QUANTIZED, REFERENCE, Maker
+from lib.contenders import (
+    CONTENDERS,
+    FLOOR,
+    KVLAYERS,
+    KVLAYERS_4_BITS,
+    QUANTIZED,
+    REFERENCE,
+    TRANSFORMERS_4_BITS,
+    Maker,
+)
 from lib.peak import measure_peak
-from lib.report import MICRO, MILLI, new_table, span
-from lib.static import Plan, measure_static, show_static, static_targets, summarise_static
-from lib.timing import Disagreements, measure_decode, measure_growth, measure_sliding, measure_update
+from lib.report import MILLI, mb, ms, shown, span, us
+from lib.static import Plan, hold_static_to_targets, measure_static, show_static
+from lib.timing import Disagreements, Trials, measure_decode, measure_growth, measure_sliding, measure_update
 from lib.workload import QUICK_SHAPE, RandomModel, Shape, Workload, real_workload
 
 SECTIONS = ("decode", "update", "growth", "peak", "sliding", "quantized", "static")
@@ -71,13 +78,12 @@ def parse(arguments: Sequence[str] | None) -> Any:
     return given
 
 
-def fitting(lengths: list[int], workload: Workload, steps: int, console: Console) -> list[int]:
-    """The lengths, limited to the model's context."""
+def fitting(lengths: list[int], workload: Workload, steps: int, say: Callable[[str], object]) -> list[int]:
     if workload.limit is None:
         return lengths
     most = workload.limit - steps
     if max(lengths) > most:
-        console.print(f"{workload.name} has a context of {workload.limit}: lengths are capped at {most}")
+        say(f"{workload.name} has a context of {workload.limit}: lengths are capped at {most}")
     return sorted({min(length, most) for length in lengths})
 
 
@@ -90,89 +96,62 @@ class Measurements:
 
     Attributes:
         results: what each section found.
-        disagreements: where tokens or states differ from the reference's.
+        trials: how often, and where tokens or states differ from the reference's.
     """
 
     def __init__(self, run: report.Session, makers: dict[str, Maker]) -> None:
         self.run, self.given, self.makers = run, run.given, makers
         self.shape = QUICK_SHAPE if self.given.quick else Shape()
         self.random = RandomModel(self.shape)
-        self.disagreements = Disagreements()
+        self.trials = Trials(self.given.steps, self.given.trials, run.ticking, self.given.block)
         self.results: dict[str, Any] = {section: {} for section in SECTIONS}
 
-    def _decoded(self, workload: Workload, makers: dict[str, Maker], length: int, where: Disagreements) -> Any:
-        given = self.given
-        tick = self.run.ticking(f"{workload.name} at {length}", given.trials)
-        found = measure_decode(workload, makers, length, given.steps, given.trials, given.block, where, tick)
-        report.summarise(found)
-        return found
-
     def update(self) -> None:
-        """Updates of one layer, and how long it takes to grow."""
-        config, given = self.random.model.config, self.given
-        for length in sorted({64, *given.lengths}):
-            tick = self.run.ticking(f"update at {length}", given.trials)
-            measured = measure_update(
-                config, self.shape, self.makers, length, given.steps, given.trials, self.disagreements, tick
-            )
+        config = self.random.model.config
+        for length in sorted({64, *self.given.lengths}):
+            measured = measure_update(config, self.shape, self.makers, length, self.trials)
             report.summarise(measured)
             self.results["update"][length] = measured
-            self.results["growth"][length] = measure_growth(config, self.shape, self.makers[KVLAYERS], length)
+            growth = measure_growth(config, self.shape, self.makers[KVLAYERS], length)
+            measured[KVLAYERS] |= {"with_growth": growth.get("mean"), "growing": growth.get("growth_update")}
+            self.results["growth"][length] = growth
 
     def decode(self) -> None:
-        """Steps of the random model, and of the real one if there is one."""
         real = real_workload(self.given.model, self.given.text, self.run.console.print)
         workloads: dict[str, Workload] = {"random": self.random, **({} if real is None else {"real": real})}
         for kind, workload in workloads.items():
             found = self.results["decode"][kind] = {"model": workload.name}
-            for length in fitting(self.given.lengths, workload, self.given.steps, self.run.console):
-                found[length] = self._decoded(workload, self.makers, length, self.disagreements)
+            for length in fitting(self.given.lengths, workload, self.given.steps, self.run.console.print):
+                found[length] = measure_decode(workload, self.makers, length, self.trials)
+                report.summarise(found[length])
                 if kind == "random":
                     add_amortised(found[length], self.results["growth"].get(length, {}), self.shape.layers)
 
     def quantized(self) -> None:
         """Steps with quantized caches. They give other numbers by design, which benchmarks/fidelity.py measures."""
         found = self.results["quantized"] = {"model": self.random.name}
-        rounded = Disagreements()
+        trials = dataclasses.replace(self.trials, disagreements=Disagreements())
         # transformers' quantized caches need a length that is a multiple of their groups of 64.
         shortest = 64 if self.given.quick else 4096
         for length in [length for length in self.given.lengths if length >= shortest]:
-            found[length] = self._decoded(self.random, QUANTIZED, length, rounded)
-            add_agreement(found[length], rounded, length, self.given.steps * self.given.trials)
+            found[length] = measure_decode(self.random, QUANTIZED, length, trials)
+            report.summarise(found[length])
+            add_agreement(found[length], trials.disagreements, length, trials.steps * trials.count)
 
     def static(self) -> None:
-        """Static caches with several reservations."""
         given = self.given
-        prompt, new, reserve = given.generate
-        plan = Plan(
-            lengths=given.static_lengths,
-            times=given.times,
-            most=given.most_reserved,
-            steps=given.steps,
-            trials=given.trials,
-            block=given.block,
-            backend=given.backend,
-            prompt=prompt,
-            new=new,
-            reserve=reserve,
-        )
-        found = measure_static(self.random, self.makers, plan, self.disagreements, self.run.ticking)
-        summarise_static(found)
+        plan = Plan(given.static_lengths, given.times, given.most_reserved, self.trials, given.backend, *given.generate)
+        found = measure_static(self.random, self.makers, plan)
+        for measured in (*found["eager"].values(), *found["compiled"].values(), found["generate"]["calls"]):
+            report.summarise(measured)
         self.results["static"] = found
 
     def sliding(self) -> None:
-        """Steps of a model with windows."""
-        given = self.given
-        tick = self.run.ticking(f"window {given.window}", given.trials)
-        workload = RandomModel(self.shape, sliding_window=given.window)
-        found = measure_sliding(
-            workload, self.makers, given.stations, given.steps, given.trials, self.disagreements, tick
-        )
-        summarise_sliding(found)
-        self.results["sliding"] = found
+        workload = RandomModel(self.shape, sliding_window=self.given.window)
+        self.results["sliding"] = measure_sliding(workload, self.makers, self.given.stations, self.trials)
+        summarise_sliding(self.results["sliding"])
 
     def peak(self) -> None:
-        """Bytes while caches grow."""
         tokens, config = max(self.given.lengths), self.random.model.config
         caches = {name: measure_peak(make, config, tokens, min(1024, tokens)) for name, make in self.makers.items()}
         self.results["peak"] = {"tokens": tokens, "caches": caches}
@@ -200,17 +179,21 @@ def add_amortised(decode: dict[str, Any], growth: dict[str, float], layers: int)
 
 
 def add_agreement(measured: dict[str, Any], rounded: Any, length: int, steps: int) -> None:
-    """Add the fraction of steps with the reference's greedy token to each contender at `length` tokens."""
+    """Add the fraction of steps with the reference's greedy token, and of its bytes, to each contender."""
+    # transformers' cache concatenates, so it holds the bytes of the states alone.
+    dense = measured[REFERENCE]["held"]
     for name, entry in measured.items():
+        entry["of_dense"] = entry["held"] / dense
         others = [found for found in rounded.found if found["cache"] == name and 0 <= found["tokens"] - length < steps]
         entry["agreement"] = 1 - len(others) / steps
 
 
 def hold_to_targets(run: report.Session, results: dict[str, Any]) -> None:
-    """Bounds that are not among the claims of README.md, which `claims.py` measures."""
-    decode, update = results["decode"].get("random", {}), results["update"]
+    decode, update, quantized = results["decode"].get("random", {}), results["update"], results["quantized"]
     if 16384 in decode:
         candidate = decode[16384][KVLAYERS]
+        run.target("step at 16k, times as fast as transformers' DynamicCache", candidate["speed"], at_least=3.5)
+        run.target("step at 16k, speed relative to preallocated memory", candidate["speed_to_floor"], at_least=0.9)
         run.target("step at 16k, speed relative to an exact StaticCache", candidate["speed_to_exact"], at_least=0.9)
         if "amortised" in candidate:
             amortised = candidate["amortised_speed_to_floor"]
@@ -221,104 +204,63 @@ def hold_to_targets(run: report.Session, results: dict[str, Any]) -> None:
         for kind, key in (("median", "speed"), ("mean", "speed_of_means")):
             time = 1 / update[64][KVLAYERS][key]
             run.target(f"update at 64, {kind} time relative to transformers'", time, at_most=1)
+    for length, least in ((4096, 4), (16384, 5)):
+        for baseline in TRANSFORMERS_4_BITS if length in quantized else ():
+            speed = report.times_as_fast(quantized[length], KVLAYERS_4_BITS, baseline)
+            run.target(f"4-bit step at {length}, times as fast as {baseline}", speed, at_least=least)
+    if 16384 in quantized:
+        measured = quantized[16384]
+        slower = report.times_as_fast(measured, KVLAYERS, KVLAYERS_4_BITS)
+        run.target("4-bit step at 16384, time relative to kvlayers' DynamicCache", slower, at_most=1.3)
+        for name, most in ((KVLAYERS_4_BITS, 0.295), ("kvlayers 2 bits", 0.17)):
+            run.target(f"bytes held at 16k, {name} relative to dense", measured[name]["of_dense"], at_most=most)
     if results["peak"]:
         peak = results["peak"]["caches"][KVLAYERS]["peak"]
-        run.target("peak while growing, relative to the bytes in use", peak, at_most=1.3)
+        what = f"peak growing to {results['peak']['tokens']}, relative to the bytes in use"
+        run.target(what, peak, at_most=1.3)
     if results["sliding"]:
         last = results["sliding"][KVLAYERS]["last_over_first"]
         run.target("sliding window, last step time relative to the first", last, at_most=1.1)
-    for target in static_targets(results["static"]):
-        run.targets += [] if run.given.quick else [target]
+    if results["static"]:
+        hold_static_to_targets(run, results["static"])
 
 
-def show(console: Console, results: dict[str, Any]) -> None:
-    """Print all tables."""
+def show(run: report.Session, results: dict[str, Any]) -> None:
+    step = {"ms a step": ms("median"), "mean": ms("mean")}
+    held = {"MB held": mb("held"), "logits apart": shown("logit_distance", ".3f")}
+    relative = {"times as fast": span("speed")}
+    of_floor = {"amortised": ms("amortised"), **relative, "to exact length": span("speed_to_floor")}
     for kind in results["decode"].values():
-        console.print(_decode_table(kind))
+        run.table(f"Decode step, {kind['model']}", "tokens, cache", by_length(kind), {**step, **of_floor, **held})
     if results["quantized"]:
-        console.print(_quantized_table(results["quantized"]))
+        rounded = {"of dense": shown("of_dense", ".4f"), "same token": shown("agreement", ".0%")}
+        title = f"Decode step with quantized caches, {results['quantized']['model']}"
+        run.table(title, "tokens, cache", by_length(results["quantized"]), {**step, **relative, **held, **rounded})
     if results["update"]:
-        console.print(_update_table(results["update"], results["growth"]))
+        columns = {"us": us("median"), "mean": us("mean"), "mean with growth": us("with_growth")}
+        columns |= {"growing": us("growing", ".0f"), **relative}
+        run.table("Update of one layer", "tokens, cache", results["update"], columns)
     if results["peak"]:
-        console.print(_peak_table(results["peak"]))
-    if results["sliding"]:
-        console.print(_sliding_table(results["sliding"]))
-    show_static(console, results["static"])
+        keys = {"peak": "peak", "worst moment": "worst_moment", "held at the end": "held"}
+        keys["reported / counted"] = "reported"
+        title = f"Bytes while growing to {results['peak']['tokens']} tokens, as multiples of those that are live"
+        columns = {heading: shown(key, ".3f") for heading, key in keys.items()}
+        run.table(title, "cache", {"": results["peak"]["caches"]}, columns)
+    if sliding := results["sliding"]:
+        stations = next(iter(sliding.values()))["medians"]
+        columns = {f"at {at}": lambda entry, at=at: f"{entry['medians'][at] * MILLI:.2f}" for at in stations}
+        columns |= {
+            "last / first": shown("last_over_first"),
+            "update us": us("update_median"),
+            "mean": us("update_mean"),
+        }
+        run.table("Sliding window, ms a step", "cache", {"": sliding}, columns)
+    if results["static"]:
+        show_static(run, results["static"])
 
 
-def _decode_table(kind: dict[Any, Any]) -> Table:
-    columns = ("ms a step", "mean", "amortised", "times as fast", "to exact length", "MB held", "logits apart")
-    table = new_table(f"Decode step, {kind['model']}", "tokens, cache", *columns)
-    for length, measured in ((key, value) for key, value in kind.items() if key != "model"):
-        for name, entry in measured.items():
-            table.add_row(
-                f"{length:>6} {name}",
-                f"{entry['median'] * MILLI:.2f}",
-                f"{entry['mean'] * MILLI:.2f}",
-                f"{entry['amortised'] * MILLI:.2f}" if "amortised" in entry else "",
-                span(entry, "speed"),
-                span(entry, "speed_to_floor"),
-                f"{entry['held'] / 1e6:.1f}",
-                f"{entry['logit_distance']:.3f}",
-            )
-        table.add_section()
-    return table
-
-
-def _quantized_table(kind: dict[Any, Any]) -> Table:
-    columns = ("ms a step", "mean", "times as fast", "MB held", "of dense", "same token", "logits apart")
-    table = new_table(f"Decode step with quantized caches, {kind['model']}", "tokens, cache", *columns)
-    for length, measured in ((key, value) for key, value in kind.items() if key != "model"):
-        for name, entry in measured.items():
-            table.add_row(
-                f"{length:>6} {name}",
-                f"{entry['median'] * MILLI:.2f}",
-                f"{entry['mean'] * MILLI:.2f}",
-                span(entry, "speed"),
-                f"{entry['held'] / 1e6:.1f}",
-                f"{entry['held'] / measured[REFERENCE]['held']:.4f}",
-                f"{entry['agreement']:.0%}",
-                f"{entry['logit_distance']:.3f}",
-            )
-        table.add_section()
-    return table
-
-
-def _update_table(update: dict[int, Any], growth: dict[int, Any]) -> Table:
-    table = new_table(
-        "Update of one layer", "tokens, cache", "us", "mean", "mean with growth", "growing", "times as fast"
-    )
-    for length, measured in update.items():
-        for name, entry in measured.items():
-            cycle = growth.get(length) if name == KVLAYERS else None
-            table.add_row(
-                f"{length:>6} {name}",
-                f"{entry['median'] * MICRO:.1f}",
-                f"{entry['mean'] * MICRO:.1f}",
-                f"{cycle['mean'] * MICRO:.1f}" if cycle else "",
-                f"{cycle['growth_update'] * MICRO:.0f}" if cycle else "",
-                span(entry, "speed"),
-            )
-        table.add_section()
-    return table
-
-
-def _peak_table(peak: dict[str, Any]) -> Table:
-    title = f"Bytes while growing to {peak['tokens']} tokens, as multiples of those that are live"
-    table = new_table(title, "cache", "peak", "worst moment", "held at the end", "reported / counted")
-    for name, entry in peak["caches"].items():
-        table.add_row(name, *(f"{entry[key]:.3f}" for key in ("peak", "worst_moment", "held", "reported")))
-    return table
-
-
-def _sliding_table(sliding: dict[str, Any]) -> Table:
-    stations = [f"at {at}" for at in next(iter(sliding.values()))["medians"]]
-    table = new_table("Sliding window, ms a step", "cache", *stations, "last / first", "update us", "mean")
-    for name, entry in sliding.items():
-        steps = [f"{seconds * MILLI:.2f}" for seconds in entry["medians"].values()]
-        updates = [f"{entry[key] * MICRO:.1f}" for key in ("update_median", "update_mean")]
-        table.add_row(name, *steps, f"{entry['last_over_first']:.2f}", *updates)
-    return table
+def by_length(kind: dict[Any, Any]) -> dict[int, Any]:
+    return {length: measured for length, measured in kind.items() if length != "model"}
 
 
 def main(arguments: Sequence[str] | None = None, contenders: dict[str, Maker] | None = None) -> int:
@@ -338,10 +280,9 @@ def main(arguments: Sequence[str] | None = None, contenders: dict[str, Maker] | 
             if section not in given.skip:
                 getattr(measurements, section)()
     results = measurements.results
-    show(run.console, results)
-    # The targets are for the full model: a small model has other costs.
+    show(run, results)
     hold_to_targets(run, results)
-    return run.finish(results, measurements.disagreements)
+    return run.finish(results, measurements.trials.disagreements)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ Contenders take turns in an order that rotates; a ratio is the median of the tri
 The exit code is 1 if an output is wrong, and if all parts ran, also if a target is missed.
 """
 
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,8 +32,9 @@ import kvlayers
 from kvlayers.eviction import eviction_rule, eviction_rule_names
 from lib import report
 from lib.contenders import Maker, fill
-from lib.evicting import AttentionShape, measure_attention, measure_prefill, time_ratio
+from lib.evicting import measure_attention, measure_prefill, states_of, time_ratio
 from lib.internals import cache_nbytes
+from lib.report import mb, ms, shown
 from lib.workload import QUICK_SHAPE, RandomModel, Shape
 from offload import decode, traffic_of
 
@@ -44,7 +46,8 @@ RECALL = "recall"
 RULE = "keydiff"
 """The rule of caches whose decode steps are timed: it looks at keys, so that caches can be filled without queries."""
 
-QUICK_ATTENTION = AttentionShape(layers=1, heads=4, kv_heads=2, head_dim=32)
+ATTENTION = Shape(layers=2, heads=32, kv_heads=8, head_dim=128)
+QUICK_ATTENTION = Shape(layers=1, heads=4, kv_heads=2, head_dim=32)
 PREFILL_SHAPE = Shape(layers=2, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=1024)
 TRAFFIC_SHAPE = Shape(layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=64, vocab=512)
 
@@ -55,12 +58,10 @@ DENSE_MAKERS: dict[str, Maker] = {
 
 
 def evicting(**options: Any) -> Maker:
-    """Makes caches that evict."""
     return lambda config, length: kvlayers.EvictingCache(config=config, **{"rule": RULE, **options})
 
 
 def recalling(pages: int | str, **options: Any) -> Maker:
-    """Makes caches that recall."""
     recall = kvlayers.layers.Recall(pages=pages)
     return lambda config, length: kvlayers.DynamicCache(config=config, length_hint=length, recall=recall, **options)
 
@@ -75,22 +76,16 @@ def options() -> report.Options:
 
 
 def bytes_makers() -> dict[str, Maker]:
-    """The caches whose bytes are compared."""
-    four_bits = {"keep": 0.5, "quantization": {"nbits": 4}}
-    return {
-        TRANSFORMERS: DENSE_MAKERS[TRANSFORMERS],
-        **{
-            f"keep {keep}{', per head' if per_head else ''}": evicting(keep=keep, per_head=per_head)
-            for keep in (0.5, 0.25)
-            for per_head in (False, True)
-        },
-        "keep 0.5, 4 bits": evicting(**four_bits, per_head=False),
-        "keep 0.5, 4 bits, per head": evicting(**four_bits, per_head=True),
-    }
+    found = {TRANSFORMERS: DENSE_MAKERS[TRANSFORMERS]}
+    for keep, bits in ((0.5, None), (0.25, None), (0.5, 4)):
+        for per_head in (False, True):
+            name = f"keep {keep}{f', {bits} bits' if bits else ''}{', per head' if per_head else ''}"
+            packing = {"quantization": {"nbits": bits}} if bits else {}
+            found[name] = evicting(keep=keep, per_head=per_head, **packing)
+    return found
 
 
 def decode_makers(length: int) -> dict[str, Maker]:
-    """The caches whose decode steps are timed."""
     return {
         **DENSE_MAKERS,
         EVEN: evicting(keep=0.25, per_head=False),
@@ -99,58 +94,40 @@ def decode_makers(length: int) -> dict[str, Maker]:
     }
 
 
-def prefill_makers(rules: Sequence[str]) -> dict[str, Maker]:
-    """The caches whose prefill is timed, the dense one first."""
-    return {DENSE: DENSE_MAKERS[DENSE], **{rule: evicting(rule=rule, keep=0.5) for rule in rules}}
-
-
-def targets(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The targets of the parts that ran, and whether they are met."""
-    found: list[dict[str, Any]] = []
-
-    def promise(what: str, value: float, **bounds: float) -> None:
-        found.append(report.promised(what, value, **bounds))
-
-    if "bytes" in results:
-        dense = results["bytes"][TRANSFORMERS]["held"]
-        for name, entry in results["bytes"].items():
-            if name != TRANSFORMERS:
-                most = 0.16 if "bits" in name else float(name.split()[1].rstrip(",")) + 0.03
-                promise(f"bytes relative to dense, {name}", entry["held"] / dense, at_most=most)
+def hold_to_targets(run: report.Session, results: Mapping[str, Any]) -> None:
+    for name, entry in results.get("bytes", {}).items():
+        if name != TRANSFORMERS:
+            most = 0.16 if "bits" in name else float(name.split()[1].rstrip(",")) + 0.03
+            run.target(f"bytes relative to dense, {name}", entry["of_dense"], at_most=most)
     for at, measured in results.get("decode", {}).items():
-        for dense_name in DENSE_MAKERS:
-            ratio = time_ratio(measured[EVEN], measured[dense_name])
-            promise(f"attention at {at}, {EVEN} relative to {dense_name}", ratio, at_most=0.35)
-        promise(
-            f"attention at {at}, per head relative to even",
-            time_ratio(measured[PER_HEAD], measured[EVEN]),
-            at_most=1.15,
-        )
+        for dense in DENSE_MAKERS:
+            what = f"attention at {at}, {EVEN} relative to {dense}"
+            run.target(what, time_ratio(measured[EVEN], measured[dense]), at_most=0.35)
+        what = f"attention at {at}, per head relative to even"
+        run.target(what, time_ratio(measured[PER_HEAD], measured[EVEN]), at_most=1.15)
     recall = results.get("recall", {})
     if len(recall) > 1:
         first, *_, last = recall
         middle = list(recall)[len(recall) // 2]
-        for dense_name in DENSE_MAKERS:
-            ratio = time_ratio(recall[middle][RECALL], recall[middle][dense_name])
-            promise(f"attention at {middle}, recall relative to {dense_name}", ratio, at_most=0.45)
+        for dense in DENSE_MAKERS:
+            what = f"attention at {middle}, recall relative to {dense}"
+            run.target(what, time_ratio(recall[middle][RECALL], recall[middle][dense]), at_most=0.45)
         growth = time_ratio(recall[last][RECALL], recall[first][RECALL])
-        promise(f"recall at {last} relative to {first}", growth, at_most=1.2)
+        run.target(f"recall at {last} relative to {first}", growth, at_most=1.2)
     prefill = results.get("prefill", {})
     for rule in prefill:
         if rule != DENSE:
             most = 1.2 if eviction_rule(rule).queries else 1.1
-            promise(f"prefill with {rule}", time_ratio(prefill[rule], prefill[DENSE]), at_most=most)
+            run.target(f"prefill with {rule}", time_ratio(prefill[rule], prefill[DENSE]), at_most=most)
     if "traffic" in results:
         moved = [entry["to_device"] for entry in results["traffic"]["offloaded"].values()]
         # Pages that the last step chose too do not travel again, so all chosen pages are the bound at every length.
-        bound = results["traffic"]["chosen"]
-        promise("most bytes to the device in a step relative to all chosen pages", max(moved) / bound, at_most=1)
-        promise('logits of pages="all" equal to those without recall', results["traffic"]["exact"], at_least=1)
-    return found
+        of_chosen = max(moved) / results["traffic"]["chosen"]
+        run.target("most bytes to the device in a step relative to all chosen pages", of_chosen, at_most=1)
+        run.target('logits of pages="all" equal to those without recall', results["traffic"]["exact"], at_least=1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 if an output is wrong, or a target of a whole run is missed."""
     given = options().parse(arguments)
     given.prefill_trials = given.trials or (1 if given.quick else 3)
     given.trials = given.trials or (1 if given.quick else 5)
@@ -162,8 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 results[part], found = MEASURES[part](given, run.ticking)
                 wrong += found
                 # At once, as a whole run takes long.
-                show(run.console, {part: results[part]})
-    run.targets = targets(results)
+                show(run, part, results[part])
+    hold_to_targets(run, results)
     for each in wrong:
         run.console.print(f"[red]wrong[/]: {each}")
     run.finish(results, wrong=wrong)
@@ -173,34 +150,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _bytes(given: Any, ticking: Any) -> tuple[Any, list[str]]:
     tokens, found = 1024 if given.quick else 16384, {}
-    shape = QUICK_ATTENTION if given.quick else AttentionShape(layers=2)
-    config, states = shape.config(), shape.states(tokens)
+    shape = QUICK_ATTENTION if given.quick else ATTENTION
+    config, states = shape.config(), states_of(shape, tokens)
     with torch.no_grad():
         for name, make in bytes_makers().items():
             cache = make(config, tokens)
             fill(cache, states, tokens)
-            found[name] = {"held": cache_nbytes(cache), "length": cache.get_seq_length()}
+            held, dense = cache_nbytes(cache), found.get(TRANSFORMERS, {}).get("held")
+            found[name] = {"held": held, "length": cache.get_seq_length(), "of_dense": held / (dense or held)}
     wrong = [f"{name}: its length is {entry['length']}" for name, entry in found.items() if entry["length"] != tokens]
     return found, wrong
 
 
 def _decode(given: Any, ticking: Any) -> tuple[Any, list[str]]:
     tokens = 1024 if given.quick else 16384
-    shape = QUICK_ATTENTION if given.quick else AttentionShape()
+    shape = QUICK_ATTENTION if given.quick else dataclasses.replace(ATTENTION, layers=4)
     tick = ticking(f"attention of decode steps at {tokens}", given.trials)
     return measure_attention(shape, decode_makers(tokens), [tokens], given.steps, given.trials, tick)
 
 
 def _recall(given: Any, ticking: Any) -> tuple[Any, list[str]]:
     lengths = [512, 1024, 2048] if given.quick else [8192, 16384, 32768]
-    shape = QUICK_ATTENTION if given.quick else AttentionShape(layers=2)
+    shape = QUICK_ATTENTION if given.quick else ATTENTION
     makers = {**DENSE_MAKERS, RECALL: recalling(4 if given.quick else 64)}
     tick = ticking(f"attention with recall at {lengths[0]} to {lengths[-1]}", given.trials)
     return measure_attention(shape, makers, lengths, given.steps, given.trials, tick)
 
 
 def _prefill(given: Any, ticking: Any) -> tuple[Any, list[str]]:
-    tokens, makers = 512 if given.quick else 4096, prefill_makers(given.rules)
+    tokens = 512 if given.quick else 4096
+    makers = {DENSE: DENSE_MAKERS[DENSE], **{rule: evicting(rule=rule, keep=0.5) for rule in given.rules}}
     # Few CPUs multiply matrices of bfloat16, and on the others a pass takes most of a minute.
     workload = RandomModel(QUICK_SHAPE if given.quick else PREFILL_SHAPE, dtype=torch.float32)
     tick = ticking(f"prefill of {tokens}", given.prefill_trials + 1)
@@ -239,43 +218,25 @@ MEASURES: dict[str, Callable[[Any, Any], tuple[Any, list[str]]]] = {
 }
 
 
-def show(console: Any, results: Mapping[str, Any]) -> None:
-    """Print a table for each part that ran."""
-    if "bytes" in results:
-        table = report.new_table("Bytes after a prompt", "cache", "MB", "of dense")
-        dense = results["bytes"][TRANSFORMERS]["held"]
-        for name, entry in results["bytes"].items():
-            table.add_row(name, f"{entry['held'] / 1e6:.2f}", f"{entry['held'] / dense:.4f}")
-        console.print(table)
-    for part in ("decode", "recall"):
-        if part not in results:
-            continue
-        table = report.new_table(
-            "Attention of a decode step", "tokens, cache", "ms, mean", "median", "of dense", "MB held"
-        )
-        for at, measured in results[part].items():
-            for name, entry in measured.items():
-                table.add_row(
-                    f"{at:>6} {name}",
-                    f"{entry['mean'] * report.MILLI:.3f}",
-                    f"{entry['median'] * report.MILLI:.3f}",
-                    f"{time_ratio(entry, measured[DENSE]):.3f}",
-                    f"{entry['held'] / 1e6:.1f}",
-                )
-            table.add_section()
-        console.print(table)
-    if "prefill" in results:
-        table = report.new_table("Prefill", "rule", "seconds", "of dense")
-        for name, entry in results["prefill"].items():
-            table.add_row(name, f"{entry['median']:.3f}", f"{time_ratio(entry, results['prefill'][DENSE]):.3f}")
-        console.print(table)
-    if "traffic" in results:
-        table = report.new_table(
-            "Offloaded recall, bytes a step", "tokens", "to device", "to host", "peak there", "held"
-        )
-        for at, entry in results["traffic"]["offloaded"].items():
-            table.add_row(at, *(f"{entry[key]:,.0f}" for key in ("to_device", "to_host", "peak_on_device", "held")))
-        console.print(table)
+def show(run: report.Session, part: str, found: Any) -> None:
+    if part == "bytes":
+        columns = {"MB": mb("held", ".2f"), "of dense": shown("of_dense", ".4f")}
+        run.table("Bytes after a prompt", "cache", {"": found}, columns)
+        return
+    if part == "traffic":
+        keys = {"to device": "to_device", "to host": "to_host", "peak there": "peak_on_device", "held": "held"}
+        columns = {heading: shown(key, ",.0f") for heading, key in keys.items()}
+        run.table("Offloaded recall, bytes a step", "tokens", {"": found["offloaded"]}, columns)
+        return
+    for measured in [found] if part == "prefill" else found.values():
+        for entry in measured.values():
+            entry["of_dense"] = time_ratio(entry, measured[DENSE])
+    if part == "prefill":
+        columns = {"seconds": shown("median", ".3f"), "of dense": shown("of_dense", ".3f")}
+        run.table("Prefill", "rule", {"": found}, columns)
+        return
+    columns = {"ms, mean": ms("mean", ".3f"), "median": ms("median", ".3f"), "of dense": shown("of_dense", ".3f")}
+    run.table("Attention of a decode step", "tokens, cache", found, {**columns, "MB held": mb("held")})
 
 
 if __name__ == "__main__":

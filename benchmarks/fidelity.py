@@ -23,14 +23,15 @@ from typing import Any
 
 import transformers
 from rich.console import Console
-from rich.table import Table
 
 from lib import report
 from lib.internals import CacheMaker, NoRecord, read
 from lib.outliers import KeyOutliers
 from lib.quantized import EXACT, FULL, RANDOM, REFERENCE, Contender, contenders, load, measure_bytes, summaries
+from lib.report import shown
 
 KINDS = ("plain", "outliers")
+BASELINES = ("quanto", "hqq")
 BACKENDS = ("kvlayers:native", "transformers:quanto", "transformers:hqq", "transformers:fp8")
 KNOWN = [f"{library}:{name}" for library in ("kvlayers", "transformers") for name in ("native", "quanto", "hqq", "fp8")]
 
@@ -57,7 +58,9 @@ def parse(arguments: Sequence[str] | None) -> Any:
     given = made.parse(arguments)
     if given.chunk < 1 or given.context % given.chunk or given.scored % given.chunk:
         made.parser.error("--context and --scored must be multiples of --chunk")
-    given.model = given.model or [RANDOM if given.quick else report.default_model()]
+    given.model = given.model or ([RANDOM] if given.quick else list(filter(None, [report.default_model()])))
+    if not given.model:
+        made.parser.error("there is no model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model")
     return given
 
 
@@ -95,57 +98,70 @@ def measure(run: report.Session, source: str, makers: dict[Contender, CacheMaker
     return results
 
 
+def entry_of(
+    measured: dict[str, Any], kind: str, library: str, backend: str, bits: int | None
+) -> dict[str, Any] | None:
+    """The figures of one contender; `None` if it did not run or failed."""
+    entry = measured.get(kind, {}).get(Contender(library, backend, bits).name)
+    return None if entry is None or "failure" in entry else entry
+
+
 def better_baseline(measured: dict[str, Any], kind: str, bits: int | None) -> dict[str, Any] | None:
     """The figures of transformers' quanto or hqq, whichever diverges less; `None` if neither ran."""
-    entries = [measured[kind].get(Contender("transformers", backend, bits).name, {}) for backend in ("quanto", "hqq")]
+    entries = [entry_of(measured, kind, "transformers", backend, bits) for backend in BASELINES]
     # Comparisons with a divergence of nan are always false.
-    finite = [entry for entry in entries if math.isfinite(entry.get("kl", math.nan))]
+    finite = [entry for entry in entries if entry is not None and math.isfinite(entry["kl"])]
     return min(finite, key=lambda entry: entry["kl"], default=None)
 
 
-def show(console: Console, measured: dict[str, Any]) -> None:
-    """Print the tables of one model, with notes."""
-    for kind in KINDS:
-        if kind in measured:
-            perplexity = measured[kind][REFERENCE.name]["perplexity"]
-            with_outliers = " with outliers in its keys" if kind == "outliers" else ""
-            title = f"{measured['model']}{with_outliers} (perplexity in full precision: {perplexity:.3f})"
-            console.print(_table(measured, kind, title))
-    failures = [
-        f"{name} failed: {entry['failure']}"
-        for kind in KINDS
-        for name, entry in measured.get(kind, {}).items()
-        if "failure" in entry
-    ]
-    for line in dict.fromkeys([*failures, *measured["notes"]]):
-        console.print(line, markup=False)
+def hold_to_targets(run: report.Session, measured: dict[str, Any]) -> None:
+    def target(what: str, value: float, **bounds: float) -> None:
+        run.target(f"{measured['model']}, {what}", value, **bounds)
+
+    native = {bits: entry_of(measured, "plain", "kvlayers", "native", bits) for bits in (2, 4, 8)}
+    better = {bits: better_baseline(measured, "plain", bits) for bits in (2, 4)}
+    held = {name: entry["bytes"] for name, entry in measured["bytes"].items()}
+    for bits, most in ((4, 1 / 10), (2, 1 / 40)):
+        if native[bits] and better[bits]:
+            what = f"{bits} bits, divergence relative to the better of transformers'"
+            target(what, native[bits]["kl"] / better[bits]["kl"], at_most=most)
+            others = [held.get(Contender("transformers", backend, bits).name, math.inf) for backend in BASELINES]
+            own = held[Contender("kvlayers", "native", bits).name]
+            target(f"{bits} bits, bytes relative to transformers' smallest", own / min(others), at_most=1)
+    if native[2] and better[4]:
+        what = "2 bits, divergence relative to the better of transformers' at 4 bits"
+        target(what, native[2]["kl"] / better[4]["kl"], at_most=1)
+    outliers = entry_of(measured, "outliers", "kvlayers", "native", 4)
+    if outliers and native[4]:
+        target("4 bits, divergence with outliers relative to without", outliers["kl"] / native[4]["kl"], at_most=2)
+    if native[8]:
+        target("8 bits, agreement of the most likely token", native[8]["agreement"], at_least=0.995)
 
 
-def _table(measured: dict[str, Any], kind: str, title: str) -> Table:
-    columns = ("KL", "99th", "over better", "perplexity", "agreement", "bytes/token", "of dense", "seconds")
-    table = report.new_table(title, "cache", *columns)
+def show(run: report.Session, measured: dict[str, Any]) -> None:
+    columns = {"KL": shown("kl", ".3g"), "99th": shown("kl_99", ".3g"), "over better": shown("over_better", ".4f")}
+    columns |= {"perplexity": shown("perplexity", ".3f"), "agreement": shown("agreement", ".2%")}
+    columns |= {"bytes/token": shown("bytes", ",.0f"), "of dense": shown("of_dense", ".4f")}
     dense = measured["bytes"][REFERENCE.name]["bytes"]
-    for name, entry in measured[kind].items():
-        if "failure" in entry:
-            continue
-        baseline = better_baseline(measured, kind, entry["bits"])
-        held = measured["bytes"][name]["bytes"]
-        table.add_row(
-            name,
-            f"{entry['kl']:.3g}",
-            f"{entry['kl_99']:.3g}",
-            f"{entry['kl'] / baseline['kl']:.4f}" if baseline else "",
-            f"{entry['perplexity']:.3f}",
-            f"{entry['agreement']:.2%}",
-            f"{held:,.0f}",
-            f"{held / dense:.4f}",
-            f"{entry['seconds']:.0f}",
-        )
-    return table
+    failures = {}
+    for kind in (kind for kind in KINDS if kind in measured):
+        rows = {}
+        for name, entry in measured[kind].items():
+            if "failure" in entry:
+                failures[f"{name} failed: {entry['failure']}"] = None
+                continue
+            held, baseline = measured["bytes"][name]["bytes"], better_baseline(measured, kind, entry["bits"])
+            rows[name] = {**entry, "bytes": held, "of_dense": held / dense}
+            rows[name]["over_better"] = entry["kl"] / baseline["kl"] if baseline else None
+        perplexity = measured[kind][REFERENCE.name]["perplexity"]
+        with_outliers = " with outliers in its keys" if kind == "outliers" else ""
+        title = f"{measured['model']}{with_outliers} (perplexity in full precision: {perplexity:.3f})"
+        run.table(title, "cache", {"": rows}, {**columns, "seconds": shown("seconds", ".0f")})
+    for line in (*failures, *measured["notes"]):
+        run.console.print(line, markup=False)
 
 
 def plot(results: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Draw divergence against bytes per token."""
     from matplotlib.figure import Figure
 
     panels = [(measured, kind) for measured in results for kind in KINDS if kind in measured]
@@ -195,12 +211,12 @@ def main(arguments: Sequence[str] | None = None, makers: dict[Contender, CacheMa
     chosen = contenders(given.backends, given.bits)
     caches = {**FULL, **({contender: contender.make for contender in chosen} if makers is None else makers)}
     with report.session(given) as run:
-        if None in given.model:
-            run.console.print(report.NO_MODEL)
-            return 1
         results = [measure(run, source, caches, given) for source in given.model]
     for measured in results:
-        show(run.console, measured)
+        show(run, measured)
+        # A random model attends to all tokens alike, so its figures say nothing about fidelity.
+        if not given.quick:
+            hold_to_targets(run, measured)
     run.finish(results)
     if given.plot:
         try:

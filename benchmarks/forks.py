@@ -24,7 +24,7 @@ from torch import Tensor
 
 import kvlayers
 from lib import report
-from lib.contenders import fill, random_states
+from lib.contenders import fill
 from lib.internals import quiet_clock
 from lib.turns import Turns
 from lib.workload import FILL_CHUNK, QUICK_SHAPE, RandomModel, Shape
@@ -52,15 +52,14 @@ def empty_caches(model: Any) -> dict[str, Any]:
 
 
 def storages(cache: Any) -> dict[int, int]:
-    """Bytes of each storage that a cache's keys and values are in."""
     tensors = [states for layer in cache.layers for states in (layer.keys, layer.values)]
     return {states.untyped_storage().data_ptr(): states.untyped_storage().nbytes() for states in tensors}
 
 
-def measure_forks(model: Any, tokens: int, trials: int) -> dict[str, Any]:
+def measure_forks(workload: RandomModel, tokens: int, trials: int) -> dict[str, Any]:
     """Seconds of a fork and of a deepcopy, in turns, and the bytes that a fork adds before it is written to."""
-    caches, config, turns = empty_caches(model), model.config, Turns((KVLAYERS, TRANSFORMERS))
-    states = random_states(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, tokens, model.dtype)
+    caches, turns, model = empty_caches(workload.model), Turns((KVLAYERS, TRANSFORMERS)), workload.model
+    states = workload.shape.states(tokens, model.dtype)
     for cache in caches.values():
         fill(cache, states, FILL_CHUNK)
     own = caches[KVLAYERS]
@@ -94,7 +93,6 @@ def continue_all(model: Any, cache: Any, first: Tensor, new: int) -> tuple[Tenso
 
 
 def measure_continuations(model: Any, prompt: Tensor, count: int, new: int) -> dict[str, Any]:
-    """Bytes, step times and tokens of `count` continuations of one prompt."""
     first = torch.randint(3, model.config.vocab_size, (count, 1), generator=torch.Generator().manual_seed(1))
     found: dict[str, Any] = {}
     tokens, gaps = {}, {}
@@ -118,22 +116,21 @@ def measure_continuations(model: Any, prompt: Tensor, count: int, new: int) -> d
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 if tokens differ from those with transformers' cache."""
     given = options().parse(arguments)
     with report.session(given) as run:
         workload = RandomModel(QUICK_SHAPE if given.quick else Shape())
-        forks = measure_forks(workload.model, given.tokens, given.trials)
+        forks = measure_forks(workload, given.tokens, given.trials)
         many = measure_continuations(workload.model, workload.prompt(given.prompt), given.continuations, given.new)
     medians = forks["medians"]
-    table = report.new_table(f"Another continuation of {given.tokens} tokens, {workload.name}", "", "ms", "MB added")
-    table.add_row("kvlayers, fork()", f"{medians[KVLAYERS] * 1e3:.3f}", f"{forks['bytes_added'] / 1e6:.1f}")
-    table.add_row("transformers, deepcopy", f"{medians[TRANSFORMERS] * 1e3:.3f}", f"{forks['held'] / 1e6:.1f}")
-    run.console.print(table)
+    rows = {
+        "kvlayers, fork()": {"median": medians[KVLAYERS], "added": forks["bytes_added"]},
+        "transformers, deepcopy": {"median": medians[TRANSFORMERS], "added": forks["held"]},
+    }
+    columns = {"ms": report.ms("median", ".3f"), "MB added": report.mb("added")}
+    run.table(f"Another continuation of {given.tokens} tokens, {workload.name}", "", {"": rows}, columns)
     title = f"{given.continuations} continuations of {given.prompt} tokens, {given.new} each"
-    table = report.new_table(title, "", "most MB held", "ms a step")
-    for name in (KVLAYERS, TRANSFORMERS):
-        table.add_row(name, f"{many[name]['most_bytes'] / 1e6:.1f}", f"{many[name]['step'] * 1e3:.1f}")
-    run.console.print(table)
+    columns = {"most MB held": report.mb("most_bytes"), "ms a step": report.ms("step", ".1f")}
+    run.table(title, "", {"": {name: many[name] for name in (KVLAYERS, TRANSFORMERS)}}, columns)
     run.target("fork, times as fast as deepcopy", medians[TRANSFORMERS] / medians[KVLAYERS], at_least=100)
     run.target("bytes that a fork adds", forks["bytes_added"], at_most=0)
     share = many[KVLAYERS]["most_bytes"] / many[TRANSFORMERS]["most_bytes"]

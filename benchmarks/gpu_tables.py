@@ -11,9 +11,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from claimed import README, RECORDED, ROOT, between
+from pages import DOCS, RECORDED, ROOT, between, markdown
 
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE, README = DOCS / "gpu.md", ROOT / "README.md"
 BEGIN, END = "<!-- gpu: {}, written by benchmarks/gpu_tables.py -->", "<!-- end of gpu -->"
 
 SHAPES = ("2,048 x 1", "8,192 x 1", "32,768 x 1", "8,192 x 8", "32,768 x 8")
@@ -28,13 +28,11 @@ Record = Mapping[str, Any]
 
 
 def read(stage: str) -> Record:
-    """The newest record of a stage of `gpu.py`."""
     found: Record = json.loads(max(RECORDED.glob(f"gpu-{stage}-*.json")).read_text())
     return found
 
 
 def where(record: Record) -> str:
-    """Date, device and versions."""
     names = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "triton", "transformers"))
     return f"{record['date'][:10]}, {record['hardware']['gpu']}, {names}"
 
@@ -47,12 +45,10 @@ def figures(record: Record, step: str, unit: str) -> Mapping[str, Any]:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table whose columns but the first are numbers."""
-    lines = [f"| {' | '.join(cells)} |".replace("|  ", "| ") for cells in (head, *rows)]
-    return "\n".join([lines[0], f"|---{'|---:' * (len(head) - 1)}|", *lines[1:]])
+    return markdown(head, rows, "---:").replace("|  ", "| ")
 
 
 def short(value: float) -> str:
-    """Three digits."""
     return f"{value:.1f}" if 10 <= value < 100 else f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
@@ -74,22 +70,18 @@ def _is_wide(spread: Mapping[str, float]) -> bool:
 
 
 def decoding() -> str:
-    """Steps of `generate()`."""
     return by_shape(read("first"), "decoding", STEPS)
 
 
 def graphs() -> str:
-    """Steps in CUDA graphs."""
     return by_shape(read("first"), "steps in graphs", IN_GRAPH)
 
 
 def memory() -> str:
-    """Peaks of memory."""
     return by_shape(read("first"), "decoding", PEAK)
 
 
 def first_token() -> str:
-    """Time to the first token."""
     found = figures(read("first"), "first token of 8k", "ms")
     rows = [[what.partition(":")[0], short(value)] for what, value in found.items()]
     return table(["cache", "ms to the first token of 8,192"], rows)
@@ -108,7 +100,6 @@ def offloading() -> str:
 
 
 def kernels() -> str:
-    """Attention of one token, with the kernels alone."""
     record = read("speed")
     rows = []
     for batch, step in ((1, "attention, int4, one sequence"), (8, "attention, int4, eight sequences")):
@@ -186,7 +177,6 @@ def measured() -> str:
 
 
 def in_readme() -> str:
-    """The paragraph in README.md."""
     record = read("first")
     steps, in_graph, peaks = (
         figures(record, step, unit)
@@ -221,19 +211,16 @@ BEGIN_README = BEGIN.format("figures")
 
 
 def with_tables(page: str) -> str:
-    """docs/gpu.md with the tables of the records."""
     for name, make in ON_PAGE.items():
         page = between(page, BEGIN.format(name), END, make())
     return page
 
 
 def with_readme_figures(page: str) -> str:
-    """README.md with the paragraph of the record."""
     return between(page, BEGIN_README, END, in_readme())
 
 
 def main() -> None:
-    """Write or print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write README.md and docs/gpu.md")
     if parser.parse_args().write:

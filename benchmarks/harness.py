@@ -42,7 +42,7 @@ ANSWER_WORDS = 8
 
 def options() -> report.Options:
     made = report.Options("harness", __doc__)
-    made.real_model()
+    made.real_model(is_needed=True)
     made.dtype("float32")
     made.some_of("--tasks", TASKS, "tasks")
     made.sized("--documents", 20, None, "documents of each task")
@@ -71,7 +71,6 @@ def documents(text: str, count: int, words: int) -> list[dict[str, Any]]:
 
 
 def write_tasks(directory: pathlib.Path, given: Any) -> None:
-    """The tasks of the harness, as files."""
     text = given.text.read_text() if given.text else default_text()
     rows = documents(text, given.shots + given.documents, given.words)
     files = {"train": str(directory / "train.json"), "test": str(directory / "test.json")}
@@ -128,11 +127,7 @@ def difference(one: list[Any], other: list[Any]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; return the exit code."""
-    made = options()
-    given = made.parse(arguments)
-    if given.model is None:
-        made.parser.error(report.NO_MODEL)
+    given = options().parse(arguments)
     # The harness asks for these facts after each task, which takes seconds.
     torch.utils.collect_env.get_pretty_env_info = str
     tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
@@ -153,13 +148,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     seconds, answers[name] = run(harness_model, task, manager)
                     entry["seconds"][name] += [seconds] if trial else []
                 entry["difference"] = max(entry["difference"], difference(answers[HF], answers[KVLAYERS]))
-    table = report.new_table(f"Seconds of a task, {given.documents} documents, {given.dtype}", "task", HF, KVLAYERS)
     for task, entry in results.items():
-        table.add_row(task, *(f"{statistics.median(entry['seconds'][name]):.2f}" for name in kinds))
         times = ratio(entry["seconds"], HF, KVLAYERS)
         run_of_all.target(f"{task}: seconds of hf over those of kvlayers", times, at_least=1.0)
         run_of_all.target(f"{task}: largest difference", entry["difference"], at_most=MOST_DIFFERENCE)
-    run_of_all.console.print(table)
+    columns = {name: lambda entry, name=name: f"{statistics.median(entry['seconds'][name]):.2f}" for name in kinds}
+    run_of_all.table(f"Seconds of a task, {given.documents} documents, {given.dtype}", "task", {"": results}, columns)
     run_of_all.finish(results)
     return int(any(entry["difference"] > MOST_DIFFERENCE for entry in results.values()))
 

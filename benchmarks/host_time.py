@@ -54,25 +54,13 @@ def stub_driver(directory: Path) -> ctypes.CDLL:
         sys.exit("host_time.py needs triton: pip install triton")
     headers = Path(found.origin).parent / "backends" / "nvidia" / "include"
     library = directory / "libcuda.so.1"
-    command = [
-        "cc",
-        "-shared",
-        "-fPIC",
-        "-O2",
-        "-w",
-        "-Wl,-soname,libcuda.so.1",
-        f"-I{headers}",
-        str(STUB),
-        "-o",
-        str(library),
-    ]
-    subprocess.run(command, check=True)
+    options = ["-shared", "-fPIC", "-O2", "-w", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run(["cc", *options, f"-I{headers}", str(STUB), "-o", str(library)], check=True)
     os.environ["TRITON_LIBCUDA_PATH"] = str(directory)
     return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def use_stub() -> None:
-    """Let triton launch by the stub."""
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import driver
 

@@ -39,7 +39,6 @@ def seconds(code: str) -> Seconds:
 
 
 def turns(without: str, added: str, runs: int) -> list[tuple[Seconds, Seconds]]:
-    """Seconds of both processes, turn by turn."""
     taken = []
     for turn in range(runs + 1):
         times = {code: seconds(code) for code in ((without, added) if turn % 2 else (added, without))}
@@ -52,7 +51,6 @@ def median(values: list[float]) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=7, help="turns that are counted (7)")
     runs = parser.parse_args().runs

@@ -34,6 +34,7 @@ from torch import Tensor
 from kvlayers.eviction import ALL_QUERIES, EvictionRule, eviction_rule
 from lib import report
 from lib.internals import AdaptiveHeads, EvenHeads, KeptTokens, rules_for, select
+from lib.report import shown
 from lib.workload import RandomModel, Shape, real_workload
 
 NEWEST = {"tova": 1}
@@ -123,7 +124,6 @@ def distances(scores: Tensor, kept: list[set[int]], expected: list[set[int]]) ->
 
 
 def part_kept(kept: list[set[int]], expected: list[set[int]]) -> float:
-    """The part of the expected tokens that are kept."""
     return sum(len(own & other) for own, other in zip(kept, expected, strict=True)) / sum(map(len, expected))
 
 
@@ -164,7 +164,6 @@ def compared(name: str, model: Any, layers: list[dict[str, Tensor]], found: dict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 if a token that is no tie is kept by one side alone."""
     given = options().parse(arguments)
     results: dict[str, Any] = {}
     with report.session(given) as run:
@@ -175,23 +174,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = kvpress_found(given.kvpress_python, workload.model.config, layers)
             run.environment["versions"]["beside kvpress"] = found["versions"]
             results[workload.name] = {name: compared(name, workload.model, layers, found) for name in RULES}
-    table = report.new_table(
-        f"Tokens kept of {given.tokens}, float32",
-        "rule", "keep", "agreement", "heads alike", "apart", "distance", "with recent",
-    )  # fmt: skip
-    for model, rules in results.items():
-        for name, figures in rules.items():
-            for keep, entry in figures.items():
-                table.add_row(
-                    f"{model} {name}",
-                    keep,
-                    f"{entry['agreement']:.4%}",
-                    f"{entry['identical_heads']} / {entry['heads']}",
-                    str(entry["tokens_apart"]),
-                    f"{entry['largest_distance']:.1e}",
-                    f"{entry['agreement_with_protected_tokens']:.1%}",
-                )
-    run.console.print(table)
+    columns = {
+        "agreement": shown("agreement", ".4%"),
+        "heads alike": lambda entry: f"{entry['identical_heads']} / {entry['heads']}",
+        "apart": shown("tokens_apart", ""),
+        "distance": shown("largest_distance", ".1e"),
+        "with recent": shown("agreement_with_protected_tokens", ".1%"),
+    }
+    groups = {f"{model} {name}": figures for model, rules in results.items() for name, figures in rules.items()}
+    run.table(f"Tokens kept of {given.tokens}, float32", "rule, keep", groups, columns)
     run.finish(results)
     figures = [entry for rules in results.values() for own in rules.values() for entry in own.values()]
     return 0 if all(entry["largest_distance"] <= TIE for entry in figures) else 1

@@ -28,6 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 from lib.counting import DEVICE, Counts, Transfers, counted, gpu
+from lib.workload import Shape
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
@@ -69,31 +70,10 @@ class Operation:
 
 
 def config(**options: Any) -> transformers.PretrainedConfig:
-    return transformers.LlamaConfig(
-        num_hidden_layers=1,
-        hidden_size=HEADS * HEAD_DIM,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=131072,
-        **options,
-    )
-
-
-def windowed_config() -> transformers.PretrainedConfig:
-    return transformers.MistralConfig(
-        num_hidden_layers=1,
-        hidden_size=HEADS * HEAD_DIM,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        sliding_window=WINDOW,
-        max_position_embeddings=131072,
-    )
+    return Shape(1, HEADS, KV_HEADS, HEAD_DIM).config(131072, **options)
 
 
 def states(tokens: int, batch: int = 1) -> tuple[Tensor, Tensor]:
-    """Keys and values of new tokens."""
     shape = (batch, KV_HEADS, tokens, HEAD_DIM)
     return torch.empty(shape, dtype=DTYPE, device=DEVICE), torch.empty(shape, dtype=DTYPE, device=DEVICE)
 
@@ -109,7 +89,6 @@ def mask_over(attended: tuple[Tensor, Tensor], tokens: int = 1, batch: int = 1) 
 
 
 def update(cache: Any, tokens: int = 1, batch: int = 1) -> Counts:
-    """Counts of an update."""
     new = states(tokens, batch)
     with counted() as counts:
         cache.update(*new, 0)
@@ -126,7 +105,6 @@ def step(cache: Any, tokens: int = 1, batch: int = 1, masked: bool = False) -> C
 
 
 def held(cache: Any, *updates: int, batch: int = 1) -> Any:
-    """The cache, after updates of so many tokens each."""
     for tokens in updates:
         cache.update(*states(tokens, batch), 0)
     return cache
@@ -144,7 +122,6 @@ def largest(found: Sequence[Counts]) -> Counts:
 
 
 def updates(cache: Any, number: int) -> list[Counts]:
-    """Counts of so many updates by one token."""
     return [update(cache) for _ in range(number)]
 
 
@@ -177,7 +154,6 @@ def after_crop(name: str) -> Counts:
 
 
 def packing(name: str) -> Counts:
-    """The update that packs a block."""
     return largest(updates(held(quantized(name), 2048), 80))
 
 
@@ -318,7 +294,7 @@ def upstream_and_own() -> Iterator[tuple[str, Callable[[], Any], int | None]]:
     yield "DynamicCache", lambda: kvlayers.DynamicCache(config=config()), 2
     yield "transformers' StaticCache", lambda: transformers.StaticCache(config=config(), max_cache_len=MOST), None
     yield "StaticCache", lambda: kvlayers.StaticCache(config(), max_cache_len=MOST), 3
-    windowed = windowed_config()
+    windowed = config(sliding_window=WINDOW)
     yield "transformers' DynamicCache, a window", lambda: transformers.DynamicCache(config=windowed), None
     yield "DynamicCache, a window", lambda: kvlayers.DynamicCache(config=windowed), 2
     yield (
@@ -342,6 +318,7 @@ def offloaded(layer: Any) -> kvlayers.Cache:
 
 
 def full_precision_operations() -> Iterator[Operation]:
+    windowed = config(sliding_window=WINDOW)
     for name, make, at_most in upstream_and_own():
         own = not name.startswith("transformers")
         yield Operation(
@@ -353,8 +330,8 @@ def full_precision_operations() -> Iterator[Operation]:
         )
     for name, make, number, most in (
         ("DynamicCache", lambda: kvlayers.DynamicCache(config=config()), 1100, 4),
-        ("DynamicCache, a window", lambda: kvlayers.DynamicCache(config=windowed_config()), 1100, 18),
-        ("StaticCache, a window", lambda: kvlayers.StaticCache(windowed_config(), max_cache_len=MOST), 1100, 15),
+        ("DynamicCache, a window", lambda: kvlayers.DynamicCache(config=windowed), 1100, 18),
+        ("StaticCache, a window", lambda: kvlayers.StaticCache(windowed, max_cache_len=MOST), 1100, 15),
         ("SinkCache", lambda: kvlayers.SinkCache(config=config(), window_length=256), 300, 28),
     ):
         yield Operation(
@@ -415,7 +392,6 @@ def installed(backend: str) -> bool:
 
 
 def operations() -> list[Operation]:
-    """Every operation, in the order of the table."""
     return [
         *packed_operations(),
         *shared_operations(),
@@ -427,7 +403,6 @@ def operations() -> list[Operation]:
 
 
 def row(operation: Operation, counts: Counts) -> dict[str, Any]:
-    """What was counted, as JSON has it."""
     return {
         "operation": operation.name,
         "before": operation.before,

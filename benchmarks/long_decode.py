@@ -21,7 +21,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from claimed import between
+import pages
 from lib import report
 from lib.internals import CacheMaker, NoRecord, PassageScores, newest_logits, read
 from lib.quantized import FULL, RANDOM, REFERENCE, Contender, load, own, upstream
@@ -39,13 +39,13 @@ FREE_RUNS = 5
 FREE_TOKENS = 256
 """The most tokens of a run on its own."""
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "benchmarks.md"
+PAGE = pages.DOCS / "benchmarks.md"
 BEGIN, END = "<!-- long decodes: written by benchmarks/long_decode.py -->", "<!-- end of long decodes -->"
 
 
 def options() -> report.Options:
     made = report.Options("long_decode", __doc__, quick="a small random model and a short text")
-    made.real_model("directory or hub name (the demo model)", RANDOM)
+    made.real_model("directory or hub name (the demo model)", RANDOM, is_needed=True)
     made.sized("--context", 512, 256, "tokens of the prompt")
     made.sized("--decoded", 2048, 64, "tokens that are decoded")
     made.sized("--chunk", 16, 16, "tokens of the decoded text that are read at once")
@@ -143,7 +143,6 @@ HEADINGS = ("cache", "KL", *(f"quarter {number}" for number in range(1, QUARTERS
 
 
 def rows_of(found: dict[str, Any]) -> list[list[str]]:
-    """The cells of the table."""
     rows = []
     for name, figures in found.items():
         if "failure" in figures:
@@ -157,44 +156,33 @@ def rows_of(found: dict[str, Any]) -> list[list[str]]:
 
 
 def page_tables() -> str:
-    """The tables of the newest record of each model, in Markdown."""
     parts = []
-    for record in report.records_by_model("long_decode"):
-        arguments, versions = record["arguments"], record["versions"]
+    for record in pages.records_by_model("long_decode"):
+        arguments = record["arguments"]
         parts += [
-            report.markdown(HEADINGS, rows_of(record["results"]["long_decode"])),
+            pages.markdown(HEADINGS, rows_of(record["results"]["long_decode"])),
             f"{pathlib.Path(arguments['model']).name}, {arguments['dtype']}, {arguments['decoded']:,} tokens behind a "
             f"prompt of {arguments['context']}, sampled at temperature {arguments['temperature']:g}. "
-            f"{record['hardware']['cpu']}, torch {versions['torch']}, transformers {versions['transformers']}, "
-            f"{record['date'][:10]}.",
+            f"{pages.measured_at(record)}.",
         ]
     return "\n\n".join(parts)
 
 
 def page() -> str:
-    """The page, as it is with the recorded tables."""
-    return between(PAGE.read_text(), BEGIN, END, page_tables())
+    return pages.between(PAGE.read_text(), BEGIN, END, page_tables())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 if a cache fails."""
     made = options()
     given = made.parse(arguments)
     if given.write:
-        PAGE.write_text(page())
-        print(f"written: {PAGE}")
-        return 0
+        return pages.write_pages({PAGE: page()})
     if given.context % given.chunk or given.decoded % (QUARTERS * given.chunk):
         made.parser.error("--context must be a multiple of --chunk, and --decoded of four of them")
     with report.session(given) as run:
-        if given.model is None:
-            run.console.print(report.NO_MODEL)
-            return 1
         found = measure(run)
-    table = report.new_table("Long decodes", *HEADINGS)
-    for row in rows_of(found):
-        table.add_row(*row)
-    run.console.print(table)
+    columns = {heading: lambda row, at=at: row[at] for at, heading in enumerate(HEADINGS) if at}
+    run.table("Long decodes", HEADINGS[0], {"": {row[0]: row for row in rows_of(found)}}, columns)
     run.finish({"long_decode": found})
     return int(any("failure" in figures for figures in found.values()))
 

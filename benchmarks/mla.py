@@ -11,26 +11,26 @@ idle machine.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
-import kvlayers
-from lib import report
+from lib import contenders, report
+from lib.contenders import Maker
 from lib.internals import cache_nbytes, quiet_clock
 from lib.turns import Turns
 
 TRANSFORMERS, KVLAYERS, INT8, INT4 = "transformers dynamic", "kvlayers dynamic", "kvlayers int8", "kvlayers int4"
 LATENT, ROTATED, LAYERS = 512, 64, 8
 
-CACHES: dict[str, Callable[[Any], Any]] = {
-    TRANSFORMERS: lambda config: transformers.DynamicCache(config=config),
-    KVLAYERS: lambda config: kvlayers.DynamicCache(config=config),
-    INT8: lambda config: kvlayers.QuantizedCache(config=config, nbits=8),
-    INT4: lambda config: kvlayers.QuantizedCache(config=config, nbits=4),
+CACHES: dict[str, Maker] = {
+    TRANSFORMERS: contenders.CONTENDERS[contenders.REFERENCE],
+    KVLAYERS: contenders.CONTENDERS[contenders.KVLAYERS],
+    INT8: contenders.packed(8),
+    INT4: contenders.packed(4),
 }
 EXACT = (TRANSFORMERS, KVLAYERS)
 
@@ -46,7 +46,6 @@ def options() -> report.Options:
 
 
 def random_model() -> Any:
-    """A model in float32, whose weights bfloat16 can hold."""
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(
         vocab_size=1024,
@@ -80,7 +79,7 @@ def fill(cache: Any, length: int, dtype: torch.dtype) -> None:
 
 def measure(model: Any, names: Sequence[str], length: int, steps: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Figures of each cache, and its logits of all steps `[steps, vocab]`."""
-    caches = {name: CACHES[name](model.config) for name in names}
+    caches = {name: CACHES[name](model.config, length) for name in names}
     turns = Turns(names)
     logits: dict[str, list[Tensor]] = {name: [] for name in names}
     with quiet_clock():
@@ -122,7 +121,6 @@ def hold_to_targets(run: report.Session, dtype: torch.dtype, length: int, measur
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; return the exit code."""
     made = options()
     given = made.parse(arguments)
     if given.steps < 2:
@@ -130,7 +128,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: dict[str, Any] = {}
     exact: dict[int, Tensor] = {}
     is_near = True
-    table = report.new_table("A decode step, ms", "dtype, tokens, cache", "step", "times", "error of logits", "MB held")
     with report.session(given) as run:
         model = random_model()
         for dtype, names in ((torch.float32, EXACT), (torch.bfloat16, tuple(CACHES))):
@@ -141,12 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 case = f"{str(dtype).removeprefix('torch.')} {length}"
                 for name, entry in figures.items():
                     entry["error"] = float((logits[name] - exact[length]).abs().max())
-                    step, held = f"{entry['median'] * report.MILLI:.1f}", f"{entry['held'] / 1e6:.1f}"
-                    table.add_row(f"{case} {name}", step, f"{entry['speed']:.1f}", f"{entry['error']:.1e}", held)
-                table.add_section()
                 results[case] = figures
                 is_near = hold_to_targets(run, dtype, length, figures) and is_near
-    run.console.print(table)
+    columns = {"step": report.ms("median", ".1f"), "times": report.shown("speed", ".1f")}
+    columns |= {"error of logits": report.shown("error", ".1e"), "MB held": report.mb("held")}
+    run.table("A decode step, ms", "dtype, tokens, cache", results, columns)
     run.finish(results)
     return int(not is_near)
 

@@ -23,7 +23,7 @@ from lib import report
 from lib.compiling import INDUCTOR, nothing_in_memory
 from lib.contenders import KVLAYERS, KVLAYERS_STATIC, NO_CACHE, REFERENCE, TRANSFORMERS_STATIC, compiled
 from lib.generation import GENERATORS, Job, measure_generate
-from lib.static import calls_table
+from lib.static import show_calls
 from lib.timing import Disagreements
 from lib.workload import QUICK_SHAPE, RandomModel, Shape, Workload, real_workload
 
@@ -52,7 +52,6 @@ def options() -> report.Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 if tokens differ from the reference."""
     made = options()
     given = made.parse(arguments)
     given.reserve = given.reserve or given.prompt + given.new
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     calls = {name: measured[name] for name in ROWS}
     report.summarise(calls)
     title = f"{job.name}, {given.dtype} on {given.device}: {job.new} tokens after {job.prompt_tokens}"
-    run.console.print(calls_table(f"{title}, {job.reserve} reserved", calls))
+    show_calls(run, f"{title}, {job.reserve} reserved", calls)
     return run.finish({"model": job.name, "calls": calls}, disagreements)
 
 

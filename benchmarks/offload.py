@@ -11,20 +11,16 @@ compares times with transformers' and with what the bus allows.
 The exit code is 1 if a token differs from the one with a cache that is not offloaded.
 """
 
-import argparse
 import functools
-import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 import kvlayers
+from lib import report
 from lib.internals import recorded_transfers
 from lib.workload import RandomModel, Shape
 
@@ -68,60 +64,45 @@ def traffic_of(model: Any, make: Callable[[], kvlayers.Cache], prompt: torch.Ten
 
 
 def count_traffic(model: Any, prompt: torch.Tensor, new: int) -> dict[str, Any]:
-    """The traffic of each cache."""
     return {
         name: traffic_of(model, functools.partial(make, model.config, prompt.shape[1], True), prompt, new)
         for name, make in CACHES.items()
     }
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", help="such as cpu or cuda (cpu)")
-    parser.add_argument("--present", type=int, help="tokens of context on a CPU (2048)")
-    parser.add_argument("--new", type=int, help="tokens decoded on a CPU (32)")
-    parser.add_argument("--output", type=Path, help="folder for the JSON file")
-    parser.add_argument("--quick", action="store_true", help="a small model and few tokens")
-    given = parser.parse_args(arguments)
-    given.present = given.present or (256 if given.quick else 2048)
-    given.new = given.new or (4 if given.quick else 32)
-    if torch.device(given.device).type != "cpu" and not torch.accelerator.is_available():
-        parser.error("there is no accelerator; --device cpu measures bytes")
-    return given
+def options() -> report.Options:
+    made = report.Options("offload", __doc__, quick="a small model and few tokens")
+    made.add("--device", default="cpu", help="such as cpu or cuda (cpu)")
+    made.sized("--present", 2048, 256, "tokens of context on a CPU")
+    made.sized("--new", 32, 4, "tokens decoded on a CPU")
+    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 if tokens differ from those with a cache that is not offloaded."""
-    given = parse(arguments)
+    made = options()
+    given = made.parse(arguments)
     if torch.device(given.device).type != "cpu":
+        if not torch.accelerator.is_available():
+            made.parser.error("there is no accelerator; --device cpu measures bytes")
         import gpu
 
-        with tempfile.TemporaryDirectory() as folder:
-            asked = ["rest", "--only", "offloading", "--device", given.device, "--output", str(given.output or folder)]
-            return gpu.main([*asked, *(["--quick"] if given.quick else [])])
+        asked = ["rest", "--only", "offloading", "--device", given.device, "--output", str(given.output.parent)]
+        return gpu.main([*asked, *(["--quick"] if given.quick else [])])
     workload = RandomModel(QUICK_SHAPE)
     model, prompt = workload.model, workload.prompt(given.present)
-    measured = count_traffic(model, prompt, given.new)
     failures = []
-    print(f"{'bytes a step':28} {'to device':>12} {'to host':>9} {'peak there':>12} {'held':>12}")
-    for name, entry in measured.items():
-        print(
-            f"{name:28} {entry['to_device']:12,.0f} {entry['to_host']:9,.0f} {entry['peak_on_device']:12,} "
-            f"{entry['held']:12,}"
-        )
-        plain = CACHES[name](model.config, given.present, False)
-        if entry["tokens"] != decode(model, plain, prompt, given.new)[0]:
-            failures.append(name)
-            print(f"DISAGREEMENT: {name} gives other tokens than without offloading")
-    if given.output is not None:
-        result = {
-            "versions": {package.__name__: package.__version__ for package in (torch, transformers, kvlayers)},
-            "present": given.present,
-            "parameters": model.num_parameters(),
-            "traffic": measured,
-        }
-        given.output.mkdir(parents=True, exist_ok=True)
-        (given.output / "offload.json").write_text(json.dumps(result, indent=1))
+    with report.session(given) as run:
+        measured = count_traffic(model, prompt, given.new)
+        for name, entry in measured.items():
+            plain = CACHES[name](model.config, given.present, False)
+            if entry["tokens"] != decode(model, plain, prompt, given.new)[0]:
+                failures.append(f"DISAGREEMENT: {name} gives other tokens than without offloading")
+    keys = {"to device": "to_device", "to host": "to_host", "peak there": "peak_on_device", "held": "held"}
+    columns = {heading: report.shown(key, ",.0f") for heading, key in keys.items()}
+    run.table("Bytes a step", "cache", {"": measured}, columns)
+    for line in failures:
+        run.console.print(line)
+    run.finish({"parameters": model.num_parameters(), "traffic": measured})
     return 1 if failures else 0
 
 

@@ -24,7 +24,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import kvlayers
-from claimed import between
+import pages
 from kvlayers.quantizers import Backend, Quantizer, SideOptions, backend, quantizer_names, register_quantizer
 from lib import report
 from lib.internals import CacheMaker, NoRecord, read
@@ -73,8 +73,7 @@ SIZES = (3.0, 10.0, 30.0, 100.0)
 PAIRS = (1, 2, 8)
 PLAIN = "as it is"
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
-FIGURES, QUANTIZED = DOCS / "benchmarks.md", DOCS / "quantized.md"
+FIGURES, QUANTIZED = pages.DOCS / "benchmarks.md", pages.DOCS / "quantized.md"
 BEGIN, END = "<!-- outliers: written by benchmarks/outliers.py -->", "<!-- end of outliers -->"
 SHOWN = (
     PLAIN,
@@ -97,7 +96,7 @@ ROWS: list[KeyOutliers | ValueOutliers] = [
 
 def options() -> report.Options:
     made = report.Options("outliers", __doc__, quick="a small random model and few rows")
-    made.real_model("directory or hub name (the demo model)", RANDOM)
+    made.real_model("directory or hub name (the demo model)", RANDOM, is_needed=True)
     made.sized("--passages", 1, 1, "from places spread over the text")
     made.sized("--context", 512, 512, "tokens of each read before scoring begins")
     made.sized("--scored", 128, 128, "tokens of each that are scored")
@@ -139,7 +138,6 @@ def measure(run: report.Session) -> dict[str, Any]:
 
 
 def _kept(summary: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a cell."""
     return {name: summary.get(name) for name in ("kl", "kl_99", "agreement", "failure")}
 
 
@@ -148,61 +146,43 @@ def _cell(figures: dict[str, float]) -> str:
 
 
 def page_table(record: dict[str, Any], rows: Sequence[str] | None = None, left_out: Sequence[str] = ()) -> str:
-    """The table of a record in Markdown.
-
-    Args:
-        record: what was measured.
-        rows: the names of the rows; all if they are not given.
-        left_out: caches that are not shown.
-    """
     found, arguments = record["results"]["outliers"], record["arguments"]
     caches = [name for name in arguments["caches"] if name not in left_out]
     shown = [row for row in rows or found["rows"] if row in found["rows"]]
     cells = [[row, *(_cell(found["rows"][row][name]) for name in caches)] for row in shown]
     held = ", ".join(f"`{name}` {found['bytes'][name]['bytes']:,.0f}" for name in caches)
-    versions, model = record["versions"], pathlib.Path(arguments["model"]).name
+    model = pathlib.Path(arguments["model"]).name
     lengths = f"{arguments['scored']} tokens after {arguments['context']}"
     return "\n".join(
         [
-            report.markdown(["keys", *(f"`{name}`" for name in caches)], cells),
+            pages.markdown(["keys", *(f"`{name}`" for name in caches)], cells),
             "",
             f"KL in nats, and equal top tokens. {model}, {arguments['dtype']}, {lengths}. Bytes a token: {held}. "
-            f"{record['hardware']['cpu']}, torch {versions['torch']}, transformers {versions['transformers']}, "
-            f"{record['date'][:10]}.",
+            f"{pages.measured_at(record)}.",
         ]
     )
 
 
-def pages() -> dict[pathlib.Path, str]:
-    """Each page, as it is with the recorded tables."""
-    records = report.records_by_model("outliers")
+def written_pages() -> dict[pathlib.Path, str]:
+    records = pages.records_by_model("outliers")
     tables = {
         FIGURES: "\n\n".join(map(page_table, records)),
         QUANTIZED: "\n\n".join(page_table(record, SHOWN, LEFT_OUT) for record in records),
     }
-    return {path: between(path.read_text(), BEGIN, END, found) for path, found in tables.items()}
+    return {path: pages.between(path.read_text(), BEGIN, END, found) for path, found in tables.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 if a cache fails."""
     made = options()
     given = made.parse(arguments)
     if given.write:
-        for path, text in pages().items():
-            path.write_text(text)
-            print(f"written: {path}")
-        return 0
+        return pages.write_pages(written_pages())
     if given.context % given.chunk or given.scored % given.chunk:
         made.parser.error("--context and --scored must be multiples of --chunk")
     with report.session(given) as run:
-        if given.model is None:
-            run.console.print(report.NO_MODEL)
-            return 1
         found = measure(run)
-    table = report.new_table("KL divergence, and the share of equal top tokens", "keys", *given.caches)
-    for row, cells in found["rows"].items():
-        table.add_row(row, *(cells[name]["failure"] or _cell(cells[name]) for name in given.caches))
-    run.console.print(table)
+    columns = {name: lambda cells, name=name: cells[name]["failure"] or _cell(cells[name]) for name in given.caches}
+    run.table("KL divergence, and the share of equal top tokens", "keys", {"": found["rows"]}, columns)
     run.finish({"outliers": found})
     return int(any(cell["failure"] for cells in found["rows"].values() for cell in cells.values()))
 

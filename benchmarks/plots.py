@@ -1,12 +1,15 @@
-"""Draws results as plots, for the page of figures.
+"""Draws results as plots, for the page of figures, and the picture in README.md.
 
     python benchmarks/plots.py                                       # benchmarks/recorded, to docs/plots
     python benchmarks/plots.py benchmarks/results/decode-....json --output plots
 
 A plot is drawn if the result has its section. Each plot has the machine, the versions and the date of the measurement.
+The picture is of the time of a decode step and the bytes held, by context length, as recorded by
+`claims.py --only step --record`, which draws it too.
 """
 
 import argparse
+import io
 import json
 import pathlib
 import sys
@@ -14,10 +17,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 try:
+    import matplotlib
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MultipleLocator
 except ImportError:
     sys.exit("plots.py: expected matplotlib, but it is not installed: pip install matplotlib.")
+
+import claimed
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECORDED = ROOT / "benchmarks" / "recorded"
@@ -39,7 +46,6 @@ LEAST_KL = 1e-7
 
 
 def provenance(found: Mapping[str, Any]) -> str:
-    """Machine, versions and date of a result, in two lines."""
     hardware, versions = found["hardware"], found["versions"]
     names = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "kvlayers"))
     machine = f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['threads']} threads"
@@ -47,15 +53,14 @@ def provenance(found: Mapping[str, Any]) -> str:
     return f"{machine}, {memory}, {found['date'][:10]}\n{names}, Python {versions['python']}"
 
 
-def figure(found: Mapping[str, Any], title: str, across: str, up: str) -> tuple[Figure, Axes]:
-    """An empty plot, with a title and where it was measured."""
+def figure(found: Mapping[str, Any], title: str, across: str, up: str) -> Axes:
     drawn = Figure(figsize=(7, 4.6), layout="constrained")
     axes = drawn.subplots()
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel(f"{across}\n\n{provenance(found)}", fontsize=8)
     axes.set_ylabel(up, fontsize=9)
     axes.grid(alpha=0.3)
-    return drawn, axes
+    return axes
 
 
 def draw(axes: Axes, name: str, points: Mapping[int, tuple[float, float, float]]) -> None:
@@ -79,132 +84,187 @@ def by_contender(measured: Mapping[str, Any], scale: float) -> dict[str, dict[in
     return {name: lines[name] for name in STYLES if name in lines}
 
 
-def lengths_as_ticks(axes: Axes, lengths: list[int]) -> None:
-    """Make the axis logarithmic, with a tick for each measured length and no other."""
+def lines_plot(found: Mapping[str, Any], measured: Mapping[str, Any], title: str, up: str, scale: float) -> Axes:
+    """A line for each contender by tokens held, in units of `1 / scale` seconds."""
+    axes = figure(found, title, "tokens held", up)
+    lines = by_contender(measured, scale)
+    for name, points in lines.items():
+        draw(axes, name, points)
     axes.set_xscale("log", base=2)
+    # A tick for each measured length and no other.
+    lengths = sorted({length for points in lines.values() for length in points})
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    return axes
 
 
-def step_plot(found: Mapping[str, Any]) -> Figure | None:
-    """Milliseconds a decode step by tokens held, with a random model."""
+def step_plot(found: Mapping[str, Any]) -> Axes | None:
     measured = found["results"].get("decode", {}).get("random")
     if not measured:
         return None
     title = f"A decode step, {measured['model']}, bfloat16, batch 1"
-    drawn, axes = figure(found, title, "tokens held", "ms a step (median; least and greatest of the trials)")
-    lines = by_contender(measured, 1e3)
-    for name, points in lines.items():
-        draw(axes, name, points)
-    lengths_as_ticks(axes, sorted({length for points in lines.values() for length in points}))
+    axes = lines_plot(found, measured, title, "ms a step (median; least and greatest of the trials)", 1e3)
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8)
-    return drawn
+    return axes
 
 
-def update_plot(found: Mapping[str, Any]) -> Figure | None:
-    """Microseconds of one layer's update by one token, by tokens held."""
+def update_plot(found: Mapping[str, Any]) -> Axes | None:
     measured = found["results"].get("update")
     if not measured:
         return None
-    drawn, axes = figure(
-        found, "An update of one layer by one token", "tokens held", "µs (median; both axes logarithmic)"
-    )
-    lines = by_contender(measured, 1e6)
-    for name, points in lines.items():
-        draw(axes, name, points)
-    lengths_as_ticks(axes, sorted({length for points in lines.values() for length in points}))
+    title = "An update of one layer by one token"
+    axes = lines_plot(found, measured, title, "µs (median; both axes logarithmic)", 1e6)
     axes.set_yscale("log")
-    axes.legend(fontsize=8)
-    return drawn
+    return axes
 
 
-def window_plot(found: Mapping[str, Any]) -> Figure | None:
-    """Milliseconds a decode step of a model with sliding windows, by tokens seen."""
+def window_plot(found: Mapping[str, Any]) -> Axes | None:
     measured = found["results"].get("sliding")
     if not measured:
         return None
     window = found["arguments"]["window"]
-    drawn, axes = figure(found, f"A decode step with a window of {window} tokens", "tokens seen", "ms a step (median)")
+    axes = figure(found, f"A decode step with a window of {window} tokens", "tokens seen", "ms a step (median)")
     for name in STYLES:
         if name in measured:
             medians = {int(at): seconds * 1e3 for at, seconds in measured[name]["medians"].items()}
             axes.plot(list(medians), list(medians.values()), label=name, markersize=4, **STYLES[name])
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8)
-    return drawn
+    return axes
 
 
-def chat_plot(found: Mapping[str, Any]) -> Figure | None:
-    """Seconds of each turn of a chat, with a prefix store and without."""
+def chat_plot(found: Mapping[str, Any]) -> Axes | None:
     turns = found["results"].get("chat")
     if not turns:
         return None
     model = pathlib.Path(found["arguments"]["model"]).name
-    drawn, axes = figure(found, f"Turns of a chat, {model}, float32", "tokens of the turn's prompt", "s a turn")
+    axes = figure(found, f"Turns of a chat, {model}, float32", "tokens of the turn's prompt", "s a turn")
     tokens = [turn["tokens"] for turn in turns]
-    transformers_style, kvlayers_style = STYLES["transformers.DynamicCache"], STYLES["kvlayers.DynamicCache"]
-    axes.plot(
-        tokens, [turn["transformers"] for turn in turns], label="transformers", markersize=4, **transformers_style
-    )
-    axes.plot(
-        tokens, [turn["seconds"] for turn in turns], label="kvlayers, PrefixStore", markersize=4, **kvlayers_style
-    )
+    for key, label, style in (
+        ("transformers", "transformers", STYLES["transformers.DynamicCache"]),
+        ("seconds", "kvlayers, PrefixStore", STYLES["kvlayers.DynamicCache"]),
+    ):
+        axes.plot(tokens, [turn[key] for turn in turns], label=label, markersize=4, **style)
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8)
-    return drawn
+    return axes
 
 
-def calibration_plot(found: Mapping[str, Any]) -> Figure | None:
-    """Divergence by bytes a token, for calibrated bits and for the same bits in every layer."""
+def calibration_plot(found: Mapping[str, Any]) -> Axes | None:
     measured = found["results"].get("calibration")
     if not measured:
         return None
     model, budgets = pathlib.Path(found["arguments"]["model"]).name, measured["budgets"]
-    drawn, axes = figure(found, f"Calibrated bits, {model}", "bytes a token", "KL divergence, nats (logarithmic)")
+    axes = figure(found, f"Calibrated bits, {model}", "bytes a token", "KL divergence, nats (logarithmic)")
     places = [float(budget) for budget in budgets]
     uniform = [
         (place, name, kl)
         for place, each in zip(places, budgets.values(), strict=True)
         for name, kl in each["uniform"].items()
     ]
-    alike, kvlayers_style = STYLES["transformers.DynamicCache"], STYLES["kvlayers.DynamicCache"]
-    axes.plot(
-        [place for place, _, _ in uniform],
-        [kl for _, _, kl in uniform],
-        label="the same bits in every layer",
-        markersize=5,
-        **{**alike, "linestyle": ""},
-    )
+    alike = {**STYLES["transformers.DynamicCache"], "linestyle": "", "label": "the same bits in every layer"}
+    axes.plot([place for place, _, _ in uniform], [kl for _, _, kl in uniform], markersize=5, **alike)
     for place, name, kl in uniform:
         axes.annotate(name, (place, kl), xytext=(6, 0), textcoords="offset points", fontsize=8, va="center")
     calibrated = [(each["bytes_per_token"], each["divergence"]) for each in budgets.values()]
-    axes.plot(*zip(*calibrated, strict=True), label="calibrated", markersize=5, **kvlayers_style)
+    axes.plot(*zip(*calibrated, strict=True), label="calibrated", markersize=5, **STYLES["kvlayers.DynamicCache"])
     axes.set_xticks(places, [f"{place:,.0f}" for place in places])
     axes.set_yscale("log")
     axes.margins(x=0.1)
-    axes.legend(fontsize=8)
-    return drawn
+    return axes
 
 
-def position_plot(found: Mapping[str, Any]) -> Figure | None:
-    """Divergence by position in a passage, for each cache."""
+def position_plot(found: Mapping[str, Any]) -> Axes | None:
     measured = found["results"].get("fidelity")
     if not measured:
         return None
     passages, model = measured["passages"], measured["model"]
     title = f"Divergence by position, {model}, {passages} passages, {measured['chunk']} tokens at once"
-    drawn, axes = figure(found, title, "position in the passage, tokens", "KL divergence, nats (logarithmic)")
+    axes = figure(found, title, "position in the passage, tokens", "KL divergence, nats (logarithmic)")
     for setting in measured["settings"]:
         points = {(each["start"] + each["stop"] - 1) / 2: each["kl"] for each in setting["by_position"]}
         shown = {position: kl for position, kl in points.items() if kl >= LEAST_KL}
         if shown:
             axes.plot(list(shown), list(shown.values()), label=setting["name"], marker="o", markersize=4)
     axes.set_yscale("log")
+    # Beside the axes, since there are many lines.
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
+    return axes
+
+
+PICTURE = PLOTS / "readme.svg"
+CACHES = {
+    claimed.TRANSFORMERS: ("transformers DynamicCache", "#d0605e"),
+    claimed.DYNAMIC: ("kvlayers DynamicCache", "#3b8bd0"),
+    claimed.INT4: ("kvlayers int4", "#2a9d6f"),
+}
+"""The caches that are compared, with the label and the colour of each line."""
+
+INK = "#010203"
+"""Stands for the colour of text, which the SVG file takes from the colour scheme of the reader."""
+
+PICTURE_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "kvlayers",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+}
+COLOURS_OF_THE_READER = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}</style>"
+
+NEAR = 0.06
+"""Share of the highest number within which two numbers would overlap."""
+
+
+def picture(found: Mapping[str, Any]) -> Figure:
+    cells = found["cells"]
+    lengths = claimed.LENGTHS
+    drawn = Figure(figsize=(9, 3.9), layout="constrained", facecolor="none")
+    panels = drawn.subplots(1, 2, subplot_kw={"facecolor": "none"})
+    for axes, column, title in (
+        (panels[0], claimed.MILLISECONDS, "Time of a decode step, ms"),
+        (panels[1], claimed.MEGABYTES, "Cache memory, MB"),
+    ):
+        curves = {row: [cells[claimed.length_row(row, length)][column] for length in lengths] for row in CACHES}
+        for row, (label, colour) in CACHES.items():
+            heights = curves[row]
+            axes.plot(lengths, heights, marker="o", markersize=4, color=colour, label=label)
+            axes.annotate(
+                f"{heights[-1]:.0f}", (lengths[-1], heights[-1]), xytext=(6, 0), textcoords="offset points",
+                va=side_of(heights[-1], [curve[-1] for curve in curves.values()]), color=colour,
+            )  # fmt: skip
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.set_xlabel("tokens in the cache")
+        axes.xaxis.set_major_locator(MultipleLocator(4096))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens / 1024:g}k" if tokens else "0"))
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+    panels[0].legend(frameon=False, fontsize=9)
+    how = "Random llama of 8 layers, bfloat16, batch 1. Medians; the caches took turns."
+    drawn.supxlabel(f"{how}\n{provenance(found['at'])}", fontsize=8, x=0.01, ha="left")
     return drawn
 
 
-DRAWN: dict[str, Callable[[Mapping[str, Any]], Figure | None]] = {
+def side_of(height: float, heights: list[float]) -> str:
+    """On which side of a curve's end its number stands clear of those of curves that end near it."""
+    near = [other for other in heights if 0 < abs(other - height) < NEAR * max(heights)]
+    if not near:
+        return "center"
+    return "top" if max(near) > height else "bottom"
+
+
+def draw_picture(found: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Write the picture as an SVG file that is readable on a light and on a dark page."""
+    written = io.StringIO()
+    with matplotlib.rc_context(PICTURE_STYLE):
+        # Without dates and versions in it, equal pictures are equal files.
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        picture(found).savefig(written, format="svg", transparent=True, metadata=metadata)
+    svg = written.getvalue()
+    start = svg.index(">", svg.index("<svg")) + 1
+    svg = svg[:start] + COLOURS_OF_THE_READER + svg[start:].replace(INK, "currentColor")
+    path.write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n")
+
+
+DRAWN: dict[str, Callable[[Mapping[str, Any]], Axes | None]] = {
     "step": step_plot,
     "update": update_plot,
     "window": window_plot,
@@ -215,21 +275,21 @@ DRAWN: dict[str, Callable[[Mapping[str, Any]], Figure | None]] = {
 
 
 def plots_of(results: pathlib.Path, output: pathlib.Path) -> list[pathlib.Path]:
-    """Draw the plots of a file of results; return their paths."""
     found = json.loads(results.read_text())
     written = []
     for name, plot in DRAWN.items():
-        drawn = plot(found)
-        if drawn is not None:
+        axes = plot(found)
+        if axes is not None:
+            if axes.get_legend() is None:
+                axes.legend(fontsize=8)
             path = output / f"{results.stem}-{name}.png"
             # Without matplotlib's version in it, equal plots are equal files.
-            drawn.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None})
+            axes.get_figure().savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None})
             written.append(path)
     return written
 
 
 def main() -> None:
-    """Draw the plots of all given results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="*", type=pathlib.Path, help="files of results; those of benchmarks/recorded")
     parser.add_argument("--output", type=pathlib.Path, default=PLOTS, help="where the plots go")
@@ -238,6 +298,8 @@ def main() -> None:
     for results in arguments.results or sorted(RECORDED.glob("*.json")):
         for path in plots_of(results, arguments.output):
             print(path)
+    if not arguments.results:
+        draw_picture(claimed.read_record(claimed.recorded_path())["step"], arguments.output / PICTURE.name)
 
 
 if __name__ == "__main__":

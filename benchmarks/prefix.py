@@ -38,6 +38,7 @@ from lib import report
 from lib.branches import BEHIND_HIT, CONTIGUOUS, KINDS, measure_insert, measure_steps
 from lib.internals import quiet_clock
 from lib.prefix_memory import CASES, QUICK_CASES, ROOM, measure_memory
+from lib.report import Cell, shown
 from lib.timing import Disagreements, Tick
 from lib.workload import QUICK_SHAPE, RealModel, Shape, real_workload
 
@@ -65,6 +66,15 @@ def options() -> report.Options:
     made.sized("--document", 8192, 512, "tokens of the document of `insert`")
     made.sized("--branch", 100, 100, "tokens of a branch of `insert`")
     return made
+
+
+def stored_in(place: str, model: Any, prefix: Tensor) -> pathlib.Path:
+    """A directory below `place` with the files that a store makes of a prefix `[1, tokens]`."""
+    directory = pathlib.Path(place) / "store"
+    store = kvlayers.PrefixStore(ROOM, directory)
+    kvlayers.generate(model, prefix, prefix_store=store, max_new_tokens=1, do_sample=False)
+    store.flush()
+    return directory
 
 
 class FirstTokens:
@@ -141,7 +151,6 @@ class Sections:
         self._models: dict[torch.dtype, RealModel | None] = {}
 
     def _real(self, dtype: torch.dtype) -> RealModel | None:
-        """The real model in a dtype; `None` if there is none."""
         if dtype not in self._models:
             found = real_workload(self.given.model, self.given.text, self.run.console.print, dtype)
             if found is not None:
@@ -153,16 +162,6 @@ class Sections:
         """Bytes of the store, of its directory and of deep copies, for each case and dtype."""
         found: dict[str, Any] = {}
         cases = QUICK_CASES if self.given.quick else CASES
-        columns = {
-            "document": "document_bytes",
-            "private": "private_bytes",
-            "store": "bytes",
-            "files (du)": "files",
-            "transformers, deepcopies": "copied_bytes",
-        }
-        table = report.new_table(
-            "Bytes, in MiB", "questions, tokens, dtype", *columns, "entries", "evictions with a budget"
-        )
         tick = self.run.ticking("memory", 3 * len(cases) * len(self.given.dtypes))
         for name in self.given.dtypes:
             dtype = DTYPES[name]
@@ -172,9 +171,6 @@ class Sections:
             for case in cases:
                 key = f"{case.questions} on {case.tokens}, {name}"
                 entry = found[key] = measure_memory(workload, case, self.disagreements[dtype], tick)
-                sizes = [f"{entry[column] / 2**20:.2f}" for column in columns.values()]
-                budget = f"{case.budget / 2**20:.0f} MiB"
-                table.add_row(key, *sizes, str(entry["entries"]), f"{entry['bounded_evictions']} at {budget}")
                 for where, prefix in (("memory", ""), ("files", "files_")):
                     if case.of_private is not None:
                         what = f"{key}: bytes of {where} behind the document, of those of the private tokens"
@@ -183,8 +179,13 @@ class Sections:
                         what = f"{key}: bytes of {where}, of one document"
                         self.run.target(what, entry[f"{prefix}of_document"], at_most=case.of_document)
                 if dtype == torch.bfloat16:
-                    self.run.target(f"{key}: evictions at {budget}", entry["bounded_evictions"], at_most=0)
-        self.run.console.print(table)
+                    what = f"{key}: evictions at {case.budget / 2**20:.0f} MiB"
+                    self.run.target(what, entry["bounded_evictions"], at_most=0)
+        keys = ("document_bytes", "private_bytes", "bytes", "files", "copied_bytes")
+        headings = ("document", "private", "store", "files (du)", "transformers, deepcopies")
+        columns = {heading: shown(key, ".2f", 2**-20) for heading, key in zip(headings, keys, strict=True)}
+        columns |= {"entries": shown("entries", ""), "evictions with a budget": shown("bounded_evictions", "")}
+        self.run.table("Bytes, in MiB", "questions, tokens, dtype", {"": found}, columns)
         return {"memory": found}
 
     def first(self) -> dict[str, Any]:
@@ -196,10 +197,7 @@ class Sections:
         text = workload.prompt(tokens + max(given.rows, 1) * given.question)
         prefix, questions = text[:, :tokens], text[0, tokens:].view(-1, given.question)
         with tempfile.TemporaryDirectory() as place:
-            directory = pathlib.Path(place) / "store"
-            store = kvlayers.PrefixStore(ROOM, directory)
-            kvlayers.generate(model, prefix, prefix_store=store, max_new_tokens=1, do_sample=False)
-            store.flush()
+            directory = stored_in(place, model, prefix)
             begin = time.perf_counter()
             kvlayers.PrefixStore(ROOM, directory)
             found["opening"] = time.perf_counter() - begin
@@ -210,11 +208,10 @@ class Sections:
                 title = f"First tokens of {len(rows)}, behind {tokens} tokens and {given.question} more"
                 tick, disagreements = self.run.ticking(title, trials), self.disagreements[torch.float32]
                 entry = FirstTokens(model, prefix, rows, directory).measure(trials, WAYS, disagreements, tick)
-                found[name] = entry
-                table = report.new_table(title, "", "s", "of transformers'")
-                for way, median in entry["medians"].items():
-                    table.add_row(way, f"{median:.3f}", f"{median / entry['medians'][COLD]:.1%}")
-                self.run.console.print(table)
+                found[name], cold = entry, entry["medians"][COLD]
+                ways = {way: {"s": median, "of_cold": median / cold} for way, median in entry["medians"].items()}
+                columns = {"s": shown("s", ".3f"), "of transformers'": shown("of_cold", ".1%")}
+                self.run.table(title, "", {"": ways}, columns)
         medians = found["one"]["medians"]
         for way, most in ((MEMORY, 0.025), (DISK, 0.04)):
             of_cold = medians[way] / medians[COLD]
@@ -231,7 +228,6 @@ class Sections:
         text = workload.prompt(opening + TURNS * TURN_TOKENS)
         turns, ids, tick = [], text[:, :opening], self.run.ticking("chat", TURNS)
         asked = {"max_new_tokens": ANSWER_TOKENS, "min_new_tokens": ANSWER_TOKENS, "do_sample": False}
-        table = report.new_table("A chat", "turn", "tokens", "covered", "s", "transformers, s")
         for turn in range(TURNS):
             before = store.statistics.tokens_covered
             with quiet_clock():
@@ -248,37 +244,35 @@ class Sections:
                 "same": torch.equal(answered, expected),
             }
             turns.append(entry)
-            seconds = (f"{entry[key]:.3f}" for key in ("seconds", "transformers"))
-            table.add_row(str(turn + 1), str(entry["tokens"]), str(entry["covered"]), *seconds)
             begin_of_turn = opening + turn * TURN_TOKENS
             ids = torch.cat([expected, text[:, begin_of_turn : begin_of_turn + TURN_TOKENS]], dim=1)
             tick()
-        self.run.console.print(table)
+        columns = {"tokens": shown("tokens", ""), "covered": shown("covered", ""), "s": shown("seconds", ".3f")}
+        columns["transformers, s"] = shown("transformers", ".3f")
+        self.run.table("A chat", "turn", {"": {str(turn + 1): entry for turn, entry in enumerate(turns)}}, columns)
         self.run.console.print(store.statistics)
         return {"chat": turns}
 
     def decode(self) -> dict[str, Any]:
-        """Steps behind a hit and of a contiguous cache."""
         given, found = self.given, {}
         shape = QUICK_SHAPE if given.quick else Shape()
-        columns = (f"{CONTIGUOUS}, ms", f"{BEHIND_HIT}, ms", "ratio", "of processor time")
-        table = report.new_table("Decode step behind a hit, random llama", "tokens, cache", *columns)
         tick = self.run.ticking("decode", len(given.lengths) * len(given.kinds) * given.trials)
         for length in given.lengths:
             for name in given.kinds:
                 disagreements = self.disagreements[KINDS[name].dtype]
                 entry = measure_steps(shape, name, length, given.steps, given.trials, disagreements, tick)
                 found[f"{length}, {name}"] = entry
-                times = [f"{entry['medians'][way] * report.MILLI:.2f}" for way in (CONTIGUOUS, BEHIND_HIT)]
-                ratios = (f"{entry[key]:.3f}" for key in ("ratio", "processor_ratio"))
-                table.add_row(f"{length:>6} {name}", *times, *ratios)
                 what = f"step behind a hit at {length}, {name}, of a contiguous cache's"
                 self.run.target(what, entry["ratio"], at_most=1.05)
-        self.run.console.print(table)
+        columns: dict[str, Cell] = {
+            f"{way}, ms": lambda entry, way=way: f"{entry['medians'][way] * report.MILLI:.2f}"
+            for way in (CONTIGUOUS, BEHIND_HIT)
+        }
+        columns |= {"ratio": shown("ratio", ".3f"), "of processor time": shown("processor_ratio", ".3f")}
+        self.run.table("Decode step behind a hit, random llama", "tokens, cache", {"": found}, columns)
         return {"decode_behind_hit": found}
 
     def insert(self) -> dict[str, Any]:
-        """Insertion of branches."""
         given = self.given
         shape, branches = (QUICK_SHAPE, 3) if given.quick else (SMOLLM2_SHAPE, 12)
         tick = self.run.ticking("insert", branches)
@@ -291,12 +285,13 @@ class Sections:
             "bytes that look-up, states and insert() write, of the branch's": ("moved_in_all", of_branch),
             "bytes that the store holds more, of the branch's": ("more_bytes", of_branch),
         }
+        figures = {
+            what: {"median": statistics.median(found[key]) / unit, "largest": max(found[key]) / unit}
+            for what, (key, unit) in rows.items()
+        }
         title = f"A branch of {given.branch} tokens on {given.document}, bfloat16"
-        table = report.new_table(title, "", "median", "largest")
-        for what, (key, unit) in rows.items():
-            median, largest = (value / unit for value in (statistics.median(found[key]), max(found[key])))
-            table.add_row(what, f"{median:.3f}", f"{largest:.3f}")
-        self.run.console.print(table)
+        columns = {name: shown(name, ".3f") for name in ("median", "largest")}
+        self.run.table(title, "", {"": figures}, columns)
         processor = statistics.median(found["processor"]) * report.MILLI
         self.run.target("ms of the processor for an insertion", processor, at_most=5)
         self.run.target("bytes that an insertion writes, of the branch's", max(found["moved"]) / of_branch, at_most=1)
@@ -306,7 +301,6 @@ class Sections:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the sections; the exit code is 1 if tokens differ."""
     given = options().parse(arguments)
     results: dict[str, Any] = {}
     with report.session(given) as run:

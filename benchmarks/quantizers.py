@@ -13,6 +13,7 @@ tokens, alternately with every cache; its time is a ratio to that of transformer
 measures the answers to tasks.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -21,10 +22,11 @@ import torch
 import transformers
 from torch import Tensor
 
+import fidelity
 from lib import report
-from lib.internals import CacheMaker, NoRecord, read
-from lib.outliers import KeyOutliers
-from lib.quantized import FULL, RANDOM, REFERENCE, Contender, load, measure_bytes, own, summaries, upstream
+from lib.internals import CacheMaker
+from lib.quantized import FULL, RANDOM, REFERENCE, Contender, load, own, upstream
+from lib.report import shown
 from lib.timing import Tick
 from lib.turns import Turns
 
@@ -54,7 +56,7 @@ MAKERS: dict[Contender, CacheMaker] = {
 
 def options() -> report.Options:
     made = report.Options("quantizers", __doc__, quick="a small random model and a short text")
-    made.real_model("directory or hub name (the demo model)", RANDOM)
+    made.real_model("directory or hub name (the demo model)", RANDOM, is_needed=True)
     made.sized("--context", 1024, 448, "tokens read before scoring begins, and behind a step")
     made.sized("--scored", 512, 64, "tokens that are scored")
     made.sized("--steps", 15, 2, "timed steps with each cache")
@@ -80,67 +82,49 @@ def step_ratios(
 
 def measure(run: report.Session, makers: dict[Contender, CacheMaker]) -> list[dict[str, Any]]:
     """A row for each cache, the reference first; those that failed come last."""
-    given = run.given
+    given, every = run.given, {REFERENCE: FULL[REFERENCE], **makers}
+    bits = {key.bits for key in makers}
     # hqq takes seconds for each chunk.
-    chunk = 64 if given.quick else 256
+    asked = {"passages": 1, "dtype": "float32", "chunk": 64 if given.quick else 256}
+    settings = argparse.Namespace(**{**vars(given), **asked}, outlier=OUTLIER, outlier_bits=bits)
+    found = fidelity.measure(run, given.model, every, settings)
+    plain, outliers, held = found["plain"], found["outliers"], found["bytes"]
+    failures = {
+        key: failure
+        for key in every
+        if (failure := plain[key.name].get("failure") or outliers.get(key.name, {}).get("failure"))
+    }
+    working = {key: make for key, make in every.items() if key not in failures}
     model, texts = load(given.model, given.text, "float32", 1, given.context + given.scored + 1)
-    every = {REFERENCE: FULL[REFERENCE], **makers}
-
-    def scores(what: str) -> dict[str, Any]:
-        tick = run.ticking(what, (given.context + given.scored) // chunk)
-        return summaries(read(model, texts, every, given.context, chunk, NoRecord(), tick))
-
-    plain = scores("reading")
-    with KeyOutliers("constant", OUTLIER).applied(model):
-        outliers = scores("with outliers")
-    failures = {key: plain[key.name].get("failure") or outliers[key.name].get("failure") for key in every}
-    working = {key: make for key, make in every.items() if failures[key] is None}
-    tick = run.ticking("bytes and steps", 2 * len(working) + given.steps + 2)
-    held = {}
-    for key, make in working.items():
-        held[key] = measure_bytes(make, model.config, given.context, given.scored, chunk)["bytes"]
-        tick()
+    tick = run.ticking("steps", len(working) + given.steps + 2)
     ratios = step_ratios(model, texts[0][:, : given.context + 1], working, given.steps, tick)
-    figures = {
-        key: {
-            "bytes": held[key],
+    rows = [
+        {
+            **key._asdict(),
+            "bytes": held[key.name]["bytes"],
             "kl": plain[key.name]["kl"],
             "agreement": plain[key.name]["agreement"],
             "kl_outliers": outliers[key.name]["kl"],
             "step_ratio": ratios[key.name],
         }
         for key in working
-    }
-    rows = [{**key._asdict(), **figures[key]} for key in working]
-    return rows + [{**key._asdict(), "failure": failure} for key, failure in failures.items() if failure is not None]
+    ]
+    return rows + [{**key._asdict(), "failure": failure} for key, failure in failures.items()]
 
 
 def main(arguments: Sequence[str] | None = None, makers: dict[Contender, CacheMaker] | None = None) -> int:
-    """Run it; the exit code is 1 if one of kvlayers' caches fails."""
     given = options().parse(arguments)
     transformers.utils.logging.set_verbosity_error()
     with report.session(given) as run:
-        if given.model is None:
-            run.console.print(report.NO_MODEL)
-            return 1
         rows = measure(run, MAKERS if makers is None else makers)
-    columns = ("bits", "bytes a token", "KL", "agreement", "KL, outliers", "step")
-    table = report.new_table("quantizers at about equal bytes", "cache", *columns)
-    for row in rows:
-        name, bits = f"{row['library']} {row['backend']}", "" if row["bits"] is None else str(row["bits"])
-        if "failure" in row:
-            table.add_row(name, bits, str(row["failure"]))
-            continue
-        table.add_row(
-            name,
-            bits,
-            f"{row['bytes']:,.0f}",
-            f"{row['kl']:.2g}",
-            f"{row['agreement']:.2%}",
-            f"{row['kl_outliers']:.2g}",
-            f"{row['step_ratio']:.2f}",
-        )
-    run.console.print(table)
+    columns = {
+        "bytes a token": shown("bytes", ",.0f"),
+        "KL": shown("kl", ".2g"),
+        "agreement": shown("agreement", ".2%"),
+    }
+    columns |= {"KL, outliers": shown("kl_outliers", ".2g"), "step": shown("step_ratio"), "": shown("failure", "")}
+    of_names = {Contender(row["library"], row["backend"], row["bits"]).name: row for row in rows}
+    run.table("quantizers at about equal bytes", "cache", {"": of_names}, columns)
     run.finish({"quantizers": rows})
     return 1 if any("failure" in row and row["library"] == "kvlayers" for row in rows) else 0
 

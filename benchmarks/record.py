@@ -83,7 +83,6 @@ def _middle_half(times: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Read a file of results, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=pathlib.Path, help="what a benchmark wrote")
     parser.add_argument("recorded", type=pathlib.Path, help="where to")

@@ -14,8 +14,6 @@ contexts, a run of `questions` is the whole section. The figures are medians ove
 The exit code is 1 if scores differ by more than 1e-4.
 """
 
-import datetime
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -32,7 +30,6 @@ from lib.internals import default_text, passages, quiet_clock
 from lib.timing import Tick
 from lib.turns import Turns
 from lib.workload import QUICK_SHAPE, RandomModel, Workload, real_workload
-from record import without_single_times
 
 TRANSFORMERS, KVLAYERS = "transformers, each pair alone", "kvlayers"
 SECTIONS = ("choices", "questions")
@@ -54,7 +51,6 @@ def options() -> report.Options:
     made.sized("--questions", 10, 10, "questions about it")
     made.sized("--trials", 3, 1, "runs of `questions`")
     made.sized("--batch", 16, 16, "continuations in one forward pass")
-    made.add("--record", action="store_true", help="record the results in benchmarks/recorded")
     return made
 
 
@@ -69,7 +65,6 @@ def pieces(workload: Workload, given: Any, count: int, tokens: int) -> list[tupl
 
 
 def choices(workload: Workload, given: Any) -> list[Run]:
-    """Runs of contexts with several continuations of 8 to 11 tokens."""
     lengths = [8 + number % 4 for number in range(given.choices)]
     texts = pieces(workload, given, given.contexts, given.context + sum(lengths))
     runs: list[Run] = [[] for _ in range(min(given.runs, given.contexts))]
@@ -93,7 +88,6 @@ def questions(workload: Workload, given: Any) -> list[Run]:
 
 
 def alone(model: Any, requests: Run, batch_size: int) -> list[float]:
-    """Scores of each pair in a forward pass of its own."""
     found = []
     for context, continuation in requests:
         ids = torch.tensor([context + continuation])
@@ -139,11 +133,7 @@ def measure(model: Any, runs: Sequence[Run], batch_size: int, tick: Tick) -> dic
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the sections; the exit code is 1 if scores differ."""
-    made = options()
-    given = made.parse(arguments)
-    if given.record and given.quick:
-        made.parser.error("--record keeps what a full run measures: use it without --quick")
+    given = options().parse(arguments)
     results: dict[str, Any] = {}
     is_near = True
     with report.session(given) as run:
@@ -158,19 +148,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if name in given.only:
                 asked = runs(workload, given)
                 found = results[name] = measure(workload.model, asked, given.batch, run.ticking(name, len(asked)))
-                title = f"{name}: {found['requests']} continuations"
-                table = report.new_table(title, "", "items per second", "times as fast")
-                for way, items in found["items_per_second"].items():
-                    times = report.span(found, "times_as_fast") if way == KVLAYERS else ""
-                    table.add_row(way, f"{items:.2f}", times)
-                run.console.print(table)
+                rows = {way: {"items": items} for way, items in found["items_per_second"].items()}
+                columns = {"items per second": report.shown("items")}
+                run.table(f"{name}: {found['requests']} continuations", "", {"": rows}, columns)
+                run.console.print(f"times as fast: {report.span('times_as_fast')(found)}")
                 run.target(f"{name}: times as fast", found["times_as_fast"], at_least=TARGETS[name])
                 is_near = run.target(f"{name}: scores apart", found["most_apart"], at_most=MOST_APART) and is_near
     run.finish(results)
-    if given.record and is_near:
-        path = report.RECORDED / f"scoring-{datetime.date.today()}.json"
-        path.write_text(json.dumps(without_single_times(json.loads(given.output.read_text())), indent=1) + "\n")
-        run.console.print(f"recorded in {path}")
     return int(not is_near)
 
 

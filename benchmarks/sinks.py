@@ -43,7 +43,6 @@ def options() -> report.Options:
 
 
 def window_cache(model: Any, window: int) -> kvlayers.Cache:
-    """A cache that holds only the newest tokens."""
     return kvlayers.Cache([kvlayers.SlidingLayer(window) for _ in range(model.config.num_hidden_layers)])
 
 
@@ -87,7 +86,6 @@ def _perplexity(surprise: Iterable[float]) -> float:
 
 
 def measure(model: Any, ids: Tensor, window: int, stride: int, ticking: Any) -> dict[str, Any]:
-    """All figures of one window."""
     tokens = ids.shape[1] - 1
     caches = {
         SINKS: kvlayers.SinkCache(window, NUM_SINK_TOKENS, config=model.config),
@@ -103,8 +101,12 @@ def measure(model: Any, ids: Tensor, window: int, stride: int, ticking: Any) -> 
     return found
 
 
+def _step(steps: list[float] | None, part: float) -> str:
+    """Milliseconds of the step at a part of the text."""
+    return f"{steps[round(part * (len(steps) - 1))] * report.MILLI:.2f}" if steps else ""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 if sinks predict worse than recomputation by more than a tenth."""
     made = options()
     given = made.parse(arguments)
     given.window = given.window or ([16] if given.quick else [64, 256])
@@ -123,19 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             is_near = run.target(f"{window}: perplexity relative to recomputation", share, at_most=1.1) and is_near
             first, *_, last = entry[SINKS]["steps"]
             run.target(f"{window}: last window's step to the first's", last / first, at_most=1.1)
-    table = report.new_table(
-        f"{given.windows} windows of text, {workload.name}, {given.dtype}",
-        "window", "perplexity of the second half", "ms a step, first window", "middle", "last", "kB held",
-    )  # fmt: skip
-    for window, entry in measured.items():
-        for name, figures in entry.items():
-            steps, held = figures.get("steps"), figures.get("held")
-            times = [steps[0], steps[len(steps) // 2], steps[-1]] if steps else []
-            cells = [f"{seconds * 1000:.2f}" for seconds in times] or ["", "", ""]
-            table.add_row(
-                f"{window:>4} {name}", f"{figures['perplexity']:.3f}", *cells, f"{held / 1e3:.0f}" if held else ""
-            )
-    run.console.print(table)
+    columns = {"perplexity of the second half": report.shown("perplexity", ".3f")}
+    for heading, part in {"ms a step, first window": 0, "middle": 0.5, "last": 1}.items():
+        columns[heading] = lambda figures, part=part: _step(figures.get("steps"), part)
+    columns["kB held"] = report.shown("held", ".0f", 1e-3)
+    run.table(f"{given.windows} windows of text, {workload.name}, {given.dtype}", "window", measured, columns)
     run.finish({"model": workload.name, "windows": measured})
     return int(not is_near)
 

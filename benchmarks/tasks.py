@@ -32,10 +32,9 @@ from kvlayers.eviction import eviction_rule, eviction_rule_names
 from kvlayers.tools.tasks.summary import TaskOutcome, summarize
 from kvlayers.utils.units import tokens
 from lib.internals import is_registered, named_cache
+from pages import DOCS, RECORDED, ROOT, between, markdown, measured_at
 
-ROOT = pathlib.Path(__file__).parents[1]
-RESULTS, RECORDED = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "recorded"
-DOCS = ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
 CHOOSING = DOCS / "choosing.md"
 BEGIN, END = "<!-- tasks: written by benchmarks/tasks.py -->", "<!-- end of tasks -->"
 
@@ -83,7 +82,6 @@ class TaskCaches:
 
 
 def as_arguments(names: Iterable[str]) -> list[str]:
-    """Arguments of the command that name caches."""
     return [part for name in names for part in ("--name", name)]
 
 
@@ -108,7 +106,6 @@ def eviction_names() -> list[str]:
 
 
 def eviction_runs(lengths: Sequence[int], only: str) -> list[Run]:
-    """One run with all caches whose names contain a text."""
     return [Run(lengths, as_arguments(name for name in eviction_names() if only in name))]
 
 
@@ -164,26 +161,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(model: str, given: argparse.Namespace) -> dict[str, Any]:
-    """The record of one model."""
     caches = CACHES_OF[given.caches]
     lengths = sorted({tokens(each, "--lengths") for each in (given.lengths or caches.lengths).split(",")})
     return merged([(run, printed_by(run, model, given)) for run in caches.runs(lengths, given.only)], lengths)
 
 
 def printed_by(run: Run, model: str, given: argparse.Namespace) -> dict[str, Any]:
-    """The JSON of a run of the command."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    options = {
-        "--tasks": given.tasks,
-        "--lengths": ",".join(map(str, run.lengths)),
-        "--depths": given.depths,
-        "--samples": given.samples,
-        "--seed": given.seed,
-        "--dtype": given.dtype,
-        "--threads": given.threads,
-        "--results": RESULTS / f"{CACHES_OF[given.caches].prefix}-{name_of(model)}.jsonl",
-    }
-    chosen = [str(part) for name, value in options.items() if value is not None for part in (name, value)]
+    options = {name: getattr(given, name) for name in ("tasks", "depths", "samples", "seed", "dtype", "threads")}
+    options["lengths"] = ",".join(map(str, run.lengths))
+    options["results"] = RESULTS / f"{CACHES_OF[given.caches].prefix}-{name_of(model)}.jsonl"
+    chosen = [str(part) for name, value in options.items() if value is not None for part in (f"--{name}", value)]
     command = [sys.executable, "-m", "kvlayers", "fidelity", model, *chosen, *run.arguments, "--json"]
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE)
     # The exit code is 1 if a cache has failed, which the table shows.
@@ -213,7 +201,6 @@ def merged(printed: Sequence[tuple[Run, Mapping[str, Any]]], lengths: Sequence[i
 
 
 def name_of(model: str) -> str:
-    """The last part of a directory or hub name."""
     return pathlib.Path(model).name
 
 
@@ -230,12 +217,10 @@ def record(found: Mapping[str, Any], prefix: str) -> pathlib.Path:
 
 
 def recorded(prefix: str = "tasks") -> list[dict[str, Any]]:
-    """The records of all models, by name."""
     return [json.loads(path.read_text()) for path in sorted(RECORDED.glob(f"{prefix}-*.json"), key=lambda at: at.name)]
 
 
 def tables(records: Sequence[Mapping[str, Any]]) -> str:
-    """The tables of all models."""
     return "\n\n".join(table(each) for each in records)
 
 
@@ -268,25 +253,16 @@ def table(found: Mapping[str, Any]) -> str:
             answered = overall[cache]["samples"]
             named += f", failed at {overall[cache]['failed']} of {answered + overall[cache]['failed']} samples"
         cells = [named, *(cell(cache, task) for task in found["tasks"]), lost, logprob]
-        rows.append(f"| {' | '.join(cells)} |")
-    hardware, versions = found["hardware"], found["versions"]
+        rows.append(cells)
     spoken = ", ".join(f"{length:,}" for length in lengths)
-    heading = [
-        f"### {name_of(str(found['model']))}",
-        "",
-        f"Scores in percent at {spoken} tokens, {found['dtype']}, "
-        f"{counted(len(found['depths']) * found['samples'])} for each task and length, seed {found['seed']}. "
-        f"{hardware['cpu']}, torch {versions['torch']}, transformers {versions['transformers']}, {found['date'][:10]}.",
-        "",
-        f"| cache | {' | '.join(f'`{task}`' for task in found['tasks'])} | points lost | log-probability |",
-        f"|---|{'---|' * (len(found['tasks']) + 2)}",
-    ]
-    return "\n".join([*heading, *rows, "", weakness(found)])
-
-
-def counted(samples: int) -> str:
-    """A number of samples in words."""
-    return "1 sample" if samples == 1 else f"{samples} samples"
+    samples = len(found["depths"]) * found["samples"]
+    counted = "1 sample" if samples == 1 else f"{samples} samples"
+    how = (
+        f"Scores in percent at {spoken} tokens, {found['dtype']}, {counted} for each task and length, seed "
+        f"{found['seed']}. {measured_at(found)}."
+    )
+    head = ["cache", *(f"`{task}`" for task in found["tasks"]), "points lost", "log-probability"]
+    return "\n\n".join([f"### {name_of(str(found['model']))}", how, markdown(head, rows), weakness(found)])
 
 
 def label(cache: str, reference: str) -> str:
@@ -334,13 +310,10 @@ def weakness(found: Mapping[str, Any]) -> str:
 
 
 def with_tables(page: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """The page with the recorded tables between the two marks."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{tables(records)}\n\n{END}{rest.partition(END)[2]}"
+    return between(page, BEGIN, END, tables(records))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, record and write what was asked for."""
     given = parse(arguments)
     if not given.model and not given.write:
         print("tasks.py: pass --model, once for each model, or --write.", file=sys.stderr)

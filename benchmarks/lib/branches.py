@@ -1,7 +1,6 @@
 """A branch of a stored document: its decode steps beside those of a contiguous cache, and what its insertion costs."""
 
 import gc
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -11,10 +10,11 @@ import torch
 from torch import Tensor
 
 import kvlayers
-from lib.contenders import fill, random_states
-from lib.internals import interleaved, quiet_clock
+from lib.contenders import fill
+from lib.internals import quiet_clock
 from lib.peak import MovedBytes
 from lib.timing import Disagreements, Tick, step
+from lib.turns import Turns, ratio
 from lib.workload import FILL_CHUNK, RandomModel, Shape
 
 CONTIGUOUS, BEHIND_HIT = "contiguous", "behind a hit"
@@ -41,13 +41,7 @@ KINDS = {
 }
 
 
-def states_of(shape: Shape, tokens: int, dtype: torch.dtype, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Random keys and values `[1, kv_heads, tokens, head_dim]` for each layer."""
-    return random_states(shape.layers, shape.kv_heads, shape.head_dim, tokens, dtype, seed)
-
-
 def branch_ids(document: Tensor, number: int, tokens: int) -> Tensor:
-    """Ids `[tokens]` of a document, followed by ids that only this branch has."""
     return torch.cat([document, document.new_full((tokens,), int(document.max()) + 1 + number)])
 
 
@@ -65,65 +59,51 @@ def measure_steps(
     """Seconds of steps behind a hit on `tokens` tokens and a question, and of a contiguous cache with equal states.
 
     The two caches take turns at every step, and are passed the same tokens. The hit is the third one on its document,
-    so that the spare room of the document is taken. `processor` is the time of the processor, of all threads together:
-    other work on the machine hardly changes it.
+    so that the spare room of the document is taken.
     """
     kind = KINDS[name]
     workload = RandomModel(shape, dtype=kind.dtype)
     model, config = workload.model, workload.model.config
-    document, ids = states_of(shape, tokens, kind.dtype, 0), torch.arange(tokens)
-    questions = [states_of(shape, QUESTION_TOKENS, kind.dtype, seed) for seed in (1, 2, 3)]
-    seconds: dict[str, list[list[float]]] = {CONTIGUOUS: [], BEHIND_HIT: []}
-    processor: dict[str, list[list[float]]] = {CONTIGUOUS: [], BEHIND_HIT: []}
-    apart, held = 0.0, {}
+    document, ids = shape.states(tokens, kind.dtype), torch.arange(tokens)
+    questions = [shape.states(QUESTION_TOKENS, kind.dtype, seed) for seed in (1, 2, 3)]
+    turns, apart, held = Turns((CONTIGUOUS, BEHIND_HIT)), 0.0, {}
+
+    def filled(*parts: list[tuple[Tensor, Tensor]]) -> kvlayers.Cache:
+        cache = kind.make(config)
+        for part in parts:
+            fill(cache, part, FILL_CHUNK)
+        return cache
+
     for trial in range(trials):
         gc.collect()
         with torch.no_grad():
-            stored = kind.make(config)
-            fill(stored, document, FILL_CHUNK)
             store = kvlayers.PrefixStore(ROOM)
-            store.insert(ids, stored, model="benchmark")
-            del stored
+            store.insert(ids, filled(document), model="benchmark")
             hits = [hit_in(store, branch_ids(ids, number, QUESTION_TOKENS), tokens) for number in range(3)]
             for hit, question in zip(hits, questions, strict=True):
                 fill(hit, question, QUESTION_TOKENS)
-            contiguous = kind.make(config)
-            fill(contiguous, document, FILL_CHUNK)
-            fill(contiguous, questions[-1], QUESTION_TOKENS)
-        caches = {CONTIGUOUS: contiguous, BEHIND_HIT: hits[-1]}
+            caches = {CONTIGUOUS: filled(document, questions[-1]), BEHIND_HIT: hits[-1]}
         held = {key: cache.nbytes for key, cache in caches.items()}
-        for times in (*seconds.values(), *processor.values()):
-            times.append([])
-        token = 1
+        turns.next, token = trial, 1
         with quiet_clock():
             for index in range(steps):
-                found = {}
-                for way in interleaved(list(caches), trial + index):
-                    begin = time.process_time()
-                    took, found[way] = step(model, caches[way], token)
-                    processor[way][trial].append(time.process_time() - begin)
-                    seconds[way][trial].append(took)
+                found = turns.take_timed(lambda way, caches=caches, token=token: step(model, caches[way], token))
                 where = {"cache": f"kvlayers, {name}, {BEHIND_HIT}", "model": workload.name, "trial": trial}
                 where["tokens"] = tokens + QUESTION_TOKENS + index
                 apart = max(apart, disagreements.compare_step(where, found[CONTIGUOUS], found[BEHIND_HIT]))
                 token = int(found[CONTIGUOUS].argmax())
-        del hits, contiguous, caches, store
+        caches.clear()
+        del hits, store
         tick()
     return {
-        "seconds": seconds,
-        "processor": processor,
-        "medians": {way: statistics.median(itertools.chain(*times)) for way, times in seconds.items()},
-        "ratio": _ratio(seconds),
-        "processor_ratio": _ratio(processor),
+        "seconds": {way: [turns.seconds[way]] for way in turns.seconds},
+        "processor": {way: [turns.processor[way]] for way in turns.processor},
+        "medians": {way: turns.median(way) for way in turns.seconds},
+        "ratio": turns.ratio(BEHIND_HIT, CONTIGUOUS),
+        "processor_ratio": ratio(turns.processor, BEHIND_HIT, CONTIGUOUS),
         "held": held,
         "logit_distance": apart,
     }
-
-
-def _ratio(times: dict[str, list[list[float]]]) -> float:
-    """The median ratio of the two caches' times of the same step."""
-    pairs = zip(itertools.chain(*times[BEHIND_HIT]), itertools.chain(*times[CONTIGUOUS]), strict=True)
-    return statistics.median(hit / own for hit, own in pairs)
 
 
 def measure_insert(
@@ -139,11 +119,11 @@ def measure_insert(
     found: dict[str, list[Any]] = {name: [] for name in ("seconds", "processor", "moved", "moved_in_all", "more_bytes")}
     with torch.no_grad():
         stored = kvlayers.DynamicCache()
-        fill(stored, states_of(shape, tokens, dtype, 0), FILL_CHUNK)
+        fill(stored, shape.states(tokens, dtype), FILL_CHUNK)
         store.insert(ids, stored, model="benchmark")
         del stored
         for number in range(branches):
-            own, states = branch_ids(ids, number, new), states_of(shape, new, dtype, 1 + number)
+            own, states = branch_ids(ids, number, new), shape.states(new, dtype, 1 + number)
             before = store.statistics.bytes
             with MovedBytes() as in_all:
                 branch = hit_in(store, own, tokens)

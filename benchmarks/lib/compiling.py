@@ -21,7 +21,6 @@ def options_of(backend: str, mode: str = "default") -> dict[str, str]:
 
 
 def graphs() -> int:
-    """Graphs compiled so far in this process."""
     return int(counters["stats"]["unique_graphs"])
 
 
@@ -68,7 +67,6 @@ class Compiled:
         self._compiled = torch.compile(own_code(model.forward), fullgraph=True, **options)
 
     def __call__(self, **inputs: Any) -> Any:
-        """The model's output."""
         before, begin = graphs(), time.perf_counter()
         output = self._compiled(**inputs)
         if graphs() != before:

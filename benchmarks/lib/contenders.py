@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
@@ -26,12 +25,10 @@ COMPILED = ", compiled"
 
 
 def compiled(name: str) -> str:
-    """The name of a cache in compiled code."""
     return name + COMPILED
 
 
 def is_compiled(name: str) -> bool:
-    """Whether a name is the name of a cache in compiled code."""
     return name.endswith(COMPILED)
 
 
@@ -62,7 +59,6 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.length, self.seen = length, 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Reserve memory for states like these."""
         batch, kv_heads, _, head_dim = key_states.shape
         self.keys = key_states.new_empty((batch, kv_heads, self.length, head_dim))
         self.values = value_states.new_empty((batch, kv_heads, self.length, value_states.shape[3]))
@@ -84,17 +80,38 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.seen + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens seen."""
         return self.seen
 
     def get_max_length(self) -> int:
-        """Tokens reserved."""
         return self.length
 
 
 def preallocated(config: Any, length: int) -> transformers.Cache:
     layers = [PreallocatedLayer(length) for _ in range(config.get_text_config().num_hidden_layers)]
     return transformers.Cache(layers=layers)
+
+
+def packed(nbits: int = 4, backend: str = "native") -> Maker:
+    """Makes kvlayers' quantized caches."""
+    return lambda config, length: kvlayers.QuantizedCache(backend, config, **backend_options(backend, nbits))
+
+
+AXES = {"quanto": 0, "hqq": 1}
+"""The axis for keys and for values that transformers' documentation recommends for each backend."""
+
+
+def backend_options(backend: str, nbits: int) -> dict[str, int]:
+    # transformers' fp8 refuses all options, including the bits.
+    if backend == "fp8":
+        return {}
+    axis = AXES.get(backend)
+    return {"nbits": nbits} if axis is None else {"nbits": nbits, "axis_key": axis, "axis_value": axis}
+
+
+def transformers_packed(backend: str, nbits: int = 4, **options: int) -> Maker:
+    """Makes transformers' quantized caches."""
+    options = {**backend_options(backend, nbits), **options}
+    return lambda config, length: transformers.QuantizedCache(backend, config, **options)
 
 
 CONTENDERS: dict[str, Maker] = {
@@ -112,20 +129,11 @@ TRANSFORMERS_4_BITS = ("transformers quanto, 4 bits", "transformers hqq, 4 bits"
 QUANTIZED: dict[str, Maker] = {
     REFERENCE: CONTENDERS[REFERENCE],
     KVLAYERS: CONTENDERS[KVLAYERS],
-    KVLAYERS_4_BITS: lambda config, length: kvlayers.QuantizedCache(config=config, nbits=4),
-    "kvlayers 2 bits": lambda config, length: kvlayers.QuantizedCache(config=config, nbits=2),
-    "kvlayers 8 bits": lambda config, length: kvlayers.QuantizedCache(config=config, nbits=8),
-    "kvlayers fp8": lambda config, length: kvlayers.QuantizedCache("fp8", config),
-    TRANSFORMERS_4_BITS[0]: lambda config, length: transformers.QuantizedCache(
-        "quanto", config, 4, axis_key=0, axis_value=0
-    ),
-    TRANSFORMERS_4_BITS[1]: lambda config, length: transformers.QuantizedCache(
-        "hqq", config, 4, axis_key=1, axis_value=1
-    ),
+    **{f"kvlayers {nbits} bits": packed(nbits) for nbits in (4, 2, 8)},
+    "kvlayers fp8": packed(backend="fp8"),
+    **dict(zip(TRANSFORMERS_4_BITS, map(transformers_packed, AXES), strict=True)),
 }
-"""Quantized caches, and two caches in full precision. transformers' backends use the axes that its documentation
-recommends.
-"""
+"""Quantized caches, and two caches in full precision."""
 
 
 def fill(cache: Any, states: list[tuple[Tensor, Tensor]], chunk: int) -> None:
@@ -140,18 +148,3 @@ def fill(cache: Any, states: list[tuple[Tensor, Tensor]], chunk: int) -> None:
     for start in range(0, tokens, chunk):
         for layer_idx, (keys, values) in enumerate(states):
             cache.update(keys[:, :, start : start + chunk], values[:, :, start : start + chunk], layer_idx)
-
-
-def random_states(
-    layers: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype, seed: int = 0
-) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values `[1, kv_heads, tokens, head_dim]` for each layer, the same for the same seed."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (1, kv_heads, tokens, head_dim)
-
-    def normal() -> Tensor:
-        return torch.empty(shape, dtype=dtype).normal_(generator=generator)
-
-    # With a standard deviation of two, attention selects among tokens instead of averaging over all of them. A cache
-    # that loses tokens then gives other logits.
-    return [(normal().mul_(2), normal()) for _ in range(layers)]

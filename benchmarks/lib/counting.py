@@ -55,12 +55,10 @@ class Counts:
 
     @property
     def launches(self) -> int:
-        """Kernels that were launched."""
         return sum(self.kernels.values())
 
     @property
     def stalls(self) -> dict[str, int]:
-        """Synchronisations and copies."""
         return dict(self.synchronisations + self.copies)
 
 

@@ -4,19 +4,18 @@ import gc
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from lib.contenders import Maker, fill, random_states
+from lib.contenders import Maker, fill
 from lib.internals import PackedStates, cache_nbytes, interleaved, quiet_clock, reference
 from lib.timing import Tick
 from lib.turns import Turns
+from lib.workload import Shape
 
 MOST_APART = 0.02
 """The largest difference between attention in bfloat16 and its reference, relative to the largest output."""
@@ -25,46 +24,23 @@ BLOCK = 16
 """Steps that a contender takes before the next one has its turn."""
 
 
-@dataclass(frozen=True)
-class AttentionShape:
-    """The attention of a model whose decode steps are timed without the rest of the model."""
-
-    layers: int = 4
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-
-    def states(self, tokens: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values `[1, kv_heads, tokens, head_dim]` of each layer, bfloat16; heads differ in their norms.
-
-        Budgets of heads that go by norms then differ as well.
-        """
-        factors = torch.linspace(0.9, 1.1, self.kv_heads)[:, None, None].to(torch.bfloat16)
-        plain = random_states(self.layers, self.kv_heads, self.head_dim, tokens, torch.bfloat16, seed)
-        return [(keys * factors, values) for keys, values in plain]
-
-    def config(self) -> Any:
-        """Config of a llama with this attention."""
-        return transformers.LlamaConfig(
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            hidden_size=self.heads * self.head_dim,
-            max_position_embeddings=65536,
-        )
-
-    def module(self) -> Any:
-        """What transformers' function of attention asks of a module."""
-        return SimpleNamespace(num_key_value_groups=self.heads // self.kv_heads, is_causal=True)
+def states_of(shape: Shape, tokens: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Random states of each layer in bfloat16. Heads differ in their norms, so that budgets that go by norms differ."""
+    factors = torch.linspace(0.9, 1.1, shape.kv_heads)[:, None, None].to(torch.bfloat16)
+    return [(keys * factors, values) for keys, values in shape.states(tokens, torch.bfloat16, seed)]
 
 
-def attention_step(cache: Any, shape: AttentionShape, states: Sequence[tuple[Tensor, Tensor]], query: Tensor) -> Tensor:
+def module_of(shape: Shape) -> Any:
+    """What transformers' function of attention asks of a module."""
+    return SimpleNamespace(num_key_value_groups=shape.heads // shape.kv_heads, is_causal=True)
+
+
+def attention_step(cache: Any, shape: Shape, states: Sequence[tuple[Tensor, Tensor]], query: Tensor) -> Tensor:
     """One token through the attention of every layer; the output of the last, `[1, 1, heads, head_dim]`.
 
     Transformers' own function is called, as a model calls it. What the cache chooses, it chooses in here.
     """
-    module, output = shape.module(), query
+    module, output = module_of(shape), query
     for layer_idx, (keys, values) in enumerate(states):
         attended = cache.update(keys, values, layer_idx)
         output = sdpa_attention_forward(module, query, *attended, attention_mask=None)[0]
@@ -84,19 +60,17 @@ def reference_output(query: Tensor, attended: tuple[Tensor, Tensor]) -> Tensor:
     return found.transpose(1, 2)
 
 
-def check_output(
-    name: str, cache: Any, shape: AttentionShape, query: Tensor, token: tuple[Tensor, Tensor]
-) -> list[str]:
+def check_output(name: str, cache: Any, shape: Shape, query: Tensor, token: tuple[Tensor, Tensor]) -> list[str]:
     """What is wrong with the attention of one more token in the first layer."""
     attended = cache.update(*token, 0)
-    output = sdpa_attention_forward(shape.module(), query, *attended, attention_mask=None)[0].float()
+    output = sdpa_attention_forward(module_of(shape), query, *attended, attention_mask=None)[0].float()
     expected = reference_output(query, attended)
     apart = float((output - expected).abs().max() / expected.abs().max())
     return [f"{name}: attention is {apart:.3f} of its largest output from the reference"] if apart > MOST_APART else []
 
 
 def measure_attention(
-    shape: AttentionShape,
+    shape: Shape,
     makers: Mapping[str, Maker],
     lengths: Sequence[int],
     steps: int,
@@ -112,11 +86,11 @@ def measure_attention(
     query = torch.randn(
         1, shape.heads, 1, shape.head_dim, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(3)
     )
-    token = shape.states(1, seed=1)
+    token = states_of(shape, 1, seed=1)
     entrants = [(name, length) for length in lengths for name in makers]
     seconds: dict[tuple[str, int], list[list[float]]] = {entrant: [] for entrant in entrants}
     held, wrong = {}, []
-    filled = {length: shape.states(length) for length in lengths}
+    filled = {length: states_of(shape, length) for length in lengths}
     for trial in range(trials):
         gc.collect()
         with quiet_clock():

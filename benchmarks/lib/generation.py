@@ -5,7 +5,7 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
@@ -41,11 +41,9 @@ class Job:
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of tokens in the prompt."""
         return int(self.prompt.shape[1])
 
     def buckets_reached(self) -> int:
-        """The number of buckets that the decode steps of kvlayers' StaticCache reach."""
         sizes = kvlayers.stores.Buckets().sizes(self.reserve)
         held = range(self.prompt_tokens + 1, self.prompt_tokens + self.new)
         return len({bisect.bisect_left(sizes, tokens) for tokens in held})
@@ -92,19 +90,12 @@ SERVING = (REFERENCE, KVLAYERS, compiled(KVLAYERS_STATIC), compiled(TRANSFORMERS
 """The contenders that one would decode with."""
 
 
-class Call(Protocol):
-    """Generates; returns the timed seconds and the new tokens."""
-
-    @property
-    def graphs(self) -> int:
-        """The number of graphs compiled so far."""
-
-    def __call__(self) -> tuple[float, list[int]]:
-        """Generate once."""
-
-
 class Generator:
-    """Calls of `generate()` with a model of its own to compile. The whole call is timed, including making the cache."""
+    """Calls of `generate()` with a model of its own to compile. The whole call is timed, including making the cache.
+
+    Attributes:
+        graphs: graphs compiled so far.
+    """
 
     def __init__(self, job: Job, arguments: Arguments) -> None:
         self.graphs = 0
@@ -112,7 +103,7 @@ class Generator:
         self._model = isolated(job.model)
 
     def __call__(self) -> tuple[float, list[int]]:
-        """See `Call`."""
+        """Generate once; return the seconds and the new tokens."""
         job, before = self._job, graphs()
         gc.collect()
         with quiet_clock():
@@ -166,26 +157,11 @@ def measure_generate(
     tick: Tick,
     peaks: bool = False,
 ) -> dict[str, Any]:
-    """`measure_calls` for calls of `generate()` with these arguments, with kvlayers installed for all of them."""
-    # transformers' caches are measured unchanged.
-    with kvlayers.installed(replace_empty_caches=False):
-        generators = {name: Generator(job, given) for name, given in arguments.items()}
-        return measure_calls(job, generators, trials, disagreements, tick, peaks)
-
-
-def measure_calls(
-    job: Job,
-    calls: Mapping[str, Call],
-    trials: int,
-    disagreements: Disagreements,
-    tick: Tick,
-    peaks: bool = False,
-) -> dict[str, Any]:
-    """Time calls that generate. Each contender's first call compiles; later calls take turns and must not compile.
+    """Time calls of `generate()`. Each contender's first call compiles; later calls take turns and must not compile.
 
     Args:
         job: the task.
-        calls: the calls of each contender by name, the reference first.
+        arguments: of the calls of each contender by name, the reference first.
         trials: timed calls of each contender after the first.
         disagreements: where different tokens are recorded.
         tick: called after each contender's first call, and after each trial.
@@ -196,6 +172,15 @@ def measure_calls(
         `graphs` of the first call, `recompiles` of all later calls and, with `peaks`, `peak`: the peak bytes beyond the
         model's, or `None` if they cannot be counted.
     """
+    # For all calls alike; transformers' caches are measured unchanged.
+    with kvlayers.installed(replace_empty_caches=False):
+        calls = {name: Generator(job, given) for name, given in arguments.items()}
+        return _measure_calls(job, calls, trials, disagreements, tick, peaks)
+
+
+def _measure_calls(
+    job: Job, calls: Mapping[str, Generator], trials: int, disagreements: Disagreements, tick: Tick, peaks: bool
+) -> dict[str, Any]:
     expected: Expected | None = None
     measured: dict[str, dict[str, Any]] = {}
     for name, call in calls.items():
@@ -220,12 +205,11 @@ def measure_calls(
 
 
 def bytes_allocated(device: torch.device) -> int:
-    """Bytes of tensors on a CUDA device; 0 on others."""
     gc.collect()
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def _peak(name: str, call: Call, job: Job, allocated: int) -> int | None:
+def _peak(name: str, call: Generator, job: Job, allocated: int) -> int | None:
     """The peak bytes of a call, beyond the bytes before the contender's first call."""
     device = job.prompt.device
     if device.type == "cuda":

@@ -90,7 +90,6 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 def quantization_of(setup: Setup) -> Quantization:
-    """The quantization of the part of the step that runs."""
     return Quantization(**QUANTIZATIONS[setup.part], residual_length=32, sink_tokens=16)
 
 
@@ -123,7 +122,6 @@ def numerics(setup: Setup, cases: Sequence[Case] = CASES) -> Findings:
 
 
 def _error(setup: Setup, case: Case) -> tuple[float, str]:
-    """The error of one case, and the path that attention took."""
     batch, heads, kv_heads, head_dim, blocks = setup.choose((2, 32, 8, 128, 67), (1, 4, 2, 32, 2))
     dtype = DTYPES[case.dtype]
     shape = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype, "device": setup.device}
@@ -170,7 +168,6 @@ def caches(setup: Setup) -> Findings:
 
 
 def _error_of_cache(setup: Setup, kind: Kind) -> float:
-    """The largest difference of logits from the CPU's, relative to their norm."""
     model = kind.model()
     models = model, on_device(model, setup.device)
     held = [kind.make(model.config) for _ in models]

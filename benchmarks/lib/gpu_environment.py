@@ -22,7 +22,6 @@ PREDICTED = {"copy": "4,300 (H200)", "matmul": "770 to 800 (H200)"}
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Names and versions, for the head of a stage's file."""
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "versions": {

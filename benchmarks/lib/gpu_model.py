@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
-import kvlayers
+from lib import contenders
 from lib.contenders import Maker, fill
 from lib.gpu_stage import Findings, Setup
 from lib.gpu_timing import Memory, median
@@ -34,25 +34,19 @@ TRANSFORMERS_STATIC = "transformers static"
 INT4, INT8, FP8 = "kvlayers int4", "kvlayers int8", "kvlayers fp8"
 
 CACHES: dict[str, Maker] = {
-    REFERENCE: lambda config, length: transformers.DynamicCache(config=config),
-    WITHOUT_CUDNN: lambda config, length: transformers.DynamicCache(config=config),
-    DYNAMIC: lambda config, length: kvlayers.DynamicCache(config=config),
-    INT4: lambda config, length: kvlayers.QuantizedCache(config=config, nbits=4),
-    INT8: lambda config, length: kvlayers.QuantizedCache(config=config, nbits=8),
-    FP8: lambda config, length: kvlayers.QuantizedCache("fp8", config),
-    STATIC: lambda config, length: kvlayers.StaticCache(config, max_cache_len=length),
-    TRANSFORMERS_STATIC: lambda config, length: transformers.StaticCache(config, max_cache_len=length),
+    REFERENCE: contenders.CONTENDERS[contenders.REFERENCE],
+    WITHOUT_CUDNN: contenders.CONTENDERS[contenders.REFERENCE],
+    DYNAMIC: contenders.CONTENDERS[contenders.KVLAYERS],
+    INT4: contenders.packed(4),
+    INT8: contenders.packed(8),
+    FP8: contenders.packed(backend="fp8"),
+    STATIC: contenders.CONTENDERS[contenders.KVLAYERS_STATIC],
+    TRANSFORMERS_STATIC: contenders.CONTENDERS[contenders.TRANSFORMERS_STATIC],
 }
 """The reference comes first: times are compared with its."""
 
 TRANSFORMERS_QUANTIZED: dict[str, Maker] = {
-    "transformers quanto": lambda config, length: transformers.QuantizedCache(
-        "quanto", config, nbits=4, axis_key=0, axis_value=0
-    ),
-    "transformers hqq": lambda config, length: transformers.QuantizedCache(
-        "hqq", config, nbits=4, axis_key=1, axis_value=1
-    ),
-    "transformers fp8": lambda config, length: transformers.QuantizedCache("fp8", config),
+    f"transformers {backend}": contenders.transformers_packed(backend) for backend in ("quanto", "hqq", "fp8")
 }
 """Two of them need other packages, and the third a newer transformers."""
 
@@ -108,23 +102,10 @@ def llama(setup: Setup, shape: Shape, **options: Any) -> Any:
         options: other fields of its config. With `sliding_window` it is a mistral.
     """
     shape = setup.choose(shape, QUICK)
-    sizes: dict[str, Any] = {
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "hidden_size": shape.heads * shape.head_dim,
-        "intermediate_size": shape.intermediate,
-        "vocab_size": shape.vocab,
-        "max_position_embeddings": POSITIONS,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-        **options,
-    }
-    config_class = transformers.MistralConfig if "sliding_window" in options else transformers.LlamaConfig
+    config = shape.config(POSITIONS, eos_token_id=None, pad_token_id=0, **options)
     torch.manual_seed(0)
     with torch.device(setup.device):
-        return transformers.AutoModelForCausalLM.from_config(config_class(**sizes), dtype=torch.bfloat16).eval()
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def eight_billion(setup: Setup) -> Any:
@@ -133,7 +114,6 @@ def eight_billion(setup: Setup) -> Any:
 
 
 def token_ids(setup: Setup, config: Any, batch: int, tokens: int) -> Tensor:
-    """Random token ids `[batch, tokens]` on the device."""
     generator = torch.Generator(setup.device).manual_seed(tokens)
     return torch.randint(3, config.vocab_size, (batch, tokens), generator=generator, device=setup.device)
 
@@ -203,7 +183,6 @@ class Clock(StoppingCriteria):  # type: ignore[misc]
         self.times: list[float] = []
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """See `StoppingCriteria`."""
         self.times.append(time.perf_counter())
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
@@ -326,7 +305,6 @@ def check_decoding(
 
 
 def column_of(tokens: int, batch: int) -> str:
-    """The column of a table for caches of so many tokens and sequences."""
     return f"{tokens:,} x {batch}"
 
 

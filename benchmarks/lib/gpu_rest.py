@@ -14,8 +14,8 @@ import transformers
 
 import kvlayers
 from lib.compiling import INDUCTOR, Compiled, nothing_in_memory, options_of
-from lib.contenders import COMPILED, CONTENDERS, KVLAYERS, KVLAYERS_STATIC, TRANSFORMERS_STATIC, compiled, is_compiled
-from lib.generation import GENERATORS, SERVING, Job, measure_calls, measure_generate
+from lib.contenders import KVLAYERS, KVLAYERS_STATIC, TRANSFORMERS_STATIC, compiled
+from lib.generation import GENERATORS, SERVING, Job, measure_generate
 from lib.gpu_environment import seconds_of
 from lib.gpu_model import (
     CACHES,
@@ -32,8 +32,8 @@ from lib.gpu_model import (
 )
 from lib.gpu_stage import NO_DEVICE, Findings, Setup, Step
 from lib.gpu_timing import counted_captures, median, milliseconds
-from lib.internals import interleaved, quiet_clock
-from lib.timing import Disagreements, Forward
+from lib.internals import interleaved
+from lib.timing import Disagreements
 
 OFFLOADED, OFFLOADED_INT4 = "kvlayers offloaded", "kvlayers offloaded int4"
 TRANSFORMERS_OFFLOADED = "transformers offloaded"
@@ -107,44 +107,6 @@ def offloading(setup: Setup) -> Findings:
     return found
 
 
-class Loop:
-    """A greedy decode loop. The steps after the prefill are timed.
-
-    Compiled code has one cache for all calls. Eager code has a new one for each: transformers 5.17 does not empty a
-    DynamicCache that is reset.
-    """
-
-    def __init__(self, name: str, job: Job) -> None:
-        self._job = job
-        self._make = functools.partial(CONTENDERS[name.removesuffix(COMPILED)], job.model.config, job.reserve)
-        self._cache = self._make()
-        options = options_of(job.backend, "reduce-overhead")
-        self._forward: Forward = Compiled(job.model, options) if is_compiled(name) else job.model
-
-    @property
-    def graphs(self) -> int:
-        """The number of graphs compiled so far."""
-        return self._forward.graphs if isinstance(self._forward, Compiled) else 0
-
-    def __call__(self) -> tuple[float, list[int]]:
-        """See `generation.Call`."""
-        cache = self._cache if isinstance(self._forward, Compiled) else self._make()
-        cache.reset()
-        with quiet_clock():
-            output = self._job.model(input_ids=self._job.prompt, past_key_values=cache, logits_to_keep=1)
-            tokens = [output.logits[:, -1:].argmax(-1)]
-            # This waits for the work before the clock starts.
-            tokens[0].item()
-            begin = time.perf_counter()
-            for _ in range(self._job.new - 1):
-                torch.compiler.cudagraph_mark_step_begin()
-                output = self._forward(input_ids=tokens[-1], past_key_values=cache, use_cache=True)
-                tokens.append(output.logits[:, -1:].argmax(-1))
-            found = torch.cat(tokens, dim=1)[0].tolist()
-            seconds = time.perf_counter() - begin
-        return seconds, found
-
-
 def _job(setup: Setup, new: int) -> Job:
     present, reserve = setup.choose((1024, 32768), (32, 1024))
     model = one_billion(setup)
@@ -162,29 +124,11 @@ def _add_disagreements(found: Findings, disagreements: Disagreements) -> None:
     found.expect(not disagreements.failures, f"{disagreements.failures} tokens are not the reference's, and no ties")
 
 
-def compiled_loops(setup: Setup) -> Findings:
-    """Decode loops with compiled static caches of 32,768 reserved tokens, 1,024 of them held."""
-    found, disagreements = Findings(), Disagreements()
-    job = _job(setup, setup.choose(128, 8))
-    with nothing_in_memory(job.backend, setup.device):
-        loops = {name: Loop(name, job) for name in SERVING}
-        measured = measure_calls(job, loops, setup.choose(3, 1), disagreements, _ticks())
-    rates = {name: (job.new - 1) / median([took for (took,) in entry["seconds"]]) for name, entry in measured.items()}
-    for name, entry in measured.items():
-        found.add(f"{name}: a loop", rates[name], "tokens/s")
-        found.expect(
-            not entry["recompiles"], f"{name}: {entry['recompiles']} graphs were compiled after the first call"
-        )
-    best = rates[compiled(KVLAYERS_STATIC)]
-    found.add("  times transformers' compiled", best / rates[compiled(TRANSFORMERS_STATIC)], "x", "1.5 or more")
-    found.add("  times kvlayers.DynamicCache, eager", best / rates[KVLAYERS], "x", "4 or more")
-    found.details["calls"] = measured
-    _add_disagreements(found, disagreements)
-    return found
-
-
 def compiled_generate(setup: Setup) -> Findings:
-    """Calls of `generate()` with compiled static caches, without their prefill."""
+    """Calls of `generate()` with compiled static caches of 32,768 reserved tokens, 1,024 of them held.
+
+    The time of the prefill is taken out.
+    """
     found, disagreements = Findings(), Disagreements()
     job = _job(setup, setup.choose(128, 8))
     contenders = {name: GENERATORS[name] for name in SERVING}
@@ -192,13 +136,20 @@ def compiled_generate(setup: Setup) -> Findings:
     with nothing_in_memory(job.backend, setup.device):
         prefills = measure_generate(dataclasses.replace(job, new=1), contenders, trials, disagreements, _ticks())
         calls = measure_generate(job, contenders, trials, disagreements, _ticks())
+    rates = {}
     for name in SERVING:
         prefill = median([took for (took,) in prefills[name]["seconds"]])
         took = median([took for (took,) in calls[name]["seconds"]]) - prefill
         # The prefill gives the first token.
-        found.add(f"{name}: generate()", (job.new - 1) / took, "tokens/s")
+        rates[name] = (job.new - 1) / took
+        found.add(f"{name}: generate()", rates[name], "tokens/s")
         found.add("  its first call, compiling", calls[name]["first"], "s")
         found.add("  graphs", calls[name]["graphs"], "graphs")
+        later = calls[name]["recompiles"]
+        found.expect(not later, f"{name}: {later} graphs were compiled after the first call")
+    best = rates[compiled(KVLAYERS_STATIC)]
+    found.add("  times transformers' compiled", best / rates[compiled(TRANSFORMERS_STATIC)], "x", "1.5 or more")
+    found.add("  times kvlayers.DynamicCache, eager", best / rates[KVLAYERS], "x", "4 or more")
     found.details |= {"prefills": prefills, "calls": calls}
     _add_disagreements(found, disagreements)
     return found
@@ -285,8 +236,7 @@ OFFLOADING = Step("offloading", 45, offloading)
 
 STEPS = (
     OFFLOADING,
-    Step("compiled loops", 130, compiled_loops),
+    Step("compiled generate()", 150, compiled_generate),
     Step("windows", 60, windows),
     Step("memory that runs out", 60, out_of_memory),
-    Step("compiled generate()", 150, compiled_generate),
 )

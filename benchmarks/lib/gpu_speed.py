@@ -116,12 +116,10 @@ def _check_attention(
 
 
 def flash(setup: Setup) -> AbstractContextManager[Any]:
-    """Torch's attention takes the flash kernel, on a GPU."""
     return sdpa_kernel(SDPBackend.FLASH_ATTENTION) if setup.on_cuda else nullcontext()
 
 
 def decoding(setup: Setup, shapes: Sequence[tuple[int, int]], names: Iterable[str]) -> Findings:
-    """Decode steps of an 8B shape behind so many tokens of so many sequences."""
     found = Findings()
     model = eight_billion(setup)
     makers, found.missing = usable({name: {**CACHES, **TRANSFORMERS_QUANTIZED}[name] for name in names}, model.config)
@@ -183,7 +181,6 @@ def packing(setup: Setup) -> Findings:
 
 
 def samples(setup: Setup) -> Findings:
-    """A step of eight samples of one prompt."""
     found = Findings()
     model = eight_billion(setup)
 

@@ -77,11 +77,9 @@ class Findings:
     details: dict[str, Any] = field(default_factory=dict)
 
     def add(self, what: str, value: float, unit: str, predicted: str = "", column: str = "") -> None:
-        """Add a figure."""
         self.figures.append(Figure(what, float(value), unit, predicted, column))
 
     def expect(self, is_right: bool, otherwise: str) -> None:
-        """Add a line to `wrong` unless something is right."""
         if not is_right:
             self.wrong.append(otherwise)
 
@@ -128,12 +126,10 @@ class Setup:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the device is a CUDA device."""
         return self.device.type == "cuda"
 
     @property
     def seconds_left(self) -> float:
-        """Seconds that are left to the step that runs."""
         return min(self.deadline, self.step_deadline) - time.monotonic()
 
     def in_time(self, found: "Findings", items: Iterable[Item]) -> Iterator[Item]:
@@ -164,7 +160,6 @@ class Setup:
         return self.kept[name]
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
 
@@ -203,7 +198,6 @@ class Step:
 
 
 def predicted_seconds(step: Step, setup: Setup) -> float:
-    """How long a step takes."""
     return step.seconds / (QUICK_FACTOR if setup.quick else 1)
 
 
@@ -383,7 +377,6 @@ def table(figures: Sequence[Figure]) -> Iterator[str]:
 
 
 def run_part(step: Step, setup: Setup, part: str) -> Findings:
-    """Run a part of a step in this process."""
     setup.part = part
     begin = time.monotonic()
     with torch.no_grad():

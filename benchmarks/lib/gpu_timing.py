@@ -135,5 +135,4 @@ def counted_captures() -> Iterator[list[int]]:
 
 
 def median(values: list[float]) -> float:
-    """The median."""
     return statistics.median(values)

@@ -12,8 +12,7 @@ from unittest import mock
 
 import torch
 
-from kvlayers.utils import triton_support
-from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
+from lib.internals import DeviceFacts, TritonKernel, triton_support
 
 META = torch.device("meta")
 
@@ -89,7 +88,6 @@ class OfflineDriver:
         self.capability = capability
 
     def get_current_target(self) -> Any:
-        """The GPU to compile for."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self.capability, 32)
@@ -99,15 +97,12 @@ class OfflineDriver:
         return self.capability
 
     def get_device_capability(self, device: int = 0) -> tuple[int, int]:
-        """Compute capability in two numbers."""
         return divmod(self.capability, 10)
 
     def get_current_stream(self, device: int | None = None) -> int:
-        """The default stream."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
-        """Where triton would make tensors."""
         return torch.device("cpu")
 
     def allocate_default_profile_scratch(self, *arguments: Any) -> None:
@@ -115,7 +110,6 @@ class OfflineDriver:
 
     @staticmethod
     def is_active() -> bool:
-        """Whether triton may use the driver."""
         return True
 
 
@@ -141,7 +135,6 @@ class Compiled:
 
     @property
     def fits(self) -> bool:
-        """Whether a program has enough shared memory."""
         return self.shared <= SHARED_MEMORY[self.capability]
 
 

@@ -34,7 +34,6 @@ class KeyOutliers:
 
     @property
     def name(self) -> str:
-        """The name in tables and files."""
         how = f"+{self.size:g}" if self.kind == "constant" else f"x{self.size:g}"
         return f"{how} in {self.pairs} {self.speed}, {self.heads}"
 
@@ -91,7 +90,6 @@ class ValueOutliers:
 
     @property
     def name(self) -> str:
-        """The name in tables and files."""
         return f"values x{self.size:g} in " + ("1 token of 16" if self.kind == "tokens" else "2 channels")
 
     @contextmanager

@@ -34,7 +34,6 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count the storages of its results."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -49,12 +48,10 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now())
 
     def now(self) -> int:
-        """Bytes in use."""
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         return sum(nbytes for _, nbytes in self._alive.values())
 
     def peak_since(self) -> int:
-        """The peak since the last call of this method."""
         peak, self.peak = self.peak, self.now()
         return peak
 
@@ -123,7 +120,6 @@ class MovedBytes(TorchDispatchMode):
         self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count its results."""
         found = func(*args, **(kwargs or {}))
         if not func.is_view and func.overloadpacket.__name__ not in WRITING_NOTHING:
             self.nbytes += sum(leaf.nbytes for leaf in tree_leaves(found) if isinstance(leaf, Tensor))

@@ -55,7 +55,6 @@ def bytes_on_disk(directory: pathlib.Path) -> int:
 
 
 def bytes_of(cache: transformers.Cache) -> int:
-    """Bytes of the keys and values of transformers' cache."""
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 

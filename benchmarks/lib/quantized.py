@@ -11,14 +11,11 @@ from transformers import cache_utils
 
 import kvlayers
 from kvlayers.errors import OptionError
-from lib.contenders import fill
+from lib.contenders import backend_options, fill
 from lib.internals import CacheMaker, Scores, cache_nbytes, default_text, passages
 from lib.workload import RandomModel, Shape
 
 LIBRARIES = {"kvlayers": kvlayers, "transformers": transformers}
-AXES = {"quanto": 0, "hqq": 1}
-"""The axis for keys and for values that transformers' documentation recommends for each backend."""
-
 OFFERED = {"quanto": (2, 4), "fp8": (8,)}
 """The bits of the backends that do not support all bits."""
 
@@ -31,7 +28,6 @@ LAYERS = {
 
 
 def has_windows(config: Any) -> bool:
-    """Whether some of a model's layers attend to a sliding window."""
     return "sliding_attention" in (getattr(config.get_text_config(), "layer_types", None) or [])
 
 
@@ -44,12 +40,10 @@ class Contender(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name in tables and files."""
         return f"{self.library} {self.backend}" + ("" if self.bits is None else f", {self.bits} bits")
 
     @property
     def is_kvlayers(self) -> bool:
-        """Whether the cache is kvlayers'."""
         return self.library == "kvlayers"
 
     def make(self, config: Any) -> Any:
@@ -61,11 +55,7 @@ class Contender(NamedTuple):
         """
         if self.bits is None:
             return FULL[self](config)
-        axis = AXES.get(self.backend)
-        # transformers' fp8 refuses all options, including the bits.
-        options = {} if self.backend == "fp8" else {"nbits": self.bits}
-        if axis is not None:
-            options |= {"axis_key": axis, "axis_value": axis}
+        options = backend_options(self.backend, self.bits)
         try:
             return LIBRARIES[self.library].QuantizedCache(self.backend, config, **options)
         except ValueError:
@@ -103,7 +93,6 @@ FULL: dict[Contender, CacheMaker] = {
 
 
 def own(backend: str, **options: Any) -> CacheMaker:
-    """Makes caches of kvlayers."""
     return lambda config: kvlayers.QuantizedCache(backend, config=config, **options)
 
 
@@ -145,7 +134,6 @@ def load(
 
 
 def summaries(scores: dict[Contender, Scores]) -> dict[str, Any]:
-    """The figures of each contender, by name."""
     return {key.name: {**key._asdict(), **score.summary()} for key, score in scores.items()}
 
 

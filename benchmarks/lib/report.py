@@ -21,19 +21,15 @@ from lib.timing import Disagreements, Tick, Ticking
 from lib.workload import default_model
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
-RECORDED = pathlib.Path(__file__).parents[1] / "recorded"
 SHOWN = 40
 MILLI, MICRO = 1e3, 1e6
-NO_MODEL = "there is no model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model"
 
 
 def numbers(text: str) -> list[int]:
-    """Numbers that are separated by commas."""
     return [int(number) for number in text.split(",")]
 
 
 def names(text: str) -> list[str]:
-    """Names that are separated by commas."""
     return text.split(",")
 
 
@@ -56,7 +52,7 @@ class Options:
         self.parser = argparse.ArgumentParser(
             description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
-        self._name, self._of_run = name, dict[str, tuple[Any, Any]]()
+        self._name, self._of_run, self._needs_model = name, dict[str, tuple[Any, Any]](), False
         self.add = self.parser.add_argument
         self.add("--threads", type=int, default=threads, help="threads of torch")
         self.add("--output", type=pathlib.Path, help=f"JSON file (benchmarks/results/{name}-<date>.json)")
@@ -67,7 +63,7 @@ class Options:
         """Add an option whose default is another one in a quick run."""
         shown = ",".join(map(str, usual)) if isinstance(usual, list | tuple) else usual
         self._of_run[flag.removeprefix("--").replace("-", "_")] = usual, quick
-        self.add(flag, type=kind, help=f"{what} ({shown})")
+        self.add(flag, type=kind, help=what if usual is None else f"{what} ({shown})")
 
     def some_of(self, flag: str, known: Sequence[str], what: str, default: Sequence[str] | None = None) -> None:
         """Add an option for some of the names that are known, separated by commas; all if none is given."""
@@ -79,34 +75,58 @@ class Options:
 
         self.add(flag, type=chosen, default=list(default or known), help=f"{what} ({','.join(known)})")
 
-    def real_model(self, what: str = "directory or hub name of the model", in_quick: str | None = None) -> None:
+    def real_model(
+        self, what: str = "directory or hub name of the model", in_quick: str | None = None, is_needed: bool = False
+    ) -> None:
         """Add `--model` and `--text`. The usual model is the demo model; `in_quick` is that of a quick run."""
+        self._needs_model = is_needed
         self.sized("--model", None, in_quick, what, str)
         self._of_run["model"] = default_model(), in_quick
         self.add("--text", type=pathlib.Path, help="what the model reads (the topics of Python's help)")
 
     def dtype(self, default: str, known: Sequence[str] = ("bfloat16", "float16", "float32")) -> None:
-        """Add `--dtype`."""
         self.add("--dtype", choices=known, default=default, help=f"of the model ({default})")
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
-        """The arguments, with their defaults."""
         given = self.parser.parse_args(arguments)
         for name, (usual, quick) in self._of_run.items():
             if getattr(given, name) is None:
                 setattr(given, name, quick if getattr(given, "quick", False) else usual)
-        given.output = given.output or output_path(self._name)
+        if self._needs_model and given.model is None and not getattr(given, "write", False):
+            self.parser.error("there is no model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model")
+        given.output = given.output or RESULTS / f"{self._name}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}.json"
         return given
 
 
-def output_path(benchmark: str) -> pathlib.Path:
-    """The default output file of a benchmark."""
-    return RESULTS / f"{benchmark}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}.json"
+Cell = Callable[[Mapping[str, Any]], str]
+"""What a table shows of an entry."""
 
 
-def terminal() -> Console:
-    """The console for tables. Without a terminal, rich's 80 columns would break them."""
-    return Console(width=None if sys.stdout.isatty() else 132)
+def shown(key: str, form: str = ".2f", scale: float = 1) -> Cell:
+    """A figure of an entry; empty if the entry lacks it."""
+    return lambda entry: "" if entry.get(key) is None else f"{entry[key] if scale == 1 else entry[key] * scale:{form}}"
+
+
+def ms(key: str, form: str = ".2f") -> Cell:
+    return shown(key, form, MILLI)
+
+
+def us(key: str, form: str = ".1f") -> Cell:
+    return shown(key, form, MICRO)
+
+
+def mb(key: str, form: str = ".1f") -> Cell:
+    return shown(key, form, 1e-6)
+
+
+def span(key: str) -> Cell:
+    """A figure with the smallest and the largest of the trials."""
+
+    def cell(entry: Mapping[str, Any]) -> str:
+        low, high = entry[f"{key}_spread"]
+        return f"{entry[key]:.2f} ({low:.2f}-{high:.2f})"
+
+    return cell
 
 
 class Session:
@@ -133,29 +153,56 @@ class Session:
         return ticking
 
     def target(self, what: str, value: float, at_least: float | None = None, at_most: float | None = None) -> bool:
-        """Hold a figure against its bound, and say whether it is met. A quick run shows no targets."""
-        made = promised(what, value, at_least, at_most)
-        if not getattr(self.given, "quick", False):
-            self.targets.append(made)
-        return bool(made["met"])
+        """Hold a figure against its bound; return whether it is met."""
+        is_met = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
+        asked = f">= {at_least}" if at_least is not None else f"<= {at_most}"
+        self.targets.append({"what": what, "asked": asked, "value": value, "met": is_met})
+        return is_met
+
+    def table(
+        self, title: str, first: str, groups: Mapping[Any, Mapping[str, Any]], columns: Mapping[str, Cell]
+    ) -> None:
+        """Print a table: a section for each group, a row for each of its entries, and a column for each cell.
+
+        Args:
+            title: of the table.
+            first: the heading of the names, which consist of the group's and the entry's.
+            groups: entries by group and name; the only group of a table without groups is called "".
+            columns: cells by heading.
+        """
+        table = new_table(title, first, *columns)
+        for group, entries in groups.items():
+            for name, entry in entries.items():
+                table.add_row(f"{group:>7} {name}".strip(), *(cell(entry) for cell in columns.values()))
+            table.add_section()
+        self.console.print(table)
 
     def finish(self, results: Any, *disagreements: Disagreements, **more: Any) -> int:
         """Show the targets, write the JSON file and print where caches disagreed; return 1 if one did, else 0."""
-        console = self.console
-        show_targets(console, self.targets)
+        say = self.console.print
+        # A small model has other costs.
+        for target in [] if getattr(self.given, "quick", False) else self.targets:
+            verdict = "[green]met[/]" if target["met"] else "[red]missed[/]"
+            say(f"{verdict}: {target['what']}: {target['value']:.4g}, asked {target['asked']}")
         found = [entry for each in disagreements for entry in each.found]
+        output = self.given.output
+        arguments = {
+            key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(self.given).items()
+        }
         content = {"results": results, "targets": self.targets, "disagreements": found, **more}
-        write(console, self.given, self.environment, content)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps({**self.environment, "arguments": arguments, **content}, indent=1))
+        say(f"written to {output}")
         for entry in sorted(found, key=lambda entry: entry["tie"])[:SHOWN]:
             gap = f", logits {entry['logit_gap']:.4f} apart" if "logit_gap" in entry else ""
-            console.print(
+            say(
                 f"{'tie' if entry['tie'] else '[red]disagreement[/]'}: {entry['cache']} on {entry['model']} at "
                 f"{entry['tokens']} tokens, trial {entry['trial']}: expected {entry['expected']}, "
                 f"saw {entry['seen']}{gap}"
             )
         for each in disagreements:
             ties, dtype = len(each.found) - each.failures, str(each.dtype).removeprefix("torch.")
-            console.print(f"{each.failures} disagreements with transformers' DynamicCache, and {ties} ties in {dtype}")
+            say(f"{each.failures} disagreements with transformers' DynamicCache, and {ties} ties in {dtype}")
         return 1 if any(each.failures for each in disagreements) else 0
 
 
@@ -165,7 +212,9 @@ def session(given: argparse.Namespace) -> Iterator[Session]:
     if given.threads:
         torch.set_num_threads(given.threads)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=terminal()) as progress:
+    # Without a terminal, rich's 80 columns would break the tables.
+    console = Console(width=None if sys.stdout.isatty() else 132)
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         yield Session(given, progress)
 
 
@@ -200,51 +249,9 @@ def times_as_fast(measured: dict[str, Any], candidate: str, baseline: str) -> fl
     return statistics.median(_trial_ratios(measured[baseline], measured[candidate], statistics.median))
 
 
-def promised(what: str, value: float, at_least: float | None = None, at_most: float | None = None) -> dict[str, Any]:
-    """A target: its bound, the measurement, and whether it is met."""
-    met = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
-    asked = f">= {at_least}" if at_least is not None else f"<= {at_most}"
-    return {"what": what, "asked": asked, "value": value, "met": met}
-
-
-def show_targets(console: Console, promises: list[dict[str, Any]]) -> None:
-    """Print the targets and the measurements."""
-    for promise in promises:
-        verdict = "[green]met[/]" if promise["met"] else "[red]missed[/]"
-        console.print(f"{verdict}: {promise['what']}: {promise['value']:.4g}, asked {promise['asked']}")
-
-
 def new_table(title: str, *columns: str) -> Table:
     """An empty table whose first column names the rows."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
     return table
-
-
-def span(entry: dict[str, Any], key: str) -> str:
-    """A figure with the smallest and the largest of the trials."""
-    low, high = entry[f"{key}_spread"]
-    return f"{entry[key]:.2f} ({low:.2f}-{high:.2f})"
-
-
-def write(console: Console, given: argparse.Namespace, environment: dict[str, Any], content: dict[str, Any]) -> None:
-    """Write the machine, the arguments and the results of a benchmark to `given.output`, as JSON."""
-    plain = {key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(given).items()}
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(json.dumps({**environment, "arguments": plain, **content}, indent=1))
-    console.print(f"written to {given.output}")
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def records_by_model(kind: str) -> list[dict[str, Any]]:
-    """The newest record of each model."""
-    newest: dict[str, Any] = {}
-    for path in sorted(RECORDED.glob(f"{kind}-*.json")):
-        record = json.loads(path.read_text())
-        newest[pathlib.Path(record["arguments"]["model"]).name] = record
-    return [*newest.values()]

@@ -3,15 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from lib.compiling import Compiled, nothing_in_memory, nothing_on_disk, options_of
-from lib.contenders import COMPILED, KVLAYERS, KVLAYERS_STATIC, REFERENCE, TRANSFORMERS_STATIC, Maker, compiled
+from lib.contenders import KVLAYERS, KVLAYERS_STATIC, REFERENCE, TRANSFORMERS_STATIC, Maker, compiled
 from lib.generation import GENERATORS, SERVING, Job, measure_generate
 from lib.internals import quiet_clock
-from lib.report import MILLI, new_table, promised, span, summarise, times_as_fast
-from lib.timing import Disagreements, Ticking, greedy_reference, measure_decode
+from lib.report import Cell, Session, mb, ms, shown, span, times_as_fast
+from lib.timing import Trials, greedy_reference, measure_decode
 from lib.workload import Workload
 
 SPARE = 64
@@ -26,9 +23,7 @@ class Plan:
         lengths: tokens in the cache.
         times: reservations, as multiples of `lengths`.
         most: the largest reservation, in tokens.
-        steps: decode steps in each trial.
-        trials: the number of trials.
-        block: steps before the next contender's turn.
+        trials: how often steps, and calls of `generate()`, are timed.
         backend: the backend of `torch.compile`.
         prompt: tokens of the prompt for `generate()`.
         new: tokens that it generates.
@@ -38,9 +33,7 @@ class Plan:
     lengths: list[int]
     times: list[int]
     most: int
-    steps: int
-    trials: int
-    block: int
+    trials: Trials
     backend: str
     prompt: int = 200
     new: int = 512
@@ -48,24 +41,20 @@ class Plan:
 
     def reservations(self, length: int) -> dict[int, int]:
         """The reservation for each multiple, for `length` tokens in the cache."""
-        room = length + max(SPARE, self.steps)
+        room = length + max(SPARE, self.trials.steps)
         wanted = {times: max(times * length, room) for times in self.times}
         return {times: tokens for times, tokens in wanted.items() if times == 1 or tokens <= self.most}
 
 
 def reserving(make: Maker, tokens: int) -> Maker:
-    """Make a maker's caches for a fixed number of tokens, however many they will hold."""
     return lambda config, length: make(config, tokens)
 
 
 def with_reservation(name: str, times: int) -> str:
-    """The name of a static cache that reserves `times` the tokens in it."""
     return f"{name}, {times}x"
 
 
-def measure_static(
-    workload: Workload, makers: dict[str, Maker], plan: Plan, disagreements: Disagreements, ticking: Ticking
-) -> dict[str, Any]:
+def measure_static(workload: Workload, makers: dict[str, Maker], plan: Plan) -> dict[str, Any]:
     """Time static caches with every reservation beside dynamic ones.
 
     Returns:
@@ -74,24 +63,31 @@ def measure_static(
     found: dict[str, Any] = {"model": workload.name, "eager": {}, "compiled": {}}
     with nothing_in_memory(plan.backend):
         for length in plan.lengths:
-            steps = measure_steps(workload, makers, length, plan, disagreements, ticking)
-            found["eager"][length], found["compiled"][length] = steps
-        found["generate"] = _measure_generate(workload, plan, disagreements, ticking)
+            found["eager"][length], found["compiled"][length] = measure_steps(workload, makers, length, plan)
+        job = Job(workload.name, workload.model, workload.prompt(plan.prompt), plan.new, plan.reserve, plan.backend)
+        trials = plan.trials
+        tick = trials.ticking(f"generate {plan.new} tokens", len(SERVING) + trials.count)
+        contenders = {name: GENERATORS[name] for name in SERVING}
+        found["generate"] = {
+            "prompt": plan.prompt,
+            "reserve": plan.reserve,
+            # That its decode steps reach.
+            "buckets": job.buckets_reached(),
+            "calls": measure_generate(job, contenders, trials.count, trials.disagreements, tick),
+        }
     return found
 
 
 def measure_steps(
-    workload: Workload,
-    makers: dict[str, Maker],
-    length: int,
-    plan: Plan,
-    disagreements: Disagreements,
-    ticking: Ticking,
+    workload: Workload, makers: dict[str, Maker], length: int, plan: Plan
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Time decode steps in eager and in compiled code, each beside dynamic caches in eager code.
 
+    Compiled code comes behind a prefill in eager code, and every graph is compiled before the clock starts.
+
     Returns:
-        The results for eager code and for compiled code, as `measure_decode` returns them.
+        The results for eager code and for compiled code, as `measure_decode` returns them; of compiled code also
+        `graphs`, `compile_seconds`, and `recompiles` during the timed steps.
     """
     sizes, static = {}, {}
     for of in (KVLAYERS_STATIC, TRANSFORMERS_STATIC):
@@ -99,61 +95,22 @@ def measure_steps(
             name = with_reservation(of, times)
             sizes[name], static[name] = tokens, reserving(makers[of], tokens)
     dynamic = {name: makers[name] for name in (REFERENCE, KVLAYERS)}
-    tick = ticking(f"static caches at {length}", plan.trials)
-    eager = measure_decode(
-        workload, {**dynamic, **static}, length, plan.steps, plan.trials, plan.block, disagreements, tick
-    )
-    in_graphs = _measure_compiled(workload, dynamic, static, length, plan, disagreements, ticking)
-    for name, tokens in sizes.items():
-        eager[name]["reserved"] = in_graphs[compiled(name)]["reserved"] = tokens
-    return eager, in_graphs
-
-
-def _measure_generate(workload: Workload, plan: Plan, disagreements: Disagreements, ticking: Ticking) -> dict[str, Any]:
-    """Time calls of `generate()`; `buckets` is the number of buckets that its decode steps reach."""
-    job = Job(workload.name, workload.model, workload.prompt(plan.prompt), plan.new, plan.reserve, plan.backend)
-    tick = ticking(f"generate {plan.new} tokens", len(SERVING) + plan.trials)
-    contenders = {name: GENERATORS[name] for name in SERVING}
-    return {
-        "prompt": plan.prompt,
-        "reserve": plan.reserve,
-        "buckets": job.buckets_reached(),
-        "calls": measure_generate(job, contenders, plan.trials, disagreements, tick),
-    }
-
-
-def _measure_compiled(
-    workload: Workload,
-    dynamic: dict[str, Maker],
-    static: dict[str, Maker],
-    length: int,
-    plan: Plan,
-    disagreements: Disagreements,
-    ticking: Ticking,
-) -> dict[str, Any]:
-    """Time decode steps in compiled code, after a prefill in eager code. Every graph is compiled first.
-
-    Returns:
-        The results of `measure_decode`, with `graphs`, `compile_seconds`, and `recompiles` during the timed steps.
-    """
-    makers = {compiled(name): make for name, make in static.items()}
-    options = options_of(plan.backend)
-    forwards = {name: Compiled(workload.model, options) for name in makers}
-    tick = ticking(f"compiling at {length}", len(makers))
-    for name, make in makers.items():
+    eager = measure_decode(workload, {**dynamic, **static}, length, plan.trials)
+    in_graphs = {compiled(name): make for name, make in static.items()}
+    forwards = {name: Compiled(workload.model, options_of(plan.backend)) for name in in_graphs}
+    tick = plan.trials.ticking(f"compiling at {length}", len(in_graphs))
+    for name, make in in_graphs.items():
         with nothing_on_disk(plan.backend):
-            _warm_up(workload, make, forwards[name], length, plan.steps)
+            _warm_up(workload, make, forwards[name], length, plan.trials.steps)
         tick()
-    compiled_before = {name: forward.graphs for name, forward in forwards.items()}
-    tick = ticking(f"compiled static caches at {length}", plan.trials)
-    measured = measure_decode(
-        workload, {**dynamic, **makers}, length, plan.steps, plan.trials, plan.block, disagreements, tick, forwards
-    )
+    before = {name: forward.graphs for name, forward in forwards.items()}
+    measured = measure_decode(workload, {**dynamic, **in_graphs}, length, plan.trials, forwards)
     for name, forward in forwards.items():
-        measured[name]["graphs"] = compiled_before[name]
-        measured[name]["recompiles"] = forward.graphs - compiled_before[name]
-        measured[name]["compile_seconds"] = forward.seconds
-    return measured
+        counts = {"graphs": before[name], "recompiles": forward.graphs - before[name]}
+        measured[name] |= {**counts, "compile_seconds": forward.seconds}
+    for name, tokens in sizes.items():
+        eager[name]["reserved"] = measured[compiled(name)]["reserved"] = tokens
+    return eager, measured
 
 
 def _warm_up(workload: Workload, make: Maker, forward: Compiled, length: int, steps: int) -> None:
@@ -165,107 +122,51 @@ def _warm_up(workload: Workload, make: Maker, forward: Compiled, length: int, st
         greedy_reference(forward, cache, first, steps)
 
 
-def summarise_static(static: dict[str, Any]) -> None:
-    """Summarise the steps at every length, and the calls of `generate()`."""
-    for measured in (*static["eager"].values(), *static["compiled"].values(), static["generate"]["calls"]):
-        summarise(measured)
-
-
-def static_targets(static: dict[str, Any]) -> list[dict[str, Any]]:
-    """The project's targets for static caches."""
-    if not static:
-        return []
-    steps = [promise for length, measured in static["eager"].items() for promise in _step_targets(length, measured)]
+def hold_static_to_targets(run: Session, static: dict[str, Any]) -> None:
+    for length, measured in static["eager"].items():
+        _hold_steps_to_targets(run, length, measured)
     calls = static["generate"]["calls"]
     candidate = calls[compiled(KVLAYERS_STATIC)]
-    return [
-        *steps,
-        promised("generate, graphs", candidate["graphs"], at_most=static["generate"]["buckets"] + 1),
-        promised("generate, graphs compiled after the first call", candidate["recompiles"], at_most=0),
-        *(
-            promised(
-                f"generate, compiled, time of a later call over that of {other}",
-                times_as_fast(calls, other, compiled(KVLAYERS_STATIC)),
-                at_most=1,
-            )
-            for other in (compiled(TRANSFORMERS_STATIC), KVLAYERS, REFERENCE)
-        ),
-    ]
+    run.target("generate, graphs", candidate["graphs"], at_most=static["generate"]["buckets"] + 1)
+    run.target("generate, graphs compiled after the first call", candidate["recompiles"], at_most=0)
+    for other in (compiled(TRANSFORMERS_STATIC), KVLAYERS, REFERENCE):
+        time = times_as_fast(calls, other, compiled(KVLAYERS_STATIC))
+        run.target(f"generate, compiled, time of a later call over that of {other}", time, at_most=1)
 
 
-def _step_targets(length: int, measured: dict[str, Any]) -> list[dict[str, Any]]:
+def _hold_steps_to_targets(run: Session, length: int, measured: dict[str, Any]) -> None:
     small, large = (with_reservation(KVLAYERS_STATIC, times) for times in (1, 32))
-    baseline = with_reservation(TRANSFORMERS_STATIC, 32)
-    found = []
     if length == 1024 and large in measured and small in measured:
         where = f"eager static step at {length} of {measured[large]['reserved']}"
         slower = times_as_fast(measured, small, large)
-        found += [
-            promised(f"{where}, time relative to {measured[small]['reserved']} reserved", slower, at_most=1.15),
-            promised(
-                f"{where}, times as fast as {TRANSFORMERS_STATIC}", times_as_fast(measured, large, baseline), at_least=5
-            ),
-        ]
+        run.target(f"{where}, time relative to {measured[small]['reserved']} reserved", slower, at_most=1.15)
+        speed = times_as_fast(measured, large, with_reservation(TRANSFORMERS_STATIC, 32))
+        run.target(f"{where}, times as fast as {TRANSFORMERS_STATIC}", speed, at_least=5)
     if small in measured:
         slower = times_as_fast(measured, KVLAYERS, small)
-        found.append(
-            promised(f"eager static step at {length}, time relative to kvlayers' DynamicCache", slower, at_most=1.05)
-        )
-    return found
+        run.target(f"eager static step at {length}, time relative to kvlayers' DynamicCache", slower, at_most=1.05)
 
 
-def show_static(console: Console, static: dict[str, Any]) -> None:
-    """Print all tables."""
-    if not static:
-        return
-    console.print(_steps_table(f"Static caches in eager code, {static['model']}", static["eager"]))
-    beside = "Static caches in compiled code, dynamic ones in eager code"
-    console.print(_steps_table(f"{beside}, {static['model']}", static["compiled"]))
+def show_static(run: Session, static: dict[str, Any]) -> None:
+    columns = {"reserved": shown("reserved", ""), "ms a step": ms("median"), "times as fast": span("speed")}
+    columns |= {"MB held": mb("held"), "logits\napart": shown("logit_distance", ".3f"), "graphs": shown("graphs", "")}
+    columns |= {"compiled\nin s": shown("compile_seconds", ".1f"), "compiled\nlater": shown("recompiles", "")}
+    for code, title in (("eager", "eager code"), ("compiled", "compiled code, dynamic ones in eager code")):
+        run.table(f"Static caches in {title}, {static['model']}", "tokens, cache", static[code], columns)
     generate = static["generate"]
     where = f"{generate['prompt']} tokens, {generate['reserve']} reserved, {generate['buckets']} buckets"
-    console.print(calls_table(f"generate() after {where}, {static['model']}", generate["calls"]))
+    show_calls(run, f"generate() after {where}, {static['model']}", generate["calls"])
 
 
-def _steps_table(title: str, lengths: dict[int, Any]) -> Table:
-    columns = ("reserved", "ms a step", "times as fast", "MB held", "logits\napart")
-    compiling = ("graphs", "compiled\nin s", "compiled\nlater")
-    table = new_table(title, "tokens, cache", *columns, *compiling)
-    for length, measured in lengths.items():
-        for name, entry in measured.items():
-            graphs = ["", "", ""]
-            if "graphs" in entry:
-                graphs = [str(entry["graphs"]), f"{entry['compile_seconds']:.1f}", str(entry["recompiles"])]
-            table.add_row(
-                f"{length:>6} {name.removesuffix(COMPILED)}",
-                f"{entry.get('reserved', '')}",
-                f"{entry['median'] * MILLI:.2f}",
-                span(entry, "speed"),
-                f"{entry['held'] / 1e6:.1f}",
-                f"{entry['logit_distance']:.3f}",
-                *graphs,
-            )
-        table.add_section()
-    return table
-
-
-def calls_table(title: str, calls: dict[str, Any]) -> Table:
-    """A table of calls of `generate()`, with bytes if they were counted."""
-    peaks = any("peak" in entry for entry in calls.values())
-    columns = ("s a call", "tokens/s", "times as fast", *(["peak MB"] if peaks else []))
-    table = new_table(title, "cache", *columns, "graphs", "first\ncall, s", "compiled\nlater")
-    for name, entry in calls.items():
-        table.add_row(
-            name,
-            f"{entry['median']:.3f}",
-            f"{entry['new'] / entry['median']:.1f}",
-            span(entry, "speed"),
-            *([_megabytes(entry["peak"])] if peaks else []),
-            f"{entry['graphs'] or ''}",
-            f"{entry['first']:.3f}",
-            f"{entry['recompiles'] if entry['graphs'] else ''}",
-        )
-    return table
-
-
-def _megabytes(count: int | None) -> str:
-    return "not measured" if count is None else f"{count / 1e6:.2f}"
+def show_calls(run: Session, title: str, calls: dict[str, Any]) -> None:
+    """Print a table of calls of `generate()`, with bytes if they were counted."""
+    columns: dict[str, Cell] = {
+        "s a call": shown("median", ".3f"),
+        "tokens/s": lambda entry: f"{entry['new'] / entry['median']:.1f}",
+        "times as fast": span("speed"),
+        "peak MB": mb("peak", ".2f"),
+        "graphs": lambda entry: f"{entry['graphs'] or ''}",
+        "first\ncall, s": shown("first", ".3f"),
+        "compiled\nlater": lambda entry: f"{entry['recompiles']}" if entry["graphs"] else "",
+    }
+    run.table(title, "cache", {"": calls}, columns)

@@ -4,16 +4,17 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lib.contenders import FLOOR, REFERENCE, Maker, fill, random_states, roundings
+from lib.contenders import FLOOR, REFERENCE, Maker, fill, roundings
 from lib.internals import cache_nbytes, interleaved, is_tie, quiet_clock
 from lib.workload import FILL_CHUNK, RandomModel, Shape, Workload
 
-Trials = dict[str, list[list[float]]]
+Seconds = dict[str, list[list[float]]]
 """The seconds of each step, for each contender and trial."""
 
 Tick = Callable[[], None]
@@ -43,7 +44,6 @@ class Disagreements:
 
     @property
     def failures(self) -> int:
-        """The number of differences that are not ties."""
         return sum(not entry["tie"] for entry in self.found)
 
     def compare_step(self, where: dict[str, Any], expected: Tensor, logits: Tensor) -> float:
@@ -65,6 +65,25 @@ class Disagreements:
         """Compare the first tokens of `states` `[batch, kv_heads, tokens, head_dim]` with those of `expected`."""
         if not torch.equal(states[:, :, : expected.shape[2]], expected):
             self.found.append({**where, "expected": "the states that went in", "seen": "others", "tie": False})
+
+
+@dataclass
+class Trials:
+    """How often steps are timed, and where it is recorded if they differ from the reference's.
+
+    Attributes:
+        steps: steps in each trial.
+        count: the number of trials.
+        ticking: shows a bar.
+        block: steps before the next contender's turn.
+        disagreements: where differences are recorded.
+    """
+
+    steps: int
+    count: int
+    ticking: Ticking
+    block: int = 4
+    disagreements: Disagreements = field(default_factory=Disagreements)
 
 
 def step(forward: Forward, cache: Any, token: int, device: torch.device | str | None = None) -> tuple[float, Tensor]:
@@ -89,51 +108,46 @@ def measure_decode(
     workload: Workload,
     makers: dict[str, Maker],
     length: int,
-    steps: int,
-    trials: int,
-    block: int,
-    disagreements: Disagreements,
-    tick: Tick,
+    trials: Trials,
     forwards: Mapping[str, Forward] | None = None,
 ) -> dict[str, Any]:
     """Time decode steps from `length` tokens on.
 
     The reference decodes greedily once, which also warms up. In the trials, every contender is fed those tokens. So all
     decode one sequence, each step is compared by itself, and a contender that always agrees would have decoded the same
-    tokens alone. Contenders take turns of `block` steps, in an order that rotates. Contenders in `forwards` decode with
-    that function, the others with the model itself.
+    tokens alone. Contenders take turns of a block of steps, in an order that rotates. Contenders in `forwards` decode
+    with that function, the others with the model itself.
     """
-    forwards = forwards or {}
+    forwards, steps, names = forwards or {}, trials.steps, list(makers)
     model, config = workload.model, workload.model.config
     first = workload.prepare(length)
-    names = list(makers)
-    seconds: Trials = {name: [] for name in names}
-    held = dict.fromkeys(names, 0)
-    distance = dict.fromkeys(names, 0.0)
+    tick = trials.ticking(f"{workload.name}, {len(names)} caches at {length:,} tokens", trials.count)
+    found: dict[str, Any] = {name: {"seconds": [], "held": 0, "logit_distance": 0.0} for name in names}
     reference = makers[REFERENCE](config, length + steps)
     workload.fill(reference)
     with quiet_clock():
         tokens, expected = greedy_reference(model, reference, first, steps)
     del reference
-    for trial in range(trials):
+    for trial in range(trials.count):
         gc.collect()
         caches = {name: make(config, length + steps) for name, make in makers.items()}
         with quiet_clock():
             for name in names:
                 workload.fill(caches[name])
-                seconds[name].append([])
-            for start in range(0, steps, block):
-                for name in interleaved(names, trial + start // block):
-                    for index in range(start, min(start + block, steps)):
+                found[name]["seconds"].append([])
+            for start in range(0, steps, trials.block):
+                for name in interleaved(names, trial + start // trials.block):
+                    for index in range(start, min(start + trials.block, steps)):
                         took, logits = step(forwards.get(name, model), caches[name], tokens[index])
-                        seconds[name][trial].append(took)
+                        found[name]["seconds"][trial].append(took)
                         where = {"model": workload.name, "cache": name, "tokens": length + index, "trial": trial}
-                        apart = disagreements.compare_step(where, expected[index], logits)
-                        distance[name] = max(distance[name], apart)
-        held = {name: cache_nbytes(cache) for name, cache in caches.items()}
+                        apart = trials.disagreements.compare_step(where, expected[index], logits)
+                        found[name]["logit_distance"] = max(found[name]["logit_distance"], apart)
+        for name, cache in caches.items():
+            found[name]["held"] = cache_nbytes(cache)
         del caches
         tick()
-    return {name: {"seconds": seconds[name], "held": held[name], "logit_distance": distance[name]} for name in names}
+    return found
 
 
 def time_updates(cache: Any, keys: Tensor, values: Tensor, count: int) -> tuple[list[float], Tensor]:
@@ -149,24 +163,18 @@ def time_updates(cache: Any, keys: Tensor, values: Tensor, count: int) -> tuple[
 
 
 def measure_update(
-    config: Any,
-    shape: Shape,
-    makers: dict[str, Maker],
-    length: int,
-    steps: int,
-    trials: int,
-    disagreements: Disagreements,
-    tick: Tick,
-) -> dict[str, Any]:
+    config: Any, shape: Shape, makers: dict[str, Maker], length: int, trials: Trials
+) -> dict[str, dict[str, Any]]:
     """Time one layer's update of one token, from `length` tokens on, Python included."""
-    names = list(makers)
-    seconds: Trials = {name: [] for name in names}
-    prompt = random_states(1, shape.kv_heads, shape.head_dim, length, torch.bfloat16)
-    keys, values = random_states(1, shape.kv_heads, shape.head_dim, 1, torch.bfloat16, seed=1)[0]
+    names, steps = list(makers), trials.steps
+    seconds: Seconds = {name: [] for name in names}
+    shape = replace(shape, layers=1)
+    prompt, (keys, values) = shape.states(length, torch.bfloat16), shape.states(1, torch.bfloat16, seed=1)[0]
     expected = torch.cat([prompt[0][0], keys.expand(-1, -1, steps, -1)], dim=2)
     # Short updates are all Python, and one in a thousand is interrupted: repeats stabilise the mean.
     repeats = max(1, min(16, 4096 // length))
-    for trial in range(trials):
+    tick = trials.ticking(f"updates at {length:,} tokens", trials.count)
+    for trial in range(trials.count):
         gc.collect()
         for name in names:
             seconds[name].append([])
@@ -178,7 +186,7 @@ def measure_update(
                     took, attended = time_updates(cache, keys, values, steps)
                 seconds[name][trial] += took
                 where = {"model": "one layer", "cache": name, "tokens": length, "trial": trial}
-                disagreements.compare_states(where, expected, attended)
+                trials.disagreements.compare_states(where, expected, attended)
                 del cache, attended
         tick()
     return {name: {"seconds": seconds[name]} for name in names}
@@ -189,12 +197,13 @@ def measure_growth(config: Any, shape: Shape, make: Maker, length: int) -> dict[
 
     This is the long-run cost of growing: a mean over fewer updates contains either no growth or too much of it.
     """
-    keys, values = random_states(1, shape.kv_heads, shape.head_dim, 1, torch.bfloat16, seed=1)[0]
+    shape = replace(shape, layers=1)
+    keys, values = shape.states(1, torch.bfloat16, seed=1)[0]
     cache = make(config, 2 * length)
     growths: list[int] = []
     seconds: list[float] = []
     with quiet_clock():
-        fill(cache, random_states(1, shape.kv_heads, shape.head_dim, length, torch.bfloat16), FILL_CHUNK)
+        fill(cache, shape.states(length, torch.bfloat16), FILL_CHUNK)
         before = cache.nbytes
         while len(growths) < 2 and len(seconds) < length + 1024:
             seconds += time_updates(cache, keys, values, 1)[0]
@@ -213,13 +222,7 @@ def measure_growth(config: Any, shape: Shape, make: Maker, length: int) -> dict[
 
 
 def measure_sliding(
-    workload: RandomModel,
-    makers: dict[str, Maker],
-    stations: list[int],
-    steps: int,
-    trials: int,
-    disagreements: Disagreements,
-    tick: Tick,
+    workload: RandomModel, makers: dict[str, Maker], stations: list[int], trials: Trials
 ) -> dict[str, Any]:
     """Time decode steps at several token counts along one sequence.
 
@@ -229,13 +232,13 @@ def measure_sliding(
     Returns:
         For each contender `stations`, the seconds of each step by station and trial, and `updates` by trial.
     """
-    model, shape = workload.model, workload.shape
+    model = workload.model
     names = [name for name in makers if name != FLOOR]
-    longest = stations[-1] + steps
+    longest = stations[-1] + trials.steps
     first = workload.prepare(stations[0])
-    news = random_states(shape.layers, shape.kv_heads, shape.head_dim, 1, torch.bfloat16, seed=1)
-    stepped: dict[str, dict[int, list[list[float]]]] = {name: {at: [] for at in stations} for name in names}
-    updated: Trials = {name: [] for name in names}
+    news = workload.shape.states(1, torch.bfloat16, seed=1)
+    found: dict[str, Any] = {name: {"stations": {at: [] for at in stations}, "updates": []} for name in names}
+    tick = trials.ticking(workload.name, trials.count)
 
     expected: dict[int, tuple[list[int], list[Tensor]]] = {}
     reference = makers[REFERENCE](model.config, longest)
@@ -243,28 +246,28 @@ def measure_sliding(
         workload.fill(reference)
         for station in stations:
             _travel(reference, news, station)
-            expected[station] = greedy_reference(model, reference, first, steps)
+            expected[station] = greedy_reference(model, reference, first, trials.steps)
 
-    for trial in range(trials):
+    for trial in range(trials.count):
         gc.collect()
         caches = {name: makers[name](model.config, longest) for name in names}
         with quiet_clock():
             for name in names:
                 workload.fill(caches[name])
-                updated[name].append([])
+                found[name]["updates"].append([])
             for turn, station in enumerate(stations):
                 tokens, logits_of = expected[station]
                 for name in interleaved(names, trial + turn):
-                    updated[name][trial] += _travel(caches[name], news, station)
+                    found[name]["updates"][trial] += _travel(caches[name], news, station)
                     took = []
-                    for index in range(steps):
-                        seconds, logits = step(model, caches[name], tokens[index])
+                    for index, token in enumerate(tokens):
+                        seconds, logits = step(model, caches[name], token)
                         took.append(seconds)
                         where = {"model": workload.name, "cache": name, "tokens": station + index, "trial": trial}
-                        disagreements.compare_step(where, logits_of[index], logits)
-                    stepped[name][station].append(took)
+                        trials.disagreements.compare_step(where, logits_of[index], logits)
+                    found[name]["stations"][station].append(took)
         tick()
-    return {name: {"stations": stepped[name], "updates": updated[name]} for name in names}
+    return found
 
 
 def _travel(cache: Any, news: list[tuple[Tensor, Tensor]], station: int) -> list[float]:

@@ -22,26 +22,37 @@ class Turns:
 
     Attributes:
         seconds: of each contender, turn by turn.
+        processor: seconds of the processor, of all threads together: other work on the machine hardly changes them.
     """
 
     def __init__(self, names: Iterable[str], first: int = 0) -> None:
         self.seconds: dict[str, list[float]] = {name: [] for name in names}
+        self.processor: dict[str, list[float]] = {name: [] for name in self.seconds}
         self.next = first
 
     def take(self, run: Callable[[str], Any], is_counted: bool = True) -> dict[str, Any]:
         """Run every contender once; return what each returned. What only warms up is not counted."""
+
+        def timed(name: str) -> tuple[float, Any]:
+            begin = time.perf_counter()
+            found = run(name)
+            return time.perf_counter() - begin, found
+
+        return self.take_timed(timed, is_counted)
+
+    def take_timed(self, run: Callable[[str], tuple[float, Any]], is_counted: bool = True) -> dict[str, Any]:
+        """The same with a function that also returns the seconds of the part that is to be timed."""
         found = {}
         for name in interleaved(list(self.seconds), self.next):
-            begin = time.perf_counter()
-            found[name] = run(name)
-            took = time.perf_counter() - begin
+            begin = time.process_time()
+            took, found[name] = run(name)
             if is_counted:
+                self.processor[name].append(time.process_time() - begin)
                 self.seconds[name].append(took)
         self.next += 1
         return found
 
     def median(self, name: str) -> float:
-        """The median seconds of a contender."""
         return statistics.median(self.seconds[name])
 
     def ratio(self, slow: str, fast: str) -> float:
@@ -80,7 +91,6 @@ class Comparison:
         self.turns = Turns(makers)
 
     def cache(self, name: str, more: int = 0) -> Any:
-        """An empty cache for the prompts and `more` tokens."""
         return self.makers[name](self.model.config, self.length + more)
 
     def forward(self, ids: Tensor, cache: Any) -> Tensor:

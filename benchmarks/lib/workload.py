@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from lib.contenders import fill, random_states
+from lib.contenders import fill
 from lib.internals import default_text
 
 FILL_CHUNK = 2048
@@ -32,6 +32,32 @@ class Shape:
     intermediate: int = 2816
     vocab: int = 1024
 
+    def config(self, positions: int = 65536, **options: Any) -> transformers.PretrainedConfig:
+        """Config of a llama with so many positions; with `sliding_window` among the options, of a mistral."""
+        config_class = transformers.MistralConfig if "sliding_window" in options else transformers.LlamaConfig
+        return config_class(
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            hidden_size=self.heads * self.head_dim,
+            intermediate_size=self.intermediate,
+            vocab_size=self.vocab,
+            max_position_embeddings=positions,
+            **options,
+        )
+
+    def states(self, tokens: int, dtype: torch.dtype, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values `[1, kv_heads, tokens, head_dim]` for each layer, the same for the same seed."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal() -> Tensor:
+            return torch.empty(1, self.kv_heads, tokens, self.head_dim, dtype=dtype).normal_(generator=generator)
+
+        # With a standard deviation of two, attention selects among tokens instead of averaging over all of them. A
+        # cache that loses tokens then gives other logits.
+        return [(normal().mul_(2), normal()) for _ in range(self.layers)]
+
 
 QUICK_SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=256)
 """A model that only shows that a benchmark runs."""
@@ -43,7 +69,6 @@ class RandomModel:
     Args:
         shape: the model's size.
         sliding_window: tokens that each layer attends to; `None` for all.
-        positions: the largest number of positions.
         dtype: the model's dtype.
         chunk: tokens in each chunk that fills a cache.
     """
@@ -52,44 +77,26 @@ class RandomModel:
         self,
         shape: Shape,
         sliding_window: int | None = None,
-        positions: int = 65536,
         dtype: torch.dtype = torch.bfloat16,
         chunk: int = FILL_CHUNK,
     ) -> None:
-        sizes: dict[str, Any] = {
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads,
-            "head_dim": shape.head_dim,
-            "hidden_size": shape.heads * shape.head_dim,
-            "intermediate_size": shape.intermediate,
-            "vocab_size": shape.vocab,
-            "max_position_embeddings": positions,
-        }
+        windows = {} if sliding_window is None else {"sliding_window": sliding_window}
         self.shape, self.chunk = shape, chunk
         self.name = "random llama" if sliding_window is None else f"random mistral, window {sliding_window}"
-        config = (
-            transformers.LlamaConfig(**sizes)
-            if sliding_window is None
-            else transformers.MistralConfig(**sizes, sliding_window=sliding_window)
-        )
         torch.manual_seed(0)
-        self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        self.model = transformers.AutoModelForCausalLM.from_config(shape.config(**windows), dtype=dtype).eval()
         self.limit: int | None = None
         self.states: list[tuple[Tensor, Tensor]] = []
 
     def prepare(self, length: int) -> int:
         """Make the states of `length` tokens; return the first token to decode from."""
-        shape = self.shape
-        self.states = random_states(shape.layers, shape.kv_heads, shape.head_dim, length, self.model.dtype)
-        return length % shape.vocab
+        self.states = self.shape.states(length, self.model.dtype)
+        return length % self.shape.vocab
 
     def prompt(self, tokens: int) -> Tensor:
-        """Random token ids `[1, tokens]`."""
         return torch.randint(self.shape.vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
 
     def fill(self, cache: Any) -> None:
-        """Put the prepared states into a cache, in chunks."""
         fill(cache, self.states, self.chunk)
 
 
@@ -124,13 +131,11 @@ class RealModel:
         return int(first)
 
     def prompt(self, tokens: int) -> Tensor:
-        """Token ids `[1, tokens]` from the beginning of the text."""
         if self.ids.shape[1] < tokens:
             raise SystemExit(f"the text has {self.ids.shape[1]} tokens, and {tokens} are needed: use a longer one")
         return self.ids[:, :tokens]
 
     def fill(self, cache: Any) -> None:
-        """Prefill a cache with the text that was read."""
         if self.states:
             fill(cache, self.states, FILL_CHUNK)
         else:
@@ -161,6 +166,5 @@ def real_workload(
 
 
 def default_model() -> str | None:
-    """The demo model's directory if it exists, else `None`."""
     source = os.environ.get("KVLAYERS_DEMO_MODEL", DEMO_MODEL)
     return source if pathlib.Path(source).is_dir() else None

@@ -1,5 +1,6 @@
 """The benchmark runs, and refuses figures of a cache that decodes other tokens."""
 
+import argparse
 import json
 import pathlib
 from collections.abc import Iterator
@@ -314,6 +315,9 @@ def test_compiled_contenders_have_nothing_to_do_with_one_another(benchmark: Any)
 
 
 def test_promises_of_static_caches(benchmark: Any) -> None:
+    from rich.progress import Progress
+
+    from lib import report
     from lib import static as static_module
 
     def timed(seconds: float, **more: int) -> dict[str, Any]:
@@ -332,8 +336,9 @@ def test_promises_of_static_caches(benchmark: Any) -> None:
         "transformers.StaticCache, compiled": timed(8.0, graphs=1, recompiles=0),
     }
     static = {"eager": {1024: steps}, "compiled": {}, "generate": {"buckets": 3, "calls": calls}}
-    found = static_module.static_targets(static)
-    assert [(round(entry["value"], 3), entry["met"]) for entry in found] == [
+    run = report.Session(argparse.Namespace(), Progress())
+    static_module.hold_static_to_targets(run, static)
+    assert [(round(entry["value"], 3), entry["met"]) for entry in run.targets] == [
         (1.1, True),
         (6.0, True),
         (1.25, False),
@@ -369,8 +374,9 @@ def test_the_benchmark_of_offloading_counts_bytes_where_there_is_no_accelerator(
 ) -> None:
     import offload
 
-    assert offload.main(["--quick", "--output", str(tmp_path)]) == 0
-    traffic = json.loads((tmp_path / "offload.json").read_text())["traffic"]
+    output = tmp_path / "offload.json"
+    assert offload.main(["--quick", "--output", str(output)]) == 0
+    traffic = json.loads(output.read_text())["results"]["traffic"]
     # Four layers, two KV heads of 32, keys and values, two bytes each.
     new_token = 4 * 2 * 32 * 2 * 2
     for name in (offload.KVLAYERS, offload.STATIC):
@@ -394,15 +400,6 @@ def test_the_benchmark_of_sinks_compares_with_recomputing_what_is_held(benchmark
     assert figures[sinks.RECOMPUTED]["perplexity"] > 1
     with pytest.raises(SystemExit):
         sinks.main(["--quick", "--window", "4"])
-
-
-def test_the_benchmark_of_batches_compares_every_sequence(benchmark: Any, tmp_path: pathlib.Path) -> None:
-    import batches
-
-    output = tmp_path / "batches.json"
-    assert batches.main(["--cases", "2x16", "--steps", "3", "--trials", "1", "--output", str(output)]) == 0
-    seconds = json.loads(output.read_text())["results"]["2x16"]
-    assert [len(seconds[name]) for name in batches.NAMES] == [2, 2, 2, 2]
 
 
 def test_the_benchmark_of_latents_compares_logits(
@@ -432,8 +429,6 @@ def test_the_benchmark_of_scores_compares_them_with_each_pair_alone(
     assert len(results["choices"]["seconds"][scoring.KVLAYERS]) == 2
     monkeypatch.setitem(scoring.WAYS, scoring.KVLAYERS, lambda *call: [score + 1e-3 for score in scoring.alone(*call)])
     assert scoring.main(["--quick", "--only", "choices", "--output", str(output)]) == 1
-    with pytest.raises(SystemExit):
-        scoring.main(["--quick", "--record"])
 
 
 ONLY_BRANCHES = ["--quick", "--only", "decode,insert", "--lengths", "32", "--steps", "8", "--trials", "1"]
@@ -519,7 +514,8 @@ def test_the_benchmark_of_the_ordinary_case_compares_tokens(
     output = tmp_path / "ordinary.json"
     assert ordinary.main(["--quick", "--threads", "1", "--output", str(output)]) == 0
     results = json.loads(output.read_text())["results"]
-    assert set(results["steps"]) == set(results["prefill"]) == {"1x64", "2x96"}
+    assert set(results["steps"]) == set(results["batches"]) == set(results["prefill"]) == {"1x64", "2x96"}
+    assert set(results["batches"]["2x96"]) == set(ordinary.IN_BATCHES)
     assert [measured["same_tokens"] for measured in results["generate"].values()] == [True]
     monkeypatch.setitem(ordinary.EXACT, ordinary.KVLAYERS, lambda config, length: OtherValues(config=config))
     assert ordinary.main(["--quick", "--only", "prefill", "--threads", "1", "--output", str(output)]) == 1

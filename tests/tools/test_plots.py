@@ -32,14 +32,6 @@ def plots(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("plots")
 
 
-@pytest.fixture
-def picture(monkeypatch: pytest.MonkeyPatch) -> Any:
-    pytest.importorskip("matplotlib", reason="no matplotlib here: the extra 'report' brings it")
-    pytest.importorskip("rich", reason="no rich here: the extra 'cli' brings it")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("readme_picture")
-
-
 def test_the_page_has_the_figures_that_are_recorded() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     results = recorded("decode-2026-11-21.json")["results"]
@@ -94,7 +86,7 @@ def test_a_plot_shows_the_medians_and_says_where_they_are_from(plots: Any) -> No
         }
         for length, medians in medians_by_length.items()
     } | {"model": "a model"}
-    (axes,) = plots.step_plot(found).axes
+    axes = plots.step_plot(found)
     shown = {bars.get_label(): list(bars.lines[0].get_ydata()) for bars in axes.containers}
     measured = found["results"]["decode"]["random"]
     lengths = sorted((length for length in measured if length != "model"), key=int)
@@ -128,28 +120,28 @@ def test_what_is_recorded_lacks_the_single_times_alone(record: Any) -> None:
 
 
 @versions.benchmarks_of_transformers
-def test_the_picture_of_the_readme_is_drawn_from_the_record_of_its_table(picture: Any, tmp_path: pathlib.Path) -> None:
-    claimed = picture.claimed
+def test_the_picture_of_the_readme_is_drawn_from_the_record_of_its_table(plots: Any, tmp_path: pathlib.Path) -> None:
+    claimed = plots.claimed
     found = claimed.read_record(claimed.recorded_path())["step"]
-    steps, held = picture.picture(found).axes
+    steps, held = plots.picture(found).axes
     for axes, column in ((steps, claimed.MILLISECONDS), (held, claimed.MEGABYTES)):
         shown = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
-        for row, (label, _) in picture.CACHES.items():
+        for row, (label, _) in plots.CACHES.items():
             assert shown[label] == [
                 found["cells"][claimed.length_row(row, tokens)][column] for tokens in claimed.LENGTHS
             ]
-    picture.draw(found, tmp_path / "readme.svg")
+    plots.draw_picture(found, tmp_path / "readme.svg")
     drawn = (tmp_path / "readme.svg").read_text()
     assert "prefers-color-scheme:dark" in drawn
-    for line in picture.provenance(found["at"]).splitlines():
+    for line in plots.provenance(found["at"]).splitlines():
         assert line in drawn
         assert line in (PLOTS / "readme.svg").read_text(), "run benchmarks/claims.py --write"
 
 
 @versions.benchmarks_of_transformers
-def test_table_and_picture_say_the_same(picture: Any) -> None:
+def test_table_and_picture_say_the_same(plots: Any) -> None:
     """At the greatest length, the ratio in the table is that of the times in the picture, and so are the bytes."""
-    claimed = picture.claimed
+    claimed = plots.claimed
     cells = claimed.read_record(claimed.recorded_path())["step"]["cells"]
     base = cells[claimed.length_row(claimed.TRANSFORMERS, claimed.LENGTHS[-1])]
     for row in (claimed.DYNAMIC, claimed.INT4):

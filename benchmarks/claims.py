@@ -29,7 +29,6 @@ import torch
 
 import claimed
 import fidelity
-import kvlayers
 import offload
 import ordinary
 import plots
@@ -70,9 +69,6 @@ class OtherTokensError(Exception):
 
 class Run:
     """What measurements share.
-
-    Args:
-        session: arguments, terminal and bars.
 
     Attributes:
         quick: whether to take a small random model in the place of every model, and few tokens and trials.
@@ -290,16 +286,9 @@ def measure_window(run: Run) -> Mapping[str, Cells]:
 def measure_sinks(run: Run) -> Mapping[str, Cells]:
     window, windows = (16, 4) if run.quick else (64, 8)
     workload = run.real(torch.float32)
-    model, ids = workload.model, workload.prompt(windows * window + 1)
-    caches = {
-        sinks.SINKS: kvlayers.SinkCache(window, sinks.NUM_SINK_TOKENS, config=model.config),
-        sinks.WINDOW: sinks.window_cache(model, window),
-    }
-    seen = {
-        name: sinks.stream(model, ids, cache, window, run.ticking(name, windows * window))["perplexity"]
-        for name, cache in caches.items()
-    }
-    return {"sinks": {claimed.SINK: {claimed.TIMES_PERPLEXITY: seen[sinks.WINDOW] / seen[sinks.SINKS]}}}
+    found = sinks.stream_both(workload.model, workload.prompt(windows * window + 1), window, run.ticking)
+    times = found[sinks.WINDOW]["perplexity"] / found[sinks.SINKS]["perplexity"]
+    return {"sinks": {claimed.SINK: {claimed.TIMES_PERPLEXITY: times}}}
 
 
 def measure_offload(run: Run) -> Mapping[str, Cells]:

@@ -42,11 +42,7 @@ class Case:
     """A layer that is quantized, and the queries that read it.
 
     Attributes:
-        quantization: bits and groups.
-        head_dim: channels of a head.
-        dtype: dtype of the states.
         queries: new tokens of a decode step.
-        masked: whether there is a mask.
         readers: sequences that share the prompt.
         gathered: whether each kv head reads its own pieces of the prompt.
     """

@@ -90,10 +90,6 @@ def fitting(lengths: list[int], workload: Workload, steps: int, say: Callable[[s
 class Measurements:
     """The sections of a run.
 
-    Args:
-        run: arguments, terminal and bars.
-        makers: the caches to compare, by name.
-
     Attributes:
         results: what each section found.
         trials: how often, and where tokens or states differ from the reference's.

@@ -134,11 +134,7 @@ def measure_generate(shape: Shape, new_tokens: int, turns: int) -> dict[str, Any
 
 
 class Sections:
-    """The sections of a run, and their bounds.
-
-    Args:
-        run: arguments, terminal and bars.
-    """
+    """The sections of a run, and their bounds."""
 
     def __init__(self, run: report.Session) -> None:
         self.run, self.given = run, run.given

@@ -81,7 +81,6 @@ class FirstTokens:
     """Prompts with one prefix, and the ways to compute their first tokens.
 
     Args:
-        model: the model.
         prefix: ids of the common prefix, `[1, tokens]`.
         questions: ids that follow, one row for each prompt.
         directory: a directory with the file that a store has made of the prefix's cache.
@@ -139,11 +138,7 @@ class FirstTokens:
 
 
 class Sections:
-    """The sections of a run.
-
-    Args:
-        run: arguments, terminal and bars.
-    """
+    """The sections of a run."""
 
     def __init__(self, run: report.Session) -> None:
         self.run, self.given = run, run.given

@@ -42,10 +42,6 @@ def options() -> report.Options:
     return made
 
 
-def window_cache(model: Any, window: int) -> kvlayers.Cache:
-    return kvlayers.Cache([kvlayers.SlidingLayer(window) for _ in range(model.config.num_hidden_layers)])
-
-
 def stream(model: Any, ids: Tensor, cache: Any, window: int, tick: Callable[[], None]) -> dict[str, Any]:
     """Read a text token by token: the perplexity of its second half, and the seconds of a step in each window."""
     tokens = ids.shape[1] - 1
@@ -85,16 +81,18 @@ def _perplexity(surprise: Iterable[float]) -> float:
     return float(torch.tensor(list(surprise), dtype=torch.float64).mean().exp())
 
 
-def measure(model: Any, ids: Tensor, window: int, stride: int, ticking: Any) -> dict[str, Any]:
-    tokens = ids.shape[1] - 1
-    caches = {
-        SINKS: kvlayers.SinkCache(window, NUM_SINK_TOKENS, config=model.config),
-        WINDOW: window_cache(model, window),
-    }
-    found: dict[str, Any] = {
-        name: stream(model, ids, cache, window, ticking(f"{name}, {window} tokens", tokens))
+def stream_both(model: Any, ids: Tensor, window: int, ticking: Any) -> dict[str, Any]:
+    """The figures of a cache with sinks, and of one that holds only the newest tokens."""
+    layers = [kvlayers.SlidingLayer(window) for _ in range(model.config.num_hidden_layers)]
+    caches = {SINKS: kvlayers.SinkCache(window, NUM_SINK_TOKENS, config=model.config), WINDOW: kvlayers.Cache(layers)}
+    return {
+        name: stream(model, ids, cache, window, ticking(f"{name}, {window} tokens", ids.shape[1] - 1))
         for name, cache in caches.items()
     }
+
+
+def measure(model: Any, ids: Tensor, window: int, stride: int, ticking: Any) -> dict[str, Any]:
+    tokens, found = ids.shape[1] - 1, stream_both(model, ids, window, ticking)
     positions = range(tokens // 2, tokens, stride)
     tick = ticking(f"{RECOMPUTED}, {window} tokens", -(-len(positions) // ROWS_AT_ONCE))
     found[RECOMPUTED] = {"perplexity": recompute(model, ids, window, positions, tick)}

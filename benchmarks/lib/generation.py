@@ -24,8 +24,6 @@ class Job:
     """The task of every contender.
 
     Args:
-        name: the model's name.
-        model: a causal language model.
         prompt: token ids `[1, tokens]`, on the model's device.
         new: tokens to generate.
         reserve: tokens that static caches reserve.

@@ -34,14 +34,7 @@ def as_gpu(capability: int = 90, device: torch.device = META) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch that did not happen.
-
-    Attributes:
-        kernel: the kernel.
-        grid: programs in each dimension.
-        arguments: what it was given.
-        constants: its compile-time constants.
-    """
+    """A launch that did not happen."""
 
     kernel: TritonKernel
     grid: tuple[int, ...]
@@ -78,11 +71,7 @@ def _no_bytes(kernel: TritonKernel, *arguments: Any) -> int:
 
 
 class OfflineDriver:
-    """What triton asks of a driver if it only compiles.
-
-    Args:
-        capability: compute capability of the GPU, such as 90.
-    """
+    """What triton asks of a driver if it only compiles, for a compute capability such as 90."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -118,11 +107,9 @@ class Compiled:
     """A kernel, compiled for a GPU.
 
     Attributes:
-        capability: compute capability of the GPU.
         registers: registers of a thread.
         spilled: bytes that a thread writes to memory because it has too few registers.
         shared: bytes of shared memory of a program.
-        warps: warps of a program.
         stages: blocks in the copy pipeline.
     """
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,11 +67,10 @@ class KeyOutliers:
                 for module, where, factor in ((keys, change, self.size), (queries, of_queries, 1 / self.size)):
                     factors = torch.where(where > 0, factor, 1.0)
                     handles.append(module.register_forward_hook(functools.partial(_multiplied, factors)))
-        try:
-            yield
-        finally:
+        with ExitStack() as stack:
             for handle in handles:
-                handle.remove()
+                stack.callback(handle.remove)
+            yield
 
 
 @dataclass(frozen=True)
@@ -118,11 +117,10 @@ class ValueOutliers:
                 handles.append(module.register_forward_hook(change))
             if name.endswith(".o_proj") and self.kind == "varying":
                 handles.append(module.register_forward_pre_hook(divided))
-        try:
-            yield
-        finally:
+        with ExitStack() as stack:
             for handle in handles:
-                handle.remove()
+                stack.callback(handle.remove)
+            yield
 
 
 def _added(change: Tensor, module: Any, arguments: Any, output: Tensor) -> Tensor:

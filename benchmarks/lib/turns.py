@@ -69,11 +69,9 @@ class Comparison:
     """Forward passes of a batch with caches that take turns, and where their tokens differ.
 
     Args:
-        workload: the model.
         makers: the caches, the reference among them.
         exact: names of the caches whose tokens are compared.
         case: batch and tokens of the prompts.
-        disagreements: where differences are recorded.
     """
 
     def __init__(

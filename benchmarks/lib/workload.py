@@ -67,9 +67,7 @@ class RandomModel:
     """A llama-like model with random weights, and caches with random states.
 
     Args:
-        shape: the model's size.
         sliding_window: tokens that each layer attends to; `None` for all.
-        dtype: the model's dtype.
         chunk: tokens in each chunk that fills a cache.
     """
 
@@ -101,13 +99,7 @@ class RandomModel:
 
 
 class RealModel:
-    """A model from a directory or the hub, with real text.
-
-    Args:
-        source: directory or hub name.
-        text: the text that the model reads.
-        dtype: the model's dtype.
-    """
+    """A model from a directory or the hub, with the text that it reads."""
 
     def __init__(self, source: str, text: str, dtype: torch.dtype = torch.bfloat16) -> None:
         self.name = pathlib.Path(source).name

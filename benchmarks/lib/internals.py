@@ -12,6 +12,7 @@ from unittest import mock
 
 import kvlayers.caches.base
 from kvlayers.attention import dispatch, reference
+from kvlayers.attention.cuda import kernel as cuda_kernel
 from kvlayers.attention.dispatch import CUDA, PathCounter
 from kvlayers.attention.gqa import marked_for_sdpa
 from kvlayers.attention.packed_tensor import PackedStates, as_dense

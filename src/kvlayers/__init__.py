@@ -161,9 +161,11 @@ def __getattr__(name: str) -> Any:
                 f"`kvlayers.{name}` has moved: write `from {home} import {new}`.", DeprecationWarning, stacklevel=2
             )
             return getattr(importlib.import_module(home), new)
-        if name not in __all__ and name.isidentifier() and importlib.util.find_spec(f"{__name__}.{name}"):
-            value: Any = importlib.import_module(f".{name}", __name__)
-        else:
+        if name in __all__:
             value = _public(name)
+        elif name.isidentifier() and importlib.util.find_spec(f"{__name__}.{name}"):
+            value = importlib.import_module(f".{name}", __name__)
+        else:
+            raise AttributeError(f"module 'kvlayers' has no attribute '{name}'")
     globals()[name] = value
     return value

@@ -7,7 +7,7 @@ import versions
 
 CASES = """
 import torch
-from kvlayers.kernels import fused
+from kvlayers.kernels.attention import fused
 torch.manual_seed(0)
 for dtype in (torch.float32, torch.bfloat16):
     for batch, kv_heads, group, queries, width in ((1, 1, 1, 1, 16), (3, 5, 2, 1, 80), (2, 1, 3, 7, 24)):

@@ -1,5 +1,6 @@
 """What an import of kvlayers imports: next to nothing, and what is asked for when it is asked for."""
 
+import ast
 import importlib
 import json
 import pathlib
@@ -34,10 +35,10 @@ def roots(modules: list[str]) -> set[str]:
 def test_beside_transformers_an_import_adds_next_to_nothing(imported: Any) -> None:
     modules = {module for module in imported["kvlayers"] if module.startswith("kvlayers.")}
     assert modules == {
-        *("kvlayers.upstream", "kvlayers.upstream.first_import", "kvlayers.upstream.supported"),
+        *("kvlayers.rooms", "kvlayers.upstream", "kvlayers.upstream.first_import", "kvlayers.upstream.supported"),
         *("kvlayers.utils", "kvlayers.utils.late", "kvlayers.version"),
     }
-    assert roots(imported["kvlayers"]) - set(sys.stdlib_module_names) <= {"kvlayers", "packaging"}
+    assert roots(imported["kvlayers"]) - set(sys.stdlib_module_names) <= {"kvlayers", "packaging", "lazy_loader"}
 
 
 @needs_a_fork
@@ -59,8 +60,9 @@ def test_modules_are_there_as_soon_as_the_package_is(imported: Any) -> None:
 
 
 def test_every_public_name_is_there_and_no_other() -> None:
-    late = [name for names in kvlayers._NAMES.values() for name in names]
-    assert sorted([*late, "__version__"]) == sorted(kvlayers.__all__)
+    stub = ast.parse(pathlib.Path(kvlayers.__file__).with_suffix(".pyi").read_text())
+    (listed,) = (ast.literal_eval(node.value) for node in stub.body if isinstance(node, ast.Assign))
+    assert sorted(listed) == sorted(kvlayers.__all__)
     # What a notebook completes.
     assert dir(kvlayers) == sorted(kvlayers.__all__)
     for name in ("errors.CapacityError", "cache.none", ""):

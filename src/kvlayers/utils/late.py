@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvlayers.errors import RegistryError
-
 _targets: dict[str, str] = {}
 _rooms: list[str] = []
 _loading = threading.RLock()
@@ -35,6 +33,9 @@ def function(name: str) -> Callable[..., Any]:
         RegistryError: this installation lacks the room that has it.
     """
     if name not in _targets:
+        # Now, as `import kvlayers` imports this module, and nothing that it does not need.
+        from kvlayers.errors import RegistryError
+
         raise RegistryError(
             f"expected a room of kvlayers that provides '{name}', but this installation has none: install kvlayers "
             "with the room, or leave out what needs it."

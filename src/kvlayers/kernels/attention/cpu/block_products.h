@@ -9,7 +9,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "../../utils/vectors.h"
+#include "../../../utils/vectors.h"
 #include "call.h"
 #include "products.h"
 

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "../../utils/vectors.h"
+#include "../../../utils/vectors.h"
 #include "products.h"
 
 namespace {

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "../../utils/vectors.h"
+#include "../../../utils/vectors.h"
 
 namespace {
 

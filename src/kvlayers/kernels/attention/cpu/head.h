@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "../../utils/hadamard.h"
-#include "../../utils/vectors.h"
+#include "../../../utils/hadamard.h"
+#include "../../../utils/vectors.h"
 #include "block_products.h"
 #include "call.h"
 #include "dense.h"

@@ -12,9 +12,9 @@
 #include <utility>
 #include <vector>
 
-#include "../../utils/hadamard.h"
-#include "../../utils/parallel.h"
-#include "../../utils/vectors.h"
+#include "../../../utils/hadamard.h"
+#include "../../../utils/parallel.h"
+#include "../../../utils/vectors.h"
 #include "call.h"
 #include "head.h"
 #include "partials.h"

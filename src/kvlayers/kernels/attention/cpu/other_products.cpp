@@ -1,6 +1,6 @@
 // Products of all codes that `whole_products.cpp` does not multiply. See `products.h`.
 
-#include "../../utils/parallel.h"  // of which every library is given an address when it is loaded
+#include "../../../utils/parallel.h"  // of which every library is given an address when it is loaded
 #include "packed.h"
 
 namespace {

@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "../../utils/vectors.h"
+#include "../../../utils/vectors.h"
 #include "codes.h"
 #include "products.h"
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "../../utils/vectors.h"
+#include "../../../utils/vectors.h"
 #include "call.h"
 #include "plan.h"
 

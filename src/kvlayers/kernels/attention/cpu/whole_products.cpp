@@ -1,6 +1,6 @@
 // Products of the most common codes: whole numbers of 4 and of 8 bits. See `products.h`.
 
-#include "../../utils/parallel.h"  // of which every library is given an address when it is loaded
+#include "../../../utils/parallel.h"  // of which every library is given an address when it is loaded
 #include "packed.h"
 
 namespace {

@@ -6,9 +6,9 @@
 #include <cstring>
 #include <vector>
 
-#include "../../utils/hadamard.h"
-#include "../../utils/parallel.h"
-#include "../../utils/vectors.h"
+#include "../../../utils/hadamard.h"
+#include "../../../utils/parallel.h"
+#include "../../../utils/vectors.h"
 #include "search.h"
 
 extern "C" {

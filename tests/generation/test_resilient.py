@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
+import fresh_process
 import kvlayers
 import versions
 from kvlayers import OptionError
@@ -769,15 +770,41 @@ def test_a_failed_attempt_leaves_no_memory_behind() -> None:
     with pytest.warns(SteppedDownWarning):
         resilient_generate(model, **arguments_for(ids, ladder=["int4", "static"]))
     assert alive == [1, 1, 1]
-    # Also a cache that only the call itself holds.
-    caches.clear()
-    alive.clear()
-    model = fresh_model("qwen2")
-    model.register_forward_pre_hook(watch, with_kwargs=True)
-    RunningOut(model, [3])
-    with pytest.warns(SteppedDownWarning):
-        resilient_generate(model, ids, past_key_values=kvlayers.DynamicCache(config=model.config))
-    assert alive == [1, 1]
+
+
+HELD_BY_THE_CALL = """
+import weakref
+import torch
+import kvlayers
+from kvlayers.upstream import cache_argument
+from models import fresh_model, prompt
+
+model, alive, caches, passes = fresh_model("qwen2"), [], [], []
+
+def watch(model, args, kwargs):
+    cache = cache_argument.passed_in(kwargs)
+    passes.append(cache is None)
+    if all(known() is not cache for known in caches):
+        caches.append(weakref.ref(cache))
+        alive.append(sum(known() is not None for known in caches))
+
+def fail(module, args):
+    if len(passes) == 3:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+model.register_forward_pre_hook(watch, with_kwargs=True)
+model.model.layers[-1].register_forward_pre_hook(fail)
+kvlayers.resilient_generate(model, prompt(1), past_key_values=kvlayers.DynamicCache(config=model.config))
+print(alive)
+"""
+
+
+@versions.generate_makes_the_cache
+def test_a_failed_attempt_gives_back_a_cache_that_only_the_call_holds() -> None:
+    # In a process of its own: once torch has compiled something, Python itself keeps the arguments of calls alive.
+    ran = fresh_process.run(HELD_BY_THE_CALL)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "[1, 1]"
 
 
 def test_the_memory_of_an_accelerator_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from packaging.version import Version
 from torch import nn
 
 # Transformers 5 spells it PreTrainedConfig, and keeps this name as well.
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from kvlayers.errors import ConfigError
 from kvlayers.upstream import model_types
@@ -211,14 +211,15 @@ def layer_devices(model: object) -> tuple[torch.device, ...]:
     Weights that accelerate brings from elsewhere for each forward pass are on no device in between. Their layers count
     as layers of the model's device.
     """
-    if not isinstance(model, PreTrainedModel) or len(vars(model).get("hf_device_map", ())) < 2:
+    if not isinstance(model, nn.Module) or len(vars(model).get("hf_device_map", ())) < 2:
         return ()
-    device: torch.device = model.device
-    devices = tuple(_device(layer, device) for layer in _decoder_layers(model))
+    spread: Any = model
+    device: torch.device = spread.device
+    devices = tuple(_device(layer, device) for layer in _decoder_layers(spread))
     return devices if set(devices) - {device} else ()
 
 
-def _decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
+def _decoder_layers(model: Any) -> Sequence[nn.Module]:
     count = model_types.decoder_config(model).num_hidden_layers
     lists = (part for part in model.get_decoder().modules() if isinstance(part, nn.ModuleList))
     return next((list(layers) for layers in lists if len(layers) == count), [])

@@ -100,7 +100,8 @@ def test_everything_else_works_without_a_room(room: str, tmp_path: pathlib.Path)
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("room", ["recall"])
 def test_all_other_tests_pass_without_a_room(room: str, tmp_path: pathlib.Path) -> None:
     tree = removed(room, tmp_path)
     for name in ("tests", "docs", "benchmarks", "README.md", "pyproject.toml", "CONTRIBUTING.md"):

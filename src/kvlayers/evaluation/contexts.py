@@ -180,8 +180,8 @@ class ContextEntries:
     """How the contexts of one kind of cache are stored.
 
     Entries of exact caches are shared with `generate()`. What a cache that rounds or evicts holds depends on where it
-    stopped reading. So contexts are read in the same chunks, and an entry serves those that start with all of its
-    tokens, and is never rolled back.
+    stopped reading. So contexts are read in the same chunks. An entry is never rolled back: it serves contexts that
+    start with all of its tokens.
 
     Args:
         part: the part of the store.

@@ -418,14 +418,14 @@ def _page_tokens_of(layer: TokenLayer, keys: Tensor) -> int | None:
     return layer.chosen_page_tokens(keys.shape[2]) if apart else None
 
 
-def placed(layer: Any, prefetcher: Prefetcher | None, only_non_sliding: bool) -> Any:
-    """A layer of a cache: wrapped so that its states are held elsewhere, if the cache offloads and that is worth it.
+def placed(layer: Any, prefetcher: Prefetcher, only_non_sliding: bool) -> Any:
+    """A layer of a cache: wrapped so that its states are held elsewhere, if that is worth it.
 
     Recurrent states are small, and stay on the device.
 
     Args:
         layer: a layer of kvlayers or of transformers.
-        prefetcher: the prefetcher of the cache, `None` if it does not offload.
+        prefetcher: the prefetcher of the cache.
         only_non_sliding: leave layers that attend within a window on the device.
 
     Raises:
@@ -433,8 +433,6 @@ def placed(layer: Any, prefetcher: Prefetcher | None, only_non_sliding: bool) ->
         UnsupportedLayerError: it attends, and its states cannot be moved.
     """
     known = adapted(layer)
-    if prefetcher is None:
-        return layer
     attention = known.parts[0]
     if isinstance(attention, TokenLayer):
         stays = only_non_sliding and attention.is_sliding

@@ -231,7 +231,7 @@ class Directory:
         ]
 
     def _refresh(self) -> None:
-        """Read the nodes that others have written, and forget those that they have deleted."""
+        """Read nodes that others have written, and forget nodes that others have deleted."""
         with self._lock:
             before = dict(self._tree.nodes)
         files = {file.name: file for file in self.backend.files()}
@@ -466,7 +466,7 @@ class Directory:
         return True
 
     def _delete(self, names: Sequence[str], used_before: int | None = None) -> None:
-        """Delete files, and forget those that are gone then."""
+        """Delete files, and forget the nodes whose files no longer exist."""
         if not names:
             return
         self.backend.delete(names, used_before)

@@ -179,7 +179,7 @@ def find(console: Console, name: str | None, option: str = "--model") -> FoundMo
     """Read the config and the tokenizer of a model, so that other arguments can be checked before weights are loaded.
 
     Args:
-        console: where to say what is done.
+        console: where to report progress.
         name: directory or hub name, `None` for the demo's model.
         option: the option that names the model.
 
@@ -201,7 +201,7 @@ def load(console: Console, found: FoundModel, dtype: torch.dtype, device: torch.
     """Load the weights of a model.
 
     Args:
-        console: where to say what is done.
+        console: where to report progress.
         found: config and tokenizer of the model.
         dtype: dtype of the weights, and so of the states.
         device: device of the model.
@@ -221,7 +221,7 @@ def load(console: Console, found: FoundModel, dtype: torch.dtype, device: torch.
 
 @contextmanager
 def _status(console: Console, what: str) -> Iterator[None]:
-    """Show on a terminal what is done, in place of transformers' bars."""
+    """Report progress on a terminal, in place of transformers' bars."""
     draws_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

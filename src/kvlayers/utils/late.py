@@ -48,6 +48,7 @@ def function(name: str) -> Callable[..., Any]:
 def load_rooms() -> None:
     """Import every room, so that all kinds are registered."""
     with _loading:
-        while _rooms:
-            # Taken out first, since a room that is imported may ask for kinds itself.
-            importlib.import_module(_rooms.pop())
+        for room in tuple(_rooms):
+            importlib.import_module(room)
+        # Only now: a room that could not be imported must fail for the next caller too, not be missing in silence.
+        _rooms.clear()

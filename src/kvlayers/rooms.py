@@ -16,6 +16,7 @@ ROOMS = (
     "kvlayers.recall",
     "kvlayers.eviction",
     "kvlayers.interop",
+    "kvlayers.rows",
     "kvlayers.generation",
 )
 """Their import registers the kinds of layers, stores and caches."""
@@ -25,6 +26,10 @@ PROVIDED = {
     "offloading": "kvlayers.offload.offloading:Offloading.from_options",
     "place": "kvlayers.offload.offloaded_layer:placed",
     "recurrent kinds": "kvlayers.recurrent.hybrid_layer:recurrent_kinds",
+    "separate rows": "kvlayers.rows.rows_layer:SeparateRows",
+    "dense rows": "kvlayers.rows.dense_rows:DenseRows",
+    "recurrent rows": "kvlayers.rows.recurrent_rows:RecurrentRows",
+    "rows": "kvlayers.rows.operations:Rows",
     "recall": "kvlayers.recall.recall_layer:Recall.of",
     "recall in facts": "kvlayers.recall.recall_layer:Recall.in_facts",
     "adapter": "kvlayers.interop.adapter:adapter",

@@ -203,6 +203,7 @@ class WrapperLayer(CacheLayer):
     length = forwarded("wrapped")
     capacity = forwarded("wrapped")
     held_tokens = forwarded("wrapped")
+    forms = forwarded("wrapped")
     batch_size = forwarded("wrapped")
     dtype = forwarded("wrapped")
     device = forwarded("wrapped")

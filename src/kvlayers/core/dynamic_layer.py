@@ -1,14 +1,18 @@
 """A layer that keeps every token."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.dense_store import DenseStore
+from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import TokenStore
 from kvlayers.errors import RollbackError
+from kvlayers.utils import late
 from kvlayers.utils.options import checks_options
 
 
@@ -36,6 +40,17 @@ class DynamicLayer(TokenLayer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         return self._store.take_in(key_states, value_states)
+
+    @override
+    def drop_padding(self, tokens: int) -> None:
+        self._store.drop_oldest(tokens)
+
+    @override
+    def side_by_side(self, rows: Sequence[LayerOperations]) -> LayerOperations:
+        if type(self._store) is not DenseStore:
+            return super().side_by_side(rows)
+        joined: LayerOperations = late.function("dense rows")(rows)
+        return joined
 
     @property
     @override

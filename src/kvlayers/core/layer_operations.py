@@ -1,11 +1,12 @@
 """The contract of every layer of a cache, whether it attends or not. `CacheLayer` adds attention."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import Self
 
@@ -16,6 +17,7 @@ from kvlayers.core.layer_shape import LayerShape
 from kvlayers.core.token_store import Fidelity, lacks_member
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.rope.rotary import Rotary
+from kvlayers.utils import late
 from kvlayers.utils.registry import ClassRegistry, DescribesItself
 from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.tensor_memory import storages_of
@@ -128,6 +130,67 @@ class LayerOperations(DescribesItself, ABC):
     def with_attention(self, attention: "LayerOperations") -> "LayerOperations":
         """A layer that attends as `attention` does, and has what this layer has beside its attention: here nothing."""
         return attention
+
+    # Rows: sequences of lengths of their own
+
+    @property
+    def separate_rows(self) -> "Sequence[LayerOperations]":
+        """The layers of its rows, if each row is a layer of its own; otherwise the layer itself."""
+        return (self,)
+
+    @property
+    def forms(self) -> tuple[StateForm, ...]:
+        """Form of the keys and of the values; empty before the first states, and for a layer that does not attend."""
+        return ()
+
+    def drop_padding(self, tokens: int) -> None:
+        """Forget the first `tokens` tokens of a layer of one sequence, as if they had never been passed.
+
+        Raises:
+            UnsupportedLayerError: the layer cannot.
+        """
+        raise UnsupportedLayerError(
+            f"`attention_mask` must have no padding for a {type(self.original).__name__}, got {tokens} columns of it: "
+            "pass each prompt without padding to a cache of its own, and merge() them."
+        )
+
+    @property
+    def row_lengths(self) -> tuple[int | None, ...]:
+        """Tokens that each sequence has seen and not rolled back, `[batch]`; empty before the first states."""
+        return (self.length,) * (self.batch_size or 0)
+
+    def row(self, index: int) -> "LayerOperations":
+        """A layer with one sequence of this layer, to go on by itself. It does not change when this layer does."""
+        row = self.fork()
+        row.select(torch.tensor([index]))
+        row.compact()
+        return row
+
+    def side_by_side(self, rows: "Sequence[LayerOperations]") -> "LayerOperations":
+        """A layer with these layers of one sequence as its rows, which it takes over. This layer is the first of them.
+
+        Raises:
+            UnsupportedLayerError: layers of this kind cannot be rows.
+        """
+        joined: LayerOperations = late.function("separate rows")(rows)
+        return joined
+
+    def check_truncate_rows(self, lengths: Sequence[int]) -> None:
+        """Raise `RollbackError` if a row cannot be put back to its length, `[batch]`, exactly."""
+        raise self._has_no_rows()
+
+    def truncate_rows(self, lengths: Sequence[int]) -> None:
+        """Roll each row back to its length, `[batch]`. Only rows that were made by `side_by_side` can."""
+        raise self._has_no_rows()
+
+    counts_rows = False
+    """Whether each row can be rolled back by itself."""
+
+    def _has_no_rows(self) -> UnsupportedLayerError:
+        return UnsupportedLayerError(
+            f"`layer` must have rows of its own to roll one of them back, got a {type(self).__name__}: call crop_rows() "
+            "of its cache."
+        )
 
     # What it is made from
 

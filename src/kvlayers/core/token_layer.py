@@ -70,6 +70,11 @@ class TokenLayer(DescribedByArguments, CacheLayer):
     def held_tokens(self) -> int:
         return self._store.length
 
+    @property
+    @override
+    def forms(self) -> tuple[StateForm, ...]:
+        return tuple(form for form in (self._store.key_form, self._store.value_form) if form is not None)
+
     def attended_past(self, tokens: int) -> int:
         """How many of the newest `tokens` tokens the next one attends to, besides itself."""
         return tokens

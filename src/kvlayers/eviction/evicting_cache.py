@@ -174,7 +174,8 @@ class EvictingCache(Cache):
                 "their states: export with kvlayers.ExportableDecoder."
             )
         # All layers of full attention share the mask of one of them, but may hold different numbers of tokens.
-        evicting = [layer for layer in map(_unwrapped, self.adapted_layers()) if isinstance(layer, EvictingLayer)]
+        rows = [row for layer in self.adapted_layers() for row in layer.separate_rows]
+        evicting = [layer for layer in map(_unwrapped, rows) if isinstance(layer, EvictingLayer)]
         columns = max((layer.columns for layer in evicting), default=0)
         for layer in evicting:
             layer.announce(columns)

@@ -1,6 +1,6 @@
 """A layer that attends and has a recurrent state: an attention layer and a recurrent layer, side by side."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor
@@ -188,6 +188,42 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     def deactivate_past_recording(self) -> None:
         self.wrapped.deactivate_past_recording()
         self.linear.deactivate_past_recording()
+
+    @property
+    @override
+    def counts_rows(self) -> bool:  # type: ignore[override]
+        return bool(self.wrapped.counts_rows)
+
+    @property
+    @override
+    def separate_rows(self) -> Sequence[LayerOperations]:
+        return self.wrapped.separate_rows
+
+    @property
+    @override
+    def row_lengths(self) -> tuple[int | None, ...]:
+        return self.wrapped.row_lengths
+
+    @override
+    def row(self, index: int) -> LayerOperations:
+        attention = self.wrapped.row(index) if self.wrapped.batch_size is not None else self.wrapped.fork()
+        return HybridLayer(cast("CacheLayer", attention), cast("LinearAttentionLayer", self.linear.row(index)))
+
+    @override
+    def side_by_side(self, rows: Sequence[LayerOperations]) -> LayerOperations:
+        attention, linear = zip(*(row.parts for row in rows), strict=True)
+        joined = attention[0].side_by_side(attention), linear[0].side_by_side(linear)
+        return HybridLayer(cast("CacheLayer", joined[0]), cast("LinearAttentionLayer", joined[1]))
+
+    @override
+    def check_truncate_rows(self, lengths: Sequence[int]) -> None:
+        for part in self.parts:
+            part.check_truncate_rows(lengths)
+
+    @override
+    def truncate_rows(self, lengths: Sequence[int]) -> None:
+        for part in self.parts:
+            part.truncate_rows(lengths)
 
     @override
     def select(self, indices: Tensor) -> None:

@@ -1,6 +1,6 @@
 """A layer with a state of fixed size instead of tokens: linear attention, state spaces, short convolutions."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +29,7 @@ from kvlayers.recurrent.states import (
     no_state,
 )
 from kvlayers.upstream import compat
+from kvlayers.utils import late
 from kvlayers.utils.options import checks_options
 
 
@@ -320,6 +321,11 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         return length - target
 
     # Operations
+
+    @override
+    def side_by_side(self, rows: Sequence[LayerOperations]) -> LayerOperations:
+        joined: LayerOperations = late.function("recurrent rows")(rows)
+        return joined
 
     @override
     def select(self, indices: Tensor) -> None:

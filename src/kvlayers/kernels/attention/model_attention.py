@@ -13,7 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from kvlayers.errors import ConfigError
 from kvlayers.kernels.attention import custom_masks, dense_kernels
-from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.attention.packed_tensor import StateTensor
 from kvlayers.upstream import compat
 
 NAME = "kvlayers"
@@ -89,7 +89,7 @@ def attention(
     if attention_mask is None and causal and query.shape[2] > 1:
         attention_mask = _of_newest(query.shape[2], key.shape[2], query.device)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    if not dropout and type(key) is not PackedStates and type(value) is not PackedStates:
+    if not dropout and not isinstance(key, StateTensor) and not isinstance(value, StateTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if dense_kernels.takes_on_cpu(query, key, value, attention_mask):
                 out = dense_kernels.attend_on_cpu(query, key, value, attention_mask, scale, softcap, s_aux)

@@ -364,6 +364,9 @@ def as_latents(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         keys: latents `[batch, 1, tokens, latent_dim]`, plain or packed.
         values: rotated keys `[batch, 1, tokens, rotated_channels]`, as the latents.
     """
+    if isinstance(keys, StateTensor) and not isinstance(keys, PackedStates):
+        # Rows of a batch that have latents of their own.
+        return keys, values
     snapshot = snapshot_of(keys, values)
     # Somebody who looks at queries, or chooses tokens by them, knows no queries of latents.
     chooses = snapshot.observe is not None or snapshot.choose is not None or snapshot.segments.holds_gathered

@@ -1,0 +1,3 @@
+"""Batches as sets of rows: sequences that join, leave, and go back each by itself."""
+
+from kvlayers.rows.operations import Rows, crop_rows, extend, extract, merge

@@ -1,0 +1,211 @@
+"""Rows that keep every token in full precision, side by side in one tensor."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self, override
+
+from kvlayers.core.buffer import StateForm, form_of
+from kvlayers.core.dense_store import DenseStore
+from kvlayers.core.dynamic_layer import DynamicLayer, check_rollback
+from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.core.validation import checked_forms, mismatch
+from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.kernels.attention.row_states import AdjacentRowStates, RowColumns, RowStates
+from kvlayers.rows.rows_layer import RowsLayer
+
+GROWTH_DIVISOR = 8
+"""A full tensor grows by an eighth, as that of a `DenseStore`."""
+
+MINIMUM_GROWTH = 128
+"""Fewest tokens by which it grows."""
+
+
+class Places:
+    """Where new tokens of rows are written, and what their queries see. All layers of a cache share it.
+
+    It is computed by the first layer of a step, and holds for the others, whose rows have the same lengths.
+    """
+
+    def __init__(self) -> None:
+        self._newest: Any = None
+
+    def behind(self, lengths: tuple[int, ...], new: int, device: torch.device) -> tuple[Tensor, RowColumns]:
+        """Columns of `new` tokens behind rows, int64 `[batch, 1, new, 1]`, and the columns of all tokens then."""
+        key = lengths, new, device
+        if self._newest is None or self._newest[0] != key:
+            first = torch.tensor(lengths, device=device)[:, None]
+            written = (first + torch.arange(new, device=device))[:, None, :, None]
+            self._newest = key, (written, RowColumns([length + new for length in lengths], device))
+        found: tuple[Tensor, RowColumns] = self._newest[1]
+        return found
+
+
+class DenseRows(RowsLayer):
+    """Rows of `DynamicLayer`s in full precision. A step costs what that of an ordinary batch costs.
+
+    A row begins in column 0 and ends where it ends: to roll it back is to lower its length.
+
+    Args:
+        rows: `DynamicLayer`s of one sequence, in full precision. Their states are copied.
+    """
+
+    keeps_every_token = True
+    capacity: int | None = None
+    fidelity = "exact"
+
+    def __init__(self, rows: Sequence[LayerOperations]) -> None:
+        super().__init__()
+        self._places = Places()
+        self._lengths = tuple([row.length or 0 for row in rows])
+        pairs = [row.peek() for row in rows]
+        self._keys, self._values = (_side_by_side(states) for states in zip(*pairs, strict=True))
+
+    @property
+    @override
+    def row_lengths(self) -> tuple[int, ...]:
+        return self._lengths
+
+    @property
+    @override
+    def forms(self) -> tuple[StateForm, ...]:
+        return form_of(self._keys), form_of(self._values)
+
+    @property
+    @override
+    def dtype(self) -> torch.dtype:
+        return self._keys.dtype
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        return self._keys.device
+
+    @property
+    @override
+    def keys(self) -> Tensor:
+        """Keys held, `[batch, kv_heads, held, head_dim]`, with zeros in front of rows that hold fewer."""
+        return self._states(RowColumns(self._lengths, self.device))[0].dense()
+
+    @property
+    @override
+    def values(self) -> Tensor:
+        """Values held, as `keys`."""
+        return self._states(RowColumns(self._lengths, self.device))[1].dense()
+
+    def _states(self, columns: RowColumns) -> tuple[RowStates, RowStates]:
+        keys, values = (states.narrow(2, 0, columns.tokens) for states in (self._keys, self._values))
+        return AdjacentRowStates(keys, columns), AdjacentRowStates(values, columns)
+
+    @override
+    def held_tensors(self) -> Iterator[Tensor]:
+        yield from (self._keys, self._values)
+
+    # Taking in states
+
+    @override
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        self._check(key_states, value_states)
+        new = key_states.shape[2]
+        written, columns = self._places.behind(self._lengths, new, self.device)
+        self._keys, self._values = (_with_room(states, columns.tokens) for states in (self._keys, self._values))
+        for held, states in ((self._keys, key_states), (self._values, value_states)):
+            held.scatter_(2, written.expand(states.shape), states)
+        # Last, so that an interrupted update has not happened.
+        self._lengths = columns.lengths
+        return self._states(columns)
+
+    def _check(self, keys: Tensor, values: Tensor) -> None:
+        self.check_new(keys)
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            raise UnsupportedLayerError(
+                "`key_states` must not be followed by autograd, got states with gradients for rows of their own "
+                "lengths: use torch.no_grad()."
+            )
+        for states, held in ((keys, self._keys), (values, self._values)):
+            if states.shape[1::2] != held.shape[1::2] or states.dtype != held.dtype or states.device != held.device:
+                raise mismatch(checked_forms(keys, values), checked_forms(self._keys, self._values), self.length)
+
+    @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    @override
+    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
+        raise StateMismatchError("`cache` must be empty to reserve memory, got rows: make a new cache.")
+
+    # Rolling back, and the batch
+
+    @override
+    def check_truncate_rows(self, lengths: Sequence[int]) -> None:
+        for held, length in zip(self._lengths, lengths, strict=True):
+            check_rollback(length, held)
+
+    @override
+    def truncate_rows(self, lengths: Sequence[int]) -> None:
+        self._lengths = tuple(lengths)
+
+    @override
+    def row(self, index: int) -> LayerOperations:
+        row, own = DynamicLayer(), self._lengths[index]
+        with torch.no_grad():
+            row.update(self._keys[index : index + 1, :, :own], self._values[index : index + 1, :, :own])
+        return row
+
+    @override
+    def select(self, indices: Tensor) -> None:
+        chosen = indices.to(self.device)
+        self._lengths = tuple([self._lengths[index] for index in indices.tolist()])
+        self._keys, self._values = (states.index_select(0, chosen) for states in (self._keys, self._values))
+
+    @override
+    def reset(self) -> None:
+        self._lengths = (0,) * self.batch_size
+
+    @override
+    def fork(self) -> Self:
+        twin = self._twin()
+        twin._keys, twin._values = self._keys.clone(), self._values.clone()
+        return twin
+
+    @override
+    def trim(self) -> None:
+        self._keys, self._values = (
+            states[:, :, : self.length].clone() if states.shape[2] > self.length else states
+            for states in (self._keys, self._values)
+        )
+
+
+def _side_by_side(states: Sequence[Tensor]) -> Tensor:
+    """Rows `[1, kv_heads, tokens, head_dim]` in one tensor, each from column 0 on, with room for more."""
+    _, kv_heads, _, head_dim = states[0].shape
+    capacity = _capacity(max(own.shape[2] for own in states))
+    with torch.inference_mode(False):
+        whole = torch.zeros((len(states), kv_heads, capacity, head_dim), dtype=states[0].dtype, device=states[0].device)
+    for row, own in zip(whole, states, strict=True):
+        row[:, : own.shape[2]].copy_(own[0])
+    return whole
+
+
+def _capacity(tokens: int) -> int:
+    return tokens + max(tokens // GROWTH_DIVISOR, MINIMUM_GROWTH)
+
+
+def _with_room(states: Tensor, tokens: int) -> Tensor:
+    """The states, or a copy of them with room for more tokens if these do not fit."""
+    if states.shape[2] >= tokens:
+        return states
+    return torch.nn.functional.pad(states, (0, 0, 0, _capacity(tokens) - states.shape[2]))
+
+
+def share_places(layers: Sequence[object]) -> None:
+    """Let the layers of a cache compute once where their new tokens go."""
+    places = Places()
+    for layer in layers:
+        if isinstance(layer, DenseRows):
+            layer._places = places

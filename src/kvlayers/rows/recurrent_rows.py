@@ -1,0 +1,173 @@
+"""Rows of a layer with recurrent states."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self, override
+
+from kvlayers.core.layer_operations import LayerOperations, LayerState
+from kvlayers.errors import UnsupportedLayerError
+from kvlayers.recurrent.linear_layer import LinearAttentionLayer
+from kvlayers.recurrent.states import LinearStates
+from kvlayers.rows.rows_layer import not_saved
+
+
+class RecurrentRows(LinearAttentionLayer):
+    """Rows of a `LinearAttentionLayer`, each with its own count of tokens and its own checkpoints.
+
+    The states of all rows are one tensor, as models read and write it, and each row holds its part of it as a view.
+
+    Args:
+        rows: layers of one sequence. They are handed over.
+    """
+
+    counts_rows = True
+    can_be_stacked = False
+
+    def __init__(self, rows: Sequence[LayerOperations]) -> None:
+        first = rows[0]
+        if not isinstance(first, LinearAttentionLayer):
+            raise UnsupportedLayerError(f"`rows` must be LinearAttentionLayers, got a {type(first).__name__}.")
+        super().__init__(first.number_of_states, first.checkpoints, first.tokens_at_once)
+        self.rows: list[Any] = list(rows)
+        self._join()
+
+    def _join(self) -> None:
+        """Let the rows hold views of one tensor for each state."""
+        for name in ("conv", "recurrent"):
+            of_rows = [vars(row._states)[name] for row in self.rows]
+            for index in range(self.number_of_states):
+                states = [own[index] for own in of_rows]
+                whole = None if any(one is None for one in states) else torch.cat(states)
+                vars(self._states)[name][index] = whole
+                if whole is not None:
+                    for own, view in zip(of_rows, whole.split(1), strict=True):
+                        own[index] = view
+        first: LinearStates = self.rows[0]._states
+        self._states.kernel = dict(first.kernel)
+        self._states.has_conv, self._states.has_recurrent = dict(first.has_conv), dict(first.has_recurrent)
+
+    @property
+    @override
+    def row_lengths(self) -> tuple[int | None, ...]:
+        return tuple([row.length for row in self.rows])
+
+    @property
+    def length(self) -> int | None:  # type: ignore[override]
+        """Tokens that the longest row has seen, `None` if that is not known."""
+        lengths = self.row_lengths
+        return None if None in lengths else max(length for length in lengths if length is not None)
+
+    @property
+    @override
+    def separate_rows(self) -> Sequence[LayerOperations]:
+        return self.rows
+
+    # Taking in states
+
+    @override
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None) -> Tensor:
+        own = zip(self.rows, conv_states.split(1), strict=True)
+        full = [row.update_conv_state(columns, state_idx, conv_kernel_size) for row, columns in own]
+        self._join_if_new("conv", state_idx)
+        return torch.cat(full)
+
+    @override
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0) -> Tensor:
+        for row, states in zip(self.rows, recurrent_states.split(1), strict=True):
+            row.update_recurrent_state(states, state_idx)
+        self._join_if_new("recurrent", state_idx)
+        held = self._states.recurrent[state_idx]
+        return recurrent_states if held is None else held
+
+    def _join_if_new(self, name: str, state_idx: int) -> None:
+        whole = vars(self._states)[name][state_idx]
+        views = [vars(row._states)[name][state_idx] for row in self.rows]
+        if whole is None or any(
+            view.data_ptr() != part.data_ptr() for view, part in zip(views, whole.split(1), strict=True)
+        ):
+            self._join()
+
+    # Rolling back
+
+    @override
+    def check_truncate_rows(self, lengths: Sequence[int]) -> None:
+        for row, length in zip(self.rows, lengths, strict=True):
+            row.check_truncate(length)
+
+    @override
+    def truncate_rows(self, lengths: Sequence[int]) -> None:
+        for row, length in zip(self.rows, lengths, strict=True):
+            if length != row.length:
+                row.truncate(length)
+        self._join()
+
+    def _shortened(self, length: int) -> list[int]:
+        removed = (self.length or 0) - length
+        return [max((own or 0) - removed, 0) for own in self.row_lengths]
+
+    @override
+    def nearest_restorable(self, length: int) -> int:  # type: ignore[override]
+        own = zip(self.rows, self._shortened(length), strict=True)
+        return length + min(row.nearest_restorable(wanted) - wanted for row, wanted in own)
+
+    @override
+    def truncate(self, length: int) -> int:
+        target = self.nearest_restorable(length)
+        lengths = self._shortened(target)
+        self.check_truncate_rows(lengths)
+        self.truncate_rows(lengths)
+        return length - target
+
+    @override
+    def activate_past_recording(self) -> None:
+        for row in self.rows:
+            row.activate_past_recording()
+
+    @override
+    def deactivate_past_recording(self) -> None:
+        for row in self.rows:
+            row.deactivate_past_recording()
+
+    # The batch
+
+    @override
+    def row(self, index: int) -> LayerOperations:
+        row: LayerOperations = self.rows[index].fork()
+        return row
+
+    @override
+    def select(self, indices: Tensor) -> None:
+        chosen = indices.tolist()
+        self.rows = [
+            self.rows[index].fork() if index in chosen[:place] else self.rows[index]
+            for place, index in enumerate(chosen)
+        ]
+        self._join()
+
+    @override
+    def reset(self) -> None:
+        for row in self.rows:
+            row.reset()
+        self._join()
+
+    @override
+    def fork(self) -> Self:
+        return type(self)([row.fork() for row in self.rows])
+
+    @override
+    def held_tensors(self) -> Iterator[Tensor]:
+        for row in self.rows:
+            yield from row.held_tensors()
+
+    @override
+    def state(self) -> LayerState:
+        raise not_saved()
+
+    @override
+    def load_state(self, state: LayerState) -> None:
+        raise not_saved()

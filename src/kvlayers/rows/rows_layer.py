@@ -1,0 +1,354 @@
+"""Layers of a batch of which each row has a length of its own."""
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self, override
+
+from kvlayers.core.arguments import whole_number
+from kvlayers.core.buffer import StateForm
+from kvlayers.core.cache_layer import CacheLayer
+from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.layer_operations import LayerOperations, LayerState
+from kvlayers.core.token_store import Fidelity, least_faithful
+from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers.kernels.attention.row_states import RowStates
+
+
+class RowsLayer(CacheLayer):
+    """A layer that counts the tokens of each row. To the model its rows are a batch that is padded on the left."""
+
+    counts_rows = True
+
+    @property
+    @abstractmethod
+    def row_lengths(self) -> tuple[int, ...]:
+        """Tokens that each row has seen, `[batch]`."""
+
+    @abstractmethod
+    def check_truncate_rows(self, lengths: Sequence[int]) -> None:
+        """Raise `RollbackError` if a row cannot be put back to its length, `[batch]`, exactly."""
+
+    @abstractmethod
+    def truncate_rows(self, lengths: Sequence[int]) -> None:
+        """Roll each row back to its length, `[batch]`, which was checked."""
+
+    # By the length of the longest row
+
+    @property
+    @override
+    def length(self) -> int:
+        return max(self.row_lengths)
+
+    @property
+    @override
+    def batch_size(self) -> int:
+        return len(self.row_lengths)
+
+    def _shortened(self, length: int) -> list[int]:
+        """The length of each row if as many tokens go as lead to a length of the longest row."""
+        removed = self.length - whole_number(length, "a length")
+        lengths = [own - removed for own in self.row_lengths]
+        if min(lengths) < 0:
+            raise RollbackError(
+                f"`length` must leave the shortest row, which has {min(self.row_lengths)} tokens, at least none, got "
+                f"{length}, which removes {removed}: use crop_rows()."
+            )
+        return lengths
+
+    @override
+    def check_truncate(self, length: int) -> None:
+        self.check_truncate_rows(self._shortened(length))
+
+    @override
+    def truncate(self, length: int) -> None:
+        lengths = self._shortened(length)
+        self.check_truncate_rows(lengths)
+        self.truncate_rows(lengths)
+
+    def check_new(self, key_states: Tensor) -> None:
+        """Raise `StateMismatchError` if new states are not of all rows."""
+        if key_states.shape[0] != self.batch_size:
+            raise StateMismatchError(
+                f"`key_states` must be of the {self.batch_size} rows of the cache, got {key_states.shape[0]}: pass all "
+                "rows, or use keep_rows() first."
+            )
+
+    # Saving
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        return self.row(0).describe()
+
+    @classmethod
+    @override
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        raise not_saved()
+
+    @override
+    def state(self) -> LayerState:
+        raise not_saved()
+
+    @override
+    def check_state(self, state: LayerState) -> None:
+        raise not_saved()
+
+    @override
+    def load_state(self, state: LayerState) -> None:
+        raise not_saved()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(row_lengths={list(self.row_lengths)})"
+
+
+def not_saved() -> UnsupportedLayerError:
+    return UnsupportedLayerError(
+        "`cache` must be a batch whose sequences have one length to be saved, got rows of their own lengths: save "
+        "each cache.extract(row), and merge() them after loading."
+    )
+
+
+class SeparateRows(RowsLayer):
+    """Rows of any kind of layer that attends, each in a layer of its own, as it would be if it were decoded alone.
+
+    A row counts its own tokens, evicts its own tokens, and packs its own blocks.
+
+    Args:
+        rows: a layer for each sequence, all of one kind. They are handed over.
+    """
+
+    def __init__(self, rows: Sequence[CacheLayer]) -> None:
+        super().__init__()
+        if not all(isinstance(row, CacheLayer) for row in rows):
+            raise UnsupportedLayerError(
+                f"`caches` must have layers of kvlayers, got a {type(rows[0].original).__name__}: make the caches by "
+                "kvlayers."
+            )
+        self.rows = list(rows)
+
+    # What it holds
+
+    @property
+    @override
+    def row_lengths(self) -> tuple[int, ...]:
+        return tuple([row.length for row in self.rows])
+
+    @property
+    @override
+    def capacity(self) -> int | None:
+        """The length of the longest row at which one of the rows is full."""
+        free = [row.capacity - row.length for row in self.rows if row.capacity is not None]
+        return self.length + min(free) if free else None
+
+    @property
+    @override
+    def forms(self) -> tuple[StateForm, ...]:
+        return self.rows[0].forms
+
+    @property
+    @override
+    def dtype(self) -> Any:
+        return self.rows[0].dtype
+
+    @property
+    @override
+    def device(self) -> Any:
+        return self.rows[0].device
+
+    @property
+    @override
+    def held_tokens(self) -> int:
+        return max(row.held_tokens or 0 for row in self.rows)
+
+    @property
+    @override
+    def keys(self) -> Tensor:
+        """Keys held, `[batch, kv_heads, held, head_dim]`, with zeros in front of rows that hold fewer."""
+        return RowStates([row.keys for row in self.rows]).dense()
+
+    @property
+    @override
+    def values(self) -> Tensor:
+        """Values held, as `keys`."""
+        return RowStates([row.values for row in self.rows]).dense()
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return least_faithful([row.fidelity for row in self.rows])
+
+    @property
+    @override
+    def exact_from(self) -> int | None:
+        first = [row.exact_from for row in self.rows]
+        return None if None in first else max(position for position in first if position is not None)
+
+    @property
+    def bits(self) -> tuple[int, int] | None:  # type: ignore[override]
+        """Bits of a number of a key and of a value if they are rounded, `None` in full precision."""
+        return self.rows[0].bits
+
+    @property
+    def is_sliding(self) -> bool:  # type: ignore[override]
+        """Whether rows attend within a window."""
+        return self.rows[0].is_sliding
+
+    @property
+    def sliding_window(self) -> int | None:  # type: ignore[override]
+        """Tokens that a query attends to, itself included; `None` for full attention."""
+        return self.rows[0].sliding_window
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether `crop` can put every row back as it was."""
+        return all(row.is_croppable for row in self.rows)
+
+    @property
+    def keeps_every_token(self) -> bool:  # type: ignore[override]
+        """Whether every row can be put back to any number of tokens."""
+        return all(row.keeps_every_token for row in self.rows)
+
+    @property
+    @override
+    def is_recording(self) -> bool:
+        return any(row.is_recording for row in self.rows)
+
+    @property
+    def attention_paths(self) -> Mapping[str, int]:  # type: ignore[override]
+        """How often attention on the states of rows was computed in which way."""
+        return sum((Counter(row.attention_paths) for row in self.rows), Counter())
+
+    @property
+    def packing_paths(self) -> Mapping[str, int]:  # type: ignore[override]
+        """How often an accelerator packed keys, or values, on each path."""
+        return sum((Counter(row.packing_paths) for row in self.rows), Counter())
+
+    @property
+    def memory_tier(self) -> str:  # type: ignore[override]
+        """Where the states are between updates."""
+        return self.rows[0].memory_tier
+
+    @override
+    def held_tensors(self) -> Iterator[Tensor]:
+        for row in self.rows:
+            yield from row.held_tensors()
+
+    # Taking in states
+
+    # Compiled code would be compiled anew for each set of rows.
+    @override
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        self.check_new(key_states)
+        new = key_states.shape[2]
+        keys, values = [], []
+        # If the states do not fit, the first row refuses them: all rows have one form.
+        for row, own_keys, own_values in zip(self.rows, key_states.split(1), value_states.split(1), strict=True):
+            tokens = _attended(row, new)
+            row_keys, row_values = row.update(own_keys, own_values)
+            keys.append(row_keys if row_keys.shape[2] == tokens else row_keys.narrow(2, 0, tokens))
+            values.append(row_values if row_values.shape[2] == tokens else row_values.narrow(2, 0, tokens))
+        return RowStates(keys), RowStates(values)
+
+    @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        columns = max(_attended(row, query_length) for row in self.rows)
+        return columns, self.length + query_length - columns
+
+    @override
+    def make_room(self, tokens: int) -> None:
+        for row in self.rows:
+            row.make_room(tokens)
+
+    @override
+    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
+        for row in self.rows:
+            row.reserve_form(key_form._replace(batch_size=1), value_form._replace(batch_size=1))
+
+    # Rolling back
+
+    @override
+    def check_truncate_rows(self, lengths: Sequence[int]) -> None:
+        for row, length in zip(self.rows, lengths, strict=True):
+            row.check_truncate(length)
+
+    @override
+    def truncate_rows(self, lengths: Sequence[int]) -> None:
+        for row, length in zip(self.rows, lengths, strict=True):
+            if length != row.length:
+                row.truncate(length)
+
+    @override
+    def nearest_restorable(self, length: int) -> int:
+        own = zip(self.rows, self._shortened(length), strict=True)
+        return length + min(row.nearest_restorable(wanted) - wanted for row, wanted in own)
+
+    @override
+    def activate_past_recording(self) -> None:
+        for row in self.rows:
+            row.activate_past_recording()
+
+    @override
+    def deactivate_past_recording(self) -> None:
+        for row in self.rows:
+            row.deactivate_past_recording()
+
+    # The batch
+
+    @property
+    @override
+    def separate_rows(self) -> Sequence[LayerOperations]:
+        return self.rows
+
+    @override
+    def row(self, index: int) -> LayerOperations:
+        return self.rows[index].fork()
+
+    @override
+    def select(self, indices: Tensor) -> None:
+        rows: dict[int, list[CacheLayer]] = {}
+        chosen = []
+        for index in indices.tolist():
+            again = rows.setdefault(index, [])
+            again.append(self.rows[index].fork() if again else self.rows[index])
+            chosen.append(again[-1])
+        self.rows = chosen
+
+    @override
+    def reset(self) -> None:
+        for row in self.rows:
+            row.reset()
+
+    @override
+    def fork(self) -> Self:
+        twin = self._twin()
+        twin.rows = [row.fork() for row in self.rows]
+        return twin
+
+    @override
+    def trim(self) -> None:
+        for row in self.rows:
+            row.trim()
+
+    @override
+    def compact(self) -> None:
+        for row in self.rows:
+            row.compact()
+
+    @override
+    def use_prefetcher(self, prefetcher: Any) -> None:
+        for row in self.rows:
+            row.use_prefetcher(prefetcher)
+
+
+def _attended(row: CacheLayer, new: int) -> int:
+    """Tokens that new tokens attend to."""
+    columns, _ = row.mask_sizes(new)
+    # Behind them, reserved memory shows free slots, which are no tokens.
+    return columns if row.reserved is None else min(columns, (row.held_tokens or 0) + new)

@@ -43,6 +43,7 @@ from .persistence import inspect_cache, load_cache, save_cache, weights_id
 from .planning import plan
 from .prefix import PrefixStore
 from .quantized.quantized_cache import QuantizedCache, QuantizedCacheConfig
+from .rows import Rows, merge
 from .sinks.sink_cache import SinkCache
 from .static.static_cache import StaticCache
 from .stores import Quantization
@@ -85,6 +86,7 @@ __all__ = [
     "QuantizedLayer",
     "QuantoQuantizedCache",
     "RecallLayer",
+    "Rows",
     "SinkCache",
     "SinkLayer",
     "SlidingLayer",
@@ -105,6 +107,7 @@ __all__ = [
     "is_installed",
     "load_cache",
     "make_cache",
+    "merge",
     "plan",
     "register",
     "register_export_support",

@@ -29,7 +29,6 @@ PROVIDED = {
     "separate rows": "kvlayers.rows.rows_layer:SeparateRows",
     "dense rows": "kvlayers.rows.dense_rows:DenseRows",
     "recurrent rows": "kvlayers.rows.recurrent_rows:RecurrentRows",
-    "rows": "kvlayers.rows.operations:Rows",
     "recall": "kvlayers.recall.recall_layer:Recall.of",
     "recall in facts": "kvlayers.recall.recall_layer:Recall.in_facts",
     "adapter": "kvlayers.interop.adapter:adapter",

@@ -2,6 +2,7 @@
 
 import copy
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -211,6 +212,126 @@ class LayerwiseOperations(DescribesItself, LayerList):
             part.batch_select_indices(range(begin, min(begin + each, full)))
             parts.append(part)
         return parts
+
+    # Rows: sequences of lengths of their own
+
+    def parts(self) -> "tuple[LayerwiseOperations, ...]":
+        """The caches that have layers: this one, or both parts of a pair, self-attention first."""
+        return (self,)
+
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """Tokens that each row has seen and not rolled back, `[batch]`; empty before the first states.
+
+        Rows are aligned on the right, as in a batch that is padded on the left. See `kvlayers.Rows`.
+        """
+        for layer in self.parts()[0].adapted_layers():
+            lengths = tuple([length for length in layer.row_lengths if length is not None])
+            if layer.length and len(lengths) == layer.batch_size:
+                return lengths
+        return ()
+
+    def extend(self, *others: Self) -> None:
+        """Append the rows of other caches, whatever their lengths. The others do not change.
+
+        Every row goes on as if it were alone: it counts, evicts and packs its own tokens.
+
+        Args:
+            others: caches of the same model, kind and settings, each with at least one token.
+
+        Raises:
+            OptionError: something that is not a cache of kvlayers.
+            StateMismatchError: they differ in kind, settings, heads, dtype or device, or one is empty.
+            UnsupportedLayerError: layers that cannot be rows, such as those of transformers.
+        """
+        caches = [self, *others]
+        for cache in caches:
+            if not isinstance(cache, LayerwiseOperations):
+                raise OptionError(f"`caches` must be caches of kvlayers, got a {type(cache).__name__}: pass caches.")
+            if not cache.row_lengths:
+                raise StateMismatchError(f"`caches` must each have tokens, got {cache!r}: pass its prompt first.")
+            expected, got = self._form_of_rows(), cache._form_of_rows()
+            if expected != got:
+                pairs = zip(expected, got, strict=False)
+                differing = next((pair for pair in pairs if pair[0] != pair[1]), (len(expected), len(got)))
+                raise StateMismatchError(
+                    f"`caches` must be of one model, kind and settings, got {differing[0]} and {differing[1]}: use "
+                    "caches that were made with the same arguments for the same model."
+                )
+        joined = [part._rows_with(others) for part, *others in zip(*(cache.parts() for cache in caches), strict=True)]
+        for part, layers in zip(self.parts(), joined, strict=True):
+            part.replace_layers(layers)
+
+    def _form_of_rows(self) -> list[Any]:
+        """What caches must have in common so that their sequences can be rows of one: kinds, settings, and forms."""
+        form: list[Any] = [self.kind]
+        for layer in (layer for part in self.parts() for layer in part.adapted_layers()):
+            states = [own._replace(batch_size=1) for own in layer.forms]
+            form.append((layer.kind, layer.memory_tier, layer.describe(), states))
+        return form
+
+    def _rows_with(self, others: "Sequence[LayerwiseOperations]" = ()) -> list[LayerOperations]:
+        """New layers, whose rows are the sequences of this cache and then those of other caches."""
+        joined = []
+        for layers in zip(*(cache.adapted_layers() for cache in (self, *others)), strict=True):
+            rows = [layer.row(index) for layer in layers for index in range(layer.batch_size or 0)]
+            joined.append(rows[0].side_by_side(rows) if rows else layers[0])
+        return joined
+
+    def replace_layers(self, layers: Sequence[LayerOperations]) -> None:
+        """Hold other layers, which have seen other tokens."""
+        self.layers, self.known_ids = [layer.original for layer in layers], None
+        self.forget_pass()
+
+    def extract(self, row: int) -> Self:
+        """A cache with one row, as if it had been decoded alone. It does not change when this cache does.
+
+        Raises:
+            BatchIndexError: there is no such row.
+        """
+        rows = max(self.batch_size, 0)
+        index = whole_number(row, "`row`")
+        if not -rows <= index < rows:
+            raise BatchIndexError(f"`row` must be from {-rows} to {rows - 1}, got {row}: pass the index of a row.")
+        alone = self.fork()
+        for part, own in zip(alone.parts(), self.parts(), strict=True):
+            layers = own.adapted_layers()
+            part.replace_layers([layer.row(index % rows) if layer.batch_size else layer.fork() for layer in layers])
+        return alone
+
+    def keep_rows(self, indices: BatchIndices) -> None:
+        """As `batch_select_indices`: the rows at `indices`, in that order. Memory of other rows is given back."""
+        self.batch_select_indices(indices)
+
+    def crop_rows(self, lengths: Sequence[int]) -> None:
+        """Roll each row back to its own length, exactly.
+
+        Args:
+            lengths: tokens that are left of each row, `[batch]`.
+
+        Raises:
+            BatchIndexError: there is not one length for each row.
+            RollbackError: a row never had such a length, or cannot be put back to it; nothing is changed.
+        """
+        held, wanted = self.row_lengths, [whole_number(length, "a length") for length in lengths]
+        if len(wanted) != len(held):
+            raise BatchIndexError(f"`lengths` must have one length for each of {len(held)} rows, got {len(wanted)}.")
+        for row, (length, own) in enumerate(zip(wanted, held, strict=True)):
+            if not 0 <= length <= own:
+                raise RollbackError(
+                    f"`lengths` must be from 0 to the tokens of each row, got {length} for row {row}, which has {own}: "
+                    "pass lengths that the rows had."
+                )
+        part = self.parts()[0]
+        layers = part.adapted_layers()
+        if not all(layer.counts_rows for layer in layers if layer.batch_size):
+            layers = part._rows_with()
+        filled = [layer for layer in layers if layer.batch_size]
+        for layer in filled:
+            layer.check_truncate_rows(wanted)
+        for layer in filled:
+            layer.truncate_rows(wanted)
+        part.replace_layers(layers)
 
     def expand(self, repeats: int) -> None:
         """Let `repeats` sequences go on from each sequence.

@@ -47,7 +47,7 @@ class DynamicLayer(TokenLayer):
 
     @override
     def side_by_side(self, rows: Sequence[LayerOperations]) -> LayerOperations:
-        if type(self._store) is not DenseStore:
+        if type(self) is not DynamicLayer or type(self._store) is not DenseStore:
             return super().side_by_side(rows)
         joined: LayerOperations = late.function("dense rows")(rows)
         return joined

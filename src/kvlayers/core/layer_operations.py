@@ -188,8 +188,8 @@ class LayerOperations(DescribesItself, ABC):
 
     def _has_no_rows(self) -> UnsupportedLayerError:
         return UnsupportedLayerError(
-            f"`layer` must have rows of its own to roll one of them back, got a {type(self).__name__}: call crop_rows() "
-            "of its cache."
+            f"`layer` must have rows of its own to roll one of them back, got a {type(self).__name__}: call "
+            "crop_rows() of its cache."
         )
 
     # What it is made from

@@ -79,7 +79,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     @override
     def _layers_by_use(self) -> dict[str, Sequence[LayerOperations]]:
-        own, cross = self._parts()
+        own, cross = self.parts()
         return {"self": own.adapted_layers(), "cross": cross.adapted_layers()}
 
     def check_encoded(self, encoded: Tensor) -> None:
@@ -127,13 +127,14 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     def adapted_layer(self, layer_idx: int) -> LayerOperations:
         return self.self_attention_cache.adapted_layer(layer_idx)
 
-    def _parts(self) -> tuple[Cache, Cache]:
+    @override
+    def parts(self) -> tuple[Cache, Cache]:
         return self.self_attention_cache, self.cross_attention_cache
 
     @property
     @override
     def rotaries(self) -> tuple[Rotary, ...]:
-        return tuple(rotary for part in self._parts() for rotary in part.rotaries)
+        return tuple(rotary for part in self.parts() for rotary in part.rotaries)
 
     @override
     def describe(self) -> dict[str, Any]:
@@ -178,7 +179,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         Args: as for `Cache.early_initialization`.
         """
         # A part that makes its layers when they are needed has no layer yet that could reserve.
-        parts = [part for part in self._parts() if part.layers]
+        parts = [part for part in self.parts() if part.layers]
         counts = {len(part.layers) for part in parts}
         if len(counts) > 1 and not (isinstance(num_heads, int) and isinstance(head_dim, int)):
             raise LayerIndexError(
@@ -195,7 +196,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     @override
     def forget_pass(self) -> None:
-        for part in self._parts():
+        for part in self.parts():
             part.forget_pass()
 
     @override
@@ -210,7 +211,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     @override
     def offloading(self) -> bool:
         """Whether either part holds states on the host."""
-        return any(part.offloading for part in self._parts())
+        return any(part.offloading for part in self.parts())
 
     @override
     def offloading_options(self) -> dict[str, Any]:
@@ -219,7 +220,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     @property
     def traffic(self) -> TrafficMeter | None:
         """Bytes that both parts together have moved, `None` if nothing is offloaded. Ask a part for single steps."""
-        meters = [part.traffic for part in self._parts() if part.traffic is not None]
+        meters = [part.traffic for part in self.parts() if part.traffic is not None]
         if not meters:
             return None
         both = TrafficMeter()
@@ -238,7 +239,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     @property
     def batch_size(self) -> int:
         """Sequences side by side, -1 before the first states of either part."""
-        return next((part.batch_size for part in self._parts() if part.batch_size >= 0), -1)
+        return next((part.batch_size for part in self.parts() if part.batch_size >= 0), -1)
 
     def check_select(self, batch_size: int) -> None:
         """Raise what selecting `batch_size` sequences would raise, whatever the indices: in both parts.
@@ -246,17 +247,17 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         Raises:
             BatchIndexError: the parts have different batch sizes.
         """
-        sizes = [part.batch_size for part in self._parts() if part.batch_size >= 0]
+        sizes = [part.batch_size for part in self.parts() if part.batch_size >= 0]
         if len(set(sizes)) > 1:
             raise BatchIndexError(
                 f"expected both parts to have one batch size, but saw {sizes[0]} and {sizes[1]}: repeat the smaller."
             )
-        for part in self._parts():
+        for part in self.parts():
             part.check_select(batch_size)
 
     def _select(self, rows: Tensor) -> None:
         self.check_select(rows.shape[0])
-        for part in self._parts():
+        for part in self.parts():
             part.batch_select_indices(rows)
         self._read = None
 
@@ -264,28 +265,28 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     def expand(self, repeats: int) -> None:
         if self.batch_size >= 0:
             self.check_select(repeated_rows(repeats, self.batch_size).shape[0])
-            for part in self._parts():
+            for part in self.parts():
                 part.expand(repeats)
             self._read = None
 
     def reset(self) -> None:
         """Forget all tokens of both parts."""
-        for part in self._parts():
+        for part in self.parts():
             part.reset()
         self._read = None
 
     def _fork(self) -> Self:
         twin = copy.copy(self)
-        twin.self_attention_cache, twin.cross_attention_cache = (copy.deepcopy(part) for part in self._parts())
+        twin.self_attention_cache, twin.cross_attention_cache = (copy.deepcopy(part) for part in self.parts())
         return twin
 
     def storages(self) -> Storages:
         """Bytes of each piece of memory that the parts hold, by its address."""
-        return {address: size for part in self._parts() for address, size in part.storages().items()}
+        return {address: size for part in self.parts() for address, size in part.storages().items()}
 
     def state(self) -> CacheState:
         """Copies of the live tensors of both parts: self-attention, then cross-attention."""
-        return CacheState(self.kind, parts=tuple(part.state() for part in self._parts()))
+        return CacheState(self.kind, parts=tuple(part.state() for part in self.parts()))
 
     def load_state(self, state: CacheState) -> None:
         """Become what the cache was when `state` was taken.
@@ -299,7 +300,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
                 f"expected the state of an {self.kind}, but saw that of a {state.kind}: load it into a cache "
                 "of the kind that it was taken from."
             )
-        pairs = list(zip(self._parts(), state.parts, strict=True))
+        pairs = list(zip(self.parts(), state.parts, strict=True))
         # Both states are tried on copies first: if one part refuses its state, the other must not have changed.
         _check_sequences({batch for part, part_state in pairs if (batch := _batch_size_after(part, part_state)) >= 0})
         for part, part_state in pairs:
@@ -309,7 +310,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     @property
     def is_initialized(self) -> bool:
         """Whether both parts know the form of their states."""
-        return all(part.is_initialized for part in self._parts())
+        return all(part.is_initialized for part in self.parts())
 
     @property
     def is_compileable(self) -> bool:
@@ -340,7 +341,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     @override
     def as_tuples(self, states_of: Callable[[Any], legacy_api.StatePair]) -> legacy_api.LegacyStates:
-        own, cross = (part.as_tuples(states_of) for part in self._parts())
+        own, cross = (part.as_tuples(states_of) for part in self.parts())
         if not cross:
             return own
         if len(own) != len(cross):

@@ -1,20 +1,20 @@
 """Rows that keep every token in full precision, side by side in one tensor."""
 
+import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.buffer import StateForm, form_of
-from kvlayers.core.dense_store import DenseStore
+from kvlayers.core.description import Fact
 from kvlayers.core.dynamic_layer import DynamicLayer, check_rollback
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.validation import checked_forms, mismatch
-from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.row_states import AdjacentRowStates, RowColumns, RowStates
-from kvlayers.rows.rows_layer import RowsLayer
+from kvlayers.rows.rows_layer import RowsLayer, check_followed
 
 GROWTH_DIVISOR = 8
 """A full tensor grows by an eighth, as that of a `DenseStore`."""
@@ -23,24 +23,17 @@ MINIMUM_GROWTH = 128
 """Fewest tokens by which it grows."""
 
 
-class Places:
-    """Where new tokens of rows are written, and what their queries see. All layers of a cache share it.
+@functools.lru_cache(maxsize=8)
+def places_behind(lengths: tuple[int, ...], new: int, device: torch.device) -> tuple[Tensor, RowColumns]:
+    """Where new tokens of rows are written, and what their queries see: the same for all layers of a step.
 
-    It is computed by the first layer of a step, and holds for the others, whose rows have the same lengths.
+    Returns:
+        Columns of `new` tokens behind each row, int64 `[batch, 1, new, 1]`, and the columns of all tokens then.
     """
-
-    def __init__(self) -> None:
-        self._newest: Any = None
-
-    def behind(self, lengths: tuple[int, ...], new: int, device: torch.device) -> tuple[Tensor, RowColumns]:
-        """Columns of `new` tokens behind rows, int64 `[batch, 1, new, 1]`, and the columns of all tokens then."""
-        key = lengths, new, device
-        if self._newest is None or self._newest[0] != key:
-            first = torch.tensor(lengths, device=device)[:, None]
-            written = (first + torch.arange(new, device=device))[:, None, :, None]
-            self._newest = key, (written, RowColumns([length + new for length in lengths], device))
-        found: tuple[Tensor, RowColumns] = self._newest[1]
-        return found
+    with torch.inference_mode(False):
+        first = torch.tensor(lengths, device=device)[:, None]
+        written = (first + torch.arange(new, device=device))[:, None, :, None]
+    return written, RowColumns([length + new for length in lengths], device)
 
 
 class DenseRows(RowsLayer):
@@ -58,10 +51,18 @@ class DenseRows(RowsLayer):
 
     def __init__(self, rows: Sequence[LayerOperations]) -> None:
         super().__init__()
-        self._places = Places()
         self._lengths = tuple([row.length or 0 for row in rows])
         pairs = [row.peek() for row in rows]
         self._keys, self._values = (_side_by_side(states) for states in zip(*pairs, strict=True))
+
+    @property
+    @override
+    def kind(self) -> str:
+        return DynamicLayer().kind
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        return DynamicLayer().describe()
 
     @property
     @override
@@ -112,7 +113,7 @@ class DenseRows(RowsLayer):
     ) -> tuple[Tensor, Tensor]:
         self._check(key_states, value_states)
         new = key_states.shape[2]
-        written, columns = self._places.behind(self._lengths, new, self.device)
+        written, columns = places_behind(self._lengths, new, self.device)
         self._keys, self._values = (_with_room(states, columns.tokens) for states in (self._keys, self._values))
         for held, states in ((self._keys, key_states), (self._values, value_states)):
             held.scatter_(2, written.expand(states.shape), states)
@@ -122,11 +123,7 @@ class DenseRows(RowsLayer):
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         self.check_new(keys)
-        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            raise UnsupportedLayerError(
-                "`key_states` must not be followed by autograd, got states with gradients for rows of their own "
-                "lengths: use torch.no_grad()."
-            )
+        check_followed(keys, values)
         for states, held in ((keys, self._keys), (values, self._values)):
             if states.shape[1::2] != held.shape[1::2] or states.dtype != held.dtype or states.device != held.device:
                 raise mismatch(checked_forms(keys, values), checked_forms(self._keys, self._values), self.length)
@@ -185,10 +182,10 @@ def _side_by_side(states: Sequence[Tensor]) -> Tensor:
     """Rows `[1, kv_heads, tokens, head_dim]` in one tensor, each from column 0 on, with room for more."""
     _, kv_heads, _, head_dim = states[0].shape
     capacity = _capacity(max(own.shape[2] for own in states))
-    with torch.inference_mode(False):
-        whole = torch.zeros((len(states), kv_heads, capacity, head_dim), dtype=states[0].dtype, device=states[0].device)
-    for row, own in zip(whole, states, strict=True):
-        row[:, : own.shape[2]].copy_(own[0])
+    with torch.inference_mode(False), torch.no_grad():
+        whole = states[0].new_zeros((len(states), kv_heads, capacity, head_dim))
+        for row, own in enumerate(states):
+            whole[row, :, : own.shape[2]] = own[0]
     return whole
 
 
@@ -200,12 +197,5 @@ def _with_room(states: Tensor, tokens: int) -> Tensor:
     """The states, or a copy of them with room for more tokens if these do not fit."""
     if states.shape[2] >= tokens:
         return states
-    return torch.nn.functional.pad(states, (0, 0, 0, _capacity(tokens) - states.shape[2]))
-
-
-def share_places(layers: Sequence[object]) -> None:
-    """Let the layers of a cache compute once where their new tokens go."""
-    places = Places()
-    for layer in layers:
-        if isinstance(layer, DenseRows):
-            layer._places = places
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.nn.functional.pad(states, (0, 0, 0, _capacity(tokens) - states.shape[2]))

@@ -11,7 +11,7 @@ from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer
 from kvlayers.recurrent.states import LinearStates
-from kvlayers.rows.rows_layer import not_saved
+from kvlayers.rows.rows_layer import check_followed, not_saved
 
 
 class RecurrentRows(LinearAttentionLayer):
@@ -40,7 +40,7 @@ class RecurrentRows(LinearAttentionLayer):
             of_rows = [vars(row._states)[name] for row in self.rows]
             for index in range(self.number_of_states):
                 states = [own[index] for own in of_rows]
-                whole = None if any(one is None for one in states) else torch.cat(states)
+                whole = None if any(one is None for one in states) else torch.cat([one.detach() for one in states])
                 vars(self._states)[name][index] = whole
                 if whole is not None:
                     for own, view in zip(of_rows, whole.split(1), strict=True):
@@ -48,6 +48,12 @@ class RecurrentRows(LinearAttentionLayer):
         first: LinearStates = self.rows[0]._states
         self._states.kernel = dict(first.kernel)
         self._states.has_conv, self._states.has_recurrent = dict(first.has_conv), dict(first.has_recurrent)
+
+    @property
+    @override
+    def kind(self) -> str:
+        kind: str = self.rows[0].kind
+        return kind
 
     @property
     @override
@@ -70,6 +76,7 @@ class RecurrentRows(LinearAttentionLayer):
     @override
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None) -> Tensor:
+        check_followed(conv_states)
         own = zip(self.rows, conv_states.split(1), strict=True)
         full = [row.update_conv_state(columns, state_idx, conv_kernel_size) for row, columns in own]
         self._join_if_new("conv", state_idx)
@@ -78,6 +85,7 @@ class RecurrentRows(LinearAttentionLayer):
     @override
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0) -> Tensor:
+        check_followed(recurrent_states)
         for row, states in zip(self.rows, recurrent_states.split(1), strict=True):
             row.update_recurrent_state(states, state_idx)
         self._join_if_new("recurrent", state_idx)

@@ -80,10 +80,6 @@ class RowsLayer(CacheLayer):
 
     # Saving
 
-    @override
-    def describe(self) -> dict[str, Fact]:
-        return self.row(0).describe()
-
     @classmethod
     @override
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
@@ -105,7 +101,17 @@ class RowsLayer(CacheLayer):
         return f"{type(self).__name__}(row_lengths={list(self.row_lengths)})"
 
 
+def check_followed(*states: Tensor) -> None:
+    """Raise `UnsupportedLayerError` if autograd follows new states, which are written to the memory of all rows."""
+    if torch.is_grad_enabled() and any(own.requires_grad for own in states):
+        raise UnsupportedLayerError(
+            "New states must not be followed by autograd for rows of their own lengths, got states with gradients: use "
+            "torch.no_grad()."
+        )
+
+
 def not_saved() -> UnsupportedLayerError:
+    """The error for a layer whose rows cannot be saved together."""
     return UnsupportedLayerError(
         "`cache` must be a batch whose sequences have one length to be saved, got rows of their own lengths: save "
         "each cache.extract(row), and merge() them after loading."
@@ -131,6 +137,15 @@ class SeparateRows(RowsLayer):
         self.rows = list(rows)
 
     # What it holds
+
+    @property
+    @override
+    def kind(self) -> str:
+        return self.rows[0].kind
+
+    @override
+    def describe(self) -> dict[str, Fact]:
+        return self.rows[0].describe()
 
     @property
     @override

@@ -2,8 +2,8 @@
 
 Rows are aligned on the right: the newest token of every row is in the last column, as in a batch that is padded on the
 left. Attention, and the views that models take before it, are computed for one row after another, by whatever its
-states are: a plain tensor, packed codes, or what a query chooses from. Other functions get one tensor in full precision,
-with zeros for padding.
+states are: a plain tensor, packed codes, or what a query chooses from. Other functions get one tensor in full
+precision, with zeros for padding.
 """
 
 import functools
@@ -38,9 +38,7 @@ class RowStates(StateTensor):
         """States of rows, which have the same shape but for their tokens."""
         shape = [len(rows), *rows[0].shape[1:]]
         shape[token_dim] = max(row.shape[token_dim] for row in rows)
-        states: RowStates = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=rows[0].dtype, device=rows[0].device
-        )
+        states: RowStates = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=rows[0].dtype, device=rows[0].device)
         states.rows, states.token_dim, states.known_shape = tuple(rows), token_dim, torch.Size(shape)
         return states
 

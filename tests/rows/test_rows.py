@@ -1,0 +1,285 @@
+"""Every row of a batch goes on as it would alone: after any merge, extension, extraction, rollback and choice of rows."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvlayers
+from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
+from matrix import seeds
+from models import given, prompt, tiny_model
+
+CACHES: dict[str, Callable[[Any], Any]] = {
+    "dynamic": lambda config: kvlayers.DynamicCache(config=config),
+    "static": lambda config: kvlayers.StaticCache(config, max_cache_len=200),
+    "int4": lambda config: kvlayers.QuantizedCache(config=config, nbits=4, residual_length=16),
+    "offloaded": lambda config: kvlayers.OffloadedCache(config=config),
+    "recall": lambda config: kvlayers.DynamicCache(config=config, recall={"pages": 2}),
+    "sink": lambda config: kvlayers.SinkCache(config=config, window_length=24, num_sink_tokens=4),
+    "knorm": lambda config: kvlayers.EvictingCache(
+        config=config, rule="knorm", budget=12, sink_tokens=2, recent_tokens=4
+    ),
+    "snapkv": lambda config: kvlayers.EvictingCache(
+        config=config, rule="snapkv", budget=16, sink_tokens=2, recent_tokens=4
+    ),
+}
+
+CASES = [
+    *(("llama", cache) for cache in CACHES),
+    *(("mistral", cache) for cache in ("dynamic", "static", "int4", "offloaded")),
+    *(("gemma3", cache) for cache in ("dynamic", "int4", "knorm")),
+    *(("deepseek_v3", cache) for cache in ("dynamic", "int4")),
+    *(("mamba", "dynamic"), ("jamba", "dynamic"), ("jamba", "int4")),
+]
+
+
+class Schedule:
+    """Random operations on a batch, and the same on one cache for each row, which are the reference."""
+
+    def __init__(self, family: str, cache: str, seed: int, attention: str = "sdpa") -> None:
+        self.model = tiny_model(family)
+        if family != "mamba":
+            self.model.set_attn_implementation(attention)
+        self.random = random.Random(seed)
+        self.make = lambda: CACHES[cache](self.model.config)
+        self.attends = family != "mamba"
+        with torch.no_grad():
+            self.alone = [self.filled() for _ in range(3)]
+            self.batch = kvlayers.merge(self.alone)
+
+    def filled(self) -> Any:
+        """A cache with a prompt of its own."""
+        cache = self.make()
+        self.model(prompt(1, self.random.choice([1, 5, 30, 80]), self.random.randrange(10**6)), **given(cache))
+        return cache
+
+    def passed(self, ids: Tensor) -> Tensor:
+        """Logits of new tokens `[batch, new]`."""
+        rows, new = kvlayers.Rows(self.batch), ids.shape[1]
+        positions = {"position_ids": rows.position_ids(new)} if self.attends else {}
+        logits: Tensor = self.model(
+            ids, attention_mask=rows.attention_mask(new), **positions, **given(self.batch)
+        ).logits
+        return logits
+
+    def decode(self, new: int = 1) -> None:
+        """Pass random tokens, and compare each row."""
+        ids = prompt(len(self.alone), new, self.random.randrange(10**6))
+        logits = self.passed(ids)
+        for row, cache in enumerate(self.alone):
+            expected = self.model(ids[row : row + 1], **given(cache)).logits
+            # The sums are those of another order of float32.
+            torch.testing.assert_close(logits[row : row + 1], expected, atol=2e-4, rtol=1e-4)
+        assert self.batch.row_lengths == tuple(cache.get_seq_length() for cache in self.alone)
+
+    def chunk(self) -> None:
+        """Several tokens at once, which the scan of a mamba cannot take."""
+        self.decode(self.random.choice([2, 5]) if self.attends and not self.batch.recurrent_parts() else 1)
+
+    def extend(self) -> None:
+        if len(self.alone) > 4:
+            return
+        more = [self.filled() for _ in range(self.random.choice([1, 2]))]
+        self.batch.extend(*more)
+        self.alone += more
+
+    def keep_rows(self) -> None:
+        rows = [self.random.randrange(len(self.alone)) for _ in range(self.random.choice([1, 2, 3]))]
+        self.batch.keep_rows(rows)
+        self.alone = [self.alone[row].fork() for row in rows]
+
+    def extract(self) -> None:
+        row = self.random.randrange(len(self.alone))
+        alone, expected = self.batch.extract(row), self.alone[row].fork()
+        ids = prompt(1, 1, 7)
+        for _ in range(3):
+            logits = [self.model(ids, **given(cache)).logits for cache in (alone, expected)]
+            torch.testing.assert_close(*logits, atol=2e-4, rtol=1e-4)
+
+    def fork(self) -> None:
+        self.batch = self.batch.fork()
+
+    def crop_rows(self) -> None:
+        lengths = [max(cache.get_seq_length() - self.random.choice([0, 0, 1, 3]), 0) for cache in self.alone]
+        before = self.batch.row_lengths
+        try:
+            for cache, length in zip([cache.fork() for cache in self.alone], lengths, strict=True):
+                cache.crop_rows([length])
+        except RollbackError:
+            with pytest.raises(RollbackError):
+                self.batch.crop_rows(lengths)
+            assert self.batch.row_lengths == before
+        else:
+            self.batch.crop_rows(lengths)
+            for cache, length in zip(self.alone, lengths, strict=True):
+                cache.crop_rows([length])
+
+    def record(self) -> None:
+        """Draft tokens that are taken back."""
+        for cache in (self.batch, *self.alone):
+            cache.activate_past_recording()
+        self.chunk()
+        self.crop_rows()
+        self.decode()
+        for cache in (self.batch, *self.alone):
+            cache.deactivate_past_recording()
+
+    def run(self, steps: int) -> None:
+        operations = (self.extend, self.keep_rows, self.extract, self.fork, self.crop_rows, self.record, self.chunk)
+        with torch.no_grad():
+            for _ in range(steps):
+                self.random.choice(operations)()
+                self.decode()
+
+
+@pytest.mark.parametrize("seed", seeds(2, 20))
+@pytest.mark.parametrize(("family", "cache"), CASES)
+def test_rows_go_on_as_if_they_were_alone(family: str, cache: str, seed: int) -> None:
+    Schedule(family, cache, seed).run(12)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "int4", "knorm"])
+@pytest.mark.parametrize("attention", ["eager", "kvlayers"])
+def test_other_attentions_see_the_same_rows(cache: str, attention: str) -> None:
+    with kvlayers.installed():
+        try:
+            Schedule("llama", cache, 1, attention).run(8)
+        finally:
+            tiny_model("llama").set_attn_implementation("sdpa")
+
+
+# What merge() and the operations of rows refuse
+
+
+def filled(cache: Any, tokens: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32, batch: int = 1) -> Any:
+    """A cache of one layer with the states of some tokens."""
+    states = torch.randn(batch, kv_heads, tokens, 8, dtype=dtype)
+    cache.update(states, states, 0)
+    return cache
+
+
+def dynamic(**form: Any) -> Any:
+    return filled(kvlayers.DynamicCache(), **form)
+
+
+@pytest.mark.parametrize("caches", [[], None, "cache", [1], [dynamic(), "cache"]])
+def test_merge_takes_a_list_of_caches(caches: Any) -> None:
+    with pytest.raises(OptionError, match="`caches` must be a list of at least one cache of kvlayers, got"):
+        kvlayers.merge(caches)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: dynamic(kv_heads=4),
+        lambda: dynamic(dtype=torch.bfloat16),
+        lambda: kvlayers.DynamicCache(),
+        lambda: filled(kvlayers.QuantizedCache(nbits=4)),
+        lambda: filled(kvlayers.Cache([kvlayers.SlidingLayer(sliding_window=4)])),
+    ],
+)
+def test_caches_of_other_forms_are_refused_and_nothing_changes(make: Callable[[], Any]) -> None:
+    cache = dynamic()
+    before = cache.layers[0].keys.clone()
+    with pytest.raises(StateMismatchError, match="`caches` must"):
+        cache.extend(make())
+    assert torch.equal(cache.layers[0].keys, before)
+    assert type(cache.layers[0]) is kvlayers.DynamicLayer
+
+
+def test_other_settings_are_refused() -> None:
+    with pytest.raises(StateMismatchError, match="`caches` must be of one model, kind and settings"):
+        kvlayers.merge([filled(kvlayers.QuantizedCache(nbits=bits)) for bits in (4, 8)])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error"),
+    [([1], BatchIndexError), ([1, 2, 3], BatchIndexError), ([5, 2], RollbackError), ([-1, 2], RollbackError)],
+)
+def test_lengths_that_rows_never_had_are_refused(lengths: list[int], error: type[Exception]) -> None:
+    cache = kvlayers.merge([dynamic(tokens=4), dynamic(tokens=2)])
+    with pytest.raises(error, match="`lengths` must"):
+        cache.crop_rows(lengths)
+    assert cache.row_lengths == (4, 2)
+
+
+@pytest.mark.parametrize("row", [2, -3, 17])
+def test_a_row_that_is_not_there_is_refused(row: int) -> None:
+    cache = kvlayers.merge([dynamic(), dynamic()])
+    with pytest.raises(BatchIndexError, match="`row` must be from -2 to 1"):
+        cache.extract(row)
+    with pytest.raises(BatchIndexError):
+        cache.keep_rows([row])
+
+
+def test_rows_are_not_saved_together(tmp_path: Any) -> None:
+    cache = kvlayers.merge([dynamic(tokens=4), dynamic(tokens=2)])
+    with pytest.raises(UnsupportedLayerError, match=r"save each cache\.extract\(row\)"):
+        cache.save(tmp_path / "rows.safetensors")
+    cache.extract(1).save(tmp_path / "row.safetensors")
+    assert kvlayers.load_cache(tmp_path / "row.safetensors").get_seq_length() == 2
+
+
+@pytest.mark.parametrize("mask", [[[1, 1], [0, 1]], [[1, 1, 1, 0], [1, 1, 1, 1]], [[1, 1, 1, 1]]])
+def test_a_mask_that_contradicts_the_rows_is_refused(mask: list[list[int]]) -> None:
+    cache = dynamic(batch=2)
+    with pytest.raises(StateMismatchError, match="mask"):
+        kvlayers.Rows(cache, torch.tensor(mask))
+    assert cache.row_lengths == (4, 4)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "int4"])
+def test_a_padded_batch_becomes_rows_without_padding(cache: str) -> None:
+    model, ids = tiny_model("llama"), prompt(2, 9)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        batch = CACHES[cache](model.config)
+        model(ids, attention_mask=mask, position_ids=positions, **given(batch))
+        rows = kvlayers.Rows(batch, mask)
+        assert rows.lengths == (6, 9)
+        alone = [CACHES[cache](model.config) for _ in range(2)]
+        for row, first in enumerate((3, 0)):
+            model(ids[row : row + 1, first:], **given(alone[row]))
+        for step in range(4):
+            new = prompt(2, 1, step)
+            logits = model(
+                new, attention_mask=rows.attention_mask(), position_ids=rows.position_ids(), **given(batch)
+            ).logits
+            for row, one in enumerate(alone):
+                expected = model(new[row : row + 1], **given(one)).logits
+                torch.testing.assert_close(logits[row : row + 1], expected, atol=2e-4, rtol=1e-4)
+
+
+def test_rolling_back_dense_rows_moves_nothing() -> None:
+    cache = kvlayers.merge([dynamic(tokens=400), dynamic(tokens=100)])
+    keys, _ = cache.layers[0].held_tensors()
+    cache.crop_rows([399, 1])
+    assert next(cache.layers[0].held_tensors()).data_ptr() == keys.data_ptr()
+    assert cache.row_lengths == (399, 1)
+
+
+def test_rows_of_pairs_go_on_as_if_they_were_alone() -> None:
+    model = tiny_model("t5")
+    with torch.no_grad():
+        alone = [kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache()) for _ in range(2)]
+        encoded = [model.encoder(prompt(1, 7, row)) for row in range(2)]
+        for row, cache in enumerate(alone):
+            model(encoder_outputs=encoded[row], decoder_input_ids=prompt(1, (2, 5)[row], row), **given(cache))
+        batch = kvlayers.merge(alone)
+        both = type(encoded[0])(torch.cat([own.last_hidden_state for own in encoded]))
+        for step in range(4):
+            new = prompt(2, 1, step)
+            mask = kvlayers.Rows(batch).attention_mask()
+            logits = model(
+                encoder_outputs=both, decoder_input_ids=new, decoder_attention_mask=mask, **given(batch)
+            ).logits
+            for row, cache in enumerate(alone):
+                expected = model(
+                    encoder_outputs=encoded[row], decoder_input_ids=new[row : row + 1], **given(cache)
+                ).logits
+                torch.testing.assert_close(logits[row : row + 1], expected, atol=2e-4, rtol=1e-4)

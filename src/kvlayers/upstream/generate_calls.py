@@ -239,3 +239,69 @@ def uses_transformers_generate(model: Any, arguments: Mapping[str, Any]) -> bool
 def sequences_per_prompt(generation_config: Any) -> int:
     """How many sequences are generated side by side from each prompt: its beams, or its samples."""
     return max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+
+
+def forward_arguments(model: Any) -> frozenset[str]:
+    """Names of the arguments that the forward pass of a model takes."""
+    return frozenset(inspect.signature(model.forward).parameters)
+
+
+def logits_processors(model: Any, generation_config: Any, ids: torch.Tensor, given: Mapping[str, Any]) -> Any:
+    """What `generate()` would do to the scores of the next token of one prompt.
+
+    Args:
+        model: the model.
+        generation_config: the full config, with the special tokens as tensors (`prepare_special_tokens`).
+        ids: the prompt, `[1, tokens]`.
+        given: arguments of `generate()`: `logits_processor` and `prefix_allowed_tokens_fn`.
+    """
+    from transformers import LogitsProcessorList
+
+    return model._get_logits_processor(
+        generation_config=generation_config,
+        input_ids_seq_length=ids.shape[1],
+        encoder_input_ids=ids,
+        prefix_allowed_tokens_fn=given.get("prefix_allowed_tokens_fn"),
+        logits_processor=LogitsProcessorList(given.get("logits_processor") or ()),
+        device=ids.device,
+        model_kwargs={},
+    )
+
+
+def stopping_criteria(model: Any, generation_config: Any, given: Mapping[str, Any]) -> Any:
+    """When `generate()` would end; arguments as of `logits_processors`, and `stopping_criteria` and `tokenizer`."""
+    from transformers import StoppingCriteriaList
+
+    return model._get_stopping_criteria(
+        generation_config=generation_config,
+        stopping_criteria=StoppingCriteriaList(given.get("stopping_criteria") or ()),
+        tokenizer=given.get("tokenizer"),
+    )
+
+
+def prepare_special_tokens(model: Any, generation_config: Any) -> None:
+    """Give a config the special tokens as tensors, as `generate()` does for prompts with a mask."""
+    model._prepare_special_tokens(generation_config, True, device=model.device)
+
+
+def prompt_lookup(generation_config: Any, tokens: int) -> Callable[[torch.Tensor], list[int]]:
+    """A function that finds drafts of at most so many tokens in the ids of a row, `[1, tokens]`, as `generate()` does.
+
+    Args:
+        generation_config: the full config.
+        tokens: most tokens of a draft.
+    """
+    from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+    finder = PromptLookupCandidateGenerator(
+        eos_token_id=generation_config._eos_token_tensor,
+        num_output_tokens=tokens,
+        max_matching_ngram_size=generation_config.max_matching_ngram_size or 2,
+        max_length=sys.maxsize,
+    )
+
+    def draft(ids: torch.Tensor) -> list[int]:
+        found, _ = finder.get_candidates(ids)
+        return list(found[0, ids.shape[1] :].tolist())
+
+    return draft

@@ -1,0 +1,315 @@
+"""Many prompts through a few rows: rows join as others leave."""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlayers.core.cache import Cache
+from kvlayers.errors import OptionError
+from kvlayers.generation.cache_by_name import make_cache, named_cache, unknown_name
+from kvlayers.generation.prefill import pass_limit, pass_tokens
+from kvlayers.generation.prefix_reuse.active_store import ActiveStore, required_store
+from kvlayers.generation.prefix_reuse.eligibility import StorePart
+from kvlayers.generation.prefix_reuse.prefixed_call import usable_cache
+from kvlayers.generation.row_decoding import DecodedRow, Draft, RowDecoder
+from kvlayers.prefix import PrefixStore
+from kvlayers.upstream import cache_argument, generate_calls, model_types
+
+SEEN_BY_IDS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+"""Arguments of `generate()` that are objects, and not options of a `GenerationConfig`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Generated:
+    """The answer to one prompt.
+
+    Attributes:
+        index: number of the prompt, in the order in which prompts were given.
+        ids: the new tokens, int64 `[tokens]`.
+        text: the new tokens as text, without special tokens; `None` without a tokenizer.
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: how many of them came from the prefix store.
+        error: what ended the answer, if it did not end by itself.
+    """
+
+    index: int
+    ids: Tensor
+    text: str | None
+    prompt_tokens: int
+    cached_tokens: int = 0
+    error: Exception | None = None
+
+
+@dataclass(eq=False)
+class _Reading:
+    """A prompt that is being read."""
+
+    index: int
+    row: DecodedRow
+    cache: Cache
+    cached_tokens: int
+
+
+def generate_many(
+    model: Any,
+    prompts: Iterable[Any],
+    *,
+    tokenizer: Any = None,
+    max_new_tokens: int = 128,
+    max_rows: int = 8,
+    cache: str = "dynamic",
+    cache_config: Mapping[str, Any] | None = None,
+    prefix_store: PrefixStore | None = None,
+    namespace: str = "",
+    in_order: bool = False,
+    chunk_tokens: int = 512,
+    prompt_lookup_num_tokens: int | None = None,
+    on_token: Callable[[int, int], None] | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> Iterator[Generated]:
+    """Answer many prompts, `max_rows` at a time: a prompt joins as soon as an answer has ended.
+
+    Every answer has the tokens that `model.generate` would give its prompt alone.
+
+    Args:
+        model: a decoder-only model of transformers.
+        prompts: texts, messages of a chat (lists of dicts, by the tokenizer's chat template), or ids: lists of numbers,
+            or int64 `[tokens]` or `[1, tokens]`. They are asked for one by one, as rows become free.
+        tokenizer: for texts, chats and stop strings.
+        max_new_tokens: most tokens of an answer.
+        max_rows: most answers at a time.
+        cache: name of the cache, such as "int4"; one of `cache_names()`.
+        cache_config: options of the cache.
+        prefix_store: a store in which prompts are looked up, and into which they are inserted.
+        namespace: the namespace in the store.
+        in_order: answers come in the order of the prompts, rather than as they end.
+        chunk_tokens: most tokens of a prompt that are read between two steps of the other rows.
+        prompt_lookup_num_tokens: tokens of drafts that are looked up in the row itself, as in transformers; `None` for
+            no drafts.
+        on_token: called with the number of a prompt and each new token of its answer.
+        progress: show a progress bar.
+        options: options of a `GenerationConfig`, a `generation_config`, a `logits_processor`, `stopping_criteria`, or a
+            `prefix_allowed_tokens_fn`, as for `model.generate`. Beams, several answers to a prompt, and draft models
+            are not among them.
+
+    Yields:
+        Answers. What goes wrong with one prompt is in its `error`, and the others go on.
+
+    Raises:
+        OptionError: a wrong option.
+        RegistryError: there is no cache of this name.
+
+    Example:
+        >>> import torch, transformers, kvlayers
+        >>> config = transformers.LlamaConfig(
+        ...     num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=99
+        ... )
+        >>> model = transformers.LlamaForCausalLM(config).eval()
+        >>> prompts = [[5, 8, 13], [21, 34], [55]]
+        >>> answers = kvlayers.generate_many(model, prompts, max_new_tokens=4, max_rows=2, in_order=True, progress=False)
+        >>> [(answer.index, len(answer.ids)) for answer in answers]
+        [(0, 4), (1, 4), (2, 4)]
+    """
+    for name, number in {"max_new_tokens": max_new_tokens, "max_rows": max_rows, "chunk_tokens": chunk_tokens}.items():
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise OptionError(f"`{name}` must be a whole number of at least 1, got {number!r}.")
+    if model.config.is_encoder_decoder:
+        raise OptionError(f"`model` must be a decoder-only model, got a {type(model).__name__}: use model.generate().")
+    given = {name: options.pop(name) for name in SEEN_BY_IDS if name in options}
+    config, left = generate_calls.full_generation_config(model, {"max_new_tokens": max_new_tokens, **options})
+    if left:
+        raise OptionError(f"`options` must be options of a GenerationConfig, got {', '.join(sorted(left))}.")
+    mode = config.get_generation_mode().value
+    if mode not in ("greedy_search", "sample") or (config.num_return_sequences or 1) > 1:
+        raise OptionError(f"`options` must ask for one answer, by greedy search or by samples, got {mode}.")
+    generate_calls.prepare_special_tokens(model, config)
+    named = named_cache(cache)
+    if named is None:
+        raise unknown_name(cache)
+    draft = None
+    if prompt_lookup_num_tokens is not None:
+        draft = generate_calls.prompt_lookup(config, prompt_lookup_num_tokens)
+    many = _Many(
+        model=model,
+        config=config,
+        given={**given, "tokenizer": tokenizer},
+        named=(named.name, {**named.options, **(cache_config or {})}),
+        active=required_store(prefix_store, namespace),
+        max_rows=max_rows,
+        chunk_tokens=chunk_tokens,
+        draft=draft,
+        on_token=on_token,
+    )
+    answers = many.answers(prompts)
+    if in_order:
+        answers = _in_order(answers)
+    return _with_progress(answers, prompts) if progress else answers
+
+
+class _Many:
+    """The prompts that are being read, and the rows that are being decoded."""
+
+    def __init__(
+        self,
+        model: Any,
+        config: Any,
+        given: dict[str, Any],
+        named: tuple[str, dict[str, Any]],
+        active: ActiveStore | None,
+        max_rows: int,
+        chunk_tokens: int,
+        draft: Draft | None,
+        on_token: Callable[[int, int], None] | None,
+    ) -> None:
+        self._model, self._config, self._given = model, config, given
+        self._name, self._options = named
+        self._part = None if active is None else StorePart(model, active, *named)
+        self._max_rows, self._chunk_tokens = max_rows, chunk_tokens
+        self._on_token = on_token
+        self._decoder = RowDecoder(model, None if on_token is None else self._show, draft)
+        self._of: dict[DecodedRow, _Reading] = {}
+        self._reading: deque[_Reading] = deque()
+
+    def _show(self, row: DecodedRow, token: int) -> None:
+        if self._on_token is not None:
+            self._on_token(self._of[row].index, token)
+
+    def answers(self, prompts: Iterable[Any]) -> Iterator[Generated]:
+        """The answers as they end."""
+        waiting = enumerate(prompts)
+        is_over = False
+        while True:
+            while not is_over and len(self._decoder.rows) + len(self._reading) < self._max_rows:
+                number, prompt = next(waiting, (-1, None))
+                if is_over := number < 0:
+                    break
+                try:
+                    self._reading.append(self._begin(number, prompt))
+                except Exception as error:
+                    yield Generated(number, torch.empty(0, dtype=torch.int64), None, 0, error=error)
+            if not self._decoder.rows and not self._reading:
+                return
+            yield from self._read()
+            self._decoder.step()
+            for row, error in self._decoder.drop_ended():
+                yield self._answer(self._of.pop(row), error)
+
+    def _begin(self, number: int, prompt: Any) -> _Reading:
+        ids = self._ids_of(prompt)
+        row = DecodedRow(self._model, ids, self._config, self._given)
+        hint = ids.shape[1] + self._config.max_new_tokens
+        found = None if self._part is None else self._part.lookup(ids)
+
+        def empty() -> Cache:
+            cache = make_cache(
+                self._name,
+                self._model,
+                batch_size=1,
+                length_hint=hint,
+                device=self._model.device,
+                dtype=self._model.dtype,
+                **self._options,
+            )
+            if not isinstance(cache, Cache):
+                raise OptionError(f"`cache` must be a cache of kvlayers, got {self._name!r}, a {type(cache).__name__}.")
+            return cache
+
+        if found is None or found.cache is None:
+            return _Reading(number, row, empty(), 0)
+        return _Reading(number, row, usable_cache(found.cache, self._model.device, empty), found.covered)
+
+    def _ids_of(self, prompt: Any) -> Tensor:
+        tokenizer = self._given["tokenizer"]
+        if isinstance(prompt, str | list) and (isinstance(prompt, str) or (prompt and isinstance(prompt[0], dict))):
+            if tokenizer is None:
+                raise OptionError("`tokenizer` must be given for prompts that are texts or chats, got none.")
+            prompt = (
+                tokenizer(prompt).input_ids
+                if isinstance(prompt, str)
+                else tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+            )
+        ids = torch.as_tensor(prompt, device=self._model.device)
+        ids = ids[None] if ids.dim() == 1 else ids
+        if ids.dim() != 2 or ids.shape[0] != 1 or not ids.numel() or ids.is_floating_point():
+            raise OptionError(
+                f"`prompts` must each be a text, a chat, or ids [tokens] of at least one token, got {list(ids.shape)} of "
+                f"{ids.dtype}."
+            )
+        return ids.to(torch.int64)
+
+    def _read(self) -> Iterator[Generated]:
+        """Read a chunk of the first prompt that is being read, and let it join if that was the last one.
+
+        Without rows that would wait, prompts are read until all have joined.
+        """
+        ready: list[_Reading] = []
+        while self._reading:
+            reading = self._reading[0]
+            try:
+                logits = self._read_chunk(reading)
+            except Exception as error:
+                self._reading.popleft()
+                yield self._answer(reading, error)
+                continue
+            if logits is not None:
+                self._reading.popleft()
+                self._of[reading.row] = reading
+                self._decoder.begin(reading.row, logits)
+                ready.append(reading)
+            if self._decoder.rows:
+                break
+        # Some may have ended with their first token.
+        going_on = [reading for reading in ready if not self._decoder.has_ended(reading.row)]
+        self._decoder.join([reading.row for reading in going_on], [reading.cache for reading in going_on])
+        for reading in ready:
+            if reading not in going_on:
+                yield self._answer(self._of.pop(reading.row), self._decoder.errors.pop(reading.row, None))
+
+    @torch.no_grad()
+    def _read_chunk(self, reading: _Reading) -> Tensor | None:
+        """The logits after the last token of a prompt, `[1, vocab]`, or `None` if there is more to read."""
+        ids, cache, model = reading.row.ids, reading.cache, self._model
+        seen, end = cache.get_seq_length(), ids.shape[1]
+        stop = min(seen + self._chunk_tokens, end)
+        arguments: dict[str, Any] = {cache_argument.name_in_generate(model): cache, "attention_mask": None}
+        arguments |= {"use_cache": True, **model_types.newest_logits_only(model)}
+        if "position_ids" in generate_calls.forward_arguments(model):
+            arguments["position_ids"] = torch.arange(stop, device=model.device)[None]
+        limit = pass_limit(model, cache) if seen else None
+        output = pass_tokens(model, ids[:, :stop], arguments, cache, seen, limit)
+        if stop < end:
+            return None
+        if self._part is not None:
+            self._part.insert(ids, cache)
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _answer(self, reading: _Reading, error: Exception | None) -> Generated:
+        ids = reading.row.new_ids
+        tokenizer = self._given["tokenizer"]
+        text = None if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=True)
+        return Generated(reading.index, ids, text, reading.row.prompt_tokens, reading.cached_tokens, error)
+
+
+def _in_order(answers: Iterator[Generated]) -> Iterator[Generated]:
+    waiting: dict[int, Generated] = {}
+    for number in itertools.count():
+        while number not in waiting:
+            answer = next(answers, None)
+            if answer is None:
+                return
+            waiting[answer.index] = answer
+        yield waiting.pop(number)
+
+
+def _with_progress(answers: Iterator[Generated], prompts: Iterable[Any]) -> Iterator[Generated]:
+    from tqdm.auto import tqdm
+
+    total = len(prompts) if isinstance(prompts, Sequence) else None
+    yield from tqdm(answers, total=total, desc="answers", unit="prompt")

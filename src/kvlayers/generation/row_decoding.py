@@ -1,0 +1,193 @@
+"""Decoding of several sequences side by side, each of which joins, goes on and ends by itself, with or without drafts.
+
+A row's draft are tokens that may come next. One pass computes what comes after each of them. The tokens that the row
+would have chosen itself are kept, and the cache is rolled back to them, row by row. Chosen tokens are those of plain
+decoding, whatever the draft: each is the greatest score, or a sample, given the tokens before it.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlayers.core.cache import Cache
+from kvlayers.rows import Rows, merge
+from kvlayers.upstream import cache_argument, generate_calls
+
+Draft = Callable[[Tensor], Sequence[int]]
+"""Given the ids of a row, `[1, tokens]`, tokens that may come next."""
+
+
+class DecodedRow:
+    """One sequence that is being decoded.
+
+    Args:
+        model: the model.
+        ids: the prompt, int64 `[1, tokens]`.
+        config: the full `GenerationConfig`.
+        given: arguments of `generate()` that see ids: `logits_processor`, `stopping_criteria`,
+            `prefix_allowed_tokens_fn` and `tokenizer`.
+
+    Attributes:
+        ids: all tokens so far, `[1, tokens]`.
+        prompt_tokens: how many of them are the prompt.
+    """
+
+    def __init__(self, model: Any, ids: Tensor, config: Any, given: dict[str, Any]) -> None:
+        self.ids = ids
+        self.prompt_tokens = ids.shape[1]
+        self._samples = bool(config.do_sample)
+        own = copy.copy(config)
+        own.max_length = self.prompt_tokens + config.max_new_tokens
+        self._processors = generate_calls.logits_processors(model, own, ids, given)
+        self._criteria = generate_calls.stopping_criteria(model, own, given)
+
+    @property
+    def chooses_the_greatest(self) -> bool:
+        """Whether the next token is the one with the greatest score, which needs no look at the other ids."""
+        return not self._processors and not self._samples
+
+    def choose(self, logits: Tensor) -> int:
+        """Append the next token, given its logits `[1, vocab]`; return it."""
+        scores = logits.to(torch.float32, copy=True)
+        if self._processors:
+            scores = self._processors(self.ids, scores)
+        chosen = torch.multinomial(scores.softmax(-1), 1)[:, 0] if self._samples else scores.argmax(-1)
+        self.append(int(chosen))
+        return int(chosen)
+
+    def append(self, token: int) -> None:
+        """Append a token that was chosen."""
+        self.ids = torch.cat([self.ids, self.ids.new_tensor([[token]])], dim=1)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no token comes after those that there are."""
+        return bool(self._criteria(self.ids, None).all())
+
+    @property
+    def new_ids(self) -> Tensor:
+        """The tokens behind the prompt, int64 `[tokens]`."""
+        return self.ids[0, self.prompt_tokens :]
+
+
+class RowDecoder:
+    """Rows of one cache, decoded together.
+
+    Args:
+        model: the model.
+        on_token: called with a row and each of its new tokens. What it raises ends the row alone.
+        draft: makes drafts, `None` to decode token by token.
+
+    Attributes:
+        rows: the rows, in the order of the rows of the cache.
+        errors: by row, what ended it, apart from its own end.
+        passes: forward passes.
+        accepted: tokens of drafts that were kept.
+    """
+
+    def __init__(
+        self, model: Any, on_token: Callable[[DecodedRow, int], None] | None = None, draft: Draft | None = None
+    ) -> None:
+        self._model, self._draft, self._on_token = model, draft, on_token
+        self._cache: Cache | None = None
+        self._name = cache_argument.name_for(model)
+        self._takes = generate_calls.forward_arguments(model)
+        self.rows: list[DecodedRow] = []
+        self.errors: dict[DecodedRow, Exception] = {}
+        self.passes = self.accepted = 0
+
+    @property
+    def cache(self) -> Cache | None:
+        """The cache of all rows, `None` without rows."""
+        return self._cache
+
+    def join(self, rows: Sequence[DecodedRow], caches: Sequence[Cache]) -> None:
+        """Add rows, whose caches have seen all of their tokens but the last. The caches do not change."""
+        if not rows:
+            return
+        if self._cache is None:
+            self._cache = merge(list(caches))
+        else:
+            self._cache.extend(*caches)
+        if self._draft is not None:
+            self._cache.activate_past_recording()
+        self.rows += rows
+
+    def begin(self, row: DecodedRow, logits: Tensor) -> None:
+        """Append the first new token of a row, given the logits after its prompt, `[1, vocab]`."""
+        self._take(row, (), logits, logits.argmax(-1).tolist())
+
+    def has_ended(self, row: DecodedRow) -> bool:
+        """Whether a row gets no more tokens."""
+        return row in self.errors or row.has_ended
+
+    def drop_ended(self) -> list[tuple[DecodedRow, Exception | None]]:
+        """Take out the rows that have ended, and return them with what ended them, apart from their own end."""
+        kept = [index for index, row in enumerate(self.rows) if not self.has_ended(row)]
+        if len(kept) == len(self.rows):
+            return []
+        ended = [row for index, row in enumerate(self.rows) if index not in kept]
+        self.rows = [self.rows[index] for index in kept]
+        if self._cache is not None and kept:
+            self._cache.keep_rows(kept)
+        elif not kept:
+            self._cache = None
+        return [(row, self.errors.pop(row, None)) for row in ended]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One forward pass: each row gets at least one more token."""
+        cache = self._cache
+        if cache is None:
+            return
+        drafts = [list(self._draft(row.ids)) if self._draft is not None else [] for row in self.rows]
+        new = 1 + max(map(len, drafts))
+        # A shorter draft is filled up by its last token, which nobody looks at.
+        passed = [[int(row.ids[0, -1]), *draft] for row, draft in zip(self.rows, drafts, strict=True)]
+        tokens = torch.tensor([own + own[-1:] * (new - len(own)) for own in passed], device=self._model.device)
+        logits = self._pass(tokens, cache)
+        self.passes += 1
+        greatest = logits.argmax(-1).tolist()
+        for index, (row, draft) in enumerate(zip(self.rows, drafts, strict=True)):
+            self._take(row, draft, logits[index], greatest[index])
+        lengths = [row.ids.shape[1] - 1 for row in self.rows]
+        if cache.row_lengths != tuple(lengths):
+            cache.crop_rows(lengths)
+
+    def _pass(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """Logits of new tokens `[batch, new]`, `[batch, new, vocab]`."""
+        rows, new, device = Rows(cache), tokens.shape[1], tokens.device
+        arguments: dict[str, Any] = {self._name: cache, "use_cache": True, "return_dict": True}
+        if "attention_mask" in self._takes:
+            arguments["attention_mask"] = rows.attention_mask(new, device)
+        if "position_ids" in self._takes:
+            arguments["position_ids"] = rows.position_ids(new, device)
+        logits: Tensor = self._model(tokens, **arguments).logits
+        return logits
+
+    def _take(self, row: DecodedRow, draft: Sequence[int], logits: Tensor, greatest: Sequence[int]) -> None:
+        """Append the tokens that a row chooses, as far as its draft goes along with them.
+
+        Args:
+            row: the row.
+            draft: its draft.
+            logits: after the last token and after each of the draft, `[1 + draft, vocab]`.
+            greatest: the greatest of each.
+        """
+        try:
+            for place in range(len(draft) + 1):
+                if row.chooses_the_greatest:
+                    token = greatest[place]
+                    row.append(token)
+                else:
+                    token = row.choose(logits[place : place + 1])
+                if self._on_token is not None:
+                    self._on_token(row, token)
+                if place == len(draft) or token != draft[place] or row.has_ended:
+                    break
+                self.accepted += 1
+        except Exception as error:
+            self.errors[row] = error

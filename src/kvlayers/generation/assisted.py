@@ -8,6 +8,7 @@ together with the next draft if they are few, else in a pass of their own, which
 """
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from kvlayers.core.arguments import crop_target
 from kvlayers.core.cache import Cache
 from kvlayers.core.legacy_api import crop_argument
 from kvlayers.errors import RollbackError
+from kvlayers.generation import batch_drafts
 from kvlayers.generation.prefill import pass_limit, pass_tokens, without_last
 from kvlayers.upstream import cache_argument, compat, generate_calls
 from kvlayers.upstream.generate_calls import full_generation_config
@@ -126,11 +128,11 @@ def _class_of_views() -> type[ModelView]:
     return type("AssistedModel", (ModelView,), {name: loop})
 
 
-def _assisted_view(model: Any) -> ModelView:
+def _assisted_view(model: Any, given: Mapping[str, Any]) -> ModelView:
     loop = getattr(type(model), generate_calls.loop_name(GenerationMode.ASSISTED_GENERATION))
     return _class_of_views()(
         model,
-        decoding=functools.partial(decode, loop, model),
+        decoding=functools.partial(decode, loop, model, given),
         _validate_generation_mode=functools.partial(_check_mode, model),
     )
 
@@ -151,7 +153,7 @@ def view_for_generate(model: Any, arguments: Mapping[str, Any]) -> Any:
     if not asks or arguments.get("custom_generate") is not None or (given is not None and given.is_assistant):
         return model
     mode = full_generation_config(model, arguments)[0].get_generation_mode(assistant)
-    return _assisted_view(model) if mode == GenerationMode.ASSISTED_GENERATION else model
+    return _assisted_view(model, arguments) if mode == GenerationMode.ASSISTED_GENERATION else model
 
 
 def _check_mode(model: Any, mode: Any, generation_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -163,6 +165,10 @@ def _check_mode(model: Any, mode: Any, generation_config: Any, *args: Any, **kwa
         getattr(generation_config, "speculation_type", None) is not None
     )
     view = model if needs_hidden_states else ModelView(model, _is_stateful=False)
+    if not model.config.is_encoder_decoder:
+        # transformers decodes one sequence with drafts, and kvlayers several.
+        generation_config = copy.copy(generation_config)
+        generation_config.num_return_sequences = 1
     type(model)._validate_generation_mode(view, mode, generation_config, *args, **kwargs)
 
 
@@ -208,13 +214,16 @@ def _restoring_layers(model: Any, generation_config: Any) -> Iterator[None]:
         config.num_hidden_layers = layers
 
 
-def decode(original: Callable[..., Any], model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> Any:
+def decode(
+    original: Callable[..., Any], model: Any, given: Mapping[str, Any], input_ids: Tensor, kwargs: dict[str, Any]
+) -> Any:
     """Run transformers' assisted decoding, with rollbacks that it does not know about.
 
     Args:
         original: the loop of the model's class.
         model: the model.
-        input_ids: the prompt, `[1, tokens]`.
+        given: arguments of the call of `generate()`, by name.
+        input_ids: the prompts, `[batch, tokens]`. Of several, each row goes on with what it accepted.
         kwargs: its other arguments.
 
     Returns:
@@ -223,6 +232,8 @@ def decode(original: Callable[..., Any], model: Any, input_ids: Tensor, kwargs: 
     name = cache_argument.name_in_generate(model)
     cache = kwargs.get(name)
     check_rollback(model, cache)
+    if input_ids.shape[0] > 1 and isinstance(cache, Cache) and not model.config.is_encoder_decoder:
+        return batch_drafts.decode(model, cache, input_ids, kwargs, given)
     if isinstance(cache, Cache) and not compat.RECORDS_BEFORE_DRAFTS:
         cache.activate_past_recording()
     if not isinstance(cache, Cache) or as_rollback_cache(cache) is cache:

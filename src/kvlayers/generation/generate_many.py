@@ -1,5 +1,6 @@
 """Many prompts through a few rows: rows join as others leave."""
 
+import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from kvlayers.generation.prefill import pass_limit, pass_tokens
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore, required_store
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import usable_cache
-from kvlayers.generation.row_decoding import DecodedRow, Draft, RowDecoder
+from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import cache_argument, generate_calls, model_types
 
@@ -112,7 +113,9 @@ def generate_many(
         ... )
         >>> model = transformers.LlamaForCausalLM(config).eval()
         >>> prompts = [[5, 8, 13], [21, 34], [55]]
-        >>> answers = kvlayers.generate_many(model, prompts, max_new_tokens=4, max_rows=2, in_order=True, progress=False)
+        >>> answers = kvlayers.generate_many(
+        ...     model, prompts, max_new_tokens=4, max_rows=2, in_order=True, progress=False
+        ... )
         >>> [(answer.index, len(answer.ids)) for answer in answers]
         [(0, 4), (1, 4), (2, 4)]
     """
@@ -132,9 +135,9 @@ def generate_many(
     named = named_cache(cache)
     if named is None:
         raise unknown_name(cache)
-    draft = None
+    drafter = None
     if prompt_lookup_num_tokens is not None:
-        draft = generate_calls.prompt_lookup(config, prompt_lookup_num_tokens)
+        drafter = LookedUp(generate_calls.prompt_lookup(config, prompt_lookup_num_tokens))
     many = _Many(
         model=model,
         config=config,
@@ -143,7 +146,7 @@ def generate_many(
         active=required_store(prefix_store, namespace),
         max_rows=max_rows,
         chunk_tokens=chunk_tokens,
-        draft=draft,
+        drafter=drafter,
         on_token=on_token,
     )
     answers = many.answers(prompts)
@@ -164,7 +167,7 @@ class _Many:
         active: ActiveStore | None,
         max_rows: int,
         chunk_tokens: int,
-        draft: Draft | None,
+        drafter: Drafter | None,
         on_token: Callable[[int, int], None] | None,
     ) -> None:
         self._model, self._config, self._given = model, config, given
@@ -172,7 +175,7 @@ class _Many:
         self._part = None if active is None else StorePart(model, active, *named)
         self._max_rows, self._chunk_tokens = max_rows, chunk_tokens
         self._on_token = on_token
-        self._decoder = RowDecoder(model, None if on_token is None else self._show, draft)
+        self._decoder = RowDecoder(model, None if on_token is None else self._show, drafter)
         self._of: dict[DecodedRow, _Reading] = {}
         self._reading: deque[_Reading] = deque()
 
@@ -202,7 +205,11 @@ class _Many:
 
     def _begin(self, number: int, prompt: Any) -> _Reading:
         ids = self._ids_of(prompt)
-        row = DecodedRow(self._model, ids, self._config, self._given)
+        own = copy.copy(self._config)
+        own.max_length = ids.shape[1] + own.max_new_tokens
+        processors = generate_calls.logits_processors(self._model, own, ids, self._given)
+        criteria = generate_calls.stopping_criteria(self._model, own, self._given)
+        row = DecodedRow(ids, processors, criteria, bool(own.do_sample))
         hint = ids.shape[1] + self._config.max_new_tokens
         found = None if self._part is None else self._part.lookup(ids)
 
@@ -238,8 +245,8 @@ class _Many:
         ids = ids[None] if ids.dim() == 1 else ids
         if ids.dim() != 2 or ids.shape[0] != 1 or not ids.numel() or ids.is_floating_point():
             raise OptionError(
-                f"`prompts` must each be a text, a chat, or ids [tokens] of at least one token, got {list(ids.shape)} of "
-                f"{ids.dtype}."
+                "`prompts` must each be a text, a chat, or ids [tokens] of at least one token, got "
+                f"{list(ids.shape)} of {ids.dtype}."
             )
         return ids.to(torch.int64)
 

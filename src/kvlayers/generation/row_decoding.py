@@ -5,9 +5,8 @@ would have chosen itself are kept, and the cache is rolled back to them, row by 
 decoding, whatever the draft: each is the greatest score, or a sample, given the tokens before it.
 """
 
-import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,33 +15,67 @@ from kvlayers.core.cache import Cache
 from kvlayers.rows import Rows, merge
 from kvlayers.upstream import cache_argument, generate_calls
 
-Draft = Callable[[Tensor], Sequence[int]]
-"""Given the ids of a row, `[1, tokens]`, tokens that may come next."""
+
+class Drafter(Protocol):
+    """What makes drafts."""
+
+    def join(self, rows: "Sequence[DecodedRow]") -> None:
+        """Begin to draft for further rows."""
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Draft for the rows at `indices` alone from now on."""
+
+    def drafts(self, rows: "Sequence[DecodedRow]") -> list[list[int]]:
+        """For each of all rows tokens that may come next."""
+
+
+class LookedUp:
+    """Drafts that are found in the rows themselves: what has followed the newest tokens before (Saxena 2023).
+
+    Args:
+        find: given the ids of a row, `[1, tokens]`, tokens that may come next.
+    """
+
+    def __init__(self, find: Callable[[Tensor], list[int]]) -> None:
+        self._find = find
+
+    def join(self, rows: "Sequence[DecodedRow]") -> None:
+        """Nothing is remembered of rows."""
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Nothing is remembered of rows."""
+
+    def drafts(self, rows: "Sequence[DecodedRow]") -> list[list[int]]:
+        """For each row what has followed its newest tokens before."""
+        return [self._find(row.ids) for row in rows]
 
 
 class DecodedRow:
     """One sequence that is being decoded.
 
     Args:
-        model: the model.
         ids: the prompt, int64 `[1, tokens]`.
-        config: the full `GenerationConfig`.
-        given: arguments of `generate()` that see ids: `logits_processor`, `stopping_criteria`,
-            `prefix_allowed_tokens_fn` and `tokenizer`.
+        processors: change the scores of the next token, given the ids; transformers' `LogitsProcessorList`.
+        criteria: say whether the row has ended, given the ids; transformers' `StoppingCriteriaList`.
+        samples: whether the next token is a sample of the scores, rather than the one with the greatest.
+        padding: how many of the first ids are padding, which the cache has not seen.
 
     Attributes:
         ids: all tokens so far, `[1, tokens]`.
-        prompt_tokens: how many of them are the prompt.
+        prompt_tokens: how many of them are the prompt, padding included.
+        padding: as passed.
     """
 
-    def __init__(self, model: Any, ids: Tensor, config: Any, given: dict[str, Any]) -> None:
+    def __init__(self, ids: Tensor, processors: Any, criteria: Any, samples: bool, padding: int = 0) -> None:
         self.ids = ids
         self.prompt_tokens = ids.shape[1]
-        self._samples = bool(config.do_sample)
-        own = copy.copy(config)
-        own.max_length = self.prompt_tokens + config.max_new_tokens
-        self._processors = generate_calls.logits_processors(model, own, ids, given)
-        self._criteria = generate_calls.stopping_criteria(model, own, given)
+        self.padding = padding
+        self._processors, self._criteria, self._samples = processors, criteria, samples
+
+    @property
+    def tokens(self) -> int:
+        """Tokens so far, without padding."""
+        return self.ids.shape[1] - self.padding
 
     @property
     def chooses_the_greatest(self) -> bool:
@@ -73,13 +106,26 @@ class DecodedRow:
         return self.ids[0, self.prompt_tokens :]
 
 
+def pass_rows(model: Any, tokens: Tensor, cache: Cache) -> Tensor:
+    """Logits of the next tokens of all rows of a cache, `[batch, new, vocab]`; `tokens` are `[batch, new]`."""
+    rows, new, device = Rows(cache), tokens.shape[1], tokens.device
+    takes = generate_calls.forward_arguments(model)
+    arguments: dict[str, Any] = {cache_argument.name_for(model): cache, "use_cache": True, "return_dict": True}
+    if "attention_mask" in takes:
+        arguments["attention_mask"] = rows.attention_mask(new, device)
+    if "position_ids" in takes:
+        arguments["position_ids"] = rows.position_ids(new, device)
+    logits: Tensor = model(tokens, **arguments).logits
+    return logits
+
+
 class RowDecoder:
     """Rows of one cache, decoded together.
 
     Args:
         model: the model.
         on_token: called with a row and each of its new tokens. What it raises ends the row alone.
-        draft: makes drafts, `None` to decode token by token.
+        drafter: makes drafts, `None` to decode token by token.
 
     Attributes:
         rows: the rows, in the order of the rows of the cache.
@@ -89,12 +135,10 @@ class RowDecoder:
     """
 
     def __init__(
-        self, model: Any, on_token: Callable[[DecodedRow, int], None] | None = None, draft: Draft | None = None
+        self, model: Any, on_token: Callable[[DecodedRow, int], None] | None = None, drafter: Drafter | None = None
     ) -> None:
-        self._model, self._draft, self._on_token = model, draft, on_token
+        self._model, self._drafter, self._on_token = model, drafter, on_token
         self._cache: Cache | None = None
-        self._name = cache_argument.name_for(model)
-        self._takes = generate_calls.forward_arguments(model)
         self.rows: list[DecodedRow] = []
         self.errors: dict[DecodedRow, Exception] = {}
         self.passes = self.accepted = 0
@@ -105,15 +149,19 @@ class RowDecoder:
         return self._cache
 
     def join(self, rows: Sequence[DecodedRow], caches: Sequence[Cache]) -> None:
-        """Add rows, whose caches have seen all of their tokens but the last. The caches do not change."""
+        """Add rows, of one or several caches that have seen all of their tokens but the last.
+
+        The caches do not change, unless there is one, and no row yet: it is taken over.
+        """
         if not rows:
             return
-        if self._cache is None:
-            self._cache = merge(list(caches))
-        else:
+        if self._cache is not None:
             self._cache.extend(*caches)
-        if self._draft is not None:
+        else:
+            self._cache = caches[0] if len(caches) == 1 else merge(list(caches))
+        if self._drafter is not None:
             self._cache.activate_past_recording()
+            self._drafter.join(rows)
         self.rows += rows
 
     def begin(self, row: DecodedRow, logits: Tensor) -> None:
@@ -131,6 +179,8 @@ class RowDecoder:
             return []
         ended = [row for index, row in enumerate(self.rows) if index not in kept]
         self.rows = [self.rows[index] for index in kept]
+        if self._drafter is not None:
+            self._drafter.keep(kept)
         if self._cache is not None and kept:
             self._cache.keep_rows(kept)
         elif not kept:
@@ -143,30 +193,19 @@ class RowDecoder:
         cache = self._cache
         if cache is None:
             return
-        drafts = [list(self._draft(row.ids)) if self._draft is not None else [] for row in self.rows]
+        drafts = [[] for _ in self.rows] if self._drafter is None else self._drafter.drafts(self.rows)
         new = 1 + max(map(len, drafts))
         # A shorter draft is filled up by its last token, which nobody looks at.
         passed = [[int(row.ids[0, -1]), *draft] for row, draft in zip(self.rows, drafts, strict=True)]
         tokens = torch.tensor([own + own[-1:] * (new - len(own)) for own in passed], device=self._model.device)
-        logits = self._pass(tokens, cache)
+        logits = pass_rows(self._model, tokens, cache)
         self.passes += 1
         greatest = logits.argmax(-1).tolist()
         for index, (row, draft) in enumerate(zip(self.rows, drafts, strict=True)):
             self._take(row, draft, logits[index], greatest[index])
-        lengths = [row.ids.shape[1] - 1 for row in self.rows]
+        lengths = [row.tokens - 1 for row in self.rows]
         if cache.row_lengths != tuple(lengths):
             cache.crop_rows(lengths)
-
-    def _pass(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Logits of new tokens `[batch, new]`, `[batch, new, vocab]`."""
-        rows, new, device = Rows(cache), tokens.shape[1], tokens.device
-        arguments: dict[str, Any] = {self._name: cache, "use_cache": True, "return_dict": True}
-        if "attention_mask" in self._takes:
-            arguments["attention_mask"] = rows.attention_mask(new, device)
-        if "position_ids" in self._takes:
-            arguments["position_ids"] = rows.position_ids(new, device)
-        logits: Tensor = self._model(tokens, **arguments).logits
-        return logits
 
     def _take(self, row: DecodedRow, draft: Sequence[int], logits: Tensor, greatest: Sequence[int]) -> None:
         """Append the tokens that a row chooses, as far as its draft goes along with them.

@@ -1,0 +1,181 @@
+"""Decoding with drafts for several prompts at once, which transformers does for one: each row goes on by itself."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlayers.core.cache import Cache
+from kvlayers.core.padding import left_padding_of
+from kvlayers.errors import OptionError, RollbackError
+from kvlayers.generation.cache_by_name import make_cache
+from kvlayers.generation.prefill import pass_tokens
+from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, pass_rows
+from kvlayers.rows import Rows, merge
+from kvlayers.upstream import cache_argument, generate_calls
+
+
+class DraftModel:
+    """Drafts that a smaller model decodes, greedily, for all rows at once.
+
+    Args:
+        model: the smaller model, with the same vocabulary.
+        tokens: tokens of a draft.
+    """
+
+    def __init__(self, model: Any, tokens: int) -> None:
+        self._model, self._tokens = model, tokens
+        self._cache: Cache | None = None
+
+    @torch.no_grad()
+    def join(self, rows: Sequence[DecodedRow]) -> None:
+        """Read the tokens of further rows, apart from their last."""
+        caches = [] if self._cache is None else [self._cache]
+        for row in rows:
+            cache = make_cache("dynamic", self._model, device=self._model.device, dtype=self._model.dtype)
+            if not isinstance(cache, Cache):
+                raise OptionError(f"`assistant_model` must take a cache of kvlayers, got a {type(cache).__name__}.")
+            arguments: dict[str, Any] = {cache_argument.name_for(self._model): cache, "use_cache": True}
+            self._model(row.ids[:, row.padding : -1].to(self._model.device), **arguments)
+            cache.activate_past_recording()
+            caches.append(cache)
+        self._cache = merge(caches)
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Draft for the rows at `indices` alone from now on."""
+        if self._cache is not None and indices:
+            self._cache.keep_rows(indices)
+        elif not indices:
+            self._cache = None
+
+    def drafts(self, rows: Sequence[DecodedRow]) -> list[list[int]]:
+        """For each row the tokens that the smaller model would choose."""
+        cache = self._cache
+        if cache is None:
+            return [[] for _ in rows]
+        # What it has seen of a draft that was not accepted goes. What was accepted beyond its draft it has not seen.
+        cache.crop_rows([min(seen, row.tokens - 1) for seen, row in zip(cache.row_lengths, rows, strict=True)])
+        missing = [row.ids[0, row.padding + seen :] for seen, row in zip(cache.row_lengths, rows, strict=True)]
+        most = max(map(len, missing))
+        tokens = torch.stack([torch.cat([own, own[-1:].expand(most - len(own))]) for own in missing])
+        logits = pass_rows(self._model, tokens.to(self._model.device), cache)
+        cache.crop_rows([row.tokens for row in rows])
+        last = torch.tensor([len(own) - 1 for own in missing], device=logits.device)
+        chosen = logits[torch.arange(len(rows), device=logits.device), last].argmax(-1)
+        drafts = [chosen]
+        for _ in range(self._tokens - 1):
+            drafts.append(pass_rows(self._model, drafts[-1][:, None], cache)[:, -1].argmax(-1))
+        return torch.stack(drafts, 1).tolist()
+
+
+def decode(model: Any, cache: Cache, input_ids: Tensor, kwargs: dict[str, Any], given: Mapping[str, Any]) -> Any:
+    """Decode a batch with drafts, in the place of transformers' loop.
+
+    Args:
+        model: the model.
+        cache: the cache of the call, which may have seen the first tokens.
+        input_ids: the prompts, int64 `[batch, tokens]`, padded on the left.
+        kwargs: the other arguments of the loop.
+        given: arguments of the call of `generate()`, by name.
+
+    Returns:
+        What `generate()` returns: the sequences, padded on the right, or an output with them and the cache.
+
+    Raises:
+        OptionError: an option that is not supported for several prompts.
+        RollbackError: the model has recurrent states.
+    """
+    config = kwargs["generation_config"]
+    drafter = _drafter(config, kwargs)
+    if cache.recurrent_parts():
+        raise RollbackError(
+            f"`input_ids` must be of one prompt for drafts with the recurrent states of {type(model).__name__}, got "
+            f"{input_ids.shape[0]}: leave out the drafts, or pass the prompts one by one."
+        )
+    padding = _padding(kwargs.get("attention_mask"), input_ids)
+    first = _prefill(model, cache, input_ids, kwargs)
+    if len(set(cache.row_lengths)) == 1:
+        Rows(cache, kwargs.get("attention_mask"))
+    decoder = RowDecoder(model, drafter=drafter)
+    rows = [
+        DecodedRow(
+            ids,
+            # Some of them remember the prompts that they were made for.
+            generate_calls.logits_processors(model, config, ids, given),
+            kwargs["stopping_criteria"],
+            bool(config.do_sample),
+            own,
+        )
+        for ids, own in zip(input_ids.split(1), padding, strict=True)
+    ]
+    for row, logits in zip(rows, first.split(1), strict=True):
+        decoder.begin(row, logits)
+    decoder.join(rows, [cache.fork()])
+    alone: dict[DecodedRow, Cache] = {}
+    while decoder.cache is not None:
+        for index, row in enumerate(decoder.rows):
+            if decoder.errors:
+                raise next(iter(decoder.errors.values()))
+            if decoder.has_ended(row):
+                alone[row] = decoder.cache.extract(index)
+        decoder.drop_ended()
+        decoder.step()
+    cache.replace_layers(merge([alone[row] for row in rows]).adapted_layers())
+    return _output(rows, cache, config)
+
+
+NOT_FOR_BATCHES = ("assistant_early_exit", "use_mtp", "output_scores", "output_logits", "output_attentions")
+"""Options of drafts that are not offered for several prompts, and what is not returned for them."""
+
+
+def _drafter(config: Any, kwargs: dict[str, Any]) -> Drafter:
+    """What makes the drafts that a call asks for."""
+    options = vars(config)
+    refused = [name for name in (*NOT_FOR_BATCHES, "output_hidden_states") if options.get(name)]
+    refused += [name for name in ("streamer", "assistant_tokenizer") if kwargs.get(name) is not None]
+    if refused:
+        raise OptionError(
+            f"`{refused[0]}` must be left out of a call with drafts for several prompts, got "
+            f"{kwargs.get(refused[0], options.get(refused[0]))!r}: pass the prompts one by one."
+        )
+    assistant = kwargs.get("assistant_model")
+    if assistant is None:
+        return LookedUp(generate_calls.prompt_lookup(config, config.prompt_lookup_num_tokens))
+    tokens = assistant.generation_config.num_assistant_tokens or config.num_assistant_tokens or NUM_ASSISTANT_TOKENS
+    return DraftModel(assistant, tokens)
+
+
+NUM_ASSISTANT_TOKENS = 20
+"""Tokens of a draft if no config says it, as in transformers."""
+
+OF_LOOPS = ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer", "inputs_tensor")
+OF_DRAFTS = ("assistant_model", "assistant_tokenizer", "tokenizer")
+"""Arguments of transformers' loop over drafts that are not for the model."""
+
+
+def _prefill(model: Any, cache: Cache, input_ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """Pass the tokens that the cache has not seen. Returns the logits after the last one, `[batch, vocab]`."""
+    model_kwargs = {name: value for name, value in kwargs.items() if name not in (*OF_LOOPS, *OF_DRAFTS)}
+    mask = model_kwargs.get("attention_mask")
+    is_whole = mask is None or mask.shape[1] == input_ids.shape[1]
+    output = pass_tokens(model, input_ids, model_kwargs, cache, cache.get_seq_length() if is_whole else 0)
+    logits: Tensor = output.logits[:, -1]
+    return logits
+
+
+def _padding(mask: Tensor | None, input_ids: Tensor) -> list[int]:
+    """Tokens of padding before each prompt."""
+    padding = None if mask is None else left_padding_of(mask)
+    return [0] * input_ids.shape[0] if padding is None else padding.tolist()
+
+
+def _output(rows: Sequence[DecodedRow], cache: Cache, config: Any) -> Any:
+    ids = [row.ids[0] for row in rows]
+    pad = 0 if config.pad_token_id is None else config.pad_token_id
+    sequences = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=pad)
+    if not config.return_dict_in_generate:
+        return sequences
+    from transformers.generation import GenerateDecoderOnlyOutput
+
+    return GenerateDecoderOnlyOutput(sequences=sequences, **{cache_argument.usual_name(): cache})

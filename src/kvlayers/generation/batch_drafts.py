@@ -10,9 +10,9 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.padding import left_padding_of
 from kvlayers.errors import OptionError, RollbackError
 from kvlayers.generation.cache_by_name import make_cache
-from kvlayers.generation.prefill import pass_tokens
+from kvlayers.generation.prefill import PER_TOKEN_ARGUMENTS, pass_tokens
 from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, pass_rows
-from kvlayers.rows import Rows, merge
+from kvlayers.rows import merge
 from kvlayers.upstream import cache_argument, generate_calls
 
 
@@ -94,9 +94,7 @@ def decode(model: Any, cache: Cache, input_ids: Tensor, kwargs: dict[str, Any], 
             f"{input_ids.shape[0]}: leave out the drafts, or pass the prompts one by one."
         )
     padding = _padding(kwargs.get("attention_mask"), input_ids)
-    first = _prefill(model, cache, input_ids, kwargs)
-    if len(set(cache.row_lengths)) == 1:
-        Rows(cache, kwargs.get("attention_mask"))
+    first = _prefill(model, cache, input_ids, padding, kwargs)
     decoder = RowDecoder(model, drafter=drafter)
     rows = [
         DecodedRow(
@@ -154,14 +152,30 @@ OF_DRAFTS = ("assistant_model", "assistant_tokenizer", "tokenizer")
 """Arguments of transformers' loop over drafts that are not for the model."""
 
 
-def _prefill(model: Any, cache: Cache, input_ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
+def _prefill(model: Any, cache: Cache, input_ids: Tensor, padding: Sequence[int], kwargs: Mapping[str, Any]) -> Tensor:
     """Pass the tokens that the cache has not seen. Returns the logits after the last one, `[batch, vocab]`."""
     model_kwargs = {name: value for name, value in kwargs.items() if name not in (*OF_LOOPS, *OF_DRAFTS)}
     mask = model_kwargs.get("attention_mask")
     is_whole = mask is None or mask.shape[1] == input_ids.shape[1]
-    output = pass_tokens(model, input_ids, model_kwargs, cache, cache.get_seq_length() if is_whole else 0)
-    logits: Tensor = output.logits[:, -1]
-    return logits
+    seen = cache.get_seq_length() if is_whole else 0
+    if seen or not any(padding):
+        logits: Tensor = pass_tokens(model, input_ids, model_kwargs, cache, seen).logits[:, -1]
+        return logits
+    # Not every kind of layer can drop padding later, and nothing is computed for it here.
+    name, alone, last = cache_argument.name_in_generate(model), cache.fork(len(padding)), []
+    for row, (own, padded) in enumerate(zip(alone, padding, strict=True)):
+        of_row = {key: _of_row(key, value, row, padded, len(padding)) for key, value in model_kwargs.items()}
+        output = pass_tokens(model, input_ids[row : row + 1, padded:], {**of_row, name: own}, own, 0)
+        last.append(output.logits[:, -1])
+    cache.replace_layers(merge(alone).adapted_layers())
+    return torch.cat(last)
+
+
+def _of_row(name: str, value: Any, row: int, padding: int, batch: int) -> Any:
+    """What is passed for one row of an argument of the model."""
+    if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != batch:
+        return value
+    return value[row : row + 1, padding:] if name in PER_TOKEN_ARGUMENTS else value[row : row + 1]
 
 
 def _padding(mask: Tensor | None, input_ids: Tensor) -> list[int]:

@@ -9,6 +9,7 @@ from .evaluation.engine import score
 from .eviction.evicting_cache import EvictingCache
 from .generation.cache_by_name import make_cache
 from .generation.chat import Chat
+from .generation.generate_many import Generated, generate_many
 from .generation.install import generate, install, installed, is_installed, uninstall
 from .generation.known_ids import PromptMismatchWarning
 from .generation.make_cache import free_reservations
@@ -66,6 +67,7 @@ __all__ = [
     "EvictingCache",
     "EvictingLayer",
     "ExportableDecoder",
+    "Generated",
     "HQQQuantizedCache",
     "HybridCache",
     "HybridChunkedCache",
@@ -101,6 +103,7 @@ __all__ = [
     "compile_kernels",
     "free_reservations",
     "generate",
+    "generate_many",
     "inspect_cache",
     "install",
     "installed",

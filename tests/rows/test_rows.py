@@ -1,4 +1,4 @@
-"""Every row of a batch goes on as it would alone: after any merge, extension, extraction, rollback and choice of rows."""
+"""Every row of a batch goes on as it would alone, after any merge, extraction, rollback and choice of rows."""
 
 import random
 from collections.abc import Callable

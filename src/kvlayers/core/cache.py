@@ -185,8 +185,9 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         """Bytes that offloading has moved, a `kvlayers.offload.TrafficMeter`; `None` if nothing is offloaded."""
         return None if self._prefetcher is None else self._prefetcher.meter
 
-    def _fork(self) -> Self:
-        twin = super()._fork()
+    @override
+    def _twin_with(self, layers: Sequence[LayerOperations]) -> Self:
+        twin = super()._twin_with(layers)
         twin._pass = self._pass.copy()
         twin._given = None
         if self._prefetcher is not None:

@@ -293,10 +293,10 @@ class LayerwiseOperations(DescribesItself, LayerList):
         index = whole_number(row, "`row`")
         if not -rows <= index < rows:
             raise BatchIndexError(f"`row` must be from {-rows} to {rows - 1}, got {row}: pass the index of a row.")
-        alone = self.fork()
-        for part, own in zip(alone.parts(), self.parts(), strict=True):
-            layers = own.adapted_layers()
-            part.replace_layers([layer.row(index % rows) if layer.batch_size else layer.fork() for layer in layers])
+        layers = self.adapted_layers()
+        alone = self._twin_with([layer.row(index % rows) if layer.batch_size else layer.fork() for layer in layers])
+        alone.known_ids = None
+        alone.forget_pass()
         return alone
 
     def keep_rows(self, indices: BatchIndices) -> None:
@@ -452,8 +452,12 @@ class LayerwiseOperations(DescribesItself, LayerList):
 
     def _fork(self) -> Self:
         self._check_holds_states()
+        return self._twin_with([layer.fork() for layer in self.adapted_layers()])
+
+    def _twin_with(self, layers: Sequence[LayerOperations]) -> Self:
+        """Another cache like this one, with layers of its own."""
         twin = copy.copy(self)
-        twin._adapted = [layer.fork() for layer in self.adapted_layers()]
+        twin._adapted = layers
         twin.layers = [layer.original for layer in twin._adapted]
         let_static_layers_agree(twin._adapted)
         return twin

@@ -280,6 +280,13 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         twin.self_attention_cache, twin.cross_attention_cache = (copy.deepcopy(part) for part in self.parts())
         return twin
 
+    @override
+    def extract(self, row: int) -> Self:
+        twin = copy.copy(self)
+        twin.self_attention_cache, twin.cross_attention_cache = (part.extract(row) for part in self.parts())
+        twin._read = None
+        return twin
+
     def storages(self) -> Storages:
         """Bytes of each piece of memory that the parts hold, by its address."""
         return {address: size for part in self.parts() for address, size in part.storages().items()}

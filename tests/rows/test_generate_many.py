@@ -1,0 +1,141 @@
+"""generate_many: every answer is that of its prompt alone, whatever joins and leaves beside it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kvlayers
+from kvlayers.errors import OptionError, RegistryError
+from models import fresh_model, prompt, tiny_model
+
+PROMPTS = [prompt(1, 1 + 7 * number % 20, number)[0] for number in range(9)]
+
+
+def alone(model: Any, ids: torch.Tensor, cache: str = "dynamic", **how: Any) -> list[int]:
+    with kvlayers.installed():
+        options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache, **how}
+        found: list[int] = model.generate(ids[None], attention_mask=torch.ones_like(ids[None]), **options)[0].tolist()
+    return found[len(ids) :]
+
+
+def many(model: Any, prompts: Any = PROMPTS, **how: Any) -> list[Any]:
+    return list(
+        kvlayers.generate_many(model, prompts, **{"max_new_tokens": 6, "max_rows": 3, "progress": False, **how})
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("llama", {}),
+        ("llama", {"cache": "int4"}),
+        ("llama", {"cache": "sink", "cache_config": {"window_length": 20, "num_sink_tokens": 2}}),
+        ("llama", {"cache": "offloaded"}),
+        ("llama", {"repetition_penalty": 1.3}),
+        ("gemma3", {}),
+        ("mistral", {"cache": "int8"}),
+        ("deepseek_v3", {}),
+        ("mamba", {}),
+        ("jamba", {}),
+    ],
+    ids=str,
+)
+def test_each_answer_is_that_of_the_prompt_alone(family: str, how: dict[str, Any]) -> None:
+    model = tiny_model(family)
+    answers = many(model, in_order=True, chunk_tokens=6, **how)
+    assert [answer.index for answer in answers] == list(range(len(PROMPTS)))
+    asked = {name: value for name, value in how.items() if name != "cache"}
+    for answer, ids in zip(answers, PROMPTS, strict=True):
+        assert answer.error is None
+        assert answer.ids.tolist() == alone(model, ids, how.get("cache", "dynamic"), **asked)
+
+
+def test_drafts_change_no_token() -> None:
+    model = tiny_model("llama")
+    plain, drafted = (many(model, in_order=True, **how) for how in ({}, {"prompt_lookup_num_tokens": 3}))
+    assert [answer.ids.tolist() for answer in plain] == [answer.ids.tolist() for answer in drafted]
+
+
+def test_answers_come_as_they_end_and_prompts_are_asked_for_as_rows_become_free() -> None:
+    model, asked = tiny_model("llama"), []
+
+    def ask() -> Iterator[torch.Tensor]:
+        for number, ids in enumerate(PROMPTS):
+            asked.append(number)
+            yield ids
+
+    answers = kvlayers.generate_many(model, ask(), max_new_tokens=4, max_rows=2, progress=False)
+    first = next(answers)
+    assert first.index in (0, 1)
+    assert asked == [0, 1]
+    assert sorted(answer.index for answer in (first, *answers)) == list(range(len(PROMPTS)))
+
+
+def test_an_error_ends_one_answer_alone() -> None:
+    model = tiny_model("llama")
+
+    def on_token(number: int, token: int) -> None:
+        if number == 2:
+            raise ValueError("not this one")
+
+    prompts = [*PROMPTS[:4], "a text without a tokenizer", torch.empty(0, dtype=torch.int64), *PROMPTS[4:]]
+    answers = many(model, prompts, on_token=on_token, in_order=True)
+    failed = {answer.index: type(answer.error) for answer in answers if answer.error is not None}
+    assert failed == {2: ValueError, 4: OptionError, 5: OptionError}
+    good = [answer for answer in answers if answer.error is None]
+    expected = [ids for number, ids in enumerate(PROMPTS) if number != 2]
+    assert [answer.ids.tolist() for answer in good] == [alone(model, ids) for ids in expected]
+
+
+def test_tokens_are_streamed() -> None:
+    seen: dict[int, list[int]] = {}
+    answers = many(tiny_model("llama"), on_token=lambda number, token: seen.setdefault(number, []).append(token))
+    assert {answer.index: answer.ids.tolist() for answer in answers} == seen
+
+
+def test_a_store_serves_prompts_that_begin_alike() -> None:
+    model, store = fresh_model("llama"), kvlayers.PrefixStore(max_bytes=2**24)
+    common = prompt(1, 30, 5)[0]
+    prompts = [torch.cat([common, ids]) for ids in PROMPTS[:5]]
+    answers = many(model, prompts, prefix_store=store, in_order=True, max_rows=1)
+    assert [answer.cached_tokens >= 30 for answer in answers] == [False, True, True, True, True]
+    assert [answer.ids.tolist() for answer in answers] == [alone(model, ids) for ids in prompts]
+
+
+def test_a_stop_at_the_first_token() -> None:
+    model = tiny_model("llama")
+    first = [alone(model, ids, max_new_tokens=1)[0] for ids in PROMPTS]
+    assert all(len(answer.ids) == 1 for answer in many(model, eos_token_id=first))
+
+
+def test_no_prompts() -> None:
+    assert many(tiny_model("llama"), []) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ({"max_rows": 0}, "`max_rows`"),
+        ({"max_new_tokens": -1}, "`max_new_tokens`"),
+        ({"chunk_tokens": 1.5}, "`chunk_tokens`"),
+        ({"num_beams": 2}, "`options`"),
+        ({"num_return_sequences": 2, "do_sample": True}, "`options`"),
+        ({"misspelt": 1}, "misspelt"),
+        ({"prefix_store": 1}, "`prefix_store`"),
+    ],
+)
+def test_wrong_options_are_refused_at_once(how: dict[str, Any], named: str) -> None:
+    with pytest.raises(OptionError, match=named):
+        kvlayers.generate_many(tiny_model("llama"), PROMPTS, **how)
+
+
+def test_unknown_names_are_refused_at_once() -> None:
+    with pytest.raises(RegistryError, match="int5"):
+        kvlayers.generate_many(tiny_model("llama"), PROMPTS, cache="int5")
+
+
+def test_encoders_are_refused() -> None:
+    with pytest.raises(OptionError, match="decoder-only"):
+        kvlayers.generate_many(tiny_model("t5"), PROMPTS)

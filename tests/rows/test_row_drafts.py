@@ -1,0 +1,125 @@
+"""Drafts for several prompts: the tokens are those of plain decoding, and each row goes on with what it accepts."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvlayers
+from kvlayers.errors import OptionError, RollbackError
+from models import fresh_model, prompt, tiny_model
+
+NEW = 14
+
+
+def prompts() -> tuple[Tensor, Tensor]:
+    """Prompts that repeat themselves, of which two are padded on the left, and their mask."""
+    ids = torch.cat([prompt(4, 6, 1)] * 3, 1)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = mask[2, :9] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+def generated(model: Any, **how: Any) -> Any:
+    ids, mask = prompts()
+    with kvlayers.installed():
+        options = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True, **how}
+        return model.generate(ids, attention_mask=mask, **options)
+
+
+DRAFTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "look-up": lambda: {"prompt_lookup_num_tokens": 3},
+    "draft model": lambda: {"assistant_model": tiny_model("llama", 1)},
+    "its own draft model": lambda: {"assistant_model": tiny_model("llama")},
+}
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
+        {"cache_implementation": "int4"},
+        {"cache_implementation": "static"},
+        {"cache_implementation": "offloaded"},
+        {"eos_token_id": [5, 7, 11, 13, 17, 23, 29, 31, 37, 41]},
+    ],
+    ids=str,
+)
+def test_a_batch_with_drafts_has_the_tokens_of_plain_decoding(drafts: str, how: dict[str, Any]) -> None:
+    model = tiny_model("llama")
+    expected, output = generated(model, **how), generated(model, **how, **DRAFTS[drafts]())
+    assert torch.equal(output.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "deepseek_v3", "gpt2"])
+def test_windows_latents_and_absolute_positions_are_rolled_back_by_row(family: str) -> None:
+    model = tiny_model(family)
+    expected, output = generated(model), generated(model, prompt_lookup_num_tokens=4)
+    assert torch.equal(output.sequences, expected.sequences)
+
+
+def test_the_cache_goes_on_behind_the_answer() -> None:
+    model = tiny_model("llama")
+    cache, ids = kvlayers.DynamicCache(config=model.config), prompts()[0][[1, 3]]
+    with kvlayers.installed():
+        first = model.generate(
+            ids, past_key_values=cache, max_new_tokens=6, do_sample=False, prompt_lookup_num_tokens=3
+        )
+        assert cache.row_lengths == (first.shape[1] - 1,) * 2
+        again = model.generate(first, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert torch.equal(again, model.generate(ids, max_new_tokens=10, do_sample=False))
+
+
+def test_several_answers_to_each_prompt() -> None:
+    model = tiny_model("llama")
+    how = {"num_return_sequences": 2, "do_sample": True, "top_k": 1}
+    assert torch.equal(generated(model, prompt_lookup_num_tokens=3, **how).sequences, generated(model, **how).sequences)
+
+
+def test_fewer_passes_are_needed() -> None:
+    model, passes = fresh_model("llama"), []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    generated(model)
+    plain = len(passes)
+    generated(model, assistant_model=tiny_model("llama"))
+    # The draft model is the model, so nearly every draft is accepted.
+    assert len(passes) - plain < plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", ["look-up", "draft model"])
+def test_samples_with_drafts_are_distributed_as_without(drafts: str) -> None:
+    model, ids = tiny_model("llama"), torch.tensor([[3, 4, 5, 3, 4], [6, 7, 8, 6, 7]])
+    how: dict[str, Any] = {"do_sample": True, "top_k": 3, "temperature": 2.0, "max_new_tokens": 3}
+    counts: list[Counter[Any]] = []
+    many = 150
+    with kvlayers.installed():
+        for each in ({}, DRAFTS[drafts]()):
+            torch.manual_seed(0)
+            repeated = ids.repeat_interleave(many, 0)
+            counts.append(Counter(map(tuple, model.generate(repeated, **how, **each)[:, 5:].tolist())))
+    # Two samples of one distribution: the statistic has as many degrees of freedom as kinds of answers less one.
+    kinds = counts[0] | counts[1]
+    statistic = sum((counts[0][kind] - counts[1][kind]) ** 2 / (counts[0][kind] + counts[1][kind]) for kind in kinds)
+    freedom = len(kinds) - 1
+    # Six standard deviations.
+    assert statistic < freedom + 6 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("how", "named"), [({"output_scores": True}, "output_scores"), ({"output_hidden_states": True}, "output_hidden")]
+)
+def test_what_is_not_returned_for_batches_is_refused(how: dict[str, Any], named: str) -> None:
+    with pytest.raises(OptionError, match=f"`{named}"):
+        generated(tiny_model("llama"), prompt_lookup_num_tokens=3, **how)
+
+
+def test_recurrent_states_are_refused_for_batches() -> None:
+    with pytest.raises((RollbackError, ValueError)):
+        generated(tiny_model("jamba"), prompt_lookup_num_tokens=3)

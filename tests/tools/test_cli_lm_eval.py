@@ -1,6 +1,7 @@
 """The command `kvlayers lm-eval`: what it says without the harness, and which errors are one line."""
 
 import importlib.util
+import re
 import sys
 from typing import Any
 
@@ -43,6 +44,10 @@ def test_errors_of_kvlayers_are_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
         raise kvlayers.OptionError(f"got {sys.argv[1:]}")
 
     monkeypatch.setattr(harness, "cli_evaluate", evaluate)
-    result = run("run", "--model", "kvlayers", "--model_args", "cache=int3")
+    arguments = ["run", "--model", "kvlayers", "--model_args", "cache=int3"]
+    own = [*arguments, "--include_path", "tasks"]
+    result = run(*own)
     assert result.exit_code == 2, result.output
-    assert result.stderr == "kvlayers lm-eval: got ['run', '--model', 'kvlayers', '--model_args', 'cache=int3']\n"
+    assert result.stderr == f"kvlayers lm-eval: got {own}\n"
+    # Only if the user includes no tasks, those of kvlayers are.
+    assert re.search(r"'cache=int3', '--include_path', '.*evaluation.tasks'\]$", run(*arguments).stderr)

@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -91,6 +92,9 @@ RECORDED_TOGETHER, TEXTS_RECORDED_TOGETHER = 256, 16
 
 An interrupted run loses at most so many.
 """
+
+TASKS = Path(__file__).with_name("tasks")
+"""Folder of the long-context tasks, for the harness's `--include_path`."""
 
 T = TypeVar("T")
 

@@ -287,15 +287,19 @@ def lm_eval(context: typer.Context) -> None:
 
     All arguments go to the command of the harness: `kvlayers lm-eval run --help` lists them.
 
-    The model takes the model arguments of `hf`, and cache, cache_config, chunk and prefix_store.
+    The model takes the model arguments of `hf`, and cache, cache_config, chunk and prefix_store. Without
+    `--include_path`, the tasks kvlayers_needle, kvlayers_keys, ... and their group kvlayers_long_context are known.
     """
     if importlib.util.find_spec("lm_eval") is None:
         print('kvlayers lm-eval: lm-evaluation-harness is not installed: pip install "kvlayers[eval]"', file=sys.stderr)
         raise typer.Exit(INPUT_ERROR)
     from lm_eval.__main__ import cli_evaluate
 
-    import kvlayers.evaluation.harness  # noqa: F401
+    from kvlayers.evaluation.harness import TASKS
 
-    sys.argv = ["lm-eval", *context.args]
+    arguments = context.args
+    if "run" in arguments[:1] and not any(each.startswith("--include_path") for each in arguments):
+        arguments = [*arguments, "--include_path", str(TASKS)]
+    sys.argv = ["lm-eval", *arguments]
     with one_line_errors("lm-eval"):
         cli_evaluate()

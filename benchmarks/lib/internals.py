@@ -27,11 +27,10 @@ from kvlayers.offload.transfers import BlockingTransfers
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.tools.calibration.settings import DivergenceInUse
+from kvlayers.tools.measuring.decoding import interleaved, quiet_clock, there_and_back
 from kvlayers.tools.measuring.environment import environment
-from kvlayers.tools.measuring.interleave import interleaved, quiet_clock, there_and_back
 from kvlayers.tools.measuring.nbytes import cache_nbytes
-from kvlayers.tools.measuring.predictions import is_tie, newest_logits
-from kvlayers.tools.measuring.scoring import CacheMaker, NoRecord, PassageScores, Scores, read
+from kvlayers.tools.measuring.scoring import CacheMaker, NoRecord, PassageScores, Scores, is_tie, newest_logits, read
 from kvlayers.tools.measuring.text import default_text, passages
 from kvlayers.upstream.cache_argument import name_for, name_in_generate
 from kvlayers.utils import triton_support

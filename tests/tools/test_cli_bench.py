@@ -22,11 +22,11 @@ typer_testing = pytest.importorskip("typer.testing", reason="the command line ne
 from rich.console import Console  # noqa: E402
 
 from kvlayers.__main__ import make_app  # noqa: E402
+from kvlayers.tools.cli import report as page  # noqa: E402
 from kvlayers.tools.cli.bench_results import BenchResults  # noqa: E402
 from kvlayers.tools.measuring import contenders, decoding  # noqa: E402
 from kvlayers.tools.measuring.text import rows  # noqa: E402
 from kvlayers.tools.models import RunFacts  # noqa: E402
-from kvlayers.tools.reporting import page  # noqa: E402
 
 HOSTILE = "<b onclick=alert(1)>&\"'$x_$"
 QUICK = ("--dtype", "float32", "--steps", 4, "--trials", 1, "--against", "static")

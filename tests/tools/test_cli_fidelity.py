@@ -25,12 +25,12 @@ from web_page import check_self_contained
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
 
 from kvlayers.__main__ import make_app  # noqa: E402
+from kvlayers.tools.cli import report as page  # noqa: E402
 from kvlayers.tools.cli.console import read_text, usage_line  # noqa: E402
 from kvlayers.tools.measuring.contenders import kvlayers_contender, setting, settings  # noqa: E402
 from kvlayers.tools.measuring.fidelity import FidelityBudget, SettingFidelity  # noqa: E402
 from kvlayers.tools.measuring.nbytes import bytes_of  # noqa: E402
 from kvlayers.tools.measuring.text import passages  # noqa: E402
-from kvlayers.tools.reporting import page  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("text_directory")
 

@@ -19,10 +19,10 @@ from web_page import check_self_contained
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
 
 from kvlayers.__main__ import make_app  # noqa: E402
+from kvlayers.tools.cli import report as page  # noqa: E402
 from kvlayers.tools.cli.fidelity_run import fitting_lengths  # noqa: E402
 from kvlayers.tools.measuring.contenders import is_installed  # noqa: E402
 from kvlayers.tools.names import TASKS  # noqa: E402
-from kvlayers.tools.reporting import page  # noqa: E402
 from kvlayers.tools.tasks import Needle, Task, TaskText, register_task, task_names, unregister_task  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("text_directory")
@@ -239,7 +239,7 @@ def test_the_report_of_tasks_is_one_file_that_needs_nothing(llama: Path, tmp_pat
 
 @needs_report
 def test_heat_maps_have_a_figure_in_each_cell_that_there_is() -> None:
-    from kvlayers.tools.reporting.page import heat_maps
+    from kvlayers.tools.cli.report import heat_maps
 
     maps = {"one": {(64, 0.0): 0.25, (128, 0.0): 1.0}, "two": {(64, 0.0): 0.5}, "m" * 50: {(128, 0.0): 0.75}}
     svg = heat_maps("n", "Title", maps, (0, 1))

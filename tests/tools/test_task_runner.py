@@ -25,8 +25,8 @@ from kvlayers.generation.cache_by_name import named_cache
 from kvlayers.kernels.attention.packed_ops import observed
 from kvlayers.tools.measuring import contenders as contenders_module
 from kvlayers.tools.measuring.contenders import Contender, against_contenders, is_installed, named_contender
-from kvlayers.tools.measuring.predictions import newest_logits
 from kvlayers.tools.measuring.run_file import ResultsFile, ResultsFileError, run_identity
+from kvlayers.tools.measuring.scoring import newest_logits
 from kvlayers.tools.tasks.contract import TaskSample
 from kvlayers.tools.tasks.runner import (
     QueriesNeededError,

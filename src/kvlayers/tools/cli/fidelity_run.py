@@ -18,6 +18,7 @@ from kvlayers.tools.cli.common import Dtype
 from kvlayers.tools.cli.console import bar_between_runs, home_expanded, measuring, plain, read_text, results_path
 from kvlayers.tools.cli.fidelity_tasks_view import TaskResults
 from kvlayers.tools.cli.fidelity_view import FidelityResults
+from kvlayers.tools.cli.report import conclude, report_path
 from kvlayers.tools.measuring.contenders import (
     Contender,
     against_contenders,
@@ -41,7 +42,6 @@ from kvlayers.tools.names import (
     TASK_BITS,
     TASK_LENGTHS,
 )
-from kvlayers.tools.reporting.page import conclude, report_path
 from kvlayers.tools.tasks.contract import TaskSample, samples_of, task_names
 from kvlayers.tools.tasks.runner import run_tasks
 from kvlayers.tools.tasks.summary import summarize

@@ -41,7 +41,7 @@ class ReportPlot:
 
     Attributes:
         title: title of the plot.
-        svg: an `<svg>` element from `kvlayers.tools.reporting.page`.
+        svg: an `<svg>` element from `kvlayers.tools.cli.report`.
     """
 
     title: str
@@ -76,7 +76,7 @@ def html(report: Report) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("kvlayers.tools.reporting", "."),
+        loader=jinja2.PackageLoader("kvlayers.tools.cli", "."),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

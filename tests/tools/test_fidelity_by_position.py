@@ -326,11 +326,11 @@ def test_a_file_of_another_run_is_refused(llama: Path, tmp_path: Path) -> None:
 
 def test_a_failure_and_scores_that_are_not_finite_are_tried_again(tmp_path: Path) -> None:
     for _ in range(2):
-        with PassageFile(tmp_path / "run.jsonl", {}, {}) as record:
-            assert set(record.of_passage(0)) <= {"good"}
-            record.add(0, "bad", PassageScores(failure="MemoryError: "))
-            record.add(0, "overflowing", scores([math.nan]))
-            record.add(0, "good", scores([0.1, 1 / 3], [None, 2]))
+        record = PassageFile(tmp_path / "run.jsonl", {}, {})
+        assert set(record.of_passage(0)) <= {"good"}
+        record.add(0, "bad", PassageScores(failure="MemoryError: "))
+        record.add(0, "overflowing", scores([math.nan]))
+        record.add(0, "good", scores([0.1, 1 / 3], [None, 2]))
     assert record.of_passage(0) == {"good": scores([0.1, 1 / 3], [None, 2])}
 
 

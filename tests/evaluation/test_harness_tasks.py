@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvlayers.errors import OptionError
 from kvlayers.tools.tasks import samples_of, task_names
 from model_directories import random_text, save_with_tokenizer, word_tokenizer
 from models import fresh_model
@@ -56,3 +57,9 @@ def test_the_tasks_are_those_of_kvlayers_and_a_cache_changes_their_scores(
         tokenizer.decode(each.context_ids + each.question_ids, skip_special_tokens=True) for each in samples
     ]
     assert [tuple(each["expected"]) for each in documents] == [each.answers for each in samples]
+
+
+def test_a_model_without_a_name_needs_the_name_of_a_tokenizer() -> None:
+    manager = TaskManager(include_path=str(TASKS), include_defaults=False)
+    with pytest.raises(OptionError, match="`tokenizer` must be the name or the directory of a tokenizer, got None"):
+        manager.load(["kvlayers_needle"])

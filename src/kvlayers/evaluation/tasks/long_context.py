@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 from transformers import AutoTokenizer
 
+from kvlayers.errors import OptionError
 from kvlayers.tools.measuring.text import default_text
 from kvlayers.tools.tasks import samples_of
 from kvlayers.tools.tasks.runner import answer_score
@@ -36,8 +37,17 @@ def dataset(
         tokenizer: name or directory of the tokenizer. Default: that of the model.
         pretrained: name or directory of the model.
         of_the_model: the other arguments of the model, which decide nothing here.
+
+    Raises:
+        OptionError: there is no name of a tokenizer, or a sample cannot be made with these lengths and depths.
     """
-    encoder = AutoTokenizer.from_pretrained(tokenizer or pretrained)
+    named = tokenizer or pretrained
+    if not isinstance(named, str):
+        raise OptionError(
+            f"`tokenizer` must be the name or the directory of a tokenizer, got {named!r}: pass "
+            '--metadata \'{"tokenizer": "..."}\', or name the model with `pretrained`.'
+        )
+    encoder = AutoTokenizer.from_pretrained(named)
     filler = default_text() if text is None else Path(text).read_text(encoding="utf-8")
     made = samples_of([name], lengths, [depth / 100 for depth in depths], samples, seed, encoder, filler)
     rows = [

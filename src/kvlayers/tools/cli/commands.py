@@ -298,7 +298,8 @@ def lm_eval(context: typer.Context) -> None:
     from kvlayers.evaluation.harness import TASKS
 
     arguments = context.args
-    if "run" in arguments[:1] and not any(each.startswith("--include_path") for each in arguments):
+    # A file that `--config` names may include tasks too, which an argument would replace.
+    if "run" in arguments[:1] and not any(each.startswith(("--include", "--config", "-C")) for each in arguments):
         arguments = [*arguments, "--include_path", str(TASKS)]
     sys.argv = ["lm-eval", *arguments]
     with one_line_errors("lm-eval"):

@@ -142,11 +142,6 @@ class PassageScores:
     seconds: float = 0.0
     failure: str | None = None
 
-    @property
-    def tokens(self) -> int:
-        """Scored tokens."""
-        return len(self.kl)
-
 
 @dataclass
 class Scores:

@@ -1,21 +1,16 @@
 """The command `kvlayers lm-eval`: what it says without the harness, and which errors are one line."""
 
+import functools
 import importlib.util
 import re
 import sys
-from typing import Any
 
 import pytest
 
+import command_line
 import kvlayers
 
-typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
-
-from kvlayers.__main__ import make_app  # noqa: E402
-
-
-def run(*arguments: str) -> Any:
-    return typer_testing.CliRunner().invoke(make_app(), ["lm-eval", *arguments])
+run = functools.partial(command_line.run, "lm-eval")
 
 
 def test_without_the_harness_the_command_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

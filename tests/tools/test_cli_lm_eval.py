@@ -45,4 +45,4 @@ def test_errors_of_kvlayers_are_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
     assert result.exit_code == 2, result.output
     assert result.stderr == f"kvlayers lm-eval: got {own}\n"
     # Only if the user includes no tasks, those of kvlayers are.
-    assert re.search(r"'cache=int3', '--include_path', '.*evaluation.tasks'\]$", run(*arguments).stderr)
+    assert re.search(r"'cache=int3', '--include_path', '.*tasks.harness'\]$", run(*arguments).stderr)

@@ -11,7 +11,6 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -105,9 +104,6 @@ AUTO = "auto"
 """The value of an argument that kvlayers shall choose."""
 
 DEFAULT_STORE_BYTES = 2**30
-
-TASKS = Path(__file__).with_name("tasks")
-"""Folder of the long-context tasks, for the harness's `--include_path`."""
 
 T = TypeVar("T")
 

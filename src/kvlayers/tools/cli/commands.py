@@ -295,12 +295,13 @@ def lm_eval(context: typer.Context) -> None:
         raise typer.Exit(INPUT_ERROR)
     from lm_eval.__main__ import cli_evaluate
 
-    from kvlayers.evaluation.harness import TASKS
+    import kvlayers.evaluation.harness  # noqa: F401
+    from kvlayers.tools.tasks import HARNESS_TASKS
 
     arguments = context.args
     # A file that `--config` names may include tasks too, which an argument would replace.
     if "run" in arguments[:1] and not any(each.startswith(("--include", "--config", "-C")) for each in arguments):
-        arguments = [*arguments, "--include_path", str(TASKS)]
+        arguments = [*arguments, "--include_path", str(HARNESS_TASKS)]
     sys.argv = ["lm-eval", *arguments]
     with one_line_errors("lm-eval"):
         cli_evaluate()

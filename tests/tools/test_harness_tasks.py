@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvlayers.errors import OptionError
-from kvlayers.tools.tasks import samples_of, task_names
+from kvlayers.tools.tasks import HARNESS_TASKS, samples_of, task_names
 from model_directories import random_text, save_with_tokenizer, word_tokenizer
 from models import fresh_model
 
@@ -15,7 +15,7 @@ lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: it co
 
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from kvlayers.evaluation.harness import TASKS  # noqa: E402
+import kvlayers.evaluation.harness  # noqa: E402, F401
 
 INT2 = {"cache": "int2", "cache_config": {"residual_length": 0, "sink_tokens": 0}, "chunk": 32}
 
@@ -40,7 +40,9 @@ def test_the_tasks_are_those_of_kvlayers_and_a_cache_changes_their_scores(
             model_args={"pretrained": str(directory), **arguments},
             tasks=["kvlayers_long_context"],
             task_manager=TaskManager(
-                include_path=str(TASKS), include_defaults=False, metadata={"pretrained": str(directory), **asked}
+                include_path=str(HARNESS_TASKS),
+                include_defaults=False,
+                metadata={"pretrained": str(directory), **asked},
             ),
             device="cpu",
             bootstrap_iters=0,
@@ -60,6 +62,6 @@ def test_the_tasks_are_those_of_kvlayers_and_a_cache_changes_their_scores(
 
 
 def test_a_model_without_a_name_needs_the_name_of_a_tokenizer() -> None:
-    manager = TaskManager(include_path=str(TASKS), include_defaults=False)
+    manager = TaskManager(include_path=str(HARNESS_TASKS), include_defaults=False)
     with pytest.raises(OptionError, match="`tokenizer` must be the name or the directory of a tokenizer, got None"):
         manager.load(["kvlayers_needle"])

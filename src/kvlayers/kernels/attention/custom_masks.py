@@ -30,7 +30,7 @@ from kvlayers.kernels.attention.gqa import (
 from kvlayers.upstream import compat
 from kvlayers.utils.sending import sent_by_value
 
-KEEPS_KEYS = frozenset(
+KEEPS_KEYS: frozenset[Any] = frozenset(
     {
         *(Tensor.__getitem__, Tensor.expand, Tensor.reshape, Tensor.view, Tensor.transpose, Tensor.permute),
         *(torch.transpose, torch.permute, torch.repeat_interleave, Tensor.repeat_interleave),
@@ -39,9 +39,9 @@ KEEPS_KEYS = frozenset(
 )
 """What models do to keys before they multiply them."""
 
-MULTIPLIES_KEYS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__})
+MULTIPLIES_KEYS: frozenset[Any] = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__})
 
-SCALES_SCORES = frozenset(
+SCALES_SCORES: frozenset[Any] = frozenset(
     {
         *(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__),
         *(torch.tanh, Tensor.tanh, Tensor.to, Tensor.float),
@@ -49,7 +49,7 @@ SCALES_SCORES = frozenset(
 )
 """What models do to scores before they mask them."""
 
-MASKS_SCORES = frozenset(
+MASKS_SCORES: frozenset[Any] = frozenset(
     {
         *(torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__),
         *(torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_, torch.where),

@@ -104,7 +104,7 @@ class RepeatedStates(MarkedTensor):
             with DisableTorchFunctionSubclass():
                 args = tuple(map(_written_out, args))
                 kwargs = {name: _written_out(value) for name, value in kwargs.items()}
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def repeating(shared: type[SharedStates], repeated: type[RepeatedStates]) -> dict[Any, Callable[..., Any]]:

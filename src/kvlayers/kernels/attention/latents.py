@@ -1,7 +1,11 @@
-"""Latents that an update of a cache returns, and their expansion as transformers writes it, without computing it.
+"""Multi-head latent attention (MLA; DeepSeek-AI 2024, arXiv:2405.04434) over a cache of latents.
 
-A linear layer makes the keys and values of all heads from the latents. They are viewed by head and split, and the keys
-are written to a new tensor, beside the rotated key. What comes out goes to attention.
+A model caches a latent for each token, and one rotated key that all heads share. transformers expands the latents of
+the whole history to the keys and values of all heads at every step. Here the expansion waits until something reads it.
+If attention does, the projection is absorbed into the query and into the result, and only the latents are read.
+
+As transformers writes it, a linear layer makes the keys and values of all heads from the latents. They are viewed by
+head and split, and the keys are written to a new tensor, beside the rotated key. What comes out goes to attention.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +17,8 @@ from torch.nn import Parameter
 from torch.nn.functional import linear, scaled_dot_product_attention
 from typing_extensions import override
 
-from kvlayers.kernels.attention.latents import absorption
-from kvlayers.kernels.attention.latents.absorption import HeadWeights, Projection
+from kvlayers.kernels.attention import absorption
+from kvlayers.kernels.attention.absorption import HeadWeights, Projection
 from kvlayers.kernels.attention.packed_ops import packed_like, snapshot_of
 from kvlayers.kernels.attention.packed_tensor import Implementations, PackedStates, StateTensor, implements
 from kvlayers.kernels.attention.snapshot import Snapshot

@@ -19,8 +19,9 @@ from typing_extensions import Self
 
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.errors import InterruptedPassError, StateMismatchError, UnusedCacheError
-from kvlayers.upstream import cache_argument, callers
-from kvlayers.upstream.callers import in_module, outermost_module
+from kvlayers.upstream import cache_argument
+from kvlayers.utils import module_calls
+from kvlayers.utils.module_calls import in_module, outermost_module
 
 NO_PASS = sys.maxsize
 """Stands for a layer's index when no forward pass is under way, so that the next update begins one."""
@@ -136,7 +137,7 @@ class ForwardPassFollower:
             InterruptedPassError: it ended before them.
         """
         began = self.began
-        if began is None or not began.in_module or in_module(callers.ALL):
+        if began is None or not began.in_module or in_module(module_calls.ALL):
             return
         behind = any(_seen_by(cache, index) == began.length for index in range(self.at + 1, self.in_step + 1))
         if began.length is not None and behind and _seen_by(cache, began.layer) != began.length:

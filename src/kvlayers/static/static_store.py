@@ -27,7 +27,7 @@ from kvlayers.static.slots import (
     symbolic_number,
 )
 from kvlayers.upstream import compat
-from kvlayers.upstream.callers import in_module
+from kvlayers.utils.module_calls import in_module
 
 
 @register_store

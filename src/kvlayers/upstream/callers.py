@@ -1,12 +1,8 @@
-"""Who calls kvlayers, by the frames of the calls that are running: the line that a user should change, and modules.
-
-Without `install()` nothing else tells an update by a model from one by a loop of a user's own.
-"""
+"""Who calls kvlayers, by the frames of running calls: the line that a user should change, and the layer of a model."""
 
 import os
 import sys
 import warnings
-from collections.abc import Iterator
 from types import FrameType
 
 import torch
@@ -52,33 +48,6 @@ def _warn(message: str, category: type[Warning], folders: tuple[str, ...]) -> No
         frame, level = frame.f_back, level + 1
     if not frame.f_code.co_filename.startswith(_IMPORTS):
         warnings.warn(message, category, stacklevel=level)
-
-
-ALL = sys.maxsize
-
-CALLERS = 12
-"""The most frames between an update and the module that calls it: helpers of models, and wrappers of hooks."""
-
-
-def _module_calls(most: int) -> Iterator[FrameType]:
-    """Calls of modules that this code is within, the innermost first, among the nearest `most` frames."""
-    code = torch.nn.Module._call_impl.__code__
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and most:
-        if frame.f_code is code:
-            yield frame
-        frame, most = frame.f_back, most - 1
-
-
-def in_module(most: int = CALLERS) -> bool:
-    """Whether a module is being called, among the nearest `most` frames."""
-    return next(_module_calls(most), None) is not None
-
-
-def outermost_module() -> int | None:
-    """Identity of the outermost module that is being called: the model, if it is a whole forward pass."""
-    *_, outermost = (None, *_module_calls(ALL))
-    return None if outermost is None else id(outermost.f_locals.get("self"))
 
 
 def running_attention_implementation() -> str | None:

@@ -100,12 +100,12 @@ def _belong_together(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
 
 def _is_mask_of(mask: Tensor, query: Tensor, keys: Tensor) -> bool:
     """Whether the kernels read a mask of these queries and keys."""
-    if mask.dim() > 4 or (mask.requires_grad and torch.is_grad_enabled()):
+    if type(mask) is not Tensor or mask.device != query.device or (mask.requires_grad and torch.is_grad_enabled()):
+        return False
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype) or mask.dim() > 4:
         return False
     wanted = (*query.size()[:3], keys.size(2))[4 - mask.dim() :]
-    is_right = type(mask) is Tensor and mask.dtype in (torch.bool, torch.float32, query.dtype)
-    is_there = is_right and mask.device == query.device
-    return is_there and all(given in (1, size) for given, size in zip(mask.size(), wanted, strict=True))
+    return all(given in (1, size) for given, size in zip(mask.size(), wanted, strict=True))
 
 
 def takes_on_cpu(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> bool:

@@ -32,7 +32,7 @@ def facts(device: torch.device) -> dict[str, Any]:
             "kvlayers": kvlayers.__version__,
         },
         "installed": [name for name in OPTIONAL if importlib.util.find_spec(name) is not None],
-        "triton_obstacle": triton_support.device_obstacle(device),
+        "triton_obstacle": triton_support.device_facts(device).obstacle,
         "interpreted": triton_support.is_interpreted(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     }

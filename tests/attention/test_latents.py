@@ -12,8 +12,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvlayers
-from kvlayers.kernels.attention.latents.absorption import BLOCKS, EXPANDED, by_products
-from kvlayers.kernels.attention.latents.expansion import AssembledKeys, ExpandedLatents, LatentStates, as_latents
+from kvlayers.kernels.attention.absorption import BLOCKS, EXPANDED, by_products
+from kvlayers.kernels.attention.latents import AssembledKeys, ExpandedLatents, LatentStates, as_latents
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.upstream import compat
 from matrix import product

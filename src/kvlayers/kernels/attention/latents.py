@@ -1,7 +1,11 @@
-"""Latents that an update of a cache returns, and their expansion as transformers writes it, without computing it.
+"""Multi-head latent attention (MLA; DeepSeek-AI 2024, arXiv:2405.04434) over a cache of latents.
 
-A linear layer makes the keys and values of all heads from the latents. They are viewed by head and split, and the keys
-are written to a new tensor, beside the rotated key. What comes out goes to attention.
+A model caches a latent for each token, and one rotated key that all heads share. transformers expands the latents of
+the whole history to the keys and values of all heads at every step. Here the expansion waits until something reads it.
+If attention does, the projection is absorbed into the query and into the result, and only the latents are read.
+
+As transformers writes it, a linear layer makes the keys and values of all heads from the latents. They are viewed by
+head and split, and the keys are written to a new tensor, beside the rotated key. What comes out goes to attention.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +17,9 @@ from torch.nn import Parameter
 from torch.nn.functional import linear, scaled_dot_product_attention
 from typing_extensions import override
 
-from kvlayers.kernels.attention.latents import absorption
-from kvlayers.kernels.attention.latents.absorption import HeadWeights, Projection
-from kvlayers.kernels.attention.packed_ops import packed_like, snapshot_of
+from kvlayers.kernels.attention import absorption
+from kvlayers.kernels.attention.absorption import HeadWeights, Projection
+from kvlayers.kernels.attention.packed_ops import packed_like, sizes_of, snapshot_of
 from kvlayers.kernels.attention.packed_tensor import Implementations, PackedStates, StateTensor, implements
 from kvlayers.kernels.attention.snapshot import Snapshot
 from kvlayers.utils.sending import sent_by_value
@@ -163,7 +167,7 @@ _of_both = implements(ExpandedLatents, AssembledKeys)
 
 @_of_latents(Tensor.view, Tensor.reshape)
 def _view(states: Any, *sizes: Any) -> Any:
-    shape = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
+    shape = sizes_of(sizes)
     if not isinstance(states, ExpandedLatents) or states.axes != "projected" or len(shape) != 4:
         return COMPUTED
     batch, _, tokens, channels = states.shape
@@ -201,7 +205,7 @@ def _split(states: Any, sizes: Any, dim: int = 0) -> Any:
 
 @_of_latents(Tensor.new_empty)
 def _new_empty(states: Any, *sizes: Any, **options: Any) -> Any:
-    shape = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
+    shape = sizes_of(sizes)
     if options or states.axes != "by head" or len(shape) != 4 or shape[:3] != tuple(states.shape[:3]):
         return COMPUTED
     return AssembledKeys.view_of(NewKeys(shape, states.dtype, states.device), shape)
@@ -235,10 +239,10 @@ def _write(keys: Any, states: Any, **options: Any) -> Any:
 
 @_of_keys(Tensor.transpose, torch.transpose)
 def _swapped(keys: Any, dim0: int, dim1: int) -> Any:
-    if not isinstance(keys, AssembledKeys) or {dim0 % 4, dim1 % 4} != {2, 3}:
+    if not isinstance(keys, AssembledKeys) or {dim0 % 4, dim1 % 4} != {2, 3} or keys.swapped:
         return COMPUTED
     batch, heads, tokens, head_dim = keys.shape
-    if keys.swapped or head_dim != keys.memory.shape[3]:
+    if head_dim != keys.memory.shape[3]:
         return COMPUTED
     return AssembledKeys.view_of(keys.memory, (batch, heads, head_dim, tokens), swapped=True)
 
@@ -265,11 +269,16 @@ def _attention(
         return COMPUTED
     keys = key.of_heads(swapped=False)
     values = value.of_heads
-    if keys is None or values is None or not _is_one_update(key, keys, values) or not _fits(query, key):
+    if keys is None or values is None or not _is_one_update(key, keys, values):
         return COMPUTED
-    if attn_mask is not None and (attn_mask.dtype not in (torch.bool, torch.float32, query.dtype) or is_causal):
+    if not _fits(query, key) or query.shape[3] != key.shape[3]:
         return COMPUTED
-    if attn_mask is not None and (attn_mask.device != query.device or _needs_gradients(attn_mask)):
+    if attn_mask is not None and (
+        is_causal
+        or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype)
+        or attn_mask.device != query.device
+        or _needs_gradients(attn_mask)
+    ):
         return COMPUTED
     if not absorption.pays(query.shape[2], keys, values, key.shape[3] - keys.stop + keys.first):
         return COMPUTED
@@ -279,11 +288,7 @@ def _attention(
 @_of_both(torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def _product(left: Any, right: Any) -> Any:
     """`queries @ keys.transpose(2, 3)`, or `weights @ values`, as eager attention is written."""
-    if isinstance(left, StateTensor) or left.dim() != 4 or left.shape[:2] != right.shape[:2]:
-        return COMPUTED
-    if left.dtype != right.dtype or left.device != right.device or _needs_gradients(left):
-        return COMPUTED
-    if left.shape[3] != right.shape[2] or is_changed_by_torch(left):
+    if not _fits(left, right) or left.shape[3] != right.shape[2]:
         return COMPUTED
     if isinstance(right, AssembledKeys):
         keys = right.of_heads(swapped=True)
@@ -303,13 +308,17 @@ def _is_one_update(key: AssembledKeys, keys: HeadWeights, values: HeadWeights) -
     return is_one and values.projection is keys.projection
 
 
-def _fits(query: Any, key: AssembledKeys) -> bool:
-    """Whether queries are plain ones for these keys, which autograd does not follow."""
-    if isinstance(query, StateTensor) or query.dim() != 4 or query.shape[:2] != key.shape[:2]:
-        return False
-    if query.shape[3] != key.shape[3] or query.dtype != key.dtype or query.device != key.device:
-        return False
-    return not _needs_gradients(query) and not is_changed_by_torch(query)
+def _fits(query: Any, states: Any) -> bool:
+    """Whether queries, or weights, are plain ones of these sequences and heads, which autograd does not follow."""
+    return (
+        not isinstance(query, StateTensor)
+        and query.dim() == 4
+        and query.shape[:2] == states.shape[:2]
+        and query.dtype == states.dtype
+        and query.device == states.device
+        and not _needs_gradients(query)
+        and not is_changed_by_torch(query)
+    )
 
 
 def _needs_gradients(states: Tensor) -> bool:

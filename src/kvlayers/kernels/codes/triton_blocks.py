@@ -1,4 +1,4 @@
-"""The Triton kernels that pack blocks of states, and read them back. Only `launch` imports this module.
+"""The Triton kernels that smooth and pack blocks of states, and read them back. Only a launch imports this module.
 
 A program of `pack_block` takes some rows of a block: whole rows, because codes are packed along them. Its tile has one
 row of the block in each row, and the groups of a row side by side, each padded to a power of two.
@@ -17,7 +17,7 @@ try:
 except ImportError:  # Tools that import every module, such as a collector of doctests, may still import this one.
     triton = tl = None
 
-from kvlayers.kernels.packing.cuda.triton_search import affine_codes, float8_codes, rounded_to
+from kvlayers.kernels.codes.triton_search import affine_codes, float8_codes, rounded_to
 
 jit = triton.jit if triton is not None else lambda function: function
 
@@ -222,7 +222,7 @@ def pack_block(
 
 @jit
 def store_plane(codes, row_places, row_is_real, found, SHIFT: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr):
-    """Write some bits of all codes, packed as `block_layout` says: byte `j` of `n` has columns `j`, `j + n`, ..."""
+    """Write some bits of all codes, packed as `groups` says: byte `j` of `n` has columns `j`, `j + n`, ..."""
     SLOTS: tl.constexpr = 8 // WIDTH
     BYTES: tl.constexpr = C.PADDED_COLUMNS // SLOTS
     if C.NATURAL:
@@ -339,3 +339,45 @@ def store_states(states, channels, numbers, token_is_real, DTYPE: tl.constexpr, 
     """Write float32 states in their dtype."""
     numbers = rounded_to(numbers, DTYPE).to(DTYPE)
     tl.store(states + channels, numbers, mask=token_is_real & (channels < C.HEAD_DIM))
+
+
+@jit
+def find_vectors(keys, factors, means, batch_stride, head_stride, token_stride, channel_stride, C: tl.constexpr):
+    """Factors and means of the keys of one head, as `KeySmoothing.for_keys` finds them."""
+    head = tl.program_id(0).to(tl.int64)
+    sequence = tl.program_id(1).to(tl.int64)
+    DTYPE: tl.constexpr = factors.dtype.element_ty
+    tokens = tl.arange(0, C.TOKENS)
+    channels = tl.arange(0, C.CHANNELS)
+    is_token = tokens < C.BLOCK_TOKENS
+    is_channel = channels < C.HEAD_DIM
+    states = tl.load(
+        keys
+        + (sequence * batch_stride + head * head_stride)
+        + (tokens * token_stride)[:, None]
+        + (channels * channel_stride)[None, :],
+        mask=is_token[:, None] & is_channel[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    finite = (tl.min((tl.abs(states) < float("inf")).to(tl.int32), axis=1) > 0) & is_token
+    states = tl.where(finite[:, None], states, 0.0)
+    # Squares of the largest keys would overflow.
+    largest = tl.maximum(tl.max(tl.max(tl.abs(states), axis=1), axis=0), C.SMALLEST)
+    states = tl.div_rn(states, tl.full(states.shape, 0.0, tl.float32) + largest)
+    count = tl.maximum(tl.sum(finite.to(tl.float32), axis=0), 1.0)
+    mean = tl.sum(states, axis=0) / count
+    place = (sequence * tl.num_programs(0) + head) * C.HEAD_DIM + channels
+    distance = tl.where(finite[:, None], states - mean[None, :], 0.0)
+    variance = tl.sum(distance * distance, axis=0) / count
+    if C.MEANS:
+        is_large = tl.sum(mean * mean, axis=0) >= C.LARGE_MEAN * tl.sum(variance, axis=0)
+        subtracted = tl.where(is_large, mean * largest, 0.0)
+        tl.store(means + place, rounded_to(subtracted, DTYPE).to(DTYPE), mask=is_channel)
+    if C.FACTORS:
+        ascending = tl.sort(tl.where(is_channel, variance, float("inf")))
+        median = tl.sum(tl.where(channels == (C.HEAD_DIM - 1) // 2, ascending, 0.0), axis=0)
+        relative = tl.minimum(tl.maximum(variance / tl.maximum(median, C.SMALLEST), 1.0), C.MOST)
+        taken_out = tl.maximum(tl.exp2(tl.log2(relative) * C.POWER), relative / C.LARGEST_VARIANCE)
+        uneven = tl.max(tl.where(is_channel, relative, 0.0), axis=0) > C.UNEVEN
+        factor = tl.minimum(tl.where(uneven, tl.sqrt(taken_out), 1.0), C.LARGEST_FACTOR)
+        tl.store(factors + place, rounded_to(factor, DTYPE).to(DTYPE), mask=is_channel)

@@ -1,6 +1,6 @@
 """Steps of the Triton kernels that find codes, with one group of states in each row. It imports triton.
 
-They do what `cpu/search.h` does on a CPU, in the same order, so that both find the same codes except where states are
+They do what `search.h` does on a CPU, in the same order, so that both find the same codes except where states are
 rounded differently.
 """
 

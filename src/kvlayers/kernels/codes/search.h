@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "../../../utils/vectors.h"
+#include "../../utils/vectors.h"
 
 // The fields are those of the ctypes structure in `pack.py`, in the same order.
 struct Search {

@@ -7,8 +7,7 @@ import pathlib
 import torch
 from torch import Tensor
 
-from kvlayers.kernels.codes.block_layout import PLANES, BlockLayout
-from kvlayers.kernels.codes.groups import rotation_size, smallest_positive
+from kvlayers.kernels.codes.groups import PLANES, BlockLayout, rotation_size, smallest_positive
 from kvlayers.kernels.codes.quantizer_contract import KernelSearch
 from kvlayers.utils.native_library import NativeLibrary
 from kvlayers.utils.transforms import is_followed, is_memory
@@ -75,7 +74,7 @@ def pack_blocks(
 ) -> None:
     """Quantize one side of whole blocks, and write it in their packed layout. Call only if `packs` says yes.
 
-    Arguments and results are those of `quantizers.cuda.launch.pack_blocks`.
+    Arguments and results are those of `cuda_packing.pack_blocks`.
     """
     kernel = LIBRARY.get()
     if kernel is None:

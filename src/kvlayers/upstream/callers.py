@@ -1,11 +1,16 @@
-"""Warnings that point at the line which the user should change."""
+"""Who calls kvlayers, by the frames of running calls: the line that a user should change, and the layer of a model."""
 
 import os
 import sys
 import warnings
+from types import FrameType
 
 import torch
 import transformers
+from torch import nn
+
+# Transformers 5 spells it PreTrainedConfig, and keeps this name as well.
+from transformers import PretrainedConfig
 
 _KVLAYERS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -43,3 +48,20 @@ def _warn(message: str, category: type[Warning], folders: tuple[str, ...]) -> No
         frame, level = frame.f_back, level + 1
     if not frame.f_code.co_filename.startswith(_IMPORTS):
         warnings.warn(message, category, stacklevel=level)
+
+
+def running_attention_implementation() -> str | None:
+    """The `attn_implementation` of the model's layer that is being called, `None` outside of a model's layers.
+
+    It reads the frames of the calls that are running, so it is for rare events.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            config = getattr(owner, "config", None)
+            if isinstance(config, PretrainedConfig):
+                name: str | None = config._attn_implementation
+                return name
+        frame = frame.f_back
+    return None

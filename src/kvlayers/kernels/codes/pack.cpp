@@ -1,4 +1,4 @@
-// Quantizes states into packed blocks, in the layout of `block_layout.py`: rotation, search and packing of each block while
+// Quantizes states into packed blocks, in the layout of `groups.py`: rotation, search and packing of each block while
 // it is in the first cache of a core.
 
 #include <cmath>
@@ -6,9 +6,9 @@
 #include <cstring>
 #include <vector>
 
-#include "../../../utils/hadamard.h"
-#include "../../../utils/parallel.h"
-#include "../../../utils/vectors.h"
+#include "../../utils/hadamard.h"
+#include "../../utils/parallel.h"
+#include "../../utils/vectors.h"
 #include "search.h"
 
 extern "C" {
@@ -133,7 +133,7 @@ class BlockPacker {
         }
     }
 
-    // Packs the codes of some rows, see `block_layout.py`.
+    // Packs the codes of some rows, see `groups.py`.
     void write_rows(uint8_t* to, int64_t count) {
         typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
         int64_t first = 0;

@@ -12,8 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.kernels.codes.block_layout import PLANES, BlockLayout, padded_columns
-from kvlayers.kernels.codes.groups import largest_float8_scale, rotation_size, smallest_positive
+from kvlayers.kernels.codes.groups import (
+    PLANES,
+    BlockLayout,
+    largest_float8_scale,
+    padded_columns,
+    rotation_size,
+    smallest_positive,
+)
 from kvlayers.kernels.codes.quantizer_contract import KernelSearch
 from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.utils import triton_support
@@ -43,8 +49,8 @@ READ_TOKENS = 32
 # Fused multiply-add is not the default of every version of triton.
 _OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
-PACK = TritonKernel("kvlayers.kernels.packing.cuda.triton_blocks", "pack_block")
-READ = TritonKernel("kvlayers.kernels.packing.cuda.triton_blocks", "read_block")
+PACK = TritonKernel("kvlayers.kernels.codes.triton_blocks", "pack_block")
+READ = TritonKernel("kvlayers.kernels.codes.triton_blocks", "read_block")
 
 
 @dataclass(frozen=True)

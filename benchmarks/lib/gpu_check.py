@@ -20,8 +20,6 @@ from torch.nn.functional import scaled_dot_product_attention
 import cuda_device
 import grouped_backend
 from cuda_caches import KINDS, Kind, on_device
-from lib.gpu_environment import ceilings
-from lib.gpu_model import guarded
 from lib.gpu_stage import PROCESSES, STOPPED, Ended, Findings, Setup, Step, run_process
 from lib.internals import CUDA, Quantization, QuantizedStore, name_for, triton_support
 from models import prompt
@@ -69,7 +67,16 @@ class Case:
         return f"{self.dtype}, {self.queries} queries, mask {self.mask}, {'cut' if self.is_cut else 'whole'}"
 
 
+TELLING = [
+    Case("bfloat16", 1, None, False),
+    Case("bfloat16", 5, "bool", True),
+    Case("bfloat16", 16, "added", False),
+    Case("float32", 1, None, True),
+]
+"""The cases that are worth most."""
+
 CASES = [
+    *TELLING,
     *itertools.starmap(Case, itertools.product(["bfloat16"], (1, 5, 16), (None, "bool", "added"), (False, True))),
     Case("float16", 1, None, False),
     Case("float16", 16, "bool", True),
@@ -112,8 +119,8 @@ def numerics(setup: Setup, cases: Sequence[Case] = CASES) -> Findings:
         paths.add(path)
 
     with grouped_backend.registered():
-        for case in setup.in_time(found, setup.choose(cases, QUICK_CASES)):
-            guarded(found, str(case), functools.partial(check, case))
+        for case in setup.in_time(found, setup.choose(dict.fromkeys(cases), QUICK_CASES)):
+            found.guarded(str(case), functools.partial(check, case))
     for dtype, error in worst.items():
         if error:
             found.add(f"largest error, {dtype}", error, "")
@@ -163,7 +170,7 @@ def caches(setup: Setup) -> Findings:
 
     with cuda_device.exact_products():
         for name in setup.in_time(found, CACHES[setup.part][: setup.choose(None, 1)]):
-            guarded(found, name, functools.partial(check, name))
+            found.guarded(name, functools.partial(check, name))
     return found
 
 
@@ -219,30 +226,21 @@ def codes(setup: Setup) -> Findings:
 
 def tests(setup: Setup) -> Findings:
     """The tests with the marker `cuda`, a process for each file, as compiling takes most of their time."""
-    found = Findings()
+    found, totals = Findings(), Counter[str]()
     files = sorted((REPOSITORY / "tests" / "cuda").glob("test_*.py"))
     with ThreadPoolExecutor(PROCESSES if setup.on_cuda else 1) as threads:
         outcomes = threads.map(functools.partial(_run_tests, setup), files[: setup.choose(None, 1)])
-        totals = Counter[str]()
         for file, ended in zip(files, outcomes, strict=False):
             found.details[file.name] = {"exit code": ended.code, "output": ended.output[-8000:]}
             totals.update(word.lower() for word in re.findall(r"::.* (PASSED|FAILED|SKIPPED|ERROR)\b", ended.output))
-            totals.update(
-                {"collected": len(re.findall(r"^\S+::\S", ended.output, re.MULTILINE))} if setup.quick else {}
-            )
-            failed = sorted(
-                {
-                    line.strip()
-                    for line in re.findall(
-                        r"^\S+::.* (?:FAILED|ERROR)\b|^(?:FAILED|ERROR) .*", ended.output, re.MULTILINE
-                    )
-                }
-            )
-            found.wrong += failed
+            if setup.quick:
+                totals["collected"] += len(re.findall(r"^\S+::\S", ended.output, re.MULTILINE))
+            failures = re.findall(r"^\S+::.* (?:FAILED|ERROR)\b|^(?:FAILED|ERROR) .*", ended.output, re.MULTILINE)
+            found.wrong += sorted({line.strip() for line in failures})
             if ended.code == STOPPED:
                 found.cut.append(f"the rest of {file.name}")
             else:
-                found.expect(ended.code == 0 or bool(failed), f"{file.name}: {ended.code}: {ended.output[-1000:]}")
+                found.expect(ended.code == 0 or bool(failures), f"{file.name}: {ended.code}: {ended.output[-1000:]}")
             setup.save(found)
     for name, count in totals.items():
         found.add(name, count, "tests")
@@ -260,9 +258,14 @@ def _run_tests(setup: Setup, file: Path) -> Ended:
     return run_process(command, setup.seconds_left, {"PYTHONPATH": path}, REPOSITORY)
 
 
-CEILINGS = Step("ceilings", 3, ceilings)
+def results(setup: Setup) -> Findings:
+    """The telling cases of attention in each format, and caches of each kind."""
+    return caches(setup) if setup.part in CACHES else numerics(setup, TELLING)
+
+
+RESULTS = Step("results", 40, results, isolated=True, parts=(*QUANTIZATIONS, *CACHES))
 NUMERICS = Step("attention over packed states", 80, numerics, isolated=True, parts=tuple(QUANTIZATIONS), least=30)
 CODES = Step("codes", 40, codes, isolated=True, parts=tuple(QUANTIZATIONS))
 TESTS = Step("tests for CUDA", 150, tests, least=60)
 
-STEPS = (CEILINGS, NUMERICS, CODES, Step("caches", 40, caches, isolated=True, parts=tuple(CACHES)), TESTS)
+STEPS = (NUMERICS, CODES, Step("caches", 40, caches, isolated=True, parts=tuple(CACHES)), TESTS)

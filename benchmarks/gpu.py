@@ -30,19 +30,14 @@ import torch  # noqa: E402
 
 # The references that the tests compare with.
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
-from lib import gpu_check, gpu_speed  # noqa: E402
-from lib.gpu_check import CODES, NUMERICS, RESULTS, TESTS  # noqa: E402
-from lib.gpu_speed import DECODING, FIRST_TOKEN, GRAPHS, OFFLOADING  # noqa: E402
+from lib.gpu_check import NUMERICS, TESTS  # noqa: E402
+from lib.gpu_speed import FIRST, SPEED  # noqa: E402
 from lib.gpu_stage import NO_DEVICE, Setup, Stage, facts, run_part, write_whole  # noqa: E402
 
 # The name by which steps in processes of their own find this file, also if it is run as a script.
 sys.modules.setdefault("gpu", sys.modules[__name__])
 
-STAGES = {
-    "first": (RESULTS, DECODING, GRAPHS, FIRST_TOKEN, OFFLOADING, CODES, TESTS, NUMERICS),
-    "check": gpu_check.STEPS,
-    "speed": gpu_speed.STEPS,
-}
+STAGES = {"first": (NUMERICS, *FIRST, TESTS), "check": (NUMERICS, TESTS), "speed": SPEED}
 MOST_FAILURES = 100
 """Largest exit code: some larger ones mean that a process was stopped."""
 

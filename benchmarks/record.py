@@ -49,13 +49,11 @@ def in_results(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_gpu_step(step: dict[str, Any]) -> dict[str, Any]:
-    """A step of `gpu.py`: its figures by unit, name and column. Those that follow from the others are dropped."""
+    """A step of `gpu.py`: its figures by unit, name and column."""
     figures: dict[str, Any] = {}
     for figure in step["figures"]:
         unit, what, column = figure["unit"], figure["what"], figure.get("column", "")
         value = float(f"{figure['value']:.4g}")
-        if unit.startswith("x ") or what.startswith(" "):
-            continue
         if column:
             figures.setdefault(unit, {}).setdefault(what, {})[column] = value
         else:

@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
-from lib.gpu_check import BITS, QUANTIZATIONS
 from lib.gpu_model import (
     CACHES,
     DYNAMIC,
@@ -140,8 +139,8 @@ def attention_beside_flash(setup: Setup, batch: int) -> Findings:
     found = Findings()
     for tokens in setup.in_time(found, setup.choose((8192, 32768, 131072), (256,))):
         query, dense = query_of(setup, batch), dense_copies(setup, tokens, batch)
-        copies = min(copies_of(2 * dense[0][0].nbytes * BITS["int4"] // 16), setup.choose(64, 2))
-        stores = [filled_store(Quantization(**QUANTIZATIONS["int4"]), dense[0]) for _ in range(copies)]
+        copies = min(copies_of(2 * dense[0][0].nbytes // 4), setup.choose(64, 2))
+        stores = [filled_store(Quantization(nbits=4), dense[0]) for _ in range(copies)]
         held: dict[str, list[Any]] = {
             FLASH: dense,
             "int4": [extended(store, pair(setup, 1, batch, seed=1)) for store in stores],
@@ -424,12 +423,15 @@ def offloading(setup: Setup) -> Findings:
     return found
 
 
-DECODING = Step("decoding", 75, lambda setup: decoding(setup, SHAPES, CACHES), least=20)
-GRAPHS = Step("steps in graphs", 50, graphs, isolated=True, least=25)
-FIRST_TOKEN = Step("first token of 8k", 8, first_token)
-OFFLOADING = Step("offloading", 45, offloading)
+FIRST = (
+    Step("decoding", 75, lambda setup: decoding(setup, SHAPES, CACHES), least=20),
+    Step("steps in graphs", 50, graphs, isolated=True, least=25),
+    Step("first token of 8k", 8, first_token),
+    Step("offloading", 45, offloading),
+)
+"""What is worth most, for a device that one has for a few minutes."""
 
-STEPS = (
+SPEED = (
     Step("attention, int4, one sequence", 5, lambda setup: attention_beside_flash(setup, 1)),
     Step("attention to evicted tokens", 4, evicted_attention),
     Step("attention to recalled pages", 4, recalled_attention),

@@ -1,4 +1,4 @@
-"""The page on GPUs and README.md have the figures of the records, and a record has what a stage of `gpu.py` found."""
+"""Pages have what is recorded, and a record has what was measured."""
 
 import importlib
 import json
@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+import versions
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -18,18 +20,25 @@ def gpu_tables(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("gpu_tables")
 
 
-@pytest.mark.parametrize(("path", "write"), [("PAGE", "with_tables"), ("README", "with_readme_figures")])
-def test_a_page_has_what_the_records_say(gpu_tables: Any, path: str, write: str) -> None:
-    file = getattr(gpu_tables, path)
-    page = file.read_text()
-    due = getattr(gpu_tables, write)(page)
-    if os.environ.get("KVLAYERS_WRITE_DOCS"):
-        file.write_text(due)
-        page = due
-    assert page == due, f"{file.name} lacks recorded figures: run benchmarks/gpu_tables.py --write"
+@pytest.mark.parametrize(
+    "writer",
+    [
+        "claimed",
+        "gpu_tables",
+        *(pytest.param(name, marks=versions.benchmarks_of_transformers) for name in ("outliers", "long_decode")),
+    ],
+)
+def test_pages_have_what_is_recorded(writer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    if writer in ("outliers", "long_decode"):
+        pytest.importorskip("rich")
+    for path, due in importlib.import_module(writer).written_pages().items():
+        if os.environ.get("KVLAYERS_WRITE_DOCS"):
+            path.write_text(due)
+        assert path.read_text() == due, f"{path} lacks recorded figures: run its benchmark with --write"
 
 
-def test_every_table_stands_on_the_page_once(gpu_tables: Any) -> None:
+def test_every_table_of_a_gpu_stands_on_the_page_once(gpu_tables: Any) -> None:
     page = gpu_tables.PAGE.read_text()
     assert re.findall(r"<!-- gpu: (.*), written", page) == list(gpu_tables.ON_PAGE)
     assert page.count(gpu_tables.END) == len(gpu_tables.ON_PAGE)
@@ -40,8 +49,9 @@ def test_other_figures_make_another_page(gpu_tables: Any, monkeypatch: pytest.Mo
     speed = gpu_tables.read("speed")
     record["results"]["gpu"]["decoding"]["figures"]["ms a step"]["kvlayers int4"]["32,768 x 1"] = 1.234
     monkeypatch.setattr(gpu_tables, "read", {"first": record, "speed": speed}.__getitem__)
-    assert "| 1.23 |" in gpu_tables.with_tables(gpu_tables.PAGE.read_text())
-    assert "1.23 ms with `int4`" in gpu_tables.with_readme_figures(gpu_tables.README.read_text())
+    pages = gpu_tables.written_pages()
+    assert "| 1.23 |" in pages[gpu_tables.PAGE]
+    assert "1.23 ms with `int4`" in pages[gpu_tables.README]
 
 
 def test_of_a_stage_figures_and_what_is_wrong_are_recorded(
@@ -53,10 +63,8 @@ def test_of_a_stage_figures_and_what_is_wrong_are_recorded(
         "status": "wrong",
         "seconds": 1.23,
         "figures": [
-            {"what": "int4", "value": 12.3456, "unit": "ms a step", "predicted": "", "column": "8 x 1"},
-            {"what": "int4", "value": 2.0, "unit": "x as fast as the first", "predicted": "", "column": "8 x 1"},
-            {"what": "a copy", "value": 3.0, "unit": "GB/s", "predicted": "4"},
-            {"what": "  of the rate", "value": 75.0, "unit": "%", "predicted": ""},
+            {"what": "int4", "value": 12.3456, "unit": "ms a step", "column": "8 x 1"},
+            {"what": "a copy", "value": 3.0, "unit": "GB/s", "column": ""},
         ],
         "wrong": ["int4: an error " + 500 * "."],
         "details": {"8 x 1": {"ms": {"int4": [1.0, 2.0, 3.0, 4.0]}}, "test.py": {"output": 5000 * "."}},

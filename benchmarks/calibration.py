@@ -51,9 +51,6 @@ def uniform_bytes(model: Any, key_nbits: int, value_nbits: int) -> float:
     """Bytes of a token with the same bits in every layer, if the model runs in bfloat16."""
     plan = kvlayers.plan(model.config, 8192, dtype=torch.bfloat16, names=["dynamic"])
     states = plan["dynamic"].bytes_per_token / 2 / torch.bfloat16.itemsize
-    cache = kvlayers.QuantizedCache(config=model.config)
-    quantized = [layer.parts[0] for layer in cache.adapted_layers()]
-    assert all(isinstance(layer, kvlayers.QuantizedLayer) for layer in quantized)
     # A scale and a zero point in bfloat16 for each 64 numbers of keys and of values.
     return states * ((key_nbits + value_nbits) / 8 + 2 * 4 / 64)
 

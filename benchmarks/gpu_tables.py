@@ -61,13 +61,12 @@ def short(value: float | None) -> str:
 def by_shape(step: str, unit: str) -> str:
     """A table with a row for each cache and a column for each shape; slow halves of noisy times in brackets."""
     found = figures("first", step, unit)
-    middle = read("first")["results"]["gpu"][step].get("middle half, ms", {}) if unit == STEPS else {}
 
     def cell(name: str, shape: str) -> str:
-        spread = middle.get(shape, {}).get(name)
-        is_wide = spread is not None and spread["to"] > WIDE * spread["from"]
-        noise = f" ({short(spread['from'])} to {short(spread['to'])})" if is_wide else ""
-        return short(found[name][shape]) + noise
+        if unit != STEPS:
+            return short(found[name][shape])
+        low, high = (figures("first", step, f"ms, {end} quartile")[name][shape] for end in ("lower", "upper"))
+        return short(found[name][shape]) + (f" ({short(low)} to {short(high)})" if high > WIDE * low else "")
 
     return table(["", *SHAPES], [[name, *(cell(name, shape) for shape in SHAPES)] for name in found])
 

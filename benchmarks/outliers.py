@@ -28,7 +28,7 @@ from kvlayers.quantizers import Quantizer, SideOptions, backend, quantizer_names
 from lib import report
 from lib.internals import CacheMaker, NoRecord, read
 from lib.outliers import KeyOutliers, ValueOutliers
-from lib.quantized import FULL, RANDOM, REFERENCE, Contender, load, measure_bytes, own, upstream
+from lib.quantized import FULL, RANDOM, REFERENCE, Contender, load, measure_bytes, own
 
 
 def plain(name: str, **options: Any) -> CacheMaker:
@@ -58,8 +58,6 @@ NAMES = {
     "nf4": (Contender("kvlayers", "nf4", 4), own("nf4", q_group_size=32)),
     "nf4 plain": (Contender("kvlayers", "nf4 plain", 4), plain("nf4", q_group_size=32)),
     "fp8": (Contender("kvlayers", "fp8", 8), own("fp8")),
-    "fp8 plain": (Contender("kvlayers", "fp8 plain", 8), plain("fp8")),
-    "quanto": next(iter(upstream("quanto", 4).items())),
 }
 SIZES = (3.0, 10.0, 30.0, 100.0)
 PAIRS = (1, 2, 8)
@@ -75,7 +73,7 @@ SHOWN = (
 )
 """The rows in docs/quantized.md."""
 
-LEFT_OUT = ("turboquant plain", "nf4 plain", "fp8 plain")
+LEFT_OUT = ("turboquant plain", "nf4 plain")
 """The caches that are not in docs/quantized.md."""
 
 ROWS: list[KeyOutliers | ValueOutliers] = [

@@ -158,7 +158,7 @@ class Job:
     """The task of every contender.
 
     Args:
-        prompt: token ids `[1, tokens]`, on the model's device.
+        prompt: token ids `[1, tokens]`.
         new: tokens to generate.
         reserve: tokens that static caches reserve.
         backend: the backend of `torch.compile`.
@@ -230,44 +230,24 @@ class Generator:
         with quiet_clock():
             begin = time.perf_counter()
             ids = self._model.generate(job.prompt, max_new_tokens=job.new, **self._arguments(job))
-            # This waits for the accelerator.
             tokens = ids[0, job.prompt_tokens :].tolist()
             seconds = time.perf_counter() - begin
         self.graphs += graphs() - before
         return seconds, tokens
 
 
-class Expected:
-    """The reference's tokens, and the tokens with which it would continue after another contender's tokens.
+def compare_tokens(job: Job, where: dict[str, Any], tokens: list[int], disagreements: Disagreements) -> None:
+    """Record the new tokens that differ from those of transformers' DynamicCache.
 
-    Args:
-        job: the task.
-        tokens: the reference's new tokens.
-        disagreements: where different tokens are recorded.
+    After one different token, all later ones may differ. So each token is compared with the one that the reference
+    gives after the same tokens.
     """
-
-    def __init__(self, job: Job, tokens: list[int], disagreements: Disagreements) -> None:
-        self._job, self._tokens, self._disagreements = job, tokens, disagreements
-        self._compared: list[tuple[str, list[int]]] = []
-
-    def compare(self, name: str, trial: int, tokens: list[int]) -> None:
-        """Record the new tokens that differ from the reference's.
-
-        After one different token, all later ones may differ. So each token is compared with the one that the reference
-        gives after the same tokens.
-        """
-        if tokens == self._tokens or (name, tokens) in self._compared:
-            return
-        self._compared.append((name, tokens))
-        model, prompt = self._job.model, self._job.prompt
-        cache = transformers.DynamicCache(config=model.config)
-        with torch.no_grad():
-            logits = model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
-            for index, token in enumerate(tokens):
-                held = self._job.prompt_tokens + index
-                where = {"model": self._job.name, "cache": name, "tokens": held, "trial": trial}
-                self._disagreements.compare_token(where, logits[0], token)
-                logits = step(model, cache, prompt.new_full((1, 1), token))[1]
+    cache = transformers.DynamicCache(config=job.model.config)
+    with torch.no_grad():
+        logits = job.model(input_ids=job.prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
+        for held, token in enumerate(tokens, job.prompt_tokens):
+            disagreements.compare_token({"model": job.name, "tokens": held, **where}, logits[0], token)
+            logits = step(job.model, cache, job.prompt.new_full((1, 1), token))[1]
 
 
 def measure_generate(
@@ -293,46 +273,36 @@ def measure_generate(
         `graphs` of the first call, `recompiles` of all later calls and, with `peaks`, `peak`: the peak bytes beyond the
         model's, or `None` if they cannot be counted.
     """
-    expected: Expected | None = None
     measured: Measured = {}
+    seen: list[tuple[str, list[int]]] = []
+
+    def compare(name: str, trial: int, tokens: list[int]) -> None:
+        # The reference's tokens come first, and the same ones of a contender need no second comparison.
+        if seen and tokens != seen[0][1] and (name, tokens) not in seen:
+            compare_tokens(job, {"cache": name, "trial": trial}, tokens, disagreements)
+        seen.append((name, tokens))
+
     # For all calls alike; transformers' caches are measured unchanged.
     with kvlayers.installed(replace_empty_caches=False):
         calls = {name: Generator(job, given) for name, given in arguments.items()}
         for name, call in calls.items():
-            allocated = bytes_allocated(job.prompt.device)
             with nothing_on_disk(job.backend):
                 first, tokens = call()
-            expected = expected or Expected(job, tokens, disagreements)
-            expected.compare(name, 0, tokens)
+            compare(name, 0, tokens)
             measured[name] = {"first": first, "graphs": call.graphs, "new": job.new, "seconds": []}
             if peaks:
-                measured[name]["peak"] = _peak(call, job, allocated)
+                # Operations in compiled code cannot be counted.
+                measured[name]["peak"] = None if call.graphs else peak_bytes(call, job.model)
             tick()
         for trial in range(trials):
             for name in interleaved(list(calls), trial):
                 seconds, tokens = calls[name]()
                 measured[name]["seconds"].append([seconds])
-                expected.compare(name, trial, tokens)  # type: ignore[union-attr]
+                compare(name, trial, tokens)
             tick()
     for name, entry in measured.items():
         entry["recompiles"] = calls[name].graphs - entry["graphs"]
     return measured
-
-
-def bytes_allocated(device: torch.device) -> int:
-    gc.collect()
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _peak(call: Generator, job: Job, allocated: int) -> int | None:
-    """The peak bytes of a call, beyond the bytes before the contender's first call."""
-    device = job.prompt.device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        call()
-        return torch.cuda.max_memory_allocated(device) - allocated
-    # Operations in compiled code cannot be counted.
-    return None if call.graphs else peak_bytes(call, job.model)
 
 
 def show_calls(run: Session, title: str, calls: Measured) -> None:

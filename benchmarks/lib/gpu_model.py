@@ -226,6 +226,9 @@ def measure_decoding(
             setup.free_memory()
     for name in filter(times.get, makers):
         findings.add(name, median(times[name]), "ms a step", column=column)
+        low, _, high = statistics.quantiles(times[name], n=4)
+        findings.add(name, low, "ms, lower quartile", column=column)
+        findings.add(name, high, "ms, upper quartile", column=column)
         if setup.on_cuda:
             findings.add(name, peaks[name] / 1e9, "GB peak beyond the model", column=column)
     findings.details[column] = {"ms": times, "peaks": peaks}

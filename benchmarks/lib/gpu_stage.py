@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,54 +42,30 @@ CLOSING_SECONDS = 4
 
 OPTIONAL = ("numpy", "psutil", "accelerate", "rich", "hqq", "optimum", "pytest", "pytest_timeout", "hypothesis")
 DRIVER = ("nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader")
-PROPERTIES = ("total_memory", "multi_processor_count", "L2_cache_size", "shared_memory_per_block_optin")
+PROPERTIES = ("multi_processor_count", "L2_cache_size", "shared_memory_per_block_optin")
 
 
 def facts(device: torch.device) -> dict[str, Any]:
     """The device and the packages that a run measures."""
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": str(triton_support.triton_version()),
-            "transformers": transformers.__version__,
-            "kvlayers": kvlayers.__version__,
-        },
-        "installed": [name for name in OPTIONAL if importlib.util.find_spec(name) is not None],
-        "triton_obstacle": triton_support.device_obstacle(device),
-        "interpreted": triton_support.is_interpreted(),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-    }
+    hardware: dict[str, Any] = {"gpu": device.type, "interpreted": triton_support.is_interpreted()}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {name: getattr(properties, name, None) for name in PROPERTIES}
+        hardware |= {"gpu": torch.cuda.get_device_name(device), "gpu_memory_bytes": properties.total_memory}
+        hardware |= {name: getattr(properties, name, None) for name in PROPERTIES}
         try:
             driver = subprocess.run(DRIVER, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
         except (OSError, subprocess.SubprocessError) as error:
             driver = f"unknown: {error}"
-        found |= {"cuda": torch.version.cuda, "driver, clocks, power": driver}
-    return found
-
-
-@dataclass
-class Figure:
-    """A measured figure.
-
-    Attributes:
-        what: what was measured.
-        value: the figure.
-        unit: its unit.
-        column: the column of the table in which it stands, empty if it stands in a line of its own.
-    """
-
-    what: str
-    value: float
-    unit: str
-    column: str = ""
-
-    def __str__(self) -> str:
-        return f"{', '.join(filter(None, (self.what, self.column))):58} {self.value:12,.4g} {self.unit}"
+        hardware |= {"cuda": torch.version.cuda, "driver, clocks, power": driver}
+    versions = {"python": platform.python_version(), "triton": str(triton_support.triton_version())}
+    versions |= {module.__name__: module.__version__ for module in (torch, transformers, kvlayers)}
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "hardware": hardware,
+        "versions": versions,
+        "installed": [name for name in OPTIONAL if importlib.util.find_spec(name) is not None],
+        "triton_obstacle": triton_support.device_obstacle(device),
+    }
 
 
 @dataclass
@@ -97,21 +73,25 @@ class Findings:
     """What a step found.
 
     Attributes:
-        figures: what is shown and recorded.
+        figures: what is shown and recorded: by unit, by what was measured and, where there are columns, by column.
         wrong: one line for each result that is not what it must be.
         missing: why a contender has no figures, by its name.
         cut: what there was no time for.
         details: everything else, for the file.
     """
 
-    figures: list[Figure] = field(default_factory=list)
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
     cut: list[str] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
 
     def add(self, what: str, value: float, unit: str, column: str = "") -> None:
-        self.figures.append(Figure(what, float(value), unit, column))
+        figures, value = self.figures.setdefault(unit, {}), float(f"{value:.4g}")
+        if column:
+            figures.setdefault(what, {})[column] = value
+        else:
+            figures[what] = value
 
     def expect(self, is_right: bool, otherwise: str) -> None:
         if not is_right:
@@ -135,7 +115,8 @@ class Findings:
 
     def merge(self, name: str, other: "Findings") -> None:
         """Add what a part of the step found."""
-        self.figures += [replace(each, what=f"{name}: {each.what}") for each in other.figures]
+        for unit, figures in other.figures.items():
+            self.figures.setdefault(unit, {}).update({f"{name}: {what}": value for what, value in figures.items()})
         self.wrong += [f"{name}: {line}" for line in other.wrong]
         self.missing |= {f"{name}: {each}": reason for each, reason in other.missing.items()}
         self.cut += [f"{name}: {each}" for each in other.cut]
@@ -143,13 +124,7 @@ class Findings:
 
     def plain(self) -> dict[str, Any]:
         """Everything as JSON holds it."""
-        return {**vars(self), "figures": list(map(vars, self.figures)), "details": _plain(self.details)}
-
-    @classmethod
-    def from_json(cls, text: str) -> "Findings":
-        """The findings that another process wrote with `plain`."""
-        written = json.loads(text)
-        return cls(**{**written, "figures": [Figure(**figure) for figure in written["figures"]]})
+        return {**vars(self), "details": _plain(self.details)}
 
 
 @dataclass
@@ -300,22 +275,22 @@ class Stage:
     def __init__(self, name: str, steps: Sequence[Step], setup: Setup, output: Path, facts: dict[str, Any]) -> None:
         self.name, self.steps, self.setup = name, steps, setup
         self.path = output / f"{name}.json"
-        self._written: dict[str, Any] = {"stage": name, **facts, "steps": []}
+        self._steps: dict[str, dict[str, Any]] = {}
+        self._written = {**facts, "stage": name, "results": {"gpu": self._steps}}
         self._device_is_lost = False
 
     def run(self) -> int:
         """Run the steps; return the number of steps that failed or found something wrong."""
         started, factor = time.monotonic(), QUICK_FACTOR if self.setup.quick else 1
         for number, step in enumerate(self.steps, 1):
-            entry = {"name": step.name, "predicted_seconds": step.seconds / factor, "status": "running"}
+            entry = self._steps[step.name] = {"predicted_seconds": step.seconds / factor, "status": "running"}
             head = f"[{time.monotonic() - started:5.0f} s] {number}/{len(self.steps)} {step.name}"
-            print(f"{head}, predicted {entry['predicted_seconds']:.0f} s", flush=True)
-            self._written["steps"].append(entry)
+            print(f"{head}, predicted {step.seconds / factor:.0f} s", flush=True)
             self._run_step(step, entry)
             self._save()
             _show(entry)
         print(f"\n{self.path}", flush=True)
-        return sum(entry["status"] in ("failed", "wrong") for entry in self._written["steps"])
+        return sum(entry["status"] in ("failed", "wrong") for entry in self._steps.values())
 
     def _run_step(self, step: Step, entry: dict[str, Any]) -> None:
         """Run a step unless there is a reason not to; write what it finds into its entry as it comes."""
@@ -374,7 +349,7 @@ class Stage:
             command += ["--quick"] if self.setup.quick else []
             # What a CPU computes is the reference: by plain torch, which is not what is checked.
             ended = run_process(command, seconds, {"KVLAYERS_COMPILE": "never"}, Path.cwd())
-            found = Findings.from_json(result.read_text()) if result.exists() else Findings()
+            found = Findings(**json.loads(result.read_text())) if result.exists() else Findings()
         found.add("the process took", time.monotonic() - begin, "s")
         if ended.code == STOPPED:
             found.wrong.append(f"it did not end within the {seconds:.0f} s that were left: {ended.output[-1000:]}")
@@ -415,8 +390,11 @@ def run_part(step: Step, setup: Setup, part: str) -> Findings:
 
 def _show(entry: dict[str, Any]) -> None:
     reason = f": {entry['error'].strip().splitlines()[0]}" if entry["error"] else ""
-    print(f"          {entry['status']} in {entry['seconds']:.1f} s{reason}")
-    lines = [str(Figure(**figure)) for figure in entry["figures"]]
+    lines = [f"{entry['status']} in {entry['seconds']:.1f} s{reason}"]
+    for unit, figures in entry["figures"].items():
+        for what, value in figures.items():
+            columns = value if isinstance(value, dict) else {"": value}
+            lines += [f"{', '.join(filter(None, (what, at))):58} {each:12,.4g} {unit}" for at, each in columns.items()]
     lines += [f"missing {name}: {why}" for name, why in entry["missing"].items()]
     lines += [f"WRONG {line}" for line in entry["wrong"]]
     lines += [f"no time for {what}" for what in entry["cut"]]

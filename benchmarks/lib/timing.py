@@ -34,13 +34,11 @@ class Turns:
 
     Attributes:
         seconds: of each contender, turn by turn.
-        processor: seconds of the processor, of all threads together: other work on the machine hardly changes them.
         next: the number of the next turn: it decides who begins.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self.seconds: dict[str, list[float]] = {name: [] for name in names}
-        self.processor: dict[str, list[float]] = {name: [] for name in self.seconds}
         self.next = 0
 
     def take(self, run: Callable[[str], Any], is_counted: bool = True) -> dict[str, Any]:
@@ -57,10 +55,8 @@ class Turns:
         """The same with a function that also returns the seconds of the part that is to be timed."""
         found = {}
         for name in interleaved(list(self.seconds), self.next):
-            begin = time.process_time()
             took, found[name] = run(name)
             if is_counted:
-                self.processor[name].append(time.process_time() - begin)
                 self.seconds[name].append(took)
         self.next += 1
         return found
@@ -70,12 +66,8 @@ class Turns:
 
     def ratio(self, slow: str, fast: str) -> float:
         """How many times as long one takes as another in the same turn: the median."""
-        return ratio(self.seconds, slow, fast)
-
-
-def ratio(seconds: dict[str, list[float]], slow: str, fast: str) -> float:
-    """How many times as long one takes as another in the same turn: the median over the turns."""
-    return statistics.median(one / other for one, other in zip(seconds[slow], seconds[fast], strict=True))
+        pairs = zip(self.seconds[slow], self.seconds[fast], strict=True)
+        return statistics.median(one / other for one, other in pairs)
 
 
 class Disagreements:
@@ -180,8 +172,9 @@ def measure_decode(
         batch: sequences.
 
     Returns:
-        For each contender `seconds`, `processor` (the same of the processor, all threads together), bytes that are
-        `held`, and `logit_distance`, the largest difference from the reference.
+        For each contender `seconds`, `processor` (the same of the processor, all threads together, which other work on
+        the machine hardly changes), bytes that are `held`, and `logit_distance`, the largest difference from the
+        reference.
     """
     forwards, steps, names = forwards or {}, trials.steps, list(makers)
     model, config = workload.model, workload.model.config

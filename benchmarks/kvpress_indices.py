@@ -136,7 +136,7 @@ def compared(name: str, model: Any, layers: list[dict[str, Tensor]], found: dict
             scores, other = scores_of(rule, layer), list(map(set, expected))
             count = int(scores.shape[2] * keep)
             own = sets_of(select(scores, count, recent=NEWEST.get(name, 0), head_budgets=budgets))
-            same = sum(len(mine & theirs) for mine, theirs in zip(own, other, strict=True))
+            same = sum(len(one & another) for one, another in zip(own, other, strict=True))
             parts.append(same / sum(map(len, other)))
             heads = [slice(None)] if kind else [slice(head, head + 1) for head in range(len(own))]
             apart += [each for of in heads for each in distances(scores[0, of], own[of], other[of])]

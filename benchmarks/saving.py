@@ -34,17 +34,19 @@ def main() -> None:
     upstream = filled(transformers.DynamicCache(), shape)
     cache, quantized = filled(kvlayers.DynamicCache(), shape), filled(kvlayers.QuantizedCache(nbits=4), shape)
     with tempfile.TemporaryDirectory() as directory:
-        theirs, own, packed = (pathlib.Path(directory) / name for name in ("torch", "kvlayers", "packed"))
+        upstream_file, own_file, packed_file = (
+            pathlib.Path(directory) / name for name in ("torch", "kvlayers", "packed")
+        )
         for name, call in {
-            "torch.save and fsync": lambda: save_and_sync(upstream, theirs),
-            "save_cache": lambda: kvlayers.save_cache(cache, own),
-            "torch.load": lambda: torch.load(theirs, weights_only=False),
-            "load_cache": lambda: kvlayers.load_cache(own),
-            "load_cache(verify=False)": lambda: kvlayers.load_cache(own, verify=False),
-            "load_cache(length=512)": lambda: kvlayers.load_cache(own, length=512),
-            "inspect_cache": lambda: kvlayers.inspect_cache(own),
-            "save_cache, 4 bits": lambda: kvlayers.save_cache(quantized, packed),
-            "load_cache, 4 bits": lambda: kvlayers.load_cache(packed),
+            "torch.save and fsync": lambda: save_and_sync(upstream, upstream_file),
+            "save_cache": lambda: kvlayers.save_cache(cache, own_file),
+            "torch.load": lambda: torch.load(upstream_file, weights_only=False),
+            "load_cache": lambda: kvlayers.load_cache(own_file),
+            "load_cache(verify=False)": lambda: kvlayers.load_cache(own_file, verify=False),
+            "load_cache(length=512)": lambda: kvlayers.load_cache(own_file, length=512),
+            "inspect_cache": lambda: kvlayers.inspect_cache(own_file),
+            "save_cache, 4 bits": lambda: kvlayers.save_cache(quantized, packed_file),
+            "load_cache, 4 bits": lambda: kvlayers.load_cache(packed_file),
         }.items():
             seconds = []
             for _ in range(TRIALS):
@@ -52,11 +54,11 @@ def main() -> None:
                 call()
                 seconds.append(1e3 * (time.perf_counter() - begin))
             print(f"{name} {statistics.median(seconds):.0f} ms ({min(seconds):.0f}-{max(seconds):.0f})")
-        print("bytes", *(path.stat().st_size for path in (theirs, own, packed)))
+        print("bytes", *(path.stat().st_size for path in (upstream_file, own_file, packed_file)))
         config, layer = transformers.MistralConfig(num_hidden_layers=1, sliding_window=16), Shape(1, kv_heads=2)
-        torch.save(filled(transformers.DynamicCache(config=config), layer), theirs)
-        kvlayers.save_cache(filled(kvlayers.DynamicCache(config=config), layer), own)
-        print("bytes of a window of 16", theirs.stat().st_size, own.stat().st_size)
+        torch.save(filled(transformers.DynamicCache(config=config), layer), upstream_file)
+        kvlayers.save_cache(filled(kvlayers.DynamicCache(config=config), layer), own_file)
+        print("bytes of a window of 16", upstream_file.stat().st_size, own_file.stat().st_size)
 
 
 if __name__ == "__main__":

@@ -91,34 +91,6 @@ def test_any_number_of_tokens_is_held_in_its_order(prefill: int, new: int) -> No
             assert torch.equal(seen[:, :, -exact:], states[:, :, -exact:])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sinks_and_the_newest_tokens_are_exact_after_a_prefill(dtype: torch.dtype) -> None:
-    quantization = Quantization(nbits=2)
-    store, keys, values = filled(quantization, 1000, kv_heads=2, dtype=dtype)
-    for seen, states in zip(held(store), (keys, values), strict=True):
-        assert torch.equal(seen[:, :, -128:], states[:, :, -128:])
-        assert torch.equal(seen[:, :, :16], states[:, :, :16])
-        between = slice(16, 16 + coded(store))
-        assert not torch.equal(seen[:, :, between], states[:, :, between])
-    # 1000 - 16 - 128 tokens, of which up to a block stays.
-    assert coded(store) == 13 * BLOCK
-
-
-def test_codes_of_a_token_never_change_again() -> None:
-    store, *_ = filled(SMALL, 200)
-    first = {name: states[:, :, :1].clone() for name, states in store.state().items() if "codes" in name}
-    first_states = [states[:, :, :68] for states in held(store)]
-    for _ in range(4000):
-        add(store, *some_states(1))
-    assert store.length == 4200
-    assert coded(store) > 4000
-    for name, codes in first.items():
-        assert torch.equal(store.state()[name][:, :, :1], codes)
-    for seen, states in zip(held(store), first_states, strict=True):
-        # The same codes, but the rotation is undone in a product of another shape.
-        torch.testing.assert_close(seen[:, :, :68], states, rtol=1e-6, atol=1e-6)
-
-
 def test_blocks_are_quantized_as_the_quantizer_does_each_alone() -> None:
     quantization = Quantization(nbits=3, residual_length=0, sink_tokens=5)
     store, keys, values = filled(quantization, 5 + 3 * BLOCK + 1, kv_heads=2, dims=(16, 24))
@@ -151,25 +123,6 @@ def test_a_constant_comes_back_exactly(nbits: int) -> None:
     assert torch.equal(seen_values, torch.zeros(1, 1, 200, 16))
 
 
-@pytest.mark.parametrize("length", [0, 1, 4, 5, 40, 68, 70, 132, 133, 199])
-def test_a_store_goes_on_after_a_crop_to_any_length(length: int) -> None:
-    store, keys, values = filled(SMALL, 200)
-    before = held(store)
-    store.truncate(length)
-    assert store.length == length
-    for seen, states in zip(held(store), before, strict=True):
-        torch.testing.assert_close(seen, states[:, :, :length], rtol=1e-6, atol=1e-6)
-    kept = min(length, SMALL.sink_tokens)
-    for tokens in (1, 90, 1, 64, 1):
-        keys, values = some_states(tokens)
-        seen = add(store, keys, values)
-        for states, old, new in zip(seen, before, (keys, values), strict=True):
-            torch.testing.assert_close(states[:, :, :kept].clone(), old[:, :, :kept], rtol=0, atol=0)
-            assert torch.equal(states[:, :, -tokens:], new)
-        length += tokens
-        assert store.length == length
-
-
 def test_a_rollback_within_the_residual_keeps_the_segments_before_it() -> None:
     store, *_ = filled(SMALL, 150)
     old = attended_segments(store)[:-1]
@@ -188,24 +141,6 @@ def attended_segments(store: QuantizedStore) -> tuple[Segment, ...]:
     attended = store.take_in(*some_states(1))
     assert isinstance(attended[0], PackedStates)
     return attended[0].snapshot.segments.in_order
-
-
-def test_forks_do_not_notice_each_other() -> None:
-    store, *_ = filled(SMALL, 300)
-    before, state = held(store), store.state()
-    twin = store.fork()
-    add(twin, *some_states(150))
-    twin.truncate(50)
-    add(twin, *some_states(100))
-    twin.select(torch.tensor([0, 0]))
-    assert same_state(store.state(), state)
-    of_twin = twin.state()
-    other = store.fork()
-    store.clear()
-    add(store, *some_states(500))
-    assert same_state(twin.state(), of_twin)
-    for seen, states in zip(held(other), before, strict=True):
-        assert torch.equal(seen, states)
 
 
 # Memory
@@ -752,12 +687,6 @@ def test_a_default_device_is_not_that_of_states() -> None:
     query = torch.randn(1, 4, 1, 16)
     attended = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
     assert attended.isfinite().all()
-
-
-def test_a_state_of_packed_blocks_is_on_one_device() -> None:
-    layer = kvlayers.QuantizedLayer(Quantization(residual_length=4))
-    layer.update(torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16))
-    assert {tensor.device for tensor in layer.state().tensors.values()} == {torch.device("cpu")}
 
 
 WRONG_GROUPS: dict[str, Callable[[QuantizedGroups], QuantizedGroups]] = {

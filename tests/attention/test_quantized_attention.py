@@ -649,26 +649,6 @@ def test_packed_states_stay_valid_while_tokens_are_appended() -> None:
         assert torch.equal(with_gqa(query, keys, values), attended)
 
 
-def test_packed_states_of_a_window_are_valid_or_refused_as_the_window_moves() -> None:
-    window = kvlayers.SlidingLayer(
-        60, kvlayers.stores.QuantizedStore(kvlayers.Quantization(residual_length=5, sink_tokens=0, q_group_size=2))
-    )
-    read = 0
-    held: list[tuple[Tensor, Tensor]] = []
-    for tokens in (70, *[1] * 100, 75, *[1] * 100):
-        keys, _ = window.update(*some_states(tokens))
-        for states, before in held[-40:]:
-            try:
-                assert torch.equal(states.clone(), before)
-                read += 1
-            except kvlayers.errors.StaleStatesError:
-                pass
-        if isinstance(keys, PackedStates):
-            held.append((keys, keys.clone()))
-    assert held
-    assert read
-
-
 def test_packed_states_of_two_updates_and_of_two_caches_do_not_mix() -> None:
     layer = filled_layer()
     first = layer.update(*some_states(1))

@@ -38,10 +38,6 @@ def generate(family: str, ids: torch.Tensor, **arguments: Any) -> Any:
     return model.generate(ids, **{**defaults, **arguments})
 
 
-def generated_cache(output: Any) -> Any:
-    return next(output[name] for name in ("past_key_values", "cache_params") if name in output)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "way"), once(CONFIGS, WAYS, times=2))
 def test_tokens_are_those_of_transformers_in_every_way_of_decoding(family: str, way: str) -> None:
@@ -188,20 +184,6 @@ def test_logits_of_encoder_decoders_are_those_of_transformers(family: str) -> No
 
 
 @pytest.mark.parametrize("family", ATTENDING)
-def test_a_loop_of_ones_own_decodes_the_same_tokens(family: str) -> None:
-    model, ids = tiny_model(family), prompt(2)
-    expected = generate(family, ids)
-    for make in caches_for(family).values():
-        cache, tokens = make(), ids
-        step = ids
-        with torch.no_grad():
-            for _ in range(NEW_TOKENS):
-                step = model(step, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
-                tokens = torch.cat([tokens, step], dim=1)
-        assert torch.equal(tokens, expected)
-
-
-@pytest.mark.parametrize("family", ATTENDING)
 def test_a_chunk_of_queries_after_a_full_window_sees_what_single_ones_see(family: str) -> None:
     model = tiny_model(family)
     ids = prompt(1, 30)
@@ -224,30 +206,6 @@ def test_inference_mode_and_no_grad_may_take_turns() -> None:
                 step = model(step, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
             tokens = torch.cat([tokens, step.clone()], dim=1)
         assert torch.equal(tokens, expected)
-
-
-def test_a_pipeline_takes_names(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[kvlayers.StaticCache] = []
-    original = kvlayers.StaticCache.__init__
-    monkeypatch.setattr(
-        kvlayers.StaticCache,
-        "__init__",
-        lambda self, *args, **options: (made.append(self), original(self, *args, **options))[1],
-    )
-    tokenizer = _tokenizer()
-    pipe = transformers.pipeline("text-generation", model=tiny_model("llama"), tokenizer=tokenizer)
-    first = pipe("3 4 5", max_new_tokens=4, do_sample=False, cache_implementation="static")
-    second = pipe("3 4 5", max_new_tokens=4, do_sample=False, cache_implementation="dynamic")
-    assert first == second
-    assert len(made) == 1
-
-
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = Tokenizer(models.WordLevel({str(index): index for index in range(97)}, unk_token="0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", unk_token="0")
 
 
 @pytest.mark.parametrize(("made_for", "given_to"), [("gemma3", "llama"), ("mistral", "qwen2"), ("gemma3", "gemma2")])

@@ -4,13 +4,11 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -107,20 +105,6 @@ def test_blocks_are_quantized_as_the_quantizer_does_each_alone() -> None:
                 expected = smoothing.restored(expected)
             # The rotation is undone in a product of another shape.
             torch.testing.assert_close(seen[:, :, start : start + BLOCK], expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("nbits", [1, 2, 3, 4, 5, 6, 8])
-def test_a_constant_comes_back_exactly(nbits: int) -> None:
-    store = QuantizedStore(Quantization(nbits=nbits, residual_length=0, sink_tokens=0))
-    # Of a channel for all tokens: after the rotation too, the states of a group of keys are equal. A power of two, so
-    # that the rotation itself rounds nothing.
-    keys = torch.zeros(1, 1, 200, 16)
-    keys[..., 3] = 4.0
-    add(store, keys, torch.zeros(1, 1, 200, 16))
-    assert coded(store) == 3 * BLOCK
-    seen_keys, seen_values = held(store)
-    assert torch.equal(seen_keys, keys)
-    assert torch.equal(seen_values, torch.zeros(1, 1, 200, 16))
 
 
 def test_a_rollback_within_the_residual_keeps_the_segments_before_it() -> None:
@@ -468,28 +452,6 @@ def test_an_axis_that_is_not_taken_is_refused_at_once(backend: str, axis: int, l
     pytest.importorskip({"quanto": "optimum.quanto", "hqq": "hqq"}[backend])
     with pytest.raises(OptionError, match=f"`axis_value` of the {backend} backend must be one of {listed}, got {axis}"):
         kvlayers.QuantizedCache(backend, axis_value=axis)
-
-
-@pytest.mark.parametrize("option", ["q_group_size", "value_group_size"])
-def test_a_group_size_that_does_not_divide_head_dim_is_made_smaller_with_a_warning_at_once(option: str) -> None:
-    config = transformers.LlamaConfig(num_hidden_layers=2, hidden_size=96, num_attention_heads=2)
-    with pytest.warns(UserWarning, match="head_dim 48 of the values, got 32: groups of 24") as seen:
-        cache = kvlayers.QuantizedCache(config=config, **{option: 32}, residual_length=0, sink_tokens=0)
-    assert {warning.filename for warning in seen} == {__file__}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        same = kvlayers.QuantizedCache(
-            config=config, **{option: 24, "key_group_size": 32 if option == "q_group_size" else None},
-            residual_length=0, sink_tokens=0,
-        )  # fmt: skip
-        # Keys are grouped along the tokens, where any size goes.
-        kvlayers.QuantizedCache(config=config, key_group_size=32)
-    torch.manual_seed(0)
-    for tokens in (130, 1):
-        states = torch.randn(1, 2, tokens, 48), torch.randn(1, 2, tokens, 48)
-        for one, other in zip(cache.update(*states, 0), same.update(*states, 0), strict=True):
-            assert torch.equal(one + 0, other + 0)
-    assert cache.nbytes == same.nbytes
 
 
 # Quantizers of others

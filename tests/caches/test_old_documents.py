@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kvlayers
-from models import fresh_model, prompt, tiny_model
+from models import prompt, tiny_model
 
 ROOM = 64
 """Tokens that static caches reserve: no test but those of quantized caches and sinks has more."""
@@ -124,31 +124,3 @@ def test_the_old_chat_with_sinks(by_old_name: bool) -> None:
     for turn in turns:
         expected = without_cache(model, torch.cat([expected, turn], dim=1))
     assert torch.equal(text, expected)
-
-
-def test_the_old_chat_with_sinks_once_it_crops(installed: None) -> None:
-    """A text that is cropped has fewer tokens than the cache has seen, which says nothing of what is new in it."""
-    model, script = tiny_model("llama"), types.ModuleType("old_chat")
-    vars(script)["torch"] = torch
-    exec(OLD_CHAT.replace("transformers", "kvlayers").replace("256", "32"), vars(script))
-    with pytest.raises(kvlayers.errors.StateMismatchError):
-        script.chat(model, user_turns(20, 20, 20), 6)
-
-
-def test_a_chat_beyond_the_window_of_its_sinks(installed: None) -> None:
-    model = fresh_model("llama", num_hidden_layers=1)
-    cache = kvlayers.SinkCache(window_length=32, num_sink_tokens=4)
-    text = torch.zeros(1, 0, dtype=torch.long)
-    how = {"past_key_values": cache, "return_dict_in_generate": True, "output_logits": True}
-    for turn in user_turns(20, 20, 20):
-        output = generated(model, torch.cat([text, turn], dim=1), **how)
-        text = output.sequences
-        if text.shape[1] <= 32:
-            assert torch.equal(text, without_cache(model, turn))
-    assert (cache.get_seq_length(), cache.get_max_length()) == (text.shape[1] - 1, 32)
-    # The states of one layer depend on its tokens alone, and attention on how far they are apart.
-    for steps_left, logits in enumerate(reversed(output.logits[1:])):
-        place = text.shape[1] - 1 - steps_left
-        attended = torch.cat([text[:, :4], text[:, place - 28 : place]], dim=1)
-        with torch.no_grad():
-            torch.testing.assert_close(logits, model(attended).logits[:, -1], rtol=1e-4, atol=1e-4)

@@ -136,32 +136,25 @@ def test_a_prefix_serves_many_prompts_and_stays_as_it_was(family: str) -> None:
 def test_prompt_lookup_and_a_draft_model_change_no_token(family: str) -> None:
     # A prompt that repeats itself, so that look-up finds drafts, and a draft that is wrong often enough to roll back.
     ids = torch.cat([prompt(1, 6)] * 4, dim=1)
-    # Until 5.13, look-up may go on beyond the length that is asked for.
     expected = generate(family, ids)
     draft = tiny_model(family, seed=1)
+
+    def check(make: Callable[[], Arguments]) -> None:
+        ahead = {"return_dict_in_generate": True}
+        looked_up = generate(family, ids, prompt_lookup_num_tokens=4, **make(), **ahead)
+        # Until 5.13, look-up may go on beyond the length that is asked for.
+        assert torch.equal(looked_up.sequences[:, : expected.shape[1]], expected)
+        assert looked_up.past_key_values.get_seq_length() == looked_up.sequences.shape[1] - 1
+        assisted = generate(family, ids, assistant_model=draft, **make(), **ahead)
+        assert torch.equal(assisted.sequences, expected)
+        assert type(assisted.past_key_values).__module__.startswith("kvlayers")
+
     with kvlayers.installed():
         for name in NAMES:
-            ahead = {"cache_implementation": name, "return_dict_in_generate": True}
-            looked_up = generate(family, ids, prompt_lookup_num_tokens=4, **ahead)
-            assert torch.equal(looked_up.sequences[:, : expected.shape[1]], expected), name
-            assisted = generate(family, ids, assistant_model=draft, **ahead)
-            assert torch.equal(assisted.sequences, expected), name
-            assert type(assisted.past_key_values).__module__.startswith("kvlayers")
-
-
-@pytest.mark.parametrize("family", ATTENDING)
-def test_a_cache_that_is_passed_can_be_rolled_back_by_assisted_decoding(family: str) -> None:
-    ids = torch.cat([prompt(1, 6)] * 4, dim=1)
-    expected = generate(family, ids)
-    for kind, make in caches_for(family).items():
-        cache = make()
-        with versions.recording():
-            looked_up = generate(family, ids, prompt_lookup_num_tokens=4, past_key_values=cache)
-            draft = tiny_model(family, seed=1)
-            assisted = generate(family, ids, assistant_model=draft, past_key_values=make())
-        assert torch.equal(looked_up[:, : expected.shape[1]], expected), kind
-        assert torch.equal(assisted, expected), kind
-        assert cache.get_seq_length() == looked_up.shape[1] - 1
+            check(lambda name=name: {"cache_implementation": name})
+    with versions.recording():
+        for make in caches_for(family).values():
+            check(lambda make=make: {"past_key_values": make()})
 
 
 def test_a_cache_records_no_more_after_assisted_decoding(installed: None) -> None:

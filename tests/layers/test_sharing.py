@@ -1,6 +1,7 @@
 """Forks share memory until they write, and nothing that happens to one of them shows in another."""
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 import kvlayers
 from agreement import step, tensors_in
-from kvlayers import CacheLayer
+from kvlayers import CacheLayer, DynamicLayer
 from layer_kinds import KINDS
 from oracle import Oracle, states
 
@@ -70,6 +71,29 @@ def test_who_is_left_alone_goes_on_in_place() -> None:
     before = layer.keys.untyped_storage().data_ptr()
     step(layer, oracle, 1, generator)
     assert layer.keys.untyped_storage().data_ptr() == before
+
+
+def test_threads_that_write_at_once_do_not_meet() -> None:
+    """Each thread goes on from a fork of its own: no two of them may take the same slots for theirs."""
+    for _ in range(30):
+        layer = DynamicLayer()
+        layer.update(*states(1, 100, torch.Generator().manual_seed(0)))
+        forks = [layer.fork() for _ in range(8)]
+        barrier = threading.Barrier(len(forks))
+
+        def go_on(which: int, forks: list[DynamicLayer] = forks, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait()
+            for _ in range(20):
+                forks[which].update(torch.full((1, 2, 1, 4), float(which)), torch.full((1, 2, 1, 6), float(which)))
+
+        threads = [threading.Thread(target=go_on, args=(which,)) for which in range(len(forks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for which, fork in enumerate(forks):
+            assert torch.equal(fork.keys[:, :, 100:], torch.full((1, 2, 20, 4), float(which)))
+            assert torch.equal(fork.keys[:, :, :100], layer.keys)
 
 
 def test_several_forks_are_as_independent_as_one() -> None:

@@ -34,7 +34,7 @@ QUICK_SHAPE = Shape(layers=3, heads=4, kv_heads=2, head_dim=64, intermediate=128
 
 def options() -> report.Options:
     made = report.Options("calibration", __doc__, quick="a small random model and short passages")
-    made.real_model("directory or hub name of a model", RANDOM, is_needed=True)
+    made.real_model(RANDOM, is_needed=True)
     made.sized("--passages", 4, 1, "that are calibrated on")
     made.sized("--held-out", 8, 1, "from other places, that settings are compared on")
     made.sized("--context", 1024, 320, "tokens of each that are read before scoring begins")
@@ -51,26 +51,25 @@ def uniform_bytes(model: Any, key_nbits: int, value_nbits: int) -> float:
     """Bytes of a token with the same bits in every layer, if the model runs in bfloat16."""
     plan = kvlayers.plan(model.config, 8192, dtype=torch.bfloat16, names=["dynamic"])
     states = plan["dynamic"].bytes_per_token / 2 / torch.bfloat16.itemsize
-    cache = kvlayers.QuantizedCache(config=model.config)
-    quantized = [layer.parts[0] for layer in cache.adapted_layers()]
-    assert all(isinstance(layer, kvlayers.QuantizedLayer) for layer in quantized)
     # A scale and a zero point in bfloat16 for each 64 numbers of keys and of values.
     return states * ((key_nbits + value_nbits) / 8 + 2 * 4 / 64)
 
 
-def measure(model: Any, given: Any, found: list[Tensor]) -> dict[str, Any]:
+def measure(run: report.Session) -> dict[str, Any]:
     """For each budget, the calibrated setting and the uniform settings, in order of bytes."""
+    given = run.given
+    count, tokens = given.passages + given.held_out, given.context + given.scored
+    model, found = load(given.model, given.text, "float32", count, tokens, QUICK_SHAPE)
     seen, unseen = divided(found, given.held_out)
     held_out = DivergenceInUse(model, unseen, given.scored)
+
+    def divergence_of(**options: Any) -> float:
+        return held_out.of(lambda: kvlayers.QuantizedCache(config=model.config, **options))
+
     uniform: dict[float, dict[str, float]] = {}
-    for key_nbits, value_nbits in logging.tqdm(UNIFORM, desc="Uniform settings"):
-        divergence = held_out.of(
-            lambda keys=key_nbits, values=value_nbits: kvlayers.QuantizedCache(
-                config=model.config, key_nbits=keys, value_nbits=values
-            )
-        )
+    for key_nbits, value_nbits in UNIFORM:
         by_bits = uniform.setdefault(uniform_bytes(model, key_nbits, value_nbits), {})
-        by_bits[f"K{key_nbits}V{value_nbits}"] = divergence
+        by_bits[f"K{key_nbits}V{value_nbits}"] = divergence_of(key_nbits=key_nbits, value_nbits=value_nbits)
     budgets: dict[str, Any] = {}
     sensitivities = None
     for budget, by_bits in sorted(uniform.items()):
@@ -84,44 +83,25 @@ def measure(model: Any, given: Any, found: list[Tensor]) -> dict[str, Any]:
             dtype=torch.bfloat16,
             sensitivities=sensitivities,
         )
-        sensitivities = calibration.sensitivities
-        options = calibration.cache_config
-        divergence = held_out.of(lambda options=options: kvlayers.QuantizedCache(config=model.config, **options))
-        best = min(by_bits, key=lambda name: by_bits[name])
-        budgets[f"{budget:g}"] = {
-            "bytes_per_token": calibration.bytes_per_token,
-            "divergence": divergence,
-            "uniform": by_bits,
-            "best": best,
-            "ratio": divergence / by_bits[best],
-            "key_nbits": options["key_nbits"],
-            "value_nbits": options["value_nbits"],
-            "while_calibrating": calibration.divergence,
-        }
-    return {
-        "budgets": budgets,
-        "sensitivities": [[part.layer, part.side, part.divergence] for part in sensitivities or ()],
-    }
+        sensitivities, options = calibration.sensitivities, calibration.cache_config
+        best, taken = min(by_bits, key=lambda name: by_bits[name]), calibration.bytes_per_token
+        entry = {"bytes_per_token": taken, "divergence": divergence_of(**options), "uniform": by_bits, "best": best}
+        budgets[f"{budget:g}"] = {**entry, "ratio": entry["divergence"] / by_bits[best], "options": options}
+        run.expect(taken <= budget, f"calibrated for {budget:g} bytes a token, and takes {taken:g}")
+    columns = {"best uniform bits": shown("best", ""), "its KL": lambda entry: f"{entry['uniform'][entry['best']]:.3g}"}
+    columns |= {"calibrated, bytes a token": shown("bytes_per_token", "g"), "KL": shown("divergence", ".3g")}
+    title = (
+        f"{given.held_out} passages that were not calibrated on, {given.context} tokens before {given.scored} scored"
+    )
+    run.table(title, "bytes a token", {"": budgets}, {**columns, "of the uniform": shown("ratio", ".3f")})
+    return {"budgets": budgets}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = options().parse(arguments)
     if given.quick:
         logging.disable_progress_bar()
-    with report.session(given) as run:
-        count, tokens = given.passages + given.held_out, given.context + given.scored
-        model, found = load(given.model, given.text, "float32", count, tokens, QUICK_SHAPE)
-        measured = measure(model, given, found)
-    columns = {"best uniform bits": shown("best", ""), "its KL": lambda entry: f"{entry['uniform'][entry['best']]:.3g}"}
-    columns |= {"calibrated, bytes a token": shown("bytes_per_token", "g"), "KL": shown("divergence", ".3g")}
-    columns["of the uniform"] = shown("ratio", ".3f")
-    title = (
-        f"{given.held_out} passages that were not calibrated on, {given.context} tokens before {given.scored} scored"
-    )
-    run.table(title, "bytes a token", {"": measured["budgets"]}, columns)
-    run.finish({"calibration": measured})
-    within = all(entry["bytes_per_token"] <= float(budget) for budget, entry in measured["budgets"].items())
-    return 0 if within else 1
+    return report.run(given, {"calibration": measure})
 
 
 if __name__ == "__main__":

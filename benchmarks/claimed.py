@@ -431,17 +431,11 @@ def steps_table(record: Mapping[str, Any]) -> str:
     return f"{LLAMA}. {_where(record['step'])}\n\n{markdown(head, rows)}"
 
 
-def with_steps(page: str, record: Mapping[str, Any]) -> str:
-    return between(page, BEGIN_TABLE, END_TABLE, steps_table(record))
-
-
-def with_tables(page: str, record: Mapping[str, Any]) -> str:
-    return between(page, BEGIN, END, tables(record))
-
-
-def with_readme_table(page: str, record: Mapping[str, Any]) -> str:
-    return between(page, BEGIN_TABLE, END_TABLE, readme_table(record, "docs/"))
-
-
-def with_home_table(page: str, record: Mapping[str, Any]) -> str:
-    return between(page, BEGIN_TABLE, END_TABLE, readme_table(record, ""))
+def written_pages(record: Mapping[str, Any] | None = None) -> dict[pathlib.Path, str]:
+    """The pages with the tables of a record; the newest one if none is given."""
+    record = read_record(recorded_path()) if record is None else record
+    of_pages = {README: readme_table(record, "docs/"), HOME: readme_table(record, "")}
+    if has_steps(record):
+        of_pages[BENCHMARKS] = steps_table(record)
+    made = {path: between(path.read_text(), BEGIN_TABLE, END_TABLE, table) for path, table in of_pages.items()}
+    return {**made, CHOOSING: between(CHOOSING.read_text(), BEGIN, END, tables(record))}

@@ -31,12 +31,22 @@ import claimed
 import fidelity
 import offload
 import ordinary
+import pages
 import plots
 import prefix
 import sinks
 from claimed import GROUPS, Cells
-from lib import report, static
-from lib.compiling import INDUCTOR, nothing_in_memory
+from lib import report
+from lib.compiled import (
+    GENERATORS,
+    INDUCTOR,
+    Job,
+    measure_generate,
+    measure_static,
+    nothing_in_memory,
+    reservations,
+    with_reservation,
+)
 from lib.contenders import (
     CONTENDERS,
     FLOOR,
@@ -44,19 +54,17 @@ from lib.contenders import (
     KVLAYERS_4_BITS,
     KVLAYERS_STATIC,
     QUANTIZED,
+    QUANTO_4_BITS,
     REFERENCE,
-    TRANSFORMERS_4_BITS,
     TRANSFORMERS_STATIC,
     compiled,
-    fill,
     transformers_packed,
 )
-from lib.generation import GENERATORS, Job, measure_generate
-from lib.internals import CacheMaker, cache_nbytes, default_text
-from lib.quantized import FULL, QUICK_SHAPE, RANDOM, Contender
+from lib.internals import CacheMaker, cache_nbytes
+from lib.quantized import FULL, RANDOM, Contender
 from lib.quantized import REFERENCE as IN_FULL
-from lib.timing import Disagreements, Trials, measure_decode, measure_update
-from lib.workload import RandomModel, RealModel, Shape, Workload, default_model
+from lib.timing import Disagreements, Trials, measure_decode, measure_update, summarise, times_as_fast
+from lib.workload import QUICK_SHAPE, RandomModel, RealModel, Shape
 
 FINE = 16
 """Numbers of a group with which quanto holds more bytes than kvlayers' native backend with its groups of 64. A longer
@@ -67,31 +75,22 @@ class OtherTokensError(Exception):
     """A cache that is exact gave other tokens than transformers' DynamicCache: its times mean nothing."""
 
 
-class Run:
-    """What measurements share.
-
-    Attributes:
-        quick: whether to take a small random model in the place of every model, and few tokens and trials.
-    """
-
-    def __init__(self, session: report.Session) -> None:
-        self.session, self.model, self.quick = session, session.given.model, session.given.quick
-        self.ticking = session.ticking
+class Run(report.Session):
+    """A session whose real model is a small random one in a quick run."""
 
     @functools.cached_property
-    def random(self) -> RandomModel:
+    def llama(self) -> RandomModel:
         """The random llama, in bfloat16.
 
         Caches are filled at once: transformers' quantized ones would quantize all that they hold with every chunk.
         """
-        return RandomModel(QUICK_SHAPE if self.quick else Shape(), chunk=1 << 16)
+        return self.random(chunk=1 << 16)
 
-    def real(self, dtype: torch.dtype) -> Workload:
-        if self.quick:
-            return RandomModel(QUICK_SHAPE, dtype=dtype)
-        if self.model is None:
-            raise FileNotFoundError("there is no model: set KVLAYERS_DEMO_MODEL, run `make demo`, or pass --model")
-        return RealModel(self.model, default_text(), dtype)
+    def needed(self, dtype: torch.dtype) -> RandomModel | RealModel:
+        workload = self.random(dtype=dtype) if self.quick else self.real(dtype)
+        if workload is None:
+            raise FileNotFoundError(report.NO_MODEL)
+        return workload
 
 
 def check_tokens(disagreements: Disagreements, exact: Iterable[str]) -> None:
@@ -122,7 +121,7 @@ def measure_steps(run: Run) -> Mapping[str, Cells]:
         claimed.INT8: "kvlayers 8 bits",
         claimed.FP8: "kvlayers fp8",
         claimed.INT2: "kvlayers 2 bits",
-        claimed.QUANTO_4: TRANSFORMERS_4_BITS[0],
+        claimed.QUANTO_4: QUANTO_4_BITS,
     }
     by_length = {claimed.TRANSFORMERS: REFERENCE, claimed.DYNAMIC: KVLAYERS, claimed.INT4: KVLAYERS_4_BITS}
     cells: dict[str, dict[str, float]] = {}
@@ -132,61 +131,58 @@ def measure_steps(run: Run) -> Mapping[str, Cells]:
         of_length = names if length == claimed.LENGTHS[-1] else by_length
         makers |= {name: QUANTIZED[name] for name in of_length.values()}
         asked = Trials(steps, trials, run.ticking)
-        measured = measure_decode(run.random, makers, held, asked)
+        measured = summarise(measure_decode(run.llama, makers, held, asked))
         check_tokens(without_shared(asked.disagreements, FLOOR), (KVLAYERS,))
-        dense = measured[REFERENCE]["held"]
-        report.summarise(measured)
         for row, name in by_length.items():
             cells[claimed.length_row(row, length)] = {
                 claimed.MILLISECONDS: measured[name]["median"] * 1e3,
                 claimed.MEGABYTES: measured[name]["held"] / 1e6,
-                claimed.TIMES_AS_FAST: report.times_as_fast(measured, name, REFERENCE),
+                claimed.TIMES_AS_FAST: measured[name]["speed"],
             }
     for row, name in names.items():
         cells[row] = {
-            claimed.TIMES_AS_FAST: report.times_as_fast(measured, name, REFERENCE),
-            claimed.OF_PREALLOCATED: report.times_as_fast(measured, name, FLOOR),
-            claimed.OVER_DYNAMIC: report.times_as_fast(measured, name, KVLAYERS),
-            claimed.OVER_QUANTO: report.times_as_fast(measured, name, TRANSFORMERS_4_BITS[0]),
-            claimed.OF_DENSE: measured[name]["held"] / dense,
+            claimed.TIMES_AS_FAST: measured[name]["speed"],
+            claimed.OF_PREALLOCATED: times_as_fast(measured, name, FLOOR),
+            claimed.OVER_DYNAMIC: times_as_fast(measured, name, KVLAYERS),
+            claimed.OVER_QUANTO: times_as_fast(measured, name, QUANTO_4_BITS),
+            claimed.OF_DENSE: measured[name]["held"] / measured[REFERENCE]["held"],
         }
     return {"step": cells}
 
 
 def measure_batches(run: Run) -> Mapping[str, Cells]:
-    workload = run.real(torch.bfloat16)
-    cells = {}
+    workload, cells = run.needed(torch.bfloat16), {}
     for batch, length in claimed.BATCHES:
         case = (2, 64) if run.quick else (batch, length)
         steps, trials = (3, 1) if run.quick else (16, 2 if batch * length < 8192 else 1)
-        disagreements = Disagreements()
-        turns = ordinary.measure_batch(workload, case, steps, trials, disagreements).turns
-        check_tokens(disagreements, ordinary.IN_BATCHES)
-        cells[claimed.batch_row(batch, length)] = {
-            claimed.TIMES_AS_FAST: turns.ratio(REFERENCE, KVLAYERS),
-            claimed.OVER_BETTER: min(turns.ratio(each, KVLAYERS) for each in (REFERENCE, TRANSFORMERS_STATIC)),
-        }
+        asked = Trials(steps, trials, run.ticking, block=1)
+        measured = ordinary.measure_batch(workload, *case, asked)
+        check_tokens(asked.disagreements, ordinary.IN_BATCHES)
+        over = {name: times_as_fast(measured, KVLAYERS, name) for name in (REFERENCE, TRANSFORMERS_STATIC)}
+        row = claimed.batch_row(batch, length)
+        cells[row] = {claimed.TIMES_AS_FAST: over[REFERENCE], claimed.OVER_BETTER: min(over.values())}
     return {"batches": cells}
 
 
-def measure_static(run: Run) -> Mapping[str, Cells]:
-    length, most = (64, 512) if run.quick else (1024, 32768)
+def measure_reservations(run: Run) -> Mapping[str, Cells]:
+    length, most, backend = (64, 512, "eager") if run.quick else (1024, 32768, INDUCTOR)
     trials = Trials(3 if run.quick else 12, 1 if run.quick else 2, run.ticking)
-    plan = static.Plan([length], [1, most // length], most, trials, "eager" if run.quick else INDUCTOR)
     makers = {name: CONTENDERS[name] for name in (REFERENCE, KVLAYERS, KVLAYERS_STATIC, TRANSFORMERS_STATIC)}
-    with nothing_in_memory(plan.backend):
-        eager, in_graphs = static.measure_steps(run.random, makers, length, plan)
+    times = most // length
+    reserved = reservations(length, [1, times], most, trials.steps)
+    with nothing_in_memory(backend):
+        eager, in_graphs = measure_static(run.llama, makers, length, reserved, trials, backend)
     check_tokens(trials.disagreements, (*eager, *in_graphs))
-    small = static.with_reservation(KVLAYERS_STATIC, 1)
-    large, baseline = (static.with_reservation(name, plan.times[1]) for name in (KVLAYERS_STATIC, TRANSFORMERS_STATIC))
+    small = with_reservation(KVLAYERS_STATIC, 1)
+    large, baseline = (with_reservation(name, times) for name in (KVLAYERS_STATIC, TRANSFORMERS_STATIC))
     cells = {}
     for row, measured, named in (
         (claimed.EAGER_STATIC, eager, str),
         (claimed.COMPILED_STATIC, in_graphs, compiled),
     ):
         cells[row] = {
-            claimed.TIMES_STATIC: report.times_as_fast(measured, named(large), named(baseline)),
-            claimed.TIME_OF_SMALL: report.times_as_fast(measured, named(small), named(large)),
+            claimed.TIMES_STATIC: times_as_fast(measured, named(large), named(baseline)),
+            claimed.TIME_OF_SMALL: times_as_fast(measured, named(small), named(large)),
         }
     return {"static": cells}
 
@@ -222,10 +218,10 @@ def measure_fidelity(run: Run) -> Mapping[str, Cells]:
     for row, nbits in ((claimed.FINE_4, 4), (claimed.FINE_2, 2)):
         make = transformers_packed("quanto", nbits, q_group_size=FINE)
         makers[rows[row]] = functools.partial(make, length=0)
-    source = RANDOM if run.quick else str(run.model)
+    source = RANDOM if run.quick else str(run.given.model)
     sizes = ["--context", "640", "--scored", "64"] if run.quick else ["--context", "2048", "--scored", "1024"]
     given = fidelity.parse(["--model", source, *sizes, "--passages", "1", "--chunk", "64", "--outlier", "0"])
-    measured = fidelity.measure(run.session, source, makers, given)
+    measured = fidelity.measure(run, source, makers, given)
     cells: dict[str, dict[str, float]] = {}
     for row, contender in rows.items():
         entry = measured["plain"][contender.name]
@@ -261,7 +257,7 @@ def measure_updates(run: Run) -> Mapping[str, Cells]:
             asked = Trials(steps, trials, run.ticking)
             measured = measure_update(config, shape, makers, tokens, asked)
             check_tokens(asked.disagreements, makers)
-            of_transformers = report.times_as_fast(measured, REFERENCE, KVLAYERS)
+            of_transformers = times_as_fast(measured, REFERENCE, KVLAYERS)
             cells[claimed.update_row(tokens)] = {claimed.TIME_OF_TRANSFORMERS: of_transformers}
     return {"update": cells}
 
@@ -269,23 +265,20 @@ def measure_updates(run: Run) -> Mapping[str, Cells]:
 def measure_window(run: Run) -> Mapping[str, Cells]:
     """Bytes that caches hold after a prefill that is longer than the window."""
     window, tokens = (32, 256) if run.quick else (512, 4096)
-    workload = RandomModel(QUICK_SHAPE if run.quick else Shape(), sliding_window=window)
-    tick = run.ticking(f"a window of {window}", 2)
-    held = {}
+    workload, held = run.random(sliding_window=window, chunk=tokens), {}
     for name in (REFERENCE, KVLAYERS):
         # Each has states of its own: what one holds must not be seen through the other.
         workload.prepare(tokens)
         cache = CONTENDERS[name](workload.model.config, tokens)
-        fill(cache, workload.states, tokens)
+        workload.fill(cache)
         workload.states = []
         held[name] = cache_nbytes(cache)
-        tick()
     return {"window": {claimed.DYNAMIC: {claimed.BYTES_OF_TRANSFORMERS: held[KVLAYERS] / held[REFERENCE]}}}
 
 
 def measure_sinks(run: Run) -> Mapping[str, Cells]:
     window, windows = (16, 4) if run.quick else (64, 8)
-    workload = run.real(torch.float32)
+    workload = run.needed(torch.float32)
     found = sinks.stream_both(workload.model, workload.prompt(windows * window + 1), window, run.ticking)
     times = found[sinks.WINDOW]["perplexity"] / found[sinks.SINKS]["perplexity"]
     return {"sinks": {claimed.SINK: {claimed.TIMES_PERPLEXITY: times}}}
@@ -293,11 +286,9 @@ def measure_sinks(run: Run) -> Mapping[str, Cells]:
 
 def measure_offload(run: Run) -> Mapping[str, Cells]:
     tokens, new = (128, 4) if run.quick else (2048, 16)
-    shape = offload.QUICK_SHAPE
+    shape = offload.TRAFFIC_SHAPE
     workload = RandomModel(shape)
-    tick = run.ticking("offloading", 1)
     traffic = offload.count_traffic(workload.model, workload.prompt(tokens), new)
-    tick()
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * torch.bfloat16.itemsize
     rows = {claimed.OFFLOADED: traffic[offload.KVLAYERS], claimed.OFFLOADED_PACKED: traffic[offload.KVLAYERS_PACKED]}
     cells = {
@@ -313,16 +304,14 @@ def measure_offload(run: Run) -> Mapping[str, Cells]:
 
 def measure_prefix(run: Run) -> Mapping[str, Cells]:
     tokens, question = (128, 16) if run.quick else (2048, 16)
-    workload = run.real(torch.float32)
-    model = workload.model
-    model.generation_config.pad_token_id = model.config.eos_token_id
+    workload = prefix.padded(run.needed(torch.float32))
     text = workload.prompt(tokens + question)
     ways = (prefix.COLD, prefix.MEMORY, prefix.DISK)
     disagreements = Disagreements(torch.float32)
     with tempfile.TemporaryDirectory() as place:
-        directory = prefix.stored_in(place, model, text[:, :tokens])
-        first = prefix.FirstTokens(model, text[:, :tokens], text[:, tokens:], directory)
-        found = first.measure(1, ways, disagreements, run.ticking("a prefix", len(ways)))
+        directory = prefix.stored_in(place, workload.model, text[:, :tokens])
+        first = prefix.FirstTokens(workload.model, text[:, :tokens], text[:, tokens:], directory)
+        found = first.measure(1, ways, disagreements, run.ticking("a prefix", 1))
     check_tokens(disagreements, ways)
     cold = found["medians"][prefix.COLD]
     rows = {claimed.FROM_MEMORY: prefix.MEMORY, claimed.FROM_DISK: prefix.DISK}
@@ -346,7 +335,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Mapping[str, Cells]]] = {
     "graphs": measure_graphs,
     "step": measure_steps,
     "batches": measure_batches,
-    "static": measure_static,
+    "static": measure_reservations,
     "prefix": measure_prefix,
     "sinks": measure_sinks,
     "fidelity": measure_fidelity,
@@ -419,18 +408,15 @@ def keep(found: Mapping[str, Any], content: Mapping[str, Any]) -> pathlib.Path:
 
 def write_pages() -> None:
     record = claimed.read_record(claimed.recorded_path())
+    pages.write_pages(claimed.written_pages(record))
     if claimed.has_steps(record):
-        claimed.BENCHMARKS.write_text(claimed.with_steps(claimed.BENCHMARKS.read_text(), record))
         plots.draw_picture(record["step"], plots.PICTURE)
-    claimed.CHOOSING.write_text(claimed.with_tables(claimed.CHOOSING.read_text(), record))
-    claimed.README.write_text(claimed.with_readme_table(claimed.README.read_text(), record))
-    claimed.HOME.write_text(claimed.with_home_table(claimed.HOME.read_text(), record))
 
 
 def parse(arguments: Sequence[str] | None) -> Any:
     made = report.Options("claims", __doc__, quick="a small random model and few tokens, under a minute")
     made.some_of("--only", list(MEASUREMENTS), "measurements")
-    made.real_model("directory or hub name of the real model", default_model())
+    made.real_model(report.default_model())
     made.add("--record", action="store_true", help="record the measurements, and write them into the pages")
     made.add("--write", action="store_true", help="write the record into README.md and docs/choosing.md, and stop")
     given = made.parse(arguments)
@@ -443,25 +429,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     if given.write:
         write_pages()
-        written = (claimed.README, claimed.HOME, claimed.CHOOSING, claimed.BENCHMARKS, plots.PICTURE)
-        print(f"written: {', '.join(map(str, written))}")
         return 0
     # Before what is recorded is replaced.
     before = claimed.read_record(claimed.recorded_path())
-    with report.session(given) as session:
-        content = {**session.environment, "arguments": {"only": given.only, "threads": given.threads}}
+    with report.session(given, Run) as run:
+        content = {**run.environment, "arguments": {"only": given.only, "threads": given.threads}}
         keeping = functools.partial(keep, content=content) if given.record else len
-        found, failures = measure(Run(session), given.only, keeping)
+        found, failures = measure(run, given.only, keeping)
     made, failed = table(found, before, given.only, not given.quick)
-    console = session.console
-    console.print(made)
+    say = run.console.print
+    say(made)
     for name, failure in failures.items():
-        console.print(f"{name} failed: {failure}", markup=False)
-    console.print(f"{failed} claims do not hold or were not measured")
-    session.finish({"claims": found}, failures=failures)
+        say(f"{name} failed: {failure}", markup=False)
+    say(f"{failed} claims do not hold or were not measured")
+    run.finish({"claims": found}, failures=failures)
     if given.record:
         write_pages()
-        console.print(f"recorded in {claimed.recorded_path()}, and written to {claimed.README}, {claimed.CHOOSING}")
     return 1 if failed else 0
 
 

@@ -1,46 +1,45 @@
-"""What caches that evict, and caches that recall, hold and cost: bytes, decode steps, prefill and traffic.
+"""What caches that evict, and caches that recall, cost: decode steps and prefill.
 
     python benchmarks/eviction.py                         # everything, on two cores
     python benchmarks/eviction.py --quick                 # small shapes, to see that it runs
-    python benchmarks/eviction.py --only decode,recall    # parts: bytes, decode, recall, prefill, traffic
+    python benchmarks/eviction.py --only decode,recall    # parts: decode, recall, prefill
     python benchmarks/record.py benchmarks/results/eviction-....json benchmarks/recorded/eviction-<date>.json
 
 | part | what it measures |
 |---|---|
-| bytes | `nbytes` after 16,384 tokens, relative to transformers' `DynamicCache` |
 | decode | the attention of a decode step at 16,384 tokens, update and selection included, of caches that evict |
 | recall | the same for recall of 64 pages at 8,192, 16,384 and 32,768 tokens |
 | prefill | a forward pass over 4,096 tokens with each rule, relative to `kvlayers.DynamicCache` |
-| traffic | bytes that travel to the device in a step when recall is offloaded; `pages="all"` beside no recall |
 
 Attention is that of 32 heads and 8 KV heads of 128 in bfloat16, through the function of transformers that models call,
 without the rest of a model. Prefill runs two layers of the shape of Llama 3.2 1B with random weights in float32.
 Contenders take turns in an order that rotates; a ratio is the median of the trials' ratios.
 
-The exit code is 1 if an output is wrong, and if all parts ran, also if a target is missed.
+The exit code is 1 if an output is wrong.
 """
 
 import dataclasses
+import gc
+import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import transformers
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvlayers
-from kvlayers.eviction import eviction_rule, eviction_rule_names
+from kvlayers.eviction import eviction_rule_names
 from lib import report
-from lib.contenders import Maker, fill
-from lib.evicting import measure_attention, measure_prefill, states_of, time_ratio
-from lib.internals import cache_nbytes
+from lib.contenders import CONTENDERS, KVLAYERS, REFERENCE, Maker, fill
+from lib.internals import PackedStates, cache_nbytes, interleaved, quiet_clock, reference
 from lib.report import mb, ms, shown
-from lib.workload import QUICK_SHAPE, RandomModel, Shape
-from offload import decode, traffic_of
+from lib.timing import Measured, measure_prefill, summarise, times_as_fast
+from lib.workload import Shape
 
-PARTS = ("bytes", "decode", "recall", "prefill", "traffic")
-
-TRANSFORMERS, DENSE = "transformers.DynamicCache", "kvlayers.DynamicCache"
 EVEN, PER_HEAD, BUDGET = "keep 0.25", "keep 0.25, per head", "budget of a quarter"
 RECALL = "recall"
 RULE = "keydiff"
@@ -49,11 +48,16 @@ RULE = "keydiff"
 ATTENTION = Shape(layers=2, heads=32, kv_heads=8, head_dim=128)
 QUICK_ATTENTION = Shape(layers=1, heads=4, kv_heads=2, head_dim=32)
 PREFILL_SHAPE = Shape(layers=2, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=1024)
-TRAFFIC_SHAPE = Shape(layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=64, vocab=512)
 
-DENSE_MAKERS: dict[str, Maker] = {
-    TRANSFORMERS: lambda config, length: transformers.DynamicCache(config=config),
-    DENSE: lambda config, length: kvlayers.DynamicCache(config=config, length_hint=length),
+MOST_APART = 0.02
+"""The largest difference between attention in bfloat16 and its reference, relative to the largest output."""
+
+BLOCK = 16
+"""Steps that a contender takes before the next one has its turn."""
+
+DENSE: dict[str, Maker] = {
+    REFERENCE: CONTENDERS[REFERENCE],
+    KVLAYERS: lambda config, length: kvlayers.DynamicCache(config=config, length_hint=length),
 }
 
 
@@ -61,182 +65,153 @@ def evicting(**options: Any) -> Maker:
     return lambda config, length: kvlayers.EvictingCache(config=config, **{"rule": RULE, **options})
 
 
-def recalling(pages: int | str, **options: Any) -> Maker:
+def recalling(pages: int) -> Maker:
     recall = kvlayers.layers.Recall(pages=pages)
-    return lambda config, length: kvlayers.DynamicCache(config=config, length_hint=length, recall=recall, **options)
-
-
-def options() -> report.Options:
-    made = report.Options("eviction", __doc__, threads=2, quick="small shapes and few tokens")
-    made.some_of("--only", PARTS, "parts, separated by commas")
-    made.some_of("--rules", eviction_rule_names(), "rules of the prefill, separated by commas")
-    made.add("--trials", type=int, help="trials (5; of prefill 3)")
-    made.sized("--steps", 192, 32, "decode steps of a trial; 192 are three evictions of a budget")
-    return made
-
-
-def bytes_makers() -> dict[str, Maker]:
-    found = {TRANSFORMERS: DENSE_MAKERS[TRANSFORMERS]}
-    for keep, bits in ((0.5, None), (0.25, None), (0.5, 4)):
-        for per_head in (False, True):
-            name = f"keep {keep}{f', {bits} bits' if bits else ''}{', per head' if per_head else ''}"
-            packing = {"quantization": {"nbits": bits}} if bits else {}
-            found[name] = evicting(keep=keep, per_head=per_head, **packing)
-    return found
+    return lambda config, length: kvlayers.DynamicCache(config=config, length_hint=length, recall=recall)
 
 
 def decode_makers(length: int) -> dict[str, Maker]:
     return {
-        **DENSE_MAKERS,
+        **DENSE,
         EVEN: evicting(keep=0.25, per_head=False),
         PER_HEAD: evicting(keep=0.25, per_head=True),
         BUDGET: evicting(budget=length // 4, per_head=False),
     }
 
 
-def hold_to_targets(run: report.Session, results: Mapping[str, Any]) -> None:
-    for name, entry in results.get("bytes", {}).items():
-        if name != TRANSFORMERS:
-            most = 0.16 if "bits" in name else float(name.split()[1].rstrip(",")) + 0.03
-            run.target(f"bytes relative to dense, {name}", entry["of_dense"], at_most=most)
-    for at, measured in results.get("decode", {}).items():
-        for dense in DENSE_MAKERS:
-            what = f"attention at {at}, {EVEN} relative to {dense}"
-            run.target(what, time_ratio(measured[EVEN], measured[dense]), at_most=0.35)
-        what = f"attention at {at}, per head relative to even"
-        run.target(what, time_ratio(measured[PER_HEAD], measured[EVEN]), at_most=1.15)
-    recall = results.get("recall", {})
-    if len(recall) > 1:
-        first, *_, last = recall
-        middle = list(recall)[len(recall) // 2]
-        for dense in DENSE_MAKERS:
-            what = f"attention at {middle}, recall relative to {dense}"
-            run.target(what, time_ratio(recall[middle][RECALL], recall[middle][dense]), at_most=0.45)
-        growth = time_ratio(recall[last][RECALL], recall[first][RECALL])
-        run.target(f"recall at {last} relative to {first}", growth, at_most=1.2)
-    prefill = results.get("prefill", {})
-    for rule in prefill:
-        if rule != DENSE:
-            most = 1.2 if eviction_rule(rule).queries else 1.1
-            run.target(f"prefill with {rule}", time_ratio(prefill[rule], prefill[DENSE]), at_most=most)
-    if "traffic" in results:
-        moved = [entry["to_device"] for entry in results["traffic"]["offloaded"].values()]
-        # Pages that the last step chose too do not travel again, so all chosen pages are the bound at every length.
-        of_chosen = max(moved) / results["traffic"]["chosen"]
-        run.target("most bytes to the device in a step relative to all chosen pages", of_chosen, at_most=1)
-        run.target('logits of pages="all" equal to those without recall', results["traffic"]["exact"], at_least=1)
+def options() -> report.Options:
+    made = report.Options("eviction", __doc__, threads=2, quick="small shapes and few tokens")
+    made.some_of("--only", list(PARTS), "parts, separated by commas")
+    made.some_of("--rules", eviction_rule_names(), "rules of the prefill, separated by commas")
+    made.sized("--trials", None, 1, "trials (5; of prefill 3)")
+    made.sized("--steps", 192, 32, "decode steps of a trial; 192 are three evictions of a budget")
+    return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    given = options().parse(arguments)
-    given.prefill_trials = given.trials or (1 if given.quick else 3)
-    given.trials = given.trials or (1 if given.quick else 5)
-    results: dict[str, Any] = {}
-    wrong: list[str] = []
-    with report.session(given) as run:
-        for part in PARTS:
-            if part in given.only:
-                results[part], found = MEASURES[part](given, run.ticking)
-                wrong += found
-                # At once, as a whole run takes long.
-                show(run, part, results[part])
-    hold_to_targets(run, results)
-    for each in wrong:
-        run.console.print(f"[red]wrong[/]: {each}")
-    run.finish(results, wrong=wrong)
-    is_whole = not given.quick and set(given.only) == set(PARTS)
-    return 1 if wrong or (is_whole and not all(each["met"] for each in run.targets)) else 0
+def states_of(shape: Shape, tokens: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Random states of each layer in bfloat16. Heads differ in their norms, so that budgets that go by norms differ."""
+    factors = torch.linspace(0.9, 1.1, shape.kv_heads)[:, None, None].to(torch.bfloat16)
+    return [(keys * factors, values) for keys, values in shape.states(tokens, torch.bfloat16, seed)]
 
 
-def _bytes(given: Any, ticking: Any) -> tuple[Any, list[str]]:
-    tokens, found = 1024 if given.quick else 16384, {}
-    shape = QUICK_ATTENTION if given.quick else ATTENTION
-    config, states = shape.config(), states_of(shape, tokens)
-    with torch.no_grad():
-        for name, make in bytes_makers().items():
-            cache = make(config, tokens)
-            fill(cache, states, tokens)
-            held, dense = cache_nbytes(cache), found.get(TRANSFORMERS, {}).get("held")
-            found[name] = {"held": held, "length": cache.get_seq_length(), "of_dense": held / (dense or held)}
-    wrong = [f"{name}: its length is {entry['length']}" for name, entry in found.items() if entry["length"] != tokens]
-    return found, wrong
+def attention_step(
+    cache: Any, shape: Shape, states: Sequence[tuple[Tensor, Tensor]], query: Tensor
+) -> tuple[Tensor, tuple[Any, Any]]:
+    """One token through the attention of every layer: the output `[1, 1, heads, head_dim]` of the last, and its states.
+
+    Transformers' own function is called, as a model calls it. What the cache chooses, it chooses in here.
+    """
+    module = SimpleNamespace(num_key_value_groups=shape.heads // shape.kv_heads, is_causal=True)
+    output, attended = query, (query, query)
+    for layer_idx, (keys, values) in enumerate(states):
+        attended = cache.update(keys, values, layer_idx)
+        output = sdpa_attention_forward(module, query, *attended, attention_mask=None)[0]
+    return output, attended
 
 
-def _decode(given: Any, ticking: Any) -> tuple[Any, list[str]]:
-    tokens = 1024 if given.quick else 16384
-    shape = QUICK_ATTENTION if given.quick else dataclasses.replace(ATTENTION, layers=4)
-    tick = ticking(f"attention of decode steps at {tokens}", given.trials)
-    return measure_attention(shape, decode_makers(tokens), [tokens], given.steps, given.trials, tick)
+def reference_output(query: Tensor, attended: tuple[Any, Any]) -> Tensor:
+    """The same attention in float32 and plain torch, `[1, 1, heads, head_dim]`."""
+    keys, values = attended
+    if isinstance(keys, PackedStates):
+        segments = keys.snapshot.read_for(query)
+        found = reference.attend(query.float(), segments, None, query.shape[3] ** -0.5)
+    else:
+        found = torch.nn.functional.scaled_dot_product_attention(
+            query.float(), keys.float(), values.float(), enable_gqa=True
+        )
+    return found.transpose(1, 2)
 
 
-def _recall(given: Any, ticking: Any) -> tuple[Any, list[str]]:
-    lengths = [512, 1024, 2048] if given.quick else [8192, 16384, 32768]
-    shape = QUICK_ATTENTION if given.quick else ATTENTION
-    makers = {**DENSE_MAKERS, RECALL: recalling(4 if given.quick else 64)}
-    tick = ticking(f"attention with recall at {lengths[0]} to {lengths[-1]}", given.trials)
-    return measure_attention(shape, makers, lengths, given.steps, given.trials, tick)
+def measure_attention(
+    run: report.Session, shape: Shape, makers: Mapping[str, Maker], lengths: Sequence[int]
+) -> dict[str, Measured]:
+    """Seconds of decode steps of attention alone, for each contender at each length; outputs are checked.
 
-
-def _prefill(given: Any, ticking: Any) -> tuple[Any, list[str]]:
-    tokens = 512 if given.quick else 4096
-    makers = {DENSE: DENSE_MAKERS[DENSE], **{rule: evicting(rule=rule, keep=0.5) for rule in given.rules}}
-    # Few CPUs multiply matrices of bfloat16, and on the others a pass takes most of a minute.
-    workload = RandomModel(QUICK_SHAPE if given.quick else PREFILL_SHAPE, dtype=torch.float32)
-    tick = ticking(f"prefill of {tokens}", given.prefill_trials + 1)
-    return measure_prefill(workload.model, workload.prompt(tokens), makers, given.prefill_trials, tick)
-
-
-def _traffic(given: Any, ticking: Any) -> tuple[Any, list[str]]:
-    """Bytes that a step moves when recall is offloaded, and whether recall of all pages is bit-equal to no recall."""
-    lengths, pages, new = ([512, 1024], 4, 8) if given.quick else ([2048, 4096, 8192], 16, 8)
-    workload = RandomModel(TRAFFIC_SHAPE)
-    model, config = workload.model, workload.model.config
-    offloaded, wrong = {}, []
-    for length in lengths:
-        prompt = workload.prompt(length)
-        moved = traffic_of(model, lambda: recalling(pages, offloading=True)(config, 0), prompt, new)
-        if moved.pop("tokens") != decode(model, recalling(pages)(config, 0), prompt, new)[0]:
-            wrong.append(f"offloaded recall at {length}: other tokens than without offloading")
-        offloaded[str(length)] = moved
-    prompt = workload.prompt(lengths[0])
-    (tokens, logits), (others, other_logits) = (
-        decode(model, make(config, lengths[0] + new), prompt, new) for make in (DENSE_MAKERS[DENSE], recalling("all"))
+    Contenders of all lengths take turns of `BLOCK` steps, so that a ratio of two lengths is of one time as well. A
+    trial's figure is the mean over all steps, so that evictions in steps of many tokens count.
+    """
+    config, steps, trials = shape.config(), run.given.steps, run.given.trials or 5
+    query = torch.randn(
+        1, shape.heads, 1, shape.head_dim, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(3)
     )
-    exact = tokens == others and torch.equal(logits, other_logits)
-    # Keys and values of the pages that all KV heads of all layers choose, in bfloat16.
-    shape, page_tokens = TRAFFIC_SHAPE, kvlayers.layers.Recall().page_tokens
-    chosen = pages * page_tokens * shape.layers * shape.kv_heads * shape.head_dim * 2 * torch.bfloat16.itemsize
-    return {"offloaded": offloaded, "pages": pages, "chosen": chosen, "exact": int(exact)}, wrong
+    token, filled = states_of(shape, 1, seed=1), {length: states_of(shape, length) for length in lengths}
+    found: dict[str, Measured] = {str(length): {name: {"seconds": []} for name in makers} for length in lengths}
+    entrants = [(name, length) for length in lengths for name in makers]
+    tick = run.ticking(f"attention of decode steps at {', '.join(found)}", trials)
+    for trial in range(trials):
+        gc.collect()
+        with quiet_clock():
+            caches = {}
+            for name, length in entrants:
+                # With room for the first step, which is not counted: it may compile a kernel.
+                cache = caches[name, length] = makers[name](config, length + steps + 1)
+                fill(cache, filled[length], length)
+                attention_step(cache, shape, token, query)
+                found[str(length)][name]["seconds"].append([])
+            for start in range(0, steps, BLOCK):
+                for name, length in interleaved(entrants, trial + start // BLOCK):
+                    for _ in range(min(BLOCK, steps - start)):
+                        begin = time.perf_counter()
+                        attention_step(caches[name, length], shape, token, query)
+                        found[str(length)][name]["seconds"][trial].append(time.perf_counter() - begin)
+            for (name, length), cache in caches.items():
+                found[str(length)][name]["held"] = cache_nbytes(cache)
+                output, attended = attention_step(cache, shape, token[:1], query)
+                expected = reference_output(query, attended)
+                apart = float((output.float() - expected).abs().max() / expected.abs().max())
+                run.expect(apart <= MOST_APART, f"{name} at {length}: attention is {apart:.3f} from the reference")
+            caches.clear()
+        tick()
+    for measured in found.values():
+        for name, entry in summarise(measured).items():
+            entry["of_dense"] = 1 / times_as_fast(measured, name, KVLAYERS, statistics.fmean)
+    columns = {"ms, mean": ms("mean", ".3f"), "median": ms("median", ".3f"), "of dense": shown("of_dense", ".3f")}
+    run.table("Attention of a decode step", "tokens, cache", found, {**columns, "MB held": mb("held")})
+    return found
 
 
-MEASURES: dict[str, Callable[[Any, Any], tuple[Any, list[str]]]] = {
-    "bytes": _bytes,
-    "decode": _decode,
-    "recall": _recall,
-    "prefill": _prefill,
-    "traffic": _traffic,
+def measure_decode(run: report.Session) -> dict[str, Measured]:
+    tokens = 1024 if run.quick else 16384
+    shape = QUICK_ATTENTION if run.quick else dataclasses.replace(ATTENTION, layers=4)
+    return measure_attention(run, shape, decode_makers(tokens), [tokens])
+
+
+def measure_recall(run: report.Session) -> dict[str, Measured]:
+    lengths = [512, 1024, 2048] if run.quick else [8192, 16384, 32768]
+    makers = {**DENSE, RECALL: recalling(4 if run.quick else 64)}
+    return measure_attention(run, QUICK_ATTENTION if run.quick else ATTENTION, makers, lengths)
+
+
+def prefill(run: report.Session) -> Measured:
+    """Attention to a prompt is exact, whatever is evicted behind it: so logits are those of a dense cache."""
+    tokens, trials = 512 if run.quick else 4096, run.given.trials or 3
+    makers = {KVLAYERS: DENSE[KVLAYERS], **{rule: evicting(rule=rule, keep=0.5) for rule in run.given.rules}}
+    # Few CPUs multiply matrices of bfloat16, and on the others a pass takes most of a minute.
+    workload = run.random(PREFILL_SHAPE, torch.float32)
+
+    def check(name: str, expected: Tensor, seen: Tensor) -> None:
+        apart = float((seen - expected).abs().max())
+        line = f"{name}: logits of the prompt are {apart:.4f} apart"
+        run.expect(apart == 0 or line in run.wrong, line)
+
+    tick = run.ticking(f"prefill of {tokens}", trials + 1)
+    found = summarise(measure_prefill(workload.model, workload.prompt(tokens), makers, trials, check, tick))
+    for name, entry in found.items():
+        entry["of_dense"] = 1 / times_as_fast(found, name, KVLAYERS)
+    columns = {"seconds": shown("median", ".3f"), "of dense": shown("of_dense", ".3f")}
+    run.table("Prefill", "rule", {"": found}, columns)
+    return found
+
+
+PARTS = {
+    "decode": measure_decode,
+    "recall": measure_recall,
+    "prefill": prefill,
 }
 
 
-def show(run: report.Session, part: str, found: Any) -> None:
-    if part == "bytes":
-        columns = {"MB": mb("held", ".2f"), "of dense": shown("of_dense", ".4f")}
-        run.table("Bytes after a prompt", "cache", {"": found}, columns)
-        return
-    if part == "traffic":
-        keys = {"to device": "to_device", "to host": "to_host", "peak there": "peak_on_device", "held": "held"}
-        columns = {heading: shown(key, ",.0f") for heading, key in keys.items()}
-        run.table("Offloaded recall, bytes a step", "tokens", {"": found["offloaded"]}, columns)
-        return
-    for measured in [found] if part == "prefill" else found.values():
-        for entry in measured.values():
-            entry["of_dense"] = time_ratio(entry, measured[DENSE])
-    if part == "prefill":
-        columns = {"seconds": shown("median", ".3f"), "of dense": shown("of_dense", ".3f")}
-        run.table("Prefill", "rule", {"": found}, columns)
-        return
-    columns = {"ms, mean": ms("mean", ".3f"), "median": ms("median", ".3f"), "of dense": shown("of_dense", ".3f")}
-    run.table("Attention of a decode step", "tokens, cache", found, {**columns, "MB held": mb("held")})
+def main(arguments: Sequence[str] | None = None) -> int:
+    return report.run(options().parse(arguments), PARTS)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import transformers
-from rich.console import Console
 
 from lib import report
-from lib.internals import CacheMaker, NoRecord, read
+from lib.internals import CacheMaker, NoRecord, PassageScores, read
 from lib.outliers import KeyOutliers
 from lib.quantized import EXACT, FULL, RANDOM, REFERENCE, Contender, contenders, load, measure_bytes, summaries
 from lib.report import shown
@@ -60,7 +59,7 @@ def parse(arguments: Sequence[str] | None) -> Any:
         made.parser.error("--context and --scored must be multiples of --chunk")
     given.model = given.model or ([RANDOM] if given.quick else list(filter(None, [report.default_model()])))
     if not given.model:
-        made.parser.error("there is no model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model")
+        made.parser.error(report.NO_MODEL)
     return given
 
 
@@ -79,7 +78,7 @@ def measure(run: report.Session, source: str, makers: dict[Contender, CacheMaker
             held[key.name] = measure_bytes(make, model.config, given.context, given.scored, given.chunk)
         except Exception as error:
             # An early end would lose the results of an hour.
-            plain[key].failure = f"its bytes: {type(error).__name__}: {error}"
+            plain[key].passages.append(PassageScores(failure=f"its bytes: {type(error).__name__}: {error}"))
             del alive[key]
         tick()
     results = {"model": name, "bytes": held, "plain": summaries(plain)}
@@ -98,44 +97,43 @@ def measure(run: report.Session, source: str, makers: dict[Contender, CacheMaker
     return results
 
 
-def entry_of(
-    measured: dict[str, Any], kind: str, library: str, backend: str, bits: int | None
-) -> dict[str, Any] | None:
-    """The figures of one contender; `None` if it did not run or failed."""
-    entry = measured.get(kind, {}).get(Contender(library, backend, bits).name)
-    return None if entry is None or "failure" in entry else entry
-
-
 def better_baseline(measured: dict[str, Any], kind: str, bits: int | None) -> dict[str, Any] | None:
     """The figures of transformers' quanto or hqq, whichever diverges less; `None` if neither ran."""
-    entries = [entry_of(measured, kind, "transformers", backend, bits) for backend in BASELINES]
+    names = [Contender("transformers", backend, bits).name for backend in BASELINES]
+    entries = [measured[kind].get(name, {}) for name in names]
     # Comparisons with a divergence of nan are always false.
-    finite = [entry for entry in entries if entry is not None and math.isfinite(entry["kl"])]
-    return min(finite, key=lambda entry: entry["kl"], default=None)
+    return min(
+        (entry for entry in entries if math.isfinite(entry.get("kl", math.nan))),
+        key=lambda entry: entry["kl"],
+        default=None,
+    )
 
 
 def hold_to_targets(run: report.Session, measured: dict[str, Any]) -> None:
-    def target(what: str, value: float, **bounds: float) -> None:
-        run.target(f"{measured['model']}, {what}", value, **bounds)
+    def target(what: str, value: float | None, **bounds: float) -> None:
+        if value is not None:
+            run.target(f"{measured['model']}, {what}", value, **bounds)
 
-    native = {bits: entry_of(measured, "plain", "kvlayers", "native", bits) for bits in (2, 4, 8)}
-    better = {bits: better_baseline(measured, "plain", bits) for bits in (2, 4)}
+    def native(bits: int, key: str = "kl", kind: str = "plain") -> float | None:
+        found: float | None = measured.get(kind, {}).get(Contender("kvlayers", "native", bits).name, {}).get(key)
+        return found
+
+    def relative(one: float | None, other: float | None) -> float | None:
+        return None if one is None or other is None else one / other
+
+    better = {bits: (better_baseline(measured, "plain", bits) or {}).get("kl") for bits in (2, 4)}
     held = {name: entry["bytes"] for name, entry in measured["bytes"].items()}
     for bits, most in ((4, 1 / 10), (2, 1 / 40)):
-        if native[bits] and better[bits]:
-            what = f"{bits} bits, divergence relative to the better of transformers'"
-            target(what, native[bits]["kl"] / better[bits]["kl"], at_most=most)
-            others = [held.get(Contender("transformers", backend, bits).name, math.inf) for backend in BASELINES]
-            own = held[Contender("kvlayers", "native", bits).name]
-            target(f"{bits} bits, bytes relative to transformers' smallest", own / min(others), at_most=1)
-    if native[2] and better[4]:
-        what = "2 bits, divergence relative to the better of transformers' at 4 bits"
-        target(what, native[2]["kl"] / better[4]["kl"], at_most=1)
-    outliers = entry_of(measured, "outliers", "kvlayers", "native", 4)
-    if outliers and native[4]:
-        target("4 bits, divergence with outliers relative to without", outliers["kl"] / native[4]["kl"], at_most=2)
-    if native[8]:
-        target("8 bits, agreement of the most likely token", native[8]["agreement"], at_least=0.995)
+        what = f"{bits} bits, divergence relative to the better of transformers'"
+        target(what, relative(native(bits), better[bits]), at_most=most)
+        others = [held.get(Contender("transformers", backend, bits).name, math.inf) for backend in BASELINES]
+        own = held.get(Contender("kvlayers", "native", bits).name)
+        target(f"{bits} bits, bytes relative to transformers' smallest", relative(own, min(others)), at_most=1)
+    what = "2 bits, divergence relative to the better of transformers' at 4 bits"
+    target(what, relative(native(2), better[4]), at_most=1)
+    with_outliers = relative(native(4, kind="outliers"), native(4))
+    target("4 bits, divergence with outliers relative to without", with_outliers, at_most=2)
+    target("8 bits, agreement of the most likely token", native(8, "agreement"), at_least=0.995)
 
 
 def show(run: report.Session, measured: dict[str, Any]) -> None:
@@ -181,20 +179,16 @@ def plot(results: list[dict[str, Any]], path: pathlib.Path) -> None:
     figure.savefig(path)
 
 
-def exit_code(console: Console, results: list[dict[str, Any]], chunk: int) -> int:
-    """Print every failure; return 1 if there is one, else 0."""
-    found = []
-    for measured in results:
-        for kind in KINDS:
-            for name, entry in measured.get(kind, {}).items():
-                if entry["library"] == "kvlayers" and "failure" in entry:
-                    found.append(f"{name} failed on {measured['model']}: {entry['failure']}")
-                # For a single query over long keys, attention adds in another order.
-                elif name == EXACT.name and chunk > 1 and entry["kl"] != 0:
-                    found.append(f"{name} differs from full precision on {measured['model']}: {entry['kl']}")
-    for line in found:
-        console.print(f"[red]{line}[/]")
-    return 1 if found else 0
+def check(run: report.Session, measured: dict[str, Any]) -> None:
+    """Full precision scores zero, and none of kvlayers' caches fails."""
+    for kind in (kind for kind in KINDS if kind in measured):
+        for name, entry in measured[kind].items():
+            on = f"{name} on {measured['model']}"
+            if "failure" in entry:
+                run.expect(entry["library"] != "kvlayers", f"{on} failed: {entry['failure']}")
+            # For a single query over long keys, attention adds in another order.
+            elif name == EXACT.name and run.given.chunk > 1:
+                run.expect(entry["kl"] == 0, f"{on} differs from full precision: {entry['kl']}")
 
 
 def main(arguments: Sequence[str] | None = None, makers: dict[Contender, CacheMaker] | None = None) -> int:
@@ -214,16 +208,16 @@ def main(arguments: Sequence[str] | None = None, makers: dict[Contender, CacheMa
         results = [measure(run, source, caches, given) for source in given.model]
     for measured in results:
         show(run, measured)
+        check(run, measured)
         # A random model attends to all tokens alike, so its figures say nothing about fidelity.
         if not given.quick:
             hold_to_targets(run, measured)
-    run.finish(results)
     if given.plot:
         try:
             plot(results, given.plot)
         except ImportError:
             run.console.print("no plot: it needs matplotlib, which is not installed")
-    return exit_code(run.console, results, given.chunk)
+    return run.finish(results)
 
 
 if __name__ == "__main__":

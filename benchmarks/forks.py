@@ -26,8 +26,8 @@ import kvlayers
 from lib import report
 from lib.contenders import fill
 from lib.internals import quiet_clock
-from lib.turns import Turns
-from lib.workload import FILL_CHUNK, QUICK_SHAPE, RandomModel, Shape
+from lib.timing import Turns
+from lib.workload import FILL_CHUNK
 
 KVLAYERS, TRANSFORMERS = "kvlayers", "transformers"
 TIE = 0.05
@@ -56,28 +56,30 @@ def storages(cache: Any) -> dict[int, int]:
     return {states.untyped_storage().data_ptr(): states.untyped_storage().nbytes() for states in tensors}
 
 
-def measure_forks(workload: RandomModel, tokens: int, trials: int) -> dict[str, Any]:
+def forks(run: report.Session) -> dict[str, Any]:
     """Seconds of a fork and of a deepcopy, in turns, and the bytes that a fork adds before it is written to."""
-    caches, turns, model = empty_caches(workload.model), Turns((KVLAYERS, TRANSFORMERS)), workload.model
-    states = workload.shape.states(tokens, model.dtype)
+    workload, turns = run.random(), Turns((KVLAYERS, TRANSFORMERS))
+    caches, tokens = empty_caches(workload.model), run.given.tokens
+    states = workload.shape.states(tokens, workload.model.dtype)
     for cache in caches.values():
         fill(cache, states, FILL_CHUNK)
     own = caches[KVLAYERS]
     with quiet_clock():
-        for _ in range(trials):
+        for _ in range(run.given.trials):
             turns.take(lambda name: own.fork() if name == KVLAYERS else copy.deepcopy(caches[TRANSFORMERS]))
     added = sum((storages(own.fork()) | storages(own)).values()) - sum(storages(own).values())
-    return {
-        "seconds": turns.seconds,
-        "medians": {name: turns.median(name) for name in turns.seconds},
-        "bytes_added": added,
-        "held": own.nbytes,
+    found = {
+        "kvlayers, fork()": {"median": turns.median(KVLAYERS), "added": added},
+        "transformers, deepcopy": {"median": turns.median(TRANSFORMERS), "added": own.nbytes},
     }
+    columns = {"ms": report.ms("median", ".3f"), "MB added": report.mb("added")}
+    run.table(f"Another continuation of {tokens} tokens, {workload.name}", "", {"": found}, columns)
+    return {**found, "seconds": turns.seconds}
 
 
-def continue_all(model: Any, cache: Any, first: Tensor, new: int) -> tuple[Tensor, Tensor, int, float]:
-    """Greedy tokens of all sequences, the gap between each one's two most likely logits, peak bytes, seconds a step."""
-    ids, found, gaps, most, seconds = first, [], [], 0, []
+def continue_all(model: Any, cache: Any, ids: Tensor, new: int) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Greedy tokens of all sequences, the gap between each one's two most likely logits, and what it took."""
+    found, gaps, most, seconds = [], [], 0, []
     with quiet_clock():
         for _ in range(new):
             begin = time.perf_counter()
@@ -89,55 +91,34 @@ def continue_all(model: Any, cache: Any, first: Tensor, new: int) -> tuple[Tenso
             gaps.append(best.values[:, 0] - best.values[:, 1])
             held = cache.nbytes if isinstance(cache, kvlayers.Cache) else sum(storages(cache).values())
             most = max(most, held)
-    return torch.cat(found, 1), torch.stack(gaps, 1), most, statistics.median(seconds)
+    return torch.cat(found, 1), torch.stack(gaps, 1), {"most_bytes": most, "step": statistics.median(seconds)}
 
 
-def measure_continuations(model: Any, prompt: Tensor, count: int, new: int) -> dict[str, Any]:
-    first = torch.randint(3, model.config.vocab_size, (count, 1), generator=torch.Generator().manual_seed(1))
-    found: dict[str, Any] = {}
-    tokens, gaps = {}, {}
+def continuations(run: report.Session) -> dict[str, Any]:
+    given, workload = run.given, run.random()
+    model, prompt = workload.model, workload.prompt(given.prompt)
+    shape = (given.continuations, 1)
+    first = torch.randint(3, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+    tokens, gaps, found = {}, {}, {}
     for name, cache in empty_caches(model).items():
         with torch.no_grad():
             model(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
-        if isinstance(cache, kvlayers.Cache):
-            cache.expand(count)
-        else:
-            cache.batch_repeat_interleave(count)
-        tokens[name], gaps[name], most, step = continue_all(model, cache, first, new)
-        found[name] = {"most_bytes": most, "step": step}
+        repeat = cache.expand if isinstance(cache, kvlayers.Cache) else cache.batch_repeat_interleave
+        repeat(given.continuations)
+        tokens[name], gaps[name], found[name] = continue_all(model, cache, first, given.new)
         gc.collect()
     others = tokens[KVLAYERS] != tokens[TRANSFORMERS]
     # After a sequence's first different token, its text differs.
-    first_other = others.int().argmax(1)
-    ties = gaps[TRANSFORMERS].gather(1, first_other[:, None])[:, 0] <= TIE
-    found["other_tokens"] = int((others.any(1) & ~ties).sum())
-    found["ties"] = int((others.any(1) & ties).sum())
-    return found
+    ties = gaps[TRANSFORMERS].gather(1, others.int().argmax(1)[:, None])[:, 0] <= TIE
+    wrong, tied = int((others.any(1) & ~ties).sum()), int((others.any(1) & ties).sum())
+    run.expect(not wrong, f"{wrong} of {given.continuations} continuations have other tokens")
+    title = f"{given.continuations} continuations of {given.prompt} tokens, {given.new} each, {tied} with a tie"
+    run.table(title, "", {"": found}, {"most MB held": report.mb("most_bytes"), "ms a step": report.ms("step", ".1f")})
+    return {**found, "ties": tied}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = options().parse(arguments)
-    with report.session(given) as run:
-        workload = RandomModel(QUICK_SHAPE if given.quick else Shape())
-        forks = measure_forks(workload, given.tokens, given.trials)
-        many = measure_continuations(workload.model, workload.prompt(given.prompt), given.continuations, given.new)
-    medians = forks["medians"]
-    rows = {
-        "kvlayers, fork()": {"median": medians[KVLAYERS], "added": forks["bytes_added"]},
-        "transformers, deepcopy": {"median": medians[TRANSFORMERS], "added": forks["held"]},
-    }
-    columns = {"ms": report.ms("median", ".3f"), "MB added": report.mb("added")}
-    run.table(f"Another continuation of {given.tokens} tokens, {workload.name}", "", {"": rows}, columns)
-    title = f"{given.continuations} continuations of {given.prompt} tokens, {given.new} each"
-    columns = {"most MB held": report.mb("most_bytes"), "ms a step": report.ms("step", ".1f")}
-    run.table(title, "", {"": {name: many[name] for name in (KVLAYERS, TRANSFORMERS)}}, columns)
-    run.target("fork, times as fast as deepcopy", medians[TRANSFORMERS] / medians[KVLAYERS], at_least=100)
-    run.target("bytes that a fork adds", forks["bytes_added"], at_most=0)
-    share = many[KVLAYERS]["most_bytes"] / many[TRANSFORMERS]["most_bytes"]
-    run.target("bytes of continuations, relative to expanded", share, at_most=0.1)
-    run.console.print(f"{many['other_tokens']} sequences with other tokens, {many['ties']} with a tie")
-    run.finish({"forks": forks, "continuations": many})
-    return 1 if many["other_tokens"] else 0
+    return report.run(options().parse(arguments), {"forks": forks, "continuations": continuations})
 
 
 if __name__ == "__main__":

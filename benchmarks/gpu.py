@@ -3,7 +3,6 @@
     python benchmarks/gpu.py first --budget 420 --output results   # what is worth most, where time is short
     python benchmarks/gpu.py check --budget 540 --output results   # is it right?
     python benchmarks/gpu.py speed --budget 540 --output results   # kernels and decoding beside transformers' caches
-    python benchmarks/gpu.py rest --budget 540 --output results    # offloading, compiled caches, memory that runs out
     python benchmarks/gpu.py check --device cpu --quick --output results   # tiny shapes, to see that it runs
 
 Steps run in order of value. A step whose first figures no longer fit the budget is skipped and named; one of several
@@ -18,9 +17,7 @@ The exit code is the number of steps that failed or found something wrong.
 """
 
 import argparse
-import functools
 import gc
-import json
 import math
 import sys
 import time
@@ -33,19 +30,14 @@ import torch  # noqa: E402
 
 # The references that the tests compare with.
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
-from lib import gpu_check, gpu_first, gpu_rest, gpu_speed  # noqa: E402
-from lib.gpu_environment import facts  # noqa: E402
-from lib.gpu_stage import NO_DEVICE, Findings, Setup, Stage, run_part  # noqa: E402
+from lib.gpu_check import NUMERICS, TESTS  # noqa: E402
+from lib.gpu_speed import FIRST, SPEED  # noqa: E402
+from lib.gpu_stage import NO_DEVICE, Setup, Stage, facts, run_part, write_whole  # noqa: E402
 
 # The name by which steps in processes of their own find this file, also if it is run as a script.
 sys.modules.setdefault("gpu", sys.modules[__name__])
 
-STAGES = {
-    "first": gpu_first.STEPS,
-    "check": gpu_check.STEPS,
-    "speed": gpu_speed.STEPS,
-    "rest": gpu_rest.STEPS,
-}
+STAGES = {"first": (NUMERICS, *FIRST, TESTS), "check": (NUMERICS, TESTS), "speed": SPEED}
 MOST_FAILURES = 100
 """Largest exit code: some larger ones mean that a process was stopped."""
 
@@ -81,13 +73,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
-def write_findings(path: Path, found: Findings) -> None:
-    """Write findings whole, as the process may be stopped meanwhile."""
-    beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(found.plain()))
-    beside.replace(path)
-
-
 def main(arguments: Sequence[str] | None = None, started: float | None = None) -> int:
     """Run a stage; return the number of steps that failed or found something wrong.
 
@@ -106,7 +91,7 @@ def main(arguments: Sequence[str] | None = None, started: float | None = None) -
     # Memory is collected before each contender: not among all that was imported.
     gc.freeze()
     if given.findings is not None:
-        setup.save = functools.partial(write_findings, given.findings)
+        setup.save = lambda found: write_whole(given.findings, found.plain())
         setup.save(run_part(steps[0], setup, given.part))
         return 0
     described = {"budget": given.budget, "quick": given.quick, **facts(device)}

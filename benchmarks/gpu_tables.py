@@ -1,17 +1,17 @@
 """Writes what was measured on a GPU into README.md and docs/gpu.md, from the newest records of `gpu.py`.
 
-    python benchmarks/gpu_tables.py --write   # into the pages
-    python benchmarks/gpu_tables.py           # as they would be written
+    python benchmarks/gpu_tables.py --write
 
 It imports only the standard library, so that a test can compare the pages with the records.
 """
 
 import argparse
 import json
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pages import DOCS, RECORDED, ROOT, between, markdown
+from pages import DOCS, RECORDED, ROOT, between, markdown, write_pages
 
 PAGE, README = DOCS / "gpu.md", ROOT / "README.md"
 BEGIN, END = "<!-- gpu: {}, written by benchmarks/gpu_tables.py -->", "<!-- end of gpu -->"
@@ -21,10 +21,14 @@ LONGEST, LARGEST = "32,768 x 1", "32,768 x 8"
 REFERENCE, WITHOUT_CUDNN = "transformers dynamic", "transformers dynamic, no cuDNN"
 DYNAMIC, INT4 = "kvlayers dynamic", "kvlayers int4"
 STEPS, IN_GRAPH, PEAK = "ms a step", "ms a step in a graph", "GB peak beyond the model"
+SPEED_LENGTHS = (8192, 32768, 131072)
+GATHERED_LENGTHS = (8192, 16384, 32768)
+HOW = ("in a graph", "eager")
 WIDE = 1.2
 """How many times the lower quartile the upper one is, where a table gives both."""
 
 Record = Mapping[str, Any]
+Figures = Mapping[str, Any]
 
 
 def read(stage: str) -> Record:
@@ -37,9 +41,9 @@ def where(record: Record) -> str:
     return f"{record['date'][:10]}, {record['hardware']['gpu']}, {names}"
 
 
-def figures(record: Record, step: str, unit: str) -> Mapping[str, Any]:
+def figures(stage: str, step: str, unit: str) -> Figures:
     """The figures of a step in a unit, by what was measured and, where there are columns, by column."""
-    found: Mapping[str, Any] = record["results"]["gpu"][step]["figures"][unit]
+    found: Figures = read(stage)["results"]["gpu"][step]["figures"][unit]
     return found
 
 
@@ -48,48 +52,34 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return markdown(head, rows, "---:").replace("|  ", "| ")
 
 
-def short(value: float) -> str:
+def short(value: float | None) -> str:
+    if value is None:
+        return ""
     return f"{value:.1f}" if 10 <= value < 100 else f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
-def by_shape(record: Record, step: str, unit: str) -> str:
+def by_shape(step: str, unit: str) -> str:
     """A table with a row for each cache and a column for each shape; slow halves of noisy times in brackets."""
-    found = figures(record, step, unit)
-    middle = record["results"]["gpu"][step].get("middle half, ms", {}) if unit == STEPS else {}
+    found = figures("first", step, unit)
 
     def cell(name: str, shape: str) -> str:
-        spread = middle.get(shape, {}).get(name)
-        noise = f" ({short(spread['from'])} to {short(spread['to'])})" if spread and _is_wide(spread) else ""
-        return short(found[name][shape]) + noise
+        if unit != STEPS:
+            return short(found[name][shape])
+        low, high = (figures("first", step, f"ms, {end} quartile")[name][shape] for end in ("lower", "upper"))
+        return short(found[name][shape]) + (f" ({short(low)} to {short(high)})" if high > WIDE * low else "")
 
     return table(["", *SHAPES], [[name, *(cell(name, shape) for shape in SHAPES)] for name in found])
 
 
-def _is_wide(spread: Mapping[str, float]) -> bool:
-    return spread["to"] > WIDE * spread["from"]
-
-
-def decoding() -> str:
-    return by_shape(read("first"), "decoding", STEPS)
-
-
-def graphs() -> str:
-    return by_shape(read("first"), "steps in graphs", IN_GRAPH)
-
-
-def memory() -> str:
-    return by_shape(read("first"), "decoding", PEAK)
-
-
 def first_token() -> str:
-    found = figures(read("first"), "first token of 8k", "ms")
+    found = figures("first", "first token of 8k", "ms")
     rows = [[what.partition(":")[0], short(value)] for what, value in found.items()]
     return table(["cache", "ms to the first token of 8,192"], rows)
 
 
 def offloading() -> str:
     """Offloaded steps beside what the bus allows."""
-    found = figures(read("first"), "offloading", "ms")
+    found = figures("first", "offloading", "ms")
     rows = []
     for what, step in found.items():
         name, _, measured = what.partition(": ")
@@ -100,75 +90,53 @@ def offloading() -> str:
 
 
 def kernels() -> str:
-    record = read("speed")
     rows = []
     for batch, step in ((1, "attention, int4, one sequence"), (8, "attention, int4, eight sequences")):
-        found = figures(record, step, "us")
-        for tokens in (8192, 32768, 131072):
-            shape = f"batch {batch}, {tokens:,} tokens"
-            names = [f"{name}, {shape}, {how}" for how in ("in a graph", "eager") for name in _of(how)]
-            rows.append([f"{tokens:,} x {batch}", *(short(found[name]) for name in names)])
-    head = ["us", "flash, in a graph", "int4, in a graph", "torch's choice, eager", "int4, eager"]
-    return table(head, rows)
+        found = figures("speed", step, "us")
+        for tokens in SPEED_LENGTHS:
+            timed = [(flash, how) for how, flash in zip(HOW, ("flash SDPA", "SDPA"), strict=True)]
+            names = [name for flash, how in timed for name in ((flash, how), ("int4", how))]
+            cells = (short(found[f"{name}, batch {batch}, {tokens:,} tokens, {how}"]) for name, how in names)
+            rows.append([f"{tokens:,} x {batch}", *cells])
+    return table(["us", "flash, in a graph", "int4, in a graph", "torch's choice, eager", "int4, eager"], rows)
 
 
-def _of(how: str) -> tuple[str, str]:
-    return ("flash SDPA" if how == "in a graph" else "SDPA", "int4")
+OTHERS = (
+    ("eight samples of a prompt of 32,768: a step, ms", "eight samples of 32k", "ms", "a step"),
+    ("and the peak of memory, GB", "eight samples of 32k", "GB", "peak beyond the model"),
+    ("a step behind 131,072 tokens, ms", "decoding behind 128k", "ms", "a step"),
+    ("and the peak of memory, GB", "decoding behind 128k", "GB", "peak beyond the model"),
+    ("a step behind 8,192 tokens, ms", "packing", "ms", "a step"),
+    ("and the slowest of 64, in which `int4` packs a block", "packing", "ms", "the slowest step of 64"),
+    ("a turn of 512 tokens behind 32,768, ms", "second turn behind 32k", "ms", "512 tokens behind 32,768"),
+)
+"""Rows of what was measured before the mends, and not since: title, step, unit, and what it is called there."""
 
 
 def others() -> str:
-    """What was measured before the mends, and not since."""
-    record = read("speed")
-
-    def row(title: str, step: str, unit: str, what: str) -> list[str]:
-        found = figures(record, step, unit)
-        names = (f"{name}: {what}" for name in (REFERENCE, DYNAMIC, INT4))
-        return [title, *(short(found[name]) if name in found else "" for name in names)]
-
-    samples, turn, packing, far = (
-        "eight samples of 32k",
-        "second turn behind 32k",
-        "packing",
-        "decoding behind 128k",
-    )
+    caches = (REFERENCE, DYNAMIC, INT4)
     rows = [
-        row("eight samples of a prompt of 32,768: a step, ms", samples, "ms", "a step"),
-        row("and the peak of memory, GB", samples, "GB", "peak beyond the model"),
-        row("a step behind 131,072 tokens, ms", far, "ms", "a step"),
-        row("and the peak of memory, GB", far, "GB", "peak beyond the model"),
-        row("a step behind 8,192 tokens, ms", packing, "ms", "a step"),
-        row("and the slowest of 64, in which `int4` packs a block", packing, "ms", "the slowest step of 64"),
-        row("a turn of 512 tokens behind 32,768, ms", turn, "ms", "512 tokens behind 32,768"),
+        [title, *(short(figures("speed", step, unit).get(f"{name}: {what}")) for name in caches)]
+        for title, step, unit, what in OTHERS
     ]
-    return table(["", REFERENCE, DYNAMIC, INT4], rows)
+    return table(["", *caches], rows)
 
 
 def gathered() -> str:
     """Attention of layers that evict tokens or recall pages."""
-    record = read("speed")
+    steps = ("attention to evicted tokens", "attention to recalled pages")
+    found: dict[str, float] = {}
+    for step in steps:
+        found |= figures("speed", step, "us")
     rows = []
-    for tokens in (8192, 16384, 32768):
-        for how in ("in a graph", "eager"):
-            evicted = figures(record, "attention to evicted tokens", "us")
-            recalled = figures(record, "attention to recalled pages", "us")
-            kept = f"{tokens // 4:,}, {how}"
-            all_of = f"SDPA, all tokens, {tokens:,}, {how}"
-            rows.append(
-                [
-                    f"{tokens:,}, {how}",
-                    short({**evicted, **recalled}[all_of]),
-                    *(
-                        short(found[name]) if name in found else ""
-                        for found, name in (
-                            (evicted, f"even budgets, {kept}"),
-                            (evicted, f"budgets of heads, {kept}"),
-                            (recalled, f"recall of 64 pages, {tokens:,}, {how}"),
-                        )
-                    ),
-                ]
-            )
-    head = ["us", "all tokens, torch", "a quarter kept", "a quarter kept, budgets of heads", "64 pages recalled"]
-    return table(head, rows)
+    for tokens in GATHERED_LENGTHS:
+        kept = f"{tokens // 4:,}"
+        whats = (f"SDPA, all tokens, {tokens:,}", f"even budgets, {kept}", f"budgets of heads, {kept}")
+        whats = (*whats, f"recall of 64 pages, {tokens:,}")
+        rows += [[f"{tokens:,}, {how}", *(short(found.get(f"{what}, {how}")) for what in whats)] for how in HOW]
+    return table(
+        ["us", "all tokens, torch", "a quarter kept", "a quarter kept, budgets of heads", "64 pages recalled"], rows
+    )
 
 
 def measured() -> str:
@@ -177,17 +145,16 @@ def measured() -> str:
 
 
 def in_readme() -> str:
-    record = read("first")
     steps, in_graph, peaks = (
-        figures(record, step, unit)
+        figures("first", step, unit)
         for step, unit in (("decoding", STEPS), ("steps in graphs", IN_GRAPH), ("decoding", PEAK))
     )
 
-    def at(found: Mapping[str, Any], name: str, shape: str = LONGEST) -> str:
+    def at(found: Figures, name: str, shape: str = LONGEST) -> str:
         return short(found[name][shape])
 
     return (
-        f"With the shape of an 8B model and 32,768 tokens ({where(record)}), a step of `generate()` takes "
+        f"With the shape of an 8B model and 32,768 tokens ({where(read('first'))}), a step of `generate()` takes "
         f"{at(steps, REFERENCE)} ms with transformers' `DynamicCache`, and {at(steps, WITHOUT_CUDNN)} ms if cuDNN's "
         f"attention, which torch prefers there and which plans anew for each length, is turned off. It takes "
         f"{at(steps, DYNAMIC)} ms with kvlayers' `DynamicCache` and no setting, and {at(steps, INT4)} ms with `int4`, "
@@ -198,9 +165,9 @@ def in_readme() -> str:
 
 ON_PAGE: Mapping[str, Callable[[], str]] = {
     "measured": measured,
-    "steps": decoding,
-    "graphs": graphs,
-    "memory": memory,
+    "steps": lambda: by_shape("decoding", STEPS),
+    "graphs": lambda: by_shape("steps in graphs", IN_GRAPH),
+    "memory": lambda: by_shape("decoding", PEAK),
     "first token": first_token,
     "offloading": offloading,
     "kernels": kernels,
@@ -210,25 +177,15 @@ ON_PAGE: Mapping[str, Callable[[], str]] = {
 BEGIN_README = BEGIN.format("figures")
 
 
-def with_tables(page: str) -> str:
+def written_pages() -> dict[pathlib.Path, str]:
+    page = PAGE.read_text()
     for name, make in ON_PAGE.items():
         page = between(page, BEGIN.format(name), END, make())
-    return page
-
-
-def with_readme_figures(page: str) -> str:
-    return between(page, BEGIN_README, END, in_readme())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write README.md and docs/gpu.md")
-    if parser.parse_args().write:
-        PAGE.write_text(with_tables(PAGE.read_text()))
-        README.write_text(with_readme_figures(README.read_text()))
-    else:
-        print("\n\n".join([*(make() for make in ON_PAGE.values()), in_readme()]))
+    return {PAGE: page, README: between(README.read_text(), BEGIN_README, END, in_readme())}
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", required=True, help="write README.md and docs/gpu.md")
+    parser.parse_args()
+    write_pages(written_pages())

@@ -30,8 +30,8 @@ from lm_eval.tasks import TaskManager
 
 from kvlayers.evaluation.harness import KVLayersLM
 from lib import report
-from lib.internals import default_text, there_and_back
-from lib.turns import ratio
+from lib.internals import default_text
+from lib.timing import Turns
 
 CHOICES, ANSWERS, PERPLEXITY = "choices", "answers", "perplexity"
 TASKS = (CHOICES, ANSWERS, PERPLEXITY)
@@ -110,7 +110,7 @@ def write_tasks(directory: pathlib.Path, given: Any) -> None:
         (directory / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **common, **kind}))
 
 
-def run(model: Any, task: str, manager: TaskManager) -> tuple[float, list[Any]]:
+def answers_of(model: Any, task: str, manager: TaskManager) -> tuple[float, list[Any]]:
     """Seconds of a task, and what the model answered to each request."""
     begin = time.perf_counter()
     found = lm_eval.simple_evaluate(model, tasks=[task], task_manager=manager, bootstrap_iters=0, random_seed=0)
@@ -126,36 +126,41 @@ def difference(one: list[Any], other: list[Any]) -> float:
     return max(abs(float(score) - float(same)) for score, same in zip(one, other, strict=True))
 
 
+def measure(run: report.Session) -> dict[str, Any]:
+    given, kinds = run.given, {HF: HFLM, KVLAYERS: KVLayersLM}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
+    model = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=getattr(torch, given.dtype)).eval()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        write_tasks(pathlib.Path(directory), given)
+        manager = TaskManager(include_path=directory, include_defaults=False)
+        for task in given.tasks:
+
+            def answered(name: str, task: str = task) -> tuple[float, list[Any]]:
+                # Made for each turn: no store has prompts of an earlier one.
+                return answers_of(kinds[name](model, tokenizer=tokenizer, batch_size=given.batch_size), task, manager)
+
+            turns, apart = Turns(kinds), 0.0
+            for trial in range(given.trials + 1):
+                # The first turn loads data, and is not counted.
+                answers = turns.take_timed(answered, is_counted=trial > 0)
+                apart = max(apart, difference(answers[HF], answers[KVLAYERS]))
+            medians = {name: turns.median(name) for name in kinds}
+            found[task] = {"seconds": turns.seconds, **medians, "times": turns.ratio(HF, KVLAYERS), "difference": apart}
+            run.expect(apart <= MOST_DIFFERENCE, f"{task}: the largest difference is {apart:.1e}")
+    columns = {**{name: report.shown(name) for name in kinds}, "times as fast": report.shown("times")}
+    columns["largest difference"] = report.shown("difference", ".1e")
+    run.table(f"Seconds of a task, {given.documents} documents, {given.dtype}", "task", {"": found}, columns)
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     given = options().parse(arguments)
     # The harness asks for these facts after each task, which takes seconds.
     torch.utils.collect_env.get_pretty_env_info = str
-    tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
-    model = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=getattr(torch, given.dtype)).eval()
-    kinds = {HF: HFLM, KVLAYERS: KVLayersLM}
-    results: dict[str, Any] = {}
-    with report.session(given) as run_of_all, tempfile.TemporaryDirectory() as directory:
-        write_tasks(pathlib.Path(directory), given)
-        manager = TaskManager(include_path=directory, include_defaults=False)
-        for task in given.tasks:
-            entry = results[task] = {"seconds": {name: [] for name in kinds}, "difference": 0.0}
-            # The first turn loads data, and is not counted.
-            for trial in range(given.trials + 1):
-                answers = {}
-                for name in there_and_back(list(kinds), trial):
-                    # Made for each turn: no store has prompts of an earlier one.
-                    harness_model = kinds[name](model, tokenizer=tokenizer, batch_size=given.batch_size)
-                    seconds, answers[name] = run(harness_model, task, manager)
-                    entry["seconds"][name] += [seconds] if trial else []
-                entry["difference"] = max(entry["difference"], difference(answers[HF], answers[KVLAYERS]))
-    for task, entry in results.items():
-        times = ratio(entry["seconds"], HF, KVLAYERS)
-        run_of_all.target(f"{task}: seconds of hf over those of kvlayers", times, at_least=1.0)
-        run_of_all.target(f"{task}: largest difference", entry["difference"], at_most=MOST_DIFFERENCE)
-    columns = {name: lambda entry, name=name: f"{statistics.median(entry['seconds'][name]):.2f}" for name in kinds}
-    run_of_all.table(f"Seconds of a task, {given.documents} documents, {given.dtype}", "task", {"": results}, columns)
-    run_of_all.finish(results)
-    return int(any(entry["difference"] > MOST_DIFFERENCE for entry in results.values()))
+    with report.session(given) as run:
+        found = measure(run)
+    return run.finish(found)
 
 
 if __name__ == "__main__":

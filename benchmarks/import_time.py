@@ -4,14 +4,13 @@
     python benchmarks/import_time.py --runs 21
 
 Whole processes with and without kvlayers take turns, and each comes first every other time. The figures are medians
-over the turns, with the smallest and the largest, of each process and of the difference within a turn. They are given
-for the clock and for processor time, which other work on the machine disturbs less. The first turn does not count: it
-loads the files into memory.
+over the turns, with the smallest and the largest, of each process and of the difference within a turn. The first turn
+does not count: it loads the files into memory.
 """
 
 import argparse
-import os
 import statistics
+import subprocess
 import sys
 import time
 
@@ -24,26 +23,12 @@ PAIRS = {
 }
 """For each measurement, the code without kvlayers and with it."""
 
-Seconds = tuple[float, float]
-"""Clock and processor time."""
 
-
-def seconds(code: str) -> Seconds:
-    """Time of a process that runs some code, from start to end."""
+def seconds(code: str) -> float:
+    """Seconds of a process that runs some code, from start to end."""
     begin = time.perf_counter()
-    child = os.posix_spawn(sys.executable, [sys.executable, "-c", code], os.environ)
-    _, status, used = os.wait4(child, 0)
-    if status:
-        raise SystemExit(f"'{code}' failed")
-    return time.perf_counter() - begin, used.ru_utime + used.ru_stime
-
-
-def turns(without: str, added: str, runs: int) -> list[tuple[Seconds, Seconds]]:
-    taken = []
-    for turn in range(runs + 1):
-        times = {code: seconds(code) for code in ((without, added) if turn % 2 else (added, without))}
-        taken.append((times[without], times[added]))
-    return taken[1:]
+    subprocess.run([sys.executable, "-c", code], check=True)
+    return time.perf_counter() - begin
 
 
 def median(values: list[float]) -> str:
@@ -54,13 +39,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=7, help="turns that are counted (7)")
     runs = parser.parse_args().runs
-    for name, (without, added) in PAIRS.items():
-        taken = turns(without, added, runs)
+    for name, codes in PAIRS.items():
+        taken: dict[str, list[float]] = {code: [] for code in codes}
+        for turn in range(runs + 1):
+            for code in codes if turn % 2 else reversed(codes):
+                taken[code].append(seconds(code))
+        without, added = (taken[code][1:] for code in codes)
         print(name)
-        for clock, index in {"clock": 0, "processor": 1}.items():
-            print(f"    {clock:10}adds    {median([second[index] - first[index] for first, second in taken])}")
-            print(f"    {clock:10}without {median([first[index] for first, _ in taken])}")
-            print(f"    {clock:10}with    {median([second[index] for _, second in taken])}")
+        print(f"    adds    {median([one - other for one, other in zip(added, without, strict=True)])}")
+        print(f"    without {median(without)}")
+        print(f"    with    {median(added)}")
 
 
 if __name__ == "__main__":

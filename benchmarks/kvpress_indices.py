@@ -14,13 +14,14 @@ the other keeps instead, in standard deviations of all scores: 0, or a few round
 
 The rules are compared as they are: without the sinks and the newest tokens that an `EvictingLayer` keeps whatever
 their scores. kvpress does that in the presses: the newest token in TOVA, which is set here too, the window in SnapKV
-and the sinks in expected attention, which are in kvlayers' rules too. The last column says how much of what kvpress
-keeps is kept with the 4 sinks and 64 newest tokens of `EvictingCache`.
+and the sinks in expected attention, which are in kvlayers' rules too.
 
 The exit code is 1 if kvlayers and kvpress disagree about a token whose score is no tie.
 """
 
+import itertools
 import pathlib
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,14 +36,13 @@ from kvlayers.eviction import ALL_QUERIES, EvictionRule, eviction_rule
 from lib import report
 from lib.internals import AdaptiveHeads, EvenHeads, KeptTokens, rules_for, select
 from lib.report import shown
-from lib.workload import RandomModel, Shape, real_workload
+from lib.workload import RandomModel, Shape
 
 NEWEST = {"tova": 1}
 """Tokens that a press of kvpress keeps whatever their scores, and kvlayers' rule does not."""
 
 RULES = ("knorm", "keydiff", "snapkv", "expected_attention", "tova")
 KEEPS = (0.5, 0.25)
-SINKS, RECENT = 4, 64
 TIE = 1e-4
 """Scores that differ by this part of their standard deviation count as equal: float32 rounds them differently."""
 
@@ -52,7 +52,7 @@ OTHER_SIDE = pathlib.Path(__file__).parent / "lib" / "kvpress_side.py"
 def options() -> report.Options:
     made = report.Options("kvpress-indices", __doc__)
     made.add("--kvpress-python", required=True, help="an interpreter with kvpress")
-    made.real_model("directory or hub name of a llama; 'none' for a random one alone")
+    made.real_model()
     made.sized("--tokens", 1000, None, "tokens that are read")
     return made
 
@@ -123,69 +123,55 @@ def distances(scores: Tensor, kept: list[set[int]], expected: list[set[int]]) ->
     return [abs(one - another) / deviation for one, another in zip(only, instead, strict=True)]
 
 
-def part_kept(kept: list[set[int]], expected: list[set[int]]) -> float:
-    return sum(len(own & other) for own, other in zip(kept, expected, strict=True)) / sum(map(len, expected))
-
-
 def compared(name: str, model: Any, layers: list[dict[str, Tensor]], found: dict[str, Any]) -> dict[str, Any]:
     """Figures of one rule by the part that is kept; "AdaKV" if heads keep different numbers of tokens."""
     rules = rules_for(eviction_rule(name), model.config)
     results: dict[str, Any] = {}
-    for keep in KEEPS:
-        for kind, budgets in (("", EvenHeads()), (" AdaKV", AdaptiveHeads())):
-            parts, apart, identical, heads, as_cache = [], [], 0, 0, []
-            for index, (rule, layer) in enumerate(zip(rules, layers, strict=True)):
-                expected = found.get(f"{name} {keep} {index}{kind}")
-                if expected is None:
-                    continue
-                scores = scores_of(rule, layer)
-                count = int(scores.shape[2] * keep)
-                own = sets_of(select(scores, count, recent=NEWEST.get(name, 0), head_budgets=budgets))
-                other = list(map(set, expected))
-                parts.append(part_kept(own, other))
-                identical, heads = identical + sum(map(set.__eq__, own, other)), heads + len(own)
-                if kind:
-                    apart += distances(scores[0], own, other)
-                else:
-                    for head in range(len(own)):
-                        apart += distances(scores[0, head : head + 1], own[head : head + 1], other[head : head + 1])
-                protected = sets_of(select(scores, count, sinks=SINKS, recent=RECENT, head_budgets=budgets))
-                as_cache.append(part_kept(protected, other))
-            if parts:
-                results[f"{keep}{kind}"] = {
-                    "agreement": sum(parts) / len(parts),
-                    "heads": heads,
-                    "identical_heads": identical,
-                    "tokens_apart": len(apart),
-                    "largest_distance": max(apart, default=0.0),
-                    "agreement_with_protected_tokens": sum(as_cache) / len(as_cache),
-                }
+    for keep, (kind, budgets) in itertools.product(KEEPS, (("", EvenHeads()), (" AdaKV", AdaptiveHeads()))):
+        parts, apart = [], []
+        for index, (rule, layer) in enumerate(zip(rules, layers, strict=True)):
+            expected = found.get(f"{name} {keep} {index}{kind}")
+            if expected is None:
+                continue
+            scores, other = scores_of(rule, layer), list(map(set, expected))
+            count = int(scores.shape[2] * keep)
+            own = sets_of(select(scores, count, recent=NEWEST.get(name, 0), head_budgets=budgets))
+            same = sum(len(one & another) for one, another in zip(own, other, strict=True))
+            parts.append(same / sum(map(len, other)))
+            heads = [slice(None)] if kind else [slice(head, head + 1) for head in range(len(own))]
+            apart += [each for of in heads for each in distances(scores[0, of], own[of], other[of])]
+        if parts:
+            largest = max(apart, default=0.0)
+            figures = {"agreement": statistics.fmean(parts), "tokens_apart": len(apart), "largest_distance": largest}
+            results[f"{keep}{kind}"] = figures
+    return results
+
+
+def measure(run: report.Session) -> dict[str, Any]:
+    random = RandomModel(Shape(layers=4, heads=8, kv_heads=2, head_dim=64, intermediate=512), dtype=torch.float32)
+    results: dict[str, Any] = {}
+    for workload in filter(None, (run.real(torch.float32), random)):
+        layers = states_of(workload.model, workload.prompt(run.given.tokens))
+        found = kvpress_found(run.given.kvpress_python, workload.model.config, layers)
+        run.environment["versions"]["beside kvpress"] = found["versions"]
+        results[workload.name] = {name: compared(name, workload.model, layers, found) for name in RULES}
+    columns = {
+        "agreement": shown("agreement", ".4%"),
+        "apart": shown("tokens_apart", ""),
+        "distance": shown("largest_distance", ".1e"),
+    }
+    groups = {f"{model} {name}": figures for model, rules in results.items() for name, figures in rules.items()}
+    run.table(f"Tokens kept of {run.given.tokens}, float32", "rule, keep", groups, columns)
+    for name, figures in groups.items():
+        for keep, entry in figures.items():
+            run.expect(entry["largest_distance"] <= TIE, f"{name}, {keep}: tokens are kept whose scores are no ties")
     return results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = options().parse(arguments)
-    results: dict[str, Any] = {}
-    with report.session(given) as run:
-        random = RandomModel(Shape(layers=4, heads=8, kv_heads=2, head_dim=64, intermediate=512), dtype=torch.float32)
-        workloads = [real_workload(given.model, given.text, run.console.print, torch.float32), random]
-        for workload in filter(None, workloads):
-            layers = states_of(workload.model, workload.prompt(given.tokens))
-            found = kvpress_found(given.kvpress_python, workload.model.config, layers)
-            run.environment["versions"]["beside kvpress"] = found["versions"]
-            results[workload.name] = {name: compared(name, workload.model, layers, found) for name in RULES}
-    columns = {
-        "agreement": shown("agreement", ".4%"),
-        "heads alike": lambda entry: f"{entry['identical_heads']} / {entry['heads']}",
-        "apart": shown("tokens_apart", ""),
-        "distance": shown("largest_distance", ".1e"),
-        "with recent": shown("agreement_with_protected_tokens", ".1%"),
-    }
-    groups = {f"{model} {name}": figures for model, rules in results.items() for name, figures in rules.items()}
-    run.table(f"Tokens kept of {given.tokens}, float32", "rule, keep", groups, columns)
-    run.finish(results)
-    figures = [entry for rules in results.values() for own in rules.values() for entry in own.values()]
-    return 0 if all(entry["largest_distance"] <= TIE for entry in figures) else 1
+    with report.session(options().parse(arguments)) as run:
+        found = measure(run)
+    return run.finish(found)
 
 
 if __name__ == "__main__":

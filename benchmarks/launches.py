@@ -8,16 +8,15 @@ One layer of Llama 3.1 8B's shape in bfloat16, on meta tensors, whose operations
 PyTorch or of kvlayers; PyTorch's attention counts as one. A synchronisation is a wait of the host for a number of the
 device. A copy is one between the memory of the host and that of the device, for which the host waits too.
 
-The column "before" has the launches of 2026-11-22, when most of these operations had no kernel of kvlayers. The exit
-code is 1 if an operation asks for more than it may.
+The exit code is 1 if an operation asks for more than it may.
 """
 
 import argparse
-import importlib.util
+import functools
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,14 +47,12 @@ class Operation:
     Attributes:
         name: what is done.
         measure: does it and returns the counts.
-        before: launches on 2026-11-22, when no kernel of kvlayers quantized or merged; `None` if nobody counted.
         at_most: the most launches that it may take, `None` for any number.
         may_wait: whether the host may wait for the device.
     """
 
     name: str
     measure: Measure
-    before: int | None = None
     at_most: int | None = None
     may_wait: bool = False
 
@@ -125,228 +122,90 @@ def updates(cache: Any, number: int) -> list[Counts]:
     return [update(cache) for _ in range(number)]
 
 
-# Packed caches
+# What is done with a new cache
 
 
-QUANTIZED: dict[str, dict[str, Any]] = {
-    "int4": {"nbits": 4},
-    "int8": {"nbits": 8},
-    "int2": {"nbits": 2},
-    "fp8": {"backend": "fp8"},
-}
-BEFORE = {"int4": (122914, 1981, 48), "int8": (4032, None, None)}
-
-
-def quantized(name: str) -> kvlayers.QuantizedCache:
-    return kvlayers.QuantizedCache(config=config(), **QUANTIZED[name])
-
-
-def decoding(name: str, masked: bool = False) -> Counts:
-    cache = held(quantized(name), 8192)
-    return usual([step(cache, masked=masked) for _ in range(3)])
-
-
-def after_crop(name: str) -> Counts:
-    """The first step behind a crop into a block."""
-    cache = held(quantized(name), 8192)
-    cache.crop(5000)
-    return step(cache)
-
-
-def packing(name: str) -> Counts:
-    return largest(updates(held(quantized(name), 2048), 80))
-
-
-def second_turn(name: str) -> Counts:
-    return step(held(quantized(name), 32768, 1), 512, masked=True)
-
-
-def packed_operations() -> Iterator[Operation]:
-    for name in QUANTIZED:
-        prefill, block, decode = BEFORE.get(name, (None, None, None))
-        yield Operation(
-            f"{name}: prefill of 8,192 tokens, beyond attention's own kernel",
-            lambda name=name: _without_attention(step(quantized(name), 8192)),
-            prefill,
-            40,
-            may_wait=True,
-        )
-        yield Operation(f"{name}: update that packs a block", lambda name=name: packing(name), block, 8)
-        yield Operation(f"{name}: decode step", lambda name=name: decoding(name), decode, 6)
-        yield Operation(f"{name}: decode step with a mask", lambda name=name: decoding(name, masked=True), None, 6)
-        yield Operation(f"{name}: decode step behind a crop into a block", lambda name=name: after_crop(name), None, 6)
-    yield Operation("int4: second turn of 512 tokens behind 32k", lambda: second_turn("int4"), 22150, 60)
-
-
-def _without_attention(counts: Counts) -> Counts:
+def prefill(cache: Any) -> Counts:
+    counts = step(cache, 8192)
     counts.kernels["scaled_dot_product_attention"] -= 1
     return counts
 
 
-# A shared prompt
+def decoding(cache: Any, masked: bool = False) -> Counts:
+    held(cache, 8192)
+    return usual([step(cache, masked=masked) for _ in range(3)])
 
 
-def samples(cache: kvlayers.Cache, tokens: int, prompts: int = 1) -> kvlayers.Cache:
+def after_crop(cache: Any) -> Counts:
+    """The first step behind a crop into a block."""
+    held(cache, 8192).crop(5000)
+    return step(cache)
+
+
+def packing(cache: Any) -> Counts:
+    return largest(updates(held(cache, 2048), 80))
+
+
+def second_turn(cache: Any) -> Counts:
+    return step(held(cache, 32768, 1), 512, masked=True)
+
+
+def usual_update(cache: Any) -> Counts:
+    return usual(updates(held(cache, 8192), 9))
+
+
+def largest_update(cache: Any, number: int = 1100) -> Counts:
+    return largest(updates(held(cache, 8192), number))
+
+
+def samples(cache: Any, tokens: int, prompts: int = 1) -> Any:
     """The cache with eight sequences, as many for each prompt."""
     held(cache, tokens, batch=prompts).expand(8 // prompts)
     return held(cache, 1, batch=8)
 
 
-def dense() -> kvlayers.Cache:
-    return kvlayers.DynamicCache(config=config())
+def of_samples(tokens: int, masked: bool = False) -> Callable[[Any], Counts]:
+    return lambda cache: step(samples(cache, tokens), batch=8, masked=masked)
 
 
-def reordered(cache: kvlayers.Cache) -> Counts:
-    """A step of a beam search: the cache is reordered, updated and read."""
-    new, beams = states(1, 8), torch.empty(8, dtype=torch.int64, device=DEVICE)
-    with counted() as counts:
-        cache.reorder_cache(beams)
-        attend(cache.update(*new, 0), batch=8)
-    return counts
+def beams(tokens: int, prompts: int = 1) -> Callable[[Any], Counts]:
+    """Steps of a beam search: the cache is reordered, updated and read."""
+
+    def reordered(cache: Any) -> Counts:
+        new, order = states(1, 8), torch.empty(8, dtype=torch.int64, device=DEVICE)
+        with counted() as counts:
+            cache.reorder_cache(order)
+            attend(cache.update(*new, 0), batch=8)
+        return counts
+
+    return lambda cache: largest([reordered(samples(cache, tokens, prompts)), reordered(cache), reordered(cache)])
 
 
-def beams(cache: kvlayers.Cache, tokens: int, prompts: int = 1) -> Counts:
-    samples(cache, tokens, prompts)
-    return largest([reordered(cache) for _ in range(3)])
-
-
-def shared_operations() -> Iterator[Operation]:
-    for tokens, before in ((2048, 124), (8192, 328), (32768, 1144)):
-        yield Operation(
-            f"eight samples of a prompt of {tokens:,}: decode step",
-            lambda tokens=tokens: step(samples(dense(), tokens), batch=8),
-            before,
-            8,
-        )
-    yield Operation(
-        "eight samples of a prompt of 8,192: decode step with a mask",
-        lambda: step(samples(dense(), 8192), batch=8, masked=True),
-        None,
-        30,
-    )
-    yield Operation(
-        "eight beams of a prompt of 32,768: reorder and decode step", lambda: beams(dense(), 32768), None, 8
-    )
-    yield Operation(
-        "four beams of each of two prompts: reorder and decode step", lambda: beams(dense(), 4096, 2), None, 14
-    )
-
-
-# Branches behind stored tokens
-
-
-def branch_of(cache: kvlayers.Cache) -> kvlayers.Cache:
+def branch_of(cache: Any) -> Any:
     """Another cache behind the same tokens, as a hit in a store gives: the first has written behind them."""
     branch = cache.fork()
     held(cache, 1)
     return branch
 
 
-def branching(make: Callable[[], kvlayers.Cache], *private: int) -> kvlayers.Cache:
-    """A branch of a branch for each number of private tokens, behind 8,192 tokens. It has a tail of its own."""
-    branch = held(make(), 8192)
-    for tokens in private:
-        branch = held(branch_of(branch), tokens)
-    return held(branch_of(branch), 1)
+def behind(*private: int) -> Callable[[Any], Counts]:
+    """A step of a branch of a branch for each number of private tokens, behind 8,192 tokens. It has its own tail."""
+
+    def measure(cache: Any) -> Counts:
+        branch = held(cache, 8192)
+        for tokens in private:
+            branch = held(branch_of(branch), tokens)
+        return usual([step(held(branch_of(branch), 1)) for _ in range(3)])
+
+    return measure
 
 
-def turn_of_branch(stored: kvlayers.Cache) -> Counts:
-    """Counts of a turn behind tokens that are stored."""
-    return step(branch_of(held(stored, 32768)), 512, masked=True)
+def turn_of_branch(cache: Any) -> Counts:
+    """A turn behind tokens that are stored."""
+    return step(branch_of(held(cache, 32768)), 512, masked=True)
 
 
-def branch_operations() -> Iterator[Operation]:
-    makers: dict[str, Callable[[], kvlayers.Cache]] = {"DynamicCache": dense, "int4": lambda: quantized("int4")}
-    for name, make in makers.items():
-        for segments, private in (("one shared segment", ()), ("two shared segments", (3000,))):
-            yield Operation(
-                f"{name}: decode step behind {segments}",
-                lambda make=make, private=private: usual([step(branching(make, *private)) for _ in range(3)]),
-                None,
-                8 + 2 * len(private),
-            )
-        yield Operation(
-            f"{name}: turn of 512 tokens behind 32k shared",
-            lambda make=make: turn_of_branch(make()),
-            None,
-            60 if name == "int4" else 12,
-        )
-    yield Operation(
-        "int4: eight samples of a prompt of 32,768: decode step",
-        lambda: step(samples(quantized("int4"), 32768), batch=8),
-        None,
-        10,
-    )
-    yield Operation(
-        "int4: eight beams of a prompt of 32,768: reorder and decode step",
-        lambda: beams(quantized("int4"), 32768),
-        None,
-        10,
-    )
-
-
-# Caches in full precision
-
-
-def upstream_and_own() -> Iterator[tuple[str, Callable[[], Any], int | None]]:
-    """Names of caches, what makes them, and the most launches of an update."""
-    yield "transformers' DynamicCache", lambda: transformers.DynamicCache(config=config()), None
-    yield "DynamicCache", lambda: kvlayers.DynamicCache(config=config()), 2
-    yield "transformers' StaticCache", lambda: transformers.StaticCache(config=config(), max_cache_len=MOST), None
-    yield "StaticCache", lambda: kvlayers.StaticCache(config(), max_cache_len=MOST), 3
-    windowed = config(sliding_window=WINDOW)
-    yield "transformers' DynamicCache, a window", lambda: transformers.DynamicCache(config=windowed), None
-    yield "DynamicCache, a window", lambda: kvlayers.DynamicCache(config=windowed), 2
-    yield (
-        "transformers' StaticCache, a window",
-        lambda: transformers.StaticCache(config=windowed, max_cache_len=MOST),
-        None,
-    )
-    yield "StaticCache, a window", lambda: kvlayers.StaticCache(windowed, max_cache_len=MOST), 3
-    yield "SinkCache", lambda: kvlayers.SinkCache(config=config(), window_length=1024), 12
-    yield (
-        "SinkCache, padded",
-        lambda: kvlayers.SinkCache(config=config(), window_length=1024, left_padding=[7]),
-        15,
-    )
-    for name, layer in (("DynamicLayer", kvlayers.DynamicLayer), ("StaticLayer", lambda: kvlayers.StaticLayer(MOST))):
-        yield f"{name}, offloaded", lambda layer=layer: offloaded(layer()), 4
-
-
-def offloaded(layer: Any) -> kvlayers.Cache:
-    return kvlayers.Cache(layers=[kvlayers.OffloadedLayer(layer, kvlayers.offload.Prefetcher(transfers=Transfers))])
-
-
-def full_precision_operations() -> Iterator[Operation]:
-    windowed = config(sliding_window=WINDOW)
-    for name, make, at_most in upstream_and_own():
-        own = not name.startswith("transformers")
-        yield Operation(
-            f"{name}: update",
-            lambda make=make: usual(updates(held(make(), 8192), 9)),
-            None,
-            at_most,
-            may_wait=not own,
-        )
-    for name, make, number, most in (
-        ("DynamicCache", lambda: kvlayers.DynamicCache(config=config()), 1100, 4),
-        ("DynamicCache, a window", lambda: kvlayers.DynamicCache(config=windowed), 1100, 18),
-        ("StaticCache, a window", lambda: kvlayers.StaticCache(windowed, max_cache_len=MOST), 1100, 15),
-        ("SinkCache", lambda: kvlayers.SinkCache(config=config(), window_length=256), 300, 28),
-    ):
-        yield Operation(
-            f"{name}: the largest of many updates, which moves tokens",
-            lambda make=make, number=number: largest(updates(held(make(), 8192), number)),
-            None,
-            most,
-        )
-
-
-# A layer with a recurrent state
-
-
-def recurrent_step(make: Callable[[], Any]) -> Counts:
-    layer = make()
+def recurrent_step(layer: Any) -> Counts:
     columns = torch.empty((1, CHANNELS, 1024), dtype=DTYPE, device=DEVICE)
     column = columns[:, :, :1]
     state = torch.empty((1, HEADS, HEAD_DIM, HEAD_DIM), dtype=torch.float32, device=DEVICE)
@@ -359,53 +218,89 @@ def recurrent_step(make: Callable[[], Any]) -> Counts:
     return counts
 
 
-def recurrent_operations() -> Iterator[Operation]:
-    yield Operation("LinearAttentionLayer: decode step", lambda: recurrent_step(kvlayers.LinearAttentionLayer), None, 4)
+def offloaded(layer: Any) -> kvlayers.Cache:
+    return kvlayers.Cache(layers=[kvlayers.OffloadedLayer(layer, kvlayers.offload.Prefetcher(transfers=Transfers))])
 
 
-# Quantizers of other packages
+CACHES: dict[str, Callable[[], Any]] = {
+    "int4": lambda: kvlayers.QuantizedCache(config=config(), nbits=4),
+    "int8": lambda: kvlayers.QuantizedCache(config=config(), nbits=8),
+    "int2": lambda: kvlayers.QuantizedCache(config=config(), nbits=2),
+    "fp8": lambda: kvlayers.QuantizedCache(config=config(), backend="fp8"),
+    "transformers' DynamicCache": lambda: transformers.DynamicCache(config=config()),
+    "transformers' StaticCache": lambda: transformers.StaticCache(config=config(), max_cache_len=MOST),
+    "DynamicCache": lambda: kvlayers.DynamicCache(config=config()),
+    "StaticCache": lambda: kvlayers.StaticCache(config(), max_cache_len=MOST),
+    "DynamicCache, a window": lambda: kvlayers.DynamicCache(config=config(sliding_window=WINDOW)),
+    "StaticCache, a window": lambda: kvlayers.StaticCache(config(sliding_window=WINDOW), max_cache_len=MOST),
+    "SinkCache": lambda: kvlayers.SinkCache(config=config(), window_length=1024),
+    "SinkCache, padded": lambda: kvlayers.SinkCache(config=config(), window_length=1024, left_padding=[7]),
+    "SinkCache of 256": lambda: kvlayers.SinkCache(config=config(), window_length=256),
+    "DynamicLayer, offloaded": lambda: offloaded(kvlayers.DynamicLayer()),
+    "StaticLayer, offloaded": lambda: offloaded(kvlayers.StaticLayer(MOST)),
+    "LinearAttentionLayer": kvlayers.LinearAttentionLayer,
+}
+PACKED = ("int4", "int8", "int2", "fp8")
+UPDATE, MOVING = "update", "the largest of many updates, which moves tokens"
+SHARED, SHARED_TWICE = "decode step behind one shared segment", "decode step behind two shared segments"
+SAMPLES = "eight samples of a prompt of {}: decode step"
+BEAMS = "eight beams of a prompt of 32,768: reorder and decode step"
+TURN = "turn of 512 tokens behind 32k shared"
 
-
-def of_package(backend: str) -> kvlayers.QuantizedCache:
-    # Within `counted`, since the package reads numbers of the device, for which only a counter has an answer.
-    with counted():
-        return held(kvlayers.QuantizedCache(config=config(), backend=backend, nbits=4), 2048)
-
-
-def step_of_package(backend: str) -> Counts:
-    cache = of_package(backend)
-    return usual([step(cache) for _ in range(3)])
-
-
-def packages_operations() -> Iterator[Operation]:
-    for backend in filter(installed, ("hqq", "quanto")):
-        yield Operation(
-            f"{backend}: update that packs a block",
-            lambda backend=backend: largest(updates(of_package(backend), 80)),
-            may_wait=True,
-        )
-        yield Operation(f"{backend}: decode step", lambda backend=backend: step_of_package(backend), may_wait=True)
-
-
-def installed(backend: str) -> bool:
-    return importlib.util.find_spec({"hqq": "hqq", "quanto": "optimum.quanto"}[backend]) is not None
+COUNTED: tuple[tuple[str, str, Callable[[Any], Counts], int | None], ...] = (
+    *((cache, "prefill of 8,192 tokens, beyond attention's own kernel", prefill, 40) for cache in PACKED),
+    *((cache, "update that packs a block", packing, 8) for cache in PACKED),
+    *((cache, "decode step", decoding, 6) for cache in PACKED),
+    *((cache, "decode step with a mask", functools.partial(decoding, masked=True), 6) for cache in PACKED),
+    *((cache, "decode step behind a crop into a block", after_crop, 6) for cache in PACKED),
+    ("int4", "second turn of 512 tokens behind 32k", second_turn, 60),
+    ("", SAMPLES.format("2,048"), of_samples(2048), 8),
+    ("", SAMPLES.format("8,192"), of_samples(8192), 8),
+    ("", SAMPLES.format("32,768"), of_samples(32768), 8),
+    ("int4", SAMPLES.format("32,768"), of_samples(32768), 10),
+    ("", f"{SAMPLES.format('8,192')} with a mask", of_samples(8192, masked=True), 30),
+    ("", BEAMS, beams(32768), 8),
+    ("int4", BEAMS, beams(32768), 10),
+    ("", "four beams of each of two prompts: reorder and decode step", beams(4096, 2), 14),
+    *((cache, SHARED, behind(), 8) for cache in ("DynamicCache", "int4")),
+    *((cache, SHARED_TWICE, behind(3000), 10) for cache in ("DynamicCache", "int4")),
+    ("DynamicCache", TURN, turn_of_branch, 12),
+    ("int4", TURN, turn_of_branch, 60),
+    ("transformers' DynamicCache", UPDATE, usual_update, None),
+    ("DynamicCache", UPDATE, usual_update, 2),
+    ("transformers' StaticCache", UPDATE, usual_update, None),
+    ("StaticCache", UPDATE, usual_update, 3),
+    ("DynamicCache, a window", UPDATE, usual_update, 2),
+    ("StaticCache, a window", UPDATE, usual_update, 3),
+    ("SinkCache", UPDATE, usual_update, 12),
+    ("SinkCache, padded", UPDATE, usual_update, 15),
+    ("DynamicLayer, offloaded", UPDATE, usual_update, 4),
+    ("StaticLayer, offloaded", UPDATE, usual_update, 4),
+    ("DynamicCache", MOVING, largest_update, 4),
+    ("DynamicCache, a window", MOVING, largest_update, 18),
+    ("StaticCache, a window", MOVING, largest_update, 15),
+    ("SinkCache of 256", MOVING, functools.partial(largest_update, number=300), 28),
+    ("LinearAttentionLayer", "decode step", recurrent_step, 4),
+)
+"""The cache, what is done with it, how, and the most launches. If no cache is named, it is a dense one."""
 
 
 def operations() -> list[Operation]:
     return [
-        *packed_operations(),
-        *shared_operations(),
-        *branch_operations(),
-        *full_precision_operations(),
-        *recurrent_operations(),
-        *packages_operations(),
+        Operation(
+            f"{cache}: {what}" if cache else what,
+            lambda make=CACHES[cache or "DynamicCache"], act=act: act(make()),
+            at_most,
+            # A prompt is coded with the help of the host, and nothing is asked of transformers' caches.
+            may_wait=act is prefill or at_most is None,
+        )
+        for cache, what, act, at_most in COUNTED
     ]
 
 
 def row(operation: Operation, counts: Counts) -> dict[str, Any]:
     return {
         "operation": operation.name,
-        "before": operation.before,
         "at_most": operation.at_most,
         "launches": counts.launches,
         "synchronisations": sum(counts.synchronisations.values()),
@@ -417,9 +312,9 @@ def row(operation: Operation, counts: Counts) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any], operators: bool) -> None:
-    before, at_most = ("" if found[name] is None else f"{found[name]:,}" for name in ("before", "at_most"))
+    at_most = "" if found["at_most"] is None else f"{found['at_most']:,}"
     print(
-        f"{found['operation']:66} {before:>8} {at_most:>8} {found['launches']:>8,} {found['synchronisations']:>6} "
+        f"{found['operation']:66} {at_most:>8} {found['launches']:>8,} {found['synchronisations']:>6} "
         f"{found['copies']:>6}  {'' if not found['complaints'] else 'TOO MUCH'}",
         flush=True,
     )
@@ -439,7 +334,7 @@ def main() -> int:
         parser.error(f"no operation has {arguments.only!r} in its name")
     rows = []
     if not arguments.json:
-        print(f"{'operation, one layer':66} {'before':>8} {'at most':>8} {'launches':>8} {'syncs':>6} {'copies':>6}")
+        print(f"{'operation, one layer':66} {'at most':>8} {'launches':>8} {'syncs':>6} {'copies':>6}")
     with torch.no_grad(), gpu():
         for operation in chosen:
             rows.append(row(operation, operation.measure()))

@@ -32,7 +32,8 @@ MAKERS: dict[Contender, CacheMaker] = {
     **{Contender("kvlayers", "kivi", bits): own("kivi", nbits=bits, q_group_size=64) for bits in (4, 2)},
     **{Contender("kvlayers", "turboquant", bits): own("turboquant", nbits=bits) for bits in (4, 3, 2)},
     Contender("kvlayers", "nf4", 4): own("nf4", q_group_size=32),
-    **{Contender("transformers", "quanto", bits): upstream("quanto", bits) for bits in (4, 2)},
+    **upstream("quanto", 4),
+    **upstream("quanto", 2),
 }
 QUARTERS = 4
 FREE_RUNS = 5
@@ -45,7 +46,7 @@ BEGIN, END = "<!-- long decodes: written by benchmarks/long_decode.py -->", "<!-
 
 def options() -> report.Options:
     made = report.Options("long_decode", __doc__, quick="a small random model and a short text")
-    made.real_model("directory or hub name (the demo model)", RANDOM, is_needed=True)
+    made.real_model(RANDOM, is_needed=True)
     made.sized("--context", 512, 256, "tokens of the prompt")
     made.sized("--decoded", 2048, 64, "tokens that are decoded")
     made.sized("--chunk", 16, 16, "tokens of the decoded text that are read at once")
@@ -108,10 +109,15 @@ def measure(run: report.Session) -> dict[str, Any]:
     failures = {key: forced[key].failure for key in MAKERS}
     alive = {key: make for key, make in MAKERS.items() if failures[key] is None}
     free = free_runs(model, prompt, alive, given.temperature, run.ticking("free running", FREE_RUNS * len(alive)))
-    return {
+    found = {
         key.name: {"failure": failure} if failure else {**_figures(forced[key].passages[0]), "free": free[key]}
         for key, failure in failures.items()
     }
+    columns = {heading: lambda row, at=at: row[at] for at, heading in enumerate(HEADINGS) if at}
+    run.table("Long decodes", HEADINGS[0], {"": {row[0]: row for row in rows_of(found)}}, columns)
+    for key, failure in failures.items():
+        run.expect(failure is None, f"{key.name}: {failure}")
+    return found
 
 
 def free_runs(
@@ -168,23 +174,18 @@ def page_tables() -> str:
     return "\n\n".join(parts)
 
 
-def page() -> str:
-    return pages.between(PAGE.read_text(), BEGIN, END, page_tables())
+def written_pages() -> dict[pathlib.Path, str]:
+    return {PAGE: pages.between(PAGE.read_text(), BEGIN, END, page_tables())}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     made = options()
     given = made.parse(arguments)
     if given.write:
-        return pages.write_pages({PAGE: page()})
+        return pages.write_pages(written_pages())
     if given.context % given.chunk or given.decoded % (QUARTERS * given.chunk):
         made.parser.error("--context must be a multiple of --chunk, and --decoded of four of them")
-    with report.session(given) as run:
-        found = measure(run)
-    columns = {heading: lambda row, at=at: row[at] for at, heading in enumerate(HEADINGS) if at}
-    run.table("Long decodes", HEADINGS[0], {"": {row[0]: row for row in rows_of(found)}}, columns)
-    run.finish({"long_decode": found})
-    return int(any("failure" in figures for figures in found.values()))
+    return report.run(given, {"long_decode": measure})
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ dynamic and static caches on a real model. `prefill` reads a prompt into each ki
 shape of SmolLM2-135M, and for one so small that its time is Python's.
 
 The model of `steps` and `prefill` is a random llama with 8 layers in bfloat16. Caches take turns, in an order that
-rotates. A ratio compares a cache with transformers' DynamicCache in the same turn, and the figure is the median over
-all turns. Tokens of exact caches are compared with those of transformers' DynamicCache: the exit code is 1 if they
-differ by more than rounding explains. Run it on an idle machine.
+rotates. Tokens of exact caches are compared with those of transformers' DynamicCache: the exit code is 1 if they differ
+by more than rounding explains. Run it on an idle machine.
 """
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,13 +27,13 @@ import kvlayers
 from lib import report
 from lib.contenders import CONTENDERS, KVLAYERS, KVLAYERS_STATIC, REFERENCE, TRANSFORMERS_STATIC, Maker, packed
 from lib.internals import quiet_clock
-from lib.timing import Disagreements
-from lib.turns import Comparison, Turns
-from lib.workload import QUICK_SHAPE, RandomModel, Shape, Workload, real_workload
+from lib.timing import Measured, Trials, Turns, measure_decode, measure_prefill, summarise
+from lib.workload import Shape
 
 QUANTIZED: dict[str, Maker] = {f"kvlayers {nbits} bits": packed(nbits) for nbits in (8, 4, 2)}
 
 EXACT: dict[str, Maker] = {
+    REFERENCE: CONTENDERS[REFERENCE],
     KVLAYERS: CONTENDERS[KVLAYERS],
     KVLAYERS_STATIC: CONTENDERS[KVLAYERS_STATIC],
     "kvlayers.SinkCache": lambda config, length: kvlayers.SinkCache(
@@ -65,19 +64,6 @@ GENERATE_MODELS = {
 ROUNDINGS = 4
 """Roundings of bfloat16 by which a logit may differ: attention adds up in another order in each of 8 layers."""
 
-STEP, EXACT_PREFILL, PACKED_PREFILL, GENERATE = 1.05, 1.03, 1.06, 1.02
-"""The time with a cache of kvlayers as a multiple of that with transformers' DynamicCache, at most."""
-
-BATCHES = (
-    # Cases, transformers' caches (the fastest one counts), kvlayers' cache, smallest ratio.
-    (("1x128", "8x128", "32x128"), (REFERENCE, TRANSFORMERS_STATIC), KVLAYERS, 0.98),
-    (("1x128", "8x128", "32x128"), (REFERENCE, TRANSFORMERS_STATIC), KVLAYERS_STATIC, 0.98),
-    (("8x128",), (REFERENCE,), KVLAYERS, 1.25),
-    (("32x128",), (REFERENCE,), KVLAYERS, 1.7),
-    (("8x1024",), (REFERENCE,), KVLAYERS, 1.5),
-)
-"""How many times as long a step with transformers' cache takes as a step with kvlayers' cache."""
-
 
 def options() -> report.Options:
     made = report.Options("ordinary", __doc__, quick="a small model, and few tokens")
@@ -87,19 +73,64 @@ def options() -> report.Options:
     made.sized("--trials", 3, 1, "trials of batches")
     made.sized("--turns", 5, 3, "fewest turns of prefill, and turns of generate")
     made.sized("--new-tokens", 128, 8, "tokens of each call of generate")
-    made.real_model("directory or hub name of the model of batches", "none")
+    made.real_model()
     made.dtype("bfloat16")
     return made
 
 
-def measure_batch(
-    workload: Workload, case: tuple[int, int], steps: int, trials: int, disagreements: Disagreements
-) -> Comparison:
-    makers = {name: CONTENDERS[name] for name in IN_BATCHES}
-    comparison = Comparison(workload, makers, IN_BATCHES, case, disagreements)
-    for trial in range(trials):
-        comparison.decode(steps, trial)
-    return comparison
+def by_case(run: report.Session, section: str, measure: Callable[[int, int], Measured]) -> dict[str, Measured]:
+    """What is measured for each batch x tokens, and its table."""
+    cases = (case.split("x") for case in (run.given.cases or CASES[section]).split(","))
+    found = {"x".join(case): summarise(measure(*map(int, case))) for case in cases}
+    columns = {"ms": report.ms("median"), "of transformers'": lambda entry: f"{1 / entry['speed']:.3f}"}
+    run.table(section, "batch x tokens, cache", found, columns)
+    return found
+
+
+def steps(run: report.Session) -> dict[str, Any]:
+    workload, exact = run.random(), run.disagreements(roundings_of=lambda name: ROUNDINGS)
+    makers = {REFERENCE: EXACT[REFERENCE], KVLAYERS: EXACT[KVLAYERS], **QUANTIZED}
+
+    def measure(batch: int, tokens: int) -> Measured:
+        trials = Trials(run.given.steps or 48, 1, run.ticking, block=1)
+        measured = measure_decode(workload, makers, tokens, trials, batch=batch)
+        # Quantized caches round by design.
+        exact.found += [entry for entry in trials.disagreements.found if entry["cache"] == KVLAYERS]
+        return measured
+
+    return by_case(run, "steps", measure)
+
+
+def measure_batch(workload: Any, batch: int, tokens: int, trials: Trials) -> Measured:
+    return measure_decode(workload, {name: CONTENDERS[name] for name in IN_BATCHES}, tokens, trials, batch=batch)
+
+
+def batches(run: report.Session) -> dict[str, Any]:
+    dtype = getattr(torch, run.given.dtype)
+    workload = run.random(dtype=dtype) if run.quick else run.real(dtype)
+    if workload is None:
+        return {}
+    trials = Trials(run.given.steps or 32, run.given.trials, run.ticking, 1, run.disagreements(dtype))
+    return by_case(run, "batches", lambda batch, tokens: measure_batch(workload, batch, tokens, trials))
+
+
+def prefill(run: report.Session) -> dict[str, Any]:
+    workload, disagreements = run.random(), run.disagreements(roundings_of=lambda name: ROUNDINGS)
+
+    def measure(batch: int, tokens: int) -> Measured:
+        prompts = workload.prompt(batch * tokens).view(batch, tokens)
+        more = 0 if run.quick else min(TOKENS_IN_ALL // prompts.numel(), MOST_TURNS)
+        turns = max(run.given.turns, more)
+
+        def check(name: str, expected: Tensor, seen: Tensor) -> None:
+            if name in EXACT:
+                where = {"model": workload.name, "cache": name, "tokens": tokens, "batch": batch, "trial": 0}
+                disagreements.compare_step(where, expected, seen)
+
+        tick = run.ticking(f"prefill of {batch} x {tokens}", turns + 1)
+        return measure_prefill(workload.model, prompts, {**EXACT, **QUANTIZED}, turns, check, tick)
+
+    return by_case(run, "prefill", measure)
 
 
 def measure_generate(shape: Shape, new_tokens: int, turns: int) -> dict[str, Any]:
@@ -114,7 +145,7 @@ def measure_generate(shape: Shape, new_tokens: int, turns: int) -> dict[str, Any
         found = model.generate(ids, max_new_tokens=new_tokens, do_sample=False)
         return (time.perf_counter() - begin) / new_tokens, found
 
-    def run(name: str) -> tuple[float, Tensor]:
+    def call(name: str) -> tuple[float, Tensor]:
         if name == "transformers":
             return generated()
         # Entering and leaving is no part of a call.
@@ -124,7 +155,7 @@ def measure_generate(shape: Shape, new_tokens: int, turns: int) -> dict[str, Any
     same = True
     with quiet_clock():
         for turn in range(turns + 1):
-            found = order.take_timed(run, turn > 0)
+            found = order.take_timed(call, turn > 0)
             same = same and torch.equal(found["transformers"], found["installed"])
     return {
         "seconds_per_token": {name: order.median(name) for name in order.seconds},
@@ -133,92 +164,23 @@ def measure_generate(shape: Shape, new_tokens: int, turns: int) -> dict[str, Any
     }
 
 
-class Sections:
-    """The sections of a run, and their bounds."""
-
-    def __init__(self, run: report.Session) -> None:
-        self.run, self.given = run, run.given
-        self.random = RandomModel(QUICK_SHAPE if run.given.quick else Shape())
-        dtype = getattr(torch, run.given.dtype)
-        self.disagreements = Disagreements(roundings_of=lambda name: ROUNDINGS), Disagreements(dtype)
-
-    def _by_case(self, section: str, measure: Callable[[tuple[int, int]], Comparison]) -> dict[str, Any]:
-        return {
-            "{}x{}".format(*case): measure(case).ratios() for case in report.cases(self.given.cases or CASES[section])
-        }
-
-    def steps(self) -> dict[str, Any]:
-
-        def measure(case: tuple[int, int]) -> Comparison:
-            makers = {REFERENCE: CONTENDERS[REFERENCE], KVLAYERS: EXACT[KVLAYERS], **QUANTIZED}
-            comparison = Comparison(self.random, makers, [KVLAYERS], case, self.disagreements[0])
-            comparison.decode(self.given.steps or 48)
-            return comparison
-
-        found = self._by_case("steps", measure)
-        for case, measured in found.items():
-            for name in QUANTIZED:
-                self.run.target(f"step at {case}, {name}", measured[name]["ratio"], at_most=STEP)
-        return found
-
-    def batches(self) -> dict[str, Any]:
-        given, dtype = self.given, getattr(torch, self.given.dtype)
-        if given.quick:
-            workload: Workload | None = RandomModel(QUICK_SHAPE, dtype=dtype)
-        else:
-            workload = real_workload(given.model, given.text, self.run.console.print, dtype)
-        if workload is None:
-            return {}
-
-        def measure(case: tuple[int, int]) -> Comparison:
-            comparison = measure_batch(workload, case, given.steps or 32, given.trials, self.disagreements[1])
-            for cases, baselines, name, least in BATCHES:
-                for baseline in baselines if "{}x{}".format(*case) in cases else ():
-                    what = "{} x {}: step of {} over that of {}".format(*case, baseline, name)
-                    self.run.target(what, comparison.turns.ratio(baseline, name), at_least=least)
-            return comparison
-
-        return self._by_case("batches", measure)
-
-    def prefill(self) -> dict[str, Any]:
-
-        def measure(case: tuple[int, int]) -> Comparison:
-            makers = {REFERENCE: CONTENDERS[REFERENCE], **EXACT, **QUANTIZED}
-            comparison = Comparison(self.random, makers, list(EXACT), case, self.disagreements[0])
-            more = 0 if self.given.quick else min(TOKENS_IN_ALL // comparison.prompts.numel(), MOST_TURNS)
-            comparison.prefill(max(self.given.turns, more))
-            return comparison
-
-        found = self._by_case("prefill", measure)
-        for case, measured in found.items():
-            for name, entry in measured.items():
-                if name != REFERENCE:
-                    most = EXACT_PREFILL if name in EXACT else PACKED_PREFILL
-                    self.run.target(f"prefill of {case}, {name}", entry["ratio"], at_most=most)
-        return found
-
-    def generate(self) -> dict[str, Any]:
-        models = list(GENERATE_MODELS)[-1:] if self.given.quick else GENERATE_MODELS
-        found = {
-            name: measure_generate(GENERATE_MODELS[name], self.given.new_tokens, self.given.turns) for name in models
-        }
-        for name, measured in found.items():
-            what = f"time per token of generate() under install(), {name}"
-            self.run.target(what, measured["ratio"], at_most=GENERATE)
-        return found
+def generate(run: report.Session) -> dict[str, Any]:
+    models: Mapping[str, Shape] = dict(list(GENERATE_MODELS.items())[-1 if run.quick else 0 :])
+    found = {name: measure_generate(shape, run.given.new_tokens, run.given.turns) for name, shape in models.items()}
+    columns: dict[str, report.Cell] = {
+        f"{name}, ms": lambda entry, name=name: f"{entry['seconds_per_token'][name] * report.MILLI:.3f}"
+        for name in ("transformers", "installed")
+    }
+    run.table("A token of generate()", "model", {"": found}, {**columns, "ratio": report.shown("ratio", ".3f")})
+    for name, measured in found.items():
+        run.expect(measured["same_tokens"], f"{name}: other tokens under install()")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = options().parse(arguments)
     transformers.utils.logging.set_verbosity_error()
-    with report.session(given) as run:
-        sections = Sections(run)
-        results = {name: getattr(sections, name)() if name in given.only else {} for name in (*CASES, "generate")}
-    columns = {"ms": report.ms("median"), "ratio": report.shown("ratio", ".3f")}
-    for name in filter(results.get, CASES):
-        run.table(name, "batch x tokens, cache", results[name], columns)
-    failed = run.finish(results, *sections.disagreements)
-    return failed or int(not all(measured["same_tokens"] for measured in results["generate"].values()))
+    sections = {"steps": steps, "batches": batches, "prefill": prefill, "generate": generate}
+    return report.run(options().parse(arguments), sections)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,9 @@ except ImportError:
     sys.exit("plots.py: expected matplotlib, but it is not installed: pip install matplotlib.")
 
 import claimed
+from pages import DOCS, RECORDED
 
-ROOT = pathlib.Path(__file__).parents[1]
-RECORDED = ROOT / "benchmarks" / "recorded"
-PLOTS = ROOT / "docs" / "plots"
+PLOTS = DOCS / "plots"
 
 STYLES: dict[str, dict[str, Any]] = {
     "transformers.DynamicCache": {"color": "#b4464b", "marker": "o"},
@@ -53,57 +52,20 @@ def provenance(found: Mapping[str, Any]) -> str:
     return f"{machine}, {memory}, {found['date'][:10]}\n{names}, Python {versions['python']}"
 
 
-def figure(found: Mapping[str, Any], title: str, across: str, up: str) -> Axes:
-    drawn = Figure(figsize=(7, 4.6), layout="constrained")
-    axes = drawn.subplots()
+Line = tuple[str, list[float], list[float], dict[str, Any]]
+"""A label, places, heights, and the style."""
+
+
+def lines_plot(found: Mapping[str, Any], title: str, across: str, up: str, lines: list[Line]) -> Axes:
+    axes = Figure(figsize=(7, 4.6), layout="constrained").subplots()
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel(f"{across}\n\n{provenance(found)}", fontsize=8)
     axes.set_ylabel(up, fontsize=9)
     axes.grid(alpha=0.3)
-    return axes
-
-
-def draw(axes: Axes, name: str, points: Mapping[int, tuple[float, float, float]]) -> None:
-    """Draw a line: medians by tokens, with the smallest and the largest median of the trials as bars."""
-    tokens = sorted(points)
-    medians = [points[at][0] for at in tokens]
-    below = [points[at][0] - points[at][1] for at in tokens]
-    above = [points[at][2] - points[at][0] for at in tokens]
-    axes.errorbar(tokens, medians, yerr=(below, above), label=name, capsize=2, markersize=4, **STYLES[name])
-
-
-def by_contender(measured: Mapping[str, Any], scale: float) -> dict[str, dict[int, tuple[float, float, float]]]:
-    """Turn contenders by length into lengths by contender, in units of `1 / scale` seconds."""
-    lines: dict[str, dict[int, tuple[float, float, float]]] = {}
-    for length, contenders in measured.items():
-        if length == "model":
-            continue
-        for name, entry in contenders.items():
-            low, high = entry["median_range"]
-            lines.setdefault(name, {})[int(length)] = (entry["median"] * scale, low * scale, high * scale)
-    return {name: lines[name] for name in STYLES if name in lines}
-
-
-def lines_plot(found: Mapping[str, Any], measured: Mapping[str, Any], title: str, up: str, scale: float) -> Axes:
-    """A line for each contender by tokens held, in units of `1 / scale` seconds."""
-    axes = figure(found, title, "tokens held", up)
-    lines = by_contender(measured, scale)
-    for name, points in lines.items():
-        draw(axes, name, points)
-    axes.set_xscale("log", base=2)
-    # A tick for each measured length and no other.
-    lengths = sorted({length for points in lines.values() for length in points})
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    return axes
-
-
-def step_plot(found: Mapping[str, Any]) -> Axes | None:
-    measured = found["results"].get("decode", {}).get("random")
-    if not measured:
-        return None
-    title = f"A decode step, {measured['model']}, bfloat16, batch 1"
-    axes = lines_plot(found, measured, title, "ms a step (median; least and greatest of the trials)", 1e3)
-    axes.set_ylim(bottom=0)
+    for label, places, heights, style in lines:
+        # Bars, if there are any, are the smallest and the largest median of the trials.
+        axes.errorbar(places, heights, label=label, **{"capsize": 2, "markersize": 4, **style})
+    axes.legend(fontsize=8)
     return axes
 
 
@@ -111,8 +73,20 @@ def update_plot(found: Mapping[str, Any]) -> Axes | None:
     measured = found["results"].get("update")
     if not measured:
         return None
+    lengths, lines = sorted(measured, key=int), list[Line]()
+    for name in (name for name in STYLES if name in measured[lengths[0]]):
+        entries = [measured[length][name] for length in lengths]
+        medians = [entry["median"] * 1e6 for entry in entries]
+        spreads = [
+            [abs(entry["median_range"][end] * 1e6 - median) for entry, median in zip(entries, medians, strict=True)]
+            for end in (0, 1)
+        ]
+        lines.append((name, list(map(int, lengths)), medians, {"yerr": spreads, **STYLES[name]}))
     title = "An update of one layer by one token"
-    axes = lines_plot(found, measured, title, "µs (median; both axes logarithmic)", 1e6)
+    axes = lines_plot(found, title, "tokens held", "µs (median; both axes logarithmic)", lines)
+    axes.set_xscale("log", base=2)
+    # A tick for each measured length and no other.
+    axes.set_xticks(list(map(int, lengths)), [f"{int(length):,}" for length in lengths])
     axes.set_yscale("log")
     return axes
 
@@ -121,12 +95,12 @@ def window_plot(found: Mapping[str, Any]) -> Axes | None:
     measured = found["results"].get("sliding")
     if not measured:
         return None
-    window = found["arguments"]["window"]
-    axes = figure(found, f"A decode step with a window of {window} tokens", "tokens seen", "ms a step (median)")
-    for name in STYLES:
-        if name in measured:
-            medians = {int(at): seconds * 1e3 for at, seconds in measured[name]["medians"].items()}
-            axes.plot(list(medians), list(medians.values()), label=name, markersize=4, **STYLES[name])
+    lines = list[Line]()
+    for name in (name for name in STYLES if name in measured):
+        medians = measured[name]["medians"]
+        lines.append((name, list(map(int, medians)), [each * 1e3 for each in medians.values()], STYLES[name]))
+    title = f"A decode step with a window of {found['arguments']['window']} tokens"
+    axes = lines_plot(found, title, "tokens seen", "ms a step (median)", lines)
     axes.set_ylim(bottom=0)
     return axes
 
@@ -135,14 +109,16 @@ def chat_plot(found: Mapping[str, Any]) -> Axes | None:
     turns = found["results"].get("chat")
     if not turns:
         return None
-    model = pathlib.Path(found["arguments"]["model"]).name
-    axes = figure(found, f"Turns of a chat, {model}, float32", "tokens of the turn's prompt", "s a turn")
     tokens = [turn["tokens"] for turn in turns]
-    for key, label, style in (
-        ("transformers", "transformers", STYLES["transformers.DynamicCache"]),
-        ("seconds", "kvlayers, PrefixStore", STYLES["kvlayers.DynamicCache"]),
-    ):
-        axes.plot(tokens, [turn[key] for turn in turns], label=label, markersize=4, **style)
+    lines: list[Line] = [
+        (label, tokens, [turn[key] for turn in turns], STYLES[style])
+        for key, label, style in (
+            ("transformers", "transformers", "transformers.DynamicCache"),
+            ("seconds", "kvlayers, PrefixStore", "kvlayers.DynamicCache"),
+        )
+    ]
+    title = f"Turns of a chat, {pathlib.Path(found['arguments']['model']).name}, float32"
+    axes = lines_plot(found, title, "tokens of the turn's prompt", "s a turn", lines)
     axes.set_ylim(bottom=0)
     return axes
 
@@ -151,21 +127,20 @@ def calibration_plot(found: Mapping[str, Any]) -> Axes | None:
     measured = found["results"].get("calibration")
     if not measured:
         return None
-    model, budgets = pathlib.Path(found["arguments"]["model"]).name, measured["budgets"]
-    axes = figure(found, f"Calibrated bits, {model}", "bytes a token", "KL divergence, nats (logarithmic)")
-    places = [float(budget) for budget in budgets]
-    uniform = [
-        (place, name, kl)
-        for place, each in zip(places, budgets.values(), strict=True)
-        for name, kl in each["uniform"].items()
+    budgets = {float(budget): each for budget, each in measured["budgets"].items()}
+    uniform = [(place, name, kl) for place, each in budgets.items() for name, kl in each["uniform"].items()]
+    alike = {**STYLES["transformers.DynamicCache"], "linestyle": "", "markersize": 5}
+    places, heights = [place for place, _, _ in uniform], [kl for _, _, kl in uniform]
+    taken, left = ([each[key] for each in budgets.values()] for key in ("bytes_per_token", "divergence"))
+    lines: list[Line] = [
+        ("the same bits in every layer", places, heights, alike),
+        ("calibrated", taken, left, {**STYLES["kvlayers.DynamicCache"], "markersize": 5}),
     ]
-    alike = {**STYLES["transformers.DynamicCache"], "linestyle": "", "label": "the same bits in every layer"}
-    axes.plot([place for place, _, _ in uniform], [kl for _, _, kl in uniform], markersize=5, **alike)
+    title = f"Calibrated bits, {pathlib.Path(found['arguments']['model']).name}"
+    axes = lines_plot(found, title, "bytes a token", "KL divergence, nats (logarithmic)", lines)
     for place, name, kl in uniform:
         axes.annotate(name, (place, kl), xytext=(6, 0), textcoords="offset points", fontsize=8, va="center")
-    calibrated = [(each["bytes_per_token"], each["divergence"]) for each in budgets.values()]
-    axes.plot(*zip(*calibrated, strict=True), label="calibrated", markersize=5, **STYLES["kvlayers.DynamicCache"])
-    axes.set_xticks(places, [f"{place:,.0f}" for place in places])
+    axes.set_xticks(list(budgets), [f"{place:,.0f}" for place in budgets])
     axes.set_yscale("log")
     axes.margins(x=0.1)
     return axes
@@ -175,14 +150,15 @@ def position_plot(found: Mapping[str, Any]) -> Axes | None:
     measured = found["results"].get("fidelity")
     if not measured:
         return None
-    passages, model = measured["passages"], measured["model"]
-    title = f"Divergence by position, {model}, {passages} passages, {measured['chunk']} tokens at once"
-    axes = figure(found, title, "position in the passage, tokens", "KL divergence, nats (logarithmic)")
+    lines = list[Line]()
     for setting in measured["settings"]:
         points = {(each["start"] + each["stop"] - 1) / 2: each["kl"] for each in setting["by_position"]}
         shown = {position: kl for position, kl in points.items() if kl >= LEAST_KL}
         if shown:
-            axes.plot(list(shown), list(shown.values()), label=setting["name"], marker="o", markersize=4)
+            lines.append((setting["name"], list(shown), list(shown.values()), {"marker": "o"}))
+    of = f"{measured['model']}, {measured['passages']} passages, {measured['chunk']} tokens at once"
+    up = "KL divergence, nats (logarithmic)"
+    axes = lines_plot(found, f"Divergence by position, {of}", "position in the passage, tokens", up, lines)
     axes.set_yscale("log")
     # Beside the axes, since there are many lines.
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
@@ -265,7 +241,6 @@ def draw_picture(found: Mapping[str, Any], path: pathlib.Path) -> None:
 
 
 DRAWN: dict[str, Callable[[Mapping[str, Any]], Axes | None]] = {
-    "step": step_plot,
     "update": update_plot,
     "window": window_plot,
     "chat": chat_plot,
@@ -280,8 +255,6 @@ def plots_of(results: pathlib.Path, output: pathlib.Path) -> list[pathlib.Path]:
     for name, plot in DRAWN.items():
         axes = plot(found)
         if axes is not None:
-            if axes.get_legend() is None:
-                axes.legend(fontsize=8)
             path = output / f"{results.stem}-{name}.png"
             # Without matplotlib's version in it, equal plots are equal files.
             axes.get_figure().savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None})

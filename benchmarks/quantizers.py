@@ -27,36 +27,35 @@ from lib import report
 from lib.internals import CacheMaker
 from lib.quantized import FULL, RANDOM, REFERENCE, Contender, load, own, upstream
 from lib.report import shown
-from lib.timing import Tick
-from lib.turns import Turns
+from lib.timing import Tick, Turns
 
 OUTLIER = 30.0
 
 MAKERS: dict[Contender, CacheMaker] = {
     Contender("kvlayers", "native", 8): own("native", nbits=8),
     Contender("kvlayers", "fp8", 8): own("fp8"),
-    Contender("transformers", "fp8", 8): upstream("fp8", 8),
+    **upstream("fp8", 8),
     Contender("kvlayers", "native", 4): own("native", nbits=4),
     Contender("kvlayers", "kivi", 4): own("kivi", nbits=4, q_group_size=64),
     Contender("kvlayers", "turboquant", 4): own("turboquant", nbits=4),
     Contender("kvlayers", "nf4", 4): own("nf4", q_group_size=32),
     Contender("kvlayers", "quanto", 4): own("quanto", nbits=4),
     Contender("kvlayers", "hqq", 4): own("hqq", nbits=4),
-    Contender("transformers", "quanto", 4): upstream("quanto", 4),
-    Contender("transformers", "hqq", 4): upstream("hqq", 4),
+    **upstream("quanto", 4),
+    **upstream("hqq", 4),
     Contender("kvlayers", "native", 2): own("native", nbits=2),
     Contender("kvlayers", "kivi", 2): own("kivi", nbits=2, q_group_size=64),
     Contender("kvlayers", "turboquant", 2): own("turboquant", nbits=2),
     Contender("kvlayers", "quanto", 2): own("quanto", nbits=2),
     Contender("kvlayers", "hqq", 2): own("hqq", nbits=2),
-    Contender("transformers", "quanto", 2): upstream("quanto", 2),
-    Contender("transformers", "hqq", 2): upstream("hqq", 2),
+    **upstream("quanto", 2),
+    **upstream("hqq", 2),
 }
 
 
 def options() -> report.Options:
     made = report.Options("quantizers", __doc__, quick="a small random model and a short text")
-    made.real_model("directory or hub name (the demo model)", RANDOM, is_needed=True)
+    made.real_model(RANDOM, is_needed=True)
     made.sized("--context", 1024, 448, "tokens read before scoring begins, and behind a step")
     made.sized("--scored", 512, 64, "tokens that are scored")
     made.sized("--steps", 15, 2, "timed steps with each cache")
@@ -109,14 +108,9 @@ def measure(run: report.Session, makers: dict[Contender, CacheMaker]) -> list[di
         }
         for key in working
     ]
-    return rows + [{**key._asdict(), "failure": failure} for key, failure in failures.items()]
-
-
-def main(arguments: Sequence[str] | None = None, makers: dict[Contender, CacheMaker] | None = None) -> int:
-    given = options().parse(arguments)
-    transformers.utils.logging.set_verbosity_error()
-    with report.session(given) as run:
-        rows = measure(run, MAKERS if makers is None else makers)
+    rows += [{**key._asdict(), "failure": failure} for key, failure in failures.items()]
+    for key, failure in failures.items():
+        run.expect(key.library != "kvlayers", f"{key.name} failed: {failure}")
     columns = {
         "bytes a token": shown("bytes", ",.0f"),
         "KL": shown("kl", ".2g"),
@@ -125,8 +119,12 @@ def main(arguments: Sequence[str] | None = None, makers: dict[Contender, CacheMa
     columns |= {"KL, outliers": shown("kl_outliers", ".2g"), "step": shown("step_ratio"), "": shown("failure", "")}
     of_names = {Contender(row["library"], row["backend"], row["bits"]).name: row for row in rows}
     run.table("quantizers at about equal bytes", "cache", {"": of_names}, columns)
-    run.finish({"quantizers": rows})
-    return 1 if any("failure" in row and row["library"] == "kvlayers" for row in rows) else 0
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None, makers: dict[Contender, CacheMaker] = MAKERS) -> int:
+    transformers.utils.logging.set_verbosity_error()
+    return report.run(options().parse(arguments), {"quantizers": lambda run: measure(run, makers)})
 
 
 if __name__ == "__main__":

@@ -4,27 +4,30 @@
     python benchmarks/record.py FILE benchmarks/recorded/fidelity-....json    # what kvlayers fidelity --json printed
     python benchmarks/record.py results/first.json benchmarks/recorded/gpu-first-....json    # a stage of gpu.py
 
-Medians, ranges, versions and hardware are kept; the times of single steps are dropped. Of a stage of `gpu.py`, the
-output of tests and all details but the middle half of times are dropped too.
+Medians, ranges, versions and hardware are kept; the times of single steps are dropped, and of a stage of `gpu.py` the
+output of tests and other details.
 """
 
 import argparse
 import json
 import pathlib
-import statistics
 from typing import Any
 
-LONGEST_REASON = 160
-"""Characters that are kept of what a stage of `gpu.py` says to be wrong or missing: the rest is advice of CUDA's."""
+LONGEST_TEXT = 160
+"""Characters that are kept of a text: the rest of what CUDA says, if something is wrong, is advice."""
 
 
 def without_single_times(found: Any) -> Any:
-    """Results without the trials of their medians, which are lists of lists of seconds."""
+    """Results without the trials of their medians, which are lists of lists of seconds, and without details."""
+    if isinstance(found, str):
+        return found[:LONGEST_TEXT]
     if isinstance(found, list):
         return [without_single_times(each) for each in found]
     if not isinstance(found, dict):
         return found
-    kept = {name: without_single_times(each) for name, each in found.items() if not _is_trials(each)}
+    kept = {
+        name: without_single_times(each) for name, each in found.items() if name != "details" and not _is_trials(each)
+    }
     return {name: each for name, each in kept.items() if each != {} or found[name] == {}}
 
 
@@ -33,53 +36,11 @@ def _is_trials(found: Any) -> bool:
 
 
 def in_results(found: dict[str, Any]) -> dict[str, Any]:
-    """Results of a benchmark as they are; others in the form of such results.
-
-    Others are what `kvlayers fidelity --json` printed, and what a stage of `gpu.py` wrote.
-    """
+    """Results of a benchmark as they are; what `kvlayers fidelity --json` printed in the form of such results."""
     if "results" in found:
         return found
-    if "steps" in found:
-        hardware = {"gpu": found["device"], "gpu_memory_bytes": found["total_memory"], "cuda": found["cuda"]}
-        steps = {step["name"]: _of_gpu_step(step) for step in found["steps"]}
-        return {name: found[name] for name in ("date", "versions")} | {"hardware": hardware, "results": {"gpu": steps}}
     of_run = {name: found[name] for name in ("date", "hardware", "versions")}
-    measured = {name: value for name, value in found.items() if name not in of_run}
-    return {**of_run, "results": {"fidelity": measured}}
-
-
-def _of_gpu_step(step: dict[str, Any]) -> dict[str, Any]:
-    """A step of `gpu.py`: its figures by unit, name and column. Those that follow from the others are dropped."""
-    figures: dict[str, Any] = {}
-    for figure in step["figures"]:
-        unit, what, column = figure["unit"], figure["what"], figure.get("column", "")
-        value = float(f"{figure['value']:.4g}")
-        if unit.startswith("x ") or what.startswith(" "):
-            continue
-        if column:
-            figures.setdefault(unit, {}).setdefault(what, {})[column] = value
-        else:
-            figures.setdefault(unit, {})[what] = value
-    middle = {
-        column: {name: _middle_half(times) for name, times in found["ms"].items()}
-        for column, found in step["details"].items()
-        if isinstance(found, dict) and isinstance(found.get("ms"), dict)
-    }
-    kept = {
-        "status": step["status"],
-        "seconds": round(step["seconds"], 1),
-        "figures": figures,
-        "middle half, ms": middle,
-        "wrong": [line[:LONGEST_REASON] for line in step["wrong"]],
-        "missing": {name: reason[:LONGEST_REASON] for name, reason in step.get("missing", {}).items()},
-        "cut": step.get("cut", []),
-    }
-    return {name: value for name, value in kept.items() if value}
-
-
-def _middle_half(times: list[float]) -> dict[str, float]:
-    low, _, high = statistics.quantiles(times, n=4)
-    return {"from": round(low, 2), "to": round(high, 2)}
+    return {**of_run, "results": {"fidelity": {name: each for name, each in found.items() if name not in of_run}}}
 
 
 def main() -> None:

@@ -5,62 +5,60 @@ import pathlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 
 import kvlayers
+from lib.contenders import fill
+from lib.workload import Shape
 
-LAYERS, KV_HEADS, HEAD_DIM, TOKENS, TRIALS = 30, 3, 64, 4096, 7
-
-
-def median(call: Callable[[], Any]) -> str:
-    seconds = []
-    for _ in range(TRIALS):
-        begin = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - begin)
-    low, middle, high = (1e3 * pick(seconds) for pick in (min, statistics.median, max))
-    return f"{middle:.0f} ms ({low:.0f}-{high:.0f})"
+TOKENS, TRIALS = 4096, 7
 
 
-def to_disk(path: pathlib.Path) -> None:
+def filled(cache: Any, shape: Shape) -> Any:
+    fill(cache, shape.states(TOKENS, torch.bfloat16), TOKENS)
+    return cache
+
+
+def save_and_sync(cache: Any, path: pathlib.Path) -> None:
+    torch.save(cache, path)
     with open(path, "r+b") as file:
         os.fsync(file.fileno())
 
 
-def filled(cache: Any, layers: int, heads: int) -> Any:
-    generator = torch.Generator().manual_seed(0)
-    for index in range(layers):
-        form = (1, heads, TOKENS, HEAD_DIM)
-        keys, values = (torch.randn(form, generator=generator).bfloat16() for _ in range(2))
-        cache.update(keys, values, index)
-    return cache
-
-
 def main() -> None:
     torch.set_num_threads(1)
+    shape = Shape(layers=30, heads=9, kv_heads=3)
+    upstream = filled(transformers.DynamicCache(), shape)
+    cache, quantized = filled(kvlayers.DynamicCache(), shape), filled(kvlayers.QuantizedCache(nbits=4), shape)
     with tempfile.TemporaryDirectory() as directory:
-        torch_file, kvlayers_file, packed = (pathlib.Path(directory) / name for name in ("torch", "kvlayers", "packed"))
-        upstream = filled(transformers.DynamicCache(), LAYERS, KV_HEADS)
-        cache = filled(kvlayers.DynamicCache(), LAYERS, KV_HEADS)
-        quantized = filled(kvlayers.QuantizedCache(nbits=4), LAYERS, KV_HEADS)
-        print("torch.save and fsync", median(lambda: (torch.save(upstream, torch_file), to_disk(torch_file))))
-        print("save_cache", median(lambda: kvlayers.save_cache(cache, kvlayers_file)))
-        print("torch.load", median(lambda: torch.load(torch_file, weights_only=False)))
-        print("load_cache", median(lambda: kvlayers.load_cache(kvlayers_file)))
-        print("load_cache(verify=False)", median(lambda: kvlayers.load_cache(kvlayers_file, verify=False)))
-        print("load_cache(length=512)", median(lambda: kvlayers.load_cache(kvlayers_file, length=512)))
-        print("inspect_cache", median(lambda: kvlayers.inspect_cache(kvlayers_file)))
-        print("save_cache, 4 bits", median(lambda: kvlayers.save_cache(quantized, packed)))
-        print("load_cache, 4 bits", median(lambda: kvlayers.load_cache(packed)))
-        print("bytes", torch_file.stat().st_size, kvlayers_file.stat().st_size, packed.stat().st_size)
-        config = transformers.MistralConfig(num_hidden_layers=1, sliding_window=16)
-        torch.save(filled(transformers.DynamicCache(config=config), 1, 2), torch_file)
-        kvlayers.save_cache(filled(kvlayers.DynamicCache(config=config), 1, 2), kvlayers_file)
-        print("bytes of a window of 16", torch_file.stat().st_size, kvlayers_file.stat().st_size)
+        upstream_file, own_file, packed_file = (
+            pathlib.Path(directory) / name for name in ("torch", "kvlayers", "packed")
+        )
+        for name, call in {
+            "torch.save and fsync": lambda: save_and_sync(upstream, upstream_file),
+            "save_cache": lambda: kvlayers.save_cache(cache, own_file),
+            "torch.load": lambda: torch.load(upstream_file, weights_only=False),
+            "load_cache": lambda: kvlayers.load_cache(own_file),
+            "load_cache(verify=False)": lambda: kvlayers.load_cache(own_file, verify=False),
+            "load_cache(length=512)": lambda: kvlayers.load_cache(own_file, length=512),
+            "inspect_cache": lambda: kvlayers.inspect_cache(own_file),
+            "save_cache, 4 bits": lambda: kvlayers.save_cache(quantized, packed_file),
+            "load_cache, 4 bits": lambda: kvlayers.load_cache(packed_file),
+        }.items():
+            seconds = []
+            for _ in range(TRIALS):
+                begin = time.perf_counter()
+                call()
+                seconds.append(1e3 * (time.perf_counter() - begin))
+            print(f"{name} {statistics.median(seconds):.0f} ms ({min(seconds):.0f}-{max(seconds):.0f})")
+        print("bytes", *(path.stat().st_size for path in (upstream_file, own_file, packed_file)))
+        config, layer = transformers.MistralConfig(num_hidden_layers=1, sliding_window=16), Shape(1, kv_heads=2)
+        torch.save(filled(transformers.DynamicCache(config=config), layer), upstream_file)
+        kvlayers.save_cache(filled(kvlayers.DynamicCache(config=config), layer), own_file)
+        print("bytes of a window of 16", upstream_file.stat().st_size, own_file.stat().st_size)
 
 
 if __name__ == "__main__":

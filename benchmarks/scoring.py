@@ -14,6 +14,7 @@ contexts, a run of `questions` is the whole section. The figures are medians ove
 The exit code is 1 if scores differ by more than 1e-4.
 """
 
+import functools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -27,14 +28,11 @@ from kvlayers.evaluation.engine import score_tokens
 from kvlayers.evaluation.requests import ScoringRequest
 from lib import report
 from lib.internals import default_text, passages, quiet_clock
-from lib.timing import Tick
-from lib.turns import Turns
-from lib.workload import QUICK_SHAPE, RandomModel, Workload, real_workload
+from lib.timing import Turns
 
 TRANSFORMERS, KVLAYERS = "transformers, each pair alone", "kvlayers"
 SECTIONS = ("choices", "questions")
 MOST_APART = 1e-4
-TARGETS = {"choices": 3.0, "questions": 5.0}
 
 Run = list[ScoringRequest]
 
@@ -54,7 +52,7 @@ def options() -> report.Options:
     return made
 
 
-def pieces(workload: Workload, given: Any, count: int, tokens: int) -> list[tuple[int, ...]]:
+def pieces(workload: Any, given: Any, count: int, tokens: int) -> list[tuple[int, ...]]:
     """Token ids of `count` pieces of the text."""
     if given.quick:
         found = list(workload.prompt(count * tokens).split(tokens, dim=1))
@@ -64,7 +62,7 @@ def pieces(workload: Workload, given: Any, count: int, tokens: int) -> list[tupl
     return [tuple(ids[0].tolist()) for ids in found]
 
 
-def choices(workload: Workload, given: Any) -> list[Run]:
+def choices(workload: Any, given: Any) -> list[Run]:
     lengths = [8 + number % 4 for number in range(given.choices)]
     texts = pieces(workload, given, given.contexts, given.context + sum(lengths))
     runs: list[Run] = [[] for _ in range(min(given.runs, given.contexts))]
@@ -76,7 +74,7 @@ def choices(workload: Workload, given: Any) -> list[Run]:
     return runs
 
 
-def questions(workload: Workload, given: Any) -> list[Run]:
+def questions(workload: Any, given: Any) -> list[Run]:
     """Questions of 16 to 25 tokens behind one document, each with an answer of 8 tokens, as often as asked."""
     [text] = pieces(workload, given, 1, given.document + 33 * given.questions)
     found = []
@@ -106,56 +104,37 @@ def together(model: Any, requests: Run, batch_size: int) -> list[float]:
 WAYS: dict[str, Callable[[Any, Run, int], list[float]]] = {TRANSFORMERS: alone, KVLAYERS: together}
 
 
-def measure(model: Any, runs: Sequence[Run], batch_size: int, tick: Tick) -> dict[str, Any]:
-    """Seconds of each run and way, medians, items per second, and the two scores that are furthest apart."""
-    turns = Turns(WAYS)
-    worst = {"apart": -1.0}
-    for number, run in enumerate(runs):
+def measure(run: report.Session, name: str, runs_of: Callable[[Any, Any], list[Run]]) -> dict[str, Any]:
+    """Seconds of each run and way, items per second, and how far scores are apart."""
+    workload = run.random(dtype=torch.float32) if run.quick else run.real(torch.float32)
+    if workload is None:
+        raise SystemExit(report.NO_MODEL)
+    runs, turns, apart = runs_of(workload, run.given), Turns(WAYS), 0.0
+    tick = run.ticking(name, len(runs))
+    for requests in runs:
         with quiet_clock():
-            scores = turns.take(lambda name, run=run: WAYS[name](model, run, batch_size))
+            scores = turns.take(lambda way, requests=requests: WAYS[way](workload.model, requests, run.given.batch))
         tick()
-        for request, (one, other) in enumerate(zip(scores[TRANSFORMERS], scores[KVLAYERS], strict=True)):
-            if (apart := abs(one - other)) > worst["apart"]:
-                worst = {"apart": apart, "run": number, "request": request, TRANSFORMERS: one, KVLAYERS: other}
+        apart = max(apart, *(abs(one - other) for one, other in zip(*scores.values(), strict=True)))
     ratios = [one / other for one, other in zip(turns.seconds[TRANSFORMERS], turns.seconds[KVLAYERS], strict=True)]
-    return {
-        "requests": sum(map(len, runs)),
-        "seconds": turns.seconds,
-        "items_per_second": {
-            name: statistics.median(len(run) / each for run, each in zip(runs, turns.seconds[name], strict=True))
-            for name in WAYS
-        },
-        "times_as_fast": turns.ratio(TRANSFORMERS, KVLAYERS),
-        "times_as_fast_spread": [min(ratios), max(ratios)],
-        "most_apart": worst["apart"],
-        "furthest_apart": worst,
+    rows = {
+        way: {"items": statistics.median(len(each) / took for each, took in zip(runs, turns.seconds[way], strict=True))}
+        for way in WAYS
     }
+    rows[KVLAYERS] |= {"times": statistics.median(ratios), "times_spread": [min(ratios), max(ratios)]}
+    requests = sum(map(len, runs))
+    times = report.span("times")
+    columns: dict[str, report.Cell] = {"items per second": report.shown("items")}
+    columns["times as fast"] = lambda row: times(row) if "times" in row else ""
+    run.table(f"{name}: {requests} continuations, at most {apart:.1e} apart", "", {"": rows}, columns)
+    run.expect(apart <= MOST_APART, f"{name}: scores are {apart:.1e} apart")
+    return {"requests": requests, "seconds": turns.seconds, "rows": rows, "most_apart": apart}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = options().parse(arguments)
-    results: dict[str, Any] = {}
-    is_near = True
-    with report.session(given) as run:
-        workload: Workload | None = (
-            RandomModel(QUICK_SHAPE, dtype=torch.float32)
-            if given.quick
-            else real_workload(given.model, given.text, run.console.print, torch.float32)
-        )
-        if workload is None:
-            return 1
-        for name, runs in {"choices": choices, "questions": questions}.items():
-            if name in given.only:
-                asked = runs(workload, given)
-                found = results[name] = measure(workload.model, asked, given.batch, run.ticking(name, len(asked)))
-                rows = {way: {"items": items} for way, items in found["items_per_second"].items()}
-                columns = {"items per second": report.shown("items")}
-                run.table(f"{name}: {found['requests']} continuations", "", {"": rows}, columns)
-                run.console.print(f"times as fast: {report.span('times_as_fast')(found)}")
-                run.target(f"{name}: times as fast", found["times_as_fast"], at_least=TARGETS[name])
-                is_near = run.target(f"{name}: scores apart", found["most_apart"], at_most=MOST_APART) and is_near
-    run.finish(results)
-    return int(not is_near)
+    sections = {"choices": choices, "questions": questions}
+    measures = {name: functools.partial(measure, name=name, runs_of=made) for name, made in sections.items()}
+    return report.run(options().parse(arguments), measures)
 
 
 if __name__ == "__main__":

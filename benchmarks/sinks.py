@@ -24,17 +24,17 @@ from torch import Tensor
 import kvlayers
 from lib import report
 from lib.internals import quiet_clock
-from lib.workload import QUICK_SHAPE, RandomModel, Workload, real_workload
 
 SINKS, WINDOW, RECOMPUTED = "kvlayers, sinks", "a window without sinks", "recomputed at every token"
 NUM_SINK_TOKENS = 4
+MOST_SHARE = 1.1
 ROWS_AT_ONCE = 16
 """The number of tokens whose windows are recomputed side by side."""
 
 
 def options() -> report.Options:
     made = report.Options("sinks", __doc__, quick="a small model and few tokens")
-    made.real_model("directory or hub name of a real model; 'none' for a random one", "none")
+    made.real_model()
     made.dtype("float32", ("bfloat16", "float32"))
     made.add("--window", type=int, action="append", help="tokens held; several times for several (64, 256)")
     made.sized("--windows", 20, 4, "windows of text that are read")
@@ -91,11 +91,23 @@ def stream_both(model: Any, ids: Tensor, window: int, ticking: Any) -> dict[str,
     }
 
 
-def measure(model: Any, ids: Tensor, window: int, stride: int, ticking: Any) -> dict[str, Any]:
-    tokens, found = ids.shape[1] - 1, stream_both(model, ids, window, ticking)
-    positions = range(tokens // 2, tokens, stride)
-    tick = ticking(f"{RECOMPUTED}, {window} tokens", -(-len(positions) // ROWS_AT_ONCE))
-    found[RECOMPUTED] = {"perplexity": recompute(model, ids, window, positions, tick)}
+def measure(run: report.Session) -> dict[int, Any]:
+    given, dtype, found = run.given, getattr(torch, run.given.dtype), dict[int, Any]()
+    workload = run.real(dtype) or run.random(dtype=dtype)
+    for window in given.window:
+        ids = workload.prompt(given.windows * window + 1)
+        tokens = ids.shape[1] - 1
+        entry = found[window] = stream_both(workload.model, ids, window, run.ticking)
+        positions = range(tokens // 2, tokens, given.stride)
+        tick = run.ticking(f"{RECOMPUTED}, {window} tokens", -(-len(positions) // ROWS_AT_ONCE))
+        entry[RECOMPUTED] = {"perplexity": recompute(workload.model, ids, window, positions, tick)}
+        share = entry[SINKS]["perplexity"] / entry[RECOMPUTED]["perplexity"]
+        run.expect(share <= MOST_SHARE, f"{window}: {share:.2f} of the perplexity with recomputation")
+    columns = {"perplexity of the second half": report.shown("perplexity", ".3f")}
+    for heading, part in {"ms a step, first window": 0, "middle": 0.5, "last": 1}.items():
+        columns[heading] = lambda figures, part=part: _step(figures.get("steps"), part)
+    columns["kB held"] = report.shown("held", ".0f", 1e-3)
+    run.table(f"{given.windows} windows of text, {workload.name}, {given.dtype}", "window", found, columns)
     return found
 
 
@@ -110,26 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.window = given.window or ([16] if given.quick else [64, 256])
     if min(given.window) <= NUM_SINK_TOKENS or given.windows < 2:
         made.parser.error(f"a window must be larger than {NUM_SINK_TOKENS} sinks, and there must be two of them")
-    dtype = getattr(torch, given.dtype)
-    measured, is_near = {}, True
-    with report.session(given) as run:
-        workload: Workload = real_workload(given.model, given.text, run.console.print, dtype) or RandomModel(
-            QUICK_SHAPE, dtype=dtype
-        )
-        for window in given.window:
-            ids = workload.prompt(given.windows * window + 1)
-            entry = measured[window] = measure(workload.model, ids, window, given.stride, run.ticking)
-            share = entry[SINKS]["perplexity"] / entry[RECOMPUTED]["perplexity"]
-            is_near = run.target(f"{window}: perplexity relative to recomputation", share, at_most=1.1) and is_near
-            first, *_, last = entry[SINKS]["steps"]
-            run.target(f"{window}: last window's step to the first's", last / first, at_most=1.1)
-    columns = {"perplexity of the second half": report.shown("perplexity", ".3f")}
-    for heading, part in {"ms a step, first window": 0, "middle": 0.5, "last": 1}.items():
-        columns[heading] = lambda figures, part=part: _step(figures.get("steps"), part)
-    columns["kB held"] = report.shown("held", ".0f", 1e-3)
-    run.table(f"{given.windows} windows of text, {workload.name}, {given.dtype}", "window", measured, columns)
-    run.finish({"model": workload.name, "windows": measured})
-    return int(not is_near)
+    return report.run(given, {"windows": measure})
 
 
 if __name__ == "__main__":

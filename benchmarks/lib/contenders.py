@@ -21,15 +21,10 @@ TRANSFORMERS_STATIC = "transformers.StaticCache"
 """transformers' preallocated cache. If no reservation is named, it reserves the exact final length."""
 
 NO_CACHE = "no cache"
-COMPILED = ", compiled"
 
 
 def compiled(name: str) -> str:
-    return name + COMPILED
-
-
-def is_compiled(name: str) -> bool:
-    return name.endswith(COMPILED)
+    return f"{name}, compiled"
 
 
 def roundings(name: str) -> int:
@@ -40,7 +35,7 @@ def roundings(name: str) -> int:
     operations instead of after each one, and without a cache all products have other shapes: with 8 layers in
     bfloat16, some logits then differ by four roundings.
     """
-    if is_compiled(name) or name == NO_CACHE:
+    if name.endswith(", compiled") or name == NO_CACHE:
         return 4
     return int(name != REFERENCE)
 
@@ -123,15 +118,14 @@ CONTENDERS: dict[str, Maker] = {
 }
 """The reference comes first: tokens and ratios are compared with it."""
 
-KVLAYERS_4_BITS = "kvlayers 4 bits"
-TRANSFORMERS_4_BITS = ("transformers quanto, 4 bits", "transformers hqq, 4 bits")
+KVLAYERS_4_BITS, QUANTO_4_BITS = "kvlayers 4 bits", "transformers quanto, 4 bits"
 
 QUANTIZED: dict[str, Maker] = {
     REFERENCE: CONTENDERS[REFERENCE],
     KVLAYERS: CONTENDERS[KVLAYERS],
     **{f"kvlayers {nbits} bits": packed(nbits) for nbits in (4, 2, 8)},
     "kvlayers fp8": packed(backend="fp8"),
-    **dict(zip(TRANSFORMERS_4_BITS, map(transformers_packed, AXES), strict=True)),
+    QUANTO_4_BITS: transformers_packed("quanto"),
 }
 """Quantized caches, and two caches in full precision."""
 

@@ -1,8 +1,8 @@
-"""Models with random weights on a device, the caches they decode with, and what they decode."""
+"""Models with random weights on a device, the caches they decode with, their logits and their times."""
 
 import functools
+import statistics
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -16,7 +16,6 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from lib import contenders
 from lib.contenders import Maker, fill
 from lib.gpu_stage import Findings, Setup
-from lib.gpu_timing import Memory, median
 from lib.internals import as_dense, interleaved, name_for, name_in_generate
 from lib.workload import Shape
 from packed_reference import relative_error
@@ -29,9 +28,7 @@ FILL_CHUNK = 8192
 
 REFERENCE = "transformers dynamic"
 WITHOUT_CUDNN = "transformers dynamic, no cuDNN"
-DYNAMIC, STATIC = "kvlayers dynamic", "kvlayers static"
-TRANSFORMERS_STATIC = "transformers static"
-INT4, INT8, FP8 = "kvlayers int4", "kvlayers int8", "kvlayers fp8"
+DYNAMIC, INT4, INT8, FP8 = "kvlayers dynamic", "kvlayers int4", "kvlayers int8", "kvlayers fp8"
 
 CACHES: dict[str, Maker] = {
     REFERENCE: contenders.CONTENDERS[contenders.REFERENCE],
@@ -40,15 +37,10 @@ CACHES: dict[str, Maker] = {
     INT4: contenders.packed(4),
     INT8: contenders.packed(8),
     FP8: contenders.packed(backend="fp8"),
-    STATIC: contenders.CONTENDERS[contenders.KVLAYERS_STATIC],
-    TRANSFORMERS_STATIC: contenders.CONTENDERS[contenders.TRANSFORMERS_STATIC],
+    "kvlayers static": contenders.CONTENDERS[contenders.KVLAYERS_STATIC],
+    "transformers static": contenders.CONTENDERS[contenders.TRANSFORMERS_STATIC],
 }
-"""The reference comes first: times are compared with its."""
-
-TRANSFORMERS_QUANTIZED: dict[str, Maker] = {
-    f"transformers {backend}": contenders.transformers_packed(backend) for backend in ("quanto", "hqq", "fp8")
-}
-"""Two of them need other packages, and the third a newer transformers."""
+"""The reference comes first: logits are compared with its."""
 
 ROUNDS = (INT4, INT8, FP8)
 """Caches of which the reference holds the states that they give back, not those that they were given."""
@@ -64,6 +56,11 @@ LEAST_ALLOWED = 4 * torch.finfo(torch.bfloat16).eps
 WARM = 3
 """Steps that are not timed."""
 
+CACHES_BYTES = 256 * 2**20
+"""Larger than a device's second-level cache: this many bytes are read before the same bytes are read again."""
+
+median = statistics.median
+
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
@@ -76,33 +73,14 @@ def without_cudnn() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-CONTEXTS: dict[str, Callable[[], AbstractContextManager[None]]] = {WITHOUT_CUDNN: without_cudnn}
-"""In what a contender decodes."""
+def context_of(name: str) -> AbstractContextManager[None]:
+    """In what a contender decodes."""
+    return without_cudnn() if name == WITHOUT_CUDNN else nullcontext()
 
 
-def usable(makers: Mapping[str, Maker], config: Any) -> tuple[dict[str, Maker], dict[str, str]]:
-    """The caches that can be made here, and why the others cannot."""
-    found: dict[str, Maker] = {}
-    missing: dict[str, str] = {}
-    for name, make in makers.items():
-        try:
-            make(config, 8)
-            found[name] = make
-        except (ImportError, TypeError, ValueError, AttributeError) as error:
-            missing[name] = str(error).strip().splitlines()[0]
-    return found, missing
-
-
-def llama(setup: Setup, shape: Shape, **options: Any) -> Any:
-    """A llama-like model with random weights, made on the device, in bfloat16.
-
-    Args:
-        setup: the device.
-        shape: size of the model.
-        options: other fields of its config. With `sliding_window` it is a mistral.
-    """
-    shape = setup.choose(shape, QUICK)
-    config = shape.config(POSITIONS, eos_token_id=None, pad_token_id=0, **options)
+def llama(setup: Setup, shape: Shape) -> Any:
+    """A llama-like model with random weights, made on the device, in bfloat16."""
+    config = setup.choose(shape, QUICK).config(POSITIONS, eos_token_id=None, pad_token_id=0)
     torch.manual_seed(0)
     with torch.device(setup.device):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -118,21 +96,20 @@ def token_ids(setup: Setup, config: Any, batch: int, tokens: int) -> Tensor:
     return torch.randint(3, config.vocab_size, (batch, tokens), generator=generator, device=setup.device)
 
 
-def fill_with_random(setup: Setup, config: Any, cache: Any, tokens: int, batch: int = 1) -> None:
-    """Put random states into all layers of a cache, the same ones in each, in chunks as a prefill does."""
+def fill_with_random(setup: Setup, config: Any, cache: Any, tokens: int, batch: int = 1) -> Any:
+    """The cache with random states in all layers, the same ones in each, in chunks as a prefill does."""
     shape = (batch, config.num_key_value_heads, tokens, config.head_dim)
     generator = torch.Generator(setup.device).manual_seed(0)
     keys, values = (
         torch.randn(shape, generator=generator, device=setup.device, dtype=torch.bfloat16) for _ in range(2)
     )
     fill(cache, [(keys, values)] * config.num_hidden_layers, FILL_CHUNK)
+    return cache
 
 
 def filled(setup: Setup, config: Any, make: Maker, tokens: int, batch: int, room: int = 256) -> Any:
     """A cache of random states, with room for more tokens if it is static."""
-    cache = make(config, tokens + room)
-    fill_with_random(setup, config, cache, tokens, batch)
-    return cache
+    return fill_with_random(setup, config, make(config, tokens + room), tokens, batch)
 
 
 def twin_of(cache: Any, config: Any) -> Any:
@@ -198,15 +175,9 @@ Prepare = Callable[[Maker, int], Any]
 
 
 def measure_decoding(
-    setup: Setup,
-    model: Any,
-    makers: Mapping[str, Maker],
-    tokens: int,
-    batch: int,
-    findings: Findings,
-    prepare: Prepare | None = None,
+    setup: Setup, model: Any, makers: Mapping[str, Maker], tokens: int, batch: int, findings: Findings, prepare: Prepare
 ) -> None:
-    """Time steps of `generate()` of all contenders in turns, behind some tokens. The first one is the reference.
+    """Time steps of `generate()` of all contenders in turns, behind some tokens.
 
     Each turn decodes behind lengths that none has seen: torch's attention may prepare for every new one, as it must in
     a generation, and the next contender would find that done.
@@ -218,23 +189,20 @@ def measure_decoding(
         tokens: tokens in the caches at the beginning.
         batch: sequences.
         findings: gets figures, in a column for this shape, and what is wrong.
-        prepare: makes and fills a cache; random states if it is not given.
+        prepare: makes and fills a cache.
     """
     steps, trials = setup.choose((10, 2), (2, 1))
     column = column_of(tokens, batch)
     times: dict[str, list[float]] = {name: [] for name in makers}
     peaks = dict.fromkeys(makers, 0)
 
-    def random(make: Maker, length: int) -> Any:
-        return filled(setup, model.config, make, length, batch)
-
-    prepare = prepare or random
-
     def turn(name: str, length: int) -> None:
-        with Memory(setup) as held:
-            cache = prepare(makers[name], length)
+        before = allocated(setup)
+        cache = prepare(makers[name], length)
         ids, clock = token_ids(setup, model.config, batch, length + 1), Clock()
-        with CONTEXTS.get(name, nullcontext)(), Memory(setup) as memory:
+        if setup.on_cuda:
+            torch.cuda.reset_peak_memory_stats(setup.device)
+        with context_of(name):
             model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -245,94 +213,127 @@ def measure_decoding(
                 **{name_in_generate(model): cache},
             )
         times[name] += clock.milliseconds()
-        peaks[name] = max(peaks[name], held.held + memory.peak)
+        if setup.on_cuda:
+            peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated(setup.device) - before)
 
     lengths = iter(range(tokens + 1, POSITIONS, WARM + steps + 2))
     check_decoding(setup, model, makers, tokens, batch, prepare, findings)
-    failed: set[str] = set()
+    working = list(makers)
     for trial in range(trials):
-        for name in interleaved(list(makers), trial):
-            if name in failed:
-                continue
-            reason = failure_of(functools.partial(turn, name, next(lengths)))
-            if reason is not None:
-                failed.add(name)
-                note_failure(findings, f"{name}, {column}", reason, is_missing=name in TRANSFORMERS_QUANTIZED)
+        for name in interleaved(working, trial):
+            if not findings.guarded(f"{name}, {column}", functools.partial(turn, name, next(lengths))):
+                working = [other for other in working if other != name]
             setup.free_memory()
-    base = times[next(iter(makers))]
-    for name in makers:
-        if not times[name]:
-            continue
+    for name in filter(times.get, makers):
         findings.add(name, median(times[name]), "ms a step", column=column)
-        if base:
-            findings.add(name, median(base) / median(times[name]), "x as fast as the first", column=column)
+        low, _, high = statistics.quantiles(times[name], n=4)
+        findings.add(name, low, "ms, lower quartile", column=column)
+        findings.add(name, high, "ms, upper quartile", column=column)
         if setup.on_cuda:
             findings.add(name, peaks[name] / 1e9, "GB peak beyond the model", column=column)
     findings.details[column] = {"ms": times, "peaks": peaks}
 
 
 def check_decoding(
-    setup: Setup,
-    model: Any,
-    makers: Mapping[str, Maker],
-    tokens: int,
-    batch: int,
-    prepare: Prepare,
-    findings: Findings,
+    setup: Setup, model: Any, makers: Mapping[str, Maker], tokens: int, batch: int, prepare: Prepare, findings: Findings
 ) -> None:
     """Compare the logits of one step with those of a cache that holds the same states in full precision."""
     ids, column = token_ids(setup, model.config, batch, 1), column_of(tokens, batch)
     expected: list[tuple[Tensor, float]] = []
 
     def reference() -> None:
-        make = CACHES[REFERENCE]
-        expected.append(expected_logits(model, lambda: prepare(make, tokens), ids))
+        expected.append(expected_logits(model, lambda: prepare(CACHES[REFERENCE], tokens), ids))
 
     def check(name: str) -> None:
         cache = prepare(makers[name], tokens)
         wanted, allowed = expected[0]
         if name in ROUNDS:
             wanted = newest_logits(model, twin_of(cache, model.config), ids)
-        with CONTEXTS.get(name, nullcontext)():
+        with context_of(name):
             compare_logits(findings, f"{name}, {column}", wanted, newest_logits(model, cache, ids), allowed)
 
-    if guarded(findings, f"the reference, {column}", reference):
-        # How good transformers' quantized caches are, is not what is asked here.
+    if findings.guarded(f"the reference, {column}", reference):
         for name in makers:
-            if name not in TRANSFORMERS_QUANTIZED:
-                guarded(findings, f"{name}, {column}", functools.partial(check, name))
-                setup.free_memory()
+            findings.guarded(f"{name}, {column}", functools.partial(check, name))
+            setup.free_memory()
 
 
 def column_of(tokens: int, batch: int) -> str:
     return f"{tokens:,} x {batch}"
 
 
-def guarded(findings: Findings, what: str, call: Callable[[], None]) -> bool:
-    """Whether a call succeeds. If it does not, that is wrong, and the rest goes on."""
-    reason = failure_of(call)
-    if reason is None:
-        return True
-    note_failure(findings, what, reason, is_missing=False)
-    return False
+# Times of calls
 
 
-def note_failure(findings: Findings, what: str, reason: str, *, is_missing: bool) -> None:
-    """Note what `failure_of` returned: as wrong, or as missing where others may fail."""
-    line = reason.strip().splitlines()[-1]
-    findings.details.setdefault("errors", {})[what] = reason
-    if is_missing:
-        findings.missing[what] = line
-    else:
-        findings.wrong.append(f"{what}: {line}")
+def copies_of(nbytes: int) -> int:
+    """Copies of states to read in turns, so that none of them is still in the device's caches."""
+    return 1 + CACHES_BYTES // max(nbytes, 1)
 
 
-def failure_of(call: Callable[[], None]) -> str | None:
-    """The error of a call and where it was raised, `None` if it succeeds."""
-    try:
-        call()
-    except Exception as raised:
-        reason = f"{traceback.format_exc()}\n{type(raised).__name__}: {' '.join(str(raised).split())}"
-        traceback.clear_frames(raised.__traceback__)
-        return reason
-    return None
+def microseconds(
+    setup: Setup, calls: Mapping[str, Callable[[int], Any]], turns: Mapping[str, int], trials: int, in_graph: bool
+) -> dict[str, list[float]]:
+    """Microseconds of a call of each contender, by trial.
+
+    Args:
+        setup: the device.
+        calls: the calls of each contender, with the number of the turn, which chooses among copies of the states.
+        turns: how many calls in a row are timed: at least as many as there are copies of its states.
+        trials: how often.
+        in_graph: whether the calls in a row are one CUDA graph, so that the device is timed and not Python.
+    """
+    runs: dict[str, Callable[[], Any]] = {}
+    for name, call in calls.items():
+
+        def in_a_row(call: Callable[[int], Any] = call, count: int = turns[name]) -> None:
+            for turn in range(count):
+                call(turn)
+
+        runs[name] = recorded(in_a_row) if in_graph else in_a_row
+        runs[name]()
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for trial in range(trials):
+        for name in interleaved(list(calls), trial):
+            found[name].append(1e6 * elapsed(setup, runs[name]) / turns[name])
+    return found
+
+
+def recorded(in_a_row: Callable[[], None]) -> Callable[[], None]:
+    """Calls in a row as a CUDA graph. Before it is recorded they run once, as kernels may prepare for each call."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        in_a_row()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        in_a_row()
+    return graph.replay
+
+
+def elapsed(setup: Setup, run: Callable[[], Any]) -> float:
+    """Seconds from the first to the last work that a call queues on the device; on a CPU those of the call."""
+    if not setup.on_cuda:
+        return milliseconds(setup, run) / 1000
+    setup.synchronize()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000
+
+
+def milliseconds(setup: Setup, run: Callable[[], Any]) -> float:
+    """Milliseconds of a call with all work that it queues, by the clock of the host."""
+    setup.synchronize()
+    begin = time.perf_counter()
+    run()
+    setup.synchronize()
+    return 1000 * (time.perf_counter() - begin)
+
+
+def allocated(setup: Setup) -> int:
+    """Bytes that are allocated on a GPU."""
+    setup.synchronize()
+    return torch.cuda.memory_allocated(setup.device) if setup.on_cuda else 0

@@ -1,9 +1,11 @@
 """Stages of steps: each runs if its first figures fit the budget, and what it finds is saved as it comes."""
 
 import gc
+import importlib.util
 import json
 import math
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -12,11 +14,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import transformers
+
+import kvlayers
+from lib.internals import triton_support
 
 Item = TypeVar("Item")
 
@@ -34,28 +40,32 @@ STOPPED = 124
 CLOSING_SECONDS = 4
 """How much earlier than it is stopped a process ends by itself."""
 
+OPTIONAL = ("numpy", "psutil", "accelerate", "rich", "hqq", "optimum", "pytest", "pytest_timeout", "hypothesis")
+DRIVER = ("nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader")
+PROPERTIES = ("multi_processor_count", "L2_cache_size", "shared_memory_per_block_optin")
 
-@dataclass
-class Figure:
-    """A measured figure.
 
-    Attributes:
-        what: what was measured.
-        value: the figure.
-        unit: its unit.
-        predicted: what was predicted, empty if nothing was.
-        column: the column of the table in which it stands, empty if it stands in a line of its own.
-    """
-
-    what: str
-    value: float
-    unit: str
-    predicted: str = ""
-    column: str = ""
-
-    def __str__(self) -> str:
-        predicted = f"   predicted {self.predicted}" if self.predicted else ""
-        return f"{self.what:58} {self.value:12,.4g} {self.unit:9}{predicted}"
+def facts(device: torch.device) -> dict[str, Any]:
+    """The device and the packages that a run measures."""
+    hardware: dict[str, Any] = {"gpu": device.type, "interpreted": triton_support.is_interpreted()}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        hardware |= {"gpu": torch.cuda.get_device_name(device), "gpu_memory_bytes": properties.total_memory}
+        hardware |= {name: getattr(properties, name, None) for name in PROPERTIES}
+        try:
+            driver = subprocess.run(DRIVER, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        except (OSError, subprocess.SubprocessError) as error:
+            driver = f"unknown: {error}"
+        hardware |= {"cuda": torch.version.cuda, "driver, clocks, power": driver}
+    versions = {"python": platform.python_version(), "triton": str(triton_support.triton_version())}
+    versions |= {module.__name__: module.__version__ for module in (torch, transformers, kvlayers)}
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "hardware": hardware,
+        "versions": versions,
+        "installed": [name for name in OPTIONAL if importlib.util.find_spec(name) is not None],
+        "triton_obstacle": triton_support.device_obstacle(device),
+    }
 
 
 @dataclass
@@ -63,29 +73,50 @@ class Findings:
     """What a step found.
 
     Attributes:
-        figures: what the table shows.
+        figures: what is shown and recorded: by unit, by what was measured and, where there are columns, by column.
         wrong: one line for each result that is not what it must be.
         missing: why a contender has no figures, by its name.
         cut: what there was no time for.
         details: everything else, for the file.
     """
 
-    figures: list[Figure] = field(default_factory=list)
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
     cut: list[str] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, what: str, value: float, unit: str, predicted: str = "", column: str = "") -> None:
-        self.figures.append(Figure(what, float(value), unit, predicted, column))
+    def add(self, what: str, value: float, unit: str, column: str = "") -> None:
+        figures, value = self.figures.setdefault(unit, {}), float(f"{value:.4g}")
+        if column:
+            figures.setdefault(what, {})[column] = value
+        else:
+            figures[what] = value
 
     def expect(self, is_right: bool, otherwise: str) -> None:
         if not is_right:
             self.wrong.append(otherwise)
 
+    def guarded(self, what: str, call: Callable[[], None], *, may_fail: bool = False) -> bool:
+        """Whether a call succeeds. If it does not, that is wrong, or missing if it may fail, and the rest goes on."""
+        try:
+            call()
+        except Exception as raised:
+            reason = f"{type(raised).__name__}: {' '.join(str(raised).split())}"
+            self.details.setdefault("errors", {})[what] = f"{traceback.format_exc()}\n{reason}"
+            # Frames hold memory of the device.
+            traceback.clear_frames(raised.__traceback__)
+            if may_fail:
+                self.missing[what] = reason
+            else:
+                self.wrong.append(f"{what}: {reason}")
+            return False
+        return True
+
     def merge(self, name: str, other: "Findings") -> None:
         """Add what a part of the step found."""
-        self.figures += [replace(each, what=f"{name}: {each.what}") for each in other.figures]
+        for unit, figures in other.figures.items():
+            self.figures.setdefault(unit, {}).update({f"{name}: {what}": value for what, value in figures.items()})
         self.wrong += [f"{name}: {line}" for line in other.wrong]
         self.missing |= {f"{name}: {each}": reason for each, reason in other.missing.items()}
         self.cut += [f"{name}: {each}" for each in other.cut]
@@ -93,13 +124,7 @@ class Findings:
 
     def plain(self) -> dict[str, Any]:
         """Everything as JSON holds it."""
-        return {**vars(self), "figures": list(map(vars, self.figures)), "details": _plain(self.details)}
-
-    @classmethod
-    def from_json(cls, text: str) -> "Findings":
-        """The findings that another process wrote with `plain`."""
-        written = json.loads(text)
-        return cls(**{**written, "figures": [Figure(**figure) for figure in written["figures"]]})
+        return {**vars(self), "details": _plain(self.details)}
 
 
 @dataclass
@@ -197,10 +222,6 @@ class Step:
         return max(1.5 * self.seconds, self.seconds + 15)
 
 
-def predicted_seconds(step: Step, setup: Setup) -> float:
-    return step.seconds / (QUICK_FACTOR if setup.quick else 1)
-
-
 @dataclass(frozen=True)
 class Ended:
     """How a process ended: its exit code, which is `STOPPED` if it was stopped, and what it printed."""
@@ -241,7 +262,7 @@ def run_process(command: Sequence[str], seconds: float, environment: Mapping[str
 
 
 class Stage:
-    """Runs steps and saves what they find.
+    """Runs steps, prints what they find and saves it.
 
     Args:
         name: name of the stage.
@@ -254,25 +275,22 @@ class Stage:
     def __init__(self, name: str, steps: Sequence[Step], setup: Setup, output: Path, facts: dict[str, Any]) -> None:
         self.name, self.steps, self.setup = name, steps, setup
         self.path = output / f"{name}.json"
-        self._written: dict[str, Any] = {"stage": name, **facts, "steps": []}
+        self._steps: dict[str, dict[str, Any]] = {}
+        self._written = {**facts, "stage": name, "results": {"gpu": self._steps}}
         self._device_is_lost = False
 
     def run(self) -> int:
-        """Run the steps and print a table; return the number of steps that failed or found something wrong."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._save()
-        started = time.monotonic()
+        """Run the steps; return the number of steps that failed or found something wrong."""
+        started, factor = time.monotonic(), QUICK_FACTOR if self.setup.quick else 1
         for number, step in enumerate(self.steps, 1):
-            predicted = predicted_seconds(step, self.setup)
+            entry = self._steps[step.name] = {"predicted_seconds": step.seconds / factor, "status": "running"}
             head = f"[{time.monotonic() - started:5.0f} s] {number}/{len(self.steps)} {step.name}"
-            print(f"{head}, predicted {predicted:.0f} s", flush=True)
-            entry = {"name": step.name, "predicted_seconds": predicted, "status": "running"}
-            self._written["steps"].append(entry)
+            print(f"{head}, predicted {step.seconds / factor:.0f} s", flush=True)
             self._run_step(step, entry)
             self._save()
-            print(f"          {entry['status']} in {entry['seconds']:.1f} s{_reason(entry)}", flush=True)
-        self._show()
-        return sum(entry["status"] in ("failed", "wrong") for entry in self._written["steps"])
+            _show(entry)
+        print(f"\n{self.path}", flush=True)
+        return sum(entry["status"] in ("failed", "wrong") for entry in self._steps.values())
 
     def _run_step(self, step: Step, entry: dict[str, Any]) -> None:
         """Run a step unless there is a reason not to; write what it finds into its entry as it comes."""
@@ -306,9 +324,19 @@ class Stage:
         alone = (step.isolated and self.setup.on_cuda) or self._device_is_lost
         parts = self.setup.choose(step.parts, step.parts[:2]) or ("",)
         if not alone:
-            return merged(parts, (run_part(step, self.setup, part) for part in parts), self.setup)
+            return self._merged(parts, (run_part(step, self.setup, part) for part in parts))
         with ThreadPoolExecutor(PROCESSES) as threads:
-            return merged(parts, threads.map(lambda part: self._in_own_process(step, part), parts), self.setup)
+            return self._merged(parts, threads.map(lambda part: self._in_own_process(step, part), parts))
+
+    def _merged(self, parts: Iterable[str], found: Iterable[Findings]) -> Findings:
+        """The findings of all parts of a step, saved as they come."""
+        whole = Findings()
+        for part, findings in zip(parts, found, strict=True):
+            if not part:
+                return findings
+            whole.merge(part, findings)
+            self.setup.save(whole)
+        return whole
 
     def _in_own_process(self, step: Step, part: str) -> Findings:
         """Run a part of a step in another process, which may lose the device."""
@@ -321,7 +349,7 @@ class Stage:
             command += ["--quick"] if self.setup.quick else []
             # What a CPU computes is the reference: by plain torch, which is not what is checked.
             ended = run_process(command, seconds, {"KVLAYERS_COMPILE": "never"}, Path.cwd())
-            found = Findings.from_json(result.read_text()) if result.exists() else Findings()
+            found = Findings(**json.loads(result.read_text())) if result.exists() else Findings()
         found.add("the process took", time.monotonic() - begin, "s")
         if ended.code == STOPPED:
             found.wrong.append(f"it did not end within the {seconds:.0f} s that were left: {ended.output[-1000:]}")
@@ -341,39 +369,14 @@ class Stage:
             print(f"          this process has lost the device ({error}): later steps run in their own", flush=True)
 
     def _save(self) -> None:
-        # Written whole and then renamed, so that an interrupted run leaves a readable file.
-        beside = self.path.with_suffix(".part")
-        beside.write_text(json.dumps(self._written, indent=1))
-        os.replace(beside, self.path)
-
-    def _show(self) -> None:
-        print(f"\n{self.name} on {self._written['device']}")
-        for entry in self._written["steps"]:
-            print(f"\n{entry['name']}: {entry['status']}, {entry['seconds']:.0f} s{_reason(entry)}")
-            figures = [Figure(**figure) for figure in entry["figures"]]
-            for figure in figures:
-                if not figure.column:
-                    print(f"  {figure}")
-            for line in table([figure for figure in figures if figure.column]):
-                print(f"  {line}")
-            for name, reason in entry["missing"].items():
-                print(f"  missing {name}: {reason}")
-            for line in entry["wrong"]:
-                print(f"  WRONG {line}")
-            if entry["cut"]:
-                print(f"  no time for {'; '.join(entry['cut'])}")
-        print(f"\n{self.path}", flush=True)
+        write_whole(self.path, self._written)
 
 
-def table(figures: Sequence[Figure]) -> Iterator[str]:
-    """Lines of figures that stand in columns: a table for each unit."""
-    for unit in dict.fromkeys(figure.unit for figure in figures):
-        cells = {(figure.what, figure.column): figure.value for figure in figures if figure.unit == unit}
-        columns = list(dict.fromkeys(column for _, column in cells))
-        yield f"{unit:34}" + "".join(f"{column:>12}" for column in columns)
-        for row in dict.fromkeys(row for row, _ in cells):
-            values = (cells.get((row, column)) for column in columns)
-            yield f"{row:34}" + "".join(f"{'-' if value is None else format(value, ',.4g'):>12}" for value in values)
+def write_whole(path: Path, content: dict[str, Any]) -> None:
+    """Write a file of JSON and then rename it, so that an interrupted run leaves a readable file."""
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(content, indent=1))
+    beside.replace(path)
 
 
 def run_part(step: Step, setup: Setup, part: str) -> Findings:
@@ -385,15 +388,17 @@ def run_part(step: Step, setup: Setup, part: str) -> Findings:
     return found
 
 
-def merged(parts: Iterable[str], found: Iterable[Findings], setup: Setup) -> Findings:
-    """The findings of all parts of a step, saved as they come."""
-    whole = Findings()
-    for part, findings in zip(parts, found, strict=True):
-        if not part:
-            return findings
-        whole.merge(part, findings)
-        setup.save(whole)
-    return whole
+def _show(entry: dict[str, Any]) -> None:
+    reason = f": {entry['error'].strip().splitlines()[0]}" if entry["error"] else ""
+    lines = [f"{entry['status']} in {entry['seconds']:.1f} s{reason}"]
+    for unit, figures in entry["figures"].items():
+        for what, value in figures.items():
+            columns = value if isinstance(value, dict) else {"": value}
+            lines += [f"{', '.join(filter(None, (what, at))):58} {each:12,.4g} {unit}" for at, each in columns.items()]
+    lines += [f"missing {name}: {why}" for name, why in entry["missing"].items()]
+    lines += [f"WRONG {line}" for line in entry["wrong"]]
+    lines += [f"no time for {what}" for what in entry["cut"]]
+    print("".join(f"          {line}\n" for line in lines), end="", flush=True)
 
 
 def _plain(value: Any) -> Any:
@@ -403,7 +408,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set):
         return [_plain(part) for part in value]
     return value if isinstance(value, str | int | float | None) else str(value)
-
-
-def _reason(entry: dict[str, Any]) -> str:
-    return f": {entry['error'].strip().splitlines()[0]}" if entry["error"] else ""

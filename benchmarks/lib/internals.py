@@ -17,21 +17,19 @@ from kvlayers.eviction.for_model import rules_for
 from kvlayers.eviction.selection import KeptTokens, select
 from kvlayers.generation.cache_by_name import named_cache
 from kvlayers.kernels.attention import dispatch, reference
-from kvlayers.kernels.attention.cuda import kernel as cuda_kernel
 from kvlayers.kernels.attention.dispatch import CUDA, PathCounter
 from kvlayers.kernels.attention.gqa import marked_for_sdpa
 from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment
-from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments
 from kvlayers.offload.transfers import BlockingTransfers
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.tools.calibration.settings import DivergenceInUse
+from kvlayers.tools.measuring.decoding import interleaved, quiet_clock
 from kvlayers.tools.measuring.environment import environment
-from kvlayers.tools.measuring.interleave import interleaved, quiet_clock, there_and_back
 from kvlayers.tools.measuring.nbytes import cache_nbytes
-from kvlayers.tools.measuring.predictions import is_tie, newest_logits
-from kvlayers.tools.measuring.scoring import CacheMaker, NoRecord, PassageScores, Scores, read
+from kvlayers.tools.measuring.scoring import CacheMaker, NoRecord, PassageScores, Scores, is_tie, newest_logits, read
 from kvlayers.tools.measuring.text import default_text, passages
 from kvlayers.upstream.cache_argument import name_for, name_in_generate
 from kvlayers.utils import triton_support

@@ -85,17 +85,8 @@ class OfflineDriver:
         """A number of the device: triton keeps compiled kernels by it."""
         return self.capability
 
-    def get_device_capability(self, device: int = 0) -> tuple[int, int]:
-        return divmod(self.capability, 10)
-
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def allocate_default_profile_scratch(self, *arguments: Any) -> None:
-        """No memory for a profiler."""
 
     @staticmethod
     def is_active() -> bool:

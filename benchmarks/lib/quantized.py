@@ -42,10 +42,6 @@ class Contender(NamedTuple):
     def name(self) -> str:
         return f"{self.library} {self.backend}" + ("" if self.bits is None else f", {self.bits} bits")
 
-    @property
-    def is_kvlayers(self) -> bool:
-        return self.library == "kvlayers"
-
     def make(self, config: Any) -> Any:
         """Make an empty cache; raise the library's error if it has no such cache.
 
@@ -59,7 +55,7 @@ class Contender(NamedTuple):
         try:
             return LIBRARIES[self.library].QuantizedCache(self.backend, config, **options)
         except ValueError:
-            if self.is_kvlayers or not has_windows(config):
+            if self.library == "kvlayers" or not has_windows(config):
                 raise
             layers = range(config.get_text_config().num_hidden_layers)
             return transformers.Cache(layers=[LAYERS[self.backend](**options) for _ in layers])
@@ -96,9 +92,10 @@ def own(backend: str, **options: Any) -> CacheMaker:
     return lambda config: kvlayers.QuantizedCache(backend, config=config, **options)
 
 
-def upstream(backend: str, nbits: int) -> CacheMaker:
-    """Makes caches of transformers, with the options that its documentation recommends."""
-    return Contender("transformers", backend, nbits).make
+def upstream(backend: str, nbits: int) -> dict[Contender, CacheMaker]:
+    """A cache of transformers, with the options that its documentation recommends."""
+    contender = Contender("transformers", backend, nbits)
+    return {contender: contender.make}
 
 
 RANDOM = "random llama"

@@ -1,41 +1,33 @@
-"""The frame of every benchmark: its options, bars, tables, targets, and the JSON file of what it found."""
+"""The frame of every benchmark: its options, its sections, tables, targets, and the JSON file of what it found."""
 
 import argparse
 import contextlib
 import datetime
 import json
 import pathlib
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lib.contenders import FLOOR, REFERENCE, TRANSFORMERS_STATIC
+from lib.contenders import roundings
+from lib.internals import default_text
 from lib.internals import environment as environment
-from lib.timing import Disagreements, Tick, Ticking
-from lib.workload import default_model
+from lib.timing import Disagreements, Tick
+from lib.workload import QUICK_SHAPE, RandomModel, RealModel, Shape, default_model
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
 SHOWN = 40
 MILLI, MICRO = 1e3, 1e6
+NO_MODEL = "there is no model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model"
 
 
 def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
-
-
-def names(text: str) -> list[str]:
-    return text.split(",")
-
-
-def cases(text: str) -> list[tuple[int, int]]:
-    """Batches and tokens, such as 1x128,8x1024."""
-    return [(int(batch), int(tokens)) for batch, _, tokens in (case.partition("x") for case in text.split(","))]
 
 
 class Options:
@@ -73,14 +65,13 @@ class Options:
                 raise argparse.ArgumentTypeError(f"takes {', '.join(known)}, got {', '.join(unknown)}")
             return text.split(",")
 
-        self.add(flag, type=chosen, default=list(default or known), help=f"{what} ({','.join(known)})")
+        usual = list(known if default is None else default)
+        self.add(flag, type=chosen, default=usual, help=f"{what} ({','.join(known)})")
 
-    def real_model(
-        self, what: str = "directory or hub name of the model", in_quick: str | None = None, is_needed: bool = False
-    ) -> None:
+    def real_model(self, in_quick: str | None = "none", is_needed: bool = False) -> None:
         """Add `--model` and `--text`. The usual model is the demo model; `in_quick` is that of a quick run."""
         self._needs_model = is_needed
-        self.sized("--model", None, in_quick, what, str)
+        self.add("--model", help="directory or hub name of the model" + ("" if is_needed else "; 'none' for none"))
         self._of_run["model"] = default_model(), in_quick
         self.add("--text", type=pathlib.Path, help="what the model reads (the topics of Python's help)")
 
@@ -93,7 +84,7 @@ class Options:
             if getattr(given, name) is None:
                 setattr(given, name, quick if getattr(given, "quick", False) else usual)
         if self._needs_model and given.model is None and not getattr(given, "write", False):
-            self.parser.error("there is no model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model")
+            self.parser.error(NO_MODEL)
         given.output = given.output or RESULTS / f"{self._name}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}.json"
         return given
 
@@ -130,37 +121,62 @@ def span(key: str) -> Cell:
 
 
 class Session:
-    """One run of a benchmark: what was asked for, the terminal, and the targets that its figures are held against.
+    """One run of a benchmark: what was asked for, the terminal, and what was wrong.
 
     Args:
         given: the arguments.
         progress: where bars are shown.
+
+    Attributes:
+        environment: machine, versions and date, for the file.
+        targets: figures and the bounds that they are held against. They decide nothing.
+        wrong: one line for each result that is not what it must be.
     """
 
     def __init__(self, given: argparse.Namespace, progress: Progress) -> None:
         self.given, self.progress, self.console = given, progress, progress.console
+        self.quick: bool = getattr(given, "quick", False)
         self.environment = environment()
         self.targets: list[dict[str, Any]] = []
+        self.wrong: list[str] = []
+        self._disagreements: list[Disagreements] = []
 
-    @property
-    def ticking(self) -> Ticking:
-        """Adds a bar; returns the function that advances it."""
+    def ticking(self, what: str, total: int) -> Tick:
+        """Add a bar; return the function that advances it."""
+        task = self.progress.add_task(what, total=total)
+        return lambda: self.progress.advance(task)
 
-        def ticking(what: str, total: int) -> Tick:
-            task = self.progress.add_task(what, total=total)
-            return lambda: self.progress.advance(task)
+    def random(self, shape: Shape | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any) -> RandomModel:
+        """A random model; a small one in a quick run."""
+        return RandomModel(QUICK_SHAPE if self.quick else shape or Shape(), dtype=dtype, **options)
 
-        return ticking
+    def real(self, dtype: torch.dtype = torch.bfloat16) -> RealModel | None:
+        """The model of `--model` with the text of `--text`; `None` if there is no model."""
+        if self.given.model is None:
+            self.console.print(NO_MODEL)
+        if self.given.model in (None, "none"):
+            return None
+        return RealModel(self.given.model, self.given.text.read_text() if self.given.text else default_text(), dtype)
 
-    def target(self, what: str, value: float, at_least: float | None = None, at_most: float | None = None) -> bool:
-        """Hold a figure against its bound; return whether it is met."""
+    def disagreements(
+        self, dtype: torch.dtype = torch.bfloat16, roundings_of: Callable[[str], int] = roundings
+    ) -> Disagreements:
+        """Where tokens that differ are recorded, of which those that are no ties fail the run."""
+        self._disagreements.append(Disagreements(dtype, roundings_of))
+        return self._disagreements[-1]
+
+    def expect(self, is_right: bool, otherwise: str) -> None:
+        if not is_right:
+            self.wrong.append(otherwise)
+
+    def target(self, what: str, value: float, at_least: float | None = None, at_most: float | None = None) -> None:
+        """Hold a figure against its bound."""
         is_met = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
         asked = f">= {at_least}" if at_least is not None else f"<= {at_most}"
         self.targets.append({"what": what, "asked": asked, "value": value, "met": is_met})
-        return is_met
 
     def table(
-        self, title: str, first: str, groups: Mapping[Any, Mapping[str, Any]], columns: Mapping[str, Cell]
+        self, title: str, first: str, groups: Mapping[Any, Mapping[Any, Any]], columns: Mapping[str, Cell]
     ) -> None:
         """Print a table: a section for each group, a row for each of its entries, and a column for each cell.
 
@@ -177,19 +193,19 @@ class Session:
             table.add_section()
         self.console.print(table)
 
-    def finish(self, results: Any, *disagreements: Disagreements, **more: Any) -> int:
-        """Show the targets, write the JSON file and print where caches disagreed; return 1 if one did, else 0."""
+    def finish(self, results: Any, **more: Any) -> int:
+        """Show the targets, write the JSON file and print what was wrong; return 1 if something was, else 0."""
         say = self.console.print
         # A small model has other costs.
-        for target in [] if getattr(self.given, "quick", False) else self.targets:
+        for target in [] if self.quick else self.targets:
             verdict = "[green]met[/]" if target["met"] else "[red]missed[/]"
             say(f"{verdict}: {target['what']}: {target['value']:.4g}, asked {target['asked']}")
-        found = [entry for each in disagreements for entry in each.found]
-        output = self.given.output
+        found = [entry for each in self._disagreements for entry in each.found]
         arguments = {
             key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(self.given).items()
         }
-        content = {"results": results, "targets": self.targets, "disagreements": found, **more}
+        content = {"results": results, "targets": self.targets, "disagreements": found, "wrong": self.wrong, **more}
+        output = self.given.output
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps({**self.environment, "arguments": arguments, **content}, indent=1))
         say(f"written to {output}")
@@ -200,14 +216,19 @@ class Session:
                 f"{entry['tokens']} tokens, trial {entry['trial']}: expected {entry['expected']}, "
                 f"saw {entry['seen']}{gap}"
             )
-        for each in disagreements:
-            ties, dtype = len(each.found) - each.failures, str(each.dtype).removeprefix("torch.")
-            say(f"{each.failures} disagreements with transformers' DynamicCache, and {ties} ties in {dtype}")
-        return 1 if any(each.failures for each in disagreements) else 0
+        for line in self.wrong:
+            say(f"[red]wrong[/]: {line}", highlight=False)
+        failures = sum(each.failures for each in self._disagreements)
+        if self._disagreements:
+            say(f"{failures} disagreements with transformers' DynamicCache, and {len(found) - failures} ties")
+        return 1 if failures or self.wrong else 0
+
+
+Kind = TypeVar("Kind", bound=Session)
 
 
 @contextlib.contextmanager
-def session(given: argparse.Namespace) -> Iterator[Session]:
+def session(given: argparse.Namespace, kind: type[Kind] = Session) -> Iterator[Kind]:  # type: ignore[assignment]
     """A run, with bars in the terminal."""
     if given.threads:
         torch.set_num_threads(given.threads)
@@ -215,38 +236,21 @@ def session(given: argparse.Namespace) -> Iterator[Session]:
     # Without a terminal, rich's 80 columns would break the tables.
     console = Console(width=None if sys.stdout.isatty() else 132)
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        yield Session(given, progress)
+        yield kind(given, progress)
 
 
-def summarise(measured: dict[str, Any]) -> None:
-    """Add the median, the mean, and ratios to the reference and to the floor to each contender's raw `seconds`.
+def run(given: argparse.Namespace, sections: Mapping[str, Callable[[Session], Any]]) -> int:
+    """Measure the sections that `--only` names and `--skip` does not, and write what they found by section.
 
-    A median is the median of the trials' medians. A ratio is the median of the trials' ratios, so that it only compares
-    measurements made side by side; `spread` has the smallest and the largest of them.
+    Returns:
+        The exit code: 1 if something was wrong.
     """
-    for entry in measured.values():
-        medians = [statistics.median(trial) for trial in entry["seconds"]]
-        entry["median"] = statistics.median(medians)
-        entry["median_range"] = [min(medians), max(medians)]
-        entry["mean"] = statistics.median(statistics.fmean(trial) for trial in entry["seconds"])
-        entry["slowest"] = max(max(trial) for trial in entry["seconds"])
-    for entry in measured.values():
-        for key, other in (("speed", REFERENCE), ("speed_to_floor", FLOOR), ("speed_to_exact", TRANSFORMERS_STATIC)):
-            if other in measured:
-                ratios = _trial_ratios(measured[other], entry, statistics.median)
-                entry[key], entry[f"{key}_spread"] = statistics.median(ratios), [min(ratios), max(ratios)]
-        of_means = _trial_ratios(measured[REFERENCE], entry, statistics.fmean)
-        entry["speed_of_means"] = statistics.median(of_means)
-
-
-def _trial_ratios(slow: Mapping[str, Any], fast: Mapping[str, Any], middle: Callable[[Any], float]) -> list[float]:
-    pairs = zip(slow["seconds"], fast["seconds"], strict=True)
-    return [middle(baseline) / middle(candidate) for baseline, candidate in pairs]
-
-
-def times_as_fast(measured: dict[str, Any], candidate: str, baseline: str) -> float:
-    """How many times as fast one contender is as another: the median of the trials' ratios."""
-    return statistics.median(_trial_ratios(measured[baseline], measured[candidate], statistics.median))
+    chosen = [
+        name for name in sections if name in getattr(given, "only", sections) and name not in getattr(given, "skip", ())
+    ]
+    with session(given) as running:
+        results = {name: sections[name](running) for name in chosen}
+    return running.finish(results)
 
 
 def new_table(title: str, *columns: str) -> Table:

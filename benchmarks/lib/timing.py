@@ -1,21 +1,18 @@
-"""Times decode steps of a model, with windows too, and updates of one layer."""
+"""The clock of all benchmarks: contenders take turns, in an order that rotates, and figures are medians."""
 
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lib.contenders import FLOOR, REFERENCE, Maker, fill, roundings
+from lib.contenders import REFERENCE, Maker, fill, roundings
 from lib.internals import cache_nbytes, interleaved, is_tie, quiet_clock
-from lib.workload import FILL_CHUNK, RandomModel, Shape, Workload
-
-Seconds = dict[str, list[list[float]]]
-"""The seconds of each step, for each contender and trial."""
+from lib.workload import FILL_CHUNK, Shape
 
 Tick = Callable[[], None]
 
@@ -24,6 +21,53 @@ Ticking = Callable[[str, int], Tick]
 
 Forward = Callable[..., Any]
 """A model's forward pass, compiled or not."""
+
+Measured = dict[str, dict[str, Any]]
+"""What was measured of each contender: `seconds` of each step by trial, and more."""
+
+
+class Turns:
+    """Seconds of contenders that take turns.
+
+    Args:
+        names: the contenders.
+
+    Attributes:
+        seconds: of each contender, turn by turn.
+        next: the number of the next turn: it decides who begins.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.seconds: dict[str, list[float]] = {name: [] for name in names}
+        self.next = 0
+
+    def take(self, run: Callable[[str], Any], is_counted: bool = True) -> dict[str, Any]:
+        """Run every contender once; return what each returned. What only warms up is not counted."""
+
+        def timed(name: str) -> tuple[float, Any]:
+            begin = time.perf_counter()
+            found = run(name)
+            return time.perf_counter() - begin, found
+
+        return self.take_timed(timed, is_counted)
+
+    def take_timed(self, run: Callable[[str], tuple[float, Any]], is_counted: bool = True) -> dict[str, Any]:
+        """The same with a function that also returns the seconds of the part that is to be timed."""
+        found = {}
+        for name in interleaved(list(self.seconds), self.next):
+            took, found[name] = run(name)
+            if is_counted:
+                self.seconds[name].append(took)
+        self.next += 1
+        return found
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.seconds[name])
+
+    def ratio(self, slow: str, fast: str) -> float:
+        """How many times as long one takes as another in the same turn: the median."""
+        pairs = zip(self.seconds[slow], self.seconds[fast], strict=True)
+        return statistics.median(one / other for one, other in pairs)
 
 
 class Disagreements:
@@ -47,8 +91,9 @@ class Disagreements:
         return sum(not entry["tie"] for entry in self.found)
 
     def compare_step(self, where: dict[str, Any], expected: Tensor, logits: Tensor) -> float:
-        """Compare the greedy token of `logits` `[vocab]` with that of `expected`; return their largest difference."""
-        self.compare_token(where, expected, int(logits.argmax()))
+        """Compare greedy tokens of logits `[batch, vocab]` with those expected; return the largest difference."""
+        for row, token in zip(expected, logits.argmax(-1).tolist(), strict=True):
+            self.compare_token(where, row, token)
         return float((logits - expected).abs().max())
 
     def compare_token(self, where: dict[str, Any], expected: Tensor, seen: int) -> None:
@@ -86,46 +131,59 @@ class Trials:
     disagreements: Disagreements = field(default_factory=Disagreements)
 
 
-def step(forward: Forward, cache: Any, token: int, device: torch.device | str | None = None) -> tuple[float, Tensor]:
-    """One forward pass of one token: its seconds, and its logits `[vocab]` in float32."""
-    ids = torch.tensor([[token]], device=device)
+def step(forward: Forward, cache: Any, ids: Tensor) -> tuple[float, Tensor]:
+    """One forward pass of one token `[batch, 1]`: its seconds, and its logits `[batch, vocab]` in float32."""
     begin = time.perf_counter()
     logits = forward(input_ids=ids, past_key_values=cache, use_cache=True).logits
     seconds = time.perf_counter() - begin
-    return seconds, logits[0, -1].float()
+    return seconds, logits[:, -1].float()
 
 
-def greedy_reference(model: Any, cache: Any, token: int, steps: int) -> tuple[list[int], list[Tensor]]:
+def greedy_reference(model: Any, cache: Any, ids: Tensor, steps: int) -> tuple[list[Tensor], list[Tensor]]:
     """The input tokens of `steps` greedy steps, and the logits that come out."""
-    tokens, logits = [token], []
+    tokens, logits = [ids], []
     for _ in range(steps):
         logits.append(step(model, cache, tokens[-1])[1])
-        tokens.append(int(logits[-1].argmax()))
+        tokens.append(logits[-1].argmax(-1)[:, None])
     return tokens[:-1], logits
 
 
 def measure_decode(
-    workload: Workload,
-    makers: dict[str, Maker],
+    workload: Any,
+    makers: Mapping[str, Maker],
     length: int,
     trials: Trials,
     forwards: Mapping[str, Forward] | None = None,
-) -> dict[str, Any]:
+    batch: int = 1,
+) -> Measured:
     """Time decode steps from `length` tokens on.
 
     The reference decodes greedily once, which also warms up. In the trials, every contender is fed those tokens. So all
     decode one sequence, each step is compared by itself, and a contender that always agrees would have decoded the same
     tokens alone. Contenders take turns of a block of steps, in an order that rotates. Contenders in `forwards` decode
     with that function, the others with the model itself.
+
+    Args:
+        workload: the model, and what fills caches: `lib.workload`.
+        makers: the caches; the first one is the reference.
+        length: tokens in the caches.
+        trials: how often.
+        forwards: forward passes by contender.
+        batch: sequences.
+
+    Returns:
+        For each contender `seconds`, `processor` (the same of the processor, all threads together, which other work on
+        the machine hardly changes), bytes that are `held`, and `logit_distance`, the largest difference from the
+        reference.
     """
     forwards, steps, names = forwards or {}, trials.steps, list(makers)
     model, config = workload.model, workload.model.config
-    first = workload.prepare(length)
-    tick = trials.ticking(f"{workload.name}, {len(names)} caches at {length:,} tokens", trials.count)
-    found: dict[str, Any] = {name: {"seconds": [], "held": 0, "logit_distance": 0.0} for name in names}
-    reference = makers[REFERENCE](config, length + steps)
-    workload.fill(reference)
+    first = workload.prepare(length, batch)
+    tick = trials.ticking(f"{workload.name}, {len(names)} caches at {batch} x {length:,} tokens", trials.count)
+    found: Measured = {name: {"seconds": [], "processor": [], "held": 0, "logit_distance": 0.0} for name in names}
+    reference = makers[names[0]](config, length + steps)
     with quiet_clock():
+        workload.fill(reference)
         tokens, expected = greedy_reference(model, reference, first, steps)
     del reference
     for trial in range(trials.count):
@@ -135,10 +193,13 @@ def measure_decode(
             for name in names:
                 workload.fill(caches[name])
                 found[name]["seconds"].append([])
+                found[name]["processor"].append([])
             for start in range(0, steps, trials.block):
                 for name in interleaved(names, trial + start // trials.block):
                     for index in range(start, min(start + trials.block, steps)):
+                        begin = time.process_time()
                         took, logits = step(forwards.get(name, model), caches[name], tokens[index])
+                        found[name]["processor"][trial].append(time.process_time() - begin)
                         found[name]["seconds"][trial].append(took)
                         where = {"model": workload.name, "cache": name, "tokens": length + index, "trial": trial}
                         apart = trials.disagreements.compare_step(where, expected[index], logits)
@@ -148,6 +209,32 @@ def measure_decode(
         del caches
         tick()
     return found
+
+
+Check = Callable[[str, Tensor, Tensor], None]
+"""Is given the name of a cache, the logits `[batch, vocab]` behind a prompt with the first cache, and its own."""
+
+
+def measure_prefill(
+    model: Any, prompts: Tensor, makers: Mapping[str, Maker], trials: int, check: Check, tick: Tick
+) -> Measured:
+    """Seconds of a forward pass over prompts `[batch, tokens]` with an empty cache of each kind in turn."""
+    turns, first = Turns(makers), next(iter(makers))
+
+    def prefill(name: str) -> Tensor:
+        cache = makers[name](model.config, prompts.shape[1])
+        logits = model(input_ids=prompts, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return logits[:, -1].float()  # type: ignore[no-any-return]
+
+    for trial in range(trials + 1):
+        gc.collect()
+        with quiet_clock():
+            # The first round warms up.
+            logits = turns.take(prefill, is_counted=trial > 0)
+        for name, seen in logits.items():
+            check(name, logits[first], seen)
+        tick()
+    return {name: {"seconds": [[each] for each in taken]} for name, taken in turns.seconds.items()}
 
 
 def time_updates(cache: Any, keys: Tensor, values: Tensor, count: int) -> tuple[list[float], Tensor]:
@@ -162,12 +249,10 @@ def time_updates(cache: Any, keys: Tensor, values: Tensor, count: int) -> tuple[
     return seconds, attended
 
 
-def measure_update(
-    config: Any, shape: Shape, makers: dict[str, Maker], length: int, trials: Trials
-) -> dict[str, dict[str, Any]]:
+def measure_update(config: Any, shape: Shape, makers: Mapping[str, Maker], length: int, trials: Trials) -> Measured:
     """Time one layer's update of one token, from `length` tokens on, Python included."""
     names, steps = list(makers), trials.steps
-    seconds: Seconds = {name: [] for name in names}
+    seconds: dict[str, list[list[float]]] = {name: [] for name in names}
     shape = replace(shape, layers=1)
     prompt, (keys, values) = shape.states(length, torch.bfloat16), shape.states(1, torch.bfloat16, seed=1)[0]
     expected = torch.cat([prompt[0][0], keys.expand(-1, -1, steps, -1)], dim=2)
@@ -186,16 +271,19 @@ def measure_update(
                     took, attended = time_updates(cache, keys, values, steps)
                 seconds[name][trial] += took
                 where = {"model": "one layer", "cache": name, "tokens": length, "trial": trial}
-                trials.disagreements.compare_states(where, expected, attended)
+                # Layers with windows return the newest tokens alone: decode steps are compared there.
+                if getattr(config, "sliding_window", None) is None:
+                    trials.disagreements.compare_states(where, expected, attended)
                 del cache, attended
         tick()
     return {name: {"seconds": seconds[name]} for name in names}
 
 
-def measure_growth(config: Any, shape: Shape, make: Maker, length: int) -> dict[str, float]:
-    """Time every update of one layer from one growth of its memory to the next, including the second growth.
+def mean_with_growth(config: Any, shape: Shape, make: Maker, length: int) -> float | None:
+    """The mean seconds of an update from one growth of a layer's memory to the next, including the second growth.
 
-    This is the long-run cost of growing: a mean over fewer updates contains either no growth or too much of it.
+    This is the long-run cost of growing: a mean over fewer updates contains either no growth or too much of it. `None`
+    if the memory did not grow twice.
     """
     shape = replace(shape, layers=1)
     keys, values = shape.states(1, torch.bfloat16, seed=1)[0]
@@ -210,72 +298,36 @@ def measure_growth(config: Any, shape: Shape, make: Maker, length: int) -> dict[
             if cache.nbytes != before:
                 before = cache.nbytes
                 growths.append(len(seconds))
-    if len(growths) < 2:
-        return {}
-    cycle = seconds[growths[0] : growths[1]]
-    return {
-        "updates": len(cycle),
-        "growth_update": cycle[-1],
-        "mean": statistics.fmean(cycle),
-        "median": statistics.median(cycle),
-    }
+    return statistics.fmean(seconds[growths[0] : growths[1]]) if len(growths) == 2 else None
 
 
-def measure_sliding(
-    workload: RandomModel, makers: dict[str, Maker], stations: list[int], trials: Trials
-) -> dict[str, Any]:
-    """Time decode steps at several token counts along one sequence.
+# Medians and ratios of what was measured
 
-    Between these stations, every token goes through every layer's update one by one, as in decoding; only the rest of
-    the model is left out. These updates are timed too, as the mean over the layers.
 
-    Returns:
-        For each contender `stations`, the seconds of each step by station and trial, and `updates` by trial.
+def summarise(measured: Measured) -> Measured:
+    """Add the median, the mean and the times as fast as the reference to each contender's raw `seconds`.
+
+    A median is the median of the trials' medians. A ratio is the median of the trials' ratios, so that it only compares
+    measurements made side by side; `speed_spread` has the smallest and the largest of them.
     """
-    model = workload.model
-    names = [name for name in makers if name != FLOOR]
-    longest = stations[-1] + trials.steps
-    first = workload.prepare(stations[0])
-    news = workload.shape.states(1, torch.bfloat16, seed=1)
-    found: dict[str, Any] = {name: {"stations": {at: [] for at in stations}, "updates": []} for name in names}
-    tick = trials.ticking(workload.name, trials.count)
-
-    expected: dict[int, tuple[list[int], list[Tensor]]] = {}
-    reference = makers[REFERENCE](model.config, longest)
-    with quiet_clock():
-        workload.fill(reference)
-        for station in stations:
-            _travel(reference, news, station)
-            expected[station] = greedy_reference(model, reference, first, trials.steps)
-
-    for trial in range(trials.count):
-        gc.collect()
-        caches = {name: makers[name](model.config, longest) for name in names}
-        with quiet_clock():
-            for name in names:
-                workload.fill(caches[name])
-                found[name]["updates"].append([])
-            for turn, station in enumerate(stations):
-                tokens, logits_of = expected[station]
-                for name in interleaved(names, trial + turn):
-                    found[name]["updates"][trial] += _travel(caches[name], news, station)
-                    took = []
-                    for index, token in enumerate(tokens):
-                        seconds, logits = step(model, caches[name], token)
-                        took.append(seconds)
-                        where = {"model": workload.name, "cache": name, "tokens": station + index, "trial": trial}
-                        trials.disagreements.compare_step(where, logits_of[index], logits)
-                    found[name]["stations"][station].append(took)
-        tick()
-    return found
+    for entry in measured.values():
+        medians = [statistics.median(trial) for trial in entry["seconds"]]
+        entry["median"] = statistics.median(medians)
+        entry["median_range"] = [min(medians), max(medians)]
+        entry["mean"] = statistics.median(statistics.fmean(trial) for trial in entry["seconds"])
+        if REFERENCE in measured:
+            ratios = _trial_ratios(measured[REFERENCE], entry, statistics.median)
+            entry["speed"], entry["speed_spread"] = statistics.median(ratios), [min(ratios), max(ratios)]
+    return measured
 
 
-def _travel(cache: Any, news: list[tuple[Tensor, Tensor]], station: int) -> list[float]:
-    """Bring a cache to `station` tokens, one at a time; return the mean seconds of each token's updates."""
-    seconds = []
-    for _ in range(int(cache.get_seq_length()), station):
-        begin = time.perf_counter()
-        for layer_idx, (keys, values) in enumerate(news):
-            cache.update(keys, values, layer_idx)
-        seconds.append((time.perf_counter() - begin) / len(news))
-    return seconds
+def _trial_ratios(slow: Mapping[str, Any], fast: Mapping[str, Any], middle: Callable[[Any], float]) -> list[float]:
+    pairs = zip(slow["seconds"], fast["seconds"], strict=True)
+    return [middle(baseline) / middle(candidate) for baseline, candidate in pairs]
+
+
+def times_as_fast(
+    measured: Measured, candidate: str, baseline: str, middle: Callable[[Any], float] = statistics.median
+) -> float:
+    """How many times as fast one contender is as another: the median of the trials' ratios."""
+    return statistics.median(_trial_ratios(measured[baseline], measured[candidate], middle))

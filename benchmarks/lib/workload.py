@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,6 @@ import transformers
 from torch import Tensor
 
 from lib.contenders import fill
-from lib.internals import default_text
 
 FILL_CHUNK = 2048
 PREFILL_CHUNK = 512
@@ -47,12 +45,12 @@ class Shape:
             **options,
         )
 
-    def states(self, tokens: int, dtype: torch.dtype, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values `[1, kv_heads, tokens, head_dim]` for each layer, the same for the same seed."""
+    def states(self, tokens: int, dtype: torch.dtype, seed: int = 0, batch: int = 1) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values `[batch, kv_heads, tokens, head_dim]` for each layer, the same for the same seed."""
         generator = torch.Generator().manual_seed(seed)
 
         def normal() -> Tensor:
-            return torch.empty(1, self.kv_heads, tokens, self.head_dim, dtype=dtype).normal_(generator=generator)
+            return torch.empty(batch, self.kv_heads, tokens, self.head_dim, dtype=dtype).normal_(generator=generator)
 
         # With a standard deviation of two, attention selects among tokens instead of averaging over all of them. A
         # cache that loses tokens then gives other logits.
@@ -86,10 +84,10 @@ class RandomModel:
         self.limit: int | None = None
         self.states: list[tuple[Tensor, Tensor]] = []
 
-    def prepare(self, length: int) -> int:
-        """Make the states of `length` tokens; return the first token to decode from."""
-        self.states = self.shape.states(length, self.model.dtype)
-        return length % self.shape.vocab
+    def prepare(self, length: int, batch: int = 1) -> Tensor:
+        """Make the states of `length` tokens; return the tokens `[batch, 1]` to decode from."""
+        self.states = self.shape.states(length, self.model.dtype, batch=batch)
+        return self.prompt(batch).view(batch, 1)
 
     def prompt(self, tokens: int) -> Tensor:
         return torch.randint(self.shape.vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
@@ -110,17 +108,17 @@ class RealModel:
         most = 8 * (self.limit or 32768)
         self.ids: Tensor = tokenizer(text[:most], return_tensors="pt").input_ids
         self.states: list[tuple[Tensor, Tensor]] = []
-        self.length = 0
+        self.rows = self.ids[:, :0]
 
-    def prepare(self, length: int) -> int:
-        """Read `length` tokens of the text; return the one after them."""
-        first = self.prompt(length + 1)[0, length]
-        self.length, self.states = length, []
+    def prepare(self, length: int, batch: int = 1) -> Tensor:
+        """Read `length` tokens of the text for each sequence; return the tokens `[batch, 1]` after them."""
+        text = self.prompt(batch * length + 1)[0]
+        self.rows, self.states = text[:-1].view(batch, length), []
         if length > OWN_PREFILL_UP_TO:
             cache = transformers.DynamicCache(config=self.model.config)
             self._prefill(cache)
             self.states = [(layer.keys, layer.values) for layer in cache.layers]
-        return int(first)
+        return text[length::length][:, None]
 
     def prompt(self, tokens: int) -> Tensor:
         if self.ids.shape[1] < tokens:
@@ -135,26 +133,11 @@ class RealModel:
 
     def _prefill(self, cache: Any) -> None:
         with torch.no_grad():
-            for chunk in self.ids[:, : self.length].split(PREFILL_CHUNK, dim=1):
+            for chunk in self.rows.split(PREFILL_CHUNK, dim=1):
                 self.model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
 Workload = RandomModel | RealModel
-
-
-def real_workload(
-    source: str | None,
-    text: pathlib.Path | None,
-    say: Callable[[str], object],
-    dtype: torch.dtype = torch.bfloat16,
-) -> RealModel | None:
-    """The model of `--model` with the text of `--text`; `None` if there is no model."""
-    if source == "none":
-        return None
-    if source is None:
-        say("no real model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model")
-        return None
-    return RealModel(source, text.read_text() if text else default_text(), dtype)
 
 
 def default_model() -> str | None:

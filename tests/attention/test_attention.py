@@ -113,9 +113,7 @@ def test_small_groups_in_float32_stay_in_torch_s_order(heads: int, rows: int, mo
 
     expected = scaled_dot_product_attention(query, keys, values, enable_gqa=True)
     monkeypatch.setattr(gqa, "scaled_dot_product_attention", attend)
-    attended = GroupedKeys.__torch_function__(
-        attend, (), (query, grouped_for_one_query(keys), values), {"enable_gqa": True}
-    )
+    attended = scaled_dot_product_attention(query, grouped_for_one_query(keys), values, enable_gqa=True)
     assert seen == [rows]
     torch.testing.assert_close(attended, expected)
 

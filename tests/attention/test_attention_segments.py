@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlayers.kernels.attention import dispatch, reference, shared_segments
-from kvlayers.kernels.attention.cpu import call, kernel
+from kvlayers.kernels.attention import dispatch, reference
+from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.packed_ops import packed_pair
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows, of_repeats
@@ -297,7 +297,7 @@ def test_threads_split_shared_and_own_segments() -> None:
 def test_a_shared_sequence_is_read_once_for_all_that_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each other way of reading would need a copy for each sequence, or fail here."""
     monkeypatch.setattr(KVSegments, "dense", lambda *arguments: pytest.fail("a copy was made"))
-    for plain in (shared_segments.attend, kernel.attend):
+    for plain in (dispatch.attend_shared, kernel.attend):
         held = history(5, 6, kinds="dense rows")
         query = held.query(2, 1)
         held.check(query, None, plain(query, held.segments, None, 0.2))
@@ -319,7 +319,7 @@ def test_groups_are_read_in_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         return of_reference(query, part, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(reference, "attend_partly", counted)
-    shared_segments.attend(torch.randn(4, 4, 1, 64), segments, None, 0.2)
+    dispatch.attend_shared(torch.randn(4, 4, 1, 64), segments, None, 0.2)
     assert read == [(2, 40), (4, 20), (2, 20), (4, 7)]
 
 
@@ -343,10 +343,10 @@ def test_a_copy_of_a_segment_is_read_at_its_own_address(duplicate: Callable[[KVS
 def test_the_kernel_is_given_as_many_bytes_as_its_structures_have() -> None:
     # The numbers are those of `call.h`, where a compiler checks them.
     query = torch.randn(1, 2, 1, 64)
-    assert len(call.of_call(query, query, 2, (64, 64), 1, 1.0)) == 224
+    assert len(kernel.of_call(query, query, 2, (64, 64), 1, 1.0)) == 224
     for make in (random_dense, random_packed):
         segments = KVSegments((make(1, torch.float32, 64)[0],))
-        assert [len(part) for part in call.of_segments(segments, query.device)] == [456, 8]
+        assert [len(part) for part in kernel.of_segments(segments, query.device)] == [456, 8]
 
 
 @needs_compiler

@@ -136,21 +136,6 @@ def test_custom_masks_and_those_of_the_model_may_take_turns() -> None:
             torch.testing.assert_close(seen, expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("then", ["crop", "fork", "pickle"])
-def test_it_goes_on_after_operations(then: str) -> None:
-    model, ids = fresh_model("llama"), prompt(2, sum(PARTS))
-    expected = decoded(model, transformers.DynamicCache(), ids, "additive", None)
-    cache: Any = kvlayers.StaticCache(model.config, max_cache_len=RESERVED)
-    decoded(model, cache, ids, "additive", RESERVED, parts=(9, 1, 1, 3))
-    if then == "crop":
-        cache.crop(11)
-    else:
-        cache.crop(11)
-        cache = cache.fork() if then == "fork" else pickle.loads(pickle.dumps(cache))
-    logits = decoded(model, cache, ids, "additive", RESERVED, parts=(3, 1, 1))
-    torch.testing.assert_close(logits, expected[:, 11:], **TOLERANCE)
-
-
 def test_a_window_takes_masks_of_as_many_columns_as_it_attends_to() -> None:
     model, ids = fresh_model("mistral"), prompt(2, WINDOW)
     expected = decoded(model, transformers.DynamicCache(), ids, "additive", None, parts=(4, 1, 3))

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlayers.kernels.attention import dispatch, fused, fused_kernels, pieces, reference
+from kvlayers.kernels.attention import dispatch, fused, pieces, reference
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import KVSegments
@@ -163,7 +163,7 @@ def test_states_of_zeros_keep_their_weight_beside_hidden_tokens() -> None:
 
 
 def test_plain_torch_takes_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_kernels, "SCORES_AT_ONCE", 3 * 2 * 8 * 2 * BLOCK)
+    monkeypatch.setattr(fused, "SCORES_AT_ONCE", 3 * 2 * 8 * 2 * BLOCK)
     held = segments(2, 64, torch.float32, cut=True)
     query = queries_of_a_model(2, 8, 11, 64, torch.float32)
     for mask in (None, torch.rand(2, 1, 11, held.tokens) > 0.5, torch.randn(1, 8, 1, held.tokens)):
@@ -218,8 +218,8 @@ def test_no_query_attends_to_anything(dtype: torch.dtype) -> None:
 def test_channels_need_not_be_neighbours() -> None:
     query, keys, values = (torch.randn(2, heads, 20, 32).half() for heads in (4, 2, 2))
     apart = [side.transpose(2, 3).contiguous().transpose(2, 3) for side in (keys, values)]
-    expected = fused_kernels.attend_dense(query, keys, values, None, 0.2)
-    for found, right in zip(fused_kernels.attend_dense(query, *apart, None, 0.2), expected, strict=True):
+    expected = fused.attend_dense(query, keys, values, None, 0.2)
+    for found, right in zip(fused.attend_dense(query, *apart, None, 0.2), expected, strict=True):
         assert torch.equal(found, right)
 
 
@@ -233,7 +233,7 @@ def test_kernels_are_those_that_torch_may_use_now(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cuda, "can_use_efficient_attention", lambda asked: cuda.mem_efficient_sdp_enabled())
 
     def found() -> tuple[bool, bool]:
-        kernels = fused_kernels.kernels_for(torch.device("cuda", 77), torch.bfloat16, 128, 128)
+        kernels = fused.kernels_for(torch.device("cuda", 77), torch.bfloat16, 128, 128)
         return kernels.unmasked is not None, kernels.masked is not None
 
     with sdpa_kernel(SDPBackend.MATH):

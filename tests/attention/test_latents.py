@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvlayers
-from kvlayers.kernels.attention.latents.absorption import BLOCKS, EXPANDED, by_products
-from kvlayers.kernels.attention.latents.expansion import AssembledKeys, ExpandedLatents, LatentStates, as_latents
+from kvlayers.kernels.attention.absorption import BLOCKS, EXPANDED, by_products
+from kvlayers.kernels.attention.latents import AssembledKeys, ExpandedLatents, LatentStates, as_latents
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.upstream import compat
 from matrix import product
@@ -185,35 +184,6 @@ def test_forks_share_latents_and_go_their_own_ways() -> None:
             found = read(model, twin, given, (1, 3, 1))
         torch.testing.assert_close(found, read(model, upstream, given, (1, 3, 1)), **NEAR)
         assert products.tokens == 0
-
-
-def test_a_cropped_cache_goes_on() -> None:
-    model, ids = model_of(), prompt(2, 100)
-    caches = kvlayers.DynamicCache(config=model.config), tf.DynamicCache(config=model.config)
-    for cache in caches:
-        read(model, cache, ids, (80, 1, 1))
-        cache.crop(-12)
-    seen, expected = (read(model, cache, ids, (5, 1, 1)) for cache in caches)
-    torch.testing.assert_close(seen, expected, **NEAR)
-
-
-def test_a_saved_cache_goes_on(tmp_path: Path) -> None:
-    model, ids = model_of(), prompt(2, 200)
-    cache = kvlayers.QuantizedCache(config=model.config, nbits=8, residual_length=16)
-    read(model, cache, ids, (150, 1))
-    cache.save(tmp_path / "latents.safetensors")
-    loaded = kvlayers.load_cache(tmp_path / "latents.safetensors")
-    assert torch.equal(read(model, loaded, ids, (1, 1)), read(model, cache, ids, (1, 1)))
-
-
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
-def test_beams_give_the_tokens_of_transformers(options: dict[str, Any], installed: None) -> None:
-    model, ids = model_of(), prompt(1, 40)
-    arguments = {"max_new_tokens": 8, "do_sample": False, **options}
-    torch.manual_seed(0)
-    expected = model.generate(ids, past_key_values=tf.DynamicCache(config=model.config), **arguments)
-    torch.manual_seed(0)
-    assert torch.equal(model.generate(ids, cache_implementation="dynamic", **arguments), expected)
 
 
 def test_gradients_flow_through_an_expansion() -> None:

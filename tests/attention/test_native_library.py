@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import kvlayers
 from kvlayers.__main__ import make_app
-from kvlayers.kernels.attention.cpu import call, kernel
+from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.tools import kernels
@@ -398,8 +398,8 @@ def test_packed_codes_are_attended_to_in_torch_until_their_products_are_there(
 ) -> None:
     expected = decoded()
     late = NativeLibrary(SOURCE.with_name("other_products.cpp"), "kvlayers_multiply", purpose="other codes")
-    stand_in(monkeypatch, gate.parent, pathlib.Path(call.OTHER.compile()), gate)
-    monkeypatch.setattr(call, "OTHER", late)
+    stand_in(monkeypatch, gate.parent, pathlib.Path(kernel.OTHER.compile()), gate)
+    monkeypatch.setattr(kernel, "OTHER", late)
     called: list[bool] = []
     original = kernel.attend
     monkeypatch.setattr(kernel, "attend", lambda *a, **k: (called.append(True), original(*a, **k))[1])

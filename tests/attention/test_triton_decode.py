@@ -40,27 +40,12 @@ def test_attention_is_that_of_the_states_that_codes_stand_for(interpreted: dict[
     errors = interpreted["cases"][name]
     assert isinstance(errors, dict), errors
     assert errors["out"] <= 1
-    assert errors["lse"] <= 1
-
-
-@pytest.mark.slow
-@with_triton
-def test_packed_and_dense_tokens_merge_to_attention_over_all(interpreted: dict[str, Any]) -> None:
-    # float32 throughout: sums of 200 tokens and 64 channels, of states of unit size.
-    assert interpreted["merge"]["out"] < 1e-5
-    assert interpreted["merge"]["lse"] < 1e-5
 
 
 @pytest.mark.slow
 @with_triton
 def test_nan_comes_only_from_held_tokens(interpreted: dict[str, Any]) -> None:
-    # The log-sum-exp is of the scores, which stay finite.
-    assert interpreted["nan"] == {
-        "neither": [False, True],
-        "first": [True, True],
-        "last": [True, True],
-        "both": [True, True],
-    }
+    assert interpreted["nan"] == {"neither": False, "first": True, "last": True, "both": True}
 
 
 @pytest.mark.slow
@@ -145,7 +130,7 @@ def test_a_cache_decodes_over_a_packing(interpreted: dict[str, Any], name: str) 
 def test_kernels_are_not_imported_before_they_are_called() -> None:
     # They import triton, which decides then and there whether it interprets.
     code = (
-        "import sys, kvlayers.kernels.attention.cuda.launch; sys.exit('cuda.triton_kernels' in str(sys.modules.keys()))"
+        "import sys, kvlayers.kernels.attention.cuda.kernel; sys.exit('cuda.triton_kernels' in str(sys.modules.keys()))"
     )
     ran = fresh_process.run(code)
     assert ran.returncode == 0, ran.stderr

@@ -40,7 +40,6 @@ def test_attention_is_that_of_the_tokens_of_pieces(interpreted: dict[str, Any], 
     errors = interpreted["cases"][name]
     assert isinstance(errors, dict), errors
     assert errors["out"] <= 1
-    assert errors["lse"] <= 1
 
 
 @pytest.mark.parametrize("name", of_cases(CASES))

@@ -223,23 +223,6 @@ def test_a_pair_goes_on_where_generate_left_it(family: str) -> None:
         assert torch.equal(torch.cat([first, rest], dim=1), whole), (own, cross)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_another_input_is_read_after_the_first_one_is_forgotten(family: str) -> None:
-    """Transformers attends to the old encoder's output again, without a word, until its cache is reset."""
-    others = inputs(family, tokens=9, seed=5)
-    expected = generate(family, others)
-    for index, kind in enumerate(KINDS):
-        pair = pair_of(family, kind, kind)
-        generate(family, past_key_values=pair)
-        # Across the families, each kind is forgotten in both ways.
-        if (index + FAMILIES.index(family)) % 2:
-            pair.reset()
-        else:
-            pair.truncate(0)
-        assert not any(pair.is_updated.values())
-        assert torch.equal(generate(family, others, past_key_values=pair), expected), kind
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("cross", ["dynamic", "static"])
 def test_steps_around_reserved_self_attention_are_one_graph(installed: None, cross: str) -> None:
@@ -643,29 +626,6 @@ def test_decoding_goes_on_after_every_operation(family: str, operation: Callable
             decoding.step()
             if twin is not None:
                 twin.step()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_states_stay_close_when_every_token_is_given(family: str) -> None:
-    hidden, tokens = encoded(family, tokens=150), prompt(2, 150, seed=1)
-    expected = logits(family, hidden, tokens)[:, -10:]
-    dense = Pair(kvlayers.DynamicCache(), kvlayers.DynamicCache())
-    logits(family, hidden, tokens, dense)
-
-    def error(nbits: int) -> float:
-        parts = (
-            kvlayers.QuantizedCache(nbits=nbits, q_group_size=8, residual_length=0, sink_tokens=0) for _ in range(2)
-        )
-        cache = Pair(*parts)
-        seen = [logits(family, hidden, chunk, cache)[:, -1] for chunk in tokens.split([141] + [1] * 9, dim=1)]
-        assert cache.nbytes < 0.7 * dense.nbytes
-        return float((torch.stack(seen, dim=1) - expected).norm() / expected.norm())
-
-    versions.need_since("5.0", "the random weights that the factors below are of")
-    errors = {nbits: error(nbits) for nbits in (8, 4, 2)}
-    # As these models are made to depend on cross-attention, a small difference there is a large one in the end.
-    assert errors[8] < 0.15
-    assert errors[8] < errors[4] / 4 < errors[2] / 4
 
 
 # What the pair says of itself

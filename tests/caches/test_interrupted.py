@@ -9,7 +9,6 @@ import torch
 import transformers as tf
 
 import kvlayers
-import versions
 from families import model_and_inputs
 from kvlayers.core.buffer import TokenBuffer
 from kvlayers.errors import InterruptedPassError, RollbackError
@@ -342,16 +341,6 @@ def test_loops_over_update_may_fill_layers_as_they_like() -> None:
         assert cache.get_seq_length() == 9
 
 
-def test_states_of_other_lengths_in_each_layer_are_no_interrupted_pass() -> None:
-    model, ids = model_of("llama"), prompt(1, SEEN + 3)
-    whole = tf.DynamicCache()
-    passed(model, whole, ids[:, :SEEN])
-    pruned = [(layer.keys[:, :, index:], layer.values[:, :, index:]) for index, layer in enumerate(whole.layers)]
-    cache, reference = kvlayers.DynamicCache(pruned), tf.DynamicCache(pruned)
-    torch.testing.assert_close(decoded(model, cache, ids, SEEN), decoded(model, reference, ids, SEEN))
-    assert cache.get_seq_length() == SEEN + 3
-
-
 def test_layers_that_are_run_one_after_the_other_over_all_chunks_are_left_alone() -> None:
     class Layer(torch.nn.Module):
         def forward(self, cache: Any, index: int) -> None:
@@ -399,15 +388,6 @@ def test_asking_for_the_length_within_a_pass_is_no_news() -> None:
         for hook in hooks:
             hook.remove()
         assert lengths == [length for length in range(SEEN + 1, 15) for _ in range(LAYERS)]
-
-
-@versions.early_exits
-def test_early_exit_drafts_of_generate_are_left_alone() -> None:
-    model, ids = model_of("llama"), prompt(1, 8)
-    expected = model.generate(ids, max_new_tokens=6, do_sample=False)
-    with kvlayers.installed():
-        exiting = model.generate(ids, max_new_tokens=6, do_sample=False, assistant_early_exit=1)
-    assert torch.equal(exiting, expected)
 
 
 @pytest.mark.slow

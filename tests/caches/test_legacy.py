@@ -47,11 +47,6 @@ def test_a_config_may_ask_for_tuples(name: str | None, installed: None, monkeypa
     assert asking.return_legacy_cache is True
 
 
-def test_without_being_asked_generate_returns_a_cache(installed: None) -> None:
-    output = run("llama", prompt(1), return_dict_in_generate=True)
-    assert type(output.past_key_values) is kvlayers.DynamicCache
-
-
 KINDS = {
     "dynamic": (kvlayers.DynamicCache, 5, 4, 0.0),
     # 8 bits: half a step of 1/255 of the range of a group, which is 6 or so.
@@ -112,12 +107,6 @@ def test_a_cache_reads_as_a_sequence_of_pairs(kind: str) -> None:
     assert len(keys) == len(values) == 3
 
 
-def test_negative_subscripts_count_from_the_last_layer() -> None:
-    cache, pairs = filled()
-    assert torch.equal(cache[-1][0], pairs[-1][0])
-    assert torch.equal(cache.key_cache[-2], pairs[-2][0])
-
-
 def test_tuples_of_too_few_or_misplaced_layers_are_refused() -> None:
     config = tiny_model("llama").config
     pair = (torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
@@ -170,17 +159,6 @@ def test_crop_takes_its_number_by_its_old_name() -> None:
     assert cache.get_seq_length() == 3
 
 
-def test_crop_means_a_length_above_zero_and_a_count_below() -> None:
-    cache, pairs = filled(tokens=7)
-    cache.crop(5)
-    assert cache.get_seq_length() == 5
-    cache.crop(-2)
-    assert cache.get_seq_length() == 3
-    cache.crop(0)
-    assert cache.get_seq_length() == 3
-    assert torch.equal(cache[2][1], pairs[2][1][:, :, :3])
-
-
 @pytest.mark.parametrize(
     "tuples",
     [
@@ -211,11 +189,6 @@ def test_crop_means_a_length_above_zero_and_a_count_below() -> None:
 def test_tuples_of_the_wrong_depth_or_shapes_are_refused(tuples: object) -> None:
     with pytest.raises(kvlayers.errors.LegacyFormatError, match="expected .* saw"):
         kvlayers.DynamicCache.from_legacy_cache(tuples)
-
-
-def test_generate_refuses_tuples_of_the_wrong_depth(installed: None) -> None:
-    with pytest.raises(kvlayers.errors.LegacyFormatError, match="layer 0"):
-        run("llama", prompt(1), past_key_values=((torch.randn(1, 2, 3, 8),) * 4,) * 2)
 
 
 def test_tuples_are_made_of_caches_of_transformers_too(installed: None) -> None:
@@ -272,20 +245,6 @@ def test_an_encoder_decoder_cache_reads_as_tuples_of_four(kind: str) -> None:
 def test_an_empty_pair_reads_as_nothing() -> None:
     cache = kvlayers.EncoderDecoderCache.from_legacy_cache(None)
     assert (len(cache), cache.get_seq_length(), list(cache), cache.to_legacy_cache()) == (0, 0, [], ())
-
-
-def test_a_pair_keeps_what_was_read_when_it_is_cropped_or_reordered() -> None:
-    own, cross = filled()[0], filled(tokens=9)[0]
-    cache = kvlayers.EncoderDecoderCache(own, cross)
-    before = cache.to_legacy_cache()
-    cache.crop(4)
-    cache.crop(-1)
-    cache.crop(0)
-    cache.reorder_cache(torch.tensor([1, 0]))
-    assert [cache.get_seq_length(layer) for layer in range(3)] == [3] * 3
-    for layer, states in zip(cache.to_legacy_cache(), before, strict=True):
-        for seen, old, tokens in zip(layer, states, (3, 3, 9, 9), strict=True):
-            assert torch.equal(seen, old[:, :, :tokens].flip(0))
 
 
 def test_a_static_cache_of_transformers_gives_tuples_of_its_tokens_alone(installed: None) -> None:

@@ -3,18 +3,16 @@
 The reference is a model that is given the whole text at every token, and no cache.
 """
 
-import copy
 import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 import kvlayers
-from models import ENCODER_DECODERS, fresh_model, prompt, tiny_model
+from models import prompt, tiny_model
 
 ROOM = 64
 """Tokens that static caches reserve: no test but those of quantized caches and sinks has more."""
@@ -35,15 +33,6 @@ CHATTING: dict[str, tuple[str, CacheMaker]] = {
 }
 """For each kind a family and what makes a cache for it, which rounds nothing in a text of `ROOM` tokens."""
 
-BY_NAME = {
-    "dynamic": ("llama", kvlayers.DynamicCache),
-    "static": ("llama", kvlayers.StaticCache),
-    "offloaded": ("llama", kvlayers.OffloadedCache),
-    "offloaded_static": ("llama", kvlayers.OffloadedStaticCache),
-    "sliding_window": ("mistral", kvlayers.SlidingWindowCache),
-    "hybrid": ("gemma2", kvlayers.HybridCache),
-    "hybrid_chunked": ("llama4", kvlayers.HybridChunkedCache),
-}
 
 PACKAGES = {"quanto": "optimum.quanto", "hqq": "hqq"}
 """What each backend of transformers needs."""
@@ -108,23 +97,6 @@ def test_a_loop_that_grows_its_mask_and_its_positions(kind: str) -> None:
     assert cache.get_seq_length() == ids.shape[1] - 1
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_a_cache_by_its_name(name: str, installed: None) -> None:
-    family, kind = BY_NAME[name]
-    model, ids = tiny_model(family), prompt(2)
-    output = generated(model, ids, cache_implementation=name, return_dict_in_generate=True)
-    assert type(output.past_key_values) is kind
-    assert torch.equal(output.sequences, without_cache(model, ids))
-
-
-def test_a_static_cache_by_its_name_is_as_long_as_it_is_told(installed: None) -> None:
-    model, ids = tiny_model("llama"), prompt(1)
-    sized = {"cache_implementation": "static", "cache_config": {"max_cache_len": 50}}
-    output = generated(model, ids, return_dict_in_generate=True, **sized)
-    assert output.past_key_values.max_cache_len == 50
-    assert torch.equal(output.sequences, without_cache(model, ids))
-
-
 @pytest.mark.parametrize("kind", CHATTING)
 def test_a_chat_with_one_cache(kind: str, installed: None) -> None:
     family, make_cache = CHATTING[kind]
@@ -137,84 +109,6 @@ def test_a_chat_with_one_cache(kind: str, installed: None) -> None:
         assert torch.equal(text, expected)
         # The last token has not been passed.
         assert cache.get_seq_length() == text.shape[1] - 1
-
-
-@pytest.mark.parametrize("backend", PACKAGES)
-@pytest.mark.parametrize("options_as", [dict, kvlayers.QuantizedCacheConfig])
-def test_quantized_states_by_name(backend: str, options_as: Any, installed: None) -> None:
-    pytest.importorskip(PACKAGES[backend], reason=f"the backend needs {PACKAGES[backend]}")
-    model, ids = tiny_model("llama"), prompt(2, 140)
-    residual = 16
-    options = options_as(backend=backend, nbits=4, q_group_size=8, residual_length=residual)
-    output = generated(
-        model, ids, 3, cache_implementation="quantized", cache_config=options, return_dict_in_generate=True
-    )
-    cache, exact = output.past_key_values, kvlayers.DynamicCache()
-    assert (cache.quantization.backend, cache.get_seq_length()) == (backend, 142)
-    with torch.no_grad():
-        model(ids, past_key_values=exact)
-    for states, of_first_layer in zip(cache[0], exact[0], strict=True):
-        rounded, whole = states[:, :, :140], of_first_layer
-        error = (rounded - whole).norm() / whole.norm()
-        assert 0 < error < 0.1
-        assert torch.equal(rounded[:, :, -residual:], whole[:, :, -residual:])
-
-
-@pytest.mark.parametrize("backend", PACKAGES)
-def test_quantized_states_in_a_chat(backend: str, installed: None) -> None:
-    pytest.importorskip(PACKAGES[backend], reason=f"the backend needs {PACKAGES[backend]}")
-    model = tiny_model("llama")
-    kind = {"quanto": kvlayers.QuantoQuantizedCache, "hqq": kvlayers.HQQQuantizedCache}[backend]
-    cache = kind(model.config, nbits=4, q_group_size=8, residual_length=16)
-    exact = kvlayers.DynamicCache(config=model.config)
-    text = torch.zeros(1, 0, dtype=torch.long)
-    for turn in user_turns(90, 40, 1):
-        longer = torch.cat([text, turn], dim=1)
-        text = generated(model, longer, past_key_values=cache)
-        assert torch.equal(text[:, : longer.shape[1]], longer)
-        assert cache.get_seq_length() == text.shape[1] - 1 == longer.shape[1] + 5
-    with torch.no_grad():
-        model(text[:, :-1], past_key_values=exact)
-    # What the first layer is given depends on the tokens alone: only what was packed differs.
-    assert 0 < (cache[0][0] - exact[0][0]).norm() / exact[0][0].norm() < 0.1
-    assert cache.nbytes < exact.nbytes
-
-
-@pytest.mark.parametrize("kind", CHATTING)
-def test_one_prefix_and_several_prompts(kind: str, installed: None) -> None:
-    family, make_cache = CHATTING[kind]
-    model, prefix = tiny_model(family), prompt(1, 14)
-    prompt_cache = make_cache(model.config)
-    with torch.no_grad():
-        prompt_cache = model(prefix, past_key_values=prompt_cache).past_key_values
-    for question in user_turns(5, 1, 9):
-        ids = torch.cat([prefix, question], dim=1)
-        output = generated(model, ids, past_key_values=copy.deepcopy(prompt_cache))
-        assert torch.equal(output, without_cache(model, ids))
-        assert prompt_cache.get_seq_length() == 14
-
-
-@pytest.mark.parametrize("of_transformers", [False, True])
-def test_tuples_make_the_round_trip(of_transformers: bool) -> None:
-    model, ids = tiny_model("llama"), prompt(2)
-    with kvlayers.installed(legacy_names=True):
-        output = generated(model, ids, return_dict_in_generate=True, return_legacy_cache=True)
-        kind = transformers.DynamicCache if of_transformers else kvlayers.DynamicCache
-        cache = kind.from_legacy_cache(output.past_key_values)
-        assert isinstance(output.past_key_values, tuple)
-        assert [len(layer) for layer in output.past_key_values] == [2, 2]
-        exact = kvlayers.DynamicCache()
-        with torch.no_grad():
-            model(output.sequences[:, :-1], past_key_values=exact)
-        for layer, again, whole in zip(output.past_key_values, cache.to_legacy_cache(), exact, strict=True):
-            assert all(map(torch.equal, layer, again))
-            torch.testing.assert_close(layer, whole)
-        longer = torch.cat([output.sequences, prompt(2, 4, seed=3)], dim=1)
-        for past in (cache, output.past_key_values):
-            assert torch.equal(generated(model, longer, past_key_values=past), without_cache(model, longer))
-        with torch.no_grad():
-            logits = model(longer[:, -5:], past_key_values=output.past_key_values).logits
-            torch.testing.assert_close(logits, model(longer).logits[:, -5:])
 
 
 @pytest.mark.parametrize("by_old_name", [False, True])
@@ -230,56 +124,3 @@ def test_the_old_chat_with_sinks(by_old_name: bool) -> None:
     for turn in turns:
         expected = without_cache(model, torch.cat([expected, turn], dim=1))
     assert torch.equal(text, expected)
-
-
-def test_the_old_chat_with_sinks_once_it_crops(installed: None) -> None:
-    """A text that is cropped has fewer tokens than the cache has seen, which says nothing of what is new in it."""
-    model, script = tiny_model("llama"), types.ModuleType("old_chat")
-    vars(script)["torch"] = torch
-    exec(OLD_CHAT.replace("transformers", "kvlayers").replace("256", "32"), vars(script))
-    with pytest.raises(kvlayers.errors.StateMismatchError):
-        script.chat(model, user_turns(20, 20, 20), 6)
-
-
-def test_a_chat_beyond_the_window_of_its_sinks(installed: None) -> None:
-    model = fresh_model("llama", num_hidden_layers=1)
-    cache = kvlayers.SinkCache(window_length=32, num_sink_tokens=4)
-    text = torch.zeros(1, 0, dtype=torch.long)
-    how = {"past_key_values": cache, "return_dict_in_generate": True, "output_logits": True}
-    for turn in user_turns(20, 20, 20):
-        output = generated(model, torch.cat([text, turn], dim=1), **how)
-        text = output.sequences
-        if text.shape[1] <= 32:
-            assert torch.equal(text, without_cache(model, turn))
-    assert (cache.get_seq_length(), cache.get_max_length()) == (text.shape[1] - 1, 32)
-    # The states of one layer depend on its tokens alone, and attention on how far they are apart.
-    for steps_left, logits in enumerate(reversed(output.logits[1:])):
-        place = text.shape[1] - 1 - steps_left
-        attended = torch.cat([text[:, :4], text[:, place - 28 : place]], dim=1)
-        with torch.no_grad():
-            torch.testing.assert_close(logits, model(attended).logits[:, -1], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("family", ENCODER_DECODERS)
-@torch.no_grad()
-def test_an_encoder_and_a_loop_over_its_decoder(family: str) -> None:
-    model, ids, begun = tiny_model(family), prompt(2, 9, seed=1), prompt(2, 3)
-    cache = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache())
-    encoded = model.get_encoder()(ids)
-    step = decoded = begun
-    for _ in range(6):
-        outputs = model(encoder_outputs=encoded, decoder_input_ids=step, past_key_values=cache, use_cache=True)
-        step = outputs.logits[:, -1:].argmax(-1)
-        decoded = torch.cat([decoded, step], dim=1)
-    assert torch.equal(decoded, without_cache(model, begun, input_ids=ids))
-    assert [cache.self_attention_cache.get_seq_length(), cache.cross_attention_cache.get_seq_length()] == [8, 9]
-
-
-@pytest.mark.parametrize("family", ENCODER_DECODERS)
-def test_an_encoder_and_generate(family: str) -> None:
-    model, ids = tiny_model(family), prompt(2, 9, seed=1)
-    cache = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache())
-    output = generated(model, ids, past_key_values=cache)
-    start = torch.full((2, 1), model.config.decoder_start_token_id)
-    assert torch.equal(output, without_cache(model, start, input_ids=ids))
-    assert cache.cross_attention_cache.get_seq_length() == 9

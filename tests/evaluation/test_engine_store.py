@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import pytest
-import torch
 
 import kvlayers
 from families import model_and_inputs
@@ -47,20 +46,6 @@ def test_stored_contexts_are_not_computed_again(family: str, name: str) -> None:
     # The last token of each context, and the one token that each pair of continuations has in common.
     assert computed[1] <= 3 * 3 + 3
     assert store.statistics.bypassed == 0
-
-
-def test_generate_and_scores_use_the_same_entries() -> None:
-    model, store = tiny_model("llama"), kvlayers.PrefixStore("1GiB")
-    ids = torch.tensor([DOCUMENT])
-    kvlayers.generate(model, ids, prefix_store=store, max_new_tokens=1, do_sample=False)
-    contexts = stored_contexts(model, optional_store(store, ""), "dynamic", {})
-    with passes_of(model) as passes:
-        score_tokens(model, REQUESTS, lambda: kvlayers.make_cache("dynamic", model), store=contexts)
-    assert tokens_of(passes) < 20
-    covered = store.statistics.tokens_covered
-    prompt = torch.tensor([[*REQUESTS[0].context, 40]])
-    kvlayers.generate(model, prompt, prefix_store=store, max_new_tokens=1, do_sample=False)
-    assert store.statistics.tokens_covered - covered == len(REQUESTS[0].context)
 
 
 def test_entries_of_lossy_caches_serve_the_same_chunks_alone() -> None:

@@ -10,23 +10,14 @@ from transformers.utils import logging
 
 import kvlayers
 from kvlayers.evaluation import engine as module
-from kvlayers.evaluation.requests import ContinuationScore
+from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest
 from model_directories import random_text, word_tokenizer
 from models import fresh_model, prompt, tiny_model
-from score_reference import passes_of
+from score_reference import alone, passes_of
 
 CONTEXTS = [prompt(tokens=20, seed=seed)[0].tolist() for seed in range(3)]
 DOCUMENTS = [prompt(tokens=64, seed=seed)[0].tolist() for seed in range(3)]
 CONTINUATIONS = [[[5, 8, 13], [21]], [], [[34, 55], [34, 56, 7, 8], [90]]]
-
-
-def alone(model: Any, context: list[int], continuation: list[int]) -> tuple[list[float], list[bool]]:
-    """Log-probabilities of one forward pass without a cache, and whether each token is the likeliest."""
-    with torch.no_grad():
-        logits = model(torch.tensor([context + continuation]), use_cache=False).logits[0, len(context) - 1 : -1]
-    ids = torch.tensor(continuation)
-    chosen = logits.double().log_softmax(-1).gather(1, ids[:, None])[:, 0]
-    return chosen.tolist(), (logits.argmax(-1) == ids).tolist()
 
 
 @pytest.fixture
@@ -43,11 +34,12 @@ def test_scores_are_those_of_each_pair_alone(model: Any) -> None:
     assert [len(group) for group in scores] == [2, 0, 3]
     for context, group, found in zip(CONTEXTS, CONTINUATIONS, scores, strict=True):
         for continuation, score in zip(group, found, strict=True):
-            expected, is_greedy = alone(model, context, continuation)
+            reference = alone(model, ScoringRequest(tuple(context), tuple(continuation)))
+            expected = reference.token_logprobs
             assert score.token_logprobs == pytest.approx(expected, abs=1e-5)
             assert score.logprob == pytest.approx(sum(expected), abs=1e-5)
             assert score.mean_logprob == pytest.approx(sum(expected) / len(expected), abs=1e-5)
-            assert list(score.token_is_greedy) == is_greedy
+            assert score.token_is_greedy == reference.token_is_greedy
 
 
 def test_what_greedy_decoding_gives_is_greedy(model: Any) -> None:
@@ -144,7 +136,8 @@ def test_a_static_cache_by_name_reserves_the_longest_request(model: Any) -> None
 def test_other_families(family: str) -> None:
     model = tiny_model(family)
     scores = kvlayers.score(model, CONTEXTS[:1], [[[5, 8, 13]]])
-    assert scores[0][0].token_logprobs == pytest.approx(alone(model, CONTEXTS[0], [5, 8, 13])[0], abs=1e-4)
+    expected = alone(model, ScoringRequest(tuple(CONTEXTS[0]), (5, 8, 13)))
+    assert scores[0][0].token_logprobs == pytest.approx(expected.token_logprobs, abs=1e-4)
 
 
 def test_a_compiled_model_scores(model: Any) -> None:

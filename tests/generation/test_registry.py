@@ -278,11 +278,6 @@ def test_without_installing_quantized_names_are_those_of_transformers() -> None:
             transformers.GenerationConfig(cache_implementation=name).validate()
 
 
-def test_a_misspelt_option_of_a_name_is_refused(installed: None) -> None:
-    with pytest.raises(kvlayers.OptionError, match="did you mean 'max_cache_len'"):
-        used_cache(cache_implementation="static", cache_config={"max_cash_len": 77})
-
-
 @pytest.mark.parametrize("name", ["", "  ", None, 3])
 def test_an_empty_name_is_refused(name: Any) -> None:
     with pytest.raises(kvlayers.errors.RegistryError, match="must be a string that is not empty"):

@@ -21,7 +21,7 @@ import kvlayers
 import versions
 from drafts import draft_of, spread
 from kvlayers import DynamicLayer, PrefixStore
-from kvlayers.kernels.packing.cpu import pack
+from kvlayers.kernels.codes import cpu_packing as pack
 from kvlayers.upstream import compat
 from kvlayers.utils import native_library
 from matrix import some

@@ -44,6 +44,11 @@ QUANTIZATION = Quantization(nbits=8, q_group_size=2, residual_length=5, sink_tok
 QUANTIZATION_ALONG_TOKENS = Quantization(nbits=3, q_group_size=2, residual_length=0, sink_tokens=0)
 
 
+QUANTIZATION_BY_FIXED_SCALES = Quantization(
+    "fp8", residual_length=5, sink_tokens=3, key_scales=0.02, value_scales=(0.01, 0.03)
+)
+
+
 def _quantized_window(window: int) -> tuple[SlidingLayer, Oracle]:
     quantization = dataclasses.replace(QUANTIZATION, sink_tokens=0)
     layer = SlidingLayer(window, QuantizedStore(quantization))
@@ -108,6 +113,10 @@ KINDS: dict[str, Callable[[], tuple[CacheLayer, Oracle]]] = {
     "quantized without sinks": lambda: (
         QuantizedLayer(QUANTIZATION_ALONG_TOKENS, length_hint=100),
         QuantizedOracle(QUANTIZATION_ALONG_TOKENS),
+    ),
+    "quantized by fixed scales": lambda: (
+        QuantizedLayer(QUANTIZATION_BY_FIXED_SCALES),
+        QuantizedOracle(QUANTIZATION_BY_FIXED_SCALES),
     ),
     "quantized sliding": lambda: _quantized_window(100),
     "quantized sliding within the residual": lambda: _quantized_window(WINDOW),

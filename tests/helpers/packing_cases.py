@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.core.buffer import form_of
-from kvlayers.kernels.codes.block_layout import unpack
+from kvlayers.kernels.codes.groups import unpack
 from kvlayers.kernels.codes.packed_side import PackedSide
 from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.quantized.packed_blocks import SIDES, PackedBlocks

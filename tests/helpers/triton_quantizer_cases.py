@@ -18,10 +18,10 @@ from torch import Tensor
 
 import kvlayers
 from kvlayers.kernels.codes import packed_side as side_module
-from kvlayers.kernels.codes.block_layout import BlockLayout
+from kvlayers.kernels.codes.cuda_packing import read_blocks
+from kvlayers.kernels.codes.groups import BlockLayout
 from kvlayers.kernels.codes.packed_side import PackedSide, pack_side
 from kvlayers.kernels.codes.smoothing import KeySmoothing, smoothing_for
-from kvlayers.kernels.packing.cuda.launch import read_blocks
 from kvlayers.quantized import packed_blocks as blocks_module
 from kvlayers.quantized.packed_blocks import SIDES
 from kvlayers.quantizers import CodeFormat, QuantizedGroups

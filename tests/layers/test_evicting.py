@@ -165,26 +165,18 @@ def test_heads_hold_different_tokens(rule: str, amount: str, reading: str) -> No
     assert any(differ)
 
 
+PADDED = {
+    "evicted with the prompt": ([0, 30], [100, *[1] * (2 * STEP + 4), 20, 1]),
+    "longer than the first chunks": ([0, 130], [60, 60, 1, 30, 1, 60, *[1] * 70]),
+}
+
+
+@pytest.mark.parametrize("case", PADDED)
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("amount", AMOUNTS)
 @pytest.mark.parametrize("rule", ["knorm", "test_window"])
-def test_padding_is_evicted_and_not_counted(rule: str, amount: str, per_head: bool) -> None:
-    layer = EvictingLayer(
-        rule, **AMOUNTS[amount], sink_tokens=SINKS, recent_tokens=RECENT, per_head=per_head, left_padding=[0, 30]
-    )
-    oracle = EvictionOracle(
-        eviction_rule(rule), **AMOUNTS[amount], sinks=SINKS, recent=RECENT, padding=[0, 30], per_head=per_head
-    )
-    together = Pair(layer, oracle)
-    for tokens in (100, *[1] * (2 * STEP + 4), 20, 1):
-        together.step(tokens)
-
-
-@pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("amount", AMOUNTS)
-@pytest.mark.parametrize("rule", ["knorm", "test_window"])
-def test_padding_may_be_longer_than_the_first_chunks(rule: str, amount: str, per_head: bool) -> None:
-    padding = [0, 130]
+def test_padding_is_evicted_and_not_counted(rule: str, amount: str, per_head: bool, case: str) -> None:
+    padding, reading = PADDED[case]
     layer = EvictingLayer(
         rule, **AMOUNTS[amount], sink_tokens=SINKS, recent_tokens=RECENT, per_head=per_head, left_padding=padding
     )
@@ -192,7 +184,7 @@ def test_padding_may_be_longer_than_the_first_chunks(rule: str, amount: str, per
         eviction_rule(rule), **AMOUNTS[amount], sinks=SINKS, recent=RECENT, padding=padding, per_head=per_head
     )
     together = Pair(layer, oracle)
-    for tokens in (60, 60, 1, 30, 1, 60, *[1] * 70):
+    for tokens in reading:
         together.step(tokens)
 
 

@@ -1,6 +1,6 @@
-"""From which position on a layer holds every token as it came: counted by hand.
+"""From which position on a layer holds every token as it came, of kinds that are not in the layer matrix.
 
-The layer matrix compares it with the oracles of every kind, after every operation.
+The matrix compares it with the oracle of each kind at every step.
 """
 
 import pytest
@@ -21,33 +21,7 @@ def positions(layer: kvlayers.CacheLayer, updates: list[int]) -> list[int | None
     return found
 
 
-def test_packed_tokens_and_the_sinks_before_them_count() -> None:
-    quantization = kvlayers.Quantization(nbits=4, q_group_size=4, residual_length=100, sink_tokens=10)
-    layer = kvlayers.QuantizedLayer(quantization)
-    # 10 sinks, 100 tokens of the residual and a block of 64 tokens that is not full yet stay as they came.
-    assert positions(layer, [174, 1, 63, 1, 300]) == [0, 10 + 64, 10 + 64, 10 + 2 * 64, 10 + 6 * 64]
-    layer.crop(150)
-    assert layer.exact_from == 150
-    layer.crop(10)
-    assert layer.exact_from == 0
-
-
-def test_tokens_between_sinks_and_window_count() -> None:
-    layer = kvlayers.SinkLayer(window_length=16, num_sink_tokens=4, rotary=None)
-    # The 16th token takes the place of the token behind the sinks in the next query's window.
-    assert positions(layer, [15, 1, 1, 10]) == [0, 5, 6, 16]
-
-
-def test_the_window_of_a_model_does_not_count_until_it_is_packed() -> None:
-    assert positions(kvlayers.SlidingLayer(8), [5, 20, 1]) == [0, 0, 0]
-    quantization = kvlayers.Quantization(nbits=4, q_group_size=4, residual_length=0, sink_tokens=0)
-    packed = kvlayers.SlidingLayer(100, kvlayers.stores.QuantizedStore(quantization))
-    assert positions(packed, [64, 1, 60, 10]) == [0, 64, 64, 128]
-
-
-def test_exact_kinds_have_none() -> None:
-    for layer in (kvlayers.DynamicLayer(), kvlayers.StaticLayer(64), kvlayers.StaticSlidingLayer(64, 8)):
-        assert positions(layer, [20, 1]) == [0, 0]
+def test_recurrent_layers_and_those_with_both_parts_have_none() -> None:
     assert kvlayers.LinearAttentionLayer().exact_from == 0
     hybrid = kvlayers.HybridLayer(kvlayers.QuantizedLayer(), kvlayers.LinearAttentionLayer())
     assert hybrid.exact_from == 0

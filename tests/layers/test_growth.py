@@ -127,17 +127,6 @@ def test_recording_the_past_gives_its_memory_back() -> None:
     assert bytes_reached(layer) == layer.nbytes
 
 
-def test_gradients_reach_the_past_while_it_is_recorded() -> None:
-    layer = SlidingLayer(8)
-    layer.activate_past_recording()
-    keys, values = (states.requires_grad_() for states in token(3))
-    layer.update(keys, values)
-    for _ in range(5):
-        attended, _ = layer.update(*token())
-    attended.sum().backward()
-    assert keys.grad is not None
-
-
 def test_a_fork_made_in_inference_mode_is_written_to_outside_of_it() -> None:
     layer = DynamicLayer()
     with torch.inference_mode():

@@ -373,39 +373,6 @@ def test_an_empty_layer_takes_another_batch() -> None:
         check(layer, oracle)
 
 
-# Compiled code
-
-
-def test_compiled_code_counts_without_being_compiled_for_each_number() -> None:
-    layer, oracle = filled(5)
-    compiled = 0
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        nonlocal compiled
-        compiled += 1
-        return graph.forward
-
-    torch._dynamo.reset()
-
-    @torch.compile(backend=backend, fullgraph=True)
-    def decode(columns: Tensor, state: Tensor) -> Tensor:
-        return (
-            layer.update_conv_state(columns, conv_kernel_size=KERNEL).sum() + layer.update_recurrent_state(state).sum()
-        )
-
-    for turn in range(12):
-        columns = torch.randn(2, CHANNELS, 1)
-        oracle.columns = torch.cat([oracle.columns, columns], dim=-1)
-        decode(columns, oracle.recurrent_state)
-        if turn % 5 == 4:
-            check(layer, oracle)
-    check(layer, oracle)
-    assert compiled == 1
-    assert layer.truncate(16) == 11
-    check(layer, at(oracle, 5))
-    torch._dynamo.reset()
-
-
 # Hybrid layers
 
 

@@ -81,19 +81,6 @@ def test_after_a_rollback_and_a_replay_logits_are_those_of_a_fresh_run(family: s
 
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
-def test_a_run_that_went_back_agrees_with_one_forward_pass(family: str) -> None:
-    decoder, ids = Decoder(family), prompt(2, 24)
-    cache = kvlayers.DynamicCache(config=decoder.config, checkpoints=Checkpoints(every=4, most=3))
-    decoder.pass_on(cache, ids[:, :PROMPT])
-    decoder.decode(cache, torch.cat([ids[:, PROMPT:18], prompt(2, 3, seed=5)], dim=1))
-    missing = cache.truncate(18)
-    assert missing == 2
-    assert cache.get_seq_length() == 16
-    seen = decoder.pass_on(cache, ids[:, 16:])
-    torch.testing.assert_close(seen, decoder.model(ids).logits[:, 16:], rtol=0, atol=TOLERANCE.get(family, 1e-5))
-
-
-@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_the_latest_checkpoint_at_or_before_a_length_is_found(family: str) -> None:
     decoder, ids = Decoder(family), prompt(1, 40)
     cache = kvlayers.DynamicCache(config=decoder.config, checkpoints={"every": 5, "most": 3})

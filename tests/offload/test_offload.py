@@ -5,7 +5,6 @@ import errno
 import functools
 import os
 import pathlib
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ import kvlayers.upstream.compat
 from families import model_and_inputs
 from kvlayers import CapacityError, OffloadedLayer, OptionError
 from kvlayers.errors import UnsupportedLayerError
-from kvlayers.layers import TokenLayer
 from kvlayers.offload import HostMemory, Prefetcher, Traffic
 from matrix import once, product
 from models import CONFIGS, fresh_model, prompt, tiny_model
@@ -98,56 +96,11 @@ def test_logits_are_those_of_the_same_cache_on_its_device(
     assert offloaded.traffic.total.to_device > 0
 
 
-@pytest.mark.parametrize("kind", CACHES)
-def test_decoding_goes_on_after_every_operation(recorded: list[RecordingTransfers], kind: str) -> None:
-    model, plain, offloaded = pair(kind)
-    both = plain, offloaded
-    for cache in both:
-        cache.activate_past_recording()
-    follow(model, both, prompt(2, 21), 20)
-    for cache in both:
-        cache.crop(-3)
-        cache.deactivate_past_recording()
-    follow(model, both, prompt(2, 4, seed=1), 10)
-    for cache in both:
-        cache.batch_select_indices([1, 0])
-    follow(model, both, prompt(2, 1, seed=2), 10)
-    for cache in both:
-        cache.batch_repeat_interleave(2) if kind != "static" else cache.reorder_cache(torch.tensor([1, 1]))
-    rows = 2 if kind == "static" else 4
-    follow(model, both, prompt(rows, 1, seed=3), 10)
-    twins = plain.fork(), copy.deepcopy(offloaded)
-    follow(model, twins, prompt(rows, 3, seed=4), 10)
-    follow(model, both, prompt(rows, 2, seed=5), 10)
-    saved = plain.state(), offloaded.state()
-    follow(model, both, prompt(rows, 2, seed=6), 5)
-    for cache, state in zip(both, saved, strict=True):
-        cache.load_state(state)
-    follow(model, both, prompt(rows, 2, seed=7), 5)
-    twins[1]._prefetcher._make_transfers = recording_transfers
-    follow(model, (twins[0], pickle.loads(pickle.dumps(twins[1]))), prompt(rows, 2, seed=8), 5)
-    for cache in both:
-        cache.reset()
-    follow(model, both, prompt(rows, 9, seed=9), 20)
-
-
 def follow(model: Any, caches: tuple[kvlayers.Cache, kvlayers.Cache], ids: Tensor, steps: int) -> None:
     expected, seen = (decode(model, cache, ids, steps) for cache in caches)
     # A fork on its device reads shared segments, and one elsewhere copies: products are summed in another order.
     torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
     assert caches[1].get_seq_length() == caches[0].get_seq_length()
-
-
-def test_states_go_from_a_plain_cache_to_an_offloaded_one_and_back(recorded: list[RecordingTransfers]) -> None:
-    model, plain, offloaded = pair("dynamic")
-    expected = decode(model, plain, prompt(2, 21), 10)
-    ids = expected[-1].argmax(-1, keepdim=True)
-    offloaded.load_state(plain.state())
-    other = kvlayers.DynamicCache(config=model.config)
-    other.load_state(offloaded.state())
-    expected = decode(model, plain, ids, 10)
-    assert torch.equal(decode(model, offloaded, ids, 10), expected)
-    assert torch.equal(decode(model, other, ids, 10), expected)
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -175,19 +128,6 @@ def test_gradients_flow_as_without_offloading(recorded: list[RecordingTransfers]
         gradients.append(model.model.layers[0].self_attn.k_proj.weight.grad.clone())
     assert gradients[0].abs().sum() > 0
     assert torch.equal(gradients[0], gradients[1])
-
-
-def test_inference_mode_and_no_grad_may_take_turns(recorded: list[RecordingTransfers]) -> None:
-    model, plain, offloaded = pair("dynamic")
-    ids = prompt(2, 21)
-    expected = decode(model, plain, ids, 12)
-    logits = []
-    for step in range(12):
-        with torch.inference_mode() if step // 2 % 2 == 0 else torch.no_grad():
-            logits.append(model(ids, past_key_values=offloaded).logits[:, -1].clone())
-        ids = logits[-1].argmax(-1, keepdim=True)
-    assert torch.equal(torch.stack(logits), expected)
-    offloaded.reorder_cache(torch.tensor([1, 0]))
 
 
 # generate()
@@ -313,14 +253,6 @@ def test_a_step_sends_the_new_tokens_and_brings_what_is_held(recorded: list[Reco
     assert packing_steps <= 80 / 16 if kind == "quantized" else packing_steps == 0
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static", "quantized"])
-def test_a_device_holds_two_layers_at_most(recorded: list[RecordingTransfers], kind: str) -> None:
-    model = fresh_model("llama", num_hidden_layers=6)
-    cache = CACHES[kind](model.config, offloading=True)
-    decode(model, cache, prompt(2, 90), 40)
-    assert recorded[0].peak_bytes <= 2 * max(layer.nbytes for layer in cache.layers)
-
-
 def test_packed_bytes_travel_packed(recorded: list[RecordingTransfers]) -> None:
     model = fresh_model("llama", num_hidden_layers=2, head_dim=32)
     makers = {
@@ -373,37 +305,6 @@ def test_layers_that_are_left_out_or_come_in_another_order_cost_traffic_and_noth
 
 
 # Races
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dynamic", "quantized"])
-def test_delays_of_either_stream_change_no_output_in_a_thousand_steps(kind: str) -> None:
-    transfers = RecordingTransfers(seed=1)
-    prefetcher = Prefetcher(transfers=lambda device: transfers)
-    layers = [OffloadedLayer(_layer(kind, index), prefetcher) for index in range(3)]
-    plain = [_layer(kind, index) for index in range(3)]
-    generator = torch.Generator().manual_seed(0)
-    for step in range(1000):
-        tokens = 1 if step else 20
-        query = torch.randn(1, 4, tokens, 8, generator=generator)
-        for one, other in zip(layers, plain, strict=True):
-            new = torch.randn(2, 1, 2, tokens, 8, generator=generator)
-            attended = [
-                torch.nn.functional.scaled_dot_product_attention(query, *layer.update(*new), enable_gqa=True)
-                for layer in (one, other)
-            ]
-            assert torch.equal(*attended)
-        if step % 97 == 96:
-            for layer in (layers[0], layers[2], plain[0], plain[2]):
-                layer.crop(-5)
-
-
-def _layer(kind: str, index: int) -> TokenLayer:
-    if index == 1:
-        return kvlayers.SlidingLayer(40)
-    if kind == "quantized":
-        return kvlayers.QuantizedLayer(kvlayers.Quantization(nbits=4, residual_length=16, q_group_size=8))
-    return kvlayers.DynamicLayer() if index else kvlayers.StaticLayer(1100)
 
 
 # Disk
@@ -569,14 +470,6 @@ def test_bad_input_is_a_named_error(case: str) -> None:
     error, message, act = BAD[case]
     with pytest.raises(error, match=message):
         act()
-
-
-def test_states_that_do_not_match_leave_an_offloaded_layer_as_it_was(recorded: list[RecordingTransfers]) -> None:
-    model, plain, offloaded = pair("dynamic", "llama")
-    follow(model, (plain, offloaded), prompt(2, 21), 3)
-    with pytest.raises(kvlayers.errors.StateMismatchError):
-        offloaded.layers[0].update(*torch.randn(2, 3, 2, 1, 8))
-    follow(model, (plain, offloaded), prompt(2, 2), 10)
 
 
 @pytest.mark.parametrize(("family", "offloaded"), [("mamba", 0), ("jamba", 2)])

@@ -35,29 +35,17 @@ def test_a_quick_benchmark_succeeds_and_writes_what_was_measured_where(benchmark
     assert {"date", "hardware", "versions", "arguments", "results", "targets", "disagreements", "wrong"} == set(written)
     results = written["results"]
     assert set(results) == set(benchmark.PARTS)
-    dense, quarter = results["bytes"][benchmark.TRANSFORMERS]["held"], results["bytes"]["keep 0.25"]["held"]
-    assert 0.25 < quarter / dense < 0.35
     [decode] = results["decode"].values()
     assert set(decode) == set(benchmark.decode_makers(64))
     assert [len(trial) for trial in decode[benchmark.EVEN]["seconds"]] == [8]
     assert len(results["recall"]) == 3
     assert {"knorm", "snapkv"} <= set(results["prefill"])
-    assert results["traffic"]["exact"] == 1
-    said = " ".join(each["what"] for each in written["targets"])
-    for part in (
-        "bytes relative",
-        "per head relative",
-        "recall relative",
-        "prefill with snapkv",
-        "bytes to the device",
-    ):
-        assert part in said
 
 
 def test_a_part_runs_alone(benchmark: Any, tmp_path: pathlib.Path) -> None:
     output = tmp_path / "quick.json"
     assert benchmark.main(["--quick", "--only", "prefill", "--rules", "knorm", "--output", str(output)]) == 0
-    assert set(json.loads(output.read_text())["results"]["prefill"]) == {benchmark.DENSE, "knorm"}
+    assert set(json.loads(output.read_text())["results"]["prefill"]) == {benchmark.KVLAYERS, "knorm"}
 
 
 class OtherValues(kvlayers.DynamicCache):
@@ -80,5 +68,5 @@ def test_a_prompt_with_other_logits_fails_the_benchmark(
 
 def test_parts_that_do_not_exist_are_refused(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        benchmark.main(["--only", "bytes,speed"])
+        benchmark.main(["--only", "decode,speed"])
     assert "got speed" in capsys.readouterr().err

@@ -16,8 +16,8 @@ import zipfile
 import pytest
 
 import kvlayers
-from kvlayers.kernels.attention.cpu import call, kernel
-from kvlayers.kernels.packing.cpu import pack
+from kvlayers.kernels.attention.cpu import kernel
+from kvlayers.kernels.codes import cpu_packing as pack
 from kvlayers.utils.native_builds import BUILDS, SOURCES, best_build, cpu_features
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -51,11 +51,11 @@ cp "$made" "$2"
 # Without a cache, which would import all that transformers does.
 ATTEND = """
 import torch
-from kvlayers.kernels.attention.cpu import call, kernel
+from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.quantizers import SideOptions, backend, dequantize
-from kvlayers.kernels.packing.cpu import pack
+from kvlayers.kernels.codes import cpu_packing as pack
 torch.manual_seed(0)
 query, keys, values = torch.randn(1, 4, 1, 16), *torch.randn(2, 1, 4, 300, 16)
 segments = KVSegments((DenseSegment(keys, values),))
@@ -65,7 +65,7 @@ torch.testing.assert_close(kernel.attend(query, segments, None, 0.25), expected,
 quantizer = backend("native").quantizer(SideOptions("values", 4), 16)
 back = dequantize(quantizer.quantize(keys), quantizer.format, torch.float32)
 torch.testing.assert_close(back, keys, rtol=0, atol=1)
-libraries = (kernel.LIBRARY, call.WHOLE, pack.LIBRARY, call.OTHER)
+libraries = (kernel.LIBRARY, kernel.WHOLE, pack.LIBRARY, kernel.OTHER)
 print(*(library.get()._name for library in libraries), sep="\\n")
 """
 
@@ -212,7 +212,7 @@ def found_in(wheel: pathlib.Path, tmp_path: pathlib.Path) -> list[str]:
 
 
 def stand_in(folder: pathlib.Path) -> pathlib.Path:
-    libraries = {"kernel": kernel.LIBRARY, "whole": call.WHOLE, "pack": pack.LIBRARY, "other": call.OTHER}
+    libraries = {"kernel": kernel.LIBRARY, "whole": kernel.WHOLE, "pack": pack.LIBRARY, "other": kernel.OTHER}
     made = {name: library.get() for name, library in libraries.items()}
     script = folder / "stand-in"
     script.write_text(STAND_IN.format(**{name: library and library._name for name, library in made.items()}))

@@ -99,56 +99,6 @@ def test_a_cache_returns_the_states_of_the_checkpoints_scales(dtype: torch.dtype
             assert torch.equal(torch.as_tensor(seen + 0)[:, :, :192], expected[:, :, :192])
 
 
-def expected_logits(config_path: str, ids: Tensor, packed: int, token: Tensor) -> Tensor:
-    """Logits of a token behind `ids`, of which the first `packed` were rounded to float8."""
-    llama = models.tiny_model("llama")
-    exact = transformers.DynamicCache(config=llama.config)
-    llama(ids, past_key_values=exact)
-    for layer, held in enumerate(exact.layers):
-        for name, scale in zip(("keys", "values"), scales(layer), strict=True):
-            states = getattr(held, name)
-            held_back = torch.cat((round_trip(states[:, :, :packed], torch.tensor(scale)), states[:, :, packed:]), 2)
-            setattr(held, name, held_back)
-    return llama(token, past_key_values=exact).logits
-
-
-@torch.no_grad()
-def test_decoding_goes_on_after_every_operation(tmp_path: pathlib.Path) -> None:
-    path = checkpoint(tmp_path / "model", shards=2)
-    llama, ids, token = models.tiny_model("llama"), torch.randint(2, 97, (2, 150)), torch.randint(2, 97, (2, 1))
-    options = {"config": config_of(path), "scales": path, **ALL}
-    expected = expected_logits(path, ids, 128, token)
-
-    def check(cache: Any, wanted: Tensor = expected, next_token: Tensor = token) -> None:
-        seen = llama(next_token, past_key_values=cache).logits
-        torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-5)
-
-    def filled(**more: Any) -> Any:
-        cache = kvlayers.QuantizedCache("fp8", **options, **more)
-        llama(ids, past_key_values=cache)
-        return cache
-
-    check(filled())
-    check(filled(offloading=True))
-    check(copy.deepcopy(filled()))
-    check(filled().fork())
-    cropped = filled()
-    llama(token, past_key_values=cropped)
-    cropped.crop(150)
-    check(cropped)
-    swapped = filled()
-    swapped.reorder_cache(torch.tensor([1, 0]))
-    check(swapped, expected.flip(0), token.flip(0))
-    kvlayers.save_cache(filled(), tmp_path / "cache.safetensors")
-    loaded = kvlayers.load_cache(tmp_path / "cache.safetensors")
-    assert loaded.quantization.facts() == filled().quantization.facts()
-    check(loaded)
-    used = filled()
-    used.reset()
-    llama(ids, past_key_values=used)
-    check(used)
-
-
 def test_generate_takes_the_scales_by_name(tmp_path: pathlib.Path) -> None:
     path = checkpoint(tmp_path / "model")
     llama, ids = models.tiny_model("llama"), torch.randint(2, 97, (1, 150))

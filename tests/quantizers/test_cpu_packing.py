@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import packing_cases
-from kvlayers.kernels.codes.block_layout import BlockLayout
-from kvlayers.kernels.packing.cpu import pack
+from kvlayers.kernels.codes import cpu_packing as pack
+from kvlayers.kernels.codes.groups import BlockLayout
 from kvlayers.quantized.packed_blocks import SIDES, PackedBlocks
 from kvlayers.quantizers import CodeFormat, NativeQuantizer
 from kvlayers.utils.native_library import NativeLibrary

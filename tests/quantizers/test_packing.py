@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvlayers.kernels.codes.block_layout import pack, padded_columns, row_bytes, unpack
+from kvlayers.kernels.codes.groups import pack, padded_columns, row_bytes, unpack
 from kvlayers.kernels.codes.packed_side import PackedSide, pack_side, side_bytes
 from kvlayers.kernels.codes.quantizer_contract import WIDTHS, CodeFormat, QuantizedGroups, Side
 

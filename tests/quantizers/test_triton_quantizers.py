@@ -9,10 +9,10 @@ from torch import Tensor
 import fresh_process
 import interpreted_kernels
 import versions
-from kvlayers.kernels.codes.block_layout import BlockLayout
+from kvlayers.kernels.codes import cuda_packing as launch
+from kvlayers.kernels.codes.cuda_packing import pack_obstacle, read_obstacle
+from kvlayers.kernels.codes.groups import BlockLayout
 from kvlayers.kernels.codes.quantizer_contract import KernelSearch
-from kvlayers.kernels.packing.cuda import launch
-from kvlayers.kernels.packing.cuda.launch import pack_obstacle, read_obstacle
 from kvlayers.quantizers import CodeFormat, NativeQuantizer, QuantizedGroups, Quantizer, SideOptions, backend
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
@@ -96,7 +96,7 @@ def test_a_cache_that_kernels_pack_holds_what_the_cpu_would(interpreted: dict[st
 
 
 def test_kernels_are_not_imported_before_they_are_launched() -> None:
-    code = "import sys, kvlayers.kernels.packing.cuda.launch; sys.exit('cuda.triton_blocks' in str(sys.modules.keys()))"
+    code = "import sys, kvlayers.kernels.codes.cuda_packing; sys.exit('codes.triton_blocks' in str(sys.modules.keys()))"
     ran = fresh_process.run(code)
     assert ran.returncode == 0, ran.stderr
 

@@ -181,15 +181,6 @@ def test_decoding_goes_on_after_every_operation(kind: str, operation: str) -> No
     run.check(17, 1, 60, 1, 1)
 
 
-def test_a_rejected_draft_changes_nothing() -> None:
-    run = Run(RecallLayer(RECALL)).check(95, 1)
-    before = run.layer.fork()
-    run.layer.update(run.random(KV_HEADS, 9), run.random(KV_HEADS, 9))
-    run.layer.crop(-9)
-    keys, values, query = run.random(KV_HEADS, 1), run.random(KV_HEADS, 1), run.random(6, 1)
-    assert torch.equal(attend(query, run.layer.update(keys, values)), attend(query, before.update(keys, values)))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_pages_are_no_recall(dtype: torch.dtype) -> None:
     """Bit for bit, and on the same path."""

@@ -55,13 +55,6 @@ def test_moved_keys_are_those_of_the_later_positions(layout: Layout, first: int)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_moves_are_one_move_by_their_sum(layout: Layout) -> None:
-    rotary, keys = Rotary(FREQUENCIES, layout), plain_keys()
-    assert (moved(rotary, moved(rotary, keys, 13), 29) - moved(rotary, keys, 42)).abs().max() < 1e-12
-    assert (moved(rotary, moved(rotary, keys, 13), -13) - keys).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_each_sequence_may_move_by_a_distance_of_its_own(layout: Layout, dtype: torch.dtype) -> None:
     rotary, keys = Rotary(FREQUENCIES, layout, 1), plain_keys(3, 10, dtype)

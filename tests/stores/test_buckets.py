@@ -409,23 +409,3 @@ def test_no_free_slot_keeps_what_is_not_finite(kind: str, way: str, fill: float)
             layer.reset()
             oracle.reset()
         check_finite_where_no_token_is(layer, oracle, generator)
-
-
-def test_selecting_fewer_sequences_leaves_nothing_in_the_rows_that_come_back() -> None:
-    """A select to fewer rows and back to more writes every row that it shows."""
-    layer, oracle = reading_buckets("static")
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        bucket_step(layer, oracle, 9, generator, batch=3, fill=float("nan"))
-        bucket_step(layer, oracle, 1, generator, fill=float("nan"))
-        layer.batch_select_indices([0])
-        layer.reset()
-        oracle.reset()
-        for batch in (1, 3):
-            bucket_step(layer, oracle, 1, generator, batch=batch)
-            layer.get_mask_sizes(1)
-            keys, values = states(batch, 1, generator)
-            seen = layer.update(keys, values)
-            assert all(bool(side.isfinite().all()) for side in seen)
-            layer.reset()
-            oracle.reset()

@@ -1,6 +1,5 @@
 """Forks and sequences that share packed blocks: what they hold, what is packed, and what memory it takes."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -88,26 +87,6 @@ def test_packed_segments_are_the_same_objects_from_step_to_step() -> None:
     seen = [packed_segments(add(fork, 1, step)[0]) for step in range(5)]
     assert len(seen[0]) == 2
     assert all(mine is first for segments in seen for mine, first in zip(segments, seen[0], strict=True))
-
-
-def returned_while_branching(seed: int) -> Iterator[Tensor]:
-    """Keys that a fork returns, while others that hold the same memory go on and away."""
-    store = filled(PREFIX)
-    forks = [store.fork() for _ in range(3)]
-    for step in range(2 * BLOCK):
-        for fork in forks:
-            yield add(fork, 1, step)[0]
-        if step == BLOCK:
-            del store
-            forks.pop()
-
-
-def test_states_that_were_returned_stay_as_they_were() -> None:
-    held: list[tuple[Tensor, Tensor]] = []
-    for keys in returned_while_branching(0):
-        for states, copy in held:
-            assert torch.equal(states.clone(), copy)
-        held = [*held[-4:], (keys, keys.clone())]
 
 
 def test_caches_of_the_same_tokens_that_were_filled_apart_hold_them_once_afterwards() -> None:

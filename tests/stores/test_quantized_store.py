@@ -4,13 +4,11 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -91,34 +89,6 @@ def test_any_number_of_tokens_is_held_in_its_order(prefill: int, new: int) -> No
             assert torch.equal(seen[:, :, -exact:], states[:, :, -exact:])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sinks_and_the_newest_tokens_are_exact_after_a_prefill(dtype: torch.dtype) -> None:
-    quantization = Quantization(nbits=2)
-    store, keys, values = filled(quantization, 1000, kv_heads=2, dtype=dtype)
-    for seen, states in zip(held(store), (keys, values), strict=True):
-        assert torch.equal(seen[:, :, -128:], states[:, :, -128:])
-        assert torch.equal(seen[:, :, :16], states[:, :, :16])
-        between = slice(16, 16 + coded(store))
-        assert not torch.equal(seen[:, :, between], states[:, :, between])
-    # 1000 - 16 - 128 tokens, of which up to a block stays.
-    assert coded(store) == 13 * BLOCK
-
-
-def test_codes_of_a_token_never_change_again() -> None:
-    store, *_ = filled(SMALL, 200)
-    first = {name: states[:, :, :1].clone() for name, states in store.state().items() if "codes" in name}
-    first_states = [states[:, :, :68] for states in held(store)]
-    for _ in range(4000):
-        add(store, *some_states(1))
-    assert store.length == 4200
-    assert coded(store) > 4000
-    for name, codes in first.items():
-        assert torch.equal(store.state()[name][:, :, :1], codes)
-    for seen, states in zip(held(store), first_states, strict=True):
-        # The same codes, but the rotation is undone in a product of another shape.
-        torch.testing.assert_close(seen[:, :, :68], states, rtol=1e-6, atol=1e-6)
-
-
 def test_blocks_are_quantized_as_the_quantizer_does_each_alone() -> None:
     quantization = Quantization(nbits=3, residual_length=0, sink_tokens=5)
     store, keys, values = filled(quantization, 5 + 3 * BLOCK + 1, kv_heads=2, dims=(16, 24))
@@ -135,39 +105,6 @@ def test_blocks_are_quantized_as_the_quantizer_does_each_alone() -> None:
                 expected = smoothing.restored(expected)
             # The rotation is undone in a product of another shape.
             torch.testing.assert_close(seen[:, :, start : start + BLOCK], expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("nbits", [1, 2, 3, 4, 5, 6, 8])
-def test_a_constant_comes_back_exactly(nbits: int) -> None:
-    store = QuantizedStore(Quantization(nbits=nbits, residual_length=0, sink_tokens=0))
-    # Of a channel for all tokens: after the rotation too, the states of a group of keys are equal. A power of two, so
-    # that the rotation itself rounds nothing.
-    keys = torch.zeros(1, 1, 200, 16)
-    keys[..., 3] = 4.0
-    add(store, keys, torch.zeros(1, 1, 200, 16))
-    assert coded(store) == 3 * BLOCK
-    seen_keys, seen_values = held(store)
-    assert torch.equal(seen_keys, keys)
-    assert torch.equal(seen_values, torch.zeros(1, 1, 200, 16))
-
-
-@pytest.mark.parametrize("length", [0, 1, 4, 5, 40, 68, 70, 132, 133, 199])
-def test_a_store_goes_on_after_a_crop_to_any_length(length: int) -> None:
-    store, keys, values = filled(SMALL, 200)
-    before = held(store)
-    store.truncate(length)
-    assert store.length == length
-    for seen, states in zip(held(store), before, strict=True):
-        torch.testing.assert_close(seen, states[:, :, :length], rtol=1e-6, atol=1e-6)
-    kept = min(length, SMALL.sink_tokens)
-    for tokens in (1, 90, 1, 64, 1):
-        keys, values = some_states(tokens)
-        seen = add(store, keys, values)
-        for states, old, new in zip(seen, before, (keys, values), strict=True):
-            torch.testing.assert_close(states[:, :, :kept].clone(), old[:, :, :kept], rtol=0, atol=0)
-            assert torch.equal(states[:, :, -tokens:], new)
-        length += tokens
-        assert store.length == length
 
 
 def test_a_rollback_within_the_residual_keeps_the_segments_before_it() -> None:
@@ -188,24 +125,6 @@ def attended_segments(store: QuantizedStore) -> tuple[Segment, ...]:
     attended = store.take_in(*some_states(1))
     assert isinstance(attended[0], PackedStates)
     return attended[0].snapshot.segments.in_order
-
-
-def test_forks_do_not_notice_each_other() -> None:
-    store, *_ = filled(SMALL, 300)
-    before, state = held(store), store.state()
-    twin = store.fork()
-    add(twin, *some_states(150))
-    twin.truncate(50)
-    add(twin, *some_states(100))
-    twin.select(torch.tensor([0, 0]))
-    assert same_state(store.state(), state)
-    of_twin = twin.state()
-    other = store.fork()
-    store.clear()
-    add(store, *some_states(500))
-    assert same_state(twin.state(), of_twin)
-    for seen, states in zip(held(other), before, strict=True):
-        assert torch.equal(seen, states)
 
 
 # Memory
@@ -535,28 +454,6 @@ def test_an_axis_that_is_not_taken_is_refused_at_once(backend: str, axis: int, l
         kvlayers.QuantizedCache(backend, axis_value=axis)
 
 
-@pytest.mark.parametrize("option", ["q_group_size", "value_group_size"])
-def test_a_group_size_that_does_not_divide_head_dim_is_made_smaller_with_a_warning_at_once(option: str) -> None:
-    config = transformers.LlamaConfig(num_hidden_layers=2, hidden_size=96, num_attention_heads=2)
-    with pytest.warns(UserWarning, match="head_dim 48 of the values, got 32: groups of 24") as seen:
-        cache = kvlayers.QuantizedCache(config=config, **{option: 32}, residual_length=0, sink_tokens=0)
-    assert {warning.filename for warning in seen} == {__file__}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        same = kvlayers.QuantizedCache(
-            config=config, **{option: 24, "key_group_size": 32 if option == "q_group_size" else None},
-            residual_length=0, sink_tokens=0,
-        )  # fmt: skip
-        # Keys are grouped along the tokens, where any size goes.
-        kvlayers.QuantizedCache(config=config, key_group_size=32)
-    torch.manual_seed(0)
-    for tokens in (130, 1):
-        states = torch.randn(1, 2, tokens, 48), torch.randn(1, 2, tokens, 48)
-        for one, other in zip(cache.update(*states, 0), same.update(*states, 0), strict=True):
-            assert torch.equal(one + 0, other + 0)
-    assert cache.nbytes == same.nbytes
-
-
 # Quantizers of others
 
 
@@ -752,12 +649,6 @@ def test_a_default_device_is_not_that_of_states() -> None:
     query = torch.randn(1, 4, 1, 16)
     attended = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
     assert attended.isfinite().all()
-
-
-def test_a_state_of_packed_blocks_is_on_one_device() -> None:
-    layer = kvlayers.QuantizedLayer(Quantization(residual_length=4))
-    layer.update(torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16))
-    assert {tensor.device for tensor in layer.state().tensors.values()} == {torch.device("cpu")}
 
 
 WRONG_GROUPS: dict[str, Callable[[QuantizedGroups], QuantizedGroups]] = {

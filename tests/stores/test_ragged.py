@@ -11,8 +11,6 @@ from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.store_eviction import evicted
 from kvlayers.stores import DenseStore, StaticStore
-from matrix import once
-from ragged_operations import OPERATIONS, operated
 from ragged_reference import (
     HEADS,
     KEY_DIM,
@@ -145,40 +143,6 @@ def test_memory_is_that_of_the_kept_tokens_their_tables_and_the_tail() -> None:
     assert store.nbytes == (flat + tail) * (KEY_DIM + VALUE_DIM) * 4 + 3 * 4 * pieces * 8
     step(store, lists)
     assert store.nbytes == (flat + tail) * (KEY_DIM + VALUE_DIM) * 4 + 3 * 4 * pieces * 8
-
-
-@pytest.mark.parametrize("start", ["dense", "ragged"])
-def test_tokens_are_evicted_again_and_again(start: str) -> None:
-    lists = RaggedLists(2)
-    store: TokenStore = DenseStore() if start == "dense" else RaggedStore()
-    for round_ in range(4):
-        counts = [[30 + 20 * round_, 40], [60, 25]]
-        store = evict(store, lists, counts, states(2, 100))
-        check(store, lists)
-        for _ in range(20):
-            step(store, lists)
-        store = evict(store, lists, [[41, 20], [33, 40]])
-        for _ in range(3):
-            step(store, lists)
-    store = evict(store, lists, [[20, 20], [20, 20]])
-    assert type(store) is (RaggedStore if start == "ragged" else type(store))
-    if isinstance(store, RaggedStore):
-        assert store.flat is None
-    step(store, lists)
-
-
-@pytest.mark.parametrize(("first", "second"), once(OPERATIONS, OPERATIONS, times=2))
-def test_decoding_goes_on_after_operations(first: str, second: str) -> None:
-    store, lists = ragged([[75, 20], [9, 30]], tokens=100)
-    step(store, lists)
-    for operation in (first, second):
-        store, lists = operated(operation, store, lists)
-        check(store, lists)
-        step(store, lists, 2)
-    counts = (lists.counts - 5).tolist()
-    other = evict(store, lists, counts)
-    for _ in range(2):
-        step(other, lists)
 
 
 def test_forks_share_the_flat_part_and_go_their_own_ways() -> None:

@@ -47,20 +47,6 @@ def test_a_layer_with_a_shared_prefix_decodes_as_the_oracle_does_after_an_operat
     continue_decoding(layer, oracle, generator)
 
 
-@pytest.mark.parametrize("length", [0, 7, 19, 20, 21, 33])
-def test_rolling_back_into_the_prefix_is_exact(length: int) -> None:
-    generator = torch.Generator().manual_seed(1)
-    layer, oracle = expanded(20, 15, generator)
-    other, other_oracle = layer.fork(), oracle.copy()
-    layer.truncate(length)
-    oracle.truncate(length)
-    for _ in range(2):
-        if not oracle.length:
-            oracle.keys = oracle.values = None
-        continue_decoding(layer, oracle, generator)
-        continue_decoding(other, other_oracle, generator)
-
-
 CHOICES = {
     "as they were": [0, 1, 2, 3, 4, 5],
     "within their prefix": [2, 2, 0, 3, 3, 5],

@@ -19,7 +19,7 @@ import kvlayers
 import versions
 from kvlayers.tools.calibration import Sensitivity
 from kvlayers.tools.calibration.settings import DivergenceInUse, PartChoice, Settings, least_losses, passages_of
-from kvlayers.tools.measuring.predictions import mean_divergence
+from kvlayers.tools.measuring.scoring import mean_divergence
 from models import COMMON, tiny_model
 
 CONTEXT, SCORED = 320, 32

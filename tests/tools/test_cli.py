@@ -12,13 +12,10 @@ import pytest
 import torch
 import transformers as tf
 
+import command_line
 import kvlayers
+from kvlayers.utils.units import amount_of_bytes, tokens
 from models import COMMON
-
-typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
-
-from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.utils.units import amount_of_bytes, tokens  # noqa: E402
 
 CONFIG = tf.LlamaConfig(**COMMON, dtype="bfloat16")
 
@@ -28,7 +25,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a command. Nothing is asked of the hub."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("COLUMNS", "400")
-    return lambda *arguments: typer_testing.CliRunner().invoke(make_app(), [str(argument) for argument in arguments])
+    return command_line.run
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """`kvlayers bench`: what it measures, how it judges, the report that it writes, and how it ends."""
 
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -12,21 +13,17 @@ import torch
 import transformers as tf
 from torch import Tensor
 
+import command_line
 import kvlayers
+from kvlayers.tools.cli import console
+from kvlayers.tools.cli import report as page
+from kvlayers.tools.cli.bench_results import BenchResults
+from kvlayers.tools.measuring import contenders, decoding
+from kvlayers.tools.measuring.text import rows
+from kvlayers.tools.models import RunFacts
 from model_directories import random_text, save_model
 from models import tiny_model
 from web_page import check_self_contained
-
-typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
-
-from rich.console import Console  # noqa: E402
-
-from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.tools.cli.bench_results import BenchResults  # noqa: E402
-from kvlayers.tools.measuring import contenders, decoding  # noqa: E402
-from kvlayers.tools.measuring.text import rows  # noqa: E402
-from kvlayers.tools.models import RunFacts  # noqa: E402
-from kvlayers.tools.reporting import page  # noqa: E402
 
 HOSTILE = "<b onclick=alert(1)>&\"'$x_$"
 QUICK = ("--dtype", "float32", "--steps", 4, "--trials", 1, "--against", "static")
@@ -50,8 +47,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.txt").write_text(random_text(1000))
 
 
-def bench(*arguments: object) -> Any:
-    return typer_testing.CliRunner().invoke(make_app(), ["bench", *map(str, arguments)])
+bench = functools.partial(command_line.run, "bench")
 
 
 def caches_of(result: Any) -> list[list[dict[str, Any]]]:
@@ -310,7 +306,7 @@ def test_what_is_within_noise_is_marked_and_no_winner(capsys: pytest.CaptureFixt
     fidelities = {row.contender.key: "rounded" for row in rows}
     run = RunFacts("m", torch.float32, torch.device("cpu"), {})
     results = BenchResults(run, 1, 1, 2, fidelities, {}, {8: rows[:3]})
-    results.show(Console(width=100))
+    results.show(console.Console(width=100))
     shown = capsys.readouterr().out
     lines = {" ".join(line.split()[:2]): line for line in shown.splitlines()}
     assert "4500 ms ±11%" in lines["kvlayers dynamic"]
@@ -327,7 +323,7 @@ def test_what_is_within_noise_is_marked_and_no_winner(capsys: pytest.CaptureFixt
     )
     assert pasted == ["dynamic", "int4"]
     results.by_length[8] = rows
-    results.show(Console(width=100))
+    results.show(console.Console(width=100))
     assert "static is the fastest cache of kvlayers, 2.62 times as fast as transformers dynamic;" in " ".join(
         capsys.readouterr().out.split()
     )

@@ -1,22 +1,19 @@
 """`kvlayers calibrate`: that it finds what `calibrate` finds, where it writes it, and how it ends."""
 
+import functools
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers as tf
 
+import command_line
 import kvlayers
+from kvlayers.tools.measuring.text import passages
 from model_directories import random_text, save_with_tokenizer, word_tokenizer
 from models import fresh_model
-
-typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
-
-from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.tools.measuring.text import passages  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("text_directory")
 
@@ -32,8 +29,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_with_tokenizer(tmp_path_factory.mktemp("models") / "llama", model)
 
 
-def calibrate(*arguments: object) -> Any:
-    return typer_testing.CliRunner().invoke(make_app(), ["calibrate", *map(str, arguments)])
+calibrate = functools.partial(command_line.run, "calibrate")
 
 
 # Two layers of two heads of 8 states, keys in 2 bits and values in 8 or the other way round. A scale and a zero in

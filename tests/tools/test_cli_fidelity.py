@@ -1,6 +1,7 @@
 """`kvlayers fidelity`: its figures beside a slow reference, its budgets, and how it ends."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -14,23 +15,20 @@ import pytest
 import torch
 import transformers as tf
 
+import command_line
 import kvlayers
 from browser import looked_at, needs_browser
 from kvlayers.tools.calibration import MeasuredSetting
+from kvlayers.tools.cli import report as page
+from kvlayers.tools.cli.console import read_text, usage_line
+from kvlayers.tools.measuring.contenders import kvlayers_contender, setting, settings
+from kvlayers.tools.measuring.fidelity import FidelityBudget, SettingFidelity
+from kvlayers.tools.measuring.nbytes import bytes_of
+from kvlayers.tools.measuring.text import passages
 from model_directories import save_with_tokenizer
 from models import COMMON, fresh_model
 from slow_fidelity import slow_tokens
 from web_page import check_self_contained
-
-typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
-
-from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.tools.cli.console import read_text, usage_line  # noqa: E402
-from kvlayers.tools.measuring.contenders import kvlayers_contender, setting, settings  # noqa: E402
-from kvlayers.tools.measuring.fidelity import FidelityBudget, SettingFidelity  # noqa: E402
-from kvlayers.tools.measuring.nbytes import bytes_of  # noqa: E402
-from kvlayers.tools.measuring.text import passages  # noqa: E402
-from kvlayers.tools.reporting import page  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("text_directory")
 
@@ -47,8 +45,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_with_tokenizer(tmp_path_factory.mktemp("models") / "<i>llama", model)
 
 
-def fidelity(*arguments: object) -> Any:
-    return typer_testing.CliRunner().invoke(make_app(), ["fidelity", *map(str, arguments)])
+fidelity = functools.partial(command_line.run, "fidelity")
 
 
 def measured(model: Path, *arguments: object) -> Any:

@@ -10,13 +10,10 @@ import pytest
 import torch
 from packaging.version import Version
 
+import command_line
 import versions
 from model_directories import random_text, save_with_tokenizer
 from models import fresh_model
-
-typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
-
-from kvlayers.__main__ import make_app  # noqa: E402
 
 COMMANDS = {
     "bench": ("--lengths", "16", "--steps", "2", "--trials", "1", "--name", "dynamic"),
@@ -36,10 +33,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(command: str, *arguments: object) -> Any:
-    given = [command, *map(str, arguments)]
-    if command in COMMANDS:
-        given += ["--text", "text.txt", *COMMANDS[command]]
-    return typer_testing.CliRunner().invoke(make_app(), given)
+    usual = ("--text", "text.txt", *COMMANDS[command]) if command in COMMANDS else ()
+    return command_line.run(command, *arguments, *usual)
 
 
 def check_refused(result: Any, command: str, words: str = "") -> None:

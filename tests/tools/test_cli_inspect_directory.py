@@ -10,13 +10,10 @@ import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.memory import MemoryFileSystem
 
+import command_line
 import kvlayers
 from backend_cases import filled, put
 from kvlayers import PrefixStore
-
-typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
-
-from kvlayers.__main__ import make_app  # noqa: E402
 
 DOCUMENT = list(range(1, 301))
 QUESTIONS = [[*DOCUMENT, 500 + question, 7, 7] for question in range(3)]
@@ -25,7 +22,7 @@ QUESTIONS = [[*DOCUMENT, 500 + question, 7, 7] for question in range(3)]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("COLUMNS", "200")
-    return lambda *arguments: typer_testing.CliRunner().invoke(make_app(), [str(argument) for argument in arguments])
+    return command_line.run
 
 
 @pytest.fixture(params=["local", "memory"])

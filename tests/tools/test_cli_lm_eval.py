@@ -1,20 +1,16 @@
 """The command `kvlayers lm-eval`: what it says without the harness, and which errors are one line."""
 
+import functools
 import importlib.util
+import re
 import sys
-from typing import Any
 
 import pytest
 
+import command_line
 import kvlayers
 
-typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
-
-from kvlayers.__main__ import make_app  # noqa: E402
-
-
-def run(*arguments: str) -> Any:
-    return typer_testing.CliRunner().invoke(make_app(), ["lm-eval", *arguments])
+run = functools.partial(command_line.run, "lm-eval")
 
 
 def test_without_the_harness_the_command_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +39,10 @@ def test_errors_of_kvlayers_are_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
         raise kvlayers.OptionError(f"got {sys.argv[1:]}")
 
     monkeypatch.setattr(harness, "cli_evaluate", evaluate)
-    result = run("run", "--model", "kvlayers", "--model_args", "cache=int3")
+    arguments = ["run", "--model", "kvlayers", "--model_args", "cache=int3"]
+    own = [*arguments, "--include_path", "tasks"]
+    result = run(*own)
     assert result.exit_code == 2, result.output
-    assert result.stderr == "kvlayers lm-eval: got ['run', '--model', 'kvlayers', '--model_args', 'cache=int3']\n"
+    assert result.stderr == f"kvlayers lm-eval: got {own}\n"
+    # Only if the user includes no tasks, those of kvlayers are.
+    assert re.search(r"'cache=int3', '--include_path', '.*tasks.harness'\]$", run(*arguments).stderr)

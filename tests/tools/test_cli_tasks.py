@@ -1,5 +1,6 @@
 """`kvlayers fidelity --tasks`: scores through caches, budgets, files that a run goes on from, and reports."""
 
+import functools
 import json
 import random
 import re
@@ -10,20 +11,17 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+import command_line
 import kvlayers
 from kvlayers.tools.calibration import MeasuredSetting
+from kvlayers.tools.cli import report as page
+from kvlayers.tools.cli.fidelity_run import fitting_lengths
+from kvlayers.tools.measuring.contenders import is_installed
+from kvlayers.tools.names import TASKS
+from kvlayers.tools.tasks import Needle, Task, TaskText, register_task, task_names, unregister_task
 from model_directories import random_text, save_with_tokenizer
 from models import fresh_model
 from web_page import check_self_contained
-
-typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
-
-from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.tools.cli.fidelity_run import fitting_lengths  # noqa: E402
-from kvlayers.tools.measuring.contenders import is_installed  # noqa: E402
-from kvlayers.tools.names import TASKS  # noqa: E402
-from kvlayers.tools.reporting import page  # noqa: E402
-from kvlayers.tools.tasks import Needle, Task, TaskText, register_task, task_names, unregister_task  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("text_directory")
 
@@ -92,8 +90,7 @@ def able(right_answers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Echo, "expected", right_answers)
 
 
-def tasks(*arguments: object) -> Any:
-    return typer_testing.CliRunner().invoke(make_app(), ["fidelity", *map(str, arguments)])
+tasks = functools.partial(command_line.run, "fidelity")
 
 
 def measured(model: Path, *arguments: object) -> Any:
@@ -239,7 +236,7 @@ def test_the_report_of_tasks_is_one_file_that_needs_nothing(llama: Path, tmp_pat
 
 @needs_report
 def test_heat_maps_have_a_figure_in_each_cell_that_there_is() -> None:
-    from kvlayers.tools.reporting.page import heat_maps
+    from kvlayers.tools.cli.report import heat_maps
 
     maps = {"one": {(64, 0.0): 0.25, (128, 0.0): 1.0}, "two": {(64, 0.0): 0.5}, "m" * 50: {(128, 0.0): 0.75}}
     svg = heat_maps("n", "Title", maps, (0, 1))

@@ -15,11 +15,11 @@ import torch
 import transformers
 from rich.console import Console
 from transformers.utils import logging
-from typer.testing import CliRunner, Result
 
+import command_line
 import fresh_process
 import kvlayers
-from kvlayers.__main__ import main, make_app
+from kvlayers.__main__ import main
 from kvlayers.tools import models as demo_model
 from kvlayers.tools.cli import demo_run
 from kvlayers.tools.measuring import contenders, decoding, text
@@ -48,8 +48,7 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _demo(*arguments: object) -> Result:
-    return CliRunner().invoke(make_app(), ["demo", *map(str, arguments)])
+_demo = functools.partial(command_line.run, "demo")
 
 
 def _table_rows(output: str) -> list[list[str]]:
@@ -360,7 +359,7 @@ def test_bars_of_transformers_are_hidden_only_while_weights_are_loaded(
 
 
 def test_the_version_is_shown() -> None:
-    result = CliRunner().invoke(make_app(), ["--version"])
+    result = command_line.run("--version")
     assert result.output == f"kvlayers {kvlayers.__version__}\n"
 
 

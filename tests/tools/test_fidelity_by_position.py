@@ -12,28 +12,25 @@ import pytest
 import torch
 import transformers as tf
 
+import command_line
 import kvlayers
 from kvlayers.tools.calibration import MeasuredSetting
-from model_directories import random_text, save_with_tokenizer
-from models import COMMON, fresh_model
-from slow_fidelity import SlowToken, slow_tokens
-
-typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
-
-from kvlayers.__main__ import make_app  # noqa: E402
-from kvlayers.tools.measuring import scoring  # noqa: E402
-from kvlayers.tools.measuring.fidelity import (  # noqa: E402
+from kvlayers.tools.measuring import scoring
+from kvlayers.tools.measuring.fidelity import (
     FidelityBudget,
     SettingFidelity,
     by_position,
     drift,
     since_packing,
 )
-from kvlayers.tools.measuring.nbytes import bytes_of, held_nbytes  # noqa: E402
-from kvlayers.tools.measuring.run_file import (  # noqa: E402
+from kvlayers.tools.measuring.nbytes import bytes_of, held_nbytes
+from kvlayers.tools.measuring.run_file import (
     PassageFile,
 )
-from kvlayers.tools.measuring.scoring import LastPacking, PassageScores  # noqa: E402
+from kvlayers.tools.measuring.scoring import LastPacking, PassageScores
+from model_directories import random_text, save_with_tokenizer
+from models import COMMON, fresh_model
+from slow_fidelity import SlowToken, slow_tokens
 
 CONTEXT, SCORED, CHUNK = 224, 24, 8
 QUICK = ("--context", CONTEXT, "--scored", SCORED, "--passages", 2, "--chunk", CHUNK)
@@ -71,8 +68,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fidelity(model: Path, *arguments: object) -> Any:
-    chosen = ["fidelity", model, "--text", "text.txt", *arguments]
-    return typer_testing.CliRunner().invoke(make_app(), [*map(str, chosen)])
+    return command_line.run("fidelity", model, "--text", "text.txt", *arguments)
 
 
 def measured(model: Path, *arguments: object) -> dict[str, Any]:
@@ -326,11 +322,11 @@ def test_a_file_of_another_run_is_refused(llama: Path, tmp_path: Path) -> None:
 
 def test_a_failure_and_scores_that_are_not_finite_are_tried_again(tmp_path: Path) -> None:
     for _ in range(2):
-        with PassageFile(tmp_path / "run.jsonl", {}, {}) as record:
-            assert set(record.of_passage(0)) <= {"good"}
-            record.add(0, "bad", PassageScores(failure="MemoryError: "))
-            record.add(0, "overflowing", scores([math.nan]))
-            record.add(0, "good", scores([0.1, 1 / 3], [None, 2]))
+        record = PassageFile(tmp_path / "run.jsonl", {}, {})
+        assert set(record.of_passage(0)) <= {"good"}
+        record.add(0, "bad", PassageScores(failure="MemoryError: "))
+        record.add(0, "overflowing", scores([math.nan]))
+        record.add(0, "good", scores([0.1, 1 / 3], [None, 2]))
     assert record.of_passage(0) == {"good": scores([0.1, 1 / 3], [None, 2])}
 
 

@@ -78,21 +78,13 @@ def test_every_recorded_result_is_drawn_on_the_page(plots: Any, tmp_path: pathli
 
 def test_a_plot_shows_the_medians_and_says_where_they_are_from(plots: Any) -> None:
     found = recorded("decode-2026-11-21.json")
-    medians_by_length = {"128": (0.02, 0.03), "1024": (0.04, 0.05)}
-    found["results"]["decode"]["random"] = {
-        length: {
-            name: {"median": median, "median_range": [median, median]}
-            for name, median in zip(("transformers.DynamicCache", "kvlayers.DynamicCache"), medians, strict=True)
-        }
-        for length, medians in medians_by_length.items()
-    } | {"model": "a model"}
-    axes = plots.step_plot(found)
+    axes = plots.update_plot(found)
     shown = {bars.get_label(): list(bars.lines[0].get_ydata()) for bars in axes.containers}
-    measured = found["results"]["decode"]["random"]
-    lengths = sorted((length for length in measured if length != "model"), key=int)
+    measured = found["results"]["update"]
+    lengths = sorted(measured, key=int)
     assert set(shown) == set(measured["128"])
     for name, medians in shown.items():
-        assert medians == [measured[length][name]["median"] * 1e3 for length in lengths]
+        assert medians == [measured[length][name]["median"] * 1e6 for length in lengths]
     assert "AMD EPYC, 2 cores, 2 threads, 24 GiB, 2026-11-21" in axes.get_xlabel()
     assert "kvlayers 0.1.0" in axes.get_xlabel()
 

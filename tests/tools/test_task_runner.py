@@ -25,8 +25,8 @@ from kvlayers.generation.cache_by_name import named_cache
 from kvlayers.kernels.attention.packed_ops import observed
 from kvlayers.tools.measuring import contenders as contenders_module
 from kvlayers.tools.measuring.contenders import Contender, against_contenders, is_installed, named_contender
-from kvlayers.tools.measuring.predictions import newest_logits
 from kvlayers.tools.measuring.run_file import ResultsFile, ResultsFileError, run_identity
+from kvlayers.tools.measuring.scoring import newest_logits
 from kvlayers.tools.tasks.contract import TaskSample
 from kvlayers.tools.tasks.runner import (
     QueriesNeededError,
@@ -529,14 +529,14 @@ def test_a_second_start_computes_only_what_is_missing(tmp_path: Path, passes: An
     caches, samples = named(model, "dynamic", "int4", "sink"), [sample(index) for index in range(3)]
     expected = run(model, samples, caches)
     ticks: list[str] = []
-    with ResultsFile(path, identity) as done:
-        assert run(model, samples[:2], caches[:2], done=done, tick=ticks.append) == expected[:2] + expected[3:5]
+    done = ResultsFile(path, identity)
+    assert run(model, samples[:2], caches[:2], done=done, tick=ticks.append) == expected[:2] + expected[3:5]
     assert ticks == [f"needle, {CONTEXT} tokens: {each.name}" for each in caches[:2]] * 2
     lengths = passes(model)
-    with ResultsFile(path, identity) as done:
-        run(model, samples[:2], caches[:2], done=done)
-        assert lengths == []
-        assert run(model, samples, caches, done=done) == expected
+    done = ResultsFile(path, identity)
+    run(model, samples[:2], caches[:2], done=done)
+    assert lengths == []
+    assert run(model, samples, caches, done=done) == expected
     # The first two with the cache that is new, and the third with all.
     assert lengths.count(CONTEXT) == 3
     assert [TaskOutcome(**each) for each in outcomes_in(path)] == [
@@ -547,12 +547,12 @@ def test_a_second_start_computes_only_what_is_missing(tmp_path: Path, passes: An
 def test_a_failure_is_tried_again(tmp_path: Path) -> None:
     model = tiny_model("llama")
     caches = [*named(model, "dynamic"), of_class(Broken, model)]
-    with ResultsFile(tmp_path / "results", IDENTITY) as done:
-        assert run(model, [sample()], caches, done=done)[1].failure == "RuntimeError: broken"
+    done = ResultsFile(tmp_path / "results", IDENTITY)
+    assert run(model, [sample()], caches, done=done)[1].failure == "RuntimeError: broken"
     caches[1] = dataclasses.replace(caches[1], make=kvlayers.DynamicCache)
     for _ in range(2):
-        with ResultsFile(tmp_path / "results", IDENTITY) as done:
-            assert run(model, [sample()], caches, done=done)[1].failure is None
+        done = ResultsFile(tmp_path / "results", IDENTITY)
+        assert run(model, [sample()], caches, done=done)[1].failure is None
     assert [each["failure"] for each in outcomes_in(tmp_path / "results")] == [None, "RuntimeError: broken", None]
 
 
@@ -565,21 +565,21 @@ def outcome(index: int, cache: str = "exact", score: float | None = 1.0, **chang
 def test_a_file_that_was_cut_anywhere_goes_on_from_its_last_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "results"
     every = [outcome(index) for index in range(3)]
-    with ResultsFile(path, IDENTITY) as done:
-        for each in every:
-            done.add(each)
+    done = ResultsFile(path, IDENTITY)
+    for each in every:
+        done.add(each)
     content = path.read_bytes()
     assert content.count(b"\n") == 4
     ends = [index for index, byte in enumerate(content) if byte == ord("\n")]
     for cut in {0, 1, *(end + beside for end in ends for beside in (-30, 0, 1, 2) if end + beside < len(content))}:
         path.write_bytes(content[:cut])
-        with ResultsFile(path, IDENTITY) as done:
-            whole = max(content[:cut].count(b"\n") - 1, 0)
-            for index, each in enumerate(every):
-                found = done.outcome("exact", sample(index, 100, depth=0.1))
-                assert found == (each if index < whole else None)
-                if found is None:
-                    done.add(each)
+        done = ResultsFile(path, IDENTITY)
+        whole = max(content[:cut].count(b"\n") - 1, 0)
+        for index, each in enumerate(every):
+            found = done.outcome("exact", sample(index, 100, depth=0.1))
+            assert found == (each if index < whole else None)
+            if found is None:
+                done.add(each)
         assert path.read_bytes() == content
 
 
@@ -589,9 +589,9 @@ from pathlib import Path
 from kvlayers.tools.tasks.summary import TaskOutcome
 from kvlayers.tools.measuring.run_file import ResultsFile
 
-with ResultsFile(Path(sys.argv[1]), json.loads(sys.argv[2])) as done:
-    for index in itertools.count():
-        done.add(TaskOutcome("exact", "needle", 100, 0.1, index, 1.0, -0.25, "w" * index, None))
+done = ResultsFile(Path(sys.argv[1]), json.loads(sys.argv[2]))
+for index in itertools.count():
+    done.add(TaskOutcome("exact", "needle", 100, 0.1, index, 1.0, -0.25, "w" * index, None))
 """
 
 
@@ -607,11 +607,11 @@ def test_nothing_that_was_written_is_lost_if_the_process_is_killed(tmp_path: Pat
     finally:
         writer.send_signal(signal.SIGKILL)
         writer.wait()
-    with ResultsFile(path, IDENTITY) as done:
-        for index in range(99):
-            found = done.outcome("exact", sample(index, 100, depth=0.1))
-            assert found is not None
-            assert found.answer == "w" * index
+    done = ResultsFile(path, IDENTITY)
+    for index in range(99):
+        found = done.outcome("exact", sample(index, 100, depth=0.1))
+        assert found is not None
+        assert found.answer == "w" * index
 
 
 @pytest.mark.parametrize(
@@ -624,7 +624,7 @@ def test_nothing_that_was_written_is_lost_if_the_process_is_killed(tmp_path: Pat
 )
 def test_the_file_of_another_run_is_refused_as_it_is(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     path = tmp_path / "results"
-    ResultsFile(path, IDENTITY).close()
+    ResultsFile(path, IDENTITY)
     before = path.read_bytes()
     with pytest.raises(ResultsFileError, match=words):
         ResultsFile(path, {**IDENTITY, **changes})
@@ -646,7 +646,7 @@ def test_the_file_of_another_run_is_refused_as_it_is(tmp_path: Path, changes: di
 )  # fmt: skip
 def test_other_files_are_refused_as_they_are(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "results"
-    ResultsFile(path, IDENTITY).close()
+    ResultsFile(path, IDENTITY)
     path.write_bytes(content.replace(b"HEADER", path.read_bytes()))
     before = path.read_bytes()
     with pytest.raises(ResultsFileError, match=words):
@@ -668,10 +668,10 @@ OUTCOME = dataclasses.asdict(TaskOutcome("exact", "needle", 256, 0.5, 0, 1.0, -0
 )  # fmt: skip
 def test_outcomes_that_no_run_writes_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     path = tmp_path / "results"
-    ResultsFile(path, IDENTITY).close()
+    ResultsFile(path, IDENTITY)
     header = path.read_text()
     path.write_text(f"{header}{json.dumps(OUTCOME)}\n")
-    ResultsFile(path, IDENTITY).close()
+    ResultsFile(path, IDENTITY)
     path.write_text(f"{header}{json.dumps(OUTCOME | wrong)}\n")
     with pytest.raises(ResultsFileError, match="line 2 is no outcome"):
         ResultsFile(path, IDENTITY)

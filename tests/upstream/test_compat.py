@@ -149,15 +149,3 @@ def test_masks_are_asked_for_by_positions_or_by_their_number(make: Any) -> None:
     cache = make()
     tiny_model("llama")(torch.ones(1, 5, dtype=torch.long), past_key_values=cache)
     assert cache.get_mask_sizes(torch.arange(5, 8), 0) == cache.get_mask_sizes(3, 0)
-
-
-def test_a_loop_with_cache_position_gives_the_same_logits() -> None:
-    model, ids = tiny_model("mistral"), torch.randint(3, 97, (1, 20))
-    with torch.no_grad():
-        expected = model(ids).logits
-        cache = kvlayers.DynamicCache(config=model.config)
-        for position in range(20):
-            at = torch.tensor([position])
-            token = ids[:, position : position + 1]
-            logits = model(token, past_key_values=cache, cache_position=at, use_cache=True).logits
-            torch.testing.assert_close(logits[:, -1], expected[:, position], rtol=0, atol=1e-4)

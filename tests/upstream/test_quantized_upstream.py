@@ -13,8 +13,6 @@ from transformers import cache_utils as upstream
 
 import kvlayers
 import versions
-from kvlayers.kernels.attention.cpu import kernel
-from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.quantized import quantized_layer as quantized
 from kvlayers.upstream import compat
 from matrix import once
@@ -449,26 +447,6 @@ def test_fp8_of_transformers_clips_values_beyond_the_range_of_the_prompt() -> No
     assert bool((seen < 50).all()), "transformers has mended this: drop the comparison"
 
 
-@pytest.mark.parametrize("name", ["quantized", "fp8", "int8", "quanto", "hqq"])
-def test_prompt_lookup_works_and_changes_no_token(name: str, installed: None) -> None:
-    by_backend = name in PACKAGES
-    if by_backend:
-        needs(name)
-    ids = torch.cat([prompt(1, 20, seed=3)] * 6, dim=1)
-    # Most tokens in codes. Drafts and single tokens are packed at other times, so that their states in between differ.
-    how: dict[str, Any] = {
-        "cache_implementation": "quantized" if by_backend else name,
-        "cache_config": {"residual_length": 16, "sink_tokens": 4, **({"backend": name} if by_backend else {})},
-    }
-    plain = looked_up(ids, None, **how)
-    ahead = looked_up(ids, 5, **how)
-    # Until 5.13, look-up may go on beyond the length that is asked for.
-    assert torch.equal(ahead.sequences[:, : plain.sequences.shape[1]], plain.sequences)
-    assert blocks(ahead.past_key_values.layers[0]) > 0
-    assert isinstance(ahead.past_key_values, kvlayers.QuantizedCache)
-    assert ahead.past_key_values.get_seq_length() == ahead.sequences.shape[1] - 1
-
-
 def looked_up(ids: torch.Tensor, tokens: int | None, **how: Any) -> Any:
     return tiny_model("llama").generate(
         ids,
@@ -517,51 +495,6 @@ def test_a_deep_copy_goes_on_by_itself(backend: str, requires_grad: bool) -> Non
             assert newest.shape[2] == 350
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_a_decode_step_reads_codes_where_transformers_dequantizes_them_all(
-    implementation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tests of generation ask the same of every family."""
-    if kernel.library() is None:
-        pytest.skip("no compiler for the kernel that reads codes")
-    calls: list[str] = []
-
-    def counted(owner: type, name: str) -> None:
-        original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda self, *args: (calls.append(name), original(self, *args))[1])
-
-    model, ids = tiny_model("llama"), prompt(1, 150)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(implementation)
-    counted(KVSegments, "dense")
-    try:
-        with torch.no_grad():
-            ours = kvlayers.QuantizedCache(config=model.config, residual_length=16)
-            model(ids, past_key_values=ours)
-            assert blocks(ours.layers[0]) > 0
-            calls.clear()
-            model(prompt(1, 1), past_key_values=ours)
-            assert calls == []
-            needs("quanto")
-            counted(upstream.QuantoQuantizedLayer, "_dequantize")
-            theirs = upstream.QuantizedCache("quanto", model.config, q_group_size=8)
-            model(ids, past_key_values=theirs)
-            model(prompt(1, 1), past_key_values=theirs)
-            assert calls == ["_dequantize"] * 4, "transformers has mended this: drop the comparison"
-    finally:
-        model.set_attn_implementation(before)
-
-
-@pytest.mark.parametrize(("name", "bits"), [("int2", 2), ("int4", 4), ("int8", 8), ("fp8", 8)])
-def test_bytes_follow_the_bits(name: str, bits: int) -> None:
-    cache = kvlayers.make_cache(name, CONFIG)
-    for _ in range(4):
-        cache.update(*(side.bfloat16() for side in states(2048)), 0)
-    exact = 2 * 2 * 2 * HEAD_DIM * 8192
-    # Beside the codes: scale and zero, 32 bits for every 64 states; what is in full precision; one part in 128 to grow.
-    assert cache.nbytes < exact * (bits + 0.5) / 16 * 1.01 + 2 * 2 * 2 * HEAD_DIM * (16 + 128 + 64) + 20_000
-
-
 # The surface of transformers 4
 
 
@@ -593,40 +526,3 @@ def test_tuples_outlive_the_updates_that_come_after() -> None:
         for seen, states_in in zip(layer, exact, strict=True):
             assert type(seen) is torch.Tensor
             check_close(seen, states_in)
-
-
-def test_generate_returns_tuples_of_a_quantized_cache_and_goes_on_from_them(installed: None) -> None:
-    model, ids = tiny_model("llama"), prompt(2, 140, seed=3)
-    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        cache_implementation="int8",
-        cache_config={"residual_length": 16},
-        return_dict_in_generate=True,
-        return_legacy_cache=True,
-        **how,
-    )
-    pasts = output.past_key_values
-    assert isinstance(pasts, tuple)
-    assert {type(states_in) for layer in pasts for states_in in layer} == {torch.Tensor}
-    longer = torch.cat([output.sequences, prompt(2, 3, seed=4)], dim=1)
-    expected = model.generate(longer, attention_mask=torch.ones_like(longer), **how)
-    seen = model.generate(longer, attention_mask=torch.ones_like(longer), past_key_values=pasts, **how)
-    assert torch.equal(seen, expected)
-
-
-def test_states_are_refused_or_read_but_never_written_through() -> None:
-    cache, pairs = filled()
-    keys, _ = cache.update(*states(1, batch=2, head_dim=8), 0)
-    for write in (
-        lambda: keys.zero_(),
-        lambda: keys.__setitem__((0, 0, 0), 1.0),
-        lambda: torch.add(keys, 1, out=keys),
-    ):
-        with pytest.raises(kvlayers.errors.ReadOnlyStatesError):
-            write()
-    check_close(cache[0][0][:, :, :200], pairs[0][0])
-    cache.crop(-1)
-    with pytest.raises(kvlayers.errors.StaleStatesError):
-        keys + 0

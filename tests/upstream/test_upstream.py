@@ -1,7 +1,6 @@
 """What transformers' caches get wrong must come out right here, and what they offer must all be ours."""
 
 import contextlib
-import copy
 from typing import Any
 
 import pytest
@@ -72,20 +71,6 @@ def test_the_length_of_transformers_static_cache_goes_on() -> None:
     assert int(saved) == 41, "transformers has mended this: drop the comparison"
 
 
-def test_static_layers_crop_repeat_and_select_and_keep_their_address() -> None:
-    cache = kvlayers.StaticCache(LLAMA, max_cache_len=16, max_batch_size=4)
-    keys, _ = cache.update(*states(9, batch=2), 0)
-    address = keys.data_ptr()
-    cache.reorder_cache(torch.tensor([1, 0]))
-    cache.crop(-3)
-    keys, _ = cache.update(*states(1, batch=2), 0)
-    assert keys.data_ptr() == address
-    cache.batch_repeat_interleave(2)
-    cache.batch_select_indices(torch.tensor([0, 3]))
-    assert cache.batch_size == 2
-    assert cache.get_seq_length() == 7
-
-
 def test_a_cache_with_one_unbounded_layer_is_unbounded() -> None:
     assert kvlayers.DynamicCache(config=GEMMA).get_max_length() == -1
     assert kvlayers.DynamicCache(config=GEMMA).get_max_length(0) == 8
@@ -125,41 +110,6 @@ def test_a_window_of_one_token_keeps_nothing() -> None:
     assert shape[2] == 5, "transformers has mended this: drop the comparison"
 
 
-def test_all_operations_of_encoder_decoder_caches_reach_both_parts() -> None:
-    model, ids = tiny_model("t5"), prompt(2)
-    start = torch.zeros(2, 1, dtype=torch.long)
-    with torch.no_grad():
-        encoded = model.get_encoder()(ids)
-
-        def logits(cache: Any, tokens: torch.Tensor, rows: slice | list[int] = slice(None)) -> torch.Tensor:
-            hidden = transformers.modeling_outputs.BaseModelOutput(encoded.last_hidden_state[rows])
-            return model(encoder_outputs=hidden, decoder_input_ids=tokens, past_key_values=cache).logits
-
-        cache = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache())
-        logits(cache, torch.cat([start, prompt(2, 4)], dim=1))
-        step = prompt(2, 1, seed=3)
-        expected = logits(copy.deepcopy(cache), step)
-        saved = cache.state()
-        swapped = cache.fork()
-        swapped.reorder_cache(torch.tensor([1, 0]))
-        assert torch.equal(logits(swapped, step.flip(0), [1, 0]), expected.flip(0))
-        one = cache.fork()
-        one.batch_select_indices(torch.tensor([1]))
-        torch.testing.assert_close(logits(one, step[1:], [1]), expected[1:], rtol=1e-4, atol=1e-4)
-        cropped = cache.fork()
-        logits(cropped, prompt(2, 3, seed=8))
-        cropped.crop(-3)
-        assert torch.equal(logits(cropped, step), expected)
-        loaded = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache())
-        loaded.load_state(saved)
-        assert torch.equal(logits(loaded, step), expected)
-        assert torch.equal(logits(cache, step), expected), "a copy changed the original"
-        assert cache.nbytes == cache.self_attention_cache.nbytes + cache.cross_attention_cache.nbytes
-        cache.reset()
-        assert cache.is_updated == {0: False, 1: False}
-        assert cache.get_seq_length() == 0
-
-
 def test_an_encoder_decoder_cache_is_saved_before_there_is_an_encoder() -> None:
     cache = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache())
     for index in range(2):
@@ -180,47 +130,6 @@ def test_an_encoder_decoder_cache_with_one_empty_part_is_repeated() -> None:
     with pytest.raises(kvlayers.errors.BatchIndexError):
         uneven.batch_select_indices([3, 2])
     assert (uneven.self_attention_cache.batch_size, cross.batch_size) == (4, 6)
-
-
-@pytest.mark.parametrize("family", ["mamba", "jamba"])
-def test_layers_with_recurrent_states_take_part_in_operations(family: str) -> None:
-    model, ids = tiny_model(family), prompt(2, 9)
-    name = "cache_params" if family == "mamba" else "past_key_values"
-    with torch.no_grad():
-
-        def logits(cache: Any, tokens: torch.Tensor) -> torch.Tensor:
-            return model(tokens, **{name: cache}, use_cache=True).logits
-
-        def filled() -> kvlayers.DynamicCache:
-            cache = kvlayers.DynamicCache(config=model.config)
-            logits(cache, ids)
-            return cache
-
-        step = prompt(2, 1, seed=3)
-        theirs = upstream.DynamicCache(config=model.config)
-        logits(theirs, ids)
-        expected = logits(theirs, step)
-        cache = filled()
-        twin, saved = cache.fork(), cache.state()
-        swapped = copy.deepcopy(cache)
-        swapped.reorder_cache(torch.tensor([1, 0]))
-        assert torch.equal(logits(swapped, step.flip(0)), expected.flip(0))
-        repeated = cache.fork()
-        repeated.batch_repeat_interleave(2)
-        torch.testing.assert_close(
-            logits(repeated, step.repeat_interleave(2, 0)), expected.repeat_interleave(2, 0), rtol=1e-4, atol=1e-4
-        )
-        with pytest.raises(kvlayers.errors.RollbackError):
-            cache.crop(-1)
-        assert torch.equal(logits(cache, step), expected)
-        assert torch.equal(logits(twin, step), expected)
-        loaded = kvlayers.DynamicCache(config=model.config)
-        loaded.load_state(saved)
-        assert torch.equal(logits(loaded, step), expected)
-        loaded.reset()
-        logits(loaded, ids)
-        assert torch.equal(logits(loaded, step), expected)
-        assert cache.nbytes > 0
 
 
 def test_cache_types_are_those_that_modelling_code_asks_for() -> None:

@@ -29,7 +29,7 @@ from kvlayers.errors import (
     UnsupportedLayerError,
 )
 from kvlayers.kernels.attention.cpu import kernel
-from kvlayers.kernels.attention.latents.expansion import as_latents
+from kvlayers.kernels.attention.latents import as_latents
 from kvlayers.rope.rotary import Rotary
 from kvlayers.upstream import compat
 from kvlayers.utils import late

@@ -12,7 +12,7 @@ from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
 from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.upstream import compat
-from kvlayers.upstream.deprecation import warn_of_old_use
+from kvlayers.upstream.callers import warn_of_old_use
 
 StatePair = tuple[Tensor | None, Tensor | None]
 """Keys and values that a layer holds, each `[batch, kv_heads, held, head_dim]`; `None` before the first states."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.evaluation.caches import SharedCache
-from kvlayers.evaluation.passes import Division, PassSizes, scored_logits
+from kvlayers.evaluation.passes import Division, scored_logits
 from kvlayers.evaluation.requests import ScoringRequest
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart, check_model
@@ -230,7 +230,6 @@ class ContextCaches:
     ) -> None:
         self.make_cache = make_cache
         self._model, self._division, self._entries = model, division, entries
-        self._sizes = PassSizes(division.context_step, division.pass_limit)
 
     def read(self, prefix: SharedPrefix, parent: SharedCache | None, seen: int) -> tuple[Any, Tensor | None]:
         """Read a prefix.
@@ -266,7 +265,8 @@ class ContextCaches:
 
     def _pass(self, ids: tuple[int, ...], cache: Any, seen: int) -> Tensor:
         row = torch.tensor([ids], device=self._model.device)
-        [(_, logits)] = scored_logits(self._model, row, cache, self._sizes, seen, scored_from=len(ids) - 1)
+        step, behind = self._division.context_step, self._division.pass_limit
+        [(_, logits)] = scored_logits(self._model, row, cache, seen, len(ids) - 1, step=step, behind=behind)
         return logits
 
     def _is_nearer(self, found: int, seen: int, length: int) -> bool:

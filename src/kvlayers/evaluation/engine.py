@@ -36,7 +36,6 @@ from kvlayers.evaluation.contexts import (
 from kvlayers.evaluation.passes import (
     LOGITS_AT_ONCE,
     Division,
-    PassSizes,
     ScoredToken,
     TokenScores,
     exact_division,
@@ -210,9 +209,17 @@ class _Scoring:
         ids = [(*own, *own[-1:] * (tokens - len(own))) for own in behind]
         batch = torch.tensor(ids, device=self._model.device)
         scored = max(self._logits_at_once // len(rows), 1) if self._division.may_split else None
-        sizes = PassSizes(self._division.continuation_step, self._division.pass_limit, scored)
         scored_from = min(max(len(row.context) - 1 - seen, 0) for row in rows)
-        for first, logits in scored_logits(self._model, batch, cache, sizes, seen, scored_from):
+        for first, logits in scored_logits(
+            self._model,
+            batch,
+            cache,
+            seen,
+            scored_from,
+            step=self._division.continuation_step,
+            behind=self._division.pass_limit,
+            scored=scored,
+        ):
             scores.take(first, logits)
         self._note(scores)
         self._on_scored(sum(len(row.requests) for row in rows))

@@ -3,11 +3,14 @@
 It is the harness's model `hf`, which reads through a cache that the user names.
 """
 
+import difflib
 import functools
 import importlib.util
+import inspect
+import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -24,18 +27,20 @@ except ImportError as error:
 
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import get_rolling_token_windows, handle_arg_string, make_disjoint_window
 from tqdm import tqdm
 
+from kvlayers.core.named_caches import is_registered
 from kvlayers.errors import ConfigError, OptionError
-from kvlayers.evaluation.caches import is_exact, is_peft_model
+from kvlayers.evaluation.caches import check_count, is_exact, is_peft_model
 from kvlayers.evaluation.engine import score_tokens
-from kvlayers.evaluation.harness_arguments import CacheArguments, check_batch_sizes, check_names
 from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest
+from kvlayers.generation.cache_by_name import NamedCache, make_cache, unknown_name
 from kvlayers.generation.install import call_with_kvlayers
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream.model_types import most_positions
+from kvlayers.utils.units import amount_of_bytes
 from kvlayers.version import __version__
 
 
@@ -92,6 +97,14 @@ RECORDED_TOGETHER, TEXTS_RECORDED_TOGETHER = 256, 16
 An interrupted run loses at most so many.
 """
 
+OPTION_SEPARATOR, VALUE_SEPARATOR = "+", ":"
+"""In `nbits:2+residual_length:64`. The harness splits its model arguments at commas."""
+
+AUTO = "auto"
+"""The value of an argument that kvlayers shall choose."""
+
+DEFAULT_STORE_BYTES = 2**30
+
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -140,7 +153,14 @@ class KVLayersLM(HFLM):  # type: ignore[misc]
         **arguments: Any,
     ) -> None:
         own = {"cache": cache, "cache_config": cache_config, "chunk": chunk, "prefix_store": prefix_store}
-        self._cache = CacheArguments.parse(cache, cache_config, chunk, prefix_store)
+        if not isinstance(cache, str):
+            raise OptionError(f"`cache` must be the name of a cache, got {cache!r}: pass a name such as 'int4'.")
+        if not is_registered(cache):
+            raise unknown_name(cache)
+        if chunk is not None:
+            check_count("chunk", chunk)
+        self._cache, self._chunk = NamedCache(cache, parse_options(cache_config)), chunk
+        self._store_bytes = _parse_store(prefix_store)
         self._is_exact = False
         self.prefix_store: PrefixStore | None = None
         check_names(arguments, own)
@@ -156,8 +176,19 @@ class KVLayersLM(HFLM):  # type: ignore[misc]
                 f"the harness's model 'kvlayers' scores models without an encoder, got {config.model_type}: use 'hf'."
             )
         # With the cache named "auto", it depends on the length which cache is made.
-        self._is_exact = is_exact(self._cache.make(config, most_positions(config) or self._DEFAULT_MAX_LENGTH))
-        self.prefix_store = self._cache.make_store(self._is_exact)
+        self._is_exact = is_exact(self._empty_cache(config, most_positions(config) or self._DEFAULT_MAX_LENGTH))
+        if self._store_bytes not in (AUTO, 0) and not self._is_exact:
+            raise OptionError(
+                f"`prefix_store` needs an exact cache, got cache={self._cache.name!r}: leave it out, since texts would "
+                "depend on which prompts came before."
+            )
+        if self._store_bytes and self._is_exact:
+            most = DEFAULT_STORE_BYTES if self._store_bytes == AUTO else self._store_bytes
+            self.prefix_store = PrefixStore(max_bytes=most)
+
+    def _empty_cache(self, model_or_config: object, length: int) -> transformers.Cache:
+        """An empty cache for a model that reads at most `length` tokens. Raises as `kvlayers.make_cache`."""
+        return make_cache(self._cache.name, model_or_config, **{"length_hint": length, **self._cache.options})
 
     def _create_model(self, *args: Any, **arguments: Any) -> None:
         try:
@@ -258,17 +289,18 @@ class KVLayersLM(HFLM):  # type: ignore[misc]
             return score_tokens(
                 model,
                 requests,
-                lambda: self._cache.make(model, length_hint=longest),
+                lambda: self._empty_cache(model, longest),
                 store=None,
                 batch_size=self._detect_batch_size() if self.batch_size == "auto" else self.batch_size,
-                chunk=self._cache.chunk,
+                chunk=self._chunk,
                 on_scored=on_scored,
             )
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **arguments: Any) -> Tensor:
-        arguments |= {"cache_implementation": self._cache.name, "cache_config": dict(self._cache.options) or None}
-        if self._cache.chunk is not None:
-            arguments["prefill_chunk_size"] = self._cache.chunk
+        # Without options of its own, the cache has none, whatever a saved generation config says.
+        arguments |= {"cache_config": None, **self._cache.generate_options}
+        if self._chunk is not None:
+            arguments["prefill_chunk_size"] = self._chunk
         generate: Callable[..., Tensor] = functools.partial(super()._model_generate, stop=stop)
         store = active_store.optional_store(self.prefix_store, "")
         with active_store.CURRENT.override(store), call_with_kvlayers():
@@ -283,8 +315,8 @@ class KVLayersLM(HFLM):  # type: ignore[misc]
             "kvlayers_version": __version__,
             "cache": self._cache.name,
             "cache_config": dict(self._cache.options),
-            "chunk": self._cache.chunk,
-            "prefix_store": self._cache.prefix_store,
+            "chunk": self._chunk,
+            "prefix_store": self._store_bytes,
         }
 
 
@@ -311,4 +343,83 @@ def _check_tuning(pretrained: Any, adapter: str | None, revision: str | None) ->
             raise OptionError(
                 f"the harness's model 'kvlayers' cannot score models with virtual tokens, got {config.peft_type}: use "
                 "'hf'."
+            )
+
+
+def _parse_store(given: object) -> int | str:
+    if given is None or given == AUTO:
+        return 0 if given is None else AUTO
+    if not isinstance(given, int | str) or isinstance(given, bool):
+        raise OptionError(f"`prefix_store` must be a number of bytes, such as 1GiB, or 'auto', got {given!r}.")
+    nbytes = amount_of_bytes(given, "prefix_store")
+    if nbytes < 0:
+        raise OptionError(f"`prefix_store` must not be negative, got {given!r}: pass 0 for no store.")
+    return nbytes
+
+
+def parse_options(given: object) -> dict[str, Any]:
+    """The options of a cache: a mapping, JSON text, or text such as `nbits:2+residual_length:64`.
+
+    Raises:
+        OptionError: it has another form.
+
+    Example:
+        >>> parse_options("nbits:2+backend:hqq"), parse_options('{"nbits": 2}'), parse_options(None)
+        ({'nbits': 2, 'backend': 'hqq'}, {'nbits': 2}, {})
+    """
+    if given is None:
+        return {}
+    options = _options_of_text(given) if isinstance(given, str) else given
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise _wrong_options(given)
+    return dict(options)
+
+
+def _options_of_text(text: str) -> object:
+    if text.lstrip().startswith("{"):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            raise _wrong_options(text) from None
+    options = {}
+    for part in text.split(OPTION_SEPARATOR):
+        name, separator, value = part.partition(VALUE_SEPARATOR)
+        if not (name.strip() and separator):
+            raise _wrong_options(text)
+        options[name.strip()] = handle_arg_string(value.strip())
+    return options
+
+
+def _wrong_options(given: object) -> OptionError:
+    return OptionError(
+        f"`cache_config` must be options of the cache, got {given!r}: write nbits:2+residual_length:64, or pass a JSON "
+        "object or a dict."
+    )
+
+
+def check_batch_sizes(given: Mapping[str, Any]) -> None:
+    """Raise `OptionError` unless `batch_size` and `max_batch_size`, if given, are numbers of sequences or "auto"."""
+    for name in ("batch_size", "max_batch_size"):
+        size = str(given.get(name, 1))
+        if not size.startswith(AUTO) and not (size.isdecimal() and int(size) > 0):
+            raise OptionError(f"`{name}` must be a whole number, at least 1, or 'auto', got {given[name]!r}.")
+
+
+def check_names(names: Iterable[str], own: Iterable[str]) -> None:
+    """Raise `OptionError` if an argument for transformers is nearly one of the harness or of kvlayers.
+
+    transformers refuses all other names that it does not know.
+
+    Args:
+        names: the arguments that are passed on to transformers.
+        own: the arguments of kvlayers.
+    """
+    known = [*own, *inspect.signature(HFLM).parameters]
+    of_transformers = inspect.signature(transformers.PreTrainedModel.from_pretrained).parameters
+    for name in set(names) - {*known, *of_transformers}:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if near:
+            raise OptionError(
+                f"`{name}` is not a model argument: did you mean {near[0]!r}? kvlayers adds {', '.join(own)} to the "
+                "arguments of the model 'hf'."
             )

@@ -86,42 +86,41 @@ LOGITS_AT_ONCE = 2**27
 """Logits of one pass: half a gigabyte in float32, and as much again where they are normalized."""
 
 
-class PassSizes(NamedTuple):
-    """How many tokens go into each forward pass.
+def spans(
+    tokens: int, seen: int, scored_from: int, *, step: int | None, behind: int | None, scored: int | None
+) -> Iterator[tuple[int, int]]:
+    """Begin and end of each forward pass over tokens. The arguments are those of `scored_logits`.
 
-    Attributes:
-        step: most tokens, counted from the first; `None` for no limit.
-        behind: most tokens in a pass behind others; `None` for no limit.
-        scored: most tokens that logits are kept of; `None` for no limit.
+    Example:
+        >>> list(spans(10, 0, 0, step=4, behind=None, scored=None))
+        [(0, 4), (4, 8), (8, 10)]
+        >>> list(spans(10, 0, 5, step=None, behind=None, scored=2))
+        [(0, 7), (7, 9), (9, 10)]
     """
-
-    step: int | None = None
-    behind: int | None = None
-    scored: int | None = None
-
-    def spans(self, tokens: int, seen: int, scored_from: int) -> Iterator[tuple[int, int]]:
-        """Begin and end of each pass over `tokens` tokens behind `seen` others.
-
-        Example:
-            >>> list(PassSizes(step=4).spans(10, seen=0, scored_from=0)), list(PassSizes(scored=2).spans(10, 0, 5))
-            ([(0, 4), (4, 8), (8, 10)], [(0, 7), (7, 9), (9, 10)])
-        """
-        begin = 0
-        while begin < tokens:
-            ends = [tokens]
-            if self.step is not None:
-                ends.append(begin - begin % self.step + self.step)
-            if self.behind is not None and seen + begin:
-                ends.append(begin + self.behind)
-            if self.scored is not None:
-                ends.append(max(begin, scored_from) + self.scored)
-            end = min(ends)
-            yield begin, end
-            begin = end
+    begin = 0
+    while begin < tokens:
+        ends = [tokens]
+        if step is not None:
+            ends.append(begin - begin % step + step)
+        if behind is not None and seen + begin:
+            ends.append(begin + behind)
+        if scored is not None:
+            ends.append(max(begin, scored_from) + scored)
+        end = min(ends)
+        yield begin, end
+        begin = end
 
 
 def scored_logits(
-    model: Any, ids: Tensor, cache: Any, sizes: PassSizes, seen: int, scored_from: int
+    model: Any,
+    ids: Tensor,
+    cache: Any,
+    seen: int,
+    scored_from: int,
+    *,
+    step: int | None,
+    behind: int | None,
+    scored: int | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Pass tokens to a model, behind the tokens that its cache has seen.
 
@@ -129,15 +128,17 @@ def scored_logits(
         model: the model.
         ids: `[rows, tokens]`, on the device of the model.
         cache: the cache.
-        sizes: how many tokens go into each pass.
         seen: how many tokens the cache has seen.
         scored_from: index of the first token whose logits are needed.
+        step: most tokens in a pass, counted from the first; `None` for no limit.
+        behind: most tokens in a pass behind others; `None` for no limit.
+        scored: most tokens of a pass that logits are kept of; `None` for no limit.
 
     Yields:
         For each pass that has such tokens, the index of the first one, and logits `[rows, tokens, vocab]`.
     """
     name = cache_argument.name_for(model)
-    for begin, end in sizes.spans(ids.shape[1], seen, scored_from):
+    for begin, end in spans(ids.shape[1], seen, scored_from, step=step, behind=behind, scored=scored):
         kept = end - max(begin, scored_from)
         limit = model_types.newest_logits_only(model, max(kept, 1))
         logits = model(input_ids=ids[:, begin:end], use_cache=True, return_dict=True, **{name: cache}, **limit).logits

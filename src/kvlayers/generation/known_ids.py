@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from kvlayers.core.cache import Cache
 from kvlayers.errors import PromptMismatchError
 from kvlayers.generation.patching import ScopedValue
-from kvlayers.upstream.deprecation import warn_the_caller
+from kvlayers.upstream.callers import warn_the_caller
 from kvlayers.upstream.generate_calls import sequences_per_prompt
 
 STRICT_PROMPTS = ScopedValue("strict_prompts", False)

@@ -17,7 +17,7 @@ from kvlayers.core.legacy_api import LegacyStates
 from kvlayers.encoder_decoder.encoder_decoder_cache import EncoderDecoderCache
 from kvlayers.errors import LegacyFormatError, StateMismatchError
 from kvlayers.upstream import cache_argument, model_types
-from kvlayers.upstream.deprecation import warn_of_old_use
+from kvlayers.upstream.callers import warn_of_old_use
 
 
 def forward_with_tuples(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ import transformers.generation.configuration_utils as configuration
 from kvlayers.core import named_caches
 from kvlayers.generation import cache_by_name
 from kvlayers.generation.patching import ScopedValue
-from kvlayers.upstream.deprecation import warn_the_caller
+from kvlayers.upstream.callers import warn_the_caller
 
 FIELD = "kvlayers"
 """The separate field, a dict of `OPTIONS`."""

@@ -19,7 +19,7 @@ from kvlayers.generation.legacy_tuples import kvlayers_view, to_tuples
 from kvlayers.generation.patching import Activation, Patch
 from kvlayers.quantized.quantized_cache import QuantizedCacheConfig
 from kvlayers.upstream import compat
-from kvlayers.upstream.deprecation import warn_of_old_use
+from kvlayers.upstream.callers import warn_of_old_use
 from kvlayers.upstream.first_import import AS_FIRST_IMPORTED
 
 _CACHES = (

@@ -13,13 +13,13 @@ from kvlayers.core.dense_store import DenseStore, without_spare_room
 from kvlayers.core.token_store import BufferSwap, KVPair
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
-from kvlayers.kernels.codes.block_layout import BlockLayout
+from kvlayers.kernels.codes import cpu_packing as cpu_pack
+from kvlayers.kernels.codes import cuda_packing as cuda_launch
+from kvlayers.kernels.codes.cuda_packing import pack_obstacle
+from kvlayers.kernels.codes.groups import BlockLayout
 from kvlayers.kernels.codes.packed_side import PackedSide, pack_side, side_bytes
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Quantizer, Side, check_groups
 from kvlayers.kernels.codes.smoothing import KeySmoothing, smoothing_for, vectors_for
-from kvlayers.kernels.packing.cpu import pack as cpu_pack
-from kvlayers.kernels.packing.cuda import launch as cuda_launch
-from kvlayers.kernels.packing.cuda.launch import pack_obstacle
 from kvlayers.utils.transforms import without_autocast
 
 GROWTH_DIVISOR = 128

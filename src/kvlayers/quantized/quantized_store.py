@@ -14,7 +14,7 @@ from kvlayers.core.returned_states import ReturnedStates
 from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, register_store
 from kvlayers.core.validation import checked_forms, mismatch, promoted_forms
 from kvlayers.errors import StateMismatchError
-from kvlayers.kernels.attention.cpu import call, kernel
+from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.gqa import marked_for_sdpa
 from kvlayers.kernels.attention.packed_tensor import as_dense
@@ -66,7 +66,7 @@ class QuantizedStore(TokenStore):
         # One is compiled at a time. Attention gains more by its kernel than packing.
         packs = backend(quantization.backend)
         sides = (quantization.keys, quantization.values)
-        multiply = [call.products_for(side.nbits, packs.has_zero) for side in sides]
+        multiply = [kernel.products_for(side.nbits, packs.has_zero) for side in sides]
         for library in (kernel.LIBRARY, *multiply, packs.kernel):
             if library is not None:
                 library.begin()

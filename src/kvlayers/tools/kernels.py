@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from kvlayers.kernels.attention.cpu import call, kernel
-from kvlayers.kernels.packing.cpu import pack
+from kvlayers.kernels.attention.cpu import kernel
+from kvlayers.kernels.codes import cpu_packing as pack
 
-LIBRARIES = (kernel.LIBRARY, call.WHOLE, pack.LIBRARY, call.OTHER)
+LIBRARIES = (kernel.LIBRARY, kernel.WHOLE, pack.LIBRARY, kernel.OTHER)
 
 
 def compile_kernels() -> dict[str, Path]:

@@ -2,17 +2,18 @@
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping
-from types import FrameType, FunctionType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
 
 # Transformers 5 spells it PreTrainedConfig, and keeps this name as well.
-from transformers import PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig, masking_utils
+from transformers.generation import configuration_utils, utils
+from transformers.generation.utils import GenerationMixin, GenerationMode
+from transformers.utils import ModelOutput
 
 from kvlayers.upstream.compat import (
     BLOOM_MASKS_RESERVATION,
@@ -36,9 +37,6 @@ def model_kwargs_after(
         model_kwargs: arguments of the model for the prompt.
         tokens: number of decoded tokens.
     """
-    from transformers.generation.utils import GenerationMixin
-    from transformers.utils import ModelOutput
-
     if LOOPS_COUNT_CACHE_POSITION:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         model_kwargs = {**model_kwargs, "cache_position": positions}
@@ -53,24 +51,17 @@ def model_kwargs_after(
 
 def loop_name(mode: Any) -> str:
     """Name of the method of a model that decodes in a `GenerationMode`."""
-    from transformers.generation.utils import GENERATION_MODES_MAPPING
-
-    name: str = GENERATION_MODES_MAPPING[mode]
-    return name
+    return str(utils.GENERATION_MODES_MAPPING[mode])
 
 
 def sampling_loop(owner: type) -> Callable[..., Any]:
     """The loop with which the models of a class decode token by token."""
-    from transformers.generation.utils import GenerationMode
-
     loop: Callable[..., Any] = getattr(owner, loop_name(GenerationMode.SAMPLE))
     return loop
 
 
 def has_own_loop(model: Any) -> bool:
     """Whether a model decodes token by token in another way than `GenerationMixin`."""
-    from transformers.generation.utils import GenerationMixin
-
     owner = type(model)
     updates = owner._update_model_kwargs_for_generation, GenerationMixin._update_model_kwargs_for_generation
     return sampling_loop(owner) is not sampling_loop(GenerationMixin) or updates[0] is not updates[1]
@@ -87,9 +78,6 @@ def default_generation_options() -> dict[str, Any]:
 
     From transformers 5 on, most options of a `GenerationConfig` are `None`, and their defaults are stored elsewhere.
     """
-    from transformers import GenerationConfig, PretrainedConfig
-    from transformers.generation.utils import GenerationMixin
-
     model = SimpleNamespace(config=PretrainedConfig(), generation_config=GenerationConfig())
     config, _ = GenerationMixin._prepare_generation_config(model, None)
     return dict(vars(config))
@@ -139,11 +127,7 @@ def makes_own_static_cache(model: Any, name: str) -> bool:
     vision layers of mllama), or its forward pass assumes attention over the whole reservation (BLOOM's alibi, before
     5.21).
     """
-    # Imported late, since generate() takes long to import, and not every use of a cache needs it.
-    from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
-    from transformers.generation.utils import GenerationMixin
-
-    if name not in ALL_STATIC_CACHE_IMPLEMENTATIONS:
+    if name not in configuration_utils.ALL_STATIC_CACHE_IMPLEMENTATIONS:
         return False
     # Before 5.1 no model had its own.
     overridden = (
@@ -163,8 +147,6 @@ def gives_windows_full_masks(model: Any) -> bool:
     transformers' table has the mask of full attention for windows beside a recurrent state (inkling2, in 5.23). A model
     may make its masks itself.
     """
-    from transformers import masking_utils
-
     table: dict[str, Any] = vars(masking_utils).get("LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING", {})
     window = "sliding_attention"
     wrong = {
@@ -176,23 +158,6 @@ def gives_windows_full_masks(model: Any) -> bool:
     makes_its_own = getattr(model, "create_masks_for_generate", None) is not None
     layer_types = vars(model.config.get_text_config(decoder=True)).get("layer_types")
     return not makes_its_own and not wrong.isdisjoint(layer_types or ())
-
-
-def running_attention_implementation() -> str | None:
-    """The `attn_implementation` of the model's layer that is being called, `None` outside of a model's layers.
-
-    It reads the frames of the calls that are running, so it is for rare events.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            config = getattr(owner, "config", None)
-            if isinstance(config, PretrainedConfig):
-                name: str | None = config._attn_implementation
-                return name
-        frame = frame.f_back
-    return None
 
 
 def bind_arguments(
@@ -216,8 +181,6 @@ def bind_arguments(
 
 def full_generation_config(model: Any, arguments: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The `GenerationConfig` of a call, with all defaults filled in, and the arguments that are for the model."""
-    from transformers.generation.utils import GenerationMixin
-
     of_generate = inspect.signature(GenerationMixin.generate).parameters
     options = {name: value for name, value in arguments.items() if name not in of_generate}
     config, model_kwargs = model._prepare_generation_config(arguments.get("generation_config"), **options)
@@ -226,8 +189,6 @@ def full_generation_config(model: Any, arguments: Mapping[str, Any]) -> tuple[An
 
 def uses_transformers_generate(model: Any, arguments: Mapping[str, Any]) -> bool:
     """Whether a call runs the `generate()` of transformers, rather than one of the model or of the caller."""
-    from transformers.generation.utils import GenerationMixin
-
     return (
         isinstance(model, GenerationMixin)
         and type(model).generate is GenerationMixin.generate

@@ -147,59 +147,40 @@ def upstream_layer(spec: LayerSpec, max_cache_len: int | None = None) -> Any:
     Raises:
         ConfigError: transformers does not know the type either.
     """
-    makers = _layer_makers(max_cache_len)
+    makers = _layer_makers(spec, max_cache_len)
     if spec.layer_type not in makers:
         raise ConfigError(
             f"expected a layer type that transformers {TRANSFORMERS} has a cache for ({', '.join(sorted(makers))}), "
             f"but saw '{spec.layer_type}': import the module of the model that defines it first, or leave the cache to "
             "generate() if the model makes its own."
         )
-    return makers[spec.layer_type](spec.options)
+    return makers[spec.layer_type]()
 
 
-def _layer_makers(max_cache_len: int | None) -> dict[str, Callable[[dict[str, Any]], Any]]:
-    """For each layer type that transformers has a class for, a function from the options of a spec to a layer."""
+def _layer_makers(spec: LayerSpec, max_cache_len: int | None) -> dict[str, Callable[[], Any]]:
+    """For each layer type that transformers has a class for, what makes a layer of it with the options of a spec."""
     is_static = max_cache_len is not None
     size = {"max_cache_len": max_cache_len} if is_static else {}
     if STATES_BY_INDEX:
         classes = upstream.STATIC_LAYER_TYPE_MAPPING if is_static else upstream.DYNAMIC_LAYER_TYPE_MAPPING
         wrong = {INDEXED} if is_static and INDEXERS_DEPEND_ON_CHUNKS else set()
         return {
-            name: functools.partial(_from_options, layer_class, size)
+            name: functools.partial(layer_class, **size, **spec.options)
             for name, layer_class in classes.items()
             if name not in wrong
         }
-    recurrent: dict[str, Any] = {}
+    makers: dict[str, Callable[[], Any]] = {}
     if HAS_LINEAR_LAYERS:
         linear, hybrid = upstream.LinearAttentionLayer, upstream.LinearAttentionAndFullAttentionLayer
-        recurrent = {"linear_attention": linear, "conv": linear, "hybrid": hybrid}
-    makers: dict[str, Callable[[dict[str, Any]], Any]] = {
-        name: functools.partial(_without_options, layer_class, {}) for name, layer_class in recurrent.items()
-    }
-    if is_static:
-        static = _extra_static_layers()
-        makers |= {name: functools.partial(_without_options, layer_class, size) for name, layer_class in static.items()}
+        makers = {"linear_attention": linear, "conv": linear, "hybrid": hybrid}
+    if is_static and Version("5.12") <= TRANSFORMERS:
+        # Besides the static layers of full and sliding attention, in 5.12 and 5.13.
+        classes = upstream.LAYER_TYPE_STATIC_CACHE_MAPPING
+        makers |= {name: functools.partial(layer_class, **size) for name, layer_class in classes.items()}
     if LAYER_CLASSES_TAKE_CONFIG and not is_static:
-        classes = upstream.LAYER_TYPE_CACHE_MAPPING
-        makers |= {name: functools.partial(_from_config, layer_class) for name, layer_class in classes.items()}
+        config, classes = spec.options["config"], upstream.LAYER_TYPE_CACHE_MAPPING
+        makers |= {name: functools.partial(layer_class, config) for name, layer_class in classes.items()}
     return makers
-
-
-def _from_options(layer_class: Any, size: dict[str, Any], options: dict[str, Any]) -> Any:
-    return layer_class(**size, **options)
-
-
-def _without_options(layer_class: Any, size: dict[str, Any], options: dict[str, Any]) -> Any:
-    return layer_class(**size)
-
-
-def _from_config(layer_class: Any, options: dict[str, Any]) -> Any:
-    return layer_class(options["config"])
-
-
-def _extra_static_layers() -> dict[str, Any]:
-    """Classes of static layers besides those of full and sliding attention, in 5.12 and 5.13."""
-    return dict(upstream.LAYER_TYPE_STATIC_CACHE_MAPPING) if Version("5.12") <= TRANSFORMERS else {}
 
 
 def layer_devices(model: object) -> tuple[torch.device, ...]:

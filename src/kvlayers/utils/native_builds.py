@@ -15,7 +15,7 @@ NATIVE = "-march=native"
 SOURCES = (
     "kernels/attention/cpu/kernel.cpp",
     "kernels/attention/cpu/whole_products.cpp",
-    "kernels/packing/cpu/pack.cpp",
+    "kernels/codes/pack.cpp",
     "kernels/attention/cpu/other_products.cpp",
 )
 """The files that are compiled, each to one library, relative to the package."""

@@ -90,24 +90,9 @@ def _obstacle(device: torch.device) -> str | None:
     return None
 
 
-def device_obstacle(device: torch.device) -> str | None:
-    """Why Triton kernels do not run on a device, `None` if they do."""
-    return device_facts(device).obstacle
-
-
 def runs_triton(device: torch.device) -> bool:
     """Whether Triton kernels run on a device."""
     return device_facts(device).obstacle is None
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a device."""
-    return device_facts(device).multiprocessors
-
-
-def shared_memory_limit(device: torch.device) -> int | None:
-    """Bytes of shared memory that one program can have on a device, `None` if there is no limit."""
-    return device_facts(device).shared_memory
 
 
 def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -232,7 +217,7 @@ class TritonKernel:
 
         Arguments are those of `launch`.
         """
-        limit = shared_memory_limit(device)
+        limit = device_facts(device).shared_memory
         if limit is None:
             return None
         try:

@@ -13,7 +13,7 @@ ways to make the cache:
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from transformers.utils import ModelOutput
 from kvlayers.core import named_caches
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_operations import CacheState
+from kvlayers.core.description import Fact
+from kvlayers.core.layer_operations import LayerState
+from kvlayers.errors import UnsupportedLayerError
 from kvlayers.generation import cache_by_name
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.generation.prefill import MIN_TOKENS, pass_limit, pass_tokens
@@ -39,9 +42,9 @@ from kvlayers.generation.prefix_reuse.eligibility import (
     options_of,
     prompts_of,
 )
-from kvlayers.generation.prefix_reuse.stacking import can_be_stacked, stack
 from kvlayers.generation.saved_names import requested_name, resolve_name
 from kvlayers.prefix import Hit
+from kvlayers.recurrent.hybrid_layer import LINEAR
 from kvlayers.upstream import cache_argument, generate_calls, model_types
 from kvlayers.upstream.generate_calls import bind_arguments, full_generation_config, sequences_per_prompt
 
@@ -51,107 +54,6 @@ early."""
 
 CHECKPOINTS = {"most": 16}
 """Checkpoints of recurrent states, so that one entry serves many of the places where prompts may diverge."""
-
-
-class StoredCaches:
-    """Caches by the name that a call asks for, with the states of prefixes that a store has.
-
-    Args:
-        model: the model that generates.
-        part: the part of the prefix store that belongs to the model and the cache.
-        name: name of the cache.
-        options: options of the cache.
-        config: the full `GenerationConfig` of the call.
-        prompt_tokens: length of the padded prompts.
-
-    Attributes:
-        takes_positions: whether the model takes `position_ids`.
-        notes: what each lookup has found.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        part: StorePart,
-        name: str,
-        options: Mapping[str, Any],
-        config: Any,
-        prompt_tokens: int,
-    ) -> None:
-        self._model, self._part = model, part
-        self._name, self._options, self._config, self._prompt_tokens = name, options, config, prompt_tokens
-        self._cache_name = cache_argument.name_in_generate(model)
-        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        self.notes: list[str] = []
-
-    def lookup(self, ids: Tensor) -> Hit:
-        """Look up a prompt, `[1, tokens]`."""
-        hit = self._part.lookup(ids)
-        reason = f": {hit.reason}" if hit.reason else ""
-        self.notes.append(f"{hit.covered} of {ids.shape[-1]} tokens were stored{reason}")
-        return hit
-
-    def empty(self, rows: int = 1) -> Cache:
-        """A cache like the one that `generate()` would make."""
-        tokens = self._prompt_tokens
-        total = tokens + _max_new_tokens(self._config, tokens)
-        cache = self._make(rows, min(total, tokens + ROOM_FOR_ANSWER))
-        return self._make(rows, total) if cache.is_static else cache
-
-    def _make(self, rows: int, length_hint: int) -> Cache:
-        options = self._options
-        cache = self._from_registry(options, rows, length_hint)
-        if cache.recurrent_parts() and "checkpoints" not in options:
-            return self._from_registry({**options, "checkpoints": CHECKPOINTS}, rows, length_hint)
-        return cache
-
-    def _from_registry(self, options: Mapping[str, Any], rows: int, length_hint: int) -> Cache:
-        model = self._model
-        request = named_caches.CacheRequest(
-            model.config, options, batch_size=rows, length_hint=length_hint, device=model.device, dtype=model.dtype
-        )
-        cache = cache_by_name.cache_for(self._name, request)
-        if not isinstance(cache, Cache) or not cache.layers:
-            raise IneligibleError(f"the cache '{self._name}' is a {type(cache).__name__}, which is not one of kvlayers")
-        if not any(layer.attends or layer.counts_columns for layer in cache.adapted_layers()):
-            raise IneligibleError(f"no layer of {cache!r} counts its tokens in this version of transformers")
-        return cache
-
-    def cache_of(self, hit: Hit) -> Cache:
-        """The cache that was found, on the device of the model, or an empty cache."""
-        return self.empty() if hit.cache is None else usable_cache(hit.cache, self._model.device, self.empty)
-
-    def compute(self, ids: Tensor, cache: Cache, length: int) -> None:
-        """Pass the first `length` tokens of `ids`, `[1, tokens]`, that `cache` has not seen, and store snapshots.
-
-        Raises:
-            IneligibleError: the cache has not counted these tokens.
-        """
-        begin, limit = cache.get_seq_length(), pass_limit(self._model, cache)
-        ids, positions = ids.to(self._model.device), torch.arange(length, device=self._model.device)[None]
-        for stop in self._snapshot_lengths(cache, begin, length):
-            # A model that takes tokens one by one does so only behind others. Otherwise chunks are those of generate().
-            chunk = self._config.prefill_chunk_size if limit is None else stop if begin == 0 else limit
-            model_kwargs: dict[str, Any] = {self._cache_name: cache, "attention_mask": None, "use_cache": True}
-            model_kwargs |= model_types.newest_logits_only(self._model)
-            if self.takes_positions:
-                model_kwargs["position_ids"] = positions[:, :stop]
-            pass_tokens(self._model, ids[:, :stop], model_kwargs, cache, begin, chunk)
-            if cache.get_seq_length() != stop:
-                raise IneligibleError(f"{type(self._model).__name__} puts other tokens into its cache than it is given")
-            self._part.insert(ids[:, :stop], cache)
-            begin = stop
-
-    def _snapshot_lengths(self, cache: Cache, begin: int, length: int) -> list[int]:
-        """The lengths between `begin` and `length` at which the cache is inserted into the store."""
-        if begin >= length:
-            return []
-        # A cache that cannot be rolled back does not serve prompts that diverge in between. With a model that takes
-        # tokens one by one, snapshots in between would take long.
-        every = self._part.active.store.snapshot_tokens
-        if cache.keeps_every_token or pass_limit(self._model, cache) is not None or every is None:
-            return [length]
-        return [*range(begin - begin % every + every, length, every), length]
 
 
 def usable_cache(found: Cache, device: torch.device, make_empty: Callable[[], Cache]) -> Cache:
@@ -273,11 +175,12 @@ class PrefixedCall:
         check_options(self._config, self._arguments, model_kwargs)
         self._prompts = prompts_of(self._config, self._arguments)
         self._repeats = sequences_per_prompt(self._config)
-        name, options = self._config.cache_implementation or "dynamic", options_of(self._config)
-        self._part = StorePart(model, active, name, options)
-        prompt_tokens = self._prompts.input_ids.shape[1]
+        self._name, self._options = self._config.cache_implementation or "dynamic", options_of(self._config)
+        self._part = StorePart(model, active, self._name, self._options)
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._cached_tokens: tuple[int, ...] = ()
-        self._caches = StoredCaches(model, self._part, name, options, self._config, prompt_tokens)
+        self._notes: list[str] = []
+        """What each lookup has found."""
 
     def prepare(self) -> tuple[Cache, dict[str, Any]]:
         """The cache to start from, and the arguments with which to call `generate()`.
@@ -289,7 +192,7 @@ class PrefixedCall:
         if len(self._prompts) == self._repeats == 1 and not self._prompts.is_padded:
             cache = self._for_one_prompt()
         else:
-            example = self._caches.empty()
+            example = self._empty()
             if depends_on_chunks(example):
                 raise IneligibleError(f"the content of the layers of {example!r} depends on which tokens came at once")
             common, stackable = self._prompts.common_prefix_length(), can_be_stacked(example)
@@ -301,13 +204,13 @@ class PrefixedCall:
                     f"its prompts have only {common} tokens in common or are padded, and caches like {example!r} "
                     "cannot be put side by side"
                 )
-            hits = [self._caches.lookup(row) for row in self._prompts.rows()] if stackable else []
+            hits = [self._lookup(row) for row in self._prompts.rows()] if stackable else []
             self._cached_tokens = tuple(hit.covered for hit in hits) or (0,) * len(self._prompts)
             if shareable and all(hit.covered <= common for hit in hits):
                 cache, changes = self._for_shared_prefix(common, hits)
             else:
                 cache = self._for_separate_prompts(common, hits)
-        cache.prefix_notes = tuple(self._caches.notes)
+        cache.prefix_notes = tuple(self._notes)
         return cache, {**self._arguments, **changes, self._cache_name: cache}
 
     def finish(self, output: Any, cache: Cache) -> Any:
@@ -323,11 +226,11 @@ class PrefixedCall:
 
     def _for_one_prompt(self) -> Cache:
         ids = self._prompts.row(0)
-        hit = self._caches.lookup(ids)
+        hit = self._lookup(ids)
         self._cached_tokens = (hit.covered,)
-        cache = self._caches.cache_of(hit)
+        cache = self._cache_of(hit)
         if not depends_on_chunks(cache) and not cache.keeps_every_token:
-            self._caches.compute(ids, cache, ids.shape[1] - 1)
+            self._compute(ids, cache, ids.shape[1] - 1)
         return cache
 
     def _for_shared_prefix(self, common: int, hits: list[Hit]) -> tuple[Cache, dict[str, Any]]:
@@ -342,10 +245,10 @@ class PrefixedCall:
         """A cache that has seen the first `common` tokens, which all prompts start with."""
         ids = self._prompts.row(0)[:, : common + 1]
         usable = [hit for hit in hits if hit.covered <= common]
-        hit = max(usable, key=lambda hit: hit.covered) if usable else self._caches.lookup(ids)
+        hit = max(usable, key=lambda hit: hit.covered) if usable else self._lookup(ids)
         self._cached_tokens = tuple(max(hit.covered, own) for own in self._cached_tokens)
-        cache = self._caches.cache_of(hit)
-        self._caches.compute(ids, cache, common)
+        cache = self._cache_of(hit)
+        self._compute(ids, cache, common)
         return cache
 
     def _for_separate_prompts(self, common: int, hits: list[Hit]) -> Cache:
@@ -353,11 +256,11 @@ class PrefixedCall:
         shorter_hits = sum(hit.covered < common for hit in hits)
         shared = self._common_prefix(common, hits) if shorter_hits > 1 and common >= MIN_TOKENS else None
         for ids, hit in zip(self._prompts.rows(), hits, strict=True):
-            cache = self._caches.cache_of(hit) if shared is None or hit.covered > common else shared.fork()
-            self._caches.compute(ids, cache, ids.shape[1] - 1)
+            cache = self._cache_of(hit) if shared is None or hit.covered > common else shared.fork()
+            self._compute(ids, cache, ids.shape[1] - 1)
             # Reservations cannot be expanded, so each prompt is stacked as often as it is continued.
             caches.extend([cache] * self._repeats)
-        stacked = self._caches.empty(rows=len(caches))
+        stacked = self._empty(rows=len(caches))
         stack(caches, stacked, self._prompts.input_ids.shape[1] - 1)
         return stacked
 
@@ -379,10 +282,155 @@ class PrefixedCall:
         uses_mask = model.is_backend_compatible() and model.config.model_type not in model_types.SCALES_BY_SLOT
         if has_id_readers or changed - PADDING_INDEPENDENT_OPTIONS:
             return False
-        return self._caches.takes_positions and uses_mask
+        return self._takes_positions and uses_mask
 
     def _accounts_for_padding(self, example: Cache) -> bool:
         """Whether the states of a token are the same with and without padding before it."""
         is_relative = self._model.config.model_type in model_types.HAS_RELATIVE_POSITIONS
         attends = any(layer.attends for layer in example.adapted_layers())
-        return self._caches.takes_positions or is_relative or not attends
+        return self._takes_positions or is_relative or not attends
+
+    def _lookup(self, ids: Tensor) -> Hit:
+        """Look up a prompt, `[1, tokens]`."""
+        hit = self._part.lookup(ids)
+        reason = f": {hit.reason}" if hit.reason else ""
+        self._notes.append(f"{hit.covered} of {ids.shape[-1]} tokens were stored{reason}")
+        return hit
+
+    def _empty(self, rows: int = 1) -> Cache:
+        """A cache like the one that `generate()` would make."""
+        tokens = self._prompts.input_ids.shape[1]
+        total = tokens + _max_new_tokens(self._config, tokens)
+        cache = self._make(rows, min(total, tokens + ROOM_FOR_ANSWER))
+        return self._make(rows, total) if cache.is_static else cache
+
+    def _make(self, rows: int, length_hint: int) -> Cache:
+        options = self._options
+        cache = self._from_registry(options, rows, length_hint)
+        if cache.recurrent_parts() and "checkpoints" not in options:
+            return self._from_registry({**options, "checkpoints": CHECKPOINTS}, rows, length_hint)
+        return cache
+
+    def _from_registry(self, options: Mapping[str, Any], rows: int, length_hint: int) -> Cache:
+        model = self._model
+        request = named_caches.CacheRequest(
+            model.config, options, batch_size=rows, length_hint=length_hint, device=model.device, dtype=model.dtype
+        )
+        cache = cache_by_name.cache_for(self._name, request)
+        if not isinstance(cache, Cache) or not cache.layers:
+            raise IneligibleError(f"the cache '{self._name}' is a {type(cache).__name__}, which is not one of kvlayers")
+        if not any(layer.attends or layer.counts_columns for layer in cache.adapted_layers()):
+            raise IneligibleError(f"no layer of {cache!r} counts its tokens in this version of transformers")
+        return cache
+
+    def _cache_of(self, hit: Hit) -> Cache:
+        """The cache that was found, on the device of the model, or an empty cache."""
+        return self._empty() if hit.cache is None else usable_cache(hit.cache, self._model.device, self._empty)
+
+    def _compute(self, ids: Tensor, cache: Cache, length: int) -> None:
+        """Pass the first `length` tokens of `ids`, `[1, tokens]`, that `cache` has not seen, and store snapshots.
+
+        Raises:
+            IneligibleError: the cache has not counted these tokens.
+        """
+        begin, limit = cache.get_seq_length(), pass_limit(self._model, cache)
+        ids, positions = ids.to(self._model.device), torch.arange(length, device=self._model.device)[None]
+        for stop in self._snapshot_lengths(cache, begin, length):
+            # A model that takes tokens one by one does so only behind others. Otherwise chunks are those of generate().
+            chunk = self._config.prefill_chunk_size if limit is None else stop if begin == 0 else limit
+            model_kwargs: dict[str, Any] = {self._cache_name: cache, "attention_mask": None, "use_cache": True}
+            model_kwargs |= model_types.newest_logits_only(self._model)
+            if self._takes_positions:
+                model_kwargs["position_ids"] = positions[:, :stop]
+            pass_tokens(self._model, ids[:, :stop], model_kwargs, cache, begin, chunk)
+            if cache.get_seq_length() != stop:
+                raise IneligibleError(f"{type(self._model).__name__} puts other tokens into its cache than it is given")
+            self._part.insert(ids[:, :stop], cache)
+            begin = stop
+
+    def _snapshot_lengths(self, cache: Cache, begin: int, length: int) -> list[int]:
+        """The lengths between `begin` and `length` at which the cache is inserted into the store."""
+        if begin >= length:
+            return []
+        # A cache that cannot be rolled back does not serve prompts that diverge in between. With a model that takes
+        # tokens one by one, snapshots in between would take long.
+        every = self._part.active.store.snapshot_tokens
+        if cache.keeps_every_token or pass_limit(self._model, cache) is not None or every is None:
+            return [length]
+        return [*range(begin - begin % every + every, length, every), length]
+
+
+def can_be_stacked(cache: Cache) -> bool:
+    """Whether caches like this one can be put side by side, whatever their lengths."""
+    return bool(cache.layers) and all(layer.can_be_stacked for layer in cache.adapted_layers())
+
+
+def stack(caches: Sequence[Cache], into: Cache, length: int) -> None:
+    """Let `into` hold the sequences of `caches`, each padded on the left to `length` tokens.
+
+    The states of padding are zeros, which the attention mask must leave out. Recurrent states have seen no padding.
+    Their checkpoints are not copied.
+
+    Args:
+        caches: of one sequence each, with layers like those of `into`.
+        into: an empty cache.
+        length: tokens, padding included; no fewer than any of the caches has seen.
+
+    Raises:
+        UnsupportedLayerError: a layer whose tokens do not lie apart: a packed layer, a sink, transformers' layer.
+        StateMismatchError: the caches have other layers than `into`.
+    """
+    if not all(map(can_be_stacked, [*caches, into])):
+        raise UnsupportedLayerError(
+            f"expected caches whose tokens lie apart from each other, but saw {into!r}: use one for each sequence."
+        )
+    # One layer at a time, so that the states of only one layer are held three times.
+    for layer, *rows in zip(into.adapted_layers(), *(cache.adapted_layers() for cache in caches), strict=True):
+        layer.load_state(_stacked([row.state() for row in rows], length))
+
+
+def _stacked(states: Sequence[LayerState], length: int) -> LayerState:
+    """The states of one layer side by side, as if each sequence had `length` tokens."""
+    # The cache of a prompt of one token is empty, and a layer that the model never used is empty in every cache.
+    example = next((state for state in states if state.tensors), states[0])
+    facts = {name: _padded_fact(name, fact, length) for name, fact in example.facts.items() if not _is_past(name)}
+    window = facts.get("sliding_window")
+    most = min(length, window - 1) if isinstance(window, int) else length
+    tensors = {}
+    for name, form in example.tensors.items():
+        own = [state.tensors.get(name) for state in states]
+        if name in ("keys", "values"):
+            nothing = form[:, :, :0]
+            held = [nothing if tensor is None else tensor for tensor in own]
+            tensors[name] = _tokens_side_by_side(held, [length - _seen(state) for state in states], most)
+        elif not _is_past(name):
+            tensors[name] = torch.cat([torch.zeros_like(form) if tensor is None else tensor for tensor in own])
+    return LayerState(example.kind, tensors, facts if tensors else dict(example.facts))
+
+
+def _seen(state: LayerState) -> int:
+    length = state.facts.get("length")
+    return length if isinstance(length, int) else 0
+
+
+def _is_past(name: str) -> bool:
+    return name.removeprefix(LINEAR).startswith("checkpoint.")
+
+
+def _padded_fact(name: str, fact: Fact, length: int) -> Fact:
+    own = name.removeprefix(LINEAR)
+    if own == "checkpoints":
+        return 0
+    counts = own == "length" or own.startswith("tokens.")
+    return length if counts and fact is not None else fact
+
+
+def _tokens_side_by_side(states: Sequence[Tensor], padding: Sequence[int], most: int) -> Tensor:
+    """Keys or values `[1, kv_heads, held, head_dim]` in one tensor: of each, the newest `most` tokens or all."""
+    held = min(max(own.shape[2] + padded for own, padded in zip(states, padding, strict=True)), most)
+    _, kv_heads, _, head_dim = states[0].shape
+    together = states[0].new_zeros((len(states), kv_heads, held, head_dim))
+    for row, own in enumerate(states):
+        tokens = min(own.shape[2], held)
+        together[row, :, held - tokens :] = own[0, :, own.shape[2] - tokens :]
+    return together

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 
 from kvlayers.kernels.attention import fused
 from kvlayers.kernels.attention.cpu import kernel as cpu_kernel
-from kvlayers.kernels.attention.cpu.call import DTYPES
+from kvlayers.kernels.attention.cpu.kernel import DTYPES
 from kvlayers.kernels.attention.cuda import kernel as cuda_kernel
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments
@@ -81,23 +81,25 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sca
 
 def _belong_together(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> bool:
     """Whether the shapes fit, and nobody would miss what torch does besides: derivatives, autocast or a trace."""
-    if type(query) is not Tensor or query.dim() != 4 or values.dim() != 4:
-        return False
-    if not (query.numel() and keys.numel() and values.numel()):
-        return False
-    if (keys.size(0), keys.size(3)) != (query.size(0), query.size(3)) or query.size(1) % keys.size(1):
-        return False
-    if values.size()[:3] != keys.size()[:3]:
-        return False
-    if not query.dtype == keys.dtype == values.dtype or not query.device == keys.device == values.device:
-        return False
-    if torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad):
-        return False
-    # The kernels read memory, which the tensors of a tracer do not have, and a trace would not record their result.
-    if torch._C._get_tracing_state() is not None or is_changed_by_torch(query):
-        return False
-    if mask is None:
-        return True
+    return (
+        type(query) is Tensor
+        and query.dim() == values.dim() == 4
+        and min(query.numel(), keys.numel(), values.numel()) > 0
+        and (keys.size(0), keys.size(3)) == (query.size(0), query.size(3))
+        and query.size(1) % keys.size(1) == 0
+        and values.size()[:3] == keys.size()[:3]
+        and query.dtype == keys.dtype == values.dtype
+        and query.device == keys.device == values.device
+        and not (torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad))
+        # The kernels read memory, which the tensors of a tracer do not have, and a trace would not record their result.
+        and torch._C._get_tracing_state() is None
+        and not is_changed_by_torch(query)
+        and (mask is None or _is_mask_of(mask, query, keys))
+    )
+
+
+def _is_mask_of(mask: Tensor, query: Tensor, keys: Tensor) -> bool:
+    """Whether the kernels read a mask of these queries and keys."""
     if type(mask) is not Tensor or mask.device != query.device or (mask.requires_grad and torch.is_grad_enabled()):
         return False
     if mask.dtype not in (torch.bool, torch.float32, query.dtype) or mask.dim() > 4:

@@ -1,17 +1,25 @@
-"""Chooses the kernel that attention on key-value segments runs on, and counts the choices."""
+"""Chooses the kernel that attention on key-value segments runs on, and counts the choices.
 
+In plain torch and on an accelerator, consecutive segments with the same rows are read once: the queries of all
+sequences that read the same sequence of them are grouped, as if they were queries of one sequence. Attention to such
+parts of the tokens is merged by the log-sum-exp of the scores, as in Hydragen (Juravsky et al. 2024, arXiv:2402.05099).
+"""
+
+import itertools
 import math
 from collections import Counter
-from types import ModuleType
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
-from kvlayers.kernels.attention import fused, reference, shared_segments
+from kvlayers.kernels.attention import fused, reference
 from kvlayers.kernels.attention.cpu import kernel as cpu_kernel
 from kvlayers.kernels.attention.cuda import kernel as cuda_kernel
-from kvlayers.kernels.attention.segments import KVSegments
-from kvlayers.upstream.deprecation import warn_the_caller
-from kvlayers.upstream.generate_calls import running_attention_implementation
+from kvlayers.kernels.attention.segment_kinds import SegmentRows
+from kvlayers.kernels.attention.segments import KVSegments, without_rows
+from kvlayers.kernels.codes.smoothing import KeySmoothing
+from kvlayers.upstream.callers import running_attention_implementation, warn_the_caller
 from kvlayers.utils.transforms import without_autocast
 
 CPU = "a compiled kernel on segments"
@@ -28,6 +36,8 @@ PRODUCT = "no kernel takes a single product of eager attention"
 
 READ_AS_HELD = ("sdpa", "eager", "kvlayers")
 """The attention implementations that read codes, and a prefix that sequences share, as they are held."""
+
+Compute = Callable[[Tensor, KVSegments, Tensor | None], Sequence[Tensor]]
 
 _warned: set[str] = set()
 
@@ -98,7 +108,7 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
                 paths.record(CUDA)
                 return out
         shares = segments.shares_rows
-        expected = (shared_segments.attend if shares else fused.attend)(query, segments, mask, scale)
+        expected = (attend_shared if shares else fused.attend)(query, segments, mask, scale)
         if obstacle is None:
             obstacle = cuda_kernel.compare(to_compare, out, expected)
             if obstacle is None:
@@ -122,38 +132,134 @@ def _attend_on_cpu(
         if reference.by_head_pays(query, segments):
             paths.record(f"{HEADS}, as {obstacle}")
             return reference.attend_by_head(query, segments, mask, scale)
-        out: Tensor = _cpu_means(segments, obstacle, paths).attend(query, segments, mask, scale)
-        return out
+        shares = segments.shares_rows
+        paths.record(f"{SHARED if shares else BLOCKS}, as {obstacle}")
+        return (attend_shared if shares else reference.attend)(query, segments, mask, scale)
 
 
 def scores(query: Tensor, segments: KVSegments, paths: PathCounter) -> Tensor:
     """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
+
+    def products(rows: Tensor, part: KVSegments, _: Tensor | None) -> tuple[Tensor]:
+        return (reference.scores(rows, part),)
+
     with without_autocast(query.device):
-        products: Tensor = _means_of_products(query, segments, paths).scores(query, segments)
-        return products
+        if _are_compiled(query, segments, paths):
+            return cpu_kernel.scores(query, segments)
+        parts = _parts(segments, fused.serves(query))
+        found = [_read(part, rows, query, None, products)[0] for part, rows, _ in parts]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=3)
 
 
 def combine(weights: Tensor, segments: KVSegments, paths: PathCounter) -> Tensor:
     """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
+
+    def summed(rows: Tensor, part: KVSegments, _: Tensor | None) -> tuple[Tensor]:
+        return (reference.combine(rows, part),)
+
     with without_autocast(weights.device):
-        sums: Tensor = _means_of_products(weights, segments, paths).combine(weights, segments)
-        return sums
+        if _are_compiled(weights, segments, paths):
+            return cpu_kernel.combine(weights, segments)
+        on_accelerator = fused.serves(weights)
+        # On a CPU, sums are in float32, and rounded once.
+        exact = weights if on_accelerator else weights.float()
+        parts = _parts(segments, on_accelerator)
+        sums = [_read(part, rows, exact[..., columns], None, summed)[0] for part, rows, columns in parts]
+        return (sums[0] if len(sums) == 1 else torch.stack(sums).sum(0, dtype=torch.float32)).to(weights.dtype)
 
 
-def _cpu_means(segments: KVSegments, obstacle: str | None, paths: PathCounter) -> ModuleType:
-    """The module that computes attention on a CPU, given the obstacle to the compiled kernel. It is counted."""
-    if obstacle is None:
-        paths.record(CPU)
-        return cpu_kernel
+def _are_compiled(queries: Tensor, segments: KVSegments, paths: PathCounter) -> bool:
+    """Whether the compiled kernel takes a product of eager attention with queries, or weights. The path is counted."""
     shares = segments.shares_rows
-    paths.record(f"{SHARED if shares else BLOCKS}, as {obstacle}")
-    return shared_segments if shares else reference
+    if fused.serves(queries):
+        paths.record(f"{fused.PLAIN}, {SHARED}" if shares else f"{fused.PLAIN}, {SLABS}, as {PRODUCT}")
+        return False
+    obstacle = cpu_kernel.obstacle(queries, segments)
+    paths.record(CPU if obstacle is None else f"{SHARED if shares else BLOCKS}, as {obstacle}")
+    return obstacle is None
 
 
-def _means_of_products(queries: Tensor, segments: KVSegments, paths: PathCounter) -> ModuleType:
-    """The module that computes a product of eager attention with queries, or weights, of four dimensions."""
-    if not fused.serves(queries):
-        return _cpu_means(segments, cpu_kernel.obstacle(queries, segments), paths)
-    shares = segments.shares_rows
-    paths.record(f"{fused.PLAIN}, {SHARED}" if shares else f"{fused.PLAIN}, {SLABS}, as {PRODUCT}")
-    return shared_segments if shares else reference
+def attend_shared(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
+    """Softmax attention, if sequences share segments; arguments and result are those of `reference.attend`."""
+    on_accelerator = fused.serves(query)
+    if mask is not None and on_accelerator:
+        # Nothing is copied for each head if the mask is the same for all.
+        mask = fused.unexpanded(mask).expand(query.shape[0], -1, query.shape[2], -1)
+    attend_partly = fused.attend_partly if on_accelerator else reference.attend_partly
+
+    def attended(rows: Tensor, part: KVSegments, rows_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        return attend_partly(rows, part, rows_mask, scale)
+
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for part, rows, columns in _parts(segments, on_accelerator):
+        out, logsumexp = _read(part, rows, query, None if mask is None else mask[..., columns], attended)
+        pairs.append((out, logsumexp))
+    if on_accelerator:
+        return fused.attend_all(pairs, mask, segments, query.dtype)
+    return reference.merge(*zip(*pairs, strict=True))[0].to(query.dtype)
+
+
+def _parts(segments: KVSegments, on_accelerator: bool) -> Iterator[tuple[KVSegments, SegmentRows | None, slice]]:
+    """Consecutive segments with the same rows: without these, the rows, and their columns. Empty parts are left out.
+
+    On a CPU segments keep uneven rows: each sequence of the batch then reads its own copy of a few tokens at a time.
+    """
+    position = 0
+    for _, group in itertools.groupby(segments.in_order, lambda segment: id(segment.rows)):
+        same_rows = tuple(group)
+        rows = same_rows[0].rows
+        if rows is None or not (rows.are_even or on_accelerator):
+            held, rows = KVSegments(same_rows, segments.smoothing), None
+        else:
+            held = KVSegments(tuple(map(without_rows, same_rows)), _of_sequences(segments.smoothing, rows))
+        start, position = position, position + held.tokens
+        if position > start:
+            yield held, rows, slice(start, position)
+
+
+def _of_sequences(smoothing: KeySmoothing | None, rows: SegmentRows) -> KeySmoothing | None:
+    """The smoothing of each sequence of segments, which all sequences of the batch that read it have in common."""
+
+    def of_sequences(vectors: Tensor) -> Tensor:
+        own = vectors.new_ones((rows.sequences, *vectors.shape[1:]))
+        return own.index_copy_(0, rows.on(vectors.device)[0], vectors)
+
+    return None if smoothing is None else smoothing.mapped(of_sequences)
+
+
+def _read(
+    part: KVSegments, rows: SegmentRows | None, queries: Tensor, mask: Tensor | None, compute: Compute
+) -> Sequence[Tensor]:
+    """Results of `compute` for the queries, `[batch, heads, queries, any]`, of all sequences.
+
+    If rows are uneven, all queries go to each sequence of the segments, and each sequence takes its own result. So
+    nothing depends on rows that only the accelerator knows.
+    """
+    if rows is None:
+        return compute(queries, part, mask)
+    if rows.are_even:
+        grouped_mask = None if mask is None else _group(mask, rows.sequences)
+        found = compute(_group(queries, rows.sequences), part, grouped_mask)
+        return [_ungroup(result, len(rows)) for result in found]
+    grouped = _group(queries, 1).expand(rows.sequences, -1, -1, -1)
+    grouped_mask = None if mask is None else _group(mask, 1).expand(rows.sequences, -1, -1, -1)
+    of_rows, positions = rows.on(queries.device)
+    split = [torch.unflatten(one, 2, (len(rows), queries.shape[2])) for one in compute(grouped, part, grouped_mask)]
+    return [result.transpose(1, 2)[of_rows, positions] for result in split]
+
+
+def _group(rows: Tensor, sequences: int) -> Tensor:
+    """Rows `[sequences * sharing, heads, queries, any]` as `[sequences, heads, sharing * queries, any]`."""
+    batch, heads, queries, width = rows.shape
+    sharing = batch // sequences
+    grouped = rows.reshape(sequences, sharing, heads, queries, width).transpose(1, 2)
+    return grouped.reshape(sequences, heads, sharing * queries, width)
+
+
+def _ungroup(result: Tensor, batch: int) -> Tensor:
+    """Split the results of grouped queries back into sequences. Inverse of `_group`."""
+    sequences, heads, rows, *rest = result.shape
+    sharing = batch // sequences
+    queries = rows // sharing
+    split = result.reshape(sequences, heads, sharing, queries, *rest).transpose(1, 2)
+    return split.reshape(batch, heads, queries, *rest)

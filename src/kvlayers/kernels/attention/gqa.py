@@ -15,7 +15,7 @@ it. TorchDynamo traces them: nothing of them is left when the compiled function 
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,8 +34,32 @@ CPU_MINIMUM_FLOAT32_GROUP = 4
 """Query heads of a KV head from which grouping saves time in float32, measured on a CPU."""
 
 
-class MarkedStates(Tensor):
-    """A tensor that shares its memory, and is copied and sent as a plain one."""
+class MarkedTensor(Tensor):
+    """A tensor in memory, for which some functions of torch do something else. To all others it is a plain one.
+
+    Attributes:
+        implementations: by function of torch, what is called in its place, with the same arguments.
+        reserved: columns of the masks that keys cut, and scores; `None` if they cut none. See `custom_masks`.
+    """
+
+    implementations: ClassVar[dict[Any, Callable[..., Any]]] = {}
+    reserved: ClassVar[int | None] = None
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with DisableTorchFunctionSubclass():
+            return cls.implementations.get(func, func)(*args, **({} if kwargs is None else kwargs))
+
+
+class MarkedStates(MarkedTensor):
+    """Keys or values in the shape that they have, which are copied and sent as a plain tensor."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(self.as_subclass(Tensor), memo)
@@ -46,7 +70,7 @@ class MarkedStates(Tensor):
 
 @sent_by_value
 class GroupedKeys(MarkedStates):
-    """Keys for SDPA with `enable_gqa` of one query on a CPU. To every other function they are a plain tensor."""
+    """Keys for SDPA with `enable_gqa` of one query on a CPU."""
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -54,31 +78,18 @@ class GroupedKeys(MarkedStates):
         with DisableTorchFunctionSubclass():
             return self.size()
 
-    @classmethod
-    @override
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        with DisableTorchFunctionSubclass():
-            if func is scaled_dot_product_attention:
-                return _attend(*args, **(kwargs or {}))
-            return func(*args, **(kwargs or {}))
-
 
 @sent_by_value
 class SharedStates(MarkedStates):
-    """States `[batch, kv_heads, tokens, head_dim]`, or `[batch, kv_heads, n, ...]` while they are being repeated.
+    """States `[batch, kv_heads, tokens, head_dim]`, or `[batch, kv_heads, n, ...]` while they are being repeated."""
 
-    Attributes:
-        repeated: what they become when they have been repeated.
+
+class RepeatedStates(MarkedTensor):
+    """States `[batch, kv_heads, n, tokens, head_dim]` that report the shape `[batch, kv_heads * n, tokens, ...]`.
+
+    A function that would read another shape gets them really repeated.
     """
 
-    repeated: "type[RepeatedStates]"
-
     @classmethod
     @override
     def __torch_function__(
@@ -89,61 +100,50 @@ class SharedStates(MarkedStates):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        with DisableTorchFunctionSubclass():
-            if func is scaled_dot_product_attention:
-                return _attend(*args, **kwargs)
-            states = args[0] if args else next(iter(kwargs.values()))
-            if func is Tensor.reshape and states.dim() == 5 and _merges_heads(states, args[1:]):
-                # Through an operation, since a marked tensor cannot be marked otherwise.
-                return states.expand(states.size()).as_subclass(cls.repeated)
-            result = func(*args, **kwargs)
-            if func is Tensor.__getitem__ or (func is Tensor.expand and states.dim() == 5 and states.size(2) == 1):
-                repeats = result.dim() == 5 and kv_head_copies(states.size(), result.size())
-                return result.as_subclass(cls) if repeats else result
-            return result
+        if func not in RepeatedStates.implementations:
+            with DisableTorchFunctionSubclass():
+                args = tuple(map(_written_out, args))
+                kwargs = {name: _written_out(value) for name, value in kwargs.items()}
+        return super().__torch_function__(func, types, args, kwargs)
 
 
-def _merges_heads(states: Tensor, shape: tuple[Any, ...]) -> bool:
-    """Whether `shape` merges `[batch, kv_heads, n, tokens, head_dim]` to `[batch, kv_heads * n, tokens, head_dim]`."""
-    wanted = tuple(shape[0]) if len(shape) == 1 else shape
-    return len(wanted) == 4 and kv_head_copies(states.size(), wanted) > 0
+def repeating(shared: type[SharedStates], repeated: type[RepeatedStates]) -> dict[Any, Callable[..., Any]]:
+    """What is called of `shared` in the steps of `kv_head_copies`, of which the last one makes `repeated` of it."""
 
+    def viewed(func: Callable[..., Any]) -> Callable[..., Any]:
+        def view(states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            result: Tensor = func(states, *args, **kwargs)
+            repeats = result.dim() == 5 and kv_head_copies(states.size(), result.size())
+            return result.as_subclass(shared) if repeats else result
 
-class RepeatedStates(Tensor):
-    """States `[batch, kv_heads, n, tokens, head_dim]` that report the shape `[batch, kv_heads * n, tokens, ...]`."""
+        return view
 
-    @classmethod
-    @override
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = {} if kwargs is None else kwargs
-        with DisableTorchFunctionSubclass():
-            if func is scaled_dot_product_attention:
-                return _attend(*args, **kwargs)
-            shape: Any = Tensor.shape.__get__  # type: ignore[attr-defined]
-            # Python makes another object at each access, which is equal; TorchDynamo knows a single one.
-            if func is shape or (not torch.compiler.is_compiling() and func == shape):
-                batch, kv_heads, repeats, tokens, head_dim = args[0].size()
-                return torch.Size((batch, kv_heads * repeats, tokens, head_dim))
-            return func(*map(_written_out, args), **{name: _written_out(value) for name, value in kwargs.items()})
+    def merged(states: Tensor, *shape: Any, **kwargs: Any) -> Tensor:
+        wanted = tuple(shape[0]) if len(shape) == 1 else shape
+        if states.dim() == 5 and len(wanted) == 4 and kv_head_copies(states.size(), wanted):
+            # Through an operation, since a marked tensor cannot be marked otherwise.
+            return states.expand(states.size()).as_subclass(repeated)
+        return states.reshape(*shape, **kwargs)
 
-
-SharedStates.repeated = RepeatedStates
+    return {
+        Tensor.__getitem__: viewed(Tensor.__getitem__),
+        Tensor.expand: viewed(Tensor.expand),
+        Tensor.reshape: merged,
+    }
 
 
 def _written_out(argument: Any) -> Any:
     """An argument in which `RepeatedStates` are really repeated."""
     if isinstance(argument, RepeatedStates):
-        batch, kv_heads, repeats, tokens, head_dim = argument.size()
-        return argument.reshape(batch, kv_heads * repeats, tokens, head_dim)
+        return argument.reshape(_merged_shape(argument))
     if isinstance(argument, list | tuple):
         return type(argument)([_written_out(part) for part in argument])
     return argument
+
+
+def _merged_shape(states: Tensor) -> torch.Size:
+    batch, kv_heads, repeats, tokens, head_dim = states.size()
+    return torch.Size((batch, kv_heads * repeats, tokens, head_dim))
 
 
 def kv_head_copies(before: Sequence[int], after: Sequence[int]) -> int:
@@ -189,12 +189,13 @@ def marked_for_sdpa(keys: Tensor, values: Tensor, queries: int) -> tuple[Tensor,
         return keys, values
     if queries == 1:
         return marked_for_one_query(keys, values) if keys.shape[2] >= first_grouped_length(keys) else (keys, values)
-    if not _marking_pays(keys, queries):
+    if not marking_pays(keys, queries):
         return keys, values
     return keys.as_subclass(SharedStates), values.as_subclass(SharedStates)
 
 
-def _marking_pays(keys: Tensor, queries: int) -> bool:
+def marking_pays(keys: Tensor, queries: int) -> bool:
+    """Whether `attend` takes less time for keys and so many queries of each sequence than torch's own attention."""
     if queries == 1:
         return keys.shape[2] >= first_grouped_length(keys)
     if keys.is_cpu:
@@ -240,11 +241,11 @@ def attend_dense(
         scale: factor of the scores, `1 / sqrt(head_dim)` if `None`.
     """
     shares_heads = query.shape[1] != keys.shape[1]
-    attend = _attend if _marking_pays(keys, query.shape[2]) else scaled_dot_product_attention
-    return attend(query, keys, values, mask, 0.0, is_causal, scale=scale, enable_gqa=shares_heads)
+    by = attend if marking_pays(keys, query.shape[2]) else scaled_dot_product_attention
+    return by(query, keys, values, mask, 0.0, is_causal, scale=scale, enable_gqa=shares_heads)
 
 
-def _attend(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -305,3 +306,11 @@ def _attend_grouped(
     rows = query.reshape(batch, kv_heads, group, head_dim)
     attended = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
     return attended.reshape(batch, kv_heads * group, 1, value.size(3))
+
+
+GroupedKeys.implementations = {scaled_dot_product_attention: attend}
+SharedStates.implementations = {scaled_dot_product_attention: attend, **repeating(SharedStates, RepeatedStates)}
+RepeatedStates.implementations = {
+    scaled_dot_product_attention: attend,
+    Tensor.shape.__get__: _merged_shape,  # type: ignore[attr-defined]
+}

@@ -245,11 +245,10 @@ _WITH_AN_AXIS_FOR_COPIES = (slice(None), slice(None), None, slice(None), slice(N
 
 @_of_packed(Tensor.__getitem__)
 def _item(states: Tensor, index: Any) -> Tensor | str:
-    if not isinstance(states, PackedStates) or states.packed_view != UNCHANGED or not isinstance(index, tuple):
-        return UNKNOWN_VIEW
-    if not all(part is None or isinstance(part, slice) for part in index):
-        return UNKNOWN_VIEW
-    if index not in (_WITH_AN_AXIS_FOR_COPIES, _WITH_AN_AXIS_FOR_COPIES[:3]):
+    # Anything else, such as a tensor, could not be compared.
+    are_slices = isinstance(index, tuple) and all(part is None or isinstance(part, slice) for part in index)
+    adds_an_axis = are_slices and index in (_WITH_AN_AXIS_FOR_COPIES, _WITH_AN_AXIS_FOR_COPIES[:3])
+    if not adds_an_axis or not isinstance(states, PackedStates) or states.packed_view != UNCHANGED:
         return UNKNOWN_VIEW
     batch, kv_heads, *rest = states.shape
     return PackedStates(states.snapshot, states.side, (batch, kv_heads, 1, *rest), PackedView(grouped=True))
@@ -257,7 +256,7 @@ def _item(states: Tensor, index: Any) -> Tensor | str:
 
 @_of_packed(Tensor.expand)
 def _expanded(states: Tensor, *sizes: Any, **named: Any) -> Tensor | str:
-    shape = _numbers(sizes)
+    shape = sizes_of(sizes)
     if named or not isinstance(states, PackedStates):
         return UNKNOWN_VIEW
     if states.packed_view == UNCHANGED and len(shape) == 4 and states.shape[1] == 1 and shape[1] > 0:
@@ -265,17 +264,15 @@ def _expanded(states: Tensor, *sizes: Any, **named: Any) -> Tensor | str:
         whole = (states.shape[0], shape[1], *states.shape[2:])
         fits = all(size in (-1, own) for size, own in zip(shape, whole, strict=True))
         return PackedStates(states.snapshot, states.side, whole, PackedView(shape[1])) if fits else UNKNOWN_VIEW
-    if states.packed_view != PackedView(grouped=True):
-        return UNKNOWN_VIEW
     copies = kv_head_copies(states.shape, shape)
-    if len(shape) != 5 or copies < 1:
+    if states.packed_view != PackedView(grouped=True) or len(shape) != 5 or copies < 1:
         return UNKNOWN_VIEW
     return PackedStates(states.snapshot, states.side, shape, PackedView(copies, grouped=True))
 
 
 @_of_packed(Tensor.reshape, Tensor.view)
 def _reshaped(states: Tensor, *sizes: Any, **named: Any) -> Tensor | str:
-    shape = _numbers(sizes)
+    shape = sizes_of(sizes)
     if named or not isinstance(states, PackedStates):
         return UNKNOWN_VIEW
     if shape == tuple(states.shape):
@@ -288,16 +285,16 @@ def _reshaped(states: Tensor, *sizes: Any, **named: Any) -> Tensor | str:
 
 @_of_packed(Tensor.repeat_interleave, torch.repeat_interleave)
 def _repeated(states: Tensor, repeats: Any, dim: int | None = None, **options: Any) -> Tensor | str:
-    if not isinstance(states, PackedStates) or states.packed_view != UNCHANGED or dim != 1:
-        return UNKNOWN_VIEW
-    if not isinstance(repeats, int) or repeats < 1:
+    repeats_heads = dim == 1 and isinstance(repeats, int) and repeats >= 1
+    if not repeats_heads or not isinstance(states, PackedStates) or states.packed_view != UNCHANGED:
         return UNKNOWN_VIEW
     batch, kv_heads, tokens, head_dim = states.shape
     shape = (batch, kv_heads * repeats, tokens, head_dim)
     return PackedStates(states.snapshot, states.side, shape, PackedView(repeats))
 
 
-def _numbers(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+def sizes_of(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+    """The sizes of a view, which were passed one by one or together."""
     return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
 
 

@@ -162,13 +162,7 @@ def state_pieces(position: int, segment: Segment, rows: int) -> Iterator[StatePi
     rotated = False, False
     if isinstance(source, PackedSegment):
         rotated = source.keys.format.rotated, source.values.format.rotated
-    if isinstance(segment, GatheredSegment):
-        for padded, columns in segment.padded_pieces(tokens):
-            yield StatePiece(position, padded, *rotated, gathered=columns)
-        return
-    for piece in segment.pieces(tokens) if segment.tokens else ():
-        yield StatePiece(position, piece, *rotated)
-        position += piece.tokens
+    return _divided(position, segment, tokens, torch.float32, rotated)
 
 
 def slabs(segments: KVSegments, dtype: torch.dtype, mask_rows: int = 0) -> Iterator[StatePiece]:
@@ -183,11 +177,18 @@ def slabs(segments: KVSegments, dtype: torch.dtype, mask_rows: int = 0) -> Itera
     numbers = segments.batch * segments.kv_heads * sum(segments.head_dims)
     tokens = max(SLAB_BYTES // (numbers * itemsize + mask_rows * dtype.itemsize), MINIMUM_SLAB_TOKENS)
     for position, segment in segments.with_columns:
-        if isinstance(segment, GatheredSegment):
-            for padded, columns in segment.padded_pieces(tokens):
-                yield StatePiece(position, padded, gathered=columns, dtype=dtype)
-            continue
         at_once = max(segment.tokens, 1) if isinstance(segment, DenseSegment) and not mask_rows else tokens
-        for piece in segment.pieces(at_once) if segment.tokens else ():
-            yield StatePiece(position, piece, dtype=dtype)
-            position += piece.tokens
+        yield from _divided(position, segment, at_once, dtype, (False, False))
+
+
+def _divided(
+    position: int, segment: Segment, tokens: int, dtype: torch.dtype, rotated: tuple[bool, bool]
+) -> Iterator[StatePiece]:
+    """A segment, whose first column is `position`, in pieces of about so many tokens."""
+    if isinstance(segment, GatheredSegment):
+        for padded, columns in segment.padded_pieces(tokens):
+            yield StatePiece(position, padded, *rotated, gathered=columns, dtype=dtype)
+        return
+    for piece in segment.pieces(tokens) if segment.tokens else ():
+        yield StatePiece(position, piece, *rotated, dtype=dtype)
+        position += piece.tokens

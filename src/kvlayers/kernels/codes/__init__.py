@@ -1,1 +1,1 @@
-"""What quantizers and kernels agree on: how codes, scales and the vectors of smoothing are laid out."""
+"""How codes, scales and the vectors of smoothing are laid out, as quantizers and kernels agree, and what packs them."""

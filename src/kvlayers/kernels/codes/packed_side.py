@@ -1,4 +1,4 @@
-"""Keys, or values, as blocks of packed codes, in the layout of `block_layout`."""
+"""Keys, or values, as blocks of packed codes, in the layout of `groups`."""
 
 import functools
 import math
@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlayers.kernels.codes.block_layout import BlockLayout, pack, unpack
-from kvlayers.kernels.codes.groups import numbers_of, rotate
+from kvlayers.kernels.codes.cuda_packing import read_blocks, read_obstacle
+from kvlayers.kernels.codes.groups import BlockLayout, numbers_of, pack, rotate, unpack
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, QuantizedGroups, Side
-from kvlayers.kernels.packing.cuda.launch import read_blocks, read_obstacle
 from kvlayers.utils.transforms import is_followed, is_memory, transforms_run
 
 MOST_KEPT = 1 << 21

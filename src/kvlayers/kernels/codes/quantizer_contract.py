@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from kvlayers.errors import OptionError, StateMismatchError
-from kvlayers.upstream.deprecation import warn_the_caller
+from kvlayers.upstream.callers import warn_the_caller
 from kvlayers.utils.native_library import NativeLibrary
 from kvlayers.utils.registry import FactoryRegistry
 
 Side = Literal["keys", "values"]
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
-"""Numbers of bits that a code may have. A new width needs its planes in `block_layout`, and in the kernel for CPUs."""
+"""Numbers of bits that a code may have. A new width needs its planes in `groups`, and in the kernel for CPUs."""
 
 MOST_CODEBOOK_BITS = 4
 """The widest code that may look up a level: kernels hold a codebook in registers."""

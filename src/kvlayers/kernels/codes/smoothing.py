@@ -189,7 +189,7 @@ def _factors(variance: Tensor, uneven: float) -> Tensor:
     return factors.clamp(max=LARGEST_FACTOR)
 
 
-FIND = TritonKernel("kvlayers.kernels.packing.cuda.triton_smoothing", "find_vectors")
+FIND = TritonKernel("kvlayers.kernels.codes.triton_blocks", "find_vectors")
 
 # Fused multiply-add is not the default of every version of triton.
 OPTIONS = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": True}

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvlayers.kernels.codes.block_layout import BlockLayout
+from kvlayers.kernels.codes.cpu_packing import LIBRARY, pack_blocks, packs
 from kvlayers.kernels.codes.groups import (
     GROUP_DIMS,
+    BlockLayout,
     grouped,
     rotate,
     rotation_size,
@@ -43,7 +44,6 @@ from kvlayers.kernels.codes.quantizer_contract import (
     groups_for,
     register_quantizer,
 )
-from kvlayers.kernels.packing.cpu.pack import LIBRARY, pack_blocks, packs
 
 CLIPS = {
     1: (0.0, 0.1, 0.2, 0.3, 0.4),

@@ -20,7 +20,7 @@ from kvlayers.quantized.packed_blocks import SIDES, block_nbytes
 from kvlayers.quantized.quantization import Quantization, block_tokens
 from kvlayers.quantized.quantized_cache import QuantizedCache
 from kvlayers.quantized.quantized_layer import QuantizedLayer
-from kvlayers.tools.measuring.predictions import mean_divergence, newest_logits
+from kvlayers.tools.measuring.scoring import mean_divergence, newest_logits
 from kvlayers.upstream import model_types
 
 Text = str | Tensor

@@ -20,12 +20,12 @@ from kvlayers.tools.cli.console import (
     table,
     usage_line,
 )
+from kvlayers.tools.cli.report import Report, ReportPlot, ReportTable, conclude, line_plot, report_path
 from kvlayers.tools.measuring.contenders import Contender, Key, exact_names, is_installed, make_contender
 from kvlayers.tools.measuring.decoding import ContenderResult, measure, warm_up
 from kvlayers.tools.measuring.text import check_known, rows
 from kvlayers.tools.models import LoadedModel, RunFacts, find, find_device, load
 from kvlayers.tools.names import BENCH_REPORT, KVLAYERS, TRANSFORMERS, TRANSFORMERS_CACHES
-from kvlayers.tools.reporting.page import Report, ReportPlot, ReportTable, conclude, line_plot, report_path
 from kvlayers.upstream.model_types import most_positions
 from kvlayers.utils.units import readable_bytes, tokens
 

@@ -287,7 +287,8 @@ def lm_eval(context: typer.Context) -> None:
 
     All arguments go to the command of the harness: `kvlayers lm-eval run --help` lists them.
 
-    The model takes the model arguments of `hf`, and cache, cache_config, chunk and prefix_store.
+    The model takes the model arguments of `hf`, and cache, cache_config, chunk and prefix_store. Without
+    `--include_path`, the tasks kvlayers_needle, kvlayers_keys, ... and their group kvlayers_long_context are known.
     """
     if importlib.util.find_spec("lm_eval") is None:
         print('kvlayers lm-eval: lm-evaluation-harness is not installed: pip install "kvlayers[eval]"', file=sys.stderr)
@@ -295,7 +296,12 @@ def lm_eval(context: typer.Context) -> None:
     from lm_eval.__main__ import cli_evaluate
 
     import kvlayers.evaluation.harness  # noqa: F401
+    from kvlayers.tools.tasks import HARNESS_TASKS
 
-    sys.argv = ["lm-eval", *context.args]
+    arguments = context.args
+    # A file that `--config` names may include tasks too, which an argument would replace.
+    if "run" in arguments[:1] and not any(each.startswith(("--include", "--config", "-C")) for each in arguments):
+        arguments = [*arguments, "--include_path", str(HARNESS_TASKS)]
+    sys.argv = ["lm-eval", *arguments]
     with one_line_errors("lm-eval"):
         cli_evaluate()

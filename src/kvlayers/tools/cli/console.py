@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -259,18 +260,17 @@ def check_creatable(file: Path, option: str) -> None:
     Raises:
         FileError: a directory cannot be made, or the file cannot be written.
     """
-    missing = [parent for parent in file.parents if not parent.exists()]
-    made: list[Path] = []
-    try:
-        for directory in reversed(missing):
-            directory.mkdir()
-            made.append(directory)
+    existing = next(parent for parent in file.parents if parent.exists())
+    if existing == file.parent:
         check_writable(file, option)
+        return
+    try:
+        with tempfile.TemporaryDirectory(dir=existing) as trial:
+            missing = Path(trial, file.relative_to(existing))
+            missing.parent.mkdir(parents=True)
+            missing.touch()
     except OSError as error:
-        raise error if isinstance(error, FileError) else unwritable(file, error, option) from None
-    finally:
-        for directory in reversed(made):
-            directory.rmdir()
+        raise unwritable(file, error, option) from None
 
 
 def unwritable(path: Path, error: OSError, option: str = "--report") -> FileError:

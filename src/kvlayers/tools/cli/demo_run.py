@@ -27,8 +27,7 @@ from kvlayers.tools.measuring import text
 from kvlayers.tools.measuring.contenders import Contender, exact_names, is_supported, make_contender
 from kvlayers.tools.measuring.decoding import ContenderResult, measure, warm_up
 from kvlayers.tools.measuring.nbytes import cache_nbytes
-from kvlayers.tools.measuring.predictions import is_tie
-from kvlayers.tools.measuring.scoring import ReadingError
+from kvlayers.tools.measuring.scoring import ReadingError, is_tie
 from kvlayers.tools.models import LoadedModel, find, find_device, load
 from kvlayers.tools.names import KVLAYERS, TRANSFORMERS
 from kvlayers.upstream import cache_argument

@@ -3,13 +3,11 @@
 import itertools
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from kvlayers.errors import KVLayersError, OptionError
 from kvlayers.generation.cache_by_name import NamedCache
@@ -18,6 +16,7 @@ from kvlayers.tools.cli.common import Dtype
 from kvlayers.tools.cli.console import bar_between_runs, home_expanded, measuring, plain, read_text, results_path
 from kvlayers.tools.cli.fidelity_tasks_view import TaskResults
 from kvlayers.tools.cli.fidelity_view import FidelityResults
+from kvlayers.tools.cli.report import conclude, report_path
 from kvlayers.tools.measuring.contenders import (
     Contender,
     against_contenders,
@@ -41,7 +40,6 @@ from kvlayers.tools.names import (
     TASK_BITS,
     TASK_LENGTHS,
 )
-from kvlayers.tools.reporting.page import conclude, report_path
 from kvlayers.tools.tasks.contract import TaskSample, samples_of, task_names
 from kvlayers.tools.tasks.runner import run_tasks
 from kvlayers.tools.tasks.summary import summarize
@@ -68,57 +66,6 @@ OPTIONS = {
     "depths": "--depths",
 }
 """For arguments that errors name, the options that they come from."""
-
-
-def choose_caches(
-    bits: str | None,
-    calibration: Path | None,
-    names: Sequence[str],
-    against: Sequence[str],
-    default_bits: str,
-    config: Any,
-    tokens: int,
-) -> tuple[list[Contender], dict[str, str]]:
-    """The caches that the user named; the default settings if the user named neither settings nor caches.
-
-    Args:
-        bits: what the user named with `--bits`.
-        calibration: what the user named with `--calibration`.
-        names: what the user named with `--name`.
-        against: what the user named with `--against`.
-        default_bits: the default settings, as text.
-        config: config of the model.
-        tokens: the most tokens that a cache will hold.
-
-    Returns:
-        The caches; and for each default setting that the model does not support, why.
-
-    Raises:
-        KVLayersError: the model does not support a cache that the user named, or no cache at all.
-    """
-    rounded = settings(default_bits if bits is None else bits) if bits is not None or not names else {}
-    optional = rounded.keys() if bits is None else ()
-    if calibration is not None:
-        found = Calibration.load(home_expanded(calibration))
-        rounded = {**rounded, CALIBRATED: NamedCache("quantized", found.cache_config)}
-    contenders, left_out = [], {}
-    for name, named in rounded.items():
-        contender = kvlayers_contender(name, named, config, tokens)
-        try:
-            bytes_of(contender.make, config, tokens)
-            contenders.append(contender)
-        except KVLayersError as error:
-            if name not in optional:
-                raise
-            left_out[name] = str(error)
-    contenders += [named_contender(name, config, tokens) for name in names]
-    contenders += against_contenders(against, config, tokens)
-    for each in contenders:
-        # So that a cache that the model does not support is refused before weights are loaded.
-        each.make()
-    if not contenders:
-        raise OptionError(f"No setting of `--bits` suits the model: {next(iter(left_out.values()))}")
-    return list({each.key: each for each in contenders}.values()), left_out
 
 
 def lengths(config: Any, context: int | None, scored: int | None, chunk: int) -> tuple[int, int]:
@@ -285,16 +232,17 @@ class FidelityRun:
                 check_known(config, ids)
             loaded = load(console, found, self.dtype.on(target), target)
             uses = uses_of(chosen)
-            with ExitStack() as open_file:
-                record = NoRecord()
-                if file is not None:
-                    facts = {"context": before, "scored": after, "passages": passages, "chunk": chunk}
-                    identity = identity_of(loaded.model, loaded.name, content, facts)
-                    record = open_file.enter_context(PassageFile(file, identity, uses))
-                    _say_known(console, record, passages, [FULL, *(each.short_name for each in chosen)])
-                chunks = passages * (before + after) // chunk
-                begin = open_file.enter_context(bar_between_runs(console, chunks, "Every cache on every passage"))
-                makers = {each.short_name: each.make for each in chosen}
+            record = NoRecord()
+            if file is not None:
+                facts = {"context": before, "scored": after, "passages": passages, "chunk": chunk}
+                record = PassageFile(file, identity_of(loaded.model, loaded.name, content, facts), uses)
+                names = [FULL, *(each.short_name for each in chosen)]
+                if known := record.known(passages, names):
+                    line = f"{known} of {passages * len(names)} readings of a passage through a cache were in {file}."
+                    console.print(line, markup=False, highlight=False, soft_wrap=True)
+            makers = {each.short_name: each.make for each in chosen}
+            chunks = passages * (before + after) // chunk
+            with bar_between_runs(console, chunks, "Every cache on every passage") as begin:
                 measured = measure_fidelity(
                     loaded.model, texts, makers, before, chunk, budget, record, lambda: begin("Reading")
                 )
@@ -345,18 +293,16 @@ class FidelityRun:
             contenders = [exact, *(each for each in chosen if each.key != exact.key)]
             # Weights are loaded when all that the user asked for is checked.
             loaded = load(console, found, self.dtype.on(target), target)
-            with ExitStack() as open_file:
-                file, known = None, 0
-                if path is not None:
-                    identity = run_identity(loaded.model, loaded.name, content, seed, chunk, question_chunk)
-                    uses = {each.name: plain(each.generate_options or {}) for each in contenders}
-                    # A calibration has options of its own each time, whatever its name.
-                    options = {name: use for name, use in uses.items() if "cache_config" in use}
-                    file = open_file.enter_context(ResultsFile(path, identity, options))
-                    asked = itertools.product(contenders, samples)
-                    known = sum(file.outcome(each.name, sample) is not None for each, sample in asked)
-                runs = len(samples) * len(contenders)
-                begin = open_file.enter_context(bar_between_runs(console, runs, "Every cache on every sample"))
+            file, known = None, 0
+            if path is not None:
+                identity = run_identity(loaded.model, loaded.name, content, seed, chunk, question_chunk)
+                uses = {each.name: plain(each.generate_options or {}) for each in contenders}
+                # A calibration has options of its own each time, whatever its name.
+                file = ResultsFile(path, identity, {name: use for name, use in uses.items() if "cache_config" in use})
+                asked = itertools.product(contenders, samples)
+                known = sum(file.outcome(each.name, sample) is not None for each, sample in asked)
+            runs = len(samples) * len(contenders)
+            with bar_between_runs(console, runs, "Every cache on every sample") as begin:
                 outcomes = run_tasks(
                     loaded.model, loaded.tokenizer, samples, contenders, chunk, file, begin, question_chunk
                 )
@@ -383,16 +329,45 @@ class FidelityRun:
             conclude(console, results, report, self.as_json)
         return results.passed
 
-    def _caches(self, default_bits: str, config: Any, most: int) -> tuple[list[Contender], dict[str, str]]:
-        return choose_caches(self.bits, self.calibration, self.names, self.against, default_bits, config, most)
+    def _caches(self, default_bits: str, config: Any, tokens: int) -> tuple[list[Contender], dict[str, str]]:
+        """The caches that the user named; the default settings if the user named neither settings nor caches.
+
+        Args:
+            default_bits: the default settings, as text.
+            config: config of the model.
+            tokens: the most tokens that a cache will hold.
+
+        Returns:
+            The caches; and for each default setting that the model does not support, why.
+
+        Raises:
+            KVLayersError: the model does not support a cache that the user named, or no cache at all.
+        """
+        asked = default_bits if self.bits is None and not self.names else self.bits
+        rounded = {} if asked is None else settings(asked)
+        optional = rounded.keys() if self.bits is None else ()
+        if self.calibration is not None:
+            found = Calibration.load(home_expanded(self.calibration))
+            rounded = {**rounded, CALIBRATED: NamedCache("quantized", found.cache_config)}
+        contenders, left_out = [], {}
+        for name, named in rounded.items():
+            contender = kvlayers_contender(name, named, config, tokens)
+            try:
+                bytes_of(contender.make, config, tokens)
+                contenders.append(contender)
+            except KVLayersError as error:
+                if name not in optional:
+                    raise
+                left_out[name] = str(error)
+        contenders += [named_contender(name, config, tokens) for name in self.names]
+        contenders += against_contenders(self.against, config, tokens)
+        for each in contenders:
+            # So that a cache that the model does not support is refused before weights are loaded.
+            each.make()
+        if not contenders:
+            raise OptionError(f"No setting of `--bits` suits the model: {next(iter(left_out.values()))}")
+        return list({each.key: each for each in contenders}.values()), left_out
 
     @property
     def _text_name(self) -> str:
         return "Python's help" if self.text is None else str(self.text)
-
-
-def _say_known(console: Console, record: PassageFile, passages: int, names: Sequence[str]) -> None:
-    known = record.known(passages, names)
-    if known:
-        line = f"{known} of {passages * len(names)} readings of a passage through a cache were in {record.path}."
-        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from kvlayers.tools.cli.console import print_sentences, table, usage_line
+from kvlayers.tools.cli.report import Cells, Report, ReportPlot, ReportTable, heat_maps
 from kvlayers.tools.measuring.contenders import Contender
 from kvlayers.tools.models import RunFacts
-from kvlayers.tools.reporting.page import Cells, Report, ReportPlot, ReportTable, heat_maps
 from kvlayers.tools.tasks.contract import task_named
 from kvlayers.tools.tasks.summary import TaskFigures, TaskOutcome, TaskSummary
 from kvlayers.utils.units import readable_bytes

@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 
 from kvlayers.tools.cli.console import print_sentences, table, usage_line
+from kvlayers.tools.cli.report import Report, ReportPlot, ReportTable, curves, labelled_points
 from kvlayers.tools.measuring.fidelity import FULL, FidelityBudget, FidelityRange, SettingFidelity
 from kvlayers.tools.models import RunFacts
-from kvlayers.tools.reporting.page import Report, ReportPlot, ReportTable, curves, labelled_points
 from kvlayers.utils.units import readable_bytes
 
 COLUMNS = (

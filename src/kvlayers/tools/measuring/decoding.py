@@ -6,20 +6,53 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvlayers.tools.measuring.contenders import Contender
-from kvlayers.tools.measuring.interleave import quiet_clock, there_and_back
 from kvlayers.tools.measuring.nbytes import cache_nbytes
-from kvlayers.tools.measuring.predictions import divergences, is_tie
-from kvlayers.tools.measuring.scoring import ReadingError
+from kvlayers.tools.measuring.scoring import ReadingError, divergences, is_tie
 from kvlayers.upstream import cache_argument, model_types
 
 WARM_UP_TOKENS = 512
 """Tokens enough for a quantized cache to pack blocks, so that the code for packed blocks is compiled before timing."""
+
+
+Entrant = TypeVar("Entrant")
+
+
+@contextmanager
+def quiet_clock() -> Iterator[None]:
+    """Time without garbage collection, and without gradients."""
+    gc.disable()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        gc.enable()
+
+
+def interleaved(entrants: Sequence[Entrant], turn: int) -> list[Entrant]:
+    """The entrants, rotated so that each turn begins with the next one.
+
+    Example:
+        >>> interleaved(["a", "b", "c"], 4)
+        ['b', 'c', 'a']
+    """
+    first = turn % len(entrants)
+    return [*entrants[first:], *entrants[:first]]
+
+
+def there_and_back(entrants: Sequence[Entrant], turn: int) -> list[Entrant]:
+    """The entrants in their order, reversed every other turn.
+
+    Example:
+        >>> there_and_back(["a", "b", "c"], 1)
+        ['c', 'b', 'a']
+    """
+    return list(reversed(entrants)) if turn % 2 else list(entrants)
 
 
 @dataclass(frozen=True)

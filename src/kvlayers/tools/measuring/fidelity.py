@@ -93,7 +93,7 @@ def since_packing(passages: Sequence[PassageScores]) -> tuple[FidelityRange, ...
 
 def drift(passages: Sequence[PassageScores], context: int) -> Drift:
     """The first and the last quarter of the scored tokens of passages of the same length, at least one token each."""
-    scored = passages[0].tokens
+    scored = len(passages[0].kl)
     quarter = max(scored // 4, 1)
     first = [token for each in passages for token in _tokens(each, context)[:quarter]]
     last = [token for each in passages for token in _tokens(each, context)[-quarter:]]

@@ -6,11 +6,10 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
-
-from typing_extensions import Self
+from typing import Any, BinaryIO, ClassVar
 
 from kvlayers.errors import KVLayersError
 from kvlayers.persistence import weights_id
@@ -82,36 +81,28 @@ class RunFile:
     ) -> None:
         self.path, self._options = path, options
         self._known: dict[Any, Any] = {}
-        header = _line({"format": f"kvlayers {self.RESULTS}", "version": FORMAT_VERSION, "run": identity})
-        try:
-            # Whatever is written goes to the end, wherever reading stopped.
-            self._file = path.open("a+b")
-        except OSError as error:
-            raise self._unusable(error) from None
-        try:
-            self._file.seek(0)
-            content = self._file.read()
+        header = {"format": f"kvlayers {self.RESULTS}", "version": FORMAT_VERSION, "run": identity}
+        first_line = _line(header)
+        with self._opened() as file:
+            file.seek(0)
+            content = file.read()
             whole = content[: content.rfind(b"\n") + 1]
             if whole:
-                self._load(whole.splitlines(), json.loads(header))
-            elif not header.startswith(content):
+                self._load(whole.splitlines(), json.loads(first_line))
+            elif not first_line.startswith(content):
                 raise self._damaged("it does not begin as such a file")
-            self._file.truncate(len(whole))
-            if not whole:
-                self._write(header)
+            file.truncate(len(whole))
+        if not whole:
+            self._add(header)
+
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        try:
+            # Whatever is written goes to the end, wherever reading stopped.
+            with self.path.open("a+b") as file:
+                yield file
         except OSError as error:
-            self.close()
             raise error if isinstance(error, ResultsFileError) else self._unusable(error) from None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
     def _take(self, record: dict[str, Any]) -> None:
         """Take in a record of the file. Raises any of `NO_RECORD` for anything else."""
@@ -123,15 +114,10 @@ class RunFile:
         Raises:
             ResultsFileError: the file cannot be written.
         """
-        try:
-            self._write(_line(record))
-        except OSError as error:
-            raise self._unusable(error) from None
-
-    def _write(self, line: bytes) -> None:
-        self._file.write(line)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._opened() as file:
+            file.write(_line(record))
+            file.flush()
+            os.fsync(file.fileno())
 
     def _load(self, lines: Sequence[bytes], now: Mapping[str, Any]) -> None:
         for number, line in enumerate(lines, 1):
@@ -280,22 +266,21 @@ class ResultsFile(RunFile):
         self._known[_key(outcome)] = outcome
 
 
+_NONE = type(None)
+_TYPES = {
+    "cache": (str,), "task": (str,), "length": (int,), "depth": (int, float, _NONE), "index": (int,),
+    "score": (int, float, _NONE), "logprob": (float, _NONE), "answer": (str,), "failure": (str, _NONE),
+}  # fmt: skip
+"""The types of the fields of an outcome. A bool is no int here."""
+
+
 def _is_outcome(outcome: TaskOutcome) -> bool:
     """Whether all fields that a file gave have the types and values that `run_tasks` writes."""
-    texts = (outcome.cache, outcome.task, outcome.answer, *(() if outcome.failure is None else (outcome.failure,)))
-    is_placed = all(type(number) is int for number in (outcome.length, outcome.index)) and (
-        outcome.depth is None or _is_share(outcome.depth)
-    )
-    if not is_placed or not all(isinstance(text, str) for text in texts):
+    if not all(type(getattr(outcome, name)) in types for name, types in _TYPES.items()):
         return False
-    if outcome.failure is not None:
-        return outcome.score is None and outcome.logprob is None
-    return _is_share(outcome.score) and isinstance(outcome.logprob, float) and math.isfinite(outcome.logprob)
-
-
-def _is_share(value: object) -> bool:
-    """Whether a value is a number from 0 to 1."""
-    return type(value) in (int, float) and 0 <= value <= 1  # type: ignore[operator]
+    are_shares = all(each is None or 0 <= each <= 1 for each in (outcome.depth, outcome.score))
+    missing = [each is None for each in (outcome.score, outcome.logprob)]
+    return are_shares and missing == [outcome.failure is not None] * 2 and math.isfinite(outcome.logprob or 0.0)
 
 
 def _key(outcome: TaskOutcome) -> SampleKey:

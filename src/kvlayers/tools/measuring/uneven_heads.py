@@ -15,7 +15,7 @@ from kvlayers.core.token_store import KVPair
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.quantized.quantized_layer import QuantizedLayer
-from kvlayers.tools.measuring.predictions import newest_logits
+from kvlayers.tools.measuring.scoring import newest_logits
 
 LOSS_WARNED_OF = 0.1
 """Part of a typical channel's variance that rounding adds as noise, from which on a head is lost."""

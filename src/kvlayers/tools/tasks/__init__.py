@@ -4,6 +4,8 @@ Reference: Hsieh et al., "RULER: What's the Real Context Size of Your Long-Conte
 https://arxiv.org/abs/2404.06654.
 """
 
+from pathlib import Path
+
 # It registers the tasks of kvlayers.
 from kvlayers.tools.tasks import builtin
 from kvlayers.tools.tasks.contract import (
@@ -19,7 +21,11 @@ from kvlayers.tools.tasks.contract import (
     unregister_task,
 )
 
+HARNESS_TASKS = Path(__file__).with_name("harness")
+"""Folder of the tasks as tasks of lm-evaluation-harness, for its `--include_path`."""
+
 __all__ = [
+    "HARNESS_TASKS",
     "Haystack",
     "Needle",
     "Task",

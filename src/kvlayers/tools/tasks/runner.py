@@ -17,8 +17,8 @@ from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionErr
 from kvlayers.evaluation.caches import fork
 from kvlayers.kernels.attention.packed_ops import observed, observer_of
 from kvlayers.tools.measuring.contenders import Contender
-from kvlayers.tools.measuring.predictions import newest_logits
 from kvlayers.tools.measuring.run_file import ResultsFile
+from kvlayers.tools.measuring.scoring import newest_logits
 from kvlayers.tools.tasks.contract import TaskSample, Tick
 from kvlayers.tools.tasks.summary import TaskOutcome
 from kvlayers.upstream import model_layers

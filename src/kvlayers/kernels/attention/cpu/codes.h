@@ -1,4 +1,4 @@
-// Vectors of codes from rows of packed bytes, in the layout of `block_layout.py`.
+// Vectors of codes from rows of packed bytes, in the layout of `groups.py`.
 
 #pragma once
 

@@ -1,20 +1,222 @@
 """Calls the C++ kernel for attention on a CPU. It is in wheels, or is compiled once for this machine and kept on disk.
 
 While there is no library `library()` is `None`, and attention runs in plain torch instead (`attention/reference.py`).
+
+The arguments are bytes in the layout of `call.h`. Each layer needs them anew for each token, and setting the fields of
+a `ctypes.Structure` one by one would take longer.
+
+The kernel calls the functions that multiply codes by their address, which it is told with each side. They are compiled
+apart from the kernel, so that attention in full precision is fast first, and then the common codes.
 """
 
 import ctypes
+import functools
 import pathlib
+import struct
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvlayers.kernels.attention.cpu import call
-from kvlayers.kernels.attention.segments import KVSegments
+from kvlayers.kernels.attention.segment_kinds import PackedSegment
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
+from kvlayers.kernels.codes.packed_side import PackedSide
 from kvlayers.utils.native_library import NativeLibrary
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the kernel takes, in the order of its `Dtype`."""
+
+_FOLDER = pathlib.Path(__file__).parent
+WHOLE = NativeLibrary(_FOLDER / "whole_products.cpp", "kvlayers_multiply", purpose="codes of 4 and 8 bits")
+OTHER = NativeLibrary(_FOLDER / "other_products.cpp", "kvlayers_multiply", purpose="other codes")
+
+COMMON_BITS = (4, 8)
+
+# The fields are those of the structures in `call.h`, in the same order: P is a pointer, q an int64_t, d a double, x a
+# byte that is not used.
+_SIDE = struct.Struct("@2P 12q 3P")
+_BLOCKS = struct.Struct("@3q P 2q")
+_GATHERED = struct.Struct("@3P 2q P")
+_KIND = struct.Struct("@2q")
+_AFTER_DENSE = 2 * _SIDE.size + _BLOCKS.size + _GATHERED.size
+_DENSE = struct.Struct(f"@2q 2P 7q {_AFTER_DENSE}x")
+_NO_DENSE = bytes(_DENSE.size - _AFTER_DENSE - _KIND.size)
+_CALL = struct.Struct("@2P 6q 6q 2q 2d 3P q")
+_MASK = struct.Struct("@P 5q")
+_POINTER = struct.Struct("@P")
+
+NO_MASK = bytes(_MASK.size)
+
+NO_ROWS = bytes(_POINTER.size)
+"""Of a segment of which each sequence of the batch reads its own sequence."""
+
+
+def products_for(bits: int, is_whole: bool) -> NativeLibrary:
+    """The library that multiplies codes.
+
+    Args:
+        bits: width of a code.
+        is_whole: whether a code stands for itself, before its scale and its zero.
+    """
+    return WHOLE if is_whole and bits in COMMON_BITS else OTHER
+
+
+def products_obstacle(segments: KVSegments) -> str | None:
+    """Why the packed codes of segments cannot be multiplied; `None` if they can, or there are none."""
+    for segment in segments.in_order:
+        source = segment.source if isinstance(segment, GatheredSegment) else segment
+        if isinstance(source, PackedSegment):
+            for side in (source.keys, source.values):
+                needed = products_for(side.format.bits, side.format.has_zero)
+                if needed.get() is None:
+                    return f"the kernel for {needed.purpose} {needed.obstacle}"
+    return None
+
+
+def readable(states: Tensor) -> Tensor:
+    """The states, or a copy of them, with a contiguous last axis."""
+    return states if states.stride(3) == 1 else states.contiguous()
+
+
+def of_mask(mask: Tensor) -> bytes:
+    """A mask, bool or float32, `[batch, heads, queries, tokens]`."""
+    return _MASK.pack(mask.data_ptr(), *mask.stride(), mask.dtype == torch.bool)
+
+
+def of_call(
+    query: Tensor,
+    out: Tensor,
+    kv_heads: int,
+    head_dims: tuple[int, int],
+    segments: int,
+    scale: float,
+    mask: bytes = NO_MASK,
+    softcap: float = 0.0,
+    sinks: int = 0,
+    smoothing: tuple[int, int] = (0, 0),
+) -> bytes:
+    """The arguments of a call, without those of its segments.
+
+    Args:
+        query: queries, or weights, `[batch, heads, queries, any]`, `readable`.
+        out: the result, `[batch, heads, queries, any]`, of which the last axis is contiguous.
+        kv_heads: KV heads.
+        head_dims: head_dim of the keys, and of the values.
+        segments: how many segments there are.
+        scale: factor of the scores.
+        mask: from `of_mask`.
+        softcap: limit of the scores, 0 for no limit.
+        sinks: address of `[heads]` scores of keys without a value, float32; 0 for none.
+        smoothing: addresses of the factors and of the means of `KeySmoothing`, contiguous; 0 for none.
+    """
+    batch, heads, queries, _ = query.shape
+    numbers = _CALL.pack(
+        *(query.data_ptr(), out.data_ptr()),
+        *query.stride()[:3],
+        *out.stride()[:3],
+        *(batch, kv_heads, heads // kv_heads, queries, *head_dims),
+        *(DTYPES.index(query.dtype), torch.get_num_threads(), scale, softcap, sinks, *smoothing, segments),
+    )
+    return numbers + mask
+
+
+def of_smoothing(segments: KVSegments) -> tuple[int, int]:
+    """Addresses of the factors and of the means of the keys, 0 without. The segments keep their memory."""
+    smoothing = segments.smoothing
+    if smoothing is None:
+        return 0, 0
+    factor, mean = smoothing.factor, smoothing.mean
+    return 0 if factor is None else factor.data_ptr(), 0 if mean is None else mean.data_ptr()
+
+
+def of_segments(segments: KVSegments, device: torch.device) -> tuple[bytes, bytes]:
+    """The segments, and for each of them the address of its rows, or 0."""
+    described, rows = b"", b""
+    for segment in segments.in_order:
+        described += _of_segment(segment)
+        rows += NO_ROWS if segment.rows is None else _POINTER.pack(segment.rows.on(device)[0].data_ptr())
+    return described, rows
+
+
+def _of_segment(segment: Segment) -> bytes:
+    """A segment. Its kernel cache keeps the bytes, and memory that they point to."""
+    found: tuple[bytes, Any] | None = segment.kernel_cache.get("cpu")
+    if found is None:
+        if isinstance(segment, GatheredSegment):
+            found = _of_gathered(segment)
+        elif isinstance(segment, PackedSegment):
+            found = _of_packed(segment)
+        else:
+            found = of_dense(segment.key_slots, segment.value_slots, segment.start, segment.tokens)
+        segment.kernel_cache["cpu"] = found
+    return found[0]
+
+
+def of_dense(keys: Tensor, values: Tensor, start: int, tokens: int) -> tuple[bytes, Any]:
+    """`tokens` slots from `start` in full precision, and memory that must live as long as their description."""
+    strides = keys.stride() + values.stride()
+    if strides[3] != 1 or strides[7] != 1:
+        keys, values = readable(keys), readable(values)
+        strides = keys.stride() + values.stride()
+    skipped = start * keys.itemsize
+    addresses = keys.data_ptr() + skipped * strides[2], values.data_ptr() + skipped * strides[6]
+    return _DENSE.pack(0, 0, *addresses, *strides[:3], *strides[4:7], tokens), (keys, values)
+
+
+def _of_packed(segment: PackedSegment) -> tuple[bytes, Any]:
+    ends = None if segment.ends is None else (ctypes.c_int32 * segment.blocks)(*segment.ends)
+    blocks = _BLOCKS.pack(
+        *(segment.blocks, segment.keys.block_tokens, segment.first),
+        0 if ends is None else ctypes.addressof(ends),
+        *(segment.keys.format.rotated, segment.values.format.rotated),
+    )
+    sides = _of_side(segment.keys) + _of_side(segment.values)
+    return _KIND.pack(True, False) + _NO_DENSE + sides + blocks + bytes(_GATHERED.size), ends
+
+
+def _of_gathered(segment: GatheredSegment) -> tuple[bytes, Any]:
+    tables = [table.contiguous() for table in (segment.starts, segment.counts, segment.columns)]
+    source_rows = 0
+    if segment.source.rows is not None:
+        tables.append(segment.source.rows.on(tables[0].device)[0])
+        source_rows = tables[-1].data_ptr()
+    source = _of_segment(segment.source)
+    addresses = (table.data_ptr() for table in tables[:3])
+    gathered = _GATHERED.pack(*addresses, segment.starts.shape[2], segment.width, source_rows)
+    kind = _KIND.pack(isinstance(segment.source, PackedSegment), True)
+    return kind + source[_KIND.size : -_GATHERED.size] + gathered, tables
+
+
+def _of_side(side: PackedSide) -> bytes:
+    code_format, layout, kv_heads = side.format, side.layout, side.codes.shape[1]
+    levels = scales = 0
+    if code_format.levels:
+        levels = ctypes.addressof(_floats(code_format.levels))
+    if code_format.fixed_scales:
+        code_format.check_heads(kv_heads)
+        given = code_format.fixed_scales
+        scales = ctypes.addressof(_floats(given * kv_heads if len(given) == 1 else given))
+    products = products_for(code_format.bits, code_format.has_zero).get()
+    if products is None:
+        raise RuntimeError("The CPU kernel's products are not loaded: call obstacle() first.")
+    return _SIDE.pack(
+        *(side.codes.data_ptr(), side.parameters.data_ptr()),
+        *side.codes.stride()[:3],
+        *side.parameters.stride()[:3],
+        *(code_format.bits, code_format.floating),
+        *(layout.rows, layout.columns, layout.row_group, layout.column_group),
+        *(levels, scales, ctypes.cast(products.kvlayers_multiply, ctypes.c_void_p).value or 0),
+    )
+
+
+@functools.cache
+def _floats(numbers: tuple[float, ...]) -> Any:
+    """Numbers as a C array, which lives as long as the process."""
+    return (ctypes.c_float * len(numbers))(*numbers)
+
+
 LIBRARY = NativeLibrary(
-    pathlib.Path(__file__).with_name("kernel.cpp"),
+    _FOLDER / "kernel.cpp",
     *("kvlayers_attend", "kvlayers_score", "kvlayers_combine"),
     purpose="attention",
 )
@@ -38,7 +240,7 @@ def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
     """Why the kernel cannot take queries, or weights, `[batch, heads, queries, any]`; `None` if it can."""
     if not rows.is_cpu:
         return f"there is no kernel for {rows.device.type}"
-    if rows.dtype not in call.DTYPES:
+    if rows.dtype not in DTYPES:
         return f"the kernel does not take {rows.dtype}"
     # No KV head has more queries than all heads of all sequences together. If these are few, as in a decode step,
     # nothing else is looked at.
@@ -47,7 +249,7 @@ def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
         maximum = _maximum_rows(segments)
         if heads // segments.kv_heads * queries * segments.most_readers > maximum:
             return f"there are more than {maximum} queries for a kv head, as in a prompt"
-    return call.products_obstacle(segments) if library() is not None else f"the kernel {LIBRARY.obstacle}"
+    return products_obstacle(segments) if library() is not None else f"the kernel {LIBRARY.obstacle}"
 
 
 def _maximum_rows(segments: KVSegments) -> int:
@@ -58,7 +260,7 @@ def _maximum_rows(segments: KVSegments) -> int:
 
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention; arguments and result are those of `reference.attend`. States have the dtype of the query."""
-    described, smoothing = call.of_segments(segments, query.device), call.of_smoothing(segments)
+    described, smoothing = of_segments(segments, query.device), of_smoothing(segments)
     count = len(segments.in_order)
     return _attend(query, segments.kv_heads, segments.head_dims, mask, scale, described, count, smoothing=smoothing)
 
@@ -75,7 +277,7 @@ def attend_dense(
     """As `attend`, for states in full precision, one per token.
 
     Args:
-        query: `[batch, heads, queries, head_dim]`, of one of `call.DTYPES`.
+        query: `[batch, heads, queries, head_dim]`, of one of `DTYPES`.
         keys: `[batch, kv_heads, tokens, head_dim]`, of the same dtype.
         values: `[batch, kv_heads, tokens, value_head_dim]`, of the same dtype.
         mask: bool or additive, `[batch, heads, queries, tokens]`, or `None`.
@@ -84,12 +286,12 @@ def attend_dense(
         sinks: `[heads]`, scores of keys without a value, or `None`.
     """
     # What is kept, and the sinks, must live until the kernel returns.
-    segment, _kept = call.of_dense(keys, values, 0, keys.shape[2])
+    segment, _kept = of_dense(keys, values, 0, keys.shape[2])
     sinks = None if sinks is None else sinks.float().contiguous()
     address = 0 if sinks is None else sinks.data_ptr()
     head_dims = keys.shape[3], values.shape[3]
     return _attend(
-        query, keys.shape[1], head_dims, mask, scale, (segment, call.NO_ROWS), 1, softcap=softcap or 0.0, sinks=address
+        query, keys.shape[1], head_dims, mask, scale, (segment, NO_ROWS), 1, softcap=softcap or 0.0, sinks=address
     )
 
 
@@ -105,23 +307,23 @@ def _attend(
     sinks: int = 0,
     smoothing: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """Attention to `count` segments; the arguments are those of `call.of_call`."""
-    query = call.readable(query)
+    """Attention to `count` segments; the arguments are those of `of_call`."""
+    query = readable(query)
     batch, heads, queries, _ = query.shape
     # In the layout of torch's own result: the transpose after it costs nothing.
     strides = (heads * queries * head_dims[1], head_dims[1], heads * head_dims[1], 1)
     out = query.new_empty_strided((batch, heads, queries, head_dims[1]), strides)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.float()
-    of_mask = call.NO_MASK if mask is None else call.of_mask(mask)
-    numbers = call.of_call(query, out, kv_heads, head_dims, count, scale, of_mask, softcap, sinks, smoothing)
+    described = NO_MASK if mask is None else of_mask(mask)
+    numbers = of_call(query, out, kv_heads, head_dims, count, scale, described, softcap, sinks, smoothing)
     _loaded().kvlayers_attend(numbers, *segments)
     return out
 
 
 def scores(query: Tensor, segments: KVSegments) -> Tensor:
     """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
-    query = call.readable(query)
+    query = readable(query)
     # Nothing is written where a column of a gathered segment stands for no token.
     out = query.new_full((*query.shape[:3], segments.tokens), -torch.inf)
     _loaded().kvlayers_score(*_call_without_mask(query, out, segments))
@@ -130,7 +332,7 @@ def scores(query: Tensor, segments: KVSegments) -> Tensor:
 
 def combine(weights: Tensor, segments: KVSegments) -> Tensor:
     """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
-    weights = call.readable(weights)
+    weights = readable(weights)
     out = weights.new_empty((*weights.shape[:3], segments.head_dims[1]))
     _loaded().kvlayers_combine(*_call_without_mask(weights, out, segments))
     return out
@@ -138,10 +340,10 @@ def combine(weights: Tensor, segments: KVSegments) -> Tensor:
 
 def _call_without_mask(query: Tensor, out: Tensor, segments: KVSegments) -> tuple[bytes, bytes, bytes]:
     """What a function of the kernel is called with for a single product. The tensors must live until it returns."""
-    smoothing = call.of_smoothing(segments)
+    smoothing = of_smoothing(segments)
     count = len(segments.in_order)
-    numbers = call.of_call(query, out, segments.kv_heads, segments.head_dims, count, 1.0, smoothing=smoothing)
-    return numbers, *call.of_segments(segments, query.device)
+    numbers = of_call(query, out, segments.kv_heads, segments.head_dims, count, 1.0, smoothing=smoothing)
+    return numbers, *of_segments(segments, query.device)
 
 
 def _loaded() -> ctypes.CDLL:

@@ -1,17 +1,359 @@
-"""Attention on a CUDA device to packed and gathered segments, and to dense ones around them: a launch each, a merge."""
+"""Launches the Triton kernels: attention of few queries to packed or gathered tokens, and to dense ones around them.
 
+The tokens are divided among enough programs to keep all multiprocessors busy (flash-decoding,
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html): each program attends to a split of one segment, and a second
+kernel merges the results of the splits. All query heads and query tokens that share a kv head are rows of one product,
+so its codes are read once. A scale that a whole row of keys shares is multiplied into the queries, and one that a whole
+row of values shares into the weights: each single code is only unpacked.
+
+The first call imports triton; `import kvlayers` never does.
+"""
+
+import functools
 import logging
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvlayers.errors import StateMismatchError
-from kvlayers.kernels.attention.cuda.launch import Read, SplitCall, kind_of, reads_of, variant_of
-from kvlayers.kernels.attention.cuda.plan import Variant
-from kvlayers.kernels.attention.segments import KVSegments
+from kvlayers.kernels.attention.cuda.plan import (
+    ATTEND_SPLIT,
+    DENSE_TOKENS,
+    MERGE_SPLITS,
+    SegmentPlan,
+    Variant,
+    merge_constants,
+    plan_of,
+    rows_of_channels,
+    variant_for,
+)
+from kvlayers.kernels.attention.cuda.specs import ADDED_MASK, BOOL_MASK, NO_MASK
+from kvlayers.kernels.attention.fused import unexpanded
+from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment, SegmentRows
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments
+from kvlayers.kernels.codes.smoothing import KeySmoothing
 
 logger = logging.getLogger(__name__)
+
+_LOG2_E = math.log2(math.e)
+_NO_STRIDES = (0,) * 6
+
+
+DenseArguments = tuple[Tensor, Tensor, tuple[int, ...], int, int]
+"""Keys, values, batch, head and token strides of both, the number of tokens, and their first column of a mask."""
+
+
+class TableArguments:
+    """The tables of a gathered segment, with an entry for each piece of each kv head of each sequence, in this order.
+
+    Attributes:
+        pieces: first tokens, or blocks, of pieces.
+        counts: their tokens.
+        filled: how many pieces of an average kv head have tokens, as far as the host can tell.
+    """
+
+    def __init__(self, segment: GatheredSegment) -> None:
+        self.pieces, self.counts = segment.starts.contiguous(), segment.counts.contiguous()
+        self._columns = segment.columns
+        batch, kv_heads, pieces = segment.starts.shape
+        source = segment.source
+        states = source.keys if isinstance(source, DenseSegment) else source.keys.codes
+        self.filled = pieces
+        if batch * kv_heads > 1 and not states.stride(0) and not states.stride(1):
+            # All heads read from one flat buffer, which has about as many blocks as they have pieces.
+            block_tokens = 1 if isinstance(source, PackedSegment) else DENSE_PIECE_TOKENS
+            self.filled = min(pieces, -(-states.shape[2] // (block_tokens * batch * kv_heads)))
+
+    @functools.cached_property
+    def columns(self) -> Tensor:
+        """Columns of the mask of the first tokens of pieces, counted from the first of the segment."""
+        return self._columns.contiguous()
+
+
+class Read(NamedTuple):
+    """What one launch of the split kernel reads.
+
+    Attributes:
+        plan: plan of the segment that is read in blocks, or of another one if the launch reads dense segments only.
+        blocks: its blocks, or the pieces of each kv head, or 0.
+        column: column of a mask that belongs to its first token.
+        readers: sequences side by side that read each sequence of the segments.
+        rows: which sequence of the segments each sequence reads, `None` if `readers` says it.
+        tables: which pieces each kv head reads, `None` if it reads all blocks.
+        dense: arguments of at most two dense segments.
+        smoothing: how the keys of its blocks were smoothed, `None` if they were not.
+    """
+
+    plan: SegmentPlan
+    blocks: int
+    column: int
+    readers: int
+    rows: SegmentRows | None
+    tables: TableArguments | None
+    dense: list[DenseArguments]
+    smoothing: KeySmoothing | None = None
+
+
+def reads_of(segments: KVSegments) -> list[Read] | str:
+    """What each launch of the split kernel reads, or why the kernel cannot take the segments. Found once for them.
+
+    Launches that read packed segments are in front, and one of these is first.
+    """
+    reads: list[Read] | str | None = segments.kernel_cache.get("triton")
+    if reads is None:
+        reads = segments.kernel_cache["triton"] = _reads_of(segments)
+    return reads
+
+
+def _reads_of(segments: KVSegments) -> list[Read] | str:
+    packed: list[Read] = []
+    gathered: list[Read] = []
+    dense: list[tuple[DenseSegment, int, int, SegmentRows | None]] = []
+    for column, segment in segments.with_columns:
+        if isinstance(segment, DenseSegment):
+            if segment.tokens:
+                dense.append((segment, column, *_readers(segment.rows)))
+            continue
+        source = segment.source if isinstance(segment, GatheredSegment) else segment
+        plan = plan_of(source)
+        if isinstance(plan, str):
+            return plan
+        smoothing = segments.smoothing if isinstance(source, PackedSegment) else None
+        if isinstance(segment, GatheredSegment):
+            # Each sequence reads its own pieces, so several are not rows of one product even if they share a source.
+            pieces = segment.starts.shape[2] if source.tokens else 0
+            read = Read(plan, pieces, column, 1, source.rows, _tables_of(segment), [], smoothing)
+        else:
+            read = Read(plan, plan.blocks, column, *_readers(segment.rows), None, [], smoothing)
+        (packed if isinstance(source, PackedSegment) else gathered).append(read)
+    reads = packed + gathered
+    if not reads:
+        if not dense:
+            return "there are no tokens"
+        # A launch without blocks, with the plan that any of the segments would have.
+        one, _, readers, rows = dense[0]
+        plan = plan_of(one)
+        if isinstance(plan, str):
+            return plan
+        reads = [Read(plan, 0, 0, readers, rows, None, [])]
+    first = reads[0].plan
+    kinds = [read.plan.kind for read in packed]
+    if len({(kind.dtype, kind.values.rotation) for kind in kinds}) > 1:
+        return "packed segments have other dtypes, or rotations"
+    for read in gathered:
+        if read.plan.kind.dtype != first.kind.dtype:
+            return f"scales are {first.kind.dtype}, and gathered states {read.plan.kind.dtype}"
+    for one, start, readers, rows in dense:
+        keys, values = one.keys, one.values
+        if keys.dtype != first.kind.dtype or values.dtype != first.kind.dtype:
+            return f"scales are {first.kind.dtype}, and states in full precision {keys.dtype} and {values.dtype}"
+        for read in reads:
+            if read.readers == readers and read.rows is rows and len(read.dense) < 2:
+                break
+        else:
+            read = Read(first, 0, 0, readers, rows, None, [])
+            reads.append(read)
+        keys, values, strides = rows_of_channels(keys, values)
+        read.dense.append((keys, values, strides, keys.shape[2], start))
+    return [read for read in reads if read.blocks or read.dense] or reads[:1]
+
+
+def _readers(rows: SegmentRows | None) -> tuple[int, SegmentRows | None]:
+    """Sequences that read each sequence of a segment, and the rows if it is not so even."""
+    if rows is not None and rows.are_even:
+        return len(rows) // rows.sequences, None
+    return 1, rows
+
+
+def _tables_of(segment: GatheredSegment) -> TableArguments:
+    tables: TableArguments | None = segment.kernel_cache.get("triton")
+    if tables is None:
+        tables = segment.kernel_cache["triton"] = TableArguments(segment)
+    return tables
+
+
+def kind_of(mask: Tensor | None) -> int:
+    """The kind of a mask."""
+    return NO_MASK if mask is None else BOOL_MASK if mask.dtype == torch.bool else ADDED_MASK
+
+
+def variant_of(read: Read, heads: int, q_tokens: int, mask: int) -> Variant:
+    """The kernel of a launch, for numbers of query heads and queries, and a kind of mask."""
+    indexed, gathered, smoothing = read.rows is not None, read.tables is not None, read.smoothing
+    factors = smoothing is not None and smoothing.factor is not None
+    means = smoothing is not None and smoothing.mean is not None
+    return variant_for(read.plan.kind, heads, q_tokens, mask, read.readers, indexed, gathered, factors, means)
+
+
+class SplitCall:
+    """The launches of the split kernel, with their arguments.
+
+    Args:
+        query: `[batch, heads, queries, key_head_dim]`.
+        reads: what each launch reads.
+        mask: bool or additive, broadcast to `[batch, heads, queries, tokens]`, or `None`.
+        scale: factor of the scores.
+    """
+
+    __slots__ = ("_gaps", "_kind", "_launches", "_partials", "_query", "_splits")
+
+    def __init__(self, query: Tensor, reads: list[Read], mask: Tensor | None, scale: float) -> None:
+        if scale <= 0:
+            # The kernel takes the largest score before it scales.
+            query, scale = query * (-1 if scale else 0), -scale or 1.0
+        if query.stride(3) != 1:
+            query = query.contiguous()
+        batch, heads, q_tokens, _ = query.shape
+        kind = reads[0].plan.kind
+        mask_kind, entries = kind_of(mask), query
+        divisions: list[tuple[Variant, tuple[int, int, int], int, int, int, int]] = []
+        packed_place = packed_splits = splits = 0
+        for read in reads:
+            division = _divided(read, batch, heads, q_tokens, mask_kind)
+            divisions.append(division)
+            splits += division[1][0]
+            packed_splits += division[2] if read.plan.kind.packed else 0
+        dense_place = packed_splits
+
+        mask_strides: tuple[int, ...] = (0, 0, 0, 0)
+        if mask is not None:
+            if any(division[0].wide_mask for division in divisions):
+                mask = unexpanded(mask).to(torch.int16)
+            mask = mask.expand(batch, heads, q_tokens, mask.shape[3])
+            mask_strides = mask.stride()
+            entries = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+
+        results = batch * heads * q_tokens
+        partials = query.new_empty(results * splits * (kind.values.head_dim + 1), dtype=torch.float32)
+        self._kind, self._query, self._splits, self._partials = kind, query, (packed_splits, splits), partials
+        self._gaps = any(read.tables is not None for read in reads)
+        nothing = query, query, _NO_STRIDES, 0, 0
+        self._launches: list[tuple[Variant, tuple[int, ...], tuple[Any, ...]]] = []
+        for read, (variant, grid, in_blocks, blocks, of_a, tokens) in zip(reads, divisions, strict=True):
+            if not grid[0]:
+                continue
+            of_read = read.plan
+            keys_a, values_a, strides_a, tokens_a, column_a = read.dense[0] if read.dense else nothing
+            keys_b, values_b, strides_b, tokens_b, column_b = read.dense[1] if len(read.dense) > 1 else nothing
+            if of_read.kind.packed:
+                block_place, packed_place = packed_place, packed_place + in_blocks
+            else:
+                # Sums of values in full precision are not rotated back.
+                block_place, dense_place = dense_place, dense_place + in_blocks
+            arguments: tuple[Any, ...] = (
+                query,
+                *of_read.tensors[:4],
+                *_table_pointers(read, mask_kind),
+                keys_a,
+                values_a,
+                keys_b,
+                values_b,
+                entries,
+                partials,
+                query if read.rows is None else read.rows.on(kind.device)[0],
+                *_vectors_of(read, query),
+                query.stride(),
+                of_read.strides,
+                strides_a,
+                strides_b,
+                *mask_strides,
+                read.blocks,
+                blocks,
+                in_blocks,
+                of_read.first,
+                read.column,
+                tokens_a,
+                of_a,
+                column_a,
+                tokens_b,
+                column_b,
+                tokens,
+                block_place,
+                dense_place,
+                splits,
+                q_tokens,
+                read.readers,
+                scale * _LOG2_E,
+            )
+            dense_place += grid[0] - in_blocks
+            if variant.constants is None:
+                variant.fit(kind.device, grid, arguments)
+            self._launches.append((variant, grid, arguments))
+
+    def run(self, dtype: torch.dtype) -> Tensor:
+        """Launch the kernels.
+
+        Args:
+            dtype: dtype of the attended values.
+
+        Returns:
+            `[batch, heads, q_tokens, value_head_dim]`, zeros if a query sees no token.
+        """
+        kind, query = self._kind, self._query
+        batch, heads, q_tokens, _ = query.shape
+        # In the memory layout of torch's own attention, so that the transpose after it costs nothing.
+        out = query.new_empty((batch, q_tokens, heads, kind.values.head_dim), dtype=dtype)
+        if out.numel():
+            for variant, grid, arguments in self._launches:
+                ATTEND_SPLIT.launch(kind.device, grid, arguments, variant.constants or {})
+            MERGE_SPLITS.launch(
+                kind.device,
+                (batch * heads * q_tokens,),
+                (self._partials, out, *self._splits, q_tokens),
+                merge_constants(kind, heads, self._gaps),
+            )
+        return out.transpose(1, 2)
+
+
+def _table_pointers(read: Read, mask: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens of blocks or pieces, their first columns of the mask, and where pieces are. Any pointers may stand for
+    what is never read.
+    """
+    if read.tables is None:
+        ends = read.plan.tensors[4]
+        return ends, ends if mask == NO_MASK else read.plan.starts, ends
+    counts = read.tables.counts
+    return counts, counts if mask == NO_MASK else read.tables.columns, read.tables.pieces
+
+
+def _vectors_of(read: Read, query: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors and the means of packed keys. Any pointer stands for what is never read."""
+    smoothing = read.smoothing
+    if smoothing is None:
+        return query, query
+    factor, mean = smoothing.factor, smoothing.mean
+    return query if factor is None else factor, query if mean is None else mean
+
+
+def _divided(
+    read: Read, batch: int, heads: int, q_tokens: int, mask_kind: int
+) -> tuple[Variant, tuple[int, int, int], int, int, int, int]:
+    """How a launch is divided into programs.
+
+    Returns:
+        Its kernel; its programs in each dimension, all splits in the first; the splits of blocks; blocks of a split;
+        splits of the first dense segment; and dense tokens of a split.
+    """
+    kind = read.plan.kind
+    # Kv heads of unequal numbers of pieces have programs that do nothing: those of the average head fill the device.
+    blocks = read.blocks if read.tables is None else min(read.blocks, read.tables.filled)
+    variant = variant_of(read, heads, q_tokens, mask_kind)
+    kv_heads = batch * kind.kv_heads // read.readers
+    tiles = -(-heads // kind.kv_heads * q_tokens * read.readers // variant.rows)
+    for _, _, _, tokens, _ in read.dense:
+        blocks = max(blocks, -(-tokens // kind.block_tokens))
+    per_split = kind.blocks_per_split(blocks, max(1, kv_heads * tiles))
+    tokens_per_split = max(DENSE_TOKENS, per_split * kind.block_tokens)
+    in_blocks = splits = -(-read.blocks // per_split)
+    of_a = 0
+    for _, _, _, tokens, _ in read.dense:
+        of_b = -(-tokens // tokens_per_split)
+        of_a = of_a or of_b
+        splits += of_b
+    return variant, (splits, kv_heads, tiles), in_blocks, per_split, of_a, tokens_per_split
+
 
 MAXIMUM_ROWS = 256
 """Queries of one kv head, over all heads that share it, up to which reading packed codes pays."""
@@ -88,17 +430,7 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
 
     The result has the memory layout of torch's own attention, `[batch, queries, heads, value_head_dim]`.
     """
-    return SplitCall(query, _reads(segments), mask, scale).run(query.dtype, logsumexp=False)[0]
-
-
-def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """As `attend`, for segments that are only a part of the tokens that the queries attend to.
-
-    Returns:
-        Attended values float32 `[batch, heads, queries, value_head_dim]`, and the log-sum-exp of the scores, float32
-        `[batch, heads, queries]`, as `reference.merge` takes them.
-    """
-    return SplitCall(query, _reads(segments), mask, scale).run(torch.float32, logsumexp=True)
+    return SplitCall(query, _reads(segments), mask, scale).run(query.dtype)
 
 
 def _reads(segments: KVSegments) -> list[Read]:

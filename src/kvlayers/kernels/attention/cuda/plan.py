@@ -20,15 +20,8 @@ from kvlayers.kernels.attention.cuda.specs import (
 )
 from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Side
-from kvlayers.utils.triton_support import (
-    DTYPES,
-    KeptConstants,
-    TritonKernel,
-    device_obstacle,
-    multiprocessors,
-    runs_triton,
-    shared_memory_limit,
-)
+from kvlayers.utils import triton_support
+from kvlayers.utils.triton_support import DTYPES, DeviceFacts, KeptConstants, TritonKernel, runs_triton
 
 WIDTHS = (2, 4, 8)
 """Bits of a code that the kernel unpacks."""
@@ -48,15 +41,11 @@ class Launch:
         programs: programs for each multiprocessor; with fewer, memory bandwidth stays unused.
         minimum_blocks: fewest blocks of a split, so that its partial result is small beside the codes it reads.
         stages: blocks in the copy pipeline, including the current one; fewer if shared memory is too small.
-        warps: warps of a program; `None` to choose them by its rows and channels.
-        assembly: whether inline assembly unpacks two codes at a time.
     """
 
     programs: int = 8
     minimum_blocks: int = 2
     stages: int = 3
-    warps: int | None = None
-    assembly: bool = True
 
 
 LAUNCH = Launch()
@@ -87,7 +76,7 @@ class Variant:
         # Triton lays out the operands of products by the narrowest number that goes into them, halved by a join: with a
         # byte, a thread would hold more tokens than a part has, and count each of them twice.
         self.wide_mask = spec.joined and spec.mask == BOOL_MASK
-        warps = launch.warps or warps_of_program(spec, dtype)
+        warps = warps_of_program(spec, dtype)
         # Fused multiply-add is not the default of every version of triton.
         self._options = {"num_warps": warps, "num_stages": launch.stages, "enable_fp_fusion": True}
         self.constants: KeptConstants | None = None
@@ -106,7 +95,7 @@ class Variant:
 
 @functools.cache
 def _variant_of(
-    device: torch.device, shared_memory: int | None, spec: SplitSpec, launch: Launch, dtype: torch.dtype
+    device: torch.device, facts: DeviceFacts, spec: SplitSpec, launch: Launch, dtype: torch.dtype
 ) -> Variant:
     """The variant of all segments that need the same one. How it fits depends on the device."""
     return Variant(spec, launch, dtype)
@@ -118,8 +107,7 @@ class SegmentKind:
 
     Attributes:
         device: device of the segments.
-        multiprocessors: of the device.
-        shared_memory: bytes of shared memory that a program can have there, `None` without a limit.
+        facts: what is known of the device.
         dtype: dtype of the states.
         keys: how keys are coded.
         values: how values are coded.
@@ -132,8 +120,7 @@ class SegmentKind:
     """
 
     device: torch.device
-    multiprocessors: int
-    shared_memory: int | None
+    facts: DeviceFacts
     dtype: torch.dtype
     keys: SideSpec
     values: SideSpec
@@ -146,7 +133,7 @@ class SegmentKind:
 
     def blocks_per_split(self, blocks: int, programs_of_a_split: int) -> int:
         """Blocks of a split among so many, so that all multiprocessors are busy."""
-        wanted = -(-self.multiprocessors * self.launch.programs // programs_of_a_split)
+        wanted = -(-self.facts.multiprocessors * self.launch.programs // programs_of_a_split)
         splits = min(wanted, -(-blocks // self.launch.minimum_blocks))
         return max(1, -(-blocks // max(1, splits)))
 
@@ -199,13 +186,13 @@ def variant_for(
         factors,
         means,
     )
-    return _variant_of(kind.device, kind.shared_memory, spec, kind.launch, kind.dtype)
+    return _variant_of(kind.device, kind.facts, spec, kind.launch, kind.dtype)
 
 
 @functools.lru_cache(maxsize=1024)
-def merge_constants(kind: SegmentKind, heads: int, logsumexp: bool, gaps: bool) -> KeptConstants:
+def merge_constants(kind: SegmentKind, heads: int, gaps: bool) -> KeptConstants:
     """The constants of the merge kernel for a number of query heads; see `MergeSpec`."""
-    return KeptConstants(SPEC=merge_spec(heads, kind.values, logsumexp, gaps), num_warps=4, enable_fp_fusion=True)
+    return KeptConstants(SPEC=merge_spec(heads, kind.values, gaps), num_warps=4, enable_fp_fusion=True)
 
 
 @dataclass(eq=False)
@@ -254,8 +241,9 @@ def plan_of(segment: PackedSegment | DenseSegment) -> SegmentPlan | str:
 def _of_packed(segment: PackedSegment) -> SegmentPlan | str:
     keys, values = segment.keys, segment.values
     device, dtype, block_tokens = keys.codes.device, keys.parameters.dtype, keys.block_tokens
-    if (obstacle := device_obstacle(device)) is not None:
-        return obstacle
+    facts = triton_support.device_facts(device)
+    if facts.obstacle is not None:
+        return facts.obstacle
     if not supports(
         keys.format,
         values.format,
@@ -270,11 +258,10 @@ def _of_packed(segment: PackedSegment) -> SegmentPlan | str:
     of_packed = key_codes, keys.parameters, value_codes, values.parameters
     kind = segment_kind(
         device,
-        multiprocessors(device),
-        shared_memory_limit(device),
+        facts,
         dtype,
-        side_spec(keys.format, "keys", keys.head_dim, block_tokens, dtype, LAUNCH.assembly),
-        side_spec(values.format, "values", values.head_dim, block_tokens, dtype, LAUNCH.assembly),
+        side_spec(keys.format, "keys", keys.head_dim, block_tokens, dtype),
+        side_spec(values.format, "values", values.head_dim, block_tokens, dtype),
         keys.codes.shape[1],
         block_tokens,
         True,
@@ -290,16 +277,16 @@ def _of_packed(segment: PackedSegment) -> SegmentPlan | str:
 def _of_dense(segment: DenseSegment) -> SegmentPlan | str:
     keys, values = segment.keys, segment.values
     device, dtype, key_dim, value_dim = keys.device, keys.dtype, keys.shape[3], values.shape[3]
-    if (obstacle := device_obstacle(device)) is not None:
-        return obstacle
+    facts = triton_support.device_facts(device)
+    if facts.obstacle is not None:
+        return facts.obstacle
     if dtype not in DTYPES or values.dtype != dtype:
         return f"the kernel does not support keys that are {dtype}, and values {values.dtype}"
     if max(key_dim, value_dim) > LARGEST_HEAD_DIM:
         return f"the kernel does not support more than {LARGEST_HEAD_DIM} channels"
     kind = segment_kind(
         device,
-        multiprocessors(device),
-        shared_memory_limit(device),
+        facts,
         dtype,
         dense_side_spec(key_dim),
         dense_side_spec(value_dim),

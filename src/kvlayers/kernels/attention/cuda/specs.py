@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvlayers.kernels.codes.block_layout import row_bytes
-from kvlayers.kernels.codes.groups import rotation_size
+from kvlayers.kernels.codes.groups import rotation_size, row_bytes
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Side
 from kvlayers.utils.triton_support import is_interpreted, power_of_two
 
@@ -236,7 +235,6 @@ class MergeSpec:
         channels: the same, padded to a power of two.
         rotation: binary logarithm of the channels that a Hadamard matrix has mixed in packed values, or 0.
         at_once: splits that are read at once.
-        logsumexp: whether the log-sum-exp is stored.
         gaps: whether there may be splits without tokens, which have stored no sums.
     """
 
@@ -245,14 +243,11 @@ class MergeSpec:
     channels: int
     rotation: int
     at_once: int
-    logsumexp: bool
     gaps: bool
 
 
 @functools.cache
-def side_spec(
-    code_format: CodeFormat, side: Side, head_dim: int, block_tokens: int, dtype: torch.dtype, assembly: bool
-) -> SideSpec:
+def side_spec(code_format: CodeFormat, side: Side, head_dim: int, block_tokens: int, dtype: torch.dtype) -> SideSpec:
     """The spec of one side, whose parameters are of a dtype."""
     rows, columns = (head_dim, block_tokens) if side == "keys" else (block_tokens, head_dim)
     of_tokens, of_channels = code_format.group_tokens, code_format.group_channels
@@ -262,7 +257,7 @@ def side_spec(
     if side == "values":
         folded, chunks = _fold_of_values(head_dim, column_group, size, code_format.bits)
     unpacking: tuple[str, ...] = ()
-    if assembly and not is_interpreted():
+    if not is_interpreted():
         unpacking = unpacking_instructions(code_format.bits, code_format.floating, dtype)
     return SideSpec(
         bits=code_format.bits,
@@ -371,7 +366,7 @@ def split_spec(
 
 
 @functools.cache
-def merge_spec(heads: int, values: SideSpec, logsumexp: bool, gaps: bool) -> MergeSpec:
+def merge_spec(heads: int, values: SideSpec, gaps: bool) -> MergeSpec:
     """The spec of `merge_splits` for values that are coded so."""
     return MergeSpec(
         heads=heads,
@@ -379,7 +374,6 @@ def merge_spec(heads: int, values: SideSpec, logsumexp: bool, gaps: bool) -> Mer
         channels=power_of_two(values.head_dim),
         rotation=values.rotation,
         at_once=_SPLITS_MERGED_AT_ONCE,
-        logsumexp=logsumexp,
         gaps=gaps,
     )
 

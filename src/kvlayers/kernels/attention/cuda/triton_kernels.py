@@ -15,13 +15,11 @@ try:
 except ImportError:  # Tools that import every module, such as a collector of doctests, may still import this one.
     triton = tl = None
 
-from kvlayers.kernels.attention.cuda.triton_dense import attend_tokens
-from kvlayers.kernels.attention.cuda.triton_packed import attend_blocks
+from kvlayers.kernels.attention.cuda.triton_loops import attend_blocks, attend_tokens
 from kvlayers.kernels.attention.cuda.triton_steps import (
     filled_pieces,
     finite_base,
     jit,
-    logsumexp_of,
     rotate,
     rows_of_program,
 )
@@ -247,7 +245,7 @@ def attend_split(
 
 
 @launched
-def merge_splits(partials, outs, lses, packed_splits, splits, q_tokens, SPEC: tl.constexpr):
+def merge_splits(partials, outs, packed_splits, splits, q_tokens, SPEC: tl.constexpr):
     """Merge the results of the splits of one row, those of packed values rotated back."""
     CHANNELS: tl.constexpr = SPEC.channels
     row = tl.program_id(0).to(tl.int64)
@@ -292,9 +290,6 @@ def merge_splits(partials, outs, lses, packed_splits, splits, q_tokens, SPEC: tl
         merged.to(outs.dtype.element_ty),
         mask=(channels < SPEC.head_dim)[None, :],
     )
-    if SPEC.logsumexp:
-        # Back from units of log2(e).
-        tl.store(lses + row + tl.arange(0, 1), logsumexp_of(largest, total) * 0.6931471805599453)
 
 
 @jit

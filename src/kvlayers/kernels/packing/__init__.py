@@ -1,1 +1,0 @@
-"""Kernels that turn states into codes."""

@@ -1,1 +1,0 @@
-"""The C++ kernel that packs blocks on a CPU."""

@@ -1,1 +1,0 @@
-"""Triton kernels that quantize states into packed blocks, and read them back."""

@@ -1,1 +1,0 @@
-"""Reports: one self-contained HTML file with tables, plots, and the conditions of the measurement."""

@@ -1,0 +1,72 @@
+"""Pages have what is recorded, and a record has what was measured."""
+
+import importlib
+import json
+import os
+import pathlib
+import re
+from typing import Any
+
+import pytest
+
+import versions
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def gpu_tables(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("gpu_tables")
+
+
+@pytest.mark.parametrize(
+    "writer",
+    [
+        "claimed",
+        "gpu_tables",
+        *(pytest.param(name, marks=versions.benchmarks_of_transformers) for name in ("outliers", "long_decode")),
+    ],
+)
+def test_pages_have_what_is_recorded(writer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    if writer in ("outliers", "long_decode"):
+        pytest.importorskip("rich")
+    for path, due in importlib.import_module(writer).written_pages().items():
+        if os.environ.get("KVLAYERS_WRITE_DOCS"):
+            path.write_text(due)
+        assert path.read_text() == due, f"{path} lacks recorded figures: run its benchmark with --write"
+
+
+def test_every_table_of_a_gpu_stands_on_the_page_once(gpu_tables: Any) -> None:
+    page = gpu_tables.PAGE.read_text()
+    assert re.findall(r"<!-- gpu: (.*), written", page) == list(gpu_tables.ON_PAGE)
+    assert page.count(gpu_tables.END) == len(gpu_tables.ON_PAGE)
+
+
+def test_other_figures_make_another_page(gpu_tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = json.loads(json.dumps(gpu_tables.read("first")))
+    speed = gpu_tables.read("speed")
+    record["results"]["gpu"]["decoding"]["figures"]["ms a step"]["kvlayers int4"]["32,768 x 1"] = 1.234
+    monkeypatch.setattr(gpu_tables, "read", {"first": record, "speed": speed}.__getitem__)
+    pages = gpu_tables.written_pages()
+    assert "| 1.23 |" in pages[gpu_tables.PAGE]
+    assert "1.23 ms with `int4`" in pages[gpu_tables.README]
+
+
+def test_of_a_stage_figures_and_what_is_wrong_are_recorded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    record = importlib.import_module("record")
+    figures = {"ms a step": {"int4": {"8 x 1": 12.35}}, "GB/s": {"a copy": 3.0}}
+    step = {"status": "wrong", "figures": figures, "wrong": ["int4: an error " + 500 * "."]}
+    found = {"date": "today", "versions": {}, "hardware": {"gpu": "GPU"}, "stage": "first"}
+    details = {"8 x 1": {"ms": {"int4": [1.0, 2.0, 3.0, 4.0]}}, "test.py": {"output": 5000 * "."}}
+    (tmp_path / "first.json").write_text(
+        json.dumps({**found, "results": {"gpu": {"decoding": {**step, "details": details}}}})
+    )
+    monkeypatch.setattr("sys.argv", ["record.py", str(tmp_path / "first.json"), str(tmp_path / "recorded.json")])
+    record.main()
+    kept = {**step, "wrong": [step["wrong"][0][: record.LONGEST_TEXT]]}  # type: ignore[index]
+    assert json.loads((tmp_path / "recorded.json").read_text()) == {**found, "results": {"gpu": {"decoding": kept}}}

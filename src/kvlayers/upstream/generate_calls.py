@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from types import FunctionType, SimpleNamespace
 from typing import Any

@@ -26,7 +26,7 @@ PROVIDED = {
     "place": "kvlayers.offload.offloaded_layer:placed",
     "recurrent kinds": "kvlayers.recurrent.hybrid_layer:recurrent_kinds",
     "recall": "kvlayers.recall.recall_layer:Recall.of",
-    "recall in facts": "kvlayers.recall.recall_layer:Recall.in_facts",
+    "recall in facts": "kvlayers.recall.recall_layer:Recall.from_facts",
     "adapter": "kvlayers.interop.adapter:adapter",
     "DynamicCache": "kvlayers.core.dynamic_cache:DynamicCache",
     "save_cache": "kvlayers.persistence.save:save_cache",

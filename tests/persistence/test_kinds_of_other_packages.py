@@ -259,7 +259,7 @@ class Bare(kvlayers.CacheLayer):
     ("register", "cls", "named"),
     [
         (kvlayers.layers.register_layer, Unfinished, "`capacity`"),
-        (kvlayers.layers.register_layer, Bare, "`describe`"),
+        (kvlayers.layers.register_layer, Bare, "`batch_size`"),
         (kvlayers.layers.register_layer, Undescribed, "`kept`"),
         (kvlayers.layers.register_layer, Storeless, "`store`"),
         (kvlayers.layers.register_layer, dict, "LayerOperations"),

@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
+from kvlayers.core.description import OptionFacts
 from kvlayers.errors import OptionError
 from kvlayers.utils.options import as_options, mapping_option
 
 
 @mapping_option("checkpoints")
 @dataclass(frozen=True)
-class Checkpoints:
+class Checkpoints(OptionFacts):
     """When a recurrent layer takes checkpoints, and how many it keeps.
 
     A checkpoint is taken at the end of each update of several tokens (so at the end of the prompt), every `every`
@@ -30,6 +32,8 @@ class Checkpoints:
         >>> kvlayers.layers.Checkpoints(every=256, most=8)
         Checkpoints(every=256, most=8)
     """
+
+    fact_names: ClassVar[Mapping[str, str]] = {"every": "checkpoint_every", "most": "most_checkpoints"}
 
     every: int | None = None
     most: int = 2

@@ -1,6 +1,6 @@
 """A layer over a store of tokens: what full, sliding and static attention share."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import ClassVar, cast
 
 import torch
@@ -10,19 +10,16 @@ from typing_extensions import Self, override
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.cache_layer import CacheLayer, forwarded
 from kvlayers.core.dense_store import DenseStore
-from kvlayers.core.description import DescribedByArguments, DescriptionContext, Fact, Facts
+from kvlayers.core.description import Argument, Facts
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.layer_shape import LayerShape
 from kvlayers.core.pending_assignment import PendingAssignment, same_tokens
-from kvlayers.core.token_store import Fidelity, TokenStore, store_class_of
-from kvlayers.errors import RegistryError, StateMismatchError
+from kvlayers.core.token_store import Fidelity, StoreArgument, TokenStore, store_class_of
+from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.codes.quantizer_contract import Side
 
-DEFAULT_STORE: dict[str, Fact] = {"store": DenseStore.__name__}
-"""The description of the store that layers make by themselves, which their own descriptions leave out."""
 
-
-class TokenLayer(DescribedByArguments, CacheLayer):
+class TokenLayer(CacheLayer):
     """A layer that keeps tokens in a `TokenStore`. Which tokens those are, a subclass decides.
 
     If the initialiser of a subclass takes a `store` (`None` for a `DenseStore`) and plain facts, the class names these
@@ -37,6 +34,7 @@ class TokenLayer(DescribedByArguments, CacheLayer):
             whose facts of these names differ.
     """
 
+    made_with: ClassVar[tuple[Argument, ...]] = (StoreArgument("store", "_store"),)
     reservation_facts: ClassVar[frozenset[str]] = frozenset()
 
     evicts_by_states: ClassVar[bool] = False
@@ -263,25 +261,11 @@ class TokenLayer(DescribedByArguments, CacheLayer):
         twin._store = self._store.snapshot()
         return twin
 
-    @override
-    def describe(self) -> dict[str, Fact]:
-        return facts_beside(self._store, self.described_arguments())
-
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        return cls(**cls.arguments_from(facts), store=context.store(facts))
-
     @classmethod
     @override
     def reserved_by(cls, facts: Facts) -> tuple[int, int]:
         store_class = store_class_of(facts)
         return (0, 0) if store_class is None else store_class.reserved_by(facts)
-
-    @classmethod
-    @override
-    def check_description(cls) -> None:
-        cls.check_initialiser()
 
     @override
     def state(self) -> LayerState:
@@ -323,24 +307,3 @@ class TokenLayer(DescribedByArguments, CacheLayer):
             raise StateMismatchError(
                 f"expected a state with all of its {seen} tokens, but saw {held}: take the state again."
             )
-
-
-def facts_beside(store: TokenStore, own: Mapping[str, Fact]) -> dict[str, Fact]:
-    """The facts of a layer: those of its store, unless it is the usual one, and its own.
-
-    Args:
-        store: an empty store like the layer's.
-        own: the facts of the layer itself.
-
-    Raises:
-        RegistryError: a fact of the layer has the name of another one of the store, which could not be read again.
-    """
-    held = store.describe()
-    if held == DEFAULT_STORE:
-        return dict(own)
-    if shared := sorted(held.keys() & own.keys()):
-        raise RegistryError(
-            f"The facts of a layer must have other names than those of its store, but both {type(store).__name__} and "
-            f"its layer have `{shared[0]}`: rename the layer's."
-        )
-    return {**held, **own}

@@ -13,9 +13,6 @@ from kvlayers.rope.rotary import Rotary
 STEP = 64
 """While single tokens come, a layer with a budget holds up to this many tokens more before it evicts again."""
 
-FACT_PREFIX = "eviction_"
-"""What the names of facts begin with."""
-
 MOST_TOKENS = 2**48
 """More tokens than any text has. Torch counts in 64 bits."""
 
@@ -80,21 +77,14 @@ class EvictionSettings:
         """The rule, as messages name it."""
         return type(self.rule).__name__ if self.rule_name is None else repr(self.rule_name)
 
-    def facts(self) -> dict[str, str | float | int | bool | None]:
-        """The arguments of a layer as plain facts, the rule by its name. Their names differ from those of stores.
+    @property
+    def registered_name(self) -> str:
+        """The name that the rule is registered by.
 
         Raises:
             OptionError: the rule has no name, so that the layer can be neither saved nor described.
         """
-        arguments = {
-            "rule": name_of(self.rule) if self.rule_name is None else self.rule_name,
-            "keep": self.keep,
-            "budget": self.budget,
-            "sink_tokens": self.sink_tokens,
-            "recent_tokens": self.recent_tokens,
-            "per_head": self.per_head,
-        }
-        return {FACT_PREFIX + name: value for name, value in arguments.items()}
+        return name_of(self.rule) if self.rule_name is None else self.rule_name
 
     @property
     def protected(self) -> int:

@@ -9,7 +9,7 @@ from typing_extensions import Self, override
 
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.cache_layer import forwarded
-from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.description import DescriptionContext, Facts
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.token_store import Fidelity
 from kvlayers.errors import OptionError, UnsupportedLayerError
@@ -87,15 +87,10 @@ class TransformersLayer(LayerOperations):
         """Module and name of the layer's class. No kind of kvlayers has such a name."""
         return f"{type(self.layer).__module__}.{type(self.layer).__qualname__}"
 
-    @override
-    def describe(self) -> dict[str, Fact]:
-        """No facts: the layer is made from the model's config, not from a description."""
-        return {}
-
     @classmethod
     @override
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        """Refuse: see `describe`.
+        """Refuse: the layer is made from the model's config, and has no facts.
 
         Raises:
             UnsupportedLayerError: always.

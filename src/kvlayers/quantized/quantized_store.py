@@ -9,7 +9,7 @@ from typing_extensions import Self, override
 
 from kvlayers.core.buffer import StateForm, form_of
 from kvlayers.core.dense_store import DenseStore
-from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.description import OptionsArgument
 from kvlayers.core.returned_states import ReturnedStates
 from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, register_store
 from kvlayers.core.validation import checked_forms, mismatch, promoted_forms
@@ -53,6 +53,7 @@ class QuantizedStore(TokenStore):
 
     is_opaque = True
 
+    made_with = (OptionsArgument("quantization", options=Quantization),)
     hints = ("length_hint",)
 
     _appends_one = True
@@ -479,16 +480,6 @@ class QuantizedStore(TokenStore):
     @override
     def held_tensors(self) -> Iterator[Tensor]:
         yield from self._parts.held_tensors()
-
-    @override
-    def describe(self) -> dict[str, Fact]:
-        return {"store": self.kind, **self.quantization.facts(), **self.described_arguments()}
-
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        hints = {"length_hint": context.length_hint} if "length_hint" in cls.hints else {}
-        return cls(quantization=Quantization.from_facts(facts), **hints, **cls.arguments_from(facts))
 
     @override
     def state(self) -> dict[str, Tensor]:

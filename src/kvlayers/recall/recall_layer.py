@@ -3,8 +3,8 @@
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from typing_extensions import Self, override
 from kvlayers.core.arguments import repeated_rows
 from kvlayers.core.buffer import nbytes_of
 from kvlayers.core.dense_store import DenseStore
-from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.description import OptionFacts, OptionsArgument
 from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_operations import LayerState
@@ -45,7 +45,7 @@ from kvlayers.utils.options import as_options, checks_options, mapping_option
 
 @mapping_option("recall")
 @dataclass(frozen=True)
-class Recall:
+class Recall(OptionFacts):
     """How a single query finds the pages that it attends to, in a layer that keeps every token.
 
     Args:
@@ -64,6 +64,11 @@ class Recall:
         >>> kvlayers.layers.Recall(pages=32)
         Recall(pages=32, page_tokens=64, sink_tokens=4, recent_tokens=64)
     """
+
+    # They stand among the facts of stores, which have other names.
+    fact_names: ClassVar[Mapping[str, str]] = {
+        name: f"recall_{name}" for name in ("pages", "page_tokens", "sink_tokens", "recent_tokens")
+    }
 
     pages: int | Literal["all"] = 64
     page_tokens: int = DENSE_PIECE_TOKENS
@@ -94,21 +99,6 @@ class Recall:
     def layer(self, length_hint: int | None = None, store: TokenStore | None = None) -> "RecallLayer":
         """A layer that chooses pages with these options, over `store` if it is given."""
         return RecallLayer(self, length_hint) if store is None else RecallLayer(self, store=store)
-
-    def facts(self) -> dict[str, Fact]:
-        """All options as plain facts. Their names differ from those of the facts of stores."""
-        return {f"recall_{field.name}": getattr(self, field.name) for field in fields(self)}
-
-    @classmethod
-    def from_facts(cls, facts: Facts) -> Self:
-        """The recall with these `facts`, which may contain other facts too."""
-        given: dict[str, Any] = {field.name: facts[f"recall_{field.name}"] for field in fields(cls)}
-        return cls(**given)
-
-    @classmethod
-    def in_facts(cls, facts: Mapping[str, Any]) -> Self | None:
-        """As `from_facts`, or `None` if the facts have no recall."""
-        return cls.from_facts(facts) if "recall_pages" in facts else None
 
 
 def _check_number(name: str, number: object, least: int, alternative: str = "") -> None:
@@ -153,7 +143,7 @@ class RecallLayer(DynamicLayer):
         torch.Size([1, 8, 1, 64])
     """
 
-    hints = ("length_hint",)
+    made_with = (*DynamicLayer.made_with, OptionsArgument("recall", options=Recall))
     is_opaque = True
 
     @checks_options
@@ -378,15 +368,6 @@ class RecallLayer(DynamicLayer):
         return sum(nbytes_of(form, pages * size) for form in forms) + newest
 
     # Description and state
-
-    @override
-    def described_arguments(self) -> dict[str, Fact]:
-        return {**super().described_arguments(), **self.recall.facts()}
-
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        return cls(Recall.from_facts(facts), store=context.store(facts))
 
     @override
     def state(self) -> LayerState:

@@ -5,18 +5,18 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from kvlayers.core.arguments import repeated_rows
 from kvlayers.core.cache_layer import forwarded
 from kvlayers.core.dense_store import DenseStore
-from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.description import RotaryArgument
 from kvlayers.core.dynamic_layer import check_rollback
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.padding import PADDING_NAME, padding_of
 from kvlayers.core.sliding_layer import WindowLayer, take_back, window_room
-from kvlayers.core.token_store import Fidelity, KVPair, TokenStore
+from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
 from kvlayers.errors import RollbackError, StateMismatchError
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.codes.quantizer_contract import Side
@@ -62,6 +62,10 @@ class SinkLayer(WindowLayer):
     """
 
     described = ("window_length", "num_sink_tokens")
+    made_with = (
+        StoreArgument("store", "_store", room=lambda facts: window_room(facts["window_length"])),
+        RotaryArgument("rotary"),
+    )
     hints = ("left_padding",)
     fidelity: Fidelity = "evicting"
     rotary = forwarded("_sinks")
@@ -259,17 +263,6 @@ class SinkLayer(WindowLayer):
     def rotaries(self) -> tuple[Rotary, ...]:  # type: ignore[override]
         """The rotation of the keys, if they are rotated."""
         return () if self.rotary is None else (self.rotary,)
-
-    @override
-    def describe(self) -> dict[str, Fact]:
-        return {**super().describe(), "rotary": None if self.rotary is None else self.rotary.fingerprint}
-
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        arguments = cls.arguments_from(facts)
-        store = context.store(facts, window_room(arguments["window_length"]))
-        return cls(**arguments, rotary=context.rotary(facts["rotary"]), store=store)
 
     @override
     def state(self) -> LayerState:

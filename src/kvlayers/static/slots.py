@@ -4,16 +4,15 @@ import functools
 import gc
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from kvlayers.core.buffer import COUNT_DTYPE
-from kvlayers.core.description import Fact, Facts
+from kvlayers.core.description import OptionFacts
 from kvlayers.errors import OptionError
 
 ALIGNMENT = 8
@@ -25,7 +24,7 @@ LARGEST_FACTOR = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Buckets:
+class Buckets(OptionFacts):
     """Bucket sizes that grow geometrically, up to the size of the reservation.
 
     A larger factor means fewer sizes, each of which is compiled once, and more empty slots that attention reads.
@@ -43,6 +42,8 @@ class Buckets:
         (256, 512, 1024, 2048, 4096)
     """
 
+    fact_names: ClassVar[Mapping[str, str]] = {"minimum": "smallest_bucket", "factor": "bucket_factor"}
+
     minimum: int = 256
     factor: float = 2.0
 
@@ -53,16 +54,6 @@ class Buckets:
             raise OptionError(
                 f"`factor` of Buckets must be above 1 and at most {LARGEST_FACTOR:,}, got {self.factor!r}."
             )
-
-    def facts(self) -> dict[str, Fact]:
-        """The arguments as plain facts."""
-        return {"smallest_bucket": self.minimum, "bucket_factor": self.factor}
-
-    @classmethod
-    def from_facts(cls, facts: Facts) -> Self:
-        """The buckets with these `facts`, which may contain other facts too."""
-        given: Any = facts
-        return cls(given["smallest_bucket"], given["bucket_factor"])
 
     def sizes(self, capacity: int, whole_from: int | None = None) -> tuple[int, ...]:
         """Sizes of the buckets of a reservation of `capacity` tokens, smallest first.

@@ -10,7 +10,7 @@ from typing_extensions import Self, override
 
 from kvlayers.core.buffer import StateForm, TokenBuffer, form_of
 from kvlayers.core.contiguous_store import ContiguousStore
-from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.description import Argument, Facts, OptionsArgument
 from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, register_store
 from kvlayers.core.validation import mismatch, no_room_for_batch, no_room_for_tokens
 from kvlayers.errors import StateMismatchError
@@ -48,6 +48,14 @@ class StaticStore(ContiguousStore):
         grow: whether to take a larger reservation if this one is too small.
     """
 
+    made_with = (
+        Argument("capacity", "initial_capacity"),
+        Argument("max_batch_size"),
+        OptionsArgument("buckets", options=Buckets),
+        Argument("whole_from"),
+        Argument("grow"),
+    )
+
     def __init__(
         self,
         capacity: int,
@@ -71,33 +79,6 @@ class StaticStore(ContiguousStore):
         self._cursor: Tensor | None = None
         self._offset_on_device: Tensor | None = None
         super().__init__(limit=capacity)
-
-    @override
-    def describe(self) -> dict[str, Fact]:
-        return {
-            "store": self.kind,
-            "capacity": self.initial_capacity,
-            "whole_from": self.whole_from,
-            **self.describe_reservation(),
-            **self.described_arguments(),
-        }
-
-    def describe_reservation(self) -> dict[str, Fact]:
-        """Facts about the reservation other than its tokens: sequences, buckets, and whether it may grow."""
-        return {"max_batch_size": self.max_batch_size, **self.buckets.facts(), "grow": self.grow}
-
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        given: Any = facts
-        return cls(
-            capacity=given["capacity"],
-            max_batch_size=given["max_batch_size"],
-            buckets=Buckets.from_facts(facts),
-            whole_from=given["whole_from"],
-            grow=given["grow"],
-            **cls.arguments_from(facts),
-        )
 
     @classmethod
     @override

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import kvlayers.offload.offloading
+import kvlayers.offload.prefetcher
 from kvlayers.core.named_caches import is_registered
 from kvlayers.eviction.budgets import AdaptiveHeads, EvenHeads
-from kvlayers.eviction.for_model import rules_for
+from kvlayers.eviction.evicting_config import rules_for
 from kvlayers.eviction.selection import KeptTokens, select
 from kvlayers.generation.cache_by_name import named_cache
 from kvlayers.kernels.attention import dispatch, reference
@@ -54,5 +54,5 @@ def recorded_transfers() -> Iterator[Callable[[], int]]:
 
     transfers: Any = RecordingTransfers(lambda waiting: waiting)
     prefetcher = functools.partial(kvlayers.offload.Prefetcher, transfers=lambda device: transfers)
-    with mock.patch.object(kvlayers.offload.offloading, "Prefetcher", prefetcher):
+    with mock.patch.object(kvlayers.offload.prefetcher, "Prefetcher", prefetcher):
         yield lambda: transfers.peak_bytes

@@ -21,8 +21,8 @@ ROOMS = (
 """Their import registers the kinds of layers, stores and caches."""
 
 PROVIDED = {
-    "static layers agree": "kvlayers.static.from_config:share_mask_extents",
-    "offloading": "kvlayers.offload.offloading:Offloading.from_options",
+    "static layers agree": "kvlayers.static.static_cache:share_mask_extents",
+    "offloading": "kvlayers.offload.prefetcher:Offloading.from_options",
     "place": "kvlayers.offload.offloaded_layer:placed",
     "recurrent kinds": "kvlayers.recurrent.hybrid_layer:recurrent_kinds",
     "recall": "kvlayers.recall.recall_layer:Recall.of",

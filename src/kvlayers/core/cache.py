@@ -11,13 +11,12 @@ import transformers
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.adapted import adapted
 from kvlayers.core.cache_operations import CacheState, LayerwiseOperations
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart, SeenTokens, interruption
 from kvlayers.core.from_config import dynamic_layers
 from kvlayers.core.graph_operators import GraphHandle, calls_operators, updated
-from kvlayers.core.layer_list import in_step, let_static_layers_agree
+from kvlayers.core.layer_list import adapted, in_step, let_static_layers_agree
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.legacy_api import LegacySurface
 from kvlayers.core.summary import CacheSummary, Explanation, explanation_of, summary_of
@@ -210,7 +209,6 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             config: config of the model, or the model.
             attention_mask: `[batch, tokens]`, 0 for padding on the left.
         """
-        return
 
     def offloading_options(self) -> dict[str, Any]:
         """The options of offloading that this cache was made with, to make another cache with the same."""

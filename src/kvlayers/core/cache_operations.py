@@ -8,7 +8,6 @@ from typing import Any, overload
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.core.adapted import adapted
 from kvlayers.core.arguments import (
     BatchIndices,
     as_batch_indices,
@@ -17,7 +16,7 @@ from kvlayers.core.arguments import (
     repeated_rows,
     whole_number,
 )
-from kvlayers.core.layer_list import LayerList, let_static_layers_agree
+from kvlayers.core.layer_list import LayerList, adapted, let_static_layers_agree
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.legacy_api import crop_argument
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError

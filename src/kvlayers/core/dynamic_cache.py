@@ -13,19 +13,18 @@ from typing_extensions import Self, override
 from kvlayers.core import legacy_api
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_registry import register_cache_class
-from kvlayers.core.checkpoint_options import Checkpoints
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.from_config import (
     AttentionMaker,
+    Checkpoints,
     dynamic_layers,
     every_token_layers,
     full_attention_layer,
     recall_in,
     recall_of,
 )
-from kvlayers.core.named_caches import CacheRequest, named, register
+from kvlayers.core.named_caches import CacheRequest, named, register, register_cache_class
 from kvlayers.core.sliding_layer import SlidingLayer
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
 from kvlayers.upstream import model_types

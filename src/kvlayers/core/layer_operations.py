@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from kvlayers.core.arguments import BatchIndices, as_batch_indices, crop_target, repeated_rows, unbounded_as_minus_one
-from kvlayers.core.buffer import StateForm
+from kvlayers.core.buffer import LayerShape, StateForm
 from kvlayers.core.description import (
     Argument,
     DescriptionContext,
@@ -20,7 +20,6 @@ from kvlayers.core.description import (
     check_initialiser,
     described_facts,
 )
-from kvlayers.core.layer_shape import LayerShape
 from kvlayers.core.token_store import Fidelity, lacks_member
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.rope.rotary import Rotary
@@ -289,7 +288,6 @@ class LayerOperations(ABC):
 
     def check_select(self, batch_size: int) -> None:
         """Raise what `select` would raise for any `batch_size` indices: nothing if memory is taken as needed."""
-        return
 
     @abstractmethod
     def select(self, indices: Tensor) -> None:
@@ -342,7 +340,6 @@ class LayerOperations(ABC):
         Raises:
             CapacityError: they do not fit.
         """
-        return
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -397,11 +394,9 @@ class LayerOperations(ABC):
 
     def activate_past_recording(self) -> None:
         """Keep everything that a later `truncate` may need. A layer that never drops tokens need not do anything."""
-        return
 
     def deactivate_past_recording(self) -> None:
         """End what `activate_past_recording` began."""
-        return
 
     def check_removal(self, tokens: int) -> None:
         """Raise `RollbackError` if `remove_newest(tokens)` would."""

@@ -1,22 +1,74 @@
 """A layer over a store of tokens: what full, sliding and static attention share."""
 
 from collections.abc import Iterator
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.buffer import StateForm
+from kvlayers.core.buffer import LayerShape, StateForm
 from kvlayers.core.cache_layer import CacheLayer, forwarded
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import Argument, Facts
 from kvlayers.core.layer_operations import LayerOperations, LayerState
-from kvlayers.core.layer_shape import LayerShape
-from kvlayers.core.pending_assignment import PendingAssignment, same_tokens
-from kvlayers.core.token_store import Fidelity, StoreArgument, TokenStore, store_class_of
+from kvlayers.core.token_store import StoreArgument, TokenStore, store_class_of
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.codes.quantizer_contract import Side
+
+
+class PendingAssignment:
+    """Stands in for a store after keys were assigned, until matching values are assigned; or the reverse.
+
+    It can be moved and measured. Every other use is an error, because keys and values disagree on which tokens are
+    held.
+
+    Args:
+        store: the store with the tokens that are held until then.
+        keys: `[batch, kv_heads, tokens, key_head_dim]`, the assigned keys or the held ones.
+        values: `[batch, kv_heads, tokens, value_head_dim]`, the assigned values or the held ones.
+    """
+
+    is_pending = True
+    holds_tokens_apart = False
+    holds_pages_apart = False
+
+    def __init__(self, store: TokenStore, keys: Tensor, values: Tensor) -> None:
+        self.store = store
+        self.keys = keys
+        self.values = values
+
+    @property
+    def complete(self) -> TokenStore:
+        """The store with the tokens that are held until then."""
+        return self.store
+
+    def visible_states(self) -> tuple[Tensor, Tensor]:
+        """The keys and values, which do not match."""
+        return self.keys, self.values
+
+    key_form = forwarded("store")
+    value_form = forwarded("store")
+    swap_buffers = forwarded("store")
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """All tensors that keep memory alive."""
+        yield from self.store.held_tensors()
+        yield from (self.keys, self.values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise StateMismatchError(
+            "Keys and values must have the same batch size and number of tokens, got keys "
+            f"{list(self.keys.shape)} and values {list(self.values.shape)}: assign the other half as well, or reset() "
+            "the cache."
+        )
+
+
+def same_tokens(keys: Tensor, values: Tensor) -> bool:
+    """Whether keys and values have the same number of sequences and tokens."""
+    return (keys.shape[0], keys.shape[2]) == (values.shape[0], values.shape[2])
 
 
 class TokenLayer(CacheLayer):
@@ -44,6 +96,8 @@ class TokenLayer(CacheLayer):
 
     is_opaque = forwarded("_store")
     bits = forwarded("_store")
+    # A layer that evicts tokens to which the model would attend has another fidelity.
+    fidelity = forwarded("_store")
     attention_paths = forwarded("_store")
     packing_paths = forwarded("_store")
     sized_for = forwarded("_store")
@@ -76,12 +130,6 @@ class TokenLayer(CacheLayer):
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         past = self.attended_past(self._store.length)
         return past + query_length, self.length - past
-
-    @property
-    @override
-    def fidelity(self) -> Fidelity:
-        # A layer that evicts tokens to which the model would attend overrides this.
-        return self._store.fidelity
 
     @property
     @override

@@ -444,10 +444,7 @@ def register_store(store_class: Any = None, *, name: str | None = None) -> Any:
     Raises:
         RegistryError: the name is taken, or the class lacks a member of the contract, which is named.
     """
-    if store_class is None:
-        return lambda decorated: register_store(decorated, name=name)
-    STORE_CLASSES.register(store_class, name)
-    return store_class
+    return STORE_CLASSES.register(store_class, name)
 
 
 def unregister_store(name: str) -> None:

@@ -8,17 +8,14 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_registry import register_cache_class
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.layer_operations import LayerOperations
-from kvlayers.core.named_caches import named, register
-from kvlayers.core.padding import left_padding_of, padding_of
-from kvlayers.core.preparation import check_empty, check_rotary, prepare_layers
+from kvlayers.core.named_caches import named, register, register_cache_class
+from kvlayers.core.preparation import check_empty, check_rotary, left_padding_of, padding_of, prepare_layers
 from kvlayers.errors import ConfigError, UnsupportedLayerError
 from kvlayers.eviction.budgets import LayerBudgets, check_layer_budgets
-from kvlayers.eviction.evicting_config import EvictingConfig
+from kvlayers.eviction.evicting_config import EvictingConfig, evicting_layers
 from kvlayers.eviction.evicting_layer import EvictingLayer
-from kvlayers.eviction.for_model import evicting_layers
 from kvlayers.eviction.rule import EvictionRule
 from kvlayers.eviction.settings import check_amounts, found_rule
 from kvlayers.quantized.quantization import Quantization

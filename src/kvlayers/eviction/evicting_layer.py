@@ -12,7 +12,7 @@ from kvlayers.core.description import Argument, RotaryArgument
 from kvlayers.core.dynamic_layer import check_rollback
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.layer_registry import register_layer
-from kvlayers.core.padding import padding_of
+from kvlayers.core.preparation import padding_of
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
 from kvlayers.errors import StateMismatchError

@@ -7,9 +7,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from kvlayers.core.arguments import no_room_for_tokens
 from kvlayers.core.description import Fact
 from kvlayers.core.layer_operations import LayerState
-from kvlayers.core.validation import no_room_for_tokens
 from kvlayers.errors import RollbackError, StateMismatchError
 from kvlayers.upstream import compat
 

@@ -1,5 +1,6 @@
 """The cache that holds most tokens in a few bits."""
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,15 +13,33 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_registry import register_cache_class
-from kvlayers.core.checkpoint_options import Checkpoints
 from kvlayers.core.description import DescriptionContext
-from kvlayers.core.from_config import FULL, HYBRID, WINDOWED, AttentionMaker, recall_in, recall_of
-from kvlayers.core.named_caches import named, register
+from kvlayers.core.dynamic_layer import DynamicLayer
+from kvlayers.core.from_config import (
+    FULL,
+    HYBRID,
+    WINDOWED,
+    AttentionMaker,
+    CheckpointOptions,
+    Checkpoints,
+    Factory,
+    layers_of,
+    recall_in,
+    recall_of,
+)
+from kvlayers.core.named_caches import named, register, register_cache_class
+from kvlayers.core.sliding_layer import SlidingLayer, window_room
 from kvlayers.errors import OptionError
 from kvlayers.kernels.codes.quantizer_contract import backend as backend_called
-from kvlayers.quantized.from_config import packed_attention_layer, quantized_layers
-from kvlayers.quantized.quantization import SCALES, QuantizationOfLayers, quantization_of_layers
+from kvlayers.quantized.quantization import (
+    SCALES,
+    Quantization,
+    QuantizationOfLayers,
+    check_count,
+    quantization_of_layers,
+)
+from kvlayers.quantized.quantized_layer import quantized_layer
+from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.quantized.quantizers.checkpoint_scales import (
     CHECKPOINT,
     Scales,
@@ -30,9 +49,51 @@ from kvlayers.quantized.quantizers.checkpoint_scales import (
     read_scales,
 )
 from kvlayers.upstream import model_layers, model_types
+from kvlayers.upstream.model_layers import LayerSpec
 from kvlayers.upstream.model_types import ConfigNumbers, kv_heads
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.units import tokens
+
+
+def packed_attention_layer(
+    quantization: Quantization, length_hint: int | None = None, recall: AttentionMaker | None = None
+) -> DynamicLayer:
+    """As `full_attention_layer`, with most tokens in packed codes."""
+    if recall is None:
+        return quantized_layer(quantization, length_hint)
+    return recall.layer(length_hint, QuantizedStore(quantization, length_hint))
+
+
+def quantized_layers(
+    config: object,
+    quantization: QuantizationOfLayers,
+    quantize_sliding: bool,
+    length_hint: int | None = None,
+    checkpoints: CheckpointOptions = None,
+    recall: AttentionMaker | None = None,
+) -> list[Any]:
+    """As `dynamic_layers`, with full attention quantized, and windows too if `quantize_sliding` is true.
+
+    Raises:
+        OptionError: bits were given for another number of layers.
+    """
+    check_count(quantization, len(model_layers.layer_specs(config)))
+
+    def window(spec: LayerSpec) -> SlidingLayer:
+        return SlidingLayer(spec.options["sliding_window"])
+
+    def quantized_window(spec: LayerSpec) -> SlidingLayer:
+        # A window drops its oldest tokens, so no token could stay as a sink.
+        in_window = dataclasses.replace(quantization.of_layer(spec.index), sink_tokens=0)
+        window = spec.options["sliding_window"]
+        return SlidingLayer(window, QuantizedStore(in_window, window_room(window)))
+
+    kinds: dict[str, Factory] = {
+        "full_attention": lambda spec: packed_attention_layer(quantization.of_layer(spec.index), length_hint, recall),
+        **dict.fromkeys(WINDOWED, quantized_window if quantize_sliding else window),
+    }
+    return layers_of(config, kinds, checkpoints)
+
 
 OfSide = float | Sequence[float] | Tensor
 """One number for all KV heads, or one for each."""

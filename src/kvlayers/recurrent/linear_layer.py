@@ -9,14 +9,13 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache_layer import forwarded
-from kvlayers.core.checkpoint_options import Checkpoints
 from kvlayers.core.description import OptionsArgument
+from kvlayers.core.from_config import Checkpoints
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_store import Fidelity
 from kvlayers.errors import RollbackError, UnsupportedLayerError
-from kvlayers.recurrent.checkpoints import LinearPast
-from kvlayers.recurrent.saving import check_linear_state, linear_state, read_history
+from kvlayers.recurrent.checkpoints import LinearPast, check_linear_state, linear_state, read_history
 from kvlayers.recurrent.states import (
     LinearStates,
     StatesByIndex,

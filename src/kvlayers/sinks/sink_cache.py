@@ -9,12 +9,10 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_registry import register_cache_class
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.from_config import HYBRID, dynamic_layers, with_attention
-from kvlayers.core.named_caches import named, register
-from kvlayers.core.padding import left_padding_of, padding_of
-from kvlayers.core.preparation import check_empty, check_rotary, prepare_layers
+from kvlayers.core.named_caches import named, register, register_cache_class
+from kvlayers.core.preparation import check_empty, check_rotary, left_padding_of, padding_of, prepare_layers
 from kvlayers.errors import ConfigError
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.rope.from_config import rotaries

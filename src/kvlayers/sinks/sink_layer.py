@@ -14,7 +14,7 @@ from kvlayers.core.description import RotaryArgument
 from kvlayers.core.dynamic_layer import check_rollback
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.layer_registry import register_layer
-from kvlayers.core.padding import PADDING_NAME, padding_of
+from kvlayers.core.preparation import PADDING_NAME, padding_of
 from kvlayers.core.sliding_layer import WindowLayer, take_back, window_room
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
 from kvlayers.errors import RollbackError, StateMismatchError

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvlayers.core.padding import PADDING_NAME
+from kvlayers.core.preparation import PADDING_NAME
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.rope.rotary import Rotary

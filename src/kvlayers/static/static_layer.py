@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.core.arguments import no_room_for_tokens
 from kvlayers.core.description import Argument, Facts, OptionsArgument
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_list import in_step
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.sliding_layer import SlidingLayer, check_window, window_room
 from kvlayers.core.token_layer import TokenLayer
-from kvlayers.core.validation import no_room_for_tokens
 from kvlayers.errors import CapacityError, OptionError, StateMismatchError
 from kvlayers.static.slots import Buckets
 from kvlayers.static.static_store import StaticStore

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.core.arguments import mismatch, no_room_for_batch, no_room_for_tokens
 from kvlayers.core.buffer import StateForm, TokenBuffer, form_of
 from kvlayers.core.contiguous_store import ContiguousStore
 from kvlayers.core.description import Argument, Facts, OptionsArgument
+from kvlayers.core.forward_pass import in_module
 from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, register_store
-from kvlayers.core.validation import mismatch, no_room_for_batch, no_room_for_tokens
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.custom_masks import ReservedColumns, columns_of, marked_for_custom_masks
 from kvlayers.kernels.attention.gqa import marked_for_sdpa, shared_in_graph
@@ -27,7 +28,6 @@ from kvlayers.static.slots import (
     symbolic_number,
 )
 from kvlayers.upstream import compat
-from kvlayers.utils.module_calls import in_module
 
 
 @register_store

@@ -224,17 +224,20 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
         self._check_class = check
         self._names: dict[type, str] = {}
 
-    def register(self, cls: Any, name: str | None = None) -> None:
-        """Register a class, by default by its own name.
+    def register(self, cls: Any, name: str | None = None) -> Any:
+        """Register a class, by default by its own name, and return it. Without a class, return a decorator.
 
         Raises:
             RegistryError: the name is taken, or the class lacks a member of the contract.
         """
+        if cls is None:
+            return functools.partial(self.register, name=name)
         self.check(cls)
         name = cls.__name__ if name is None else name
         with self._changing:
             self.add(name, cls)
             self._names[cls] = name
+        return cls
 
     def register_twin(self, cls: type, name: str) -> None:
         """Save states of `cls` under `name`, the name of a class that also makes such layers."""

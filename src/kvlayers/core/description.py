@@ -143,12 +143,32 @@ class OptionsArgument(Argument):
         return self.options.from_facts(facts)
 
 
+@dataclass(frozen=True)
+class NestedArgument(Argument):
+    """An argument of a cache whose facts stand in a mapping of their own: the fact, `None` if it was not given.
+
+    Attributes:
+        made_from: makes the value from that mapping.
+    """
+
+    made_from: Any = None
+
+    @override
+    def facts_of(self, described: object) -> dict[str, Any]:
+        value = self.value_of(described)
+        return {self.name: None if value is None else value.facts()}
+
+    @override
+    def read(self, facts: Mapping[str, Any], context: DescriptionContext) -> Any:
+        return self.made_from(facts[self.name])
+
+
 def arguments_of(cls: Any) -> tuple[Argument, ...]:
-    """The described arguments of a class of layers or of stores."""
+    """The described arguments of a class of layers, of stores or of caches."""
     return *cls.made_with, *map(Argument, cls.described)
 
 
-def described_facts(described: object) -> dict[str, Fact]:
+def described_facts(described: object) -> dict[str, Any]:
     """The described arguments of an object, as facts.
 
     Raises:

@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from kvlayers.core.description import Fact, OptionFacts
+from typing_extensions import override
+
+from kvlayers.core.description import Argument, DescriptionContext, Fact, Facts, OptionFacts
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_list import adapted
 from kvlayers.core.layer_operations import LayerOperations
@@ -136,9 +138,17 @@ def recall_of(given: AttentionMaker | Mapping[str, Any] | None) -> AttentionMake
     return None if given is None else late.function("recall")(given)
 
 
-def recall_in(facts: Mapping[str, Any]) -> AttentionMaker | None:
-    """The option `recall` of a cache that described itself by these facts."""
-    return late.function("recall in facts")(facts) if "recall_pages" in facts else None
+class RecallArgument(Argument):
+    """The option `recall` of a cache. A cache without it has no such facts."""
+
+    @override
+    def facts_of(self, described: object) -> dict[str, Fact]:
+        recall: AttentionMaker | None = self.value_of(described)
+        return {} if recall is None else recall.facts()
+
+    @override
+    def read(self, facts: Facts, context: DescriptionContext) -> AttentionMaker | None:
+        return late.function("recall in facts")(facts) if "recall_pages" in facts else None
 
 
 def every_token_layers(

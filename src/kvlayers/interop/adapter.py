@@ -9,7 +9,7 @@ from typing_extensions import Self, override
 
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.cache_layer import forwarded
-from kvlayers.core.description import DescriptionContext, Facts
+from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.token_store import Fidelity
 from kvlayers.errors import OptionError, UnsupportedLayerError
@@ -111,11 +111,18 @@ class TransformersLayer(LayerOperations):
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Take in the indexer keys of new tokens, `[batch, new, index_head_dim]`, and return those of all tokens."""
-        return calls.update_indexer(self.layer, indexer_key_states)
+        if calls.is_checked_on_host(self.layer, indexer_key_states):
+            # An indexer has a count of its own, since attention may have taken in the tokens already.
+            seen = int(self.layer.indexer_cumulative_length) if self.layer.is_indexer_initialized else 0
+            calls.check_reservation(self.layer, seen, indexer_key_states.shape[-2])
+        updated: Tensor = self.layer.update_indexer(indexer_key_states)
+        return updated
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return calls.mask_sizes(self.layer, query_length)
+        asked = torch.empty(query_length) if compat.MASKS_BY_CACHE_POSITION else query_length
+        kv_length, kv_offset = self.layer.get_mask_sizes(asked)
+        return kv_length, kv_offset
 
     @override
     def make_room(self, tokens: int) -> None:
@@ -228,9 +235,10 @@ class TransformersLayer(LayerOperations):
     def batch_size(self) -> int | None:
         if self.keys is not None and self.keys.dim() == 4:
             return int(self.keys.shape[0])
-        if self.is_recurrent:
-            return next((int(states.shape[0]) for states in calls.recurrent_states(self.layer)), None)
-        return None
+        if not self.is_recurrent:
+            return None
+        held = map(calls.by_index, (self.layer.conv_states, self.layer.recurrent_states))
+        return next((int(one.shape[0]) for states in held for one in states.values() if one is not None), None)
 
     @property
     def device(self) -> torch.device | None:
@@ -274,7 +282,11 @@ class TransformersLayer(LayerOperations):
     @override
     def remove_newest(self, tokens: int) -> None:
         self.check_removal(tokens)
-        calls.remove_newest(self.layer, tokens)
+        if self.is_empty or not isinstance(self.layer, calls.Croppable):
+            return
+        # A past that was recorded for this is forgotten.
+        if tokens or (self.is_recurrent and self.record_past):
+            self.layer.crop(-tokens)
 
     @override
     def check_select(self, batch_size: int) -> None:
@@ -337,7 +349,12 @@ class TransformersLayer(LayerOperations):
 
     @override
     def state(self) -> LayerState:
-        return calls.state_of(self.layer, self.kind)
+        found = dict(calls.entries(self.layer))
+        facts: dict[str, Fact] = {
+            name: value for name, value in found.items() if isinstance(value, int | str | bool | None)
+        }
+        tensors = {name: value.clone() for name, value in found.items() if isinstance(value, Tensor)}
+        return LayerState(self.kind, tensors, facts)
 
     @override
     def check_state(self, state: LayerState) -> None:

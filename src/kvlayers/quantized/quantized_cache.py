@@ -9,11 +9,11 @@ from typing import Any
 import transformers
 from torch import Tensor
 from transformers.utils.quantization_config import QuantizationConfigMixin
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache import Cache
-from kvlayers.core.description import DescriptionContext
+from kvlayers.core.description import NestedArgument
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.from_config import (
     FULL,
@@ -23,8 +23,8 @@ from kvlayers.core.from_config import (
     CheckpointOptions,
     Checkpoints,
     Factory,
+    RecallArgument,
     layers_of,
-    recall_in,
     recall_of,
 )
 from kvlayers.core.named_caches import named, register, register_cache_class
@@ -318,6 +318,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         ConfigError: the config does not describe the model's layers.
     """
 
+    made_with = (NestedArgument("quantization", made_from=quantization_of_layers), RecallArgument("recall"))
     recall: AttentionMaker | None = None
     is_compileable = False
     """Shapes change at every token, and transformers does not compile around such a cache."""
@@ -388,26 +389,12 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         super().__init__(layers, None, *placement)
 
     @override
-    def describe(self) -> dict[str, Any]:
-        recall = {} if self.recall is None else self.recall.facts()
-        return {**super().describe(), "quantization": self.quantization.facts(), **recall}
+    def _layer_maker(self) -> Callable[[], Any] | None:
+        return bare_layers(self.quantization, recall=self.recall)[1]
 
-    @classmethod
     @override
-    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
-        cache = super().from_description(options, layers, context)
-        cache.quantization = quantization_of_layers(options["quantization"])
-        cache.recall = recall_in(options)
-        if options["grows"] and cache.quantization.count is None:
-            quantization = cache.quantization.of_layer(0)
-            cache.make_more_with(functools.partial(packed_attention_layer, quantization, recall=cache.recall))
-        return cache
-
-    @classmethod
-    @override
-    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
-        quantization, recall = quantization_of_layers(options["quantization"]), recall_in(options)
-        return quantized_layers(config, quantization, quantize_sliding=False, recall=recall)
+    def _layers_of_model(self, config: Any) -> list[Any]:
+        return quantized_layers(config, self.quantization, quantize_sliding=False, recall=self.recall)
 
     @override
     def for_cross_attention(self, encoder_length: int | None = None) -> Cache:

@@ -1,11 +1,12 @@
 """A layer that keeps the first few tokens and a window of the newest tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from kvlayers.core.arguments import repeated_rows
 from kvlayers.core.cache_layer import forwarded
@@ -313,6 +314,25 @@ class SinkConfig:
     num_sink_tokens: int
     quantization: Quantization | None = None
     left_padding: Tensor | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """The fields as plain values, from which `from_facts` makes an equal config."""
+        return {
+            **vars(self),
+            "quantization": None if self.quantization is None else self.quantization.facts(),
+            "left_padding": None if self.left_padding is None else self.left_padding.tolist(),
+        }
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """A config from what `facts` returned, possibly among other facts.
+
+        Raises:
+            OptionError: a fact has a value that the cache does not take.
+        """
+        check_sinks(facts["window_length"], facts["num_sink_tokens"])
+        quantization, padding = Quantization.of(facts["quantization"]), padding_of(facts["left_padding"])
+        return cls(facts["window_length"], facts["num_sink_tokens"], quantization, padding)
 
     def layer(self, rotary: Rotary | None) -> SinkLayer:
         """A layer whose keys are rotated by `rotary`, `None` for keys that know no positions."""

@@ -10,7 +10,7 @@ import transformers
 from typing_extensions import Self, override
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.description import DescriptionContext
+from kvlayers.core.description import DescriptionContext, OptionsArgument
 from kvlayers.core.from_config import HYBRID, WINDOWED, CheckpointOptions, Checkpoints, Factory, layers_of
 from kvlayers.core.layer_list import adapted
 from kvlayers.core.named_caches import named, register, register_cache_class
@@ -31,6 +31,16 @@ class Reservation:
     max_batch_size: int | None = None
     buckets: Buckets | None = None
     grow: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """The fields as values that JSON has."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """The reservation with these `facts`, which may contain other facts too."""
+        buckets = None if facts["buckets"] is None else Buckets(**facts["buckets"])
+        return cls(facts["max_cache_len"], facts["max_batch_size"], buckets, facts["grow"])
 
     def options(self) -> dict[str, Any]:
         """The fields as arguments of a `StaticLayer`."""
@@ -145,6 +155,7 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
             compiled around such a cache (those with alibi).
     """
 
+    made_with = (OptionsArgument("reservation", "_reservation", options=Reservation),)
     is_static = True
 
     @checks_options
@@ -192,15 +203,12 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
 
     @override
     def describe(self) -> dict[str, Any]:
-        reserved = self._reservation
-        buckets = None if reserved.buckets is None else dataclasses.asdict(reserved.buckets)
-        return {**super().describe(), **reserved.options(), "buckets": buckets, "compiled": self.compiled}
+        return {**super().describe(), "compiled": self.compiled}
 
     @classmethod
     @override
     def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
         cache = super().from_description(options, layers, context)
-        cache._reservation = _reservation_from(options)
         cache._grows = cache._reservation.grow
         # Adapters of transformers' layers are made again, as they are told whether they grow.
         cache._adapted = ()
@@ -208,10 +216,9 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         cache.compiled = None if options["compiled"] and torch.accelerator.is_available() else False
         return cache
 
-    @classmethod
     @override
-    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
-        return static_layers(config, _reservation_from(options))
+    def _layers_of_model(self, config: Any) -> list[Any]:
+        return static_layers(config, self._reservation)
 
     @property
     def compiled(self) -> bool:
@@ -245,17 +252,6 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         reservation = dataclasses.replace(self._reservation, max_cache_len=encoder_length)
         layers = [StaticLayer(**reservation.options()) for _ in self.layers]
         return Cache(layers=layers, **self.offloading_options())
-
-
-def _reservation_from(options: Mapping[str, Any]) -> Reservation:
-    """The reservation that a static cache has described."""
-    buckets = options["buckets"]
-    return Reservation(
-        options["max_cache_len"],
-        options["max_batch_size"],
-        None if buckets is None else Buckets(**buckets),
-        options["grow"],
-    )
 
 
 register("static")(named(StaticCache, "max_cache_len"))

@@ -262,13 +262,14 @@ class LayerOperations(ABC):
         """Whether more is held than is needed, for a later rollback."""
         return self.record_past
 
-    @abstractmethod
     def nearest_restorable(self, length: int) -> int:
         """The greatest length, `length` at most, to which the layer can be put back exactly.
 
         Raises:
             RollbackError: it cannot be put back to any such length.
         """
+        self.check_truncate(length)
+        return length
 
     @abstractmethod
     def check_truncate(self, length: int) -> None:

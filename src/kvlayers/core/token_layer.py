@@ -1,12 +1,13 @@
 """A layer over a store of tokens: what full, sliding and static attention share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.core.arguments import repeated_rows
 from kvlayers.core.buffer import LayerShape, StateForm
 from kvlayers.core.cache_layer import CacheLayer, forwarded
 from kvlayers.core.dense_store import DenseStore
@@ -89,6 +90,10 @@ class TokenLayer(CacheLayer):
     made_with: ClassVar[tuple[Argument, ...]] = (StoreArgument("store", "_store"),)
     reservation_facts: ClassVar[frozenset[str]] = frozenset()
 
+    beside: ClassVar[tuple[str, ...]] = ()
+    """Attributes that hold what the layer keeps of each sequence beside its store, each with a method `selected`, which
+    returns the same for the sequences at some indices, and a method `held_tensors`."""
+
     evicts_by_states: ClassVar[bool] = False
     """Whether tokens are evicted for what their keys and values are. The device of the states computes that."""
 
@@ -101,12 +106,9 @@ class TokenLayer(CacheLayer):
     attention_paths = forwarded("_store")
     packing_paths = forwarded("_store")
     sized_for = forwarded("_store")
-    select = forwarded("_store")
-    expand = forwarded("_store")
     trim = forwarded("_store")
     compact = forwarded("_store")
     swap_buffers = forwarded("_store")
-    held_tensors = forwarded("_store")
 
     def __init__(self, store: TokenStore | None = None) -> None:
         super().__init__()
@@ -275,6 +277,27 @@ class TokenLayer(CacheLayer):
     @override
     def check_select(self, batch_size: int) -> None:
         self._store.check_batch(batch_size)
+
+    @override
+    def select(self, indices: Tensor) -> None:
+        self._with_beside(indices, lambda: self._store.select(indices))
+
+    @override
+    def expand(self, repeats: int) -> None:
+        if self.batch_size is not None:
+            self._with_beside(repeated_rows(repeats, self.batch_size), lambda: self._store.expand(repeats))
+
+    def _with_beside(self, indices: Tensor, change: Callable[[], None]) -> None:
+        """Change the sequences of the store, and of what is beside it. If there is no memory, nothing has changed."""
+        chosen = {name: getattr(self, name).selected(indices) for name in self.beside}
+        change()
+        self.__dict__.update(chosen)
+
+    @override
+    def held_tensors(self) -> Iterator[Tensor]:
+        yield from self._store.held_tensors()
+        for name in self.beside:
+            yield from getattr(self, name).held_tensors()
 
     @override
     def share_prefix(self, other: LayerOperations, tokens: int) -> None:

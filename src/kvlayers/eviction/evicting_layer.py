@@ -1,12 +1,12 @@
 """A layer that keeps the tokens that a rule scores highest."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import repeated_rows, whole_number
+from kvlayers.core.arguments import whole_number
 from kvlayers.core.dense_store import dense_in_small_steps
 from kvlayers.core.description import Argument, RotaryArgument
 from kvlayers.core.dynamic_layer import check_rollback
@@ -89,6 +89,7 @@ class EvictingLayer(TokenLayer):
         RotaryArgument("rotary"),
     )
     hints = ("left_padding",)
+    beside = ("_progress",)
     evicts_by_states = True
     fidelity: Fidelity = "evicting"
     capacity: int | None = None
@@ -247,7 +248,6 @@ class EvictingLayer(TokenLayer):
     @override
     def held_tensors(self) -> Iterator[Tensor]:
         yield from super().held_tensors()
-        yield from self._progress.queries.held_tensors()
         yield from self._awaited.new or ()
 
     @override
@@ -311,18 +311,9 @@ class EvictingLayer(TokenLayer):
     # The batch, copies and state
 
     @override
-    def select(self, indices: Tensor) -> None:
+    def _with_beside(self, indices: Tensor, change: Callable[[], None]) -> None:
         self._check_settled()
-        super().select(indices)
-        self._progress = self._progress.selected(indices)
-
-    @override
-    def expand(self, repeats: int) -> None:
-        self._check_settled()
-        batch_size = self.batch_size
-        super().expand(repeats)
-        if batch_size is not None:
-            self._progress = self._progress.selected(repeated_rows(repeats, batch_size))
+        super()._with_beside(indices, change)
 
     @override
     def share_prefix(self, other: LayerOperations, tokens: int) -> None:

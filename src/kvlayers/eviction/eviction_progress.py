@@ -223,6 +223,10 @@ class EvictionProgress:
         """The progress of the sequences at `indices`, int64 `[new_batch]`."""
         return replace(self, account=self.account.selected(indices), queries=self.queries.selected(indices))
 
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Every tensor of a device that keeps memory alive."""
+        yield from self.queries.held_tensors()
+
     def check_truncate(self, length: int, seen: int) -> None:
         """Raise `RollbackError` if some head lacks a token that a text of `length` of the `seen` tokens ends with."""
         if length and length < self.whole_from:

@@ -258,11 +258,6 @@ class TransformersLayer(LayerOperations):
         return calls.is_croppable(self.layer) and calls.crops_every_state(self.layer)
 
     @override
-    def nearest_restorable(self, length: int) -> int:
-        self.check_truncate(length)
-        return length
-
-    @override
     def check_truncate(self, length: int) -> None:
         self.check_removal((self.length or 0) - length)
 

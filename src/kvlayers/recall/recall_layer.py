@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import repeated_rows
 from kvlayers.core.buffer import LayerShape, nbytes_of
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import OptionFacts, OptionsArgument
@@ -143,6 +142,7 @@ class RecallLayer(DynamicLayer):
     """
 
     made_with = (*DynamicLayer.made_with, OptionsArgument("recall", options=Recall))
+    beside = ("_bounds",)
     is_opaque = True
 
     @checks_options
@@ -305,19 +305,9 @@ class RecallLayer(DynamicLayer):
         self._bounds.truncate(self._store.length, packed)
 
     @override
-    def select(self, indices: Tensor) -> None:
-        selected = self._bounds.selected(indices)
-        super().select(indices)
+    def _with_beside(self, indices: Tensor, change: Callable[[], None]) -> None:
+        super()._with_beside(indices, change)
         self._version.advance()
-        self._bounds = selected
-
-    @override
-    def expand(self, repeats: int) -> None:
-        if self.batch_size is not None:
-            expanded = self._bounds.selected(repeated_rows(repeats, self.batch_size))
-            super().expand(repeats)
-            self._version.advance()
-            self._bounds = expanded
 
     @override
     def reset(self) -> None:
@@ -341,11 +331,6 @@ class RecallLayer(DynamicLayer):
     def _with_own_pages(self, twin: Self) -> Self:
         twin._bounds, twin._version, twin._paths = self._bounds.fork(), Version(), PathCounter()
         return twin
-
-    @override
-    def held_tensors(self) -> Iterator[Tensor]:
-        yield from super().held_tensors()
-        yield from self._bounds.held_tensors()
 
     @override
     def offloaded_tensors(self) -> Iterator[Tensor]:

@@ -1,6 +1,6 @@
 """A layer that keeps the first few tokens and a window of the newest tokens."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import repeated_rows
 from kvlayers.core.cache_layer import forwarded
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import RotaryArgument
@@ -68,6 +67,7 @@ class SinkLayer(WindowLayer):
         RotaryArgument("rotary"),
     )
     hints = ("left_padding",)
+    beside = ("_sinks",)
     fidelity: Fidelity = "evicting"
     rotary = forwarded("_sinks")
     """How keys are rotated, `None` for keys that do not know positions."""
@@ -237,28 +237,10 @@ class SinkLayer(WindowLayer):
             )
 
     @override
-    def select(self, indices: Tensor) -> None:
-        sinks = self._sinks.selected(indices)
-        super().select(indices)
-        self._sinks = sinks
-
-    @override
-    def expand(self, repeats: int) -> None:
-        batch_size = self.batch_size
-        super().expand(repeats)
-        if batch_size is not None:
-            self._sinks = self._sinks.selected(repeated_rows(repeats, batch_size))
-
-    @override
     def reset(self) -> None:
         """Forget all tokens, and the padding before them; the memory of the window is kept for the next ones."""
         super().reset()
         self._sinks = self._sinks.emptied()
-
-    @override
-    def held_tensors(self) -> Iterator[Tensor]:
-        yield from super().held_tensors()
-        yield from self._sinks.held_tensors()
 
     @property
     def rotaries(self) -> tuple[Rotary, ...]:  # type: ignore[override]
@@ -299,7 +281,7 @@ class SinkLayer(WindowLayer):
         self._sinks, self._seen = sinks, state.length
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class SinkConfig:
     """How the layers of a `SinkCache` are made.
 
@@ -318,7 +300,8 @@ class SinkConfig:
     def facts(self) -> dict[str, Any]:
         """The fields as plain values, from which `from_facts` makes an equal config."""
         return {
-            **vars(self),
+            "window_length": self.window_length,
+            "num_sink_tokens": self.num_sink_tokens,
             "quantization": None if self.quantization is None else self.quantization.facts(),
             "left_padding": None if self.left_padding is None else self.left_padding.tolist(),
         }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import kvlayers.offload.prefetcher
+import kvlayers.offload.offloading
 from kvlayers.core.named_caches import is_registered
 from kvlayers.eviction.budgets import AdaptiveHeads, EvenHeads
 from kvlayers.eviction.evicting_config import rules_for
@@ -54,5 +54,5 @@ def recorded_transfers() -> Iterator[Callable[[], int]]:
 
     transfers: Any = RecordingTransfers(lambda waiting: waiting)
     prefetcher = functools.partial(kvlayers.offload.Prefetcher, transfers=lambda device: transfers)
-    with mock.patch.object(kvlayers.offload.prefetcher, "Prefetcher", prefetcher):
+    with mock.patch.object(kvlayers.offload.offloading, "Prefetcher", prefetcher):
         yield lambda: transfers.peak_bytes

@@ -22,7 +22,7 @@ ROOMS = (
 
 PROVIDED = {
     "static layers agree": "kvlayers.static.static_cache:share_mask_extents",
-    "offloading": "kvlayers.offload.prefetcher:Offloading.from_options",
+    "offloading": "kvlayers.offload.offloading:Offloading.from_options",
     "place": "kvlayers.offload.offloaded_layer:placed",
     "recurrent kinds": "kvlayers.recurrent.hybrid_layer:recurrent_kinds",
     "recall": "kvlayers.recall.recall_layer:Recall.of",

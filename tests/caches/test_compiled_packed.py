@@ -10,7 +10,7 @@ import transformers as tf
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import kvlayers
-import kvlayers.offload.prefetcher
+import kvlayers.offload.offloading
 from kvlayers.errors import StaleStatesError
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segments import KVSegments
@@ -86,7 +86,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], int, int]] = {
 def _away_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offloaded caches move their states between two memories of the host."""
     make = functools.partial(Prefetcher, transfers=lambda device: RecordingTransfers(None))
-    monkeypatch.setattr(kvlayers.offload.prefetcher, "Prefetcher", make)
+    monkeypatch.setattr(kvlayers.offload.offloading, "Prefetcher", make)
 
 
 def counting(graphs: list[Any]) -> Callable[[Any, Any], Any]:

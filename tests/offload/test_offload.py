@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 import kvlayers
-import kvlayers.offload.prefetcher
+import kvlayers.offload.offloading
 import kvlayers.upstream.compat
 from families import model_and_inputs
 from kvlayers import CapacityError, OffloadedLayer, OptionError
@@ -57,7 +57,7 @@ def record(monkeypatch: pytest.MonkeyPatch, progress: Any) -> list[RecordingTran
         made.append(RecordingTransfers(progress, seed=len(made)))
         return made[-1]
 
-    monkeypatch.setattr(kvlayers.offload.prefetcher, "Prefetcher", functools.partial(Prefetcher, transfers=transfers))
+    monkeypatch.setattr(kvlayers.offload.offloading, "Prefetcher", functools.partial(Prefetcher, transfers=transfers))
     return made
 
 

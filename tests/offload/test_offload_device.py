@@ -343,7 +343,7 @@ def test_a_model_on_the_device_generates_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch, kind: str, transfers: str
 ) -> None:
     monkeypatch.setattr(
-        kvlayers.offload.prefetcher, "Prefetcher", lambda memory: Prefetcher(memory, transfers=TRANSFERS[transfers])
+        kvlayers.offload.offloading, "Prefetcher", lambda memory: Prefetcher(memory, transfers=TRANSFERS[transfers])
     )
     caches: dict[str, Callable[..., kvlayers.Cache]] = {
         "dynamic": lambda config, **options: kvlayers.DynamicCache(config=config, **options),

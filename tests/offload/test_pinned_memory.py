@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 import kvlayers
-import kvlayers.offload.prefetcher
+import kvlayers.offload.offloading
 from kvlayers.offload import DiskMemory, HostMemory, Prefetcher, storage
 from kvlayers.upstream import compat
 from models import COMMON
@@ -59,7 +59,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> PinnedAllocator:
     def prefetcher(memory: Any) -> Prefetcher:
         return Prefetcher(memory, transfers=lambda device: RecordingTransfers())
 
-    monkeypatch.setattr(kvlayers.offload.prefetcher, "Prefetcher", prefetcher)
+    monkeypatch.setattr(kvlayers.offload.offloading, "Prefetcher", prefetcher)
     return made
 
 

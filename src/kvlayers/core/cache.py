@@ -168,8 +168,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         )
         for argument in arguments_of(cls):
             setattr(cache, argument.attribute or argument.name, argument.read(options, context))
-        make_layer = cache._layer_maker()
-        if options["grows"] and make_layer is not None:
+        make_layer = cache._layer_maker() if options["grows"] else None
+        if make_layer is not None:
             cache.make_more_with(make_layer)
         return cache
 

@@ -13,11 +13,11 @@ from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.sliding_layer import SlidingLayer
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import TokenStore
-from kvlayers.errors import ConfigError, OptionError
+from kvlayers.errors import ConfigError
 from kvlayers.upstream import compat, model_layers, model_types
 from kvlayers.upstream.model_layers import LayerSpec
 from kvlayers.utils import late
-from kvlayers.utils.options import as_options, mapping_option
+from kvlayers.utils.options import as_options, check_whole_number, mapping_option
 
 
 @mapping_option("checkpoints")
@@ -51,8 +51,8 @@ class Checkpoints(OptionFacts):
 
     def __post_init__(self) -> None:
         if self.every is not None:
-            _check_count(self.every, "every", 1)
-        _check_count(self.most, "most", 0)
+            check_whole_number(self.every, "`every` of the checkpoints", 1)
+        check_whole_number(self.most, "`most` of the checkpoints", 0)
 
     @classmethod
     def of(cls, given: "Checkpoints | Mapping[str, int | None] | None") -> "Checkpoints":
@@ -68,13 +68,6 @@ class Checkpoints(OptionFacts):
     def due_at(self, length: int) -> bool:
         """Whether a checkpoint is due at this number of tokens."""
         return self.most > 0 and self.every is not None and length > 0 and length % self.every == 0
-
-
-def _check_count(number: object, name: str, least: int) -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or number < least:
-        raise OptionError(
-            f"expected {name} of the checkpoints to be a whole number, at least {least}, but saw {number!r}."
-        )
 
 
 WINDOWED = ("sliding_attention", "chunked_attention")

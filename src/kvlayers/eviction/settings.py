@@ -9,6 +9,7 @@ from kvlayers.errors import OptionError
 from kvlayers.eviction.budgets import AdaptiveHeads, EvenHeads, HeadBudgets
 from kvlayers.eviction.rule import ALL_QUERIES, EvictionRule, eviction_rule, eviction_rule_name, eviction_rule_names
 from kvlayers.rope.rotary import Rotary
+from kvlayers.utils.options import check_whole_number
 
 STEP = 64
 """While single tokens come, a layer with a budget holds up to this many tokens more before it evicts again."""
@@ -122,8 +123,7 @@ class EvictionSettings:
 def check_amounts(keep: object, budget: object, sink_tokens: object, recent_tokens: object) -> None:
     """Raise `OptionError` if these do not say how many tokens are kept."""
     for name, number in (("sink_tokens", sink_tokens), ("recent_tokens", recent_tokens)):
-        if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST_TOKENS:
-            raise OptionError(f"`{name}` must be a whole number from 1 to {MOST_TOKENS}, got {number!r}.")
+        check_whole_number(number, f"`{name}`", 1, MOST_TOKENS)
     if (keep is None) == (budget is None):
         raise OptionError(
             f"Either `keep` or `budget` must be given, got {'neither' if keep is None else 'both'}: pass keep=0.5 to "

@@ -390,7 +390,9 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
 
     @override
     def _layer_maker(self) -> Callable[[], Any] | None:
-        return bare_layers(self.quantization, recall=self.recall)[1]
+        if self.quantization.count is not None:
+            return None
+        return functools.partial(packed_attention_layer, self.quantization.of_layer(0), recall=self.recall)
 
     @override
     def _layers_of_model(self, config: Any) -> list[Any]:

@@ -38,7 +38,7 @@ from kvlayers.recall.pages import (
     check_bounds_state,
     chosen_segments,
 )
-from kvlayers.utils.options import as_options, checks_options, mapping_option
+from kvlayers.utils.options import as_options, check_whole_number, checks_options, mapping_option
 
 
 @mapping_option("recall")
@@ -75,15 +75,15 @@ class Recall(OptionFacts):
 
     def __post_init__(self) -> None:
         if self.pages != "all":
-            _check_number("pages", self.pages, 1, ', or "all"')
-        _check_number("page_tokens", self.page_tokens, 1)
+            check_whole_number(self.pages, "`pages` of recall", 1, advice=': pass that, or "all"')
+        check_whole_number(self.page_tokens, "`page_tokens` of recall", 1)
         if self.page_tokens > DENSE_PIECE_TOKENS:
             raise OptionError(
                 f"`page_tokens` of recall must be at most {DENSE_PIECE_TOKENS}, which kernels read at once, got "
                 f"{self.page_tokens}: pass fewer tokens, and more pages."
             )
-        _check_number("sink_tokens", self.sink_tokens, 0)
-        _check_number("recent_tokens", self.recent_tokens, 1)
+        check_whole_number(self.sink_tokens, "`sink_tokens` of recall", 0)
+        check_whole_number(self.recent_tokens, "`recent_tokens` of recall", 1)
 
     @classmethod
     def of(cls, given: "Recall | Mapping[str, Any]") -> "Recall":
@@ -97,11 +97,6 @@ class Recall(OptionFacts):
     def layer(self, length_hint: int | None = None, store: TokenStore | None = None) -> "RecallLayer":
         """A layer that chooses pages with these options, over `store` if it is given."""
         return RecallLayer(self, length_hint) if store is None else RecallLayer(self, store=store)
-
-
-def _check_number(name: str, number: object, least: int, alternative: str = "") -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or number < least:
-        raise OptionError(f"`{name}` of recall must be a whole number, at least {least}{alternative}, got {number!r}.")
 
 
 PageRange = tuple[int, int]

@@ -17,18 +17,18 @@ from kvlayers.core.token_store import Fidelity
 from kvlayers.errors import RollbackError, UnsupportedLayerError
 from kvlayers.recurrent.checkpoints import LinearPast, check_linear_state, linear_state, read_history
 from kvlayers.recurrent.states import (
+    MOST_STATES,
     LinearStates,
     StatesByIndex,
     TokenCount,
     check_columns,
     check_first_columns,
     check_first_recurrent,
-    check_number_of_states,
     check_recurrent,
     no_state,
 )
 from kvlayers.upstream import compat
-from kvlayers.utils.options import checks_options
+from kvlayers.utils.options import check_whole_number, checks_options
 
 
 @register_layer
@@ -90,7 +90,8 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         tokens_at_once: int | None = None,
     ) -> None:
         # Not the initialiser of transformers: it would assign attributes that are properties here.
-        self.number_of_states = check_number_of_states(number_of_states)
+        check_whole_number(number_of_states, "`number_of_states`", 1, MOST_STATES)
+        self.number_of_states = number_of_states
         self.tokens_at_once = None if tokens_at_once is None else whole_number(tokens_at_once, "tokens_at_once")
         self._states = LinearStates(number_of_states)
         self._count = TokenCount(number_of_states)

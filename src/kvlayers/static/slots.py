@@ -14,6 +14,7 @@ from torch import Tensor
 from kvlayers.core.buffer import COUNT_DTYPE
 from kvlayers.core.description import OptionFacts
 from kvlayers.errors import OptionError
+from kvlayers.utils.options import check_whole_number
 
 ALIGNMENT = 8
 """Bucket sizes are multiples of this many tokens, as attention kernels require of a mask's rows."""
@@ -48,8 +49,7 @@ class Buckets(OptionFacts):
     factor: float = 2.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.minimum, int) or isinstance(self.minimum, bool) or self.minimum < 1:
-            raise OptionError(f"`minimum` of Buckets must be at least 1 token, got {self.minimum!r}.")
+        check_whole_number(self.minimum, "`minimum` of Buckets", 1, of="tokens")
         if not isinstance(self.factor, int | float) or not 1 < self.factor <= LARGEST_FACTOR:
             raise OptionError(
                 f"`factor` of Buckets must be above 1 and at most {LARGEST_FACTOR:,}, got {self.factor!r}."

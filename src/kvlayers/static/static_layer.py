@@ -16,7 +16,7 @@ from kvlayers.core.token_layer import TokenLayer
 from kvlayers.errors import CapacityError, OptionError, StateMismatchError
 from kvlayers.static.slots import Buckets
 from kvlayers.static.static_store import StaticStore
-from kvlayers.utils.options import checks_options
+from kvlayers.utils.options import check_whole_number, checks_options
 
 RESERVATION_FACTS = frozenset({"max_cache_len", "max_batch_size", "smallest_bucket", "bucket_factor", "grow"})
 """Facts that say what a static layer reserves. Its states do not depend on that."""
@@ -24,11 +24,7 @@ RESERVATION_FACTS = frozenset({"max_cache_len", "max_batch_size", "smallest_buck
 
 def check_reserved(number: object, name: str, what: str) -> None:
     """Raise `OptionError` if `number` is not a positive whole number. `what` says what is counted, such as "tokens"."""
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise OptionError(
-            f"expected {name} to be a whole number of {what}, at least 1, but saw {number!r}: pass the most {what} "
-            "that will be held at once."
-        )
+    check_whole_number(number, f"`{name}`", 1, of=what, advice=f": pass the most {what} that will be held at once")
 
 
 def check_reservation(

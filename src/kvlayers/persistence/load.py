@@ -7,10 +7,10 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from kvlayers.core.adapted import adapted
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_operations import CacheState
 from kvlayers.core.dense_store import DenseStore
+from kvlayers.core.layer_list import adapted
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.layer_registry import description_context
 from kvlayers.core.token_layer import TokenLayer

@@ -1,9 +1,7 @@
 """Read what a file says about its cache, without loading it."""
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,10 +10,10 @@ from torch import Tensor
 from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.errors import CacheFileError
 from kvlayers.persistence.format import TOKEN_IDS, Description, LayerRecord
-from kvlayers.persistence.node_record import NodeRecord
+from kvlayers.persistence.node_file import NodeRecord, read_node
 from kvlayers.persistence.rebuild import loads_prefixes
-from kvlayers.persistence.safetensors_header import ReadRange, checked_path
-from kvlayers.persistence.saved_file import SavedFile, opened, opened_by_ranges
+from kvlayers.persistence.safetensors_header import checked_path, refuse
+from kvlayers.persistence.saved_file import NodeError, SavedFile, opened
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,6 @@ class CacheFile:
     checksum: str
     has_prefixes: bool
     node: NodeRecord | None = field(default=None, repr=False, compare=False)
-    _open: Callable[[str], AbstractContextManager[SavedFile]] = field(default=opened, repr=False, compare=False)
 
     @property
     def needs_config(self) -> bool:
@@ -84,12 +81,16 @@ class CacheFile:
         """
         if not self.has_token_ids:
             return None
-        with self._open(self.path) as saved:
-            if saved.header.metadata["checksum"] != self.checksum:
-                raise CacheFileError(
-                    f"{self.path} is another one by now than the file that was inspected: inspect it again."
-                )
-            with torch.inference_mode(False):
+        another = f"{self.path} is another one by now than the file that was inspected: inspect it again."
+        with torch.inference_mode(False):
+            if self.node is not None:
+                node = read_node(self.path)
+                if node.digest != self.checksum:
+                    raise CacheFileError(another)
+                return torch.from_numpy(node.head.ids.copy())[None]
+            with opened(self.path) as saved:
+                if saved.header.metadata["checksum"] != self.checksum:
+                    raise CacheFileError(another)
                 return saved.tensor(TOKEN_IDS).clone()
 
 
@@ -103,26 +104,37 @@ def inspect_cache(path: str | os.PathLike[str]) -> CacheFile:
         CacheFileError: what it says is damaged, or it is no file of a cache.
         CachePathError: there is no such file, it cannot be read, or is no regular file.
     """
-    with opened(checked_path(path)) as saved:
-        return summary(saved)
+    path = checked_path(path)
+    try:
+        with opened(path) as saved:
+            return _summary(saved)
+    except NodeError:
+        return _of_node(path)
 
 
-def inspect_ranges(path: str, file_bytes: int, read: ReadRange) -> CacheFile:
-    """As `inspect_cache`, for a remote file, of which only the header, the digests and the ids are read.
+def _of_node(path: str) -> CacheFile:
+    """What a node of a prefix store says, and the node before it that has the saved cache without rows."""
+    node = holder = read_node(path)
+    while not holder.record.has_cache:
+        before = read_node(os.path.join(os.path.dirname(path), holder.record.parent))
+        if before.record.start >= holder.record.start:
+            refuse(path, "a parent with the tokens before", "one with others")
+        holder = before
+    record = node.record
+    return replace(
+        _summary(holder.cache()),
+        path=path,
+        length=record.start + len(node.head.ids),
+        nbytes=node.head.header.file_bytes,
+        weights_id=record.label,
+        versions=record.versions,
+        has_token_ids=True,
+        checksum=node.digest,
+        node=record,
+    )
 
-    Args:
-        path: the name of the file in errors.
-        file_bytes: its size.
-        read: reads a range of its bytes, as long as the result is used.
 
-    Raises:
-        CacheFileError: what it says is damaged, or it is no file of a cache.
-    """
-    with opened_by_ranges(path, file_bytes, read) as saved:
-        return summary(saved, lambda _: nullcontext(saved))
-
-
-def summary(saved: SavedFile, open_it: Callable[[str], AbstractContextManager[SavedFile]] = opened) -> CacheFile:
+def _summary(saved: SavedFile) -> CacheFile:
     """What an open file says about its cache."""
     description, header = saved.description, saved.header
     cache, model = description.cache, description.model
@@ -146,8 +158,6 @@ def summary(saved: SavedFile, open_it: Callable[[str], AbstractContextManager[Sa
         backends=tuple(_backend(layer) for _, layer in description.layers()),
         checksum=header.metadata["checksum"],
         has_prefixes=all(loads_prefixes(layer) for _, layer in description.layers()),
-        node=saved.node,
-        _open=open_it,
     )
 
 

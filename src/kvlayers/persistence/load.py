@@ -25,7 +25,7 @@ from kvlayers.persistence.rebuild import (
     read_rotaries,
     rebuilt,
 )
-from kvlayers.persistence.safetensors_header import checked_path, refuse
+from kvlayers.persistence.safetensors_header import checked_path
 from kvlayers.persistence.saved_file import SavedFile, opened
 from kvlayers.upstream.model_types import config_of
 from kvlayers.utils.options import checked_device
@@ -85,13 +85,6 @@ def load_cache(
     else:
         place = checked_device(device)
     with opened(path) as saved:
-        if saved.node is not None:
-            refuse(
-                path,
-                "the states of its cache",
-                "a node of a prefix store, which has a part of them",
-                "open its directory with PrefixStore(directory=...)",
-            )
         check_model(path, saved.description, config, weights_id)
         _check_length(path, saved.description.cache, length)
         reader = StateReader(saved, place, length, verify)

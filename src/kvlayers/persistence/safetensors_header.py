@@ -1,4 +1,4 @@
-"""Reads and checks the header of a safetensors file."""
+"""Reads, checks and writes the headers of safetensors files, and finds the tensors in their content."""
 
 import itertools
 import json
@@ -6,11 +6,12 @@ import math
 import os
 import reprlib
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from kvlayers.errors import CacheFileError, CachePathError, OptionError
 
@@ -48,6 +49,11 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 """The dtypes of states by their names in safetensors."""
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Content = bytes | bytearray | memoryview
+"""The bytes of a file."""
 
 
 ReadRange = Callable[[int, int], bytes]
@@ -215,6 +221,74 @@ def _entries(
     if last != file_bytes:
         refuse(path, f"{last - data_start} bytes of tensors", str(file_bytes - data_start))
     return entries, ranges
+
+
+class ContentTensors:
+    """The tensors of a file that was read, or mapped into memory, or is about to be written.
+
+    Args:
+        header: its header.
+        content: its bytes.
+    """
+
+    def __init__(self, header: Header, content: Content) -> None:
+        # A copy of the bytes of a remote file: torch warns of memory that must not be written to.
+        self._content = bytearray(content) if isinstance(content, bytes) else content
+        self._header = header
+
+    def get_tensor(self, name: str) -> Tensor:
+        """A tensor, as a view of the content where that is possible."""
+        entry, (start, end) = self._header.tensors[name], self._header.ranges[name]
+        if start == end:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        if start % entry.dtype.itemsize:
+            raise CacheFileError(f"{name} is at {start}, where no number of {entry.dtype} can be.")
+        count = (end - start) // entry.dtype.itemsize
+        return torch.frombuffer(self._content, dtype=entry.dtype, count=count, offset=start).view(entry.shape)
+
+
+def header_of(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
+    """The first bytes of a file of these tensors, and the header in them. Equal ones have equal bytes.
+
+    Args:
+        tensors: their forms in their order. None may follow one of a smaller dtype.
+        metadata: texts by name.
+
+    Raises:
+        CacheFileError: the header is larger than a file can hold.
+    """
+    claims: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, entry in tensors.items():
+        start, end = end, end + math.prod(entry.shape) * entry.dtype.itemsize
+        claims[name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": (start, end)}
+    text = json.dumps(claims, separators=(",", ":"), sort_keys=True).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    begin = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    return begin, parse_header("The file", len(begin) + end, lambda start, stop: begin[start:stop])
+
+
+def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytearray:
+    """The content of a file. Equal tensors and texts have equal bytes.
+
+    Raises:
+        CacheFileError: the header is larger than a file can hold.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    entries = {name: TensorEntry(tensors[name].dtype, tuple(tensors[name].shape)) for name in names}
+    begin, header = header_of(entries, metadata)
+    content = begun(begin, header)
+    file = ContentTensors(header, content)
+    for name in names:
+        file.get_tensor(name).copy_(tensors[name])
+    return content
+
+
+def begun(begin: bytes, header: Header) -> bytearray:
+    """The content of a file that begins with these bytes, and is still to be written."""
+    content = bytearray(header.file_bytes)
+    content[: len(begin)] = begin
+    return content
 
 
 def _are_sizes(numbers: object) -> bool:

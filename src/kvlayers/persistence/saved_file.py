@@ -12,6 +12,7 @@ from kvlayers.errors import CacheFileError, CachePathError
 from kvlayers.persistence.checksums import DIGEST_BYTES, checksum, digest_of, first_rows, runs
 from kvlayers.persistence.format import (
     DIGESTS,
+    EARLIER_VERSIONS,
     FORMAT,
     NODE_VERSION,
     OWN_METADATA,
@@ -22,21 +23,16 @@ from kvlayers.persistence.format import (
     read_metadata,
     rotary_name,
 )
-from kvlayers.persistence.node_record import NodeRecord, read_node
 from kvlayers.persistence.safetensors_header import (
     Header,
     ReadRange,
     TensorEntry,
-    parse_header,
     read_header,
     refuse,
     shown,
 )
 
 METADATA = ("format", "format_version", "description", "checksum")
-NODE = "node"
-"""In the metadata of a node of a prefix store: which states it has."""
-
 MAX_RANGE_BYTES = 64 * 2**20
 """The largest tensor that is read into memory from a remote file: the ids of 8 million tokens."""
 
@@ -46,7 +42,11 @@ class UnknownVersionError(CacheFileError):
 
 
 class EarlierEntryError(UnknownVersionError):
-    """A file is an entry that an earlier kvlayers has written, whose states are in blocks beside it."""
+    """A file is of an entry that an earlier kvlayers has written, and that is not read any more."""
+
+
+class NodeError(CacheFileError):
+    """A file is a node of a prefix store, which has a part of the states."""
 
 
 class Tensors(Protocol):
@@ -66,7 +66,6 @@ class SavedFile:
 
     Attributes:
         description: what it says about its cache.
-        node: which states it has if it is a node of a prefix store; `None` if it has all of them.
         nbytes: bytes of the file; a reader of several files sets those of all of them.
         metadata: texts of whoever saved it.
 
@@ -77,11 +76,10 @@ class SavedFile:
     def __init__(self, path: str, file: Tensors, header: Header) -> None:
         self.path = path
         self.header = header
-        self.description, self.node = _described(path, header)
+        self.description = _described(path, header)
         self.metadata = read_metadata(path, header.metadata.get(OWN_METADATA, "{}"))
         self._file = file
         self.nbytes = header.file_bytes
-        self._in_nodes = {} if self.node is None else dict(self.node.tensors())
         self._rows = first_rows(self._covered())
         rows = self._rows[""]
         entry = header.tensors.get(DIGESTS)
@@ -96,8 +94,8 @@ class SavedFile:
         return {name: entry for name, entry in self.header.tensors.items() if name != DIGESTS}
 
     def form(self, name: str) -> TensorEntry | None:
-        """Dtype and shape of a tensor, in this file or in several; `None` if there is no such tensor."""
-        return self.header.tensors.get(name) or self._in_nodes.get(name)
+        """Dtype and shape of a tensor; `None` if there is no such tensor."""
+        return self.header.tensors.get(name)
 
     @property
     def has_token_ids(self) -> bool:
@@ -159,8 +157,14 @@ def opened(path: str) -> Iterator[SavedFile]:
         yield SavedFile(path, file, header)
 
 
-class _RangedTensors:
-    """The tensors of a file that is read by ranges."""
+class RangedTensors:
+    """The tensors of a file that is read by ranges.
+
+    Args:
+        path: name of the file in errors.
+        header: its header.
+        read: reads a range of its bytes.
+    """
 
     def __init__(self, path: str, header: Header, read: ReadRange) -> None:
         self._path = path
@@ -168,6 +172,7 @@ class _RangedTensors:
         self._read = read
 
     def get_tensor(self, name: str) -> Tensor:
+        """A copy of a tensor."""
         entry, (start, end) = self._header.tensors[name], self._header.ranges[name]
         if end - start > MAX_RANGE_BYTES:
             refuse(self._path, f"at most {MAX_RANGE_BYTES} bytes of {shown(name)}", str(end - start))
@@ -179,58 +184,41 @@ class _RangedTensors:
         return torch.frombuffer(bytearray(data), dtype=entry.dtype).view(entry.shape)
 
 
-@contextlib.contextmanager
-def opened_by_ranges(path: str, file_bytes: int, read: ReadRange) -> Iterator[SavedFile]:
-    """A remote file, for as long as the context lasts.
-
-    Args:
-        path: what errors call it.
-        file_bytes: its size.
-        read: reads a range of its bytes.
-
-    Raises:
-        CacheFileError: as `opened`.
-    """
-    header = parse_header(path, file_bytes, read)
-    yield SavedFile(path, _RangedTensors(path, header, read), header)
-
-
 def covered_text(metadata: Mapping[str, str]) -> str:
     """The texts of a file that its checksum covers."""
-    # No file has both of the others.
-    return "\n".join(metadata[name] for name in ("description", NODE, OWN_METADATA) if name in metadata)
+    return "\n".join(metadata[name] for name in ("description", OWN_METADATA) if name in metadata)
 
 
-def _described(path: str, header: Header) -> tuple[Description, NodeRecord | None]:
+def _described(path: str, header: Header) -> Description:
     metadata = header.metadata
     if metadata.get("format") != FORMAT:
         refuse(path, f"the format {FORMAT!r}", shown(metadata.get("format")), "it was not made by save_cache()")
     version = metadata.get("format_version")
-    if version == "3":
+    if version in EARLIER_VERSIONS:
         raise EarlierEntryError(
-            f"{path} must be of this version of kvlayers, got an entry of an earlier one, whose states are in blocks "
+            f"{path} must be of this version of kvlayers, got an entry of an earlier one, whose states are in files "
             "that are not read any more: delete the *.safetensors and *.block files of its directory, or name "
             "another directory. What they held is computed and written again."
+        )
+    if version == str(NODE_VERSION):
+        raise NodeError(
+            f"{path} must have the states of its cache, got a node of a prefix store, which has a part of them: open "
+            "its directory with PrefixStore(directory=...)."
         )
     if version not in READ_VERSIONS:
         raise UnknownVersionError(
             f"{path} must have version {' or '.join(READ_VERSIONS)} of the format, got version {shown(version)}: it is "
             "damaged, or of a later kvlayers: update kvlayers, or save it again."
         )
-    expected = (*METADATA, NODE) if version == str(NODE_VERSION) else METADATA
-    if set(metadata) - ({OWN_METADATA} if version != str(NODE_VERSION) else set()) != set(expected):
-        refuse(path, f"metadata of {', '.join(expected)}", shown(sorted(metadata)))
+    if set(metadata) - {OWN_METADATA} != set(METADATA):
+        refuse(path, f"metadata of {', '.join(METADATA)}", shown(sorted(metadata)))
     description = read_description(path, metadata["description"], metadata["format_version"])
-    node = read_node(path, metadata[NODE], description, header.tensors) if NODE in metadata else None
     names = [prefix + name for prefix, layer in description.layers() for name in layer.tensors]
     names += [rotary_name(fingerprint) for fingerprint in description.rotaries]
     names += [DIGESTS]
-    there = {*header.tensors}
-    if node is not None:
-        there = (there - node.stored().keys()) | {name for name, _ in node.tensors()}
-    if sorted(names) != sorted(name for name in there if name != TOKEN_IDS):
+    if sorted(names) != sorted(name for name in header.tensors if name != TOKEN_IDS):
         refuse(path, "the tensors that it describes, and no others", f"{len(header.tensors)} of other names")
-    return description, node
+    return description
 
 
 def _replaced(path: str) -> CacheFileError:

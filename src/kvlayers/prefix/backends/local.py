@@ -8,13 +8,13 @@ from functools import partial
 
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.atomic_file import clear_temporaries, replacing, temporary_name
-from kvlayers.persistence.inspect import CacheFile, inspect_ranges
-from kvlayers.persistence.safetensors_header import check_regular
+from kvlayers.persistence.safetensors_header import Content, check_regular
 from kvlayers.prefix.backends.contract import (
     ABANDONED_SECONDS,
     SUFFIX,
-    Content,
+    Found,
     GoneError,
+    Look,
     StorageBackend,
     StoredFile,
     UnreachableError,
@@ -79,17 +79,17 @@ class LocalBackend(StorageBackend):
             raise _unreachable(self.path_of(name), error) from error
         return StoredFile(name, facts.st_size, f"{facts.st_ino} {facts.st_mtime_ns}", facts.st_mtime_ns)
 
-    def inspect(self, files: Sequence[StoredFile]) -> Iterator[CacheFile | KVLayersError]:
-        """As `StorageBackend.inspect`. What is read later of a file, such as its ids, is of the same file."""
+    def inspect(self, files: Sequence[StoredFile], look: Look[Found]) -> Iterator[Found | KVLayersError]:
+        """As `StorageBackend.inspect`."""
         for file in files:
             content = self._mapped(file.name)
-            if not isinstance(content, KVLayersError):
-                try:
-                    yield inspect_ranges(self.path_of(file.name), len(content), partial(_slice, content))
-                    continue
-                except CacheFileError as error:
-                    content = error
-            yield content
+            if isinstance(content, KVLayersError):
+                yield content
+                continue
+            try:
+                yield look(self.path_of(file.name), file, partial(_slice, content))
+            except KVLayersError as error:
+                yield error
 
     def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
         """As `StorageBackend.read`. All files are mapped first, so that the kernel reads ahead."""

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvlayers.errors import OptionError
+from kvlayers.persistence.safetensors_header import Content
 from kvlayers.prefix.backends.contract import (
     ABANDONED_SECONDS,
     SUFFIX,
     Address,
-    Content,
     StoredFile,
     UnreachableError,
 )

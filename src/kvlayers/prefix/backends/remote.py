@@ -10,9 +10,17 @@ from concurrent.futures import TimeoutError as NotArrived
 from functools import partial
 from typing import NamedTuple
 
-from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
-from kvlayers.persistence.inspect import CacheFile, inspect_ranges
-from kvlayers.prefix.backends.contract import Address, Content, GoneError, StorageBackend, StoredFile, UnreachableError
+from kvlayers.errors import CacheFileError, KVLayersError
+from kvlayers.persistence.safetensors_header import Content
+from kvlayers.prefix.backends.contract import (
+    Address,
+    Found,
+    GoneError,
+    Look,
+    StorageBackend,
+    StoredFile,
+    UnreachableError,
+)
 
 HEAD_BYTES = 64 * 2**10
 TAIL_BYTES = 16 * 2**10
@@ -95,7 +103,7 @@ class RemoteBackend(StorageBackend):
         with contextlib.suppress(NotArrived):
             touched.result(TOUCH_SECONDS)
 
-    def inspect(self, files: Sequence[StoredFile]) -> Iterator[CacheFile | KVLayersError]:
+    def inspect(self, files: Sequence[StoredFile], look: Look[Found]) -> Iterator[Found | KVLayersError]:
         """As `StorageBackend.inspect`."""
         for start in range(0, len(files), FILES_PER_REQUEST):
             batch = files[start : start + FILES_PER_REQUEST]
@@ -103,17 +111,14 @@ class RemoteBackend(StorageBackend):
             found = dict(zip(ends, self.read_ranges(ends), strict=True))
             for file in batch:
                 try:
-                    yield self._inspected(file, {each: found[each] for each in _ends(file)})
-                except (CacheFileError, CachePathError) as error:
+                    yield self._inspected(file, {each: found[each] for each in _ends(file)}, look)
+                except KVLayersError as error:
                     yield error
 
-    def _inspected(self, file: StoredFile, known: KnownRanges) -> CacheFile:
+    def _inspected(self, file: StoredFile, known: KnownRanges, look: Look[Found]) -> Found:
         for _ in range(ATTEMPTS):
             try:
-                seen = inspect_ranges(self.path_of(file.name), file.nbytes, partial(self._read, file, known))
-                # Checked now, while it can still be found out whether the file was replaced meanwhile.
-                seen.token_ids()
-                return seen
+                return look(self.path_of(file.name), file, partial(self._read, file, known))
             except (CacheFileError, UnreachableError):
                 now = self._existing(file.name)
                 if now == file:

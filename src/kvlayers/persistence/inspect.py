@@ -120,14 +120,14 @@ def _of_node(path: str) -> CacheFile:
         if before.record.start >= holder.record.start:
             refuse(path, "a parent with the tokens before", "one with others")
         holder = before
-    record = node.record
+    record, tensors = node.record, holder.cache()
     return replace(
-        _summary(holder.cache()),
+        _summary(SavedFile(holder.path, tensors, tensors.header)),
         path=path,
         length=record.start + len(node.head.ids),
         nbytes=node.head.header.file_bytes,
-        weights_id=record.label,
-        versions=record.versions,
+        weights_id=record.entry.label,
+        versions=record.entry.versions,
         has_token_ids=True,
         checksum=node.digest,
         node=record,

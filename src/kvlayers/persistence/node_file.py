@@ -4,12 +4,13 @@ A node of tokens that can be used without those behind them holds its rows alone
 same for all nodes that follow one another, so it is in the first one: a whole saved cache that has no rows.
 """
 
+import functools
 import hashlib
 import math
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvlayers.errors import CachePathError
+from kvlayers.errors import CacheFileError, CachePathError
 from kvlayers.persistence.checksums import DIGEST_BYTES
 from kvlayers.persistence.format import FORMAT, MAX_TOKENS, NODE_VERSION, TOKEN_IDS, canonical
 from kvlayers.persistence.safetensors_header import (
@@ -25,22 +26,21 @@ from kvlayers.persistence.safetensors_header import (
     DTYPES,
     MAX_EMPTY_ELEMENTS,
     Content,
-    ContentTensors,
+    FileTensors,
     Header,
     ReadRange,
     TensorEntry,
-    begun,
     check_regular,
     header_of,
     parse_header,
     parse_json,
+    ranges_of,
     refuse,
     shown,
 )
-from kvlayers.persistence.saved_file import MAX_RANGE_BYTES, SavedFile
 
-NODE = "node"
-"""In the metadata: the record."""
+ENTRY, NODE = "entry", "node"
+"""In the metadata: what all nodes of an entry have in common, and the record."""
 
 CACHE = "cache"
 """Tensor of bytes: a saved cache that has no rows."""
@@ -48,7 +48,15 @@ CACHE = "cache"
 DIGEST = "digest"
 """The last tensor: the SHA-256 of all bytes before it."""
 
+MAX_RANGE_BYTES = 64 * 2**20
+"""The largest tensor that is read to inspect a file: the ids of 8 million tokens."""
+
+KNOWN_ENTRIES = 8
+"""Facts of entries that are not parsed again. Each may have as many bytes as a header."""
+
 Rows = npt.NDArray[np.int64]
+
+_MALFORMED = (TypeError, ValueError, LookupError, AttributeError)
 
 
 class TensorForm(NamedTuple):
@@ -117,41 +125,62 @@ def rows_name(group: int, tensor: str) -> str:
 
 
 @dataclass(frozen=True)
+class EntryFacts:
+    """What all nodes of an entry have in common.
+
+    Attributes:
+        label: model and namespace.
+        layers: names of the classes of the layers of its cache, sorted.
+        cuttable: whether the first tokens can be used without the others.
+        settings: equal for caches of the same kinds and settings. Only they share nodes.
+        versions: what has written it.
+        groups: the layers and the forms of its rows.
+    """
+
+    label: str
+    layers: tuple[str, ...]
+    cuttable: bool
+    settings: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    groups: tuple[RowGroup, ...] = ()
+
+    def to_json(self) -> str:
+        """The facts as text. Equal facts give equal texts."""
+        groups = [
+            (group.layers, [(form.name, DTYPE_NAMES[form.dtype], *form[2:]) for form in group.tensors])
+            for group in self.groups
+        ]
+        return canonical({**vars(self), "groups": groups})
+
+
+@dataclass(frozen=True)
 class NodeRecord:
     """The place of a node among others, and the rows in it.
 
     Attributes:
-        label: model and namespace.
-        kinds: names of the classes of the layers of its cache, sorted.
+        entry: what all nodes of its entry have in common.
         parent: name of the file with the rows before, "" if there are none.
         start: rows that begin before this position are in the parent, or in its own parents.
         stop: rows that begin here or later are not in this node.
-        cuttable: whether the first tokens can be used without the others.
         whole: whether all is there that is not in rows, so that the tokens of a cache may end here.
         lengths: lengths that it serves if its tokens are the last ones of an entry that cannot be cut.
         groups: the rows of a whole node and of its parents, or the rows of this node alone.
-        settings: equal for caches of the same kinds and settings. Only they share nodes.
         cache: SHA-256 of the saved cache without rows in this node, "" if there is none.
-        versions: what has written it.
     """
 
-    label: str
-    kinds: tuple[str, ...]
+    entry: EntryFacts
     parent: str
     start: int
     stop: int
-    cuttable: bool
     whole: bool = True
     lengths: tuple[int, ...] = ()
     groups: tuple[RowGroup, ...] = ()
-    settings: str = ""
     cache: str = ""
-    versions: dict[str, str] = field(default_factory=dict)
 
     @property
     def has_cache(self) -> bool:
         """Whether the saved cache without rows is in this node. The nodes behind it need no other one."""
-        return self.whole and not (self.cuttable and self.parent)
+        return self.whole and not (self.entry.cuttable and self.parent)
 
     def own(self) -> tuple[RowGroup, ...]:
         """The groups, with the rows alone that are in this node."""
@@ -179,16 +208,9 @@ class NodeRecord:
         return {TOKEN_IDS: TensorEntry(torch.int64, (1, tokens)), **ordered, **cache, DIGEST: digest}
 
     def to_json(self) -> str:
-        """The record as text. Equal records give equal texts."""
-        groups = [
-            {
-                "layers": group.layers,
-                "tensors": [(form.name, DTYPE_NAMES[form.dtype], *form[2:]) for form in group.tensors],
-                "runs": group.runs,
-            }
-            for group in self.groups
-        ]
-        return canonical({**vars(self), "groups": groups})
+        """The record as text, without the facts of its entry. Equal records give equal texts."""
+        own = {name: value for name, value in vars(self).items() if name not in ("entry", "groups")}
+        return canonical({**own, "runs": [group.runs for group in self.groups]})
 
 
 @dataclass(frozen=True)
@@ -208,9 +230,16 @@ class NodeHead:
     ids: Rows
 
     @property
+    def cache_bytes(self) -> int:
+        """Bytes of the saved cache without rows."""
+        start, end = self.header.ranges[CACHE]
+        return end - start
+
+    @property
     def digest(self) -> str:
         """What identifies the node: a SHA-256 of its record and its tokens."""
-        total = hashlib.sha256(self.header.metadata[NODE].encode("utf-8", "surrogatepass"))
+        texts = f"{self.header.metadata[ENTRY]}\n{self.header.metadata[NODE]}\n"
+        total = hashlib.sha256(texts.encode("utf-8", "surrogatepass"))
         total.update(self.ids.tobytes())
         return total.hexdigest()
 
@@ -231,10 +260,13 @@ def read_head(path: str, header: Header, read: ReadRange) -> NodeHead:
     Raises:
         CacheFileError: it has no record of a node, or other tensors than the record says.
     """
-    if set(header.metadata) != {"format", "format_version", NODE}:
-        refuse(path, f"metadata of format, format_version, {NODE}", shown(sorted(header.metadata)))
-    text = header.metadata[NODE].encode("utf-8", "surrogatepass")
-    record = _record(path, parse_json(path, text, "the record of a node"))
+    if set(header.metadata) != {"format", "format_version", ENTRY, NODE}:
+        refuse(path, f"metadata of format, format_version, {ENTRY} and {NODE}", shown(sorted(header.metadata)))
+    try:
+        entry = _entry(header.metadata[ENTRY])
+    except CacheFileError as error:
+        raise CacheFileError(f"{path} is damaged: {error}") from error
+    record = _record(path, entry, header.metadata[NODE])
     sizes = {name: math.prod(entry.shape) for name, entry in header.tensors.items()}
     tokens = sizes.get(TOKEN_IDS, 0)
     expected = record.tensors(tokens, sizes.get(CACHE, 0))
@@ -244,7 +276,7 @@ def read_head(path: str, header: Header, read: ReadRange) -> NodeHead:
     end = ordered[0][1]
     if ordered != sorted(ordered) or end > MAX_RANGE_BYTES or tokens < record.stop - record.start:
         refuse(path, f"the ids of its {record.stop - record.start} tokens before its rows", f"{tokens} ids")
-    content = read(0, end)
+    content = bytes(read(0, end))
     if len(content) != end:
         refuse(path, f"{end} bytes of header and ids", str(len(content)))
     return NodeHead(content, header, record, np.frombuffer(content, np.int64, offset=ordered[0][0]))
@@ -259,6 +291,7 @@ class NodeFile:
         content: its bytes.
 
     Attributes:
+        tensors: its tensors.
         digest: SHA-256 of all bytes before the digest.
 
     Raises:
@@ -267,27 +300,23 @@ class NodeFile:
 
     def __init__(self, path: str, head: NodeHead, content: Content) -> None:
         self.path, self.head, self.record = path, head, head.record
-        self._file = ContentTensors(head.header, content)
+        self.tensors = FileTensors(path, head.header, ranges_of(content))
         view = memoryview(content)
         self.digest = hashlib.sha256(view[:-DIGEST_BYTES]).hexdigest()
         if self.digest != view[-DIGEST_BYTES:].hex():
             refuse(path, f"bytes with the digest {view[-DIGEST_BYTES:].hex()[:16]}...", "others", "it is damaged")
 
-    def rows(self, group: int, tensor: str) -> Tensor:
-        """The rows of one tensor of a group of layers, `[layers, batch, kv_heads, rows, width]`."""
-        return self._file.get_tensor(rows_name(group, tensor))
-
-    def cache(self) -> SavedFile:
-        """The saved cache without rows.
+    def cache(self) -> FileTensors:
+        """The tensors of the saved cache without rows.
 
         Raises:
-            CacheFileError: it has none, or what it has is damaged.
+            CacheFileError: there is none, or it is damaged.
         """
         if not self.record.has_cache:
             refuse(self.path, "what its cache is", "rows alone")
-        content = self._file.get_tensor(CACHE).numpy().tobytes()
-        header = parse_header(self.path, len(content), lambda start, end: content[start:end])
-        return SavedFile(self.path, ContentTensors(header, content), header)
+        # A copy, since its numbers need not be where numbers of their dtype can be in this file.
+        read = ranges_of(self.tensors.get_tensor(CACHE).numpy().tobytes())
+        return FileTensors(self.path, parse_header(self.path, self.head.cache_bytes, read), read)
 
 
 def read_node(path: str) -> NodeFile:
@@ -302,10 +331,8 @@ def read_node(path: str) -> NodeFile:
         content = pathlib.Path(path).read_bytes()
     except OSError as error:
         raise CachePathError(f"{path} cannot be read: {error.strerror}.") from error
-    header = parse_header(path, len(content), lambda start, end: content[start:end])
-    if not is_node(header):
-        refuse(path, "a node of a prefix store", "another file")
-    return NodeFile(path, read_head(path, header, lambda start, end: content[start:end]), content)
+    read = ranges_of(content)
+    return NodeFile(path, read_head(path, parse_header(path, len(content), read), read), content)
 
 
 def new_head(record: NodeRecord, ids: Rows, cache_bytes: int) -> NodeHead:
@@ -319,7 +346,8 @@ def new_head(record: NodeRecord, ids: Rows, cache_bytes: int) -> NodeHead:
     Raises:
         CacheFileError: the record is larger than a file can hold.
     """
-    metadata = {"format": FORMAT, "format_version": str(NODE_VERSION), NODE: record.to_json()}
+    texts = {ENTRY: record.entry.to_json(), NODE: record.to_json()}
+    metadata = {"format": FORMAT, "format_version": str(NODE_VERSION), **texts}
     begin, header = header_of(record.tensors(len(ids), cache_bytes), metadata)
     return NodeHead(begin + ids.tobytes(), header, record, ids.copy())
 
@@ -332,8 +360,9 @@ def content_of(head: NodeHead, rows: Mapping[str, Sequence[Tensor]], cache: Cont
         rows: the tensors of each layer of a group, by the name of the tensor that they become.
         cache: the saved cache without rows, if it is to have that.
     """
-    content = begun(head.content, head.header)
-    file = ContentTensors(head.header, content)
+    content = bytearray(head.header.file_bytes)
+    content[: len(head.content)] = head.content
+    file = FileTensors("The file", head.header, ranges_of(content))
     for name, of_layers in rows.items():
         for place, states in zip(file.get_tensor(name), of_layers, strict=True):
             place.copy_(states)
@@ -345,46 +374,65 @@ def content_of(head: NodeHead, rows: Mapping[str, Sequence[Tensor]], cache: Cont
     return content
 
 
-def _record(path: str, content: Any) -> NodeRecord:
+@functools.lru_cache(KNOWN_ENTRIES)
+def _entry(text: str) -> EntryFacts:
+    path = "Its record"
+    content = _json(path, text)
     try:
-        record = _parsed(content)
-    except (TypeError, ValueError, LookupError, AttributeError):
-        refuse(path, "a record of a node", shown(content))
+        facts = EntryFacts(
+            **{
+                **content,
+                "layers": tuple(map(_text, content["layers"])),
+                "groups": tuple(_form(*group) for group in content["groups"]),
+            }
+        )
+        for text in (facts.label, facts.settings, *facts.versions, *facts.versions.values()):
+            _text(text)
+        _check(type(facts.cuttable) is bool)
+    except _MALFORMED:
+        refuse(path, "facts of an entry", shown(content))
     seen: set[tuple[int, str]] = set()
-    for group in record.groups:
+    for group in facts.groups:
         names = {(layer, form.name) for layer in group.layers for form in group.tensors}
         if seen & names or len(names) != len(group.layers) * len(group.tensors):
             refuse(path, "each tensor in one group of rows", "one in several")
         seen |= names
-        end = 0
-        for run in group.runs:
-            if run.first < end or not run.rows or run.first + run.tokens * (run.rows - 1) >= record.stop:
-                refuse(path, f"rows that follow one another before {record.stop}", shown(run))
-            end = run.first + run.tokens * run.rows
         if any(math.prod(max(size, 1) for size in form[2:]) > MAX_EMPTY_ELEMENTS for form in group.tensors):
             refuse(path, "forms that states have", shown(group.tensors))
+    return facts
+
+
+def _form(layers: list[Any], tensors: list[Any]) -> RowGroup:
+    forms = tuple(TensorForm(_text(name), DTYPES[dtype], *map(_count, sizes)) for name, dtype, *sizes in tensors)
+    _check(bool(layers) and bool(forms))
+    return RowGroup(tuple(map(_count, layers)), forms, ())
+
+
+def _record(path: str, entry: EntryFacts, text: str) -> NodeRecord:
+    content = _json(path, text)
+    try:
+        runs = [tuple(RowRun(*map(_count, run)) for run in of_group) for of_group in content.pop("runs")]
+        groups = [replace(group, runs=of_group) for group, of_group in zip(entry.groups, runs, strict=True)]
+        parts = {"lengths": tuple(map(_count, content["lengths"])), "groups": tuple(groups)}
+        record = NodeRecord(entry, **{**content, **parts})
+        _check(re.fullmatch(r"([0-9a-f]{64}\.safetensors)?", record.parent) is not None)
+        _check(re.fullmatch(r"([0-9a-f]{64})?", record.cache) is not None)
+        _check(type(record.whole) is bool and bool(record.cache) == record.has_cache)
+        _check(_count(record.start) < _count(record.stop) and bool(record.parent) == (record.start > 0))
+    except _MALFORMED:
+        refuse(path, "a record of a node", shown(content))
+    for of_group in runs:
+        end = 0
+        for run in of_group:
+            last = run.first + run.tokens * (run.rows - 1)
+            if run.first < end or not run.rows or not run.tokens or last >= record.stop:
+                refuse(path, f"rows that follow one another before {record.stop}", shown(run))
+            end = last + run.tokens
     return record
 
 
-def _parsed(content: Any) -> NodeRecord:
-    groups = []
-    for group in content["groups"]:
-        _check(set(group) == {"layers", "tensors", "runs"})
-        forms = [TensorForm(_text(name), DTYPES[dtype], *map(_count, form)) for name, dtype, *form in group["tensors"]]
-        layers = [_count(layer) for layer in group["layers"]]
-        runs = [RowRun(*map(_count, run)) for run in group["runs"]]
-        _check(bool(layers) and bool(forms) and all(run.tokens for run in runs))
-        groups.append(RowGroup(tuple(layers), tuple(forms), tuple(runs)))
-    kinds, lengths = map(_text, content["kinds"]), map(_count, content["lengths"])
-    parts = {"kinds": tuple(kinds), "lengths": tuple(lengths), "groups": tuple(groups)}
-    record = NodeRecord(**{**content, **parts})
-    texts = [record.label, record.settings, *record.versions, *record.versions.values()]
-    _check(all(isinstance(text, str) for text in texts))
-    _check(re.fullmatch(r"([0-9a-f]{64}\.safetensors)?", record.parent) is not None)
-    _check(re.fullmatch(r"([0-9a-f]{64})?", record.cache) is not None and bool(record.cache) == record.has_cache)
-    _check(type(record.cuttable) is bool and type(record.whole) is bool)
-    _check(_count(record.start) < _count(record.stop) and bool(record.parent) == (record.start > 0))
-    return record
+def _json(path: str, text: str) -> Any:
+    return parse_json(path, text.encode("utf-8", "surrogatepass"), "the record of a node")
 
 
 def _check(condition: bool) -> None:

@@ -56,7 +56,7 @@ Content = bytes | bytearray | memoryview
 """The bytes of a file."""
 
 
-ReadRange = Callable[[int, int], bytes]
+ReadRange = Callable[[int, int], Content]
 """Reads the bytes of a file from a start to an end, or fewer if the file ends before."""
 
 
@@ -172,7 +172,7 @@ def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
     Raises:
         CacheFileError: the header is invalid, or claims more than the file can hold.
     """
-    start = read(0, LENGTH_BYTES)
+    start = bytes(read(0, LENGTH_BYTES))
     room = file_bytes - LENGTH_BYTES
     length = int.from_bytes(start, "little")
     if len(start) < LENGTH_BYTES:
@@ -181,7 +181,7 @@ def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
         raise CacheFileError(f"{path} is no saved cache: it does not begin as the files of save_cache() do.")
     if length > min(room, MAX_HEADER_BYTES):
         refuse(path, f"a header of at most {min(room, MAX_HEADER_BYTES)} bytes", f"one that claims {length}")
-    content = parse_json(path, read(LENGTH_BYTES, LENGTH_BYTES + length), "the header")
+    content = parse_json(path, bytes(read(LENGTH_BYTES, LENGTH_BYTES + length)), "the header")
     if not isinstance(content, dict):
         refuse(path, "a header that names tensors", f"{shown(content)} in its place")
     metadata = content.pop("__metadata__", {})
@@ -223,28 +223,41 @@ def _entries(
     return entries, ranges
 
 
-class ContentTensors:
-    """The tensors of a file that was read, or mapped into memory, or is about to be written.
+class FileTensors:
+    """The tensors of a file, each of which is read when it is asked for.
 
     Args:
+        path: name of the file in errors.
         header: its header.
-        content: its bytes.
+        read: reads a range of its bytes.
+        most: bytes of the largest tensor that may be read.
     """
 
-    def __init__(self, header: Header, content: Content) -> None:
-        # A copy of the bytes of a remote file: torch warns of memory that must not be written to.
-        self._content = bytearray(content) if isinstance(content, bytes) else content
-        self._header = header
+    def __init__(self, path: str, header: Header, read: ReadRange, most: int = MOST_FILE_BYTES) -> None:
+        self.header = header
+        self._path, self._read, self._most = path, read, most
 
     def get_tensor(self, name: str) -> Tensor:
         """A tensor, as a view of the content where that is possible."""
-        entry, (start, end) = self._header.tensors[name], self._header.ranges[name]
+        entry, (start, end) = self.header.tensors[name], self.header.ranges[name]
         if start == end:
             return torch.empty(entry.shape, dtype=entry.dtype)
+        if end - start > self._most:
+            refuse(self._path, f"at most {self._most} bytes of {shown(name)}", str(end - start))
         if start % entry.dtype.itemsize:
-            raise CacheFileError(f"{name} is at {start}, where no number of {entry.dtype} can be.")
-        count = (end - start) // entry.dtype.itemsize
-        return torch.frombuffer(self._content, dtype=entry.dtype, count=count, offset=start).view(entry.shape)
+            refuse(self._path, f"{shown(name)} where numbers of {entry.dtype} can be", f"it at {start}")
+        data = self._read(start, end)
+        if len(data) != end - start:
+            refuse(self._path, f"{end - start} bytes of {shown(name)}", str(len(data)))
+        # A copy, since torch warns of memory that must not be written to.
+        writable = bytearray(data) if isinstance(data, bytes) else data
+        return torch.frombuffer(writable, dtype=entry.dtype).view(entry.shape)
+
+
+def ranges_of(content: Content) -> ReadRange:
+    """What reads ranges of bytes in memory, without copies if they may be written to."""
+    view = memoryview(bytearray(content) if isinstance(content, bytes) else content)
+    return lambda start, end: view[start:end]
 
 
 def header_of(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
@@ -277,17 +290,10 @@ def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytea
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     entries = {name: TensorEntry(tensors[name].dtype, tuple(tensors[name].shape)) for name in names}
     begin, header = header_of(entries, metadata)
-    content = begun(begin, header)
-    file = ContentTensors(header, content)
+    content = bytearray(begin.ljust(header.file_bytes, b"\0"))
+    file = FileTensors("The file", header, ranges_of(content))
     for name in names:
         file.get_tensor(name).copy_(tensors[name])
-    return content
-
-
-def begun(begin: bytes, header: Header) -> bytearray:
-    """The content of a file that begins with these bytes, and is still to be written."""
-    content = bytearray(header.file_bytes)
-    content[: len(begin)] = begin
     return content
 
 

@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kvlayers.core.token_store import KVPair
 from kvlayers.errors import CacheFileError, CachePathError
 from kvlayers.persistence.checksums import DIGEST_BYTES, checksum, digest_of, first_rows, runs
 from kvlayers.persistence.format import (
@@ -25,7 +26,6 @@ from kvlayers.persistence.format import (
 )
 from kvlayers.persistence.safetensors_header import (
     Header,
-    ReadRange,
     TensorEntry,
     read_header,
     refuse,
@@ -33,8 +33,6 @@ from kvlayers.persistence.safetensors_header import (
 )
 
 METADATA = ("format", "format_version", "description", "checksum")
-MAX_RANGE_BYTES = 64 * 2**20
-"""The largest tensor that is read into memory from a remote file: the ids of 8 million tokens."""
 
 
 class UnknownVersionError(CacheFileError):
@@ -102,6 +100,10 @@ class SavedFile:
         """Whether the file has the ids of the tokens."""
         return TOKEN_IDS in self.header.tensors
 
+    def pieces(self, prefix: str) -> list[KVPair]:
+        """Keys and values of a layer in several pieces, to be copied one after another; empty if each is one tensor."""
+        return []
+
     def tensor(self, name: str, tokens: int | None = None, verify: bool = True) -> Tensor:
         """A tensor, memory-mapped where that is possible: do not write to it.
 
@@ -155,33 +157,6 @@ def opened(path: str) -> Iterator[SavedFile]:
         except OSError as error:
             raise CachePathError(f"{path} cannot be read: {error}.") from error
         yield SavedFile(path, file, header)
-
-
-class RangedTensors:
-    """The tensors of a file that is read by ranges.
-
-    Args:
-        path: name of the file in errors.
-        header: its header.
-        read: reads a range of its bytes.
-    """
-
-    def __init__(self, path: str, header: Header, read: ReadRange) -> None:
-        self._path = path
-        self._header = header
-        self._read = read
-
-    def get_tensor(self, name: str) -> Tensor:
-        """A copy of a tensor."""
-        entry, (start, end) = self._header.tensors[name], self._header.ranges[name]
-        if end - start > MAX_RANGE_BYTES:
-            refuse(self._path, f"at most {MAX_RANGE_BYTES} bytes of {shown(name)}", str(end - start))
-        if start == end:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        data = self._read(start, end)
-        if len(data) != end - start:
-            refuse(self._path, f"{end - start} bytes of {shown(name)}", str(len(data)))
-        return torch.frombuffer(bytearray(data), dtype=entry.dtype).view(entry.shape)
 
 
 def covered_text(metadata: Mapping[str, str]) -> str:

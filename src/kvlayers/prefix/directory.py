@@ -19,14 +19,14 @@ from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.load import StateReader
 from kvlayers.persistence.node_file import NodeFile
 from kvlayers.persistence.rebuild import check_remakeable
-from kvlayers.persistence.safetensors_header import Content, ContentTensors, parse_header
+from kvlayers.persistence.safetensors_header import Content, FileTensors, parse_header, ranges_of
 from kvlayers.persistence.saved_file import EarlierEntryError, SavedFile
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
 from kvlayers.prefix.backends.contract import ABANDONED_SECONDS
 from kvlayers.prefix.entry import PrefixEntry, fork_at, restorable_length
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.nodes import Node, NodeTree, read_nodes, whole_cache
-from kvlayers.prefix.states import MOST_PIECES, NODE_TOKENS, ChainStates, EntryStates, span_needed
+from kvlayers.prefix.states import MOST_PIECES, NODE_TOKENS, EntryStates, NodesFile, span_needed
 from kvlayers.utils.options import checked_device
 
 logger = logging.getLogger(__name__)
@@ -346,19 +346,17 @@ class Directory:
         end = chain[-1].record
         length = min(length, len(stored.ids))
         first, stop = span_needed(end, length)
-        if end.cuttable:
+        if end.entry.cuttable:
             chain = [node for node in chain if node.start < stop]
         chain = [node for node in chain if node.record.stop > first or node is chain[-1]]
-        read, length = self._read(stored.path, chain, length, end.cuttable, deadline)
+        read, length = self._read(stored.path, chain, length, end.entry.cuttable, deadline)
         place = torch.device("cpu") if device is None else checked_device(device)
-        cut = length if end.cuttable else None
-        whole = [file for file in read if isinstance(file, SavedFile)]
-        nodes = [file for file in read if isinstance(file, NodeFile)]
+        cut = length if end.entry.cuttable else None
         try:
-            states = None if whole else ChainStates(nodes, length if end.cuttable else end.stop)
-            saved = whole[0] if states is None else states.saved
-            # The digest of a node was compared already.
-            cache = StateReader(saved, place, cut, states is None, states).new(config)
+            nodes = [file for file in read if isinstance(file, NodeFile)]
+            whole = [file for file in read if isinstance(file, SavedFile)]
+            saved = whole[0] if whole else NodesFile(nodes, end.stop if cut is None else cut)
+            cache = StateReader(saved, place, cut, verify=True).new(config)
         except CachePathError:
             raise
         except KVLayersError as error:
@@ -419,8 +417,9 @@ class Directory:
             if head is not None:
                 is_same = content[: len(head.content)] == head.content
                 return NodeFile(path, head, content) if is_same else replaced
-            header = parse_header(path, len(content), lambda start, end: bytes(content[start:end]))
-            saved = SavedFile(path, ContentTensors(header, content), header)
+            read = ranges_of(content)
+            header = parse_header(path, len(content), read)
+            saved = SavedFile(path, FileTensors(path, header, read), header)
             found = whole_cache(saved, StoredFile(node.name, len(content)))
         except KVLayersError as error:
             return error

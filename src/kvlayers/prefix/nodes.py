@@ -15,10 +15,10 @@ import torch
 from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.errors import CacheFileError, KVLayersError
 from kvlayers.persistence.format import TOKEN_IDS
-from kvlayers.persistence.node_file import NodeHead, NodeRecord, is_node, read_head
+from kvlayers.persistence.node_file import MAX_RANGE_BYTES, EntryFacts, NodeHead, NodeRecord, is_node, read_head
 from kvlayers.persistence.rebuild import loads_prefixes
-from kvlayers.persistence.safetensors_header import ReadRange, parse_header
-from kvlayers.persistence.saved_file import RangedTensors, SavedFile
+from kvlayers.persistence.safetensors_header import FileTensors, ReadRange, parse_header
+from kvlayers.persistence.saved_file import SavedFile
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile
 from kvlayers.prefix.backends.contract import SUFFIX
 from kvlayers.prefix.entry import PrefixEntry
@@ -48,7 +48,7 @@ class Node:
     @property
     def label(self) -> str:
         """Model and namespace."""
-        return self.record.label
+        return self.record.entry.label
 
     @property
     def lengths(self) -> set[int]:
@@ -58,7 +58,7 @@ class Node:
     @property
     def needs_config(self) -> bool:
         """Whether its layers cannot be made without the config of the model."""
-        return not all(kind in LAYER_CLASSES for kind in self.record.kinds)
+        return not all(kind in LAYER_CLASSES for kind in self.record.entry.layers)
 
     @property
     def start(self) -> int:
@@ -90,7 +90,7 @@ def look(path: str, file: StoredFile, read: ReadRange) -> Node | None:
     """
     header = parse_header(path, file.nbytes, read)
     if not is_node(header):
-        return whole_cache(SavedFile(path, RangedTensors(path, header, read), header), file)
+        return whole_cache(SavedFile(path, FileTensors(path, header, read, MAX_RANGE_BYTES), header), file)
     head = read_head(path, header, read)
     if head.digest + SUFFIX != file.name:
         raise CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
@@ -108,15 +108,9 @@ def whole_cache(saved: SavedFile, file: StoredFile) -> Node | None:
     label, _, texts = weights_id.partition(" ")
     numbers = [int(text) for text in texts.split(",") if text.isascii() and text.isdigit()]
     layers = [layer for _, layer in saved.description.layers()]
-    record = NodeRecord(
-        label,
-        tuple({layer.kind for layer in layers}),
-        parent="",
-        start=0,
-        stop=cache.length,
-        cuttable=all(map(loads_prefixes, layers)),
-        lengths=tuple(number for number in numbers if number <= cache.length),
-    )
+    facts = EntryFacts(label, tuple({layer.kind for layer in layers}), cuttable=all(map(loads_prefixes, layers)))
+    lengths = tuple(number for number in numbers if number <= cache.length)
+    record = NodeRecord(facts, parent="", start=0, stop=cache.length, lengths=lengths)
     return Node(file.name, file.nbytes, record, found[0].numpy().copy(), file=file)
 
 
@@ -126,6 +120,13 @@ def read_nodes(
     """The node in each file, or what is wrong with the file; `None` for other files, and for files that are gone."""
     for file, found in zip(files, backend.inspect(files, look), strict=True):
         yield file, None if isinstance(found, GoneError) else found
+
+
+def _continues(node: Node, parent: Node) -> bool:
+    """Whether an entry that ends behind a node begins with all tokens of its parent."""
+    # A packed block of the parent may reach into the tokens of the node.
+    both = parent.end - node.start
+    return both <= len(node.ids) and bool((parent.ids[len(parent.ids) - both :] == node.ids[:both]).all())
 
 
 class NodeTree:
@@ -176,11 +177,11 @@ class NodeTree:
         # Children begin behind the beginning of their parents.
         for node in sorted(self.nodes.values(), key=lambda node: -node.start):
             serves = served.get(node.name, set())
-            is_served = node.name in continued if node.record.cuttable else node.lengths <= serves
+            is_served = node.name in continued if node.record.entry.cuttable else node.lengths <= serves
             if node.record.whole and not is_served and node.name not in lost:
                 ends.append(node)
             parent = self.nodes.get(node.record.parent)
-            if parent is not None and parent.end == node.start:
+            if parent is not None and _continues(node, parent):
                 served.setdefault(parent.name, set()).update(serves, node.lengths)
                 continued.add(parent.name)
         return self._of_different_tokens(ends)
@@ -190,12 +191,12 @@ class NodeTree:
         trees: dict[tuple[str, bool], RadixTree[Node]] = {}
         tokens = [(node, self.ids(self.chain(node.name))) for node in ends]
         for node, ids in tokens:
-            trees.setdefault((node.label, node.record.cuttable), RadixTree()).insert(ids, node)
+            trees.setdefault((node.label, node.record.entry.cuttable), RadixTree()).insert(ids, node)
         different = []
         for node, ids in tokens:
-            begin_alike = trees[node.label, node.record.cuttable].nearest(ids)
+            begin_alike = trees[node.label, node.record.entry.cuttable].nearest(ids)
             first, second = next(begin_alike), next(begin_alike, None)
-            is_served = node.record.cuttable and second is not None and second.tokens == len(ids)
+            is_served = node.record.entry.cuttable and second is not None and second.tokens == len(ids)
             if first.value is node and not is_served:
                 different.append(node)
         return different

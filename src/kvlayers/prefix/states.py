@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_operations import CacheState
@@ -19,8 +20,9 @@ from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import CacheFileError, StateMismatchError, UnsupportedLayerError
 from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
-from kvlayers.persistence.format import Description, LayerRecord, ModelRecord, canonical
+from kvlayers.persistence.format import Description, LayerRecord, ModelRecord, canonical, layer_prefix
 from kvlayers.persistence.node_file import (
+    EntryFacts,
     NodeFile,
     NodeRecord,
     RowGroup,
@@ -34,6 +36,7 @@ from kvlayers.persistence.node_file import (
 from kvlayers.persistence.rebuild import loads_prefixes
 from kvlayers.persistence.safetensors_header import DTYPES, Content, file_of
 from kvlayers.persistence.save import described, with_checksums
+from kvlayers.persistence.saved_file import SavedFile
 from kvlayers.prefix.backends.contract import SUFFIX
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.nodes import Node
@@ -86,7 +89,6 @@ class EntryStates:
 
     def __init__(self, cache: Cache, label: str, ids: Tokens, lengths: Sequence[int]) -> None:
         self.ids = ids
-        self._cache, self._label = cache, label
         divided = [_divided(layer) for layer in cache.adapted_layers()]
         together: dict[tuple[object, ...], list[tuple[int, _LayerRows]]] = {}
         for index, (_, found, _) in enumerate(divided):
@@ -101,9 +103,15 @@ class EntryStates:
         description, small = described(cache, state, ModelRecord(), None)
         records = description.cache.layers
         self.cuttable = all(_is_cuttable(*each) for each in zip(records, divided, strict=True))
-        self._versions, self._kinds = description.versions, tuple(sorted({record.kind for record in records}))
         self._lengths = () if self.cuttable else tuple(lengths)
-        self._settings = _settings(cache, [(state.kind, settings) for state, _, settings in divided], small)
+        self._facts = EntryFacts(
+            label,
+            tuple(sorted({record.kind for record in records})),
+            self.cuttable,
+            _settings(cache, [(state.kind, settings) for state, _, settings in divided], small),
+            description.versions,
+            tuple(replace(group, runs=()) for group in self.groups),
+        )
         self._saved = _saved(description, small, self.cuttable)
         self._digest = hashlib.sha256(self._saved).hexdigest()
 
@@ -114,8 +122,8 @@ class EntryStates:
             chain: nodes, each behind its parent.
             tokens: how many of the first tokens they share.
         """
-        last = chain[-1].record if chain else None
-        if last is None or not last.groups or (last.cuttable, last.settings) != (self.cuttable, self._settings):
+        last = chain[-1].record.entry if chain else None
+        if last is None or not last.groups or (last.cuttable, last.settings) != (self.cuttable, self._facts.settings):
             return 0
         start = min(tokens, chain[-1].end) if self.cuttable else min(tokens, chain[-1].end, len(self.ids) - 1)
         stops = [node.start for node in chain[1:]] + [chain[-1].record.stop]
@@ -146,19 +154,7 @@ class EntryStates:
         for first, stop in itertools.pairwise(cuts):
             whole = stop == length or (self.cuttable and all(_can_end(group, stop) for group in self.groups))
             groups = tuple(group.between(0 if whole else first, stop) for group in self.groups)
-            record = NodeRecord(
-                self._label,
-                self._kinds,
-                parent,
-                first,
-                stop,
-                self.cuttable,
-                whole,
-                self._lengths if whole else (),
-                groups,
-                self._settings,
-                versions=self._versions,
-            )
+            record = NodeRecord(self._facts, parent, first, stop, whole, self._lengths if whole else (), groups)
             if record.has_cache:
                 record = replace(record, cache=self._digest)
             own = record.own()
@@ -291,7 +287,10 @@ def _of_dense(layer: TokenLayer, store: DenseStore) -> tuple[LayerState, list[_L
         part = store.fork()
         part.truncate(first + rows)
         pieces = part.pieces(rows)
-        return {"keys": _joined([piece.keys for piece in pieces]), "values": _joined([piece.values for piece in pieces])}
+        return {
+            "keys": _joined([piece.keys for piece in pieces]),
+            "values": _joined([piece.values for piece in pieces]),
+        }
 
     forms = _forms({name: state.tensors[name] for name in DENSE_NAMES if name in state.tensors})
     whole = LayerState(state.kind, state.tensors, {**state.facts, "length": length})
@@ -354,15 +353,12 @@ def _runs(first: int, tokens: Sequence[int]) -> tuple[RowRun, ...]:
     return tuple(runs)
 
 
-class ChainStates:
-    """The states that several nodes give together.
+class NodesFile(SavedFile):
+    """A saved cache whose rows are in several nodes.
 
     Args:
-        chain: the files of the nodes, each behind its parent.
+        chain: the files of the nodes, each behind its parent. The first or the last one has the cache without rows.
         length: rows that begin here or later are not used.
-
-    Attributes:
-        saved: the saved cache without rows, from the first or the last of the nodes.
 
     Raises:
         CacheFileError: the nodes do not have all rows that the last one describes.
@@ -370,22 +366,17 @@ class ChainStates:
 
     def __init__(self, chain: Sequence[NodeFile], length: int) -> None:
         records = [node.record for node in chain]
-        end = records[-1]
-        self.saved = chain[0 if end.cuttable else -1].cache()
-        self.saved.nbytes = sum(node.head.header.file_bytes for node in chain)
-        self._cuttable, layers = end.cuttable, self.saved.description.cache.layers
-        self._pieces: dict[tuple[int, str], list[Tensor]] = {}
-        self._lengths: Counter[int] = Counter()
-        self._blocks: dict[int, Tensor] = {}
+        end, path = records[-1], chain[-1].path
+        file = chain[0 if end.entry.cuttable else -1].cache()
+        super().__init__(path, file, file.header)
+        self.nbytes = sum(node.head.header.file_bytes for node in chain)
+        self._pieces: dict[str, list[Tensor]] = {}
+        lengths: Counter[int] = Counter()
         for group in end.groups:
+            names = [layer_prefix(None, layer) + form.name for layer in group.layers for form in group.tensors]
+            if not self.header.tensors.keys() >= set(names):
+                raise CacheFileError(f"{path} is damaged: it has rows of tensors that its cache lacks.")
             begins, ends = (each[: needed_rows(group, length)] for each in group.positions())
-            tokens = torch.from_numpy(ends - begins)
-            for layer in group.layers:
-                if layer >= len(layers) or not {form.name for form in group.tensors} <= set(layers[layer].tensors):
-                    raise CacheFileError(f"{chain[-1].path} is damaged: it has rows of tensors that its cache lacks.")
-                self._lengths[layer] += int(tokens.sum())
-                if _has_codes(group):
-                    self._blocks[layer] = tokens
             if not len(begins):
                 continue
             missing, begin = len(begins), int(begins[0])
@@ -393,39 +384,39 @@ class ChainStates:
             for node, stop in zip(chain, stops, strict=True):
                 for number, own in enumerate(node.record.own()):
                     used = own.between(begin, stop)
-                    if (node.record.settings, own.key) == (end.settings, group.key) and used.rows:
-                        first = int(np.searchsorted(own.positions()[0], used.runs[0].first))
+                    if (node.record.entry.settings, own.key) == (end.entry.settings, group.key) and used.rows:
                         missing -= used.rows
-                        self._add(node, number, own, first, used.rows)
+                        self._add(node, number, own, used)
             if missing:
-                raise CacheFileError(f"{chain[-1].path} is damaged: {missing} rows are in none of its nodes.")
+                raise CacheFileError(f"{path} is damaged: {missing} rows are in none of its nodes.")
+            tokens = ends - begins
+            for layer in group.layers if end.entry.cuttable else ():
+                lengths[layer] += int(tokens.sum())
+                if _has_codes(group):
+                    name = layer_prefix(None, layer) + "block_ends"
+                    self._pieces[name] = [super().tensor(name), torch.from_numpy(tokens)]
+        if end.entry.cuttable:
+            cache = self.description.cache
+            layers = [
+                replace(layer, facts={**layer.facts, "length": lengths[n]}) for n, layer in enumerate(cache.layers)
+            ]
+            cache = replace(cache, length=max(lengths.values(), default=0), layers=tuple(layers))
+            self.description = replace(self.description, cache=cache)
 
-    def _add(self, node: NodeFile, number: int, group: RowGroup, first: int, rows: int) -> None:
+    def _add(self, node: NodeFile, number: int, group: RowGroup, used: RowGroup) -> None:
+        first = int(np.searchsorted(group.positions()[0], used.runs[0].first))
         for form in group.tensors:
-            states = node.rows(number, form.name)[:, :, :, first : first + rows]
+            states = node.tensors.get_tensor(rows_name(number, form.name))[:, :, :, first : first + used.rows]
             for place, layer in enumerate(group.layers):
-                self._pieces.setdefault((layer, form.name), []).append(states[place])
+                self._pieces.setdefault(layer_prefix(None, layer) + form.name, []).append(states[place])
 
-    def pairs(self, index: int) -> list[KVPair]:
-        """Keys and values of the needed tokens of a layer, piece by piece, as views of the files."""
-        return list(zip(self._pieces.get((index, "keys"), []), self._pieces.get((index, "values"), []), strict=True))
+    @override
+    def pieces(self, prefix: str) -> list[KVPair]:
+        keys, values = (self._pieces.get(prefix + name, []) for name in DENSE_NAMES)
+        return list(zip(keys, values, strict=True))
 
-    def state(
-        self, index: int, record: LayerRecord, small: Callable[[str], Tensor]
-    ) -> tuple[dict[str, Tensor], Mapping[str, object]]:
-        """The tensors and the facts of a layer with the needed tokens.
-
-        Args:
-            index: the layer.
-            record: what the saved cache says about it.
-            small: the tensors of the saved cache, by name. Those that are divided into rows have none.
-        """
-        tensors = {
-            name: torch.cat(rows, 2) if (rows := self._pieces.get((index, name))) else small(name).clone()
-            for name in record.tensors
-        }
-        if not self._cuttable:
-            return tensors, record.facts
-        if index in self._blocks:
-            tensors["block_ends"] = torch.cat([tensors["block_ends"], self._blocks[index]])
-        return tensors, {**record.facts, "length": self._lengths[index]}
+    @override
+    def tensor(self, name: str, tokens: int | None = None, verify: bool = True) -> Tensor:
+        # The digest of a node, which was compared, is also one of the saved cache in it. Rows were left out before.
+        rows = self._pieces.get(name)
+        return super().tensor(name, verify=False) if rows is None else torch.cat(rows, min(rows[0].dim() - 1, 2))

@@ -5,6 +5,7 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import BinaryIO
 
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.atomic_file import clear_temporaries, replacing, temporary_name
@@ -82,14 +83,17 @@ class LocalBackend(StorageBackend):
     def inspect(self, files: Sequence[StoredFile], look: Look[Found]) -> Iterator[Found | KVLayersError]:
         """As `StorageBackend.inspect`."""
         for file in files:
-            content = self._mapped(file.name)
-            if isinstance(content, KVLayersError):
-                yield content
+            opened = self._opened(file.name)
+            if isinstance(opened, KVLayersError):
+                yield opened
                 continue
             try:
-                yield look(self.path_of(file.name), file, partial(_slice, content))
+                with opened:
+                    yield look(self.path_of(file.name), file, partial(_range, opened))
             except KVLayersError as error:
                 yield error
+            except OSError as error:
+                yield _unreachable(self.path_of(file.name), error)
 
     def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
         """As `StorageBackend.read`. All files are mapped first, so that the kernel reads ahead."""
@@ -108,15 +112,22 @@ class LocalBackend(StorageBackend):
 
     def _mapped(self, name: str) -> mmap.mmap | bytes | KVLayersError:
         """The content of a file, which stays the same if another process replaces or deletes the file."""
-        path = self.path_of(name)
+        opened = self._opened(name)
+        if isinstance(opened, KVLayersError):
+            return opened
         try:
-            if check_regular(path, missing_is_fine=True) is None:
-                return _gone(path)
-            with open(path, "rb") as opened:
+            with opened:
                 if not os.fstat(opened.fileno()).st_size:
                     return b""
                 # A private copy of what is written to, because torch warns of memory that it must not write to.
                 return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            return _unreachable(self.path_of(name), error)
+
+    def _opened(self, name: str) -> BinaryIO | KVLayersError:
+        path = self.path_of(name)
+        try:
+            return _gone(path) if check_regular(path, missing_is_fine=True) is None else open(path, "rb")
         except FileNotFoundError:
             return _gone(path)
         except CachePathError as error:
@@ -159,8 +170,9 @@ class LocalBackend(StorageBackend):
             raise failure
 
 
-def _slice(content: mmap.mmap | bytes, start: int, end: int) -> bytes:
-    return content[start:end]
+def _range(opened: BinaryIO, start: int, end: int) -> bytes:
+    opened.seek(start)
+    return opened.read(end - start)
 
 
 def _gone(path: str) -> GoneError:

@@ -120,11 +120,15 @@ class RemoteBackend(StorageBackend):
             try:
                 return look(self.path_of(file.name), file, partial(self._read, file, known))
             except (CacheFileError, UnreachableError):
-                now = self._existing(file.name)
+                (now,) = self.find([file.name])
+                if now is None:
+                    raise self._gone(file.name) from None
                 if now == file:
                     raise
                 file, known = now, {}
-        raise self._keeps_changing(file.name)
+        raise UnreachableError(
+            f"{self.path_of(file.name)} was replaced {ATTEMPTS} times while it was read: try again later."
+        )
 
     def _read(
         self, file: StoredFile, known: Mapping[ByteRange, bytes | UnreachableError], start: int, end: int
@@ -165,7 +169,7 @@ class RemoteBackend(StorageBackend):
         try:
             return coming.result(None if deadline is None else max(deadline - time.monotonic(), 0))
         except NotArrived:
-            return [self._late(file.name) for file in batch]
+            return [UnreachableError(f"{self.path_of(file.name)} has not arrived in time.") for file in batch]
         except UnreachableError as error:
             return [error] * len(batch)
 
@@ -184,22 +188,8 @@ class RemoteBackend(StorageBackend):
                 found.append(content)
         return found
 
-    def _existing(self, name: str) -> StoredFile:
-        (file,) = self.find([name])
-        if file is None:
-            raise self._gone(name)
-        return file
-
     def _gone(self, name: str) -> GoneError:
         return GoneError(f"{self.path_of(name)} does not exist: it was deleted.")
-
-    def _late(self, name: str) -> UnreachableError:
-        return UnreachableError(f"{self.path_of(name)} has not arrived in time.")
-
-    def _keeps_changing(self, name: str) -> UnreachableError:
-        return UnreachableError(
-            f"{self.path_of(name)} was replaced {ATTEMPTS} times while it was read: try again later."
-        )
 
 
 def _ends(file: StoredFile) -> list[ByteRange]:

@@ -10,10 +10,10 @@ from torch import Tensor
 from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.errors import CacheFileError
 from kvlayers.persistence.format import TOKEN_IDS, Description, LayerRecord
-from kvlayers.persistence.node_file import NodeRecord, read_node
+from kvlayers.persistence.node_file import NodeRecord, is_node, read_node
 from kvlayers.persistence.rebuild import loads_prefixes
-from kvlayers.persistence.safetensors_header import checked_path, refuse
-from kvlayers.persistence.saved_file import NodeError, SavedFile, opened
+from kvlayers.persistence.safetensors_header import FileTensors, checked_path, opened_tensors, refuse
+from kvlayers.persistence.saved_file import SavedFile
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,14 @@ class CacheFile:
         """
         if not self.has_token_ids:
             return None
-        another = f"{self.path} is another one by now than the file that was inspected: inspect it again."
+        file = opened_tensors(self.path)
+        found = SavedFile(file) if self.node is None else read_node(file)
+        if found.checksum != self.checksum:
+            raise CacheFileError(
+                f"{self.path} is another one by now than the file that was inspected: inspect it again."
+            )
         with torch.inference_mode(False):
-            if self.node is not None:
-                node = read_node(self.path)
-                if node.digest != self.checksum:
-                    raise CacheFileError(another)
-                return torch.from_numpy(node.head.ids.copy())[None]
-            with opened(self.path) as saved:
-                if saved.header.metadata["checksum"] != self.checksum:
-                    raise CacheFileError(another)
-                return saved.tensor(TOKEN_IDS).clone()
+            return found.tensor(TOKEN_IDS).clone()
 
 
 def inspect_cache(path: str | os.PathLike[str]) -> CacheFile:
@@ -104,32 +101,29 @@ def inspect_cache(path: str | os.PathLike[str]) -> CacheFile:
         CacheFileError: what it says is damaged, or it is no file of a cache.
         CachePathError: there is no such file, it cannot be read, or is no regular file.
     """
-    path = checked_path(path)
-    try:
-        with opened(path) as saved:
-            return _summary(saved)
-    except NodeError:
-        return _of_node(path)
+    file = opened_tensors(checked_path(path))
+    return _of_node(file) if is_node(file.header) else _summary(SavedFile(file))
 
 
-def _of_node(path: str) -> CacheFile:
+def _of_node(file: FileTensors) -> CacheFile:
     """What a node of a prefix store says, and the node before it that has the saved cache without rows."""
-    node = holder = read_node(path)
+    path, node = file.path, read_node(file)
+    holder = node
     while not holder.record.has_cache:
-        before = read_node(os.path.join(os.path.dirname(path), holder.record.parent))
+        before = read_node(opened_tensors(os.path.join(os.path.dirname(path), holder.record.parent)))
         if before.record.start >= holder.record.start:
             refuse(path, "a parent with the tokens before", "one with others")
         holder = before
-    record, tensors = node.record, holder.cache()
+    record = node.record
     return replace(
-        _summary(SavedFile(holder.path, tensors, tensors.header)),
+        _summary(SavedFile(holder.cache())),
         path=path,
         length=record.start + len(node.head.ids),
         nbytes=node.head.header.file_bytes,
         weights_id=record.entry.label,
         versions=record.entry.versions,
         has_token_ids=True,
-        checksum=node.digest,
+        checksum=node.checksum,
         node=record,
     )
 
@@ -156,7 +150,7 @@ def _summary(saved: SavedFile) -> CacheFile:
         metadata=saved.metadata,
         bits=tuple(_bits(layer) for _, layer in description.layers()),
         backends=tuple(_backend(layer) for _, layer in description.layers()),
-        checksum=header.metadata["checksum"],
+        checksum=saved.checksum,
         has_prefixes=all(loads_prefixes(layer) for _, layer in description.layers()),
     )
 
@@ -177,6 +171,6 @@ def _dtype(description: Description, saved: SavedFile) -> torch.dtype | None:
         entry.dtype
         for prefix, layer in description.layers()
         for name in layer.tensors
-        if (entry := saved.form(prefix + name)) is not None and entry.dtype.is_floating_point
+        if (entry := saved.header.tensors.get(prefix + name)) is not None and entry.dtype.is_floating_point
     }
     return found.pop() if len(found) == 1 else None

@@ -24,8 +24,8 @@ from kvlayers.persistence.rebuild import (
     read_rotaries,
     rebuilt,
 )
-from kvlayers.persistence.safetensors_header import checked_path
-from kvlayers.persistence.saved_file import SavedFile, opened
+from kvlayers.persistence.safetensors_header import checked_path, opened_tensors
+from kvlayers.persistence.saved_file import SavedFile
 from kvlayers.upstream.model_types import config_of
 from kvlayers.utils.options import checked_device
 
@@ -83,11 +83,11 @@ def load_cache(
         place = _device_of(into) if into is not None else torch.device("cpu")
     else:
         place = checked_device(device)
-    with opened(path) as saved:
-        check_model(path, saved.description, config, weights_id)
-        _check_length(path, saved.description.cache, length)
-        reader = StateReader(saved, place, length, verify)
-        return reader.new(config) if into is None else reader.fill(into)
+    saved = SavedFile(opened_tensors(path))
+    check_model(path, saved.description, config, weights_id)
+    _check_length(path, saved.description.cache, length)
+    reader = StateReader(saved, place, length, verify)
+    return reader.new(config) if into is None else reader.fill(into)
 
 
 def _device_of(cache: Cache) -> torch.device:

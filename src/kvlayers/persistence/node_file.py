@@ -7,7 +7,6 @@ same for all nodes that follow one another, so it is in the first one: a whole s
 import functools
 import hashlib
 import math
-import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvlayers.errors import CacheFileError, CachePathError
+from kvlayers.errors import CacheFileError
 from kvlayers.persistence.checksums import DIGEST_BYTES
 from kvlayers.persistence.format import FORMAT, MAX_TOKENS, NODE_VERSION, TOKEN_IDS, canonical
 from kvlayers.persistence.safetensors_header import (
@@ -30,7 +29,6 @@ from kvlayers.persistence.safetensors_header import (
     Header,
     ReadRange,
     TensorEntry,
-    check_regular,
     header_of,
     parse_header,
     parse_json,
@@ -230,12 +228,6 @@ class NodeHead:
     ids: Rows
 
     @property
-    def cache_bytes(self) -> int:
-        """Bytes of the saved cache without rows."""
-        start, end = self.header.ranges[CACHE]
-        return end - start
-
-    @property
     def digest(self) -> str:
         """What identifies the node: a SHA-256 of its record and its tokens."""
         texts = f"{self.header.metadata[ENTRY]}\n{self.header.metadata[NODE]}\n"
@@ -283,28 +275,30 @@ def read_head(path: str, header: Header, read: ReadRange) -> NodeHead:
 
 
 class NodeFile:
-    """The content of a node, all bytes of which were compared with their digest.
+    """A node, all bytes of which were compared with their digest.
 
     Args:
-        path: name of the file in errors.
-        head: its beginning, which was compared with the content.
-        content: its bytes.
+        file: its tensors.
+        head: its beginning, which was compared with the file.
 
     Attributes:
-        tensors: its tensors.
-        digest: SHA-256 of all bytes before the digest.
+        path: path of the file.
+        record: its place, and which rows it has.
+        checksum: SHA-256 of all bytes before the digest.
 
     Raises:
         CacheFileError: bytes have changed since it was written.
     """
 
-    def __init__(self, path: str, head: NodeHead, content: Content) -> None:
-        self.path, self.head, self.record = path, head, head.record
-        self.tensors = FileTensors(path, head.header, ranges_of(content))
-        view = memoryview(content)
-        self.digest = hashlib.sha256(view[:-DIGEST_BYTES]).hexdigest()
-        if self.digest != view[-DIGEST_BYTES:].hex():
-            refuse(path, f"bytes with the digest {view[-DIGEST_BYTES:].hex()[:16]}...", "others", "it is damaged")
+    def __init__(self, file: FileTensors, head: NodeHead) -> None:
+        self.path, self.head, self.record = file.path, head, head.record
+        # Every tensor is in the bytes that are compared here.
+        self.tensor = file.get_tensor
+        end = head.header.file_bytes - DIGEST_BYTES
+        self.checksum = hashlib.sha256(file.read(0, end)).hexdigest()
+        expected = bytes(file.read(end, end + DIGEST_BYTES)).hex()
+        if self.checksum != expected:
+            refuse(file.path, f"bytes with the digest {expected[:16]}...", "others", "it is damaged")
 
     def cache(self) -> FileTensors:
         """The tensors of the saved cache without rows.
@@ -315,24 +309,18 @@ class NodeFile:
         if not self.record.has_cache:
             refuse(self.path, "what its cache is", "rows alone")
         # A copy, since its numbers need not be where numbers of their dtype can be in this file.
-        read = ranges_of(self.tensors.get_tensor(CACHE).numpy().tobytes())
-        return FileTensors(self.path, parse_header(self.path, self.head.cache_bytes, read), read)
+        content = self.tensor(CACHE).numpy().tobytes()
+        read = ranges_of(content)
+        return FileTensors(self.path, parse_header(self.path, len(content), read), read)
 
 
-def read_node(path: str) -> NodeFile:
+def read_node(file: FileTensors) -> NodeFile:
     """The node in a file.
 
     Raises:
         CacheFileError: it is damaged, or no node.
-        CachePathError: it does not exist, or cannot be read.
     """
-    check_regular(path)
-    try:
-        content = pathlib.Path(path).read_bytes()
-    except OSError as error:
-        raise CachePathError(f"{path} cannot be read: {error.strerror}.") from error
-    read = ranges_of(content)
-    return NodeFile(path, read_head(path, parse_header(path, len(content), read), read), content)
+    return NodeFile(file, read_head(file.path, file.header, file.read))
 
 
 def new_head(record: NodeRecord, ids: Rows, cache_bytes: int) -> NodeHead:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import mmap
 import os
 import reprlib
 import stat
@@ -141,24 +142,17 @@ def check_regular(path: str, missing_is_fine: bool = False) -> os.stat_result | 
     return found
 
 
-def read_header(path: str) -> Header:
-    """Read the header of a file, and nothing else.
+def mapped(path: str) -> mmap.mmap | bytes:
+    """The content of a file, which stays the same if another process replaces or deletes the file.
 
     Raises:
-        CacheFileError: the header is invalid, or claims more than the file can hold.
-        CachePathError: the file does not exist, or cannot be read.
+        OSError: it does not exist, or cannot be read.
     """
-    check_regular(path)
-    try:
-        with open(path, "rb") as file:
-
-            def read(start: int, end: int) -> bytes:
-                file.seek(start)
-                return file.read(end - start)
-
-            return parse_header(path, os.fstat(file.fileno()).st_size, read)
-    except OSError as error:
-        raise CachePathError(f"{path} cannot be read: {error.strerror}.") from error
+    with open(path, "rb") as opened:
+        if not os.fstat(opened.fileno()).st_size:
+            return b""
+        # A private copy of what is written to, because torch warns of memory that it must not write to.
+        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
@@ -234,8 +228,7 @@ class FileTensors:
     """
 
     def __init__(self, path: str, header: Header, read: ReadRange, most: int = MOST_FILE_BYTES) -> None:
-        self.header = header
-        self._path, self._read, self._most = path, read, most
+        self.path, self.header, self.read, self._most = path, header, read, most
 
     def get_tensor(self, name: str) -> Tensor:
         """A tensor, as a view of the content where that is possible."""
@@ -243,18 +236,33 @@ class FileTensors:
         if start == end:
             return torch.empty(entry.shape, dtype=entry.dtype)
         if end - start > self._most:
-            refuse(self._path, f"at most {self._most} bytes of {shown(name)}", str(end - start))
-        if start % entry.dtype.itemsize:
-            refuse(self._path, f"{shown(name)} where numbers of {entry.dtype} can be", f"it at {start}")
-        data = self._read(start, end)
+            refuse(self.path, f"at most {self._most} bytes of {shown(name)}", str(end - start))
+        data = self.read(start, end)
         if len(data) != end - start:
-            refuse(self._path, f"{end - start} bytes of {shown(name)}", str(len(data)))
-        # A copy, since torch warns of memory that must not be written to.
-        writable = bytearray(data) if isinstance(data, bytes) else data
-        return torch.frombuffer(writable, dtype=entry.dtype).view(entry.shape)
+            refuse(self.path, f"{end - start} bytes of {shown(name)}", str(len(data)))
+        # Torch warns of memory that must not be written to, and a number must be where one of its dtype can be.
+        if isinstance(data, bytes) or start % entry.dtype.itemsize:
+            data = bytearray(data)
+        return torch.frombuffer(data, dtype=entry.dtype).view(entry.shape)
 
 
-def ranges_of(content: Content) -> ReadRange:
+def opened_tensors(path: str) -> FileTensors:
+    """The tensors of a file, mapped into memory.
+
+    Raises:
+        CacheFileError: the header is invalid, or claims more than the file can hold.
+        CachePathError: the file does not exist, or cannot be read.
+    """
+    check_regular(path)
+    try:
+        content = mapped(path)
+    except OSError as error:
+        raise CachePathError(f"{path} cannot be read: {error.strerror}.") from error
+    read = ranges_of(content)
+    return FileTensors(path, parse_header(path, len(content), read), read)
+
+
+def ranges_of(content: Content | mmap.mmap) -> ReadRange:
     """What reads ranges of bytes in memory, without copies if they may be written to."""
     view = memoryview(bytearray(content) if isinstance(content, bytes) else content)
     return lambda start, end: view[start:end]

@@ -31,7 +31,7 @@ from kvlayers.persistence.format import (
     metadata_text,
     rotary_name,
 )
-from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry, checked_path, read_header
+from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry, checked_path, opened_tensors
 from kvlayers.persistence.saved_file import covered_text
 from kvlayers.version import __version__
 
@@ -115,7 +115,7 @@ def with_checksums(
 def _check_readable(path: str) -> None:
     """Raise `StateMismatchError` if the written file could not be read. It must not replace a readable file."""
     try:
-        read_header(path)
+        opened_tensors(path)
     except CacheFileError as error:
         raise StateMismatchError(f"The cache has more than a file can hold: {error}") from error
 

@@ -1,15 +1,12 @@
 """An open file of a cache, whose header and description were checked, and whose tensors were not read yet."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Mapping
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvlayers.core.token_store import KVPair
-from kvlayers.errors import CacheFileError, CachePathError
+from kvlayers.errors import CacheFileError
 from kvlayers.persistence.checksums import DIGEST_BYTES, checksum, digest_of, first_rows, runs
 from kvlayers.persistence.format import (
     DIGESTS,
@@ -25,9 +22,9 @@ from kvlayers.persistence.format import (
     rotary_name,
 )
 from kvlayers.persistence.safetensors_header import (
+    FileTensors,
     Header,
     TensorEntry,
-    read_header,
     refuse,
     shown,
 )
@@ -43,57 +40,47 @@ class EarlierEntryError(UnknownVersionError):
     """A file is of an entry that an earlier kvlayers has written, and that is not read any more."""
 
 
-class NodeError(CacheFileError):
-    """A file is a node of a prefix store, which has a part of the states."""
-
-
-class Tensors(Protocol):
-    """The tensors of a file."""
-
-    def get_tensor(self, name: str) -> Tensor:
-        """One tensor, as it is stored in the file."""
-
-
 class SavedFile:
     """A file whose content was checked, except for the bytes of its states, which are checked when they are read.
 
     Args:
-        path: path of the file.
-        file: its tensors, as safetensors has mapped them, or from elsewhere.
-        header: what was read from it before.
+        file: its tensors.
 
     Attributes:
+        path: path of the file.
+        header: its header.
         description: what it says about its cache.
         nbytes: bytes of the file; a reader of several files sets those of all of them.
         metadata: texts of whoever saved it.
+        checksum: SHA-256 of the whole file.
 
     Raises:
         CacheFileError: it is damaged.
     """
 
-    def __init__(self, path: str, file: Tensors, header: Header) -> None:
-        self.path = path
-        self.header = header
+    def __init__(self, file: FileTensors) -> None:
+        self.path, self.header, self._file = file.path, file.header, file
+        path, header = file.path, file.header
         self.description = _described(path, header)
         self.metadata = read_metadata(path, header.metadata.get(OWN_METADATA, "{}"))
-        self._file = file
         self.nbytes = header.file_bytes
         self._rows = first_rows(self._covered())
         rows = self._rows[""]
         entry = header.tensors.get(DIGESTS)
         if entry is None or (entry.dtype, entry.shape) != (torch.uint8, (rows, DIGEST_BYTES)):
             refuse(path, f"digests [{rows}, {DIGEST_BYTES}]", str(entry and list(entry.shape)))
-        self._digests = self._mapped(DIGESTS)
-        total = checksum(covered_text(header.metadata), self._covered(), self._digests)
-        if total != header.metadata["checksum"]:
-            refuse(path, f"the checksum {total}", shown(header.metadata["checksum"]), "it is damaged; save it again")
+        self._digests = file.get_tensor(DIGESTS)
+        self.checksum = checksum(covered_text(header.metadata), self._covered(), self._digests)
+        if self.checksum != header.metadata["checksum"]:
+            refuse(
+                path,
+                f"the checksum {self.checksum}",
+                shown(header.metadata["checksum"]),
+                "it is damaged; save it again",
+            )
 
     def _covered(self) -> dict[str, TensorEntry]:
         return {name: entry for name, entry in self.header.tensors.items() if name != DIGESTS}
-
-    def form(self, name: str) -> TensorEntry | None:
-        """Dtype and shape of a tensor; `None` if there is no such tensor."""
-        return self.header.tensors.get(name)
 
     @property
     def has_token_ids(self) -> bool:
@@ -115,7 +102,7 @@ class SavedFile:
         Raises:
             CacheFileError: bytes have changed since it was saved.
         """
-        states = self._mapped(name)
+        states = self._file.get_tensor(name)
         needed = states.shape[2] if tokens is None and states.dim() == 4 else (tokens or 0)
         for row, (start, end) in enumerate(runs(tuple(states.shape)), self._rows[name]):
             if verify and (start < needed or start == 0):
@@ -128,35 +115,6 @@ class SavedFile:
                         "it is damaged; save it again",
                     )
         return states if tokens is None else states[:, :, :tokens]
-
-    def _mapped(self, name: str) -> Tensor:
-        states = self._file.get_tensor(name)
-        entry = self.header.tensors[name]
-        if (states.dtype, tuple(states.shape)) != (entry.dtype, entry.shape):
-            raise _replaced(self.path)
-        return states
-
-
-@contextlib.contextmanager
-def opened(path: str) -> Iterator[SavedFile]:
-    """Open and check the file at `path` for the duration of the context.
-
-    Raises:
-        CacheFileError: the file is damaged, is not a saved cache, or has a later version of the format.
-        CachePathError: the file does not exist, or cannot be read.
-    """
-    header = read_header(path)
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            # The file was opened a second time, and may have been replaced meanwhile.
-            if file.metadata() != header.metadata:
-                raise _replaced(path)
-        except SafetensorError as error:
-            raise CacheFileError(f"{path} is not a safetensors file: {error}.") from error
-        except OSError as error:
-            raise CachePathError(f"{path} cannot be read: {error}.") from error
-        yield SavedFile(path, file, header)
 
 
 def covered_text(metadata: Mapping[str, str]) -> str:
@@ -176,9 +134,11 @@ def _described(path: str, header: Header) -> Description:
             "another directory. What they held is computed and written again."
         )
     if version == str(NODE_VERSION):
-        raise NodeError(
-            f"{path} must have the states of its cache, got a node of a prefix store, which has a part of them: open "
-            "its directory with PrefixStore(directory=...)."
+        refuse(
+            path,
+            "the states of its cache",
+            "a node of a prefix store, which has a part of them",
+            "open its directory with PrefixStore(directory=...)",
         )
     if version not in READ_VERSIONS:
         raise UnknownVersionError(
@@ -194,7 +154,3 @@ def _described(path: str, header: Header) -> Description:
     if sorted(names) != sorted(name for name in header.tensors if name != TOKEN_IDS):
         refuse(path, "the tensors that it describes, and no others", f"{len(header.tensors)} of other names")
     return description
-
-
-def _replaced(path: str) -> CacheFileError:
-    return CacheFileError(f"{path} was replaced while it was read: load it again.")

@@ -414,12 +414,11 @@ class Directory:
         replaced = CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
         try:
             # Compared now, and not only when the store was opened, since other processes may write to the directory.
-            if head is not None:
-                is_same = content[: len(head.content)] == head.content
-                return NodeFile(path, head, content) if is_same else replaced
             read = ranges_of(content)
-            header = parse_header(path, len(content), read)
-            saved = SavedFile(path, FileTensors(path, header, read), header)
+            if head is not None:
+                is_same = read(0, len(head.content)) == head.content
+                return NodeFile(FileTensors(path, head.header, read), head) if is_same else replaced
+            saved = SavedFile(FileTensors(path, parse_header(path, len(content), read), read))
             found = whole_cache(saved, StoredFile(node.name, len(content)))
         except KVLayersError as error:
             return error

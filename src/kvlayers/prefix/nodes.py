@@ -90,7 +90,7 @@ def look(path: str, file: StoredFile, read: ReadRange) -> Node | None:
     """
     header = parse_header(path, file.nbytes, read)
     if not is_node(header):
-        return whole_cache(SavedFile(path, FileTensors(path, header, read, MAX_RANGE_BYTES), header), file)
+        return whole_cache(SavedFile(FileTensors(path, header, read, MAX_RANGE_BYTES)), file)
     head = read_head(path, header, read)
     if head.digest + SUFFIX != file.name:
         raise CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")

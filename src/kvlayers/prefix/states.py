@@ -367,8 +367,7 @@ class NodesFile(SavedFile):
     def __init__(self, chain: Sequence[NodeFile], length: int) -> None:
         records = [node.record for node in chain]
         end, path = records[-1], chain[-1].path
-        file = chain[0 if end.entry.cuttable else -1].cache()
-        super().__init__(path, file, file.header)
+        super().__init__(chain[0 if end.entry.cuttable else -1].cache())
         self.nbytes = sum(node.head.header.file_bytes for node in chain)
         self._pieces: dict[str, list[Tensor]] = {}
         lengths: Counter[int] = Counter()
@@ -406,7 +405,7 @@ class NodesFile(SavedFile):
     def _add(self, node: NodeFile, number: int, group: RowGroup, used: RowGroup) -> None:
         first = int(np.searchsorted(group.positions()[0], used.runs[0].first))
         for form in group.tensors:
-            states = node.tensors.get_tensor(rows_name(number, form.name))[:, :, :, first : first + used.rows]
+            states = node.tensor(rows_name(number, form.name))[:, :, :, first : first + used.rows]
             for place, layer in enumerate(group.layers):
                 self._pieces.setdefault(layer_prefix(None, layer) + form.name, []).append(states[place])
 

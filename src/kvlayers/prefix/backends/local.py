@@ -4,12 +4,10 @@ import contextlib
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import BinaryIO
 
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.atomic_file import clear_temporaries, replacing, temporary_name
-from kvlayers.persistence.safetensors_header import Content, check_regular
+from kvlayers.persistence.safetensors_header import Content, check_regular, mapped, ranges_of
 from kvlayers.prefix.backends.contract import (
     ABANDONED_SECONDS,
     SUFFIX,
@@ -83,17 +81,15 @@ class LocalBackend(StorageBackend):
     def inspect(self, files: Sequence[StoredFile], look: Look[Found]) -> Iterator[Found | KVLayersError]:
         """As `StorageBackend.inspect`."""
         for file in files:
-            opened = self._opened(file.name)
-            if isinstance(opened, KVLayersError):
-                yield opened
-                continue
+            content = self._mapped(file.name)
             try:
-                with opened:
-                    yield look(self.path_of(file.name), file, partial(_range, opened))
+                yield (
+                    content
+                    if isinstance(content, KVLayersError)
+                    else look(self.path_of(file.name), file, ranges_of(content))
+                )
             except KVLayersError as error:
                 yield error
-            except OSError as error:
-                yield _unreachable(self.path_of(file.name), error)
 
     def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
         """As `StorageBackend.read`. All files are mapped first, so that the kernel reads ahead."""
@@ -111,23 +107,9 @@ class LocalBackend(StorageBackend):
                 yield memoryview(content)
 
     def _mapped(self, name: str) -> mmap.mmap | bytes | KVLayersError:
-        """The content of a file, which stays the same if another process replaces or deletes the file."""
-        opened = self._opened(name)
-        if isinstance(opened, KVLayersError):
-            return opened
-        try:
-            with opened:
-                if not os.fstat(opened.fileno()).st_size:
-                    return b""
-                # A private copy of what is written to, because torch warns of memory that it must not write to.
-                return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        except OSError as error:
-            return _unreachable(self.path_of(name), error)
-
-    def _opened(self, name: str) -> BinaryIO | KVLayersError:
         path = self.path_of(name)
         try:
-            return _gone(path) if check_regular(path, missing_is_fine=True) is None else open(path, "rb")
+            return _gone(path) if check_regular(path, missing_is_fine=True) is None else mapped(path)
         except FileNotFoundError:
             return _gone(path)
         except CachePathError as error:
@@ -168,11 +150,6 @@ class LocalBackend(StorageBackend):
                 failure = UnreachableError(f"cannot delete {self.path_of(name)}: {error.strerror}.")
         if failure is not None:
             raise failure
-
-
-def _range(opened: BinaryIO, start: int, end: int) -> bytes:
-    opened.seek(start)
-    return opened.read(end - start)
 
 
 def _gone(path: str) -> GoneError:

@@ -191,7 +191,7 @@ def _is_cuttable(record: LayerRecord, divided: _Divided) -> bool:
     keeps_all = layer_class is not None and layer_class.keeps_every_token is True
     is_packed = keeps_all and record.facts.get("store") == "QuantizedStore" and set(record.tensors) <= _OF_PACKED_LAYERS
     others = set(state.tensors) - {form.name for rows in found for form in rows.forms} - _WITHOUT_ROWS
-    is_divided = not any(state.tensors[name].shape[2] for name in others)
+    is_divided = not any(state.tensors[name].numel() for name in others)
     return bool(found) and is_divided and (is_packed or loads_prefixes(record))
 
 

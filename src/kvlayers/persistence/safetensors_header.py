@@ -9,7 +9,7 @@ import reprlib
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import torch
 from torch import Tensor
@@ -142,17 +142,16 @@ def check_regular(path: str, missing_is_fine: bool = False) -> os.stat_result | 
     return found
 
 
-def mapped(path: str) -> mmap.mmap | bytes:
+def mapped(opened: BinaryIO) -> mmap.mmap | bytes:
     """The content of a file, which stays the same if another process replaces or deletes the file.
 
     Raises:
-        OSError: it does not exist, or cannot be read.
+        OSError: it cannot be read.
     """
-    with open(path, "rb") as opened:
-        if not os.fstat(opened.fileno()).st_size:
-            return b""
-        # A private copy of what is written to, because torch warns of memory that it must not write to.
-        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+    if not os.fstat(opened.fileno()).st_size:
+        return b""
+    # A private copy of what is written to, because torch warns of memory that it must not write to.
+    return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
@@ -255,7 +254,8 @@ def opened_tensors(path: str) -> FileTensors:
     """
     check_regular(path)
     try:
-        content = mapped(path)
+        with open(path, "rb") as opened:
+            content = mapped(opened)
     except OSError as error:
         raise CachePathError(f"{path} cannot be read: {error.strerror}.") from error
     read = ranges_of(content)
@@ -306,7 +306,7 @@ def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytea
 
 
 def _are_sizes(numbers: object) -> bool:
-    return isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
+    return isinstance(numbers, list) and {int}.issuperset(map(type, numbers)) and min(numbers, default=0) >= 0
 
 
 def parse_json(path: str, text: bytes, what: str) -> Any:
@@ -318,13 +318,7 @@ def parse_json(path: str, text: bytes, what: str) -> Any:
     if text.count(b"[") + text.count(b"{") > MAX_BRACKETS:
         refuse(path, f"at most {MAX_BRACKETS} lists and objects in {what}", "more")
     try:
-        return json.loads(
-            text.decode("utf-8"),
-            object_pairs_hook=_without_repetition,
-            parse_constant=_no_number,
-            parse_int=_whole,
-            parse_float=_finite,
-        )
+        return _DECODER.decode(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise CacheFileError(
             f"{path} must have {what} in plain JSON, got {shown(str(error))}: it is damaged, or not made by "
@@ -356,3 +350,8 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text} is not finite")
     return number
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_without_repetition, parse_constant=_no_number, parse_int=_whole, parse_float=_finite
+)

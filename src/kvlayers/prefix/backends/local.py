@@ -3,11 +3,13 @@
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import BinaryIO
 
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.atomic_file import clear_temporaries, replacing, temporary_name
-from kvlayers.persistence.safetensors_header import Content, check_regular, mapped, ranges_of
+from kvlayers.persistence.safetensors_header import Content, check_regular, mapped
 from kvlayers.prefix.backends.contract import (
     ABANDONED_SECONDS,
     SUFFIX,
@@ -81,19 +83,12 @@ class LocalBackend(StorageBackend):
     def inspect(self, files: Sequence[StoredFile], look: Look[Found]) -> Iterator[Found | KVLayersError]:
         """As `StorageBackend.inspect`."""
         for file in files:
-            content = self._mapped(file.name)
-            try:
-                yield (
-                    content
-                    if isinstance(content, KVLayersError)
-                    else look(self.path_of(file.name), file, ranges_of(content))
-                )
-            except KVLayersError as error:
-                yield error
+            looking = partial(_looked, look, self.path_of(file.name), file)
+            yield self._used(file.name, looking)
 
     def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
         """As `StorageBackend.read`. All files are mapped first, so that the kernel reads ahead."""
-        contents = [self._mapped(file.name) for file in files]
+        contents = [self._used(file.name, mapped) for file in files]
         for content in contents:
             if isinstance(content, mmap.mmap) and os.name == "posix":
                 content.madvise(mmap.MADV_WILLNEED)
@@ -106,14 +101,18 @@ class LocalBackend(StorageBackend):
             else:
                 yield memoryview(content)
 
-    def _mapped(self, name: str) -> mmap.mmap | bytes | KVLayersError:
+    def _used(self, name: str, use: Callable[[BinaryIO], Found]) -> Found | KVLayersError:
+        """What `use` returns for an open file, or the error that it or reading raised."""
         path = self.path_of(name)
         try:
-            return _gone(path) if check_regular(path, missing_is_fine=True) is None else mapped(path)
+            if check_regular(path, missing_is_fine=True) is None:
+                return _gone(path)
+            with open(path, "rb") as opened:
+                return use(opened)
+        except KVLayersError as error:
+            return error
         except FileNotFoundError:
             return _gone(path)
-        except CachePathError as error:
-            return error
         except OSError as error:
             return _unreachable(path, error)
 
@@ -150,6 +149,14 @@ class LocalBackend(StorageBackend):
                 failure = UnreachableError(f"cannot delete {self.path_of(name)}: {error.strerror}.")
         if failure is not None:
             raise failure
+
+
+def _looked(look: Look[Found], path: str, file: StoredFile, opened: BinaryIO) -> Found:
+    def read(start: int, end: int) -> bytes:
+        opened.seek(start)
+        return opened.read(end - start)
+
+    return look(path, file, read)
 
 
 def _gone(path: str) -> GoneError:

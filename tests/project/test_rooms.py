@@ -131,9 +131,9 @@ def test_each_class_has_a_name_of_its_own() -> None:
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
-MOST_STATEMENTS = 28_402
+MOST_STATEMENTS = 28_272
 MOST_IN_THE_CORE = 3_574
-MOST_FILES = 274
+MOST_FILES = 257
 LONGEST_CHAIN = 6
 """Ceilings of the package. They go down with the code, and up only for a reason that the same commit gives."""
 

@@ -13,7 +13,7 @@ from unittest import mock
 import kvlayers.offload.offloading
 from kvlayers.core.named_caches import is_registered
 from kvlayers.eviction.budgets import AdaptiveHeads, EvenHeads
-from kvlayers.eviction.for_model import rules_for
+from kvlayers.eviction.evicting_config import rules_for
 from kvlayers.eviction.selection import KeptTokens, select
 from kvlayers.generation.cache_by_name import named_cache
 from kvlayers.kernels.attention import dispatch, reference

@@ -1,8 +1,8 @@
 """Which tokens a layer keeps. One file a kind of layer."""
 
 from kvlayers.core.cache_layer import CacheLayer
-from kvlayers.core.checkpoint_options import Checkpoints
 from kvlayers.core.dynamic_layer import DynamicLayer
+from kvlayers.core.from_config import Checkpoints
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.layer_registry import layer_names, register_layer, unregister_layer
 from kvlayers.core.sliding_layer import SlidingLayer

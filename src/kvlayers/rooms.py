@@ -22,7 +22,7 @@ ROOMS = (
 """Their import registers the kinds of layers, stores and caches."""
 
 PROVIDED = {
-    "static layers agree": "kvlayers.static.from_config:share_mask_extents",
+    "static layers agree": "kvlayers.static.static_cache:share_mask_extents",
     "offloading": "kvlayers.offload.offloading:Offloading.from_options",
     "place": "kvlayers.offload.offloaded_layer:placed",
     "recurrent kinds": "kvlayers.recurrent.hybrid_layer:recurrent_kinds",
@@ -30,7 +30,7 @@ PROVIDED = {
     "dense rows": "kvlayers.rows.dense_rows:DenseRows",
     "recurrent rows": "kvlayers.rows.recurrent_rows:RecurrentRows",
     "recall": "kvlayers.recall.recall_layer:Recall.of",
-    "recall in facts": "kvlayers.recall.recall_layer:Recall.in_facts",
+    "recall in facts": "kvlayers.recall.recall_layer:Recall.from_facts",
     "adapter": "kvlayers.interop.adapter:adapter",
     "DynamicCache": "kvlayers.core.dynamic_cache:DynamicCache",
     "save_cache": "kvlayers.persistence.save:save_cache",

@@ -13,7 +13,7 @@ from cuda_device import DEVICE
 from kvlayers import OffloadedLayer, Quantization
 from kvlayers.layers import TokenLayer
 from kvlayers.offload import Prefetcher
-from kvlayers.offload.transfers import Event, PendingCopy, Rows, StreamTransfers, Transfers, transfers_for
+from kvlayers.offload.transfers import BufferRows, Event, PendingCopy, StreamTransfers, Transfers, transfers_for
 from packed_reference import random_pair
 
 pytestmark = [*cuda_device.on_cuda, cuda_device.needs_streams]
@@ -40,11 +40,11 @@ class LateTransfers(StreamTransfers):
         super().__init__(device)
         self._idle = torch.Stream(device=device)
 
-    def copy_to_device(self, sources: Sequence[Rows]) -> PendingCopy:
+    def copy_to_device(self, sources: Sequence[BufferRows]) -> PendingCopy:
         self._inbound.wait_event(self._later())
         return super().copy_to_device(sources)
 
-    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]]) -> PendingCopy:
+    def copy_to_host(self, pairs: Sequence[tuple[BufferRows, BufferRows]]) -> PendingCopy:
         self._outbound.wait_event(self._later())
         return super().copy_to_host(pairs)
 

@@ -27,7 +27,7 @@ from kvlayers.eviction import (
     register_eviction_rule,
     unregister_eviction_rule,
 )
-from kvlayers.eviction.for_model import rules_for
+from kvlayers.eviction.evicting_config import rules_for
 from kvlayers.eviction.rule import check_scores
 from kvlayers.rope.rotary import Layout, Rotary
 from kvlayers.upstream.model_types import attention_scale

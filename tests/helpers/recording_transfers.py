@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvlayers.offload.transfers import Event, PendingCopy, Rows, Transfers
+from kvlayers.offload.transfers import BufferRows, Event, PendingCopy, Transfers
 
 FILLING = 0xAB
 """Bytes of memory that nothing was copied to: as a float, nothing that attention could take for a state."""
@@ -65,7 +65,7 @@ class RecordingTransfers(Transfers):
         self.peak_bytes = 0
 
     @override
-    def copy_to_device(self, sources: Sequence[Rows]) -> PendingCopy:
+    def copy_to_device(self, sources: Sequence[BufferRows]) -> PendingCopy:
         copied, copies = [], []
         for rows in sources:
             block = self._block(rows.tensor.numel() * rows.tensor.element_size())
@@ -82,7 +82,7 @@ class RecordingTransfers(Transfers):
         return _LateCopy(copied, self._ask(self._inbound, run))
 
     @override
-    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]]) -> PendingCopy:
+    def copy_to_host(self, pairs: Sequence[tuple[BufferRows, BufferRows]]) -> PendingCopy:
         # What is on the device is not held by being sent, but by the copy that is returned.
         found = [(on_host, self._without_holding(rows)) for on_host, rows in pairs]
 
@@ -119,7 +119,7 @@ class RecordingTransfers(Transfers):
         self._blocks = [*(block for block in self._blocks if not _is_free(block)), block]
         return block
 
-    def _without_holding(self, rows: Rows) -> Callable[[], Tensor]:
+    def _without_holding(self, rows: BufferRows) -> Callable[[], Tensor]:
         start, end, tensor = rows.start, rows.end, rows.tensor
         for block in self._blocks:
             if block.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and block.numel():

@@ -163,7 +163,9 @@ def allocate_on_streams_of_the_pool(patch: pytest.MonkeyPatch, detector: RaceDet
 def test_memory_outlives_a_copy_that_fails_halfway(detector: RaceDetector) -> None:
     made = transfers.StreamTransfers(DEVICE)
     source = torch.ones(4, 2, device=DEVICE)
-    pairs = [(transfers.Rows(torch.empty(4, width), 0, 4), transfers.Rows(source, 0, 4)) for width in (2, 3)]
+    pairs = [
+        (transfers.BufferRows(torch.empty(4, width), 0, 4), transfers.BufferRows(source, 0, 4)) for width in (2, 3)
+    ]
     with pytest.raises(RuntimeError, match="must match"):
         made.copy_to_host(pairs)
     del source, pairs

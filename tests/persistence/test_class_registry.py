@@ -17,10 +17,10 @@ from kvlayers import inspect_cache, load_cache, save_cache
 from kvlayers.core.cache import CACHE_CLASSES
 from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.errors import CacheFileError, RegistryError
-from kvlayers.utils.registry import ClassRegistry, DescribesItself
+from kvlayers.utils.registry import ClassRegistry
 
 
-class Thing(DescribesItself):
+class Thing:
     pass
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 import kvlayers
 import versions
 from kvlayers import inspect_cache, load_cache, save_cache
-from kvlayers.core.cache_registry import cache_class_names, register_cache_class, unregister_cache_class
 from kvlayers.core.layer_operations import LAYER_CLASSES
+from kvlayers.core.named_caches import cache_class_names, register_cache_class, unregister_cache_class
 from kvlayers.errors import CacheFileError, RegistryError, StateMismatchError
 from kvlayers.persistence.format import CacheRecord, Description, LayerRecord, ModelRecord, read_description
 from kvlayers.persistence.rebuild import check_remakeable
@@ -259,7 +259,7 @@ class Bare(kvlayers.CacheLayer):
     ("register", "cls", "named"),
     [
         (kvlayers.layers.register_layer, Unfinished, "`capacity`"),
-        (kvlayers.layers.register_layer, Bare, "`describe`"),
+        (kvlayers.layers.register_layer, Bare, "`batch_size`"),
         (kvlayers.layers.register_layer, Undescribed, "`kept`"),
         (kvlayers.layers.register_layer, Storeless, "`store`"),
         (kvlayers.layers.register_layer, dict, "LayerOperations"),

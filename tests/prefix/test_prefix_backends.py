@@ -440,7 +440,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_again(failing: Filesys
 def test_a_remote_file_that_claims_much_is_not_read(failing: FilesystemFiles, tmp_path: pathlib.Path) -> None:
     put(PrefixStore(ROOM, failing.url), [1, 5, 6])
     (name,) = failing.names()
-    content = failing.read(name)
+    content, (_, whole) = failing.read(name), whole_entry([1, 5, 6], filled([1, 5, 6]))
     terabyte = 2**40
 
     class Endless(Failing):
@@ -469,8 +469,9 @@ def test_a_remote_file_that_claims_much_is_not_read(failing: FilesystemFiles, tm
     claims = {
         "a header of 2**60 bytes": struct.pack("<Q", 2**60),
         "a header of 4 MiB of nothing": struct.pack("<Q", 2**22),
-        "ids of nearly a terabyte": _endless(content, "token_ids", terabyte),
-        "digests of nearly a terabyte": _endless(content, "digests", terabyte),
+        "ids of nearly a terabyte": _endless(whole, "token_ids", terabyte),
+        "digests of nearly a terabyte": _endless(whole, "digests", terabyte),
+        "a node of ids of nearly a terabyte": _endless_node(content, terabyte),
         "a file of other bytes": content,
     }
     for what, header in claims.items():
@@ -506,6 +507,21 @@ def _endless(content: bytes, which: str, nbytes: int) -> bytes:
     metadata["checksum"] = checksum(metadata["description"], entries, digests)
     text = json.dumps({"__metadata__": metadata, **header}).encode().ljust(room)
     assert 8 + len(text) + end == nbytes
+    return struct.pack("<Q", len(text)) + text
+
+
+def _endless_node(content: bytes, nbytes: int) -> bytes:
+    """The header of a node of so many bytes, nearly all of which are ids."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    room = 2**16 - 8
+    more = (nbytes - 8 - room - (len(content) - 8 - length)) // 8 * 8
+    for name, claim in header.items():
+        if name not in ("__metadata__", "token_ids"):
+            claim["data_offsets"] = [offset + more for offset in claim["data_offsets"]]
+    header["token_ids"]["shape"][1] += more // 8
+    header["token_ids"]["data_offsets"][1] += more
+    text = json.dumps(header).encode().ljust(nbytes - 8 - more - (len(content) - 8 - length))
     return struct.pack("<Q", len(text)) + text
 
 

@@ -1,12 +1,13 @@
 """Nodes: what is shared is written once, what is wrong is never used, and what is needed is never deleted."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,6 @@ import transformers
 
 import kvlayers
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
-from kvlayers.persistence.checksums import checksum
-from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry
-from kvlayers.persistence.saved_file import covered_text
 from kvlayers.prefix.backends import GoneError, UnreachableError
 from kvlayers.prefix.backends.contract import Content, StoredFile
 from kvlayers.prefix.backends.local import LocalBackend
@@ -349,7 +347,7 @@ def test_an_entry_of_another_tenant_is_not_believed(tmp_path: pathlib.Path) -> N
 def test_a_version_of_the_future_is_refused_and_stays(tmp_path: pathlib.Path) -> None:
     writer = Directory(LocalBackend(str(tmp_path)))
     path = pathlib.Path(write(writer, DOCUMENT).path)
-    path.write_bytes(path.read_bytes().replace(b'"format_version":"4"', b'"format_version":"5"'))
+    path.write_bytes(path.read_bytes().replace(b'"format_version":"5"', b'"format_version":"6"'))
     age(tmp_path)
     directory = Directory(LocalBackend(str(tmp_path)))
     # The tokens before it may be used.
@@ -382,55 +380,123 @@ def test_a_user_cannot_load_an_entry_as_a_file(tmp_path: pathlib.Path) -> None:
         kvlayers.load_cache(entry.path)
     seen = kvlayers.inspect_cache(entry.path)
     assert (seen.kind, seen.length, seen.dtype, seen.node is None) == ("DynamicCache", 700, torch.float32, False)
+    ids = seen.token_ids()
+    assert ids is not None
+    assert ids.tolist() == [DOCUMENT[512:]]
+    first = kvlayers.inspect_cache(next(path for path in files(tmp_path) if kvlayers.inspect_cache(path).length == 256))
+    assert (first.kind, first.layers) == (seen.kind, seen.layers)
+    os.unlink(first.path)
+    with pytest.raises(CachePathError, match="does not exist"):
+        kvlayers.inspect_cache(entry.path)
 
 
-def forged(content: bytes, change: Any) -> bytes:
-    """A node whose record was changed by somebody who knows how checksums are made."""
+def test_a_node_of_before_they_held_rows_alone_is_refused_with_what_to_do(tmp_path: pathlib.Path) -> None:
+    path = pathlib.Path(write(Directory(LocalBackend(str(tmp_path))), DOCUMENT).path)
+    path.write_bytes(path.read_bytes().replace(b'"format_version":"5"', b'"format_version":"4"'))
+    with pytest.raises(CachePathError, match="name another directory"):
+        kvlayers.PrefixStore(2**20, tmp_path)
+
+
+def forged(content: bytes, change: Any) -> tuple[str, bytes]:
+    """Name and content of a node that somebody changed who knows how names and digests are made."""
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     metadata = header["__metadata__"]
-    record = json.loads(metadata["node"])
-    change(record)
-    metadata["node"] = json.dumps(record)
-    entries = {
-        name: TensorEntry(DTYPES[claim["dtype"]], tuple(claim["shape"]))
-        for name, claim in header.items()
-        if name not in ("__metadata__", "digests")
-    }
-    begin, end = header["digests"]["data_offsets"]
-    digests = torch.frombuffer(bytearray(content[8 + length :][begin:end]), dtype=torch.uint8).view(-1, 32)
-    metadata["checksum"] = checksum(covered_text(metadata), entries, digests)
+    entry, node = json.loads(metadata["entry"]), json.loads(metadata["node"])
+    change(Forgery(entry, node, header))
+    metadata["entry"], metadata["node"] = json.dumps(entry), json.dumps(node)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + content[8 + length :]
+    changed = len(text).to_bytes(8, "little") + text + content[8 + length : -32]
+    begin, end = header["token_ids"]["data_offsets"]
+    ids = content[8 + length + begin : 8 + length + end]
+    name = hashlib.sha256(f"{metadata['entry']}\n{metadata['node']}\n".encode() + ids).hexdigest()
+    return f"{name}.safetensors", changed + hashlib.sha256(changed).digest()
 
 
-FORGERIES = {
-    "more fields": lambda record: record.update(os="system"),
-    "no fields": lambda record: record.clear(),
-    "tokens that are not there": lambda record: record.update(stop=2**39),
-    "a terabyte of rows": lambda record: record["groups"][0]["runs"].__setitem__(0, [0, 1, 2**39]),
-    "rows of no tokens": lambda record: record["groups"][0]["runs"].__setitem__(0, [0, 0, 200]),
-    "a path": lambda record: record.update(parent="../../etc/passwd", start=5),
-    "a place behind nothing": lambda record: record.update(start=5),
-    "tensors of another layer": lambda record: record["groups"][0].update(layers=[7]),
-    "wider tensors": lambda record: record["groups"][0]["tensors"][0].__setitem__(4, 2**30),
-    "tensors twice": lambda record: record["groups"].append(record["groups"][0]),
-    "a text for a flag": lambda record: record.update(cuttable="yes"),
-    "another place": lambda record: record.update(parent="0" * 64 + ".safetensors", start=5, stop=200),
+@dataclasses.dataclass(frozen=True)
+class Forgery:
+    entry: dict[str, Any]
+    node: dict[str, Any]
+    header: dict[str, Any]
+
+    @property
+    def tensors(self) -> list[Any]:
+        return list(self.entry["groups"][0][1])
+
+    def swap(self, one: str, other: str) -> None:
+        for name in ("shape", "data_offsets"):
+            values = self.header[one][name], self.header[other][name]
+            self.header[other][name], self.header[one][name] = values
+
+
+FORGERIES: dict[str, Callable[[Forgery], Any]] = {
+    "more fields": lambda of: of.node.update(os="system"),
+    "more facts": lambda of: of.entry.update(os="system"),
+    "no fields": lambda of: of.node.clear(),
+    "no facts": lambda of: of.entry.clear(),
+    "more texts": lambda of: of.header["__metadata__"].update(description="{}"),
+    "tokens that are not there": lambda of: of.node.update(stop=2**39),
+    "a terabyte of rows": lambda of: of.node["runs"][0].__setitem__(0, [0, 1, 2**39]),
+    "rows of no tokens": lambda of: of.node["runs"][0].__setitem__(0, [0, 0, 200]),
+    "rows of no group": lambda of: of.node["runs"].append([[0, 1, 200]]),
+    "a path": lambda of: of.node.update(parent="../../etc/passwd", start=5),
+    "a place behind nothing": lambda of: of.node.update(start=5),
+    "wider tensors": lambda of: of.tensors[0].__setitem__(4, 2**30),
+    "tensors of another dtype": lambda of: of.tensors[0].__setitem__(1, "F16"),
+    "tensors twice": lambda of: (of.entry["groups"].append(of.entry["groups"][0]), of.node["runs"].append([])),
+    "layers twice": lambda of: of.entry["groups"][0].__setitem__(0, [0, 0]),
+    "a text for a flag": lambda of: of.entry.update(cuttable="yes"),
+    "another place": lambda of: of.node.update(parent="0" * 64 + ".safetensors", start=5, stop=200),
+    "no saved cache": lambda of: of.node.update(cache=""),
+    "a label that is none": lambda of: of.entry.update(label=5),
+    "versions that are none": lambda of: of.entry.update(versions=[1]),
+    "a digest before the end": lambda of: of.swap("cache", "digest"),
+    # These are well-formed, and seen to be wrong as soon as they are used.
+    "tensors of another layer": lambda of: of.entry["groups"][0].__setitem__(0, [7]),
+    "tensors of other names": lambda of: (
+        of.tensors[0].__setitem__(0, "exploit"),
+        of.header.update({"rows.0.exploit": of.header.pop("rows.0.keys")}),
+    ),
 }
 
 
 @pytest.mark.parametrize("which", FORGERIES)
 def test_a_node_that_claims_something_else_is_refused(which: str, tmp_path: pathlib.Path) -> None:
-    path = pathlib.Path(write(Directory(LocalBackend(str(tmp_path))), DOCUMENT[:200]).path)
+    ids = DOCUMENT[:200]
+    path = pathlib.Path(write(Directory(LocalBackend(str(tmp_path))), ids).path)
     content = path.read_bytes()
-    path.write_bytes(forged(content, lambda record: None))
-    assert opened(tmp_path).reports.damaged_files == 0
-    path.write_bytes(forged(content, FORGERIES[which]))
+    path.unlink()
+    name, same = forged(content, lambda of: None)
+    (tmp_path / name).write_bytes(same)
+    check(KINDS["full"], load(opened(tmp_path), str(tmp_path / name), ids), ids)
+    (tmp_path / name).unlink()
+    name, other = forged(content, FORGERIES[which])
+    (tmp_path / name).write_bytes(other)
     directory = Directory(LocalBackend(str(tmp_path)))
-    assert directory.changes(()).added == []
-    assert directory.reports.damaged_files == 1
+    if directory.changes(()).added:
+        assert which in list(FORGERIES)[-2:]
+        with pytest.raises(CacheFileError):
+            load(directory, str(tmp_path / name), ids)
+    else:
+        assert directory.reports.damaged_files == 1
+
+
+def test_a_saved_cache_in_a_node_is_checked_like_a_file(tmp_path: pathlib.Path) -> None:
+    ids = DOCUMENT[:200]
+    path = pathlib.Path(write(Directory(LocalBackend(str(tmp_path))), ids).path)
+    content = path.read_bytes()
+    path.unlink()
+    # Where DynamicLayer is, in the header of the saved cache.
+    for old, new in ((b"DynamicLayer", b"DynamicFayer"), (b"layers.0.keys", b"layers.9.keys"), (b'"F32"', b'"F99"')):
+        place = content.index(old, content.rindex(b'"__metadata__"'))
+        changed = content[:place] + new + content[place + len(old) :]
+        name, whole = forged(changed, lambda of: None)
+        (tmp_path / name).write_bytes(whole)
+        directory = opened(tmp_path)
+        with pytest.raises(CacheFileError):
+            load(directory, str(tmp_path / name), ids)
+        (tmp_path / name).unlink()
 
 
 # Directories as they were before

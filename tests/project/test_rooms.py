@@ -35,6 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "recall": {*GROUND, "core", "quantized", "offload"},
     "eviction": {*GROUND, "core", "quantized"},
     "interop": {*GROUND, "core", "quantized", "static", "encoder_decoder"},
+    "rows": {*GROUND, "core", "recurrent"},
 }
 """Which rooms a room may import, besides itself. `LADDER` has the rest."""
 
@@ -131,10 +132,10 @@ def test_each_class_has_a_name_of_its_own() -> None:
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
-MOST_STATEMENTS = 28_575
-MOST_IN_THE_CORE = 3_560
-MOST_FILES = 288
-LONGEST_CHAIN = 7
+MOST_STATEMENTS = 29_411
+MOST_IN_THE_CORE = 3_682
+MOST_FILES = 266
+LONGEST_CHAIN = 6
 """Ceilings of the package. They go down with the code, and up only for a reason that the same commit gives."""
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fake_device import CPU, DEVICE, IS_SUPPORTED, DeviceTransfers, device
 from kvlayers import OffloadedLayer, Quantization, RecallLayer
-from kvlayers.core.layer_shape import LayerShape, TokenShape
+from kvlayers.core.buffer import LayerShape, TokenShape
 from kvlayers.errors import CapacityError
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.layers import Recall

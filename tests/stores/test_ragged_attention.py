@@ -7,9 +7,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers import Quantization
 from kvlayers.core.token_store import TokenStore
+from kvlayers.eviction.eviction_progress import evicted
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.ragged_store import RaggedStore
-from kvlayers.eviction.store_eviction import evicted
 from kvlayers.stores import DenseStore, QuantizedStore
 from ragged_reference import HEADS, KEY_DIM, KV_HEADS, VALUE_DIM, RaggedLists, kept_tokens, of_head
 

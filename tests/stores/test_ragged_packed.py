@@ -7,10 +7,10 @@ from torch import Tensor
 from kvlayers import Quantization
 from kvlayers.core.token_store import TokenStore
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers.eviction.eviction_progress import evicted
 from kvlayers.eviction.held_tokens import HeldTokens, held_tokens
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.selection import KeptTokens
-from kvlayers.eviction.store_eviction import evicted
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.quantized.packed_blocks import SIDES, block_nbytes
 from kvlayers.stores import DenseStore, QuantizedStore

@@ -13,9 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 from kvlayers.errors import StateMismatchError
+from kvlayers.eviction.eviction_progress import evicted
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.selection import KeptTokens
-from kvlayers.eviction.store_eviction import evicted
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat
 from kvlayers.kernels.codes.smoothing import LARGEST_FACTOR, KeySmoothing, vectors_for

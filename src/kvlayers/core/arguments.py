@@ -1,12 +1,14 @@
-"""What the arguments of layers and caches mean: batch indices, numbers of tokens, lengths to crop to."""
+"""Checks of what callers pass: batch indices, numbers of tokens, lengths to crop to, new states, saved states."""
 
 import operator
 from collections.abc import Sequence
+from operator import index
 
 import torch
 from torch import Tensor
 
-from kvlayers.errors import BatchIndexError, OptionError, RollbackError
+from kvlayers.core.buffer import StateForm, form_of
+from kvlayers.errors import BatchIndexError, CapacityError, OptionError, RollbackError, StateMismatchError
 
 BatchIndices = Tensor | Sequence[int]
 
@@ -97,3 +99,109 @@ def crop_target(tokens: int, length: int) -> int:
             f"most {length}, or a negative count of at least {-length}."
         )
     return target
+
+
+_FORM_PARTS = ("batch size", "kv_heads", "head_dim", "dtype", "device")
+_REMEDIES = {
+    "batch size": "select or repeat the cache's sequences (batch_select_indices, batch_repeat_interleave), or reset() "
+    "the cache for another batch",
+    "dtype": "convert the states, or run all passes under autocast, or none",
+    "device": "move the states to that device",
+}
+_OTHER_MODEL = "use the cache with the model that filled it, or reset() it for another one"
+
+
+def checked_forms(keys: Tensor, values: Tensor) -> tuple[StateForm, StateForm]:
+    """Forms of keys and values of one forward pass.
+
+    Raises:
+        StateMismatchError: keys and values do not have four dimensions, or have different numbers of tokens.
+    """
+    key_shape, value_shape = keys.shape, values.shape
+    if len(key_shape) != 4 or len(value_shape) != 4:
+        raise StateMismatchError(
+            f"Keys and values must be [batch, kv_heads, tokens, head_dim], got shapes {tuple(key_shape)} and "
+            f"{tuple(value_shape)}: reshape them before the update."
+        )
+    if key_shape[2] != value_shape[2]:
+        raise StateMismatchError(
+            f"Keys and values must have the same number of tokens, got {key_shape[2]} and {value_shape[2]}: pass the "
+            "states of one forward pass together."
+        )
+    return form_of(keys), form_of(values)
+
+
+def check_one_batch(key_form: StateForm, value_form: StateForm) -> None:
+    """Raise `StateMismatchError` if keys and values have different batch sizes."""
+    if key_form.batch_size != value_form.batch_size:
+        raise StateMismatchError(
+            f"Keys and values must have the same batch size, got {key_form.batch_size} and {value_form.batch_size}: "
+            "pass the states of one forward pass together."
+        )
+
+
+def promoted_forms(
+    seen: tuple[StateForm, StateForm], held: tuple[StateForm, StateForm]
+) -> tuple[StateForm, StateForm] | None:
+    """The held forms, with the dtypes that `torch.cat` gives to held and new states.
+
+    It is `None` if the forms differ in more than the dtype, or if there is no such dtype (float8, whole numbers).
+    """
+    dtypes = [form.dtype for form in (*seen, *held)]
+    if not all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
+        return None
+    promoted = tuple(
+        old._replace(dtype=torch.promote_types(new.dtype, old.dtype)) for new, old in zip(seen, held, strict=True)
+    )
+    alike = all(new._replace(dtype=form.dtype) == form for new, form in zip(seen, promoted, strict=True))
+    return (promoted[0], promoted[1]) if alike else None
+
+
+def mismatch(
+    seen: tuple[StateForm, StateForm], held: tuple[StateForm | None, StateForm | None], length: int
+) -> StateMismatchError:
+    """The error for states whose form differs from that of the `length` held tokens."""
+    for side, new_form, held_form in zip(("keys", "values"), seen, held, strict=True):
+        for part, new, old in zip(_FORM_PARTS, new_form, held_form or (), strict=False):
+            if new != old:
+                held_already = f"the {length} held tokens" if length else "the reserved memory"
+                remedy = _REMEDIES.get(part, _OTHER_MODEL) if length else "make another cache"
+                return StateMismatchError(
+                    f"The {side} must have {part} {old}, like {held_already}, got {part} {new}: {remedy}."
+                )
+    return StateMismatchError("The states do not match the held ones: reset the cache first.")
+
+
+def no_room_for_tokens(limit: int, held: int, tokens: int) -> CapacityError:
+    """The error for `tokens` new tokens that exceed the limit, with `held` tokens held."""
+    # If compiled code treats a number as a symbol, `index` makes it an int, so that the message can show it.
+    limit, held, tokens = index(limit), index(held), index(tokens)
+    return CapacityError(
+        f"The reservation has room for at most {limit} tokens, got {held} held and {tokens} new: reserve "
+        f"{held + tokens} or more (max_cache_len), or crop the cache first."
+    )
+
+
+def no_room_for_batch(limit: int, batch_size: int) -> CapacityError:
+    """The error for more sequences than the reservation has room for."""
+    limit, batch_size = index(limit), index(batch_size)
+    return CapacityError(
+        f"The reservation holds at most {limit} sequences, got {batch_size}: make the cache with "
+        f"max_batch_size={batch_size} or more, or with grow=True."
+    )
+
+
+def check_dense_state(tensors: dict[str, Tensor]) -> int:
+    """Tokens in `keys` and `values` of a state; 0 if it has neither.
+
+    Raises:
+        StateMismatchError: they are not keys and values of the same tokens.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    match = [len(shape) == 4 and (shape[0], shape[2]) for shape in shapes.values()]
+    if shapes and (set(shapes) != {"keys", "values"} or not match[0] or match[0] != match[1]):
+        raise StateMismatchError(
+            "A state must have keys and values [batch, kv_heads, tokens, head_dim] of the same tokens, got "
+            f"{shapes}: take the state again."
+        )
+    return int(shapes["keys"][2]) if shapes else 0

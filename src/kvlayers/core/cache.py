@@ -4,20 +4,19 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.adapted import adapted
 from kvlayers.core.cache_operations import CacheState, LayerwiseOperations
-from kvlayers.core.description import DescriptionContext
+from kvlayers.core.description import Argument, DescriptionContext, arguments_of, described_facts
 from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart, SeenTokens, interruption
 from kvlayers.core.from_config import dynamic_layers
 from kvlayers.core.graph_operators import GraphHandle, calls_operators, updated
-from kvlayers.core.layer_list import in_step, let_static_layers_agree
+from kvlayers.core.layer_list import adapted, in_step, let_static_layers_agree
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.legacy_api import LegacySurface
 from kvlayers.core.summary import CacheSummary, Explanation, explanation_of, summary_of
@@ -64,6 +63,10 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     """Whether held keys are rotated to new positions, so that the cache must know the model's RoPE."""
     learns_padding = False
     """Whether the cache must know the model and the padding before the first tokens; see `prepare`."""
+    described: ClassVar[tuple[str, ...]] = ()
+    """Names of attributes that a file records beside the layers, each a value that JSON has."""
+    made_with: ClassVar[tuple[Argument, ...]] = ()
+    """The other attributes that a file records. A subclass inherits them, and names its own in `described`."""
     prefix_notes: tuple[str, ...] = ()
     """What a prefix store had of the prompts of the call that made the cache; see `explain`."""
     _rotary: Rotary | None = None
@@ -140,13 +143,15 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             "offloading": self.offloading,
             "only_non_sliding": bool(self.only_non_sliding),
             "grows": self.layer_class_to_replicate is not None,
+            **described_facts(self),
         }
 
     @classmethod
     def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
         """An empty cache over empty layers, which were described by themselves.
 
-        A subclass whose initialiser sets attributes of its own sets them here too, from what it adds to `describe`.
+        A subclass whose initialiser sets attributes of its own names them in `described` (or in `made_with`). They are
+        set here too.
 
         Args:
             options: what `describe` returned. They may come from a file that anybody could have written.
@@ -161,7 +166,20 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         Cache.__init__(
             cache, layers, offloading=options["offloading"], offload_only_non_sliding=options["only_non_sliding"]
         )
+        for argument in arguments_of(cls):
+            setattr(cache, argument.attribute or argument.name, argument.read(options, context))
+        make_layer = cache._layer_maker() if options["grows"] else None
+        if make_layer is not None:
+            cache.make_more_with(make_layer)
         return cache
+
+    def _layer_maker(self) -> Callable[[], Any] | None:
+        """What makes further layers of a cache without a config, if the class of the cache says that."""
+        return None
+
+    def _layers_of_model(self, config: Any) -> list[Any]:
+        """The layers of a cache with these options for a model."""
+        return dynamic_layers(config)
 
     @classmethod
     def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
@@ -172,7 +190,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             config: config of the model.
             context: what else descriptions are read with, such as rotations.
         """
-        return dynamic_layers(config)
+        return cls.from_description(options, [], context)._layers_of_model(config)
 
     def make_more_with(self, make_layer: Callable[[], Any]) -> None:
         """Let `make_layer` make a layer whenever the model uses one more."""
@@ -211,7 +229,6 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             config: config of the model, or the model.
             attention_mask: `[batch, tokens]`, 0 for padding on the left.
         """
-        return
 
     def offloading_options(self) -> dict[str, Any]:
         """The options of offloading that this cache was made with, to make another cache with the same."""

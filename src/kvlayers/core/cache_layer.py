@@ -87,19 +87,6 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
         return self.keys, self.values
 
-    @override
-    def nearest_restorable(self, length: int) -> int:
-        self.check_truncate(length)
-        return length
-
-    @abstractmethod
-    def check_truncate(self, length: int) -> None:
-        """Raise what `truncate(length)` would raise.
-
-        Raises:
-            RollbackError: fewer tokens are held, or tokens that would be needed again are gone.
-        """
-
     @abstractmethod
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
         """Prepare for states of these forms before the first ones arrive."""

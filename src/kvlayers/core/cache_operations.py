@@ -9,7 +9,6 @@ from typing import Any, overload
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.core.adapted import adapted
 from kvlayers.core.arguments import (
     BatchIndices,
     as_batch_indices,
@@ -18,11 +17,10 @@ from kvlayers.core.arguments import (
     repeated_rows,
     whole_number,
 )
-from kvlayers.core.layer_list import LayerList, let_static_layers_agree
+from kvlayers.core.layer_list import LayerList, adapted, let_static_layers_agree
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.legacy_api import crop_argument
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
-from kvlayers.utils.registry import DescribesItself
 from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.tensor_memory import Storages, storages_of
 
@@ -43,7 +41,7 @@ class CacheState:
     parts: tuple["CacheState", ...] = ()
 
 
-class LayerwiseOperations(DescribesItself, LayerList):
+class LayerwiseOperations(LayerList):
     """The part of a cache's interface that changes, copies or measures all of its layers.
 
     Each operation asks every layer first whether it can, so that an error leaves none of them changed.
@@ -55,6 +53,10 @@ class LayerwiseOperations(DescribesItself, LayerList):
     """
     warned_of_prompt: bool = False
     """Whether a `PromptMismatchWarning` was given, which comes only once."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        sent_by_value(cls)
 
     @abstractmethod
     def layers_for(self, count: int) -> list[Any]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.core.arguments import check_dense_state, check_one_batch, checked_forms, mismatch, no_room_for_tokens
 from kvlayers.core.buffer import StateForm, TokenBuffer
 from kvlayers.core.sharing import CopyOnWrite
 from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore
-from kvlayers.core.validation import check_dense_state, check_one_batch, checked_forms, mismatch, no_room_for_tokens
 from kvlayers.errors import InterruptedPassError, StateMismatchError
 from kvlayers.kernels.attention.gqa import first_grouped_length, marked_for_sdpa
 from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.core.arguments import promoted_forms
 from kvlayers.core.buffer import StateForm, TokenBuffer
 from kvlayers.core.contiguous_store import ContiguousStore
 from kvlayers.core.returned_states import ReturnedStates
 from kvlayers.core.sharing import SharedSegment, at_most, selected, tokens_of, write_segment
 from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, register_store
-from kvlayers.core.validation import promoted_forms
 from kvlayers.kernels.attention.gqa import marked_for_one_query
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,19 +13,17 @@ from typing_extensions import Self, override
 from kvlayers.core import legacy_api
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_registry import register_cache_class
-from kvlayers.core.checkpoint_options import Checkpoints
-from kvlayers.core.description import DescriptionContext
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.from_config import (
     AttentionMaker,
+    Checkpoints,
+    RecallArgument,
     dynamic_layers,
     every_token_layers,
     full_attention_layer,
-    recall_in,
     recall_of,
 )
-from kvlayers.core.named_caches import CacheRequest, named, register
+from kvlayers.core.named_caches import CacheRequest, named, register, register_cache_class
 from kvlayers.core.sliding_layer import SlidingLayer
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
 from kvlayers.upstream import model_types
@@ -71,6 +69,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         LegacyFormatError: the states are nested in another way.
     """
 
+    made_with = (RecallArgument("recall"),)
     recall: AttentionMaker | None = None
     is_compileable = False
     """Shapes change at every token, and transformers does not compile around such a cache."""
@@ -127,22 +126,12 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         self._pass.in_step = len(given) - 1
 
     @override
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), **({} if self.recall is None else self.recall.facts())}
+    def _layer_maker(self) -> Callable[[], Any]:
+        return functools.partial(full_attention_layer, recall=self.recall)
 
-    @classmethod
     @override
-    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
-        cache = super().from_description(options, layers, context)
-        cache.recall = recall_in(options)
-        if options["grows"]:
-            cache.make_more_with(functools.partial(full_attention_layer, recall=cache.recall))
-        return cache
-
-    @classmethod
-    @override
-    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
-        return dynamic_layers(config, recall=recall_in(options))
+    def _layers_of_model(self, config: Any) -> list[Any]:
+        return dynamic_layers(config, recall=self.recall)
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: object | None = None, config: object | None = None) -> Self:

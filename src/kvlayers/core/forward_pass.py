@@ -9,10 +9,12 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from typing_extensions import Self
@@ -20,8 +22,33 @@ from typing_extensions import Self
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.errors import InterruptedPassError, StateMismatchError, UnusedCacheError
 from kvlayers.upstream import cache_argument
-from kvlayers.utils import module_calls
-from kvlayers.utils.module_calls import in_module, outermost_module
+
+ALL = sys.maxsize
+
+CALLERS = 12
+"""The most frames between an update and the module that calls it: helpers of models, and wrappers of hooks."""
+
+
+def _module_calls(most: int) -> Iterator[FrameType]:
+    """Calls of modules that this code is within, the innermost first, among the nearest `most` frames."""
+    code = torch.nn.Module._call_impl.__code__
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and most:
+        if frame.f_code is code:
+            yield frame
+        frame, most = frame.f_back, most - 1
+
+
+def in_module(most: int = CALLERS) -> bool:
+    """Whether a module is being called, among the nearest `most` frames."""
+    return next(_module_calls(most), None) is not None
+
+
+def outermost_module() -> int | None:
+    """Identity of the outermost module that is being called: the model, if it is a whole forward pass."""
+    *_, outermost = (None, *_module_calls(ALL))
+    return None if outermost is None else id(outermost.f_locals.get("self"))
+
 
 NO_PASS = sys.maxsize
 """Stands for a layer's index when no forward pass is under way, so that the next update begins one."""
@@ -137,7 +164,7 @@ class ForwardPassFollower:
             InterruptedPassError: it ended before them.
         """
         began = self.began
-        if began is None or not began.in_module or in_module(module_calls.ALL):
+        if began is None or not began.in_module or in_module(ALL):
             return
         behind = any(_seen_by(cache, index) == began.length for index in range(self.at + 1, self.in_step + 1))
         if began.length is not None and behind and _seen_by(cache, began.layer) != began.length:

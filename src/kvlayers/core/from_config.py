@@ -1,12 +1,14 @@
 """Makes the layers of a cache from a model's config: one for each layer of the model, of the kind that serves it."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
-from kvlayers.core.adapted import adapted
-from kvlayers.core.checkpoint_options import Checkpoints
-from kvlayers.core.description import Fact
+from typing_extensions import override
+
+from kvlayers.core.description import Argument, DescriptionContext, Fact, Facts, OptionFacts
 from kvlayers.core.dynamic_layer import DynamicLayer
+from kvlayers.core.layer_list import adapted
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.sliding_layer import SlidingLayer
 from kvlayers.core.token_layer import TokenLayer
@@ -15,6 +17,58 @@ from kvlayers.errors import ConfigError
 from kvlayers.upstream import compat, model_layers, model_types
 from kvlayers.upstream.model_layers import LayerSpec
 from kvlayers.utils import late
+from kvlayers.utils.options import as_options, check_whole_number, mapping_option
+
+
+@mapping_option("checkpoints")
+@dataclass(frozen=True)
+class Checkpoints(OptionFacts):
+    """When a recurrent layer takes checkpoints, and how many it keeps.
+
+    A checkpoint is taken at the end of each update of several tokens (so at the end of the prompt), every `every`
+    tokens, and where a past that may be taken back begins (`activate_past_recording`, and each rollback while
+    recording). Compiled code takes no checkpoints. A checkpoint takes as much memory as the states of the layer,
+    whatever the number of tokens.
+
+    Args:
+        every: take a checkpoint every `every` tokens as well; `None` to leave that out.
+        most: the most checkpoints to keep; the oldest is dropped first. While a past is recorded, at least two are
+            kept.
+
+    Raises:
+        OptionError: a value that is not a whole number, or too small.
+
+    Example:
+        >>> import kvlayers
+        >>> kvlayers.layers.Checkpoints(every=256, most=8)
+        Checkpoints(every=256, most=8)
+    """
+
+    fact_names: ClassVar[Mapping[str, str]] = {"every": "checkpoint_every", "most": "most_checkpoints"}
+
+    every: int | None = None
+    most: int = 2
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            check_whole_number(self.every, "`every` of the checkpoints", 1)
+        check_whole_number(self.most, "`most` of the checkpoints", 0)
+
+    @classmethod
+    def of(cls, given: "Checkpoints | Mapping[str, int | None] | None") -> "Checkpoints":
+        """The `Checkpoints` for the option `checkpoints` of a cache: a `Checkpoints`, or a mapping of its arguments.
+
+        Raises:
+            OptionError: the option is something else, or names an argument that does not exist.
+        """
+        if given is None:
+            return cls()
+        return as_options(cls, given, "{'every': 64}")
+
+    def due_at(self, length: int) -> bool:
+        """Whether a checkpoint is due at this number of tokens."""
+        return self.most > 0 and self.every is not None and length > 0 and length % self.every == 0
+
 
 WINDOWED = ("sliding_attention", "chunked_attention")
 """Layer types that attend to a fixed number of tokens. For a cache they are one kind: only their masks differ."""
@@ -77,9 +131,17 @@ def recall_of(given: AttentionMaker | Mapping[str, Any] | None) -> AttentionMake
     return None if given is None else late.function("recall")(given)
 
 
-def recall_in(facts: Mapping[str, Any]) -> AttentionMaker | None:
-    """The option `recall` of a cache that described itself by these facts."""
-    return late.function("recall in facts")(facts) if "recall_pages" in facts else None
+class RecallArgument(Argument):
+    """The option `recall` of a cache. A cache without it has no such facts."""
+
+    @override
+    def facts_of(self, described: object) -> dict[str, Fact]:
+        recall: AttentionMaker | None = self.value_of(described)
+        return {} if recall is None else recall.facts()
+
+    @override
+    def read(self, facts: Facts, context: DescriptionContext) -> AttentionMaker | None:
+        return late.function("recall in facts")(facts) if "recall_pages" in facts else None
 
 
 def every_token_layers(

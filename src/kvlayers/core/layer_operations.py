@@ -4,21 +4,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from kvlayers.core.arguments import BatchIndices, as_batch_indices, crop_target, repeated_rows, unbounded_as_minus_one
-from kvlayers.core.buffer import StateForm
-from kvlayers.core.description import DescriptionContext, Fact, Facts
-from kvlayers.core.layer_shape import LayerShape
+from kvlayers.core.buffer import LayerShape, StateForm
+from kvlayers.core.description import (
+    Argument,
+    DescriptionContext,
+    Fact,
+    Facts,
+    arguments_from,
+    check_initialiser,
+    described_facts,
+)
 from kvlayers.core.token_store import Fidelity, lacks_member
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.rope.rotary import Rotary
 from kvlayers.utils import late
-from kvlayers.utils.registry import ClassRegistry, DescribesItself
+from kvlayers.utils.registry import ClassRegistry
 from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.tensor_memory import storages_of
 
@@ -57,7 +64,7 @@ class LayerState:
         return own, replace(self, tensors=rest)
 
 
-class LayerOperations(DescribesItself, ABC):
+class LayerOperations(ABC):
     """What a layer can do: say what it is and holds, take in states, roll back, select sequences, copy and save.
 
     A kind of layer implements the abstract members. The other members have an answer that suits most layers: a layer
@@ -86,6 +93,10 @@ class LayerOperations(DescribesItself, ABC):
         can_be_stacked: whether states of several such layers can be put side by side, the shorter ones padded on the
             left.
         sized_for: the number of tokens that the layer was told to make room for, `None` if it was told no number.
+        described: names of arguments of the initialiser that are plain facts, each kept in an attribute of the same
+            name. A file records them.
+        made_with: the other arguments that a file records. A subclass inherits them, and names its own in `described`.
+        hints: names of arguments that no file records, because no state depends on them.
     """
 
     is_compileable = False
@@ -109,6 +120,13 @@ class LayerOperations(DescribesItself, ABC):
     memory_tier: str = "device"
     can_be_stacked: bool = False
     sized_for: int | None = None
+    described: ClassVar[tuple[str, ...]] = ()
+    made_with: ClassVar[tuple[Argument, ...]] = ()
+    hints: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        sent_by_value(cls)
 
     # What the layer consists of
 
@@ -199,12 +217,11 @@ class LayerOperations(DescribesItself, ABC):
         """Name of the kind of layer in saved states: the name that its class is registered by."""
         return LAYER_CLASSES.name_of(type(self))
 
-    @abstractmethod
     def describe(self) -> dict[str, Fact]:
         """Plain facts from which an empty layer like this one can be made. They are among those of its `state()`."""
+        return described_facts(self)
 
     @classmethod
-    @abstractmethod
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
         """An empty layer, made from what `describe` returned.
 
@@ -217,6 +234,7 @@ class LayerOperations(DescribesItself, ABC):
             KeyError: a fact is missing.
             KVLayersError: a fact has a value that the layer does not take.
         """
+        return cls(**arguments_from(cls, facts, context))
 
     @classmethod
     def reserved_by(cls, facts: Facts) -> tuple[int, int]:
@@ -307,13 +325,14 @@ class LayerOperations(DescribesItself, ABC):
         """Whether more is held than is needed, for a later rollback."""
         return self.record_past
 
-    @abstractmethod
     def nearest_restorable(self, length: int) -> int:
         """The greatest length, `length` at most, to which the layer can be put back exactly.
 
         Raises:
             RollbackError: it cannot be put back to any such length.
         """
+        self.check_truncate(length)
+        return length
 
     @abstractmethod
     def check_truncate(self, length: int) -> None:
@@ -333,7 +352,6 @@ class LayerOperations(DescribesItself, ABC):
 
     def check_select(self, batch_size: int) -> None:
         """Raise what `select` would raise for any `batch_size` indices: nothing if memory is taken as needed."""
-        return
 
     @abstractmethod
     def select(self, indices: Tensor) -> None:
@@ -386,7 +404,6 @@ class LayerOperations(DescribesItself, ABC):
         Raises:
             CapacityError: they do not fit.
         """
-        return
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -441,11 +458,9 @@ class LayerOperations(DescribesItself, ABC):
 
     def activate_past_recording(self) -> None:
         """Keep everything that a later `truncate` may need. A layer that never drops tokens need not do anything."""
-        return
 
     def deactivate_past_recording(self) -> None:
         """End what `activate_past_recording` began."""
-        return
 
     def check_removal(self, tokens: int) -> None:
         """Raise `RollbackError` if `remove_newest(tokens)` would."""
@@ -552,5 +567,5 @@ class LayerOperations(DescribesItself, ABC):
             return f"{type(self).__name__}({error})"
 
 
-LAYER_CLASSES = ClassRegistry("layer", "kvlayers.layers", "unregister_layer", LayerOperations)  # type: ignore[type-abstract]
+LAYER_CLASSES = ClassRegistry("layer", "kvlayers.layers", "unregister_layer", LayerOperations, check_initialiser)  # type: ignore[type-abstract]
 """The layers that a file may name."""

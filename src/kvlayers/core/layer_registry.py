@@ -39,10 +39,7 @@ def register_layer(layer_class: Any = None, *, name: str | None = None) -> Any:
         True
         >>> kvlayers.layers.unregister_layer("PatientLayer")
     """
-    if layer_class is None:
-        return lambda decorated: register_layer(decorated, name=name)
-    LAYER_CLASSES.register(layer_class, name)
-    return layer_class
+    return LAYER_CLASSES.register(layer_class, name)
 
 
 def unregister_layer(name: str) -> None:

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 import transformers
 from transformers import PretrainedConfig
 
-from kvlayers.core.cache import Cache
-from kvlayers.core.padding import left_padding_of
+from kvlayers.core.cache import CACHE_CLASSES, Cache
+from kvlayers.core.preparation import left_padding_of
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.utils.registry import Registry
 
@@ -155,3 +155,46 @@ def named(
         return kind(**{**options, **request.options, "config": request.config})
 
     return make
+
+
+CacheClass = TypeVar("CacheClass", bound=type[Cache])
+
+
+@overload
+def register_cache_class(cache_class: CacheClass, *, name: str | None = None) -> CacheClass: ...
+
+
+@overload
+def register_cache_class(
+    cache_class: None = None, *, name: str | None = None
+) -> Callable[[CacheClass], CacheClass]: ...
+
+
+def register_cache_class(cache_class: Any = None, *, name: str | None = None) -> Any:
+    """Let caches of this class be loaded from files, as a decorator or by a call.
+
+    A class whose initialiser sets attributes of its own adds their values to `describe`, and sets them in
+    `from_description` too.
+
+    Args:
+        cache_class: the class, derived from `Cache`.
+        name: its name in files; the name of the class if it is not given.
+
+    Raises:
+        RegistryError: the name is taken, or it is not a class of caches.
+    """
+    return CACHE_CLASSES.register(cache_class, name)
+
+
+def unregister_cache_class(name: str) -> None:
+    """Remove a class of caches from the registry.
+
+    Raises:
+        RegistryError: no class is registered by this name.
+    """
+    CACHE_CLASSES.remove(name)
+
+
+def cache_class_names() -> list[str]:
+    """The names of all registered classes of caches, including those of entry points in other packages."""
+    return CACHE_CLASSES.names()

@@ -1,12 +1,13 @@
 """What an empty cache is told before the first tokens: the model, and which tokens are padding."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from kvlayers.core.adapted import adapted
 from kvlayers.core.cache import Cache
+from kvlayers.core.layer_list import adapted
 from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.rope.rotary import Rotary
 
@@ -48,3 +49,54 @@ def _settings_of(layers: Iterable[Any]) -> list[Any]:
     """The settings of layers, as far as two caches for one model can differ in them."""
     parts = [adapted(layer).parts[0].unwrapped for layer in layers]
     return [(type(part.original), part.describe()) for part in parts]
+
+
+PADDING_NAME = "left_padding"
+"""The name of the padding of each sequence in a state."""
+
+
+def left_padding_of(attention_mask: Tensor) -> Tensor | None:
+    """Tokens of padding before each sequence of a mask `[batch, tokens]`, int64 `[batch]`; `None` without padding.
+
+    A sequence that consists of padding only counts as unpadded, since it has no first token.
+
+    Raises:
+        StateMismatchError: the mask has another shape, or padding that is not on the left.
+    """
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or not attention_mask.numel():
+        shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise StateMismatchError(f"`attention_mask` must be [batch, tokens], got {shape}: pass a mask of the tokens.")
+    is_token = attention_mask.ne(0).to("cpu", torch.int8)
+    if bool((is_token[:, 1:] < is_token[:, :-1]).any()):
+        raise StateMismatchError(
+            "A cache that does not hold every token needs padding on the left only, because masks go by position, but "
+            "the mask has padding behind tokens: pad on the left, and do not pad the turns of a batch of chats (use "
+            "one cache for each chat), or use a DynamicCache."
+        )
+    padding = is_token.argmax(dim=1)
+    return padding if bool(padding.any()) else None
+
+
+def padding_of(left_padding: Sequence[int] | Tensor | None) -> Tensor | None:
+    """Tokens of padding before each sequence, int64 `[batch]` on the host; `None` without padding.
+
+    Raises:
+        OptionError: not a whole number, of at least 0, for each sequence.
+    """
+    if left_padding is None:
+        return None
+    try:
+        padding = torch.as_tensor(left_padding)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _no_padding(left_padding) from error
+    whole = not padding.dtype.is_floating_point and padding.dtype != torch.bool and not padding.dtype.is_complex
+    if padding.dim() != 1 or not padding.numel() or not whole or bool((padding < 0).any()):
+        raise _no_padding(left_padding)
+    padding = padding.to("cpu", torch.int64, copy=True)
+    return padding if bool(padding.any()) else None
+
+
+def _no_padding(left_padding: object) -> OptionError:
+    return OptionError(
+        f"expected left_padding to be a count of tokens of at least 0 for each sequence, but saw {left_padding!r}."
+    )

@@ -1,19 +1,20 @@
 """A layer that keeps a window of the newest tokens."""
 
 from abc import abstractmethod
+from typing import ClassVar
 
 from torch import Tensor
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache_layer import not_of_so_many
 from kvlayers.core.dense_store import DenseStore
-from kvlayers.core.description import DescriptionContext, Facts
+from kvlayers.core.description import Argument
 from kvlayers.core.dynamic_layer import check_rollback
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_layer import TokenLayer
-from kvlayers.core.token_store import TokenStore
+from kvlayers.core.token_store import StoreArgument, TokenStore
 from kvlayers.errors import ConfigError, RollbackError, StateMismatchError
 from kvlayers.utils.options import checks_options
 
@@ -101,6 +102,9 @@ class SlidingLayer(WindowLayer):
     """
 
     described = ("sliding_window",)
+    made_with: ClassVar[tuple[Argument, ...]] = (
+        StoreArgument("store", "_store", room=lambda facts: window_room(facts["sliding_window"])),
+    )
     is_sliding = True
     sliding_window: int
 
@@ -202,12 +206,6 @@ class SlidingLayer(WindowLayer):
         self._seen = seen
         if not self.record_past:
             self._drop_beyond_window()
-
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        arguments = cls.arguments_from(facts)
-        return cls(**arguments, store=context.store(facts, window_room(arguments["sliding_window"])))
 
     @override
     def load_state(self, state: LayerState) -> None:

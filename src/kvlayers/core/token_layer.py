@@ -1,28 +1,78 @@
 """A layer over a store of tokens: what full, sliding and static attention share."""
 
-from collections.abc import Iterator, Mapping
-from typing import ClassVar, cast
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.buffer import StateForm
+from kvlayers.core.arguments import repeated_rows
+from kvlayers.core.buffer import LayerShape, StateForm
 from kvlayers.core.cache_layer import CacheLayer, forwarded
 from kvlayers.core.dense_store import DenseStore
-from kvlayers.core.description import DescribedByArguments, DescriptionContext, Fact, Facts
+from kvlayers.core.description import Argument, Facts
 from kvlayers.core.layer_operations import LayerOperations, LayerState
-from kvlayers.core.layer_shape import LayerShape
-from kvlayers.core.pending_assignment import PendingAssignment, same_tokens
-from kvlayers.core.token_store import Fidelity, TokenStore, store_class_of
-from kvlayers.errors import RegistryError, StateMismatchError
+from kvlayers.core.token_store import StoreArgument, TokenStore, store_class_of
+from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.codes.quantizer_contract import Side
 
-DEFAULT_STORE: dict[str, Fact] = {"store": DenseStore.__name__}
-"""The description of the store that layers make by themselves, which their own descriptions leave out."""
+
+class PendingAssignment:
+    """Stands in for a store after keys were assigned, until matching values are assigned; or the reverse.
+
+    It can be moved and measured. Every other use is an error, because keys and values disagree on which tokens are
+    held.
+
+    Args:
+        store: the store with the tokens that are held until then.
+        keys: `[batch, kv_heads, tokens, key_head_dim]`, the assigned keys or the held ones.
+        values: `[batch, kv_heads, tokens, value_head_dim]`, the assigned values or the held ones.
+    """
+
+    is_pending = True
+    holds_tokens_apart = False
+    holds_pages_apart = False
+
+    def __init__(self, store: TokenStore, keys: Tensor, values: Tensor) -> None:
+        self.store = store
+        self.keys = keys
+        self.values = values
+
+    @property
+    def complete(self) -> TokenStore:
+        """The store with the tokens that are held until then."""
+        return self.store
+
+    def visible_states(self) -> tuple[Tensor, Tensor]:
+        """The keys and values, which do not match."""
+        return self.keys, self.values
+
+    key_form = forwarded("store")
+    value_form = forwarded("store")
+    swap_buffers = forwarded("store")
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """All tensors that keep memory alive."""
+        yield from self.store.held_tensors()
+        yield from (self.keys, self.values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise StateMismatchError(
+            "Keys and values must have the same batch size and number of tokens, got keys "
+            f"{list(self.keys.shape)} and values {list(self.values.shape)}: assign the other half as well, or reset() "
+            "the cache."
+        )
 
 
-class TokenLayer(DescribedByArguments, CacheLayer):
+def same_tokens(keys: Tensor, values: Tensor) -> bool:
+    """Whether keys and values have the same number of sequences and tokens."""
+    return (keys.shape[0], keys.shape[2]) == (values.shape[0], values.shape[2])
+
+
+class TokenLayer(CacheLayer):
     """A layer that keeps tokens in a `TokenStore`. Which tokens those are, a subclass decides.
 
     If the initialiser of a subclass takes a `store` (`None` for a `DenseStore`) and plain facts, the class names these
@@ -37,7 +87,12 @@ class TokenLayer(DescribedByArguments, CacheLayer):
             whose facts of these names differ.
     """
 
+    made_with: ClassVar[tuple[Argument, ...]] = (StoreArgument("store", "_store"),)
     reservation_facts: ClassVar[frozenset[str]] = frozenset()
+
+    beside: ClassVar[tuple[str, ...]] = ()
+    """Attributes that hold what the layer keeps of each sequence beside its store, each with a method `selected`, which
+    returns the same for the sequences at some indices, and a method `held_tensors`."""
 
     evicts_by_states: ClassVar[bool] = False
     """Whether tokens are evicted for what their keys and values are. The device of the states computes that."""
@@ -46,15 +101,14 @@ class TokenLayer(DescribedByArguments, CacheLayer):
 
     is_opaque = forwarded("_store")
     bits = forwarded("_store")
+    # A layer that evicts tokens to which the model would attend has another fidelity.
+    fidelity = forwarded("_store")
     attention_paths = forwarded("_store")
     packing_paths = forwarded("_store")
     sized_for = forwarded("_store")
-    select = forwarded("_store")
-    expand = forwarded("_store")
     trim = forwarded("_store")
     compact = forwarded("_store")
     swap_buffers = forwarded("_store")
-    held_tensors = forwarded("_store")
 
     def __init__(self, store: TokenStore | None = None) -> None:
         super().__init__()
@@ -83,12 +137,6 @@ class TokenLayer(DescribedByArguments, CacheLayer):
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         past = self.attended_past(self._store.length)
         return past + query_length, self.length - past
-
-    @property
-    @override
-    def fidelity(self) -> Fidelity:
-        # A layer that evicts tokens to which the model would attend overrides this.
-        return self._store.fidelity
 
     @property
     @override
@@ -236,6 +284,27 @@ class TokenLayer(DescribedByArguments, CacheLayer):
         self._store.check_batch(batch_size)
 
     @override
+    def select(self, indices: Tensor) -> None:
+        self._with_beside(indices, lambda: self._store.select(indices))
+
+    @override
+    def expand(self, repeats: int) -> None:
+        if self.batch_size is not None:
+            self._with_beside(repeated_rows(repeats, self.batch_size), lambda: self._store.expand(repeats))
+
+    def _with_beside(self, indices: Tensor, change: Callable[[], None]) -> None:
+        """Change the sequences of the store, and of what is beside it. If there is no memory, nothing has changed."""
+        chosen = {name: getattr(self, name).selected(indices) for name in self.beside}
+        change()
+        self.__dict__.update(chosen)
+
+    @override
+    def held_tensors(self) -> Iterator[Tensor]:
+        yield from self._store.held_tensors()
+        for name in self.beside:
+            yield from getattr(self, name).held_tensors()
+
+    @override
     def share_prefix(self, other: LayerOperations, tokens: int) -> None:
         if not isinstance(other, TokenLayer):
             return
@@ -268,25 +337,11 @@ class TokenLayer(DescribedByArguments, CacheLayer):
         twin._store = self._store.snapshot()
         return twin
 
-    @override
-    def describe(self) -> dict[str, Fact]:
-        return facts_beside(self._store, self.described_arguments())
-
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        return cls(**cls.arguments_from(facts), store=context.store(facts))
-
     @classmethod
     @override
     def reserved_by(cls, facts: Facts) -> tuple[int, int]:
         store_class = store_class_of(facts)
         return (0, 0) if store_class is None else store_class.reserved_by(facts)
-
-    @classmethod
-    @override
-    def check_description(cls) -> None:
-        cls.check_initialiser()
 
     @override
     def state(self) -> LayerState:
@@ -328,24 +383,3 @@ class TokenLayer(DescribedByArguments, CacheLayer):
             raise StateMismatchError(
                 f"expected a state with all of its {seen} tokens, but saw {held}: take the state again."
             )
-
-
-def facts_beside(store: TokenStore, own: Mapping[str, Fact]) -> dict[str, Fact]:
-    """The facts of a layer: those of its store, unless it is the usual one, and its own.
-
-    Args:
-        store: an empty store like the layer's.
-        own: the facts of the layer itself.
-
-    Raises:
-        RegistryError: a fact of the layer has the name of another one of the store, which could not be read again.
-    """
-    held = store.describe()
-    if held == DEFAULT_STORE:
-        return dict(own)
-    if shared := sorted(held.keys() & own.keys()):
-        raise RegistryError(
-            f"The facts of a layer must have other names than those of its store, but both {type(store).__name__} and "
-            f"its layer have `{shared[0]}`: rename the layer's."
-        )
-    return {**held, **own}

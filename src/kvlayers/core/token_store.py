@@ -2,16 +2,26 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, get_args, overload
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar, get_args, overload
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from kvlayers.core.buffer import StateForm, TokenBuffer
-from kvlayers.core.description import DescribedByArguments, DescriptionContext, Fact, Facts
+from kvlayers.core.description import (
+    Argument,
+    DescriptionContext,
+    Fact,
+    Facts,
+    arguments_from,
+    check_initialiser,
+    described_facts,
+)
 from kvlayers.errors import RegistryError, UnsupportedLayerError
-from kvlayers.utils.registry import ClassRegistry, DescribesItself
+from kvlayers.utils.registry import ClassRegistry
+from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.tensor_memory import storages_of
 
 Fidelity = Literal["exact", "rounded", "evicting"]
@@ -37,11 +47,35 @@ BufferSwap = Callable[[TokenBuffer, int, int], TokenBuffer]
 """Called with a buffer and the start and end of its live tokens; returns the buffer to hold instead."""
 
 
+DEFAULT_STORE: dict[str, Fact] = {"store": "DenseStore"}
+"""The description of the store that layers make by themselves, which their own descriptions leave out."""
+
+
+@dataclass(frozen=True)
+class StoreArgument(Argument):
+    """The argument of a layer that is its store. Its facts are those of the store.
+
+    Attributes:
+        room: the most tokens that the layer expects the store to hold, given the facts; `None` if it does not know.
+    """
+
+    room: Callable[[Any], int] | None = None
+
+    @override
+    def facts_of(self, described: object) -> dict[str, Fact]:
+        facts: dict[str, Fact] = self.value_of(described).describe()
+        return {} if facts == DEFAULT_STORE else facts
+
+    @override
+    def read(self, facts: Facts, context: DescriptionContext) -> Any:
+        return context.store(facts, None if self.room is None else self.room(facts))
+
+
 UPDATE_METHODS = ("validate", "append", "extend", "newest", "length", "count")
 """What updates of a store are made of."""
 
 
-class TokenStore(DescribedByArguments, DescribesItself, ABC):
+class TokenStore(ABC):
     """Holds the keys and values of consecutive tokens.
 
     Keys are `[batch, kv_heads, tokens, key_head_dim]`, values `[batch, kv_heads, tokens, value_head_dim]`; the two
@@ -51,7 +85,21 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
     If the initialiser of a store takes only plain facts, the class names them in `described` and keeps them in
     attributes of the same names. The store can then be saved, and loaded once it is registered with
     `register_store`. Any other store defines `describe` and `from_description`.
+
+    Attributes:
+        described: names of arguments of the initialiser that are plain facts, each kept in an attribute of the same
+            name. A file records them.
+        made_with: the other arguments that a file records. A subclass inherits them, and names its own in `described`.
+        hints: names of arguments that no file records, because no state depends on them.
     """
+
+    described: ClassVar[tuple[str, ...]] = ()
+    made_with: ClassVar[tuple[Argument, ...]] = ()
+    hints: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        sent_by_value(cls)
 
     is_opaque = False
     """Whether compiled code calls the store's layer by an operator instead of tracing through it."""
@@ -278,7 +326,7 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
 
         They are saved among the facts of the store's layer, so their names must differ from the layer's.
         """
-        return {"store": self.kind, **self.described_arguments()}
+        return {"store": self.kind, **described_facts(self)}
 
     @classmethod
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
@@ -292,7 +340,7 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
             OptionError: a fact has a value that the store does not take.
         """
         hints = {"length_hint": context.length_hint} if "length_hint" in cls.hints else {}
-        return cls(**cls.arguments_from(facts), **hints)
+        return cls(**arguments_from(cls, facts, context), **hints)
 
     @classmethod
     def reserved_by(cls, facts: Facts) -> tuple[int, int]:
@@ -301,11 +349,6 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
         0 if it allocates memory as needed. A loader compares the numbers with the states in the file.
         """
         return 0, 0
-
-    @classmethod
-    def check_description(cls) -> None:
-        """Raise `RegistryError` if the arguments of the initialiser are not the described ones."""
-        cls.check_initialiser()
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
@@ -376,7 +419,7 @@ class TokenStore(DescribedByArguments, DescribesItself, ABC):
         return {}
 
 
-STORE_CLASSES = ClassRegistry("store", "kvlayers.stores", "unregister_store", TokenStore)  # type: ignore[type-abstract]
+STORE_CLASSES = ClassRegistry("store", "kvlayers.stores", "unregister_store", TokenStore, check_initialiser)  # type: ignore[type-abstract]
 """The stores that a file may name."""
 
 
@@ -401,10 +444,7 @@ def register_store(store_class: Any = None, *, name: str | None = None) -> Any:
     Raises:
         RegistryError: the name is taken, or the class lacks a member of the contract, which is named.
     """
-    if store_class is None:
-        return lambda decorated: register_store(decorated, name=name)
-    STORE_CLASSES.register(store_class, name)
-    return store_class
+    return STORE_CLASSES.register(store_class, name)
 
 
 def unregister_store(name: str) -> None:

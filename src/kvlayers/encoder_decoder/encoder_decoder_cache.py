@@ -12,11 +12,12 @@ from typing_extensions import Self, override
 from kvlayers.core import legacy_api
 from kvlayers.core.arguments import repeated_rows
 from kvlayers.core.cache import Cache
+from kvlayers.core.cache_layer import forwarded
 from kvlayers.core.cache_operations import CacheState, check_is_state
-from kvlayers.core.cache_registry import register_cache_class
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.core.named_caches import register_cache_class
 from kvlayers.encoder_decoder.cross_attention import CrossAttentionFlags, Fingerprint, are_alike, fingerprint
 from kvlayers.errors import BatchIndexError, LayerIndexError, LegacyFormatError, OptionError, StateMismatchError
 from kvlayers.offload.transfers import TrafficMeter
@@ -119,13 +120,13 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         """The layers of self-attention."""
         return self.self_attention_cache.layers
 
-    @override
-    def adapted_layers(self) -> Sequence[LayerOperations]:
-        return self.self_attention_cache.adapted_layers()
-
-    @override
-    def adapted_layer(self, layer_idx: int) -> LayerOperations:
-        return self.self_attention_cache.adapted_layer(layer_idx)
+    # What is asked of one cache is asked of the one of self-attention.
+    adapted_layers = forwarded("self_attention_cache")
+    adapted_layer = forwarded("self_attention_cache")
+    layers_for = forwarded("self_attention_cache")
+    for_cross_attention = forwarded("self_attention_cache")
+    offloading_options = forwarded("self_attention_cache")
+    is_compileable = forwarded("self_attention_cache")
 
     @override
     def parts(self) -> tuple[Cache, Cache]:
@@ -199,23 +200,11 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         for part in self.parts():
             part.forget_pass()
 
-    @override
-    def layers_for(self, count: int) -> list[Any]:
-        return self.self_attention_cache.layers_for(count)
-
-    @override
-    def for_cross_attention(self, encoder_length: int | None = None) -> Cache:
-        return self.self_attention_cache.for_cross_attention(encoder_length)
-
     @property
     @override
     def offloading(self) -> bool:
         """Whether either part holds states on the host."""
         return any(part.offloading for part in self.parts())
-
-    @override
-    def offloading_options(self) -> dict[str, Any]:
-        return self.self_attention_cache.offloading_options()
 
     @property
     def traffic(self) -> TrafficMeter | None:
@@ -318,11 +307,6 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     def is_initialized(self) -> bool:
         """Whether both parts know the form of their states."""
         return all(part.is_initialized for part in self.parts())
-
-    @property
-    def is_compileable(self) -> bool:
-        """Whether generate() may compile the forward pass around self-attention's cache."""
-        return self.self_attention_cache.is_compileable
 
     def __getitem__(self, layer_idx: int) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Keys and values of self-attention, then keys and values of cross-attention, that a layer holds."""

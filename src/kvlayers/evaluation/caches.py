@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvlayers.core import named_caches
-from kvlayers.core.adapted import adapted
 from kvlayers.core.cache import Cache
+from kvlayers.core.layer_list import adapted
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionError, StateMismatchError
 from kvlayers.evaluation.requests import ScoringRequest

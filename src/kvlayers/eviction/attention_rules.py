@@ -13,6 +13,7 @@ from typing_extensions import Self, override
 from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.eviction.rule import ALL_QUERIES, EvictionRule, register_eviction_rule
 from kvlayers.rope.rotary import Rotary
+from kvlayers.utils.options import check_whole_number
 
 CPU_SCORES_AT_ONCE = 1 << 21
 """Scores of one KV head that are computed at once on a CPU, unless one query has more."""
@@ -127,8 +128,7 @@ class SnapKV(AttentionRule):
 
     def __post_init__(self) -> None:
         for name, number in (("queries", self.queries), ("kernel", self.kernel)):
-            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-                raise OptionError(f"`{name}` must be a positive whole number, got {number!r}.")
+            check_whole_number(number, f"`{name}`", 1)
         if not self.kernel % 2:
             raise OptionError(f"`kernel` must be odd, so that a token is in the middle, got {self.kernel}.")
 
@@ -204,8 +204,7 @@ class ExpectedAttention(EvictionRule):
 
     def __post_init__(self) -> None:
         for name, number, least in (("future", self.future, 1), ("sinks", self.sinks, 0)):
-            if not isinstance(number, int) or isinstance(number, bool) or number < least:
-                raise OptionError(f"`{name}` must be a whole number from {least} on, got {number!r}.")
+            check_whole_number(number, f"`{name}`", least)
         if not self.epsilon >= 0:
             raise OptionError(f"`epsilon` must be at least 0, got {self.epsilon!r}.")
 

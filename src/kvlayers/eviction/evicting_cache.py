@@ -1,24 +1,21 @@
 """The cache that keeps the tokens which a rule scores highest."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_registry import register_cache_class
-from kvlayers.core.description import DescriptionContext
+from kvlayers.core.description import NestedArgument, RotaryArgument
 from kvlayers.core.layer_operations import LayerOperations
-from kvlayers.core.named_caches import named, register
-from kvlayers.core.padding import left_padding_of, padding_of
-from kvlayers.core.preparation import check_empty, check_rotary, prepare_layers
+from kvlayers.core.named_caches import named, register, register_cache_class
+from kvlayers.core.preparation import check_empty, check_rotary, left_padding_of, padding_of, prepare_layers
 from kvlayers.errors import ConfigError, UnsupportedLayerError
 from kvlayers.eviction.budgets import LayerBudgets, check_layer_budgets
-from kvlayers.eviction.evicting_config import EvictingConfig
+from kvlayers.eviction.evicting_config import EvictingConfig, evicting_layers
 from kvlayers.eviction.evicting_layer import EvictingLayer
-from kvlayers.eviction.for_model import evicting_layers
 from kvlayers.eviction.rule import EvictionRule
 from kvlayers.eviction.settings import check_amounts, found_rule
 from kvlayers.quantized.quantization import Quantization
@@ -80,6 +77,10 @@ class EvictingCache(Cache):
             how keys are rotated, and kvlayers does not know that.
     """
 
+    made_with = (
+        NestedArgument("evicting", "_evicting", made_from=EvictingConfig.from_facts),
+        RotaryArgument("rotary", "_rotary"),
+    )
     learns_padding = True
     is_compileable = False
     """Which tokens are kept depends on their states."""
@@ -126,7 +127,7 @@ class EvictingCache(Cache):
         if config is None:
             super().__init__(None, self._layer_without_config, *placement)
         else:
-            super().__init__(evicting_layers(config, self._evicting, rotary), None, *placement)
+            super().__init__(self._layers_of_model(config), None, *placement)
 
     @property
     def rule(self) -> str | EvictionRule:
@@ -182,28 +183,12 @@ class EvictingCache(Cache):
         return super().get_mask_sizes(query_length, layer_idx)
 
     @override
-    def describe(self) -> dict[str, Any]:
-        return {
-            **super().describe(),
-            "evicting": self._evicting.facts(),
-            "rotary": None if self._rotary is None else self._rotary.fingerprint,
-        }
+    def _layer_maker(self) -> Callable[[], Any]:
+        return self._layer_without_config
 
-    @classmethod
     @override
-    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
-        cache = super().from_description(options, layers, context)
-        cache._evicting = EvictingConfig.from_facts(options["evicting"])
-        cache._rotary = context.rotary(options["rotary"])
-        if options["grows"]:
-            cache.make_more_with(cache._layer_without_config)
-        return cache
-
-    @classmethod
-    @override
-    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
-        evicting = EvictingConfig.from_facts(options["evicting"])
-        return evicting_layers(config, evicting, context.rotary(options["rotary"]))
+    def _layers_of_model(self, config: Any) -> list[Any]:
+        return evicting_layers(config, self._evicting, self._rotary)
 
     @override
     def reset(self) -> None:

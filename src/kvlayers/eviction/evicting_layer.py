@@ -1,21 +1,20 @@
 """A layer that keeps the tokens that a rule scores highest."""
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import repeated_rows, whole_number
+from kvlayers.core.arguments import whole_number
 from kvlayers.core.dense_store import dense_in_small_steps
-from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.description import Argument, RotaryArgument
 from kvlayers.core.dynamic_layer import check_rollback
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.layer_registry import register_layer
-from kvlayers.core.padding import padding_of
-from kvlayers.core.token_layer import TokenLayer, facts_beside
-from kvlayers.core.token_store import Fidelity, KVPair, TokenStore
+from kvlayers.core.preparation import padding_of
+from kvlayers.core.token_layer import TokenLayer
+from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
 from kvlayers.errors import StateMismatchError
 from kvlayers.eviction.evicting_attention import (
     NOTHING,
@@ -30,7 +29,7 @@ from kvlayers.eviction.packed_eviction import check_evictable
 from kvlayers.eviction.ragged_state import is_ragged
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.rule import EvictionRule
-from kvlayers.eviction.settings import FACT_PREFIX, STEP, EvictionSettings
+from kvlayers.eviction.settings import STEP, EvictionSettings
 from kvlayers.kernels.attention.packed_ops import observed
 from kvlayers.kernels.codes.quantizer_contract import Side
 from kvlayers.quantized.quantized_store import QuantizedStore
@@ -78,8 +77,19 @@ class EvictingLayer(TokenLayer):
         (torch.Size([1, 2, 400, 8]), 400, 100)
     """
 
-    described = ("rule", "keep", "budget", "sink_tokens", "recent_tokens", "per_head", "scale")
+    described = ("scale",)
+    made_with = (
+        StoreArgument("store", "_empty"),
+        Argument("rule", "settings.registered_name", "eviction_rule"),
+        Argument("keep", "settings.keep", "eviction_keep"),
+        Argument("budget", "settings.budget", "eviction_budget"),
+        Argument("sink_tokens", "settings.sink_tokens", "eviction_sink_tokens"),
+        Argument("recent_tokens", "settings.recent_tokens", "eviction_recent_tokens"),
+        Argument("per_head", "settings.per_head", "eviction_per_head"),
+        RotaryArgument("rotary"),
+    )
     hints = ("left_padding",)
+    beside = ("_progress",)
     evicts_by_states = True
     fidelity: Fidelity = "evicting"
     capacity: int | None = None
@@ -238,7 +248,6 @@ class EvictingLayer(TokenLayer):
     @override
     def held_tensors(self) -> Iterator[Tensor]:
         yield from super().held_tensors()
-        yield from self._progress.queries.held_tensors()
         yield from self._awaited.new or ()
 
     @override
@@ -302,18 +311,9 @@ class EvictingLayer(TokenLayer):
     # The batch, copies and state
 
     @override
-    def select(self, indices: Tensor) -> None:
+    def _with_beside(self, indices: Tensor, change: Callable[[], None]) -> None:
         self._check_settled()
-        super().select(indices)
-        self._progress = self._progress.selected(indices)
-
-    @override
-    def expand(self, repeats: int) -> None:
-        self._check_settled()
-        batch_size = self.batch_size
-        super().expand(repeats)
-        if batch_size is not None:
-            self._progress = self._progress.selected(repeated_rows(repeats, batch_size))
+        super()._with_beside(indices, change)
 
     @override
     def share_prefix(self, other: LayerOperations, tokens: int) -> None:
@@ -338,25 +338,6 @@ class EvictingLayer(TokenLayer):
     def rotaries(self) -> tuple[Rotary, ...]:  # type: ignore[override]
         """The rotation of the keys, if the rule was told."""
         return () if self.rotary is None else (self.rotary,)
-
-    @override
-    def described_arguments(self) -> dict[str, Fact]:
-        return {**self.settings.facts(), "scale": self.scale}
-
-    @classmethod
-    @override
-    def arguments_from(cls, facts: Facts) -> dict[str, Any]:
-        return {name: facts[name if name == "scale" else FACT_PREFIX + name] for name in cls.described}
-
-    @override
-    def describe(self) -> dict[str, Fact]:
-        rotary = None if self.rotary is None else self.rotary.fingerprint
-        return facts_beside(self._empty, {**self.described_arguments(), "rotary": rotary})
-
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        return cls(**cls.arguments_from(facts), rotary=context.rotary(facts["rotary"]), store=context.store(facts))
 
     @override
     def state(self) -> LayerState:

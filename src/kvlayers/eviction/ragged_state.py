@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from kvlayers.core.arguments import check_dense_state
 from kvlayers.core.buffer import COUNT_DTYPE, form_of
 from kvlayers.core.token_store import TokenStore
-from kvlayers.core.validation import check_dense_state
 from kvlayers.errors import StateMismatchError
 from kvlayers.eviction.flat_tokens import (
     TABLE_NAMES,

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.core.arguments import checked_forms, mismatch
 from kvlayers.core.buffer import StateForm
+from kvlayers.core.cache_layer import forwarded
 from kvlayers.core.dense_store import DenseStore, dense_in_small_steps
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.returned_states import ReturnedStates
-from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, register_store
-from kvlayers.core.validation import checked_forms, mismatch
+from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore, register_store
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.flat_tokens import FlatTokens
 from kvlayers.eviction.ragged_state import RaggedColumns, check_ragged_state, flat_tokens_of, is_ragged, tail_state
@@ -115,15 +116,17 @@ class RaggedStore(TokenStore):
         """Whether `state()` is `keys` and `values` alone."""
         return self._flat is None and self._tail.holds_tokens_apart
 
-    @property
-    @override
-    def sized_for(self) -> int | None:
-        return self._tail.sized_for
+    # What the tail answers
 
-    @property
-    @override
-    def fidelity(self) -> Fidelity:
-        return self._tail.fidelity
+    sized_for = forwarded("_tail")
+    fidelity = forwarded("_tail")
+    bits = forwarded("_tail")
+    key_form = forwarded("_tail")
+    value_form = forwarded("_tail")
+    packing_paths = forwarded("_tail")
+    planned_bits = forwarded("_tail")
+    reserve_form = forwarded("_tail")
+    check_batch = forwarded("_tail")
 
     @property
     @override
@@ -133,32 +136,8 @@ class RaggedStore(TokenStore):
 
     @property
     @override
-    def bits(self) -> tuple[int, int] | None:
-        return self._tail.bits
-
-    @property
-    @override
-    def key_form(self) -> StateForm | None:
-        return self._tail.key_form
-
-    @property
-    @override
-    def value_form(self) -> StateForm | None:
-        return self._tail.value_form
-
-    @property
-    @override
     def attention_paths(self) -> Mapping[str, int]:
         return {**self._tail.attention_paths, **self._returned.paths.counts}
-
-    @property
-    @override
-    def packing_paths(self) -> Mapping[str, int]:
-        return self._tail.packing_paths
-
-    @override
-    def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:
-        return self._tail.planned_bits(key_form, value_form)
 
     # Taking in states
 
@@ -177,10 +156,6 @@ class RaggedStore(TokenStore):
 
     def _changes_dtype(self, keys: Tensor, values: Tensor) -> bool:
         return any(states.dtype != form.dtype for states, form in zip((keys, values), self._forms(), strict=True))
-
-    @override
-    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
-        self._tail.reserve_form(key_form, value_form)
 
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -295,10 +270,6 @@ class RaggedStore(TokenStore):
     @override
     def shrink(self, tokens: int) -> None:
         self._tail.shrink(max(tokens - self._columns.width, 0))
-
-    @override
-    def check_batch(self, batch_size: int) -> None:
-        self._tail.check_batch(batch_size)
 
     @override
     def select(self, indices: Tensor) -> None:

@@ -50,7 +50,7 @@ class EvictionRule(ABC):
         """
 
     def for_attention(self, rotary: Rotary | None, scale: float | None) -> Self:
-        """The rule for layers that compute attention like this; `rules_for` of `for_model.py` calls it for a model.
+        """The rule for layers that compute attention like this; `rules_for` calls it for a model.
 
         Args:
             rotary: how keys and queries are rotated by their positions, `None` if they are not, or if the rule does

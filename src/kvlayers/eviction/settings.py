@@ -9,12 +9,10 @@ from kvlayers.errors import OptionError
 from kvlayers.eviction.budgets import AdaptiveHeads, EvenHeads, HeadBudgets
 from kvlayers.eviction.rule import ALL_QUERIES, EvictionRule, eviction_rule, eviction_rule_name, eviction_rule_names
 from kvlayers.rope.rotary import Rotary
+from kvlayers.utils.options import check_whole_number
 
 STEP = 64
 """While single tokens come, a layer with a budget holds up to this many tokens more before it evicts again."""
-
-FACT_PREFIX = "eviction_"
-"""What the names of facts begin with."""
 
 MOST_TOKENS = 2**48
 """More tokens than any text has. Torch counts in 64 bits."""
@@ -80,21 +78,14 @@ class EvictionSettings:
         """The rule, as messages name it."""
         return type(self.rule).__name__ if self.rule_name is None else repr(self.rule_name)
 
-    def facts(self) -> dict[str, str | float | int | bool | None]:
-        """The arguments of a layer as plain facts, the rule by its name. Their names differ from those of stores.
+    @property
+    def registered_name(self) -> str:
+        """The name that the rule is registered by.
 
         Raises:
             OptionError: the rule has no name, so that the layer can be neither saved nor described.
         """
-        arguments = {
-            "rule": name_of(self.rule) if self.rule_name is None else self.rule_name,
-            "keep": self.keep,
-            "budget": self.budget,
-            "sink_tokens": self.sink_tokens,
-            "recent_tokens": self.recent_tokens,
-            "per_head": self.per_head,
-        }
-        return {FACT_PREFIX + name: value for name, value in arguments.items()}
+        return name_of(self.rule) if self.rule_name is None else self.rule_name
 
     @property
     def protected(self) -> int:
@@ -132,8 +123,7 @@ class EvictionSettings:
 def check_amounts(keep: object, budget: object, sink_tokens: object, recent_tokens: object) -> None:
     """Raise `OptionError` if these do not say how many tokens are kept."""
     for name, number in (("sink_tokens", sink_tokens), ("recent_tokens", recent_tokens)):
-        if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST_TOKENS:
-            raise OptionError(f"`{name}` must be a whole number from 1 to {MOST_TOKENS}, got {number!r}.")
+        check_whole_number(number, f"`{name}`", 1, MOST_TOKENS)
     if (keep is None) == (budget is None):
         raise OptionError(
             f"Either `keep` or `budget` must be given, got {'neither' if keep is None else 'both'}: pass keep=0.5 to "

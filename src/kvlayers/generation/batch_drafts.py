@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.padding import left_padding_of
+from kvlayers.core.preparation import left_padding_of
 from kvlayers.errors import OptionError, RollbackError
 from kvlayers.generation.cache_by_name import make_cache
 from kvlayers.generation.prefill import PER_TOKEN_ARGUMENTS, pass_tokens
@@ -105,9 +105,9 @@ def decode(model: Any, cache: Cache, input_ids: Tensor, kwargs: dict[str, Any], 
             bool(config.do_sample),
             own,
         )
-        for ids, own in zip(input_ids.split(1), padding, strict=True)
+        for ids, own in zip(torch.split(input_ids, 1), padding, strict=True)
     ]
-    for row, logits in zip(rows, first.split(1), strict=True):
+    for row, logits in zip(rows, torch.split(first, 1), strict=True):
         decoder.begin(row, logits)
     decoder.join(rows, [cache.fork()])
     alone: dict[DecodedRow, Cache] = {}

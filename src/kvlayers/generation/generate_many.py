@@ -200,8 +200,8 @@ class _Many:
                 return
             yield from self._read()
             self._decoder.step()
-            for row, error in self._decoder.drop_ended():
-                yield self._answer(self._of.pop(row), error)
+            for row, reason in self._decoder.drop_ended():
+                yield self._answer(self._of.pop(row), reason)
 
     def _begin(self, number: int, prompt: Any) -> _Reading:
         ids = self._ids_of(prompt)

@@ -22,9 +22,8 @@ from kvlayers.errors import CapacityError
 from kvlayers.generation import assisted, cache_by_name, passed_caches
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.interop.aliases import HybridCache, HybridChunkedCache, SlidingWindowCache
-from kvlayers.static.from_config import fixed_layers
 from kvlayers.static.slots import MaskMode
-from kvlayers.static.static_cache import StaticCache
+from kvlayers.static.static_cache import StaticCache, fixed_layers
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
 from kvlayers.upstream.generate_calls import sequences_per_prompt
 from kvlayers.upstream.model_layers import layer_devices

@@ -21,13 +21,13 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.forward_pass import check_is_new
 from kvlayers.core.layer_operations import LayerOperations
-from kvlayers.core.padding import left_padding_of
+from kvlayers.core.preparation import left_padding_of
 from kvlayers.core.sliding_layer import SlidingLayer
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.interop.adapter import TransformersLayer
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer
-from kvlayers.static.from_config import fixed_layers, iter_fixed_layers, share_mask_extents
+from kvlayers.static.static_cache import fixed_layers, iter_fixed_layers, share_mask_extents
 from kvlayers.static.static_layer import StaticLayer, StaticSlidingLayer
 from kvlayers.upstream import compat, generate_calls, model_layers, model_types
 from kvlayers.upstream.compat import MODELS_PASS_COLUMNS

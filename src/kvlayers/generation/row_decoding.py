@@ -97,7 +97,7 @@ class DecodedRow:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no token comes after those that there are."""
+        """Whether the answer is complete."""
         return bool(self._criteria(self.ids, None).all())
 
     @property

@@ -87,15 +87,10 @@ class TransformersLayer(LayerOperations):
         """Module and name of the layer's class. No kind of kvlayers has such a name."""
         return f"{type(self.layer).__module__}.{type(self.layer).__qualname__}"
 
-    @override
-    def describe(self) -> dict[str, Fact]:
-        """No facts: the layer is made from the model's config, not from a description."""
-        return {}
-
     @classmethod
     @override
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        """Refuse: see `describe`.
+        """Refuse: the layer is made from the model's config, and has no facts.
 
         Raises:
             UnsupportedLayerError: always.
@@ -116,11 +111,18 @@ class TransformersLayer(LayerOperations):
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Take in the indexer keys of new tokens, `[batch, new, index_head_dim]`, and return those of all tokens."""
-        return calls.update_indexer(self.layer, indexer_key_states)
+        if calls.is_checked_on_host(self.layer, indexer_key_states):
+            # An indexer has a count of its own, since attention may have taken in the tokens already.
+            seen = int(self.layer.indexer_cumulative_length) if self.layer.is_indexer_initialized else 0
+            calls.check_reservation(self.layer, seen, indexer_key_states.shape[-2])
+        updated: Tensor = self.layer.update_indexer(indexer_key_states)
+        return updated
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return calls.mask_sizes(self.layer, query_length)
+        asked = torch.empty(query_length) if compat.MASKS_BY_CACHE_POSITION else query_length
+        kv_length, kv_offset = self.layer.get_mask_sizes(asked)
+        return kv_length, kv_offset
 
     @override
     def make_room(self, tokens: int) -> None:
@@ -233,9 +235,10 @@ class TransformersLayer(LayerOperations):
     def batch_size(self) -> int | None:
         if self.keys is not None and self.keys.dim() == 4:
             return int(self.keys.shape[0])
-        if self.is_recurrent:
-            return next((int(states.shape[0]) for states in calls.recurrent_states(self.layer)), None)
-        return None
+        if not self.is_recurrent:
+            return None
+        held = map(calls.by_index, (self.layer.conv_states, self.layer.recurrent_states))
+        return next((int(one.shape[0]) for states in held for one in states.values() if one is not None), None)
 
     @property
     def device(self) -> torch.device | None:
@@ -253,11 +256,6 @@ class TransformersLayer(LayerOperations):
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether `remove_newest` can put the layer back as it was."""
         return calls.is_croppable(self.layer) and calls.crops_every_state(self.layer)
-
-    @override
-    def nearest_restorable(self, length: int) -> int:
-        self.check_truncate(length)
-        return length
 
     @override
     def check_truncate(self, length: int) -> None:
@@ -279,7 +277,11 @@ class TransformersLayer(LayerOperations):
     @override
     def remove_newest(self, tokens: int) -> None:
         self.check_removal(tokens)
-        calls.remove_newest(self.layer, tokens)
+        if self.is_empty or not isinstance(self.layer, calls.Croppable):
+            return
+        # A past that was recorded for this is forgotten.
+        if tokens or (self.is_recurrent and self.record_past):
+            self.layer.crop(-tokens)
 
     @override
     def check_select(self, batch_size: int) -> None:
@@ -342,7 +344,12 @@ class TransformersLayer(LayerOperations):
 
     @override
     def state(self) -> LayerState:
-        return calls.state_of(self.layer, self.kind)
+        found = dict(calls.entries(self.layer))
+        facts: dict[str, Fact] = {
+            name: value for name, value in found.items() if isinstance(value, int | str | bool | None)
+        }
+        tensors = {name: value.clone() for name, value in found.items() if isinstance(value, Tensor)}
+        return LayerState(self.kind, tensors, facts)
 
     @override
     def check_state(self, state: LayerState) -> None:

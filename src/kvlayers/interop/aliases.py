@@ -9,11 +9,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from typing_extensions import override
 
-from kvlayers.core.cache_registry import register_cache_class
-from kvlayers.core.checkpoint_options import Checkpoints
 from kvlayers.core.dynamic_cache import DynamicCache
-from kvlayers.core.from_config import HYBRID, RECURRENT, WINDOWED, AttentionMaker
-from kvlayers.core.named_caches import named, register
+from kvlayers.core.from_config import HYBRID, RECURRENT, WINDOWED, AttentionMaker, Checkpoints
+from kvlayers.core.named_caches import named, register, register_cache_class
 from kvlayers.errors import ConfigError, LayerIndexError, OptionError
 from kvlayers.quantized.quantized_cache import QuantizedCache
 from kvlayers.static.slots import Buckets

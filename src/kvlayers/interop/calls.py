@@ -7,9 +7,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from kvlayers.core.arguments import no_room_for_tokens
 from kvlayers.core.description import Fact
 from kvlayers.core.layer_operations import LayerState
-from kvlayers.core.validation import no_room_for_tokens
 from kvlayers.errors import RollbackError, StateMismatchError
 from kvlayers.upstream import compat
 
@@ -30,26 +30,9 @@ def update(layer: Any, key_states: Tensor, value_states: Tensor, *args: Any, **k
     return layer.update(key_states, value_states, told)  # type: ignore[no-any-return]
 
 
-def update_indexer(layer: Any, indexer_key_states: Tensor) -> Tensor:
-    """`update_indexer` of transformers' layer, with keys `[batch, new, index_head_dim]`."""
-    if is_checked_on_host(layer, indexer_key_states):
-        # An indexer has a count of its own, since attention may have taken in the tokens already.
-        seen = int(layer.indexer_cumulative_length) if layer.is_indexer_initialized else 0
-        check_reservation(layer, seen, indexer_key_states.shape[-2])
-    updated: Tensor = layer.update_indexer(indexer_key_states)
-    return updated
-
-
 def is_checked_on_host(layer: Any, states: Tensor) -> bool:
     """Whether an update checks that its states fit. On an accelerator it would have to wait for the count."""
     return states.device.type == "cpu" and is_reserved(layer) and not torch.compiler.is_compiling()
-
-
-def mask_sizes(layer: Any, query_length: int) -> tuple[int, int]:
-    """`get_mask_sizes` of transformers' layer."""
-    asked = torch.empty(query_length) if compat.MASKS_BY_CACHE_POSITION else query_length
-    kv_length, kv_offset = layer.get_mask_sizes(asked)
-    return kv_length, kv_offset
 
 
 def max_length(layer: Any) -> int:
@@ -117,15 +100,12 @@ def which_state(state_idx: int) -> tuple[int, ...]:
     return (state_idx,) if compat.STATES_BY_INDEX else ()
 
 
-def recurrent_states(layer: Any) -> list[Tensor]:
-    """Every state, `[batch, ...]`, that transformers' recurrent layer holds."""
-    held = [*by_index(layer.conv_states).values(), *by_index(layer.recurrent_states).values()]
-    return [states for states in held if states is not None]
-
-
 @runtime_checkable
-class _Croppable(Protocol):
-    def crop(self, tokens_to_remove: int) -> None: ...
+class Croppable(Protocol):
+    """A layer of transformers that can be rolled back."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens, of which `tokens_to_remove` is the negative number."""
 
 
 def records_past(layer: Any) -> bool:
@@ -166,7 +146,7 @@ def check_removal(layer: Any, tokens: int) -> None:
             f"expected a past to roll back {tokens} tokens to, but the window of {name} is full and it did not record "
             "it: call activate_past_recording() before the tokens that may be taken back."
         )
-    if not isinstance(layer, _Croppable):
+    if not isinstance(layer, Croppable):
         raise RollbackError(f"expected a layer that can be rolled back, but {name} cannot: fork() the cache before.")
     if not crops_every_state(layer):
         raise RollbackError(
@@ -197,14 +177,6 @@ def _check_recurrent_removal(layer: Any, tokens: int) -> None:
             raise RollbackError(
                 f"expected to roll back at most the {room} tokens that {name} recorded, but was asked for {tokens}."
             )
-
-
-def remove_newest(layer: Any, tokens: int) -> None:
-    """Remove the newest `tokens` tokens, which the caller has checked, and forget a past that was recorded for that."""
-    if is_empty(layer) or not isinstance(layer, _Croppable):
-        return
-    if tokens or (isinstance(layer, compat.LINEAR_LAYER) and records_past(layer)):
-        layer.crop(-tokens)
 
 
 def stop_recording(layer: Any) -> None:
@@ -252,16 +224,6 @@ def copy_of(layer: Any) -> Any:
     for name, value in vars(layer).items():
         setattr(twin, name, _copied(value))
     return twin
-
-
-def state_of(layer: Any, kind: str) -> LayerState:
-    """Copies of all tensors of a layer, counts included, and its plain facts."""
-    found = dict(entries(layer))
-    facts: dict[str, Fact] = {
-        name: value for name, value in found.items() if isinstance(value, int | str | bool | None)
-    }
-    tensors = {name: value.clone() for name, value in found.items() if isinstance(value, Tensor)}
-    return LayerState(kind, tensors, facts)
 
 
 def check_state(layer: Any, state: LayerState, kinds: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from kvlayers.core.buffer import TokenBuffer
 from kvlayers.core.token_store import BufferSwap
 from kvlayers.offload.buffers import HostBuffer, StagedBuffer, by_tokens, clipped
 from kvlayers.offload.storage import HomeMemory
-from kvlayers.offload.transfers import Event, PendingCopy, Rows, Traffic, Transfers
+from kvlayers.offload.transfers import BufferRows, Event, PendingCopy, Traffic, Transfers
 
 
 class OffloadTarget(Protocol):
@@ -77,13 +77,13 @@ class DeviceQueue:
         follower = self._followers.get(layer)
         return None if follower is None else follower()
 
-    def copy_to_device(self, sources: Sequence[Rows]) -> PendingCopy:
+    def copy_to_device(self, sources: Sequence[BufferRows]) -> PendingCopy:
         """Copy rows to the same rows of new tensors on the device."""
         copy = self.transfers.copy_to_device(sources)
         self.brought = copy.event
         return copy
 
-    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]]) -> None:
+    def copy_to_host(self, pairs: Sequence[tuple[BufferRows, BufferRows]]) -> None:
         """Copy rows on the device (the second of each pair) to rows on the host, and hold them until then."""
         copy = self.transfers.copy_to_host(pairs)
         self.written_back = copy.event
@@ -112,7 +112,7 @@ class WriteBack:
     def __init__(self, memory: HomeMemory, device: torch.device, wait: Callable[[], None]) -> None:
         self._memory, self._device, self._wait = memory, device, wait
         self._host_buffers: dict[int, HostBuffer] = {}
-        self.pairs: list[tuple[Rows, Rows]] = []
+        self.pairs: list[tuple[BufferRows, BufferRows]] = []
         self.moves_buffers = False
 
     def prepare(self, buffer: TokenBuffer, start: int, end: int) -> TokenBuffer:
@@ -121,14 +121,14 @@ class WriteBack:
             self._host_buffers[id(buffer)] = host = self._host_buffer_of_staged(buffer)
             self.moves_buffers = self.moves_buffers or host is not buffer.host
             for written in clipped(buffer.written, 0, end):
-                self.pairs.append((Rows(host.rows, *written), Rows(buffer.rows, *written)))
+                self.pairs.append((BufferRows(host.rows, *written), BufferRows(buffer.rows, *written)))
         elif not isinstance(buffer, HostBuffer) and not buffer.tracks_gradients:
             self._host_buffers[id(buffer)] = host = HostBuffer.like(buffer, self._memory, self._device)
             self.moves_buffers = True
             if start < end:
                 with torch.inference_mode(False), torch.no_grad():
                     rows = by_tokens(buffer.tensor)[start:end].contiguous()
-                self.pairs.append((Rows(host.rows, start, end), Rows(rows, 0, end - start)))
+                self.pairs.append((BufferRows(host.rows, start, end), BufferRows(rows, 0, end - start)))
         return buffer
 
     def host_buffer_of(self, buffer: TokenBuffer, start: int, end: int) -> TokenBuffer:

@@ -12,7 +12,7 @@ from kvlayers.core.token_store import BufferSwap, TokenStore
 from kvlayers.offload.buffers import HostBuffer, StagedBuffer
 from kvlayers.offload.device_queue import DeviceQueue, OffloadTarget, Staged, WriteBack
 from kvlayers.offload.storage import HomeMemory, HostMemory
-from kvlayers.offload.transfers import Rows, Traffic, TrafficMeter, Transfers, transfers_for
+from kvlayers.offload.transfers import BufferRows, Traffic, TrafficMeter, Transfers, transfers_for
 
 TransfersMaker = Callable[[torch.device], Transfers | None]
 
@@ -184,7 +184,7 @@ class Prefetcher:
         self.meter.count(layer.index, Traffic(to_device=sum(each.nbytes for each in states)))
         if queue is None:
             return states
-        copy = queue.copy_to_device([Rows(each, 0, each.shape[0]) for each in states])
+        copy = queue.copy_to_device([BufferRows(each, 0, each.shape[0]) for each in states])
         copy.make_stream_wait()
         return copy.tensors
 
@@ -236,13 +236,13 @@ class Prefetcher:
             self._drop(queue, layer)
 
 
-def _rows_on_host(swap_buffers: BuffersSwapper) -> list[tuple[HostBuffer, Rows]]:
+def _rows_on_host(swap_buffers: BuffersSwapper) -> list[tuple[HostBuffer, BufferRows]]:
     """The tokens that are in offloaded memory."""
-    found: list[tuple[HostBuffer, Rows]] = []
+    found: list[tuple[HostBuffer, BufferRows]] = []
 
     def collect(buffer: TokenBuffer, start: int, end: int) -> TokenBuffer:
         if isinstance(buffer, HostBuffer):
-            found.append((buffer, Rows(buffer.rows, start, end)))
+            found.append((buffer, BufferRows(buffer.rows, start, end)))
         return buffer
 
     swap_buffers(collect)

@@ -49,7 +49,6 @@ class HomeMemory(ABC):
 
     def check_process(self) -> None:
         """Raise `UnsupportedLayerError` if the tensors are memory of another process too, which forked this one."""
-        return
 
     @property
     @abstractmethod

@@ -25,8 +25,8 @@ Event = Any
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows `start` to `end` of the first dimension of a tensor, which are contiguous in memory."""
+class BufferRows:
+    """BufferRows `start` to `end` of the first dimension of a tensor, which are contiguous in memory."""
 
     tensor: Tensor
     start: int
@@ -71,7 +71,7 @@ class Transfers(ABC):
     """
 
     @abstractmethod
-    def copy_to_device(self, sources: Sequence[Rows]) -> PendingCopy:
+    def copy_to_device(self, sources: Sequence[BufferRows]) -> PendingCopy:
         """Copy rows to the same rows of new tensors on the device.
 
         The copies come after all work that was queued so far on the current stream. The new tensors may reuse memory
@@ -79,7 +79,7 @@ class Transfers(ABC):
         """
 
     @abstractmethod
-    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]]) -> PendingCopy:
+    def copy_to_host(self, pairs: Sequence[tuple[BufferRows, BufferRows]]) -> PendingCopy:
         """Copy rows on the device (the second of each pair) to rows on the host (the first).
 
         The copies come after all work that was queued so far on the current stream.
@@ -116,17 +116,19 @@ class StreamTransfers(Transfers):
         torch.empty(1, device=device).record_stream(self._inbound)
 
     @override
-    def copy_to_device(self, sources: Sequence[Rows]) -> PendingCopy:
+    def copy_to_device(self, sources: Sequence[BufferRows]) -> PendingCopy:
         # Allocated before the other stream waits, since the memory may be in use until then.
         tensors = [_empty_like(rows, self.device) for rows in sources]
-        targets = [Rows(tensor, rows.start, rows.end) for tensor, rows in zip(tensors, sources, strict=True)]
+        targets = [BufferRows(tensor, rows.start, rows.end) for tensor, rows in zip(tensors, sources, strict=True)]
         return self._copy(self._inbound, list(zip(targets, sources, strict=True)), tensors)
 
     @override
-    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]]) -> PendingCopy:
+    def copy_to_host(self, pairs: Sequence[tuple[BufferRows, BufferRows]]) -> PendingCopy:
         return self._copy(self._outbound, pairs, [rows.tensor for _, rows in pairs])
 
-    def _copy(self, stream: torch.Stream, pairs: Sequence[tuple[Rows, Rows]], tensors: list[Tensor]) -> PendingCopy:
+    def _copy(
+        self, stream: torch.Stream, pairs: Sequence[tuple[BufferRows, BufferRows]], tensors: list[Tensor]
+    ) -> PendingCopy:
         current = torch.accelerator.current_stream(self.device)
         stream.wait_event(current.record_event())
         # Made before the first copy, so that it keeps the memory even if a later one fails.
@@ -180,7 +182,7 @@ class BlockingTransfers(Transfers):
         self.device = device
 
     @override
-    def copy_to_device(self, sources: Sequence[Rows]) -> PendingCopy:
+    def copy_to_device(self, sources: Sequence[BufferRows]) -> PendingCopy:
         tensors = [_empty_like(rows, self.device) for rows in sources]
         with torch.no_grad():
             for tensor, rows in zip(tensors, sources, strict=True):
@@ -188,7 +190,7 @@ class BlockingTransfers(Transfers):
         return PendingCopy(tensors)
 
     @override
-    def copy_to_host(self, pairs: Sequence[tuple[Rows, Rows]]) -> PendingCopy:
+    def copy_to_host(self, pairs: Sequence[tuple[BufferRows, BufferRows]]) -> PendingCopy:
         with torch.no_grad():
             for on_host, rows in pairs:
                 on_host.states.copy_(rows.states)
@@ -210,7 +212,7 @@ def transfers_for(device: torch.device) -> Transfers | None:
         return BlockingTransfers(device)
 
 
-def _empty_like(rows: Rows, device: torch.device) -> Tensor:
+def _empty_like(rows: BufferRows, device: torch.device) -> Tensor:
     # A tensor that is made in inference mode could not be written to outside of it.
     with torch.inference_mode(False):
         return torch.empty(rows.tensor.shape, dtype=rows.tensor.dtype, device=device)

@@ -6,14 +6,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry
+from kvlayers.persistence.safetensors_header import DTYPE_NAMES, TensorEntry
 
 RUN_TOKENS = 512
 """Tokens of keys or values that share one digest."""
 
 DIGEST_BYTES = 32
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def runs(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -60,6 +58,6 @@ def checksum(description: str, tensors: Mapping[str, TensorEntry], digests: Tens
     total = hashlib.sha256(description.encode("utf-8", "surrogatepass"))
     for name in sorted(tensors):
         entry = tensors[name]
-        total.update(f"\n{name} {_NAMES[entry.dtype]} {list(entry.shape)}".encode("utf-8", "surrogatepass"))
+        total.update(f"\n{name} {DTYPE_NAMES[entry.dtype]} {list(entry.shape)}".encode("utf-8", "surrogatepass"))
     total.update(b"\n" + digests.numpy().tobytes())
     return total.hexdigest()

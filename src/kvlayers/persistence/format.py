@@ -18,11 +18,14 @@ FORMAT = "kvlayers.cache"
 FORMAT_VERSION = 2
 """The version that is written for whole caches."""
 
-NODE_VERSION = 4
+NODE_VERSION = 5
 """The version of a node of a prefix store, which has a part of the states."""
 
-READ_VERSIONS = ("1", "2", "4")
-"""The versions that are read. Version 3 was an entry of a prefix store, whose states were in blocks beside it."""
+READ_VERSIONS = ("1", "2")
+"""The versions of whole caches."""
+
+EARLIER_VERSIONS = ("3", "4")
+"""Entries of a prefix store with blocks beside them, and nodes, each of which described all layers of the cache."""
 
 MAX_TOKENS = 2**40
 """Far more than anybody will ever decode. A count of tokens beyond this is refused."""

@@ -1,9 +1,7 @@
 """Read what a file says about its cache, without loading it."""
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,10 +10,10 @@ from torch import Tensor
 from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.errors import CacheFileError
 from kvlayers.persistence.format import TOKEN_IDS, Description, LayerRecord
-from kvlayers.persistence.node_record import NodeRecord
+from kvlayers.persistence.node_file import NodeRecord, is_node, read_node
 from kvlayers.persistence.rebuild import loads_prefixes
-from kvlayers.persistence.safetensors_header import ReadRange, checked_path
-from kvlayers.persistence.saved_file import SavedFile, opened, opened_by_ranges
+from kvlayers.persistence.safetensors_header import FileTensors, checked_path, opened_tensors, refuse
+from kvlayers.persistence.saved_file import SavedFile
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,6 @@ class CacheFile:
     checksum: str
     has_prefixes: bool
     node: NodeRecord | None = field(default=None, repr=False, compare=False)
-    _open: Callable[[str], AbstractContextManager[SavedFile]] = field(default=opened, repr=False, compare=False)
 
     @property
     def needs_config(self) -> bool:
@@ -84,13 +81,14 @@ class CacheFile:
         """
         if not self.has_token_ids:
             return None
-        with self._open(self.path) as saved:
-            if saved.header.metadata["checksum"] != self.checksum:
-                raise CacheFileError(
-                    f"{self.path} is another one by now than the file that was inspected: inspect it again."
-                )
-            with torch.inference_mode(False):
-                return saved.tensor(TOKEN_IDS).clone()
+        file = opened_tensors(self.path)
+        found = SavedFile(file) if self.node is None else read_node(file)
+        if found.checksum != self.checksum:
+            raise CacheFileError(
+                f"{self.path} is another one by now than the file that was inspected: inspect it again."
+            )
+        with torch.inference_mode(False):
+            return found.tensor(TOKEN_IDS).clone()
 
 
 def inspect_cache(path: str | os.PathLike[str]) -> CacheFile:
@@ -103,26 +101,34 @@ def inspect_cache(path: str | os.PathLike[str]) -> CacheFile:
         CacheFileError: what it says is damaged, or it is no file of a cache.
         CachePathError: there is no such file, it cannot be read, or is no regular file.
     """
-    with opened(checked_path(path)) as saved:
-        return summary(saved)
+    file = opened_tensors(checked_path(path))
+    return _of_node(file) if is_node(file.header) else _summary(SavedFile(file))
 
 
-def inspect_ranges(path: str, file_bytes: int, read: ReadRange) -> CacheFile:
-    """As `inspect_cache`, for a remote file, of which only the header, the digests and the ids are read.
+def _of_node(file: FileTensors) -> CacheFile:
+    """What a node of a prefix store says, and the node before it that has the saved cache without rows."""
+    path, node = file.path, read_node(file)
+    holder = node
+    while not holder.record.has_cache:
+        before = read_node(opened_tensors(os.path.join(os.path.dirname(path), holder.record.parent)))
+        if before.record.start >= holder.record.start:
+            refuse(path, "a parent with the tokens before", "one with others")
+        holder = before
+    record = node.record
+    return replace(
+        _summary(SavedFile(holder.cache())),
+        path=path,
+        length=record.start + len(node.head.ids),
+        nbytes=node.head.header.file_bytes,
+        weights_id=record.entry.label,
+        versions=record.entry.versions,
+        has_token_ids=True,
+        checksum=node.checksum,
+        node=record,
+    )
 
-    Args:
-        path: the name of the file in errors.
-        file_bytes: its size.
-        read: reads a range of its bytes, as long as the result is used.
 
-    Raises:
-        CacheFileError: what it says is damaged, or it is no file of a cache.
-    """
-    with opened_by_ranges(path, file_bytes, read) as saved:
-        return summary(saved, lambda _: nullcontext(saved))
-
-
-def summary(saved: SavedFile, open_it: Callable[[str], AbstractContextManager[SavedFile]] = opened) -> CacheFile:
+def _summary(saved: SavedFile) -> CacheFile:
     """What an open file says about its cache."""
     description, header = saved.description, saved.header
     cache, model = description.cache, description.model
@@ -144,10 +150,8 @@ def summary(saved: SavedFile, open_it: Callable[[str], AbstractContextManager[Sa
         metadata=saved.metadata,
         bits=tuple(_bits(layer) for _, layer in description.layers()),
         backends=tuple(_backend(layer) for _, layer in description.layers()),
-        checksum=header.metadata["checksum"],
+        checksum=saved.checksum,
         has_prefixes=all(loads_prefixes(layer) for _, layer in description.layers()),
-        node=saved.node,
-        _open=open_it,
     )
 
 
@@ -167,6 +171,6 @@ def _dtype(description: Description, saved: SavedFile) -> torch.dtype | None:
         entry.dtype
         for prefix, layer in description.layers()
         for name in layer.tensors
-        if (entry := saved.form(prefix + name)) is not None and entry.dtype.is_floating_point
+        if (entry := saved.header.tensors.get(prefix + name)) is not None and entry.dtype.is_floating_point
     }
     return found.pop() if len(found) == 1 else None

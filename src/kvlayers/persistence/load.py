@@ -1,16 +1,15 @@
 """Load a cache from a file, and continue decoding."""
 
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from kvlayers.core.adapted import adapted
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_operations import CacheState
 from kvlayers.core.dense_store import DenseStore
+from kvlayers.core.layer_list import adapted
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.layer_registry import description_context
 from kvlayers.core.token_layer import TokenLayer
@@ -25,8 +24,8 @@ from kvlayers.persistence.rebuild import (
     read_rotaries,
     rebuilt,
 )
-from kvlayers.persistence.safetensors_header import checked_path, refuse
-from kvlayers.persistence.saved_file import SavedFile, opened
+from kvlayers.persistence.safetensors_header import checked_path, opened_tensors
+from kvlayers.persistence.saved_file import SavedFile
 from kvlayers.upstream.model_types import config_of
 from kvlayers.utils.options import checked_device
 
@@ -84,18 +83,11 @@ def load_cache(
         place = _device_of(into) if into is not None else torch.device("cpu")
     else:
         place = checked_device(device)
-    with opened(path) as saved:
-        if saved.node is not None:
-            refuse(
-                path,
-                "the states of its cache",
-                "a node of a prefix store, which has a part of them",
-                "open its directory with PrefixStore(directory=...)",
-            )
-        check_model(path, saved.description, config, weights_id)
-        _check_length(path, saved.description.cache, length)
-        reader = StateReader(saved, place, length, verify)
-        return reader.new(config) if into is None else reader.fill(into)
+    saved = SavedFile(opened_tensors(path))
+    check_model(path, saved.description, config, weights_id)
+    _check_length(path, saved.description.cache, length)
+    reader = StateReader(saved, place, length, verify)
+    return reader.new(config) if into is None else reader.fill(into)
 
 
 def _device_of(cache: Cache) -> torch.device:
@@ -120,18 +112,6 @@ def _check_length(path: str, record: CacheRecord, length: object) -> None:
         )
 
 
-class StatesElsewhere(Protocol):
-    """The states of a cache that are in several files."""
-
-    def pairs(self, index: int) -> list[KVPair]:
-        """Keys and values of a layer, piece by piece, to be copied."""
-
-    def state(
-        self, index: int, record: LayerRecord, small: Callable[[str], Tensor]
-    ) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-        """Tensors and facts of a layer, of which `small` reads those in the file."""
-
-
 class StateReader:
     """Loads the states of a file into caches.
 
@@ -140,19 +120,10 @@ class StateReader:
         device: device of the states.
         length: how many of the first tokens to load, `None` for all.
         verify: whether to compare the states in the file with their checksums.
-        elsewhere: the states that are not in the file.
     """
 
-    def __init__(
-        self,
-        saved: SavedFile,
-        device: torch.device,
-        length: int | None,
-        verify: bool,
-        elsewhere: StatesElsewhere | None = None,
-    ) -> None:
+    def __init__(self, saved: SavedFile, device: torch.device, length: int | None, verify: bool) -> None:
         self.saved = saved
-        self.elsewhere = elsewhere
         self.device = device
         self.length = length
         self.verify = verify
@@ -180,7 +151,7 @@ class StateReader:
         if len(cache.layers) != len(record.layers):
             raise StateMismatchError(f"The cache has {len(cache.layers)} layers, got states of {len(record.layers)}.")
         for index, (layer, layer_record) in enumerate(zip(cache.adapted_layers(), record.layers, strict=True)):
-            pairs = [] if self.elsewhere is None else self.elsewhere.pairs(index)
+            pairs = self.saved.pieces(layer_prefix(part, index))
             if pairs and _appends(layer, layer_record):
                 self._append(layer, layer_record, pairs)
             else:
@@ -240,11 +211,7 @@ class StateReader:
             held: Any = facts["length"]
             cut = facts["length"] = min(self.length, held)
         prefix = layer_prefix(part, index)
-        if self.elsewhere is None:
-            tensors = {name: self._tensor(prefix + name, cut) for name in record.tensors}
-        else:
-            found, held_facts = self.elsewhere.state(index, record, lambda name: self._tensor(prefix + name, None))
-            tensors, facts = {name: states.to(self.device) for name, states in found.items()}, dict(held_facts)
+        tensors = {name: self._tensor(prefix + name, cut) for name in record.tensors}
         _check_states(self.saved.path, tensors)
         if "device" in facts:
             facts["device"] = str(self.device)
@@ -267,7 +234,7 @@ class StateReader:
 
     def _ids(self) -> Tensor | None:
         """Ids of the tokens to load, if the file has them."""
-        if self.elsewhere is not None or not self.saved.has_token_ids:
+        if not self.saved.has_token_ids:
             return None
         length = self.saved.description.cache.length if self.length is None else self.length
         ids = self.saved.tensor(TOKEN_IDS, verify=self.verify)

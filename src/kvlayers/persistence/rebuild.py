@@ -204,7 +204,7 @@ def _check_reservation(
             _check_amount(saved.path, "reserved tokens", tokens, MAX_RESERVED_TOKENS)
             _check_amount(saved.path, "reserved sequences", sequences, MAX_SETTING)
             for name in ("keys", "values"):
-                entry = saved.form(layer_prefix(part, index) + name)
+                entry = saved.header.tensors.get(layer_prefix(part, index) + name)
                 if entry is not None and len(entry.shape) == 4:
                     batch, kv_heads, _, head_dim = entry.shape
                     rows = max(batch, sequences, record.options.get("max_batch_size") or 0)

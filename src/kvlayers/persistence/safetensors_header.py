@@ -1,16 +1,18 @@
-"""Reads and checks the header of a safetensors file."""
+"""Reads, checks and writes the headers of safetensors files, and finds the tensors in their content."""
 
 import itertools
 import json
 import math
+import mmap
 import os
 import reprlib
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import torch
+from torch import Tensor
 
 from kvlayers.errors import CacheFileError, CachePathError, OptionError
 
@@ -49,8 +51,13 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """The dtypes of states by their names in safetensors."""
 
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-ReadRange = Callable[[int, int], bytes]
+Content = bytes | bytearray | memoryview
+"""The bytes of a file."""
+
+
+ReadRange = Callable[[int, int], Content]
 """Reads the bytes of a file from a start to an end, or fewer if the file ends before."""
 
 
@@ -135,24 +142,16 @@ def check_regular(path: str, missing_is_fine: bool = False) -> os.stat_result | 
     return found
 
 
-def read_header(path: str) -> Header:
-    """Read the header of a file, and nothing else.
+def mapped(opened: BinaryIO) -> mmap.mmap | bytes:
+    """The content of a file, which stays the same if another process replaces or deletes the file.
 
     Raises:
-        CacheFileError: the header is invalid, or claims more than the file can hold.
-        CachePathError: the file does not exist, or cannot be read.
+        OSError: it cannot be read.
     """
-    check_regular(path)
-    try:
-        with open(path, "rb") as file:
-
-            def read(start: int, end: int) -> bytes:
-                file.seek(start)
-                return file.read(end - start)
-
-            return parse_header(path, os.fstat(file.fileno()).st_size, read)
-    except OSError as error:
-        raise CachePathError(f"{path} cannot be read: {error.strerror}.") from error
+    if not os.fstat(opened.fileno()).st_size:
+        return b""
+    # A private copy of what is written to, because torch warns of memory that it must not write to.
+    return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
@@ -166,7 +165,7 @@ def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
     Raises:
         CacheFileError: the header is invalid, or claims more than the file can hold.
     """
-    start = read(0, LENGTH_BYTES)
+    start = bytes(read(0, LENGTH_BYTES))
     room = file_bytes - LENGTH_BYTES
     length = int.from_bytes(start, "little")
     if len(start) < LENGTH_BYTES:
@@ -175,7 +174,7 @@ def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
         raise CacheFileError(f"{path} is no saved cache: it does not begin as the files of save_cache() do.")
     if length > min(room, MAX_HEADER_BYTES):
         refuse(path, f"a header of at most {min(room, MAX_HEADER_BYTES)} bytes", f"one that claims {length}")
-    content = parse_json(path, read(LENGTH_BYTES, LENGTH_BYTES + length), "the header")
+    content = parse_json(path, bytes(read(LENGTH_BYTES, LENGTH_BYTES + length)), "the header")
     if not isinstance(content, dict):
         refuse(path, "a header that names tensors", f"{shown(content)} in its place")
     metadata = content.pop("__metadata__", {})
@@ -217,8 +216,97 @@ def _entries(
     return entries, ranges
 
 
+class FileTensors:
+    """The tensors of a file, each of which is read when it is asked for.
+
+    Args:
+        path: name of the file in errors.
+        header: its header.
+        read: reads a range of its bytes.
+        most: bytes of the largest tensor that may be read.
+    """
+
+    def __init__(self, path: str, header: Header, read: ReadRange, most: int = MOST_FILE_BYTES) -> None:
+        self.path, self.header, self.read, self._most = path, header, read, most
+
+    def get_tensor(self, name: str) -> Tensor:
+        """A tensor, as a view of the content where that is possible."""
+        entry, (start, end) = self.header.tensors[name], self.header.ranges[name]
+        if start == end:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        if end - start > self._most:
+            refuse(self.path, f"at most {self._most} bytes of {shown(name)}", str(end - start))
+        data = self.read(start, end)
+        if len(data) != end - start:
+            refuse(self.path, f"{end - start} bytes of {shown(name)}", str(len(data)))
+        # Torch warns of memory that must not be written to, and a number must be where one of its dtype can be.
+        if isinstance(data, bytes) or start % entry.dtype.itemsize:
+            data = bytearray(data)
+        return torch.frombuffer(data, dtype=entry.dtype).view(entry.shape)
+
+
+def opened_tensors(path: str) -> FileTensors:
+    """The tensors of a file, mapped into memory.
+
+    Raises:
+        CacheFileError: the header is invalid, or claims more than the file can hold.
+        CachePathError: the file does not exist, or cannot be read.
+    """
+    check_regular(path)
+    try:
+        with open(path, "rb") as opened:
+            content = mapped(opened)
+    except OSError as error:
+        raise CachePathError(f"{path} cannot be read: {error.strerror}.") from error
+    read = ranges_of(content)
+    return FileTensors(path, parse_header(path, len(content), read), read)
+
+
+def ranges_of(content: Content | mmap.mmap) -> ReadRange:
+    """What reads ranges of bytes in memory, without copies if they may be written to."""
+    view = memoryview(bytearray(content) if isinstance(content, bytes) else content)
+    return lambda start, end: view[start:end]
+
+
+def header_of(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
+    """The first bytes of a file of these tensors, and the header in them. Equal ones have equal bytes.
+
+    Args:
+        tensors: their forms in their order. None may follow one of a smaller dtype.
+        metadata: texts by name.
+
+    Raises:
+        CacheFileError: the header is larger than a file can hold.
+    """
+    claims: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, entry in tensors.items():
+        start, end = end, end + math.prod(entry.shape) * entry.dtype.itemsize
+        claims[name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": (start, end)}
+    text = json.dumps(claims, separators=(",", ":"), sort_keys=True).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    begin = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    return begin, parse_header("The file", len(begin) + end, lambda start, stop: begin[start:stop])
+
+
+def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytearray:
+    """The content of a file. Equal tensors and texts have equal bytes.
+
+    Raises:
+        CacheFileError: the header is larger than a file can hold.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    entries = {name: TensorEntry(tensors[name].dtype, tuple(tensors[name].shape)) for name in names}
+    begin, header = header_of(entries, metadata)
+    content = bytearray(begin.ljust(header.file_bytes, b"\0"))
+    file = FileTensors("The file", header, ranges_of(content))
+    for name in names:
+        file.get_tensor(name).copy_(tensors[name])
+    return content
+
+
 def _are_sizes(numbers: object) -> bool:
-    return isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
+    return isinstance(numbers, list) and {int}.issuperset(map(type, numbers)) and min(numbers, default=0) >= 0
 
 
 def parse_json(path: str, text: bytes, what: str) -> Any:
@@ -230,13 +318,7 @@ def parse_json(path: str, text: bytes, what: str) -> Any:
     if text.count(b"[") + text.count(b"{") > MAX_BRACKETS:
         refuse(path, f"at most {MAX_BRACKETS} lists and objects in {what}", "more")
     try:
-        return json.loads(
-            text.decode("utf-8"),
-            object_pairs_hook=_without_repetition,
-            parse_constant=_no_number,
-            parse_int=_whole,
-            parse_float=_finite,
-        )
+        return _DECODER.decode(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise CacheFileError(
             f"{path} must have {what} in plain JSON, got {shown(str(error))}: it is damaged, or not made by "
@@ -268,3 +350,8 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text} is not finite")
     return number
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_without_repetition, parse_constant=_no_number, parse_int=_whole, parse_float=_finite
+)

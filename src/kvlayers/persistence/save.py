@@ -21,7 +21,6 @@ from kvlayers.persistence.format import (
     DIGESTS,
     FORMAT,
     FORMAT_VERSION,
-    NODE_VERSION,
     OWN_METADATA,
     TOKEN_IDS,
     CacheRecord,
@@ -32,9 +31,8 @@ from kvlayers.persistence.format import (
     metadata_text,
     rotary_name,
 )
-from kvlayers.persistence.node_record import NodeRecord
-from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry, checked_path, read_header
-from kvlayers.persistence.saved_file import NODE, covered_text
+from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry, checked_path, opened_tensors
+from kvlayers.persistence.saved_file import covered_text
 from kvlayers.version import __version__
 
 _STORABLE = frozenset(DTYPES.values())
@@ -90,31 +88,24 @@ def save_cache(
         # States are copied only after the path is known to be writable.
         model = model_record(config, cache.is_pair, weights_id)
         description, tensors = described(cache, cache.state(), model, token_ids)
-        tensors, texts = with_checksums(description, tensors, own=own)
+        tensors, texts = with_checksums(description, tensors, own)
         save_file(tensors, temporary, metadata=texts)
         _check_readable(temporary)
 
 
 def with_checksums(
-    description: Description, tensors: dict[str, Tensor], node: NodeRecord | None = None, own: str | None = None
+    description: Description, tensors: dict[str, Tensor], own: str | None = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All tensors and the metadata of a file.
 
     Args:
         description: the cache.
         tensors: the tensors that are in the file.
-        node: the place of a node of a prefix store among others.
         own: the caller's own texts, from `metadata_text`.
     """
     entries = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     digests = digest_table(tensors)
-    metadata = {
-        "format": FORMAT,
-        "format_version": str(FORMAT_VERSION if node is None else NODE_VERSION),
-        "description": description.to_json(),
-    }
-    if node is not None:
-        metadata[NODE] = node.to_json()
+    metadata = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "description": description.to_json()}
     if own is not None:
         metadata[OWN_METADATA] = own
     metadata["checksum"] = checksum(covered_text(metadata), entries, digests)
@@ -124,7 +115,7 @@ def with_checksums(
 def _check_readable(path: str) -> None:
     """Raise `StateMismatchError` if the written file could not be read. It must not replace a readable file."""
     try:
-        read_header(path)
+        opened_tensors(path)
     except CacheFileError as error:
         raise StateMismatchError(f"The cache has more than a file can hold: {error}") from error
 

@@ -5,13 +5,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvlayers.core.adapted import adapted
-from kvlayers.core.buffer import StateForm, nbytes_of
+from kvlayers.core.buffer import LayerShape, StateForm, nbytes_of
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import WrapperLayer
 from kvlayers.core.dense_store import SMALL_STEP
+from kvlayers.core.layer_list import adapted
 from kvlayers.core.layer_operations import LayerOperations
-from kvlayers.core.layer_shape import LayerShape
 from kvlayers.core.token_store import Fidelity, TokenStore, filled_nbytes, least_faithful, states_on_meta
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.eviction.evicting_layer import EvictingLayer

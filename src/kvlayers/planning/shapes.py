@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from kvlayers.core.buffer import LayerShape, RecurrentShape, TokenShape
 from kvlayers.core.from_config import HYBRID, RECURRENT, WINDOWED
-from kvlayers.core.layer_shape import LayerShape, RecurrentShape, TokenShape
 from kvlayers.errors import ConfigError
 from kvlayers.upstream import compat, model_layers, model_types
 from kvlayers.upstream.model_layers import LayerSpec

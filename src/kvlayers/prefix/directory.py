@@ -13,22 +13,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from kvlayers.core.cache import Cache
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
-from kvlayers.persistence.format import DIGESTS
-from kvlayers.persistence.inspect import summary
 from kvlayers.persistence.load import StateReader
+from kvlayers.persistence.node_file import NodeFile
 from kvlayers.persistence.rebuild import check_remakeable
-from kvlayers.persistence.safetensors_header import Header, parse_header
+from kvlayers.persistence.safetensors_header import Content, FileTensors, parse_header, ranges_of
 from kvlayers.persistence.saved_file import EarlierEntryError, SavedFile
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
-from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, Content
+from kvlayers.prefix.backends.contract import ABANDONED_SECONDS
 from kvlayers.prefix.entry import PrefixEntry, fork_at, restorable_length
 from kvlayers.prefix.keys import Tokens
-from kvlayers.prefix.nodes import Node, NodeTree, node_of, read_nodes
-from kvlayers.prefix.states import MOST_PIECES, NODE_TOKENS, ChainStates, EntryStates, span_needed
+from kvlayers.prefix.nodes import Node, NodeTree, read_nodes, whole_cache
+from kvlayers.prefix.states import MOST_PIECES, NODE_TOKENS, EntryStates, NodesFile, span_needed
 from kvlayers.utils.options import checked_device
 
 logger = logging.getLogger(__name__)
@@ -149,25 +147,6 @@ class FileCandidate:
     def is_whole(self) -> bool:
         """Whether all of its tokens are needed. Such an entry certainly works."""
         return len(self.ids) <= self.shared
-
-
-class _ContentTensors:
-    """The tensors of a file that was read, or mapped into memory."""
-
-    def __init__(self, content: Content, header: Header) -> None:
-        # A copy of the bytes of a remote file: torch warns of memory that must not be written to.
-        self._content = bytearray(content) if isinstance(content, bytes) else content
-        self._header = header
-
-    def get_tensor(self, name: str) -> Tensor:
-        """A tensor, as a view of the content where that is possible."""
-        entry, (start, end) = self._header.tensors[name], self._header.ranges[name]
-        if start == end:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        if start % entry.dtype.itemsize:
-            raise CacheFileError(f"{name} is at {start}, where no number of {entry.dtype} can be.")
-        count = (end - start) // entry.dtype.itemsize
-        return torch.frombuffer(self._content, dtype=entry.dtype, count=count, offset=start).view(entry.shape)
 
 
 class Directory:
@@ -302,7 +281,6 @@ class Directory:
         new = list(states.nodes(chain[-1].name if chain else "", start)) if start < len(states.ids) else []
         for node, file in zip(new, self.backend.find([node.name for node in new]), strict=True):
             content = states.content(node)
-            node.nbytes = len(content)
             if file is None or file.nbytes != len(content) or node.name in self._unusable:
                 self.backend.write(node.name, content)
             with self._lock:
@@ -368,15 +346,17 @@ class Directory:
         end = chain[-1].record
         length = min(length, len(stored.ids))
         first, stop = span_needed(end, length)
-        if end.cuttable:
+        if end.entry.cuttable:
             chain = [node for node in chain if node.start < stop]
         chain = [node for node in chain if node.record.stop > first or node is chain[-1]]
-        read, length = self._read(stored.path, chain, length, end.cuttable, deadline)
+        read, length = self._read(stored.path, chain, length, end.entry.cuttable, deadline)
         place = torch.device("cpu") if device is None else checked_device(device)
-        cut = length if end.cuttable else None
+        cut = length if end.entry.cuttable else None
         try:
-            states = ChainStates(read, length if end.cuttable else end.stop) if read[-1].node is not None else None
-            cache = StateReader(read[-1], place, cut, True, states).new(config)
+            nodes = [file for file in read if isinstance(file, NodeFile)]
+            whole = [file for file in read if isinstance(file, SavedFile)]
+            saved = whole[0] if whole else NodesFile(nodes, end.stop if cut is None else cut)
+            cache = StateReader(saved, place, cut, verify=True).new(config)
         except CachePathError:
             raise
         except KVLayersError as error:
@@ -389,17 +369,17 @@ class Directory:
 
     def _read(
         self, path: str, chain: Sequence[Node], length: int, cuttable: bool, deadline: float | None
-    ) -> tuple[list[SavedFile], int]:
+    ) -> tuple[list[NodeFile | SavedFile], int]:
         """The files of these nodes up to the first that cannot be used, and how many tokens they serve."""
-        read: list[SavedFile] = []
+        read: list[NodeFile | SavedFile] = []
         for node, found in zip(chain, self._opened(chain, deadline), strict=True):
-            if isinstance(found, SavedFile):
+            if not isinstance(found, KVLayersError):
                 read.append(found)
                 continue
             if isinstance(found, CacheFileError | GoneError):
                 self._unusable.add(node.name)
-            last = read[-1].node if read else None
-            served = min(length, node.start) if cuttable and last is not None and last.whole else 0
+            can_end = bool(read) and chain[len(read) - 1].record.whole
+            served = min(length, node.start) if cuttable and can_end else 0
             if not served:
                 raise (
                     CacheFileError(f"{path} cannot be loaded: {found}") if isinstance(found, CacheFileError) else found
@@ -410,14 +390,13 @@ class Directory:
                 self.reports.unreachable(found)
             length = served
             break
-        read[-1].nbytes = sum(saved.header.file_bytes for saved in read)
         return read, length
 
-    def _opened(self, chain: Sequence[Node], deadline: float | None) -> Iterator[SavedFile | KVLayersError]:
+    def _opened(self, chain: Sequence[Node], deadline: float | None) -> Iterator[NodeFile | SavedFile | KVLayersError]:
         """The file of each node, or what is wrong with it, in order. Digests are compared while others arrive."""
         files = [StoredFile(node.name, node.nbytes) for node in chain]
         wait_seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        coming: deque[Future[SavedFile | KVLayersError]] = deque()
+        coming: deque[Future[NodeFile | SavedFile | KVLayersError]] = deque()
         with ThreadPoolExecutor(CHECKING_THREADS, thread_name_prefix="kvlayers-check") as threads:
             contents = zip(chain, self.backend.read(files, wait_seconds), strict=True)
             while True:
@@ -427,26 +406,24 @@ class Directory:
                     return
                 yield coming.popleft().result()
 
-    def _checked(self, node: Node, content: Content | KVLayersError) -> SavedFile | KVLayersError:
-        """The file of a node, all of whose digests were compared, or what is wrong with it."""
+    def _checked(self, node: Node, content: Content | KVLayersError) -> NodeFile | SavedFile | KVLayersError:
+        """The file of a node, all bytes of which were compared with their digest, or what is wrong with it."""
         if isinstance(content, KVLayersError):
             return content
-        path = self.backend.path_of(node.name)
+        path, head = self.backend.path_of(node.name), node.head
+        replaced = CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
         try:
-            header = parse_header(path, len(content), lambda start, end: bytes(content[start:end]))
-            saved = SavedFile(path, _ContentTensors(content, header), header)
             # Compared now, and not only when the store was opened, since other processes may write to the directory.
-            found = node_of(
-                summary(saved, lambda _: contextlib.nullcontext(saved)), StoredFile(node.name, len(content))
-            )
-            if found is None or found.label != node.label or found.ids.tobytes() != node.ids.tobytes():
-                return CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
-            if saved.node is not None:
-                for name in header.tensors.keys() - {DIGESTS}:
-                    saved.tensor(name)
+            read = ranges_of(content)
+            if head is not None:
+                is_same = read(0, len(head.content)) == head.content
+                return NodeFile(FileTensors(path, head.header, read), head) if is_same else replaced
+            saved = SavedFile(FileTensors(path, parse_header(path, len(content), read), read))
+            found = whole_cache(saved, StoredFile(node.name, len(content)))
         except KVLayersError as error:
             return error
-        return saved
+        is_same = found is not None and found.label == node.label and found.ids.tobytes() == node.ids.tobytes()
+        return saved if is_same else replaced
 
     def delete_all(self, paths: Collection[str]) -> bool:
         """Delete entries, and the nodes before them that no other entry needs.

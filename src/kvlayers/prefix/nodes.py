@@ -5,7 +5,6 @@ equal tokens have one name, whoever writes them, and a file never changes. Nothi
 or deleted: the tokens of a prompt are those on the way up from a node, and without its parent nobody can use a node.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.errors import CacheFileError, KVLayersError
-from kvlayers.persistence.format import canonical
-from kvlayers.persistence.inspect import CacheFile
-from kvlayers.persistence.node_record import DTYPE_NAMES, NodeRecord
+from kvlayers.persistence.format import TOKEN_IDS
+from kvlayers.persistence.node_file import MAX_RANGE_BYTES, EntryFacts, NodeHead, NodeRecord, is_node, read_head
+from kvlayers.persistence.rebuild import loads_prefixes
+from kvlayers.persistence.safetensors_header import FileTensors, ReadRange, parse_header
+from kvlayers.persistence.saved_file import SavedFile
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile
 from kvlayers.prefix.backends.contract import SUFFIX
 from kvlayers.prefix.entry import PrefixEntry
@@ -30,22 +32,33 @@ class Node:
     Attributes:
         name: name of its file.
         nbytes: bytes of the file.
-        label: model and namespace.
-        ids: its tokens, from `record.start` on, int64 `[tokens]`. There may be more than it has rows for.
         record: its place, and which rows it has.
-        lengths: lengths that it serves if its tokens are the last ones of an entry that cannot be cut.
-        needs_config: whether its layers cannot be made without the config of the model.
+        ids: its tokens, from `record.start` on, int64 `[tokens]`. There may be more than it has rows for.
+        head: the beginning of the file; `None` for a whole cache.
         file: the file in the last listing, `None` if it was written since.
     """
 
     name: str
     nbytes: int
-    label: str
-    ids: Tokens
     record: NodeRecord
-    lengths: frozenset[int] = frozenset()
-    needs_config: bool = False
+    ids: Tokens
+    head: NodeHead | None = None
     file: StoredFile | None = None
+
+    @property
+    def label(self) -> str:
+        """Model and namespace."""
+        return self.record.entry.label
+
+    @property
+    def lengths(self) -> set[int]:
+        """Lengths that it serves if its tokens are the last ones of an entry that cannot be cut."""
+        return set(self.record.lengths)
+
+    @property
+    def needs_config(self) -> bool:
+        """Whether its layers cannot be made without the config of the model."""
+        return not all(kind in LAYER_CLASSES for kind in self.record.entry.layers)
 
     @property
     def start(self) -> int:
@@ -63,73 +76,57 @@ class Node:
         return self.start + len(self.ids)
 
 
-def name_of(label: str, record: NodeRecord, ids: Tokens, lengths: Iterable[int], versions: dict[str, str]) -> str:
-    """The name of the file of a node. Nodes of one name have the same size, and may stand for one another.
+def look(path: str, file: StoredFile, read: ReadRange) -> Node | None:
+    """The node in a file, `None` if it is not a file of a prefix store. No states are read.
 
     Args:
-        label: model and namespace.
-        record: its place, and which rows it has.
-        ids: its tokens.
-        lengths: as `Node.lengths`.
-        versions: what has written it.
-    """
-    forms = [
-        [group.layers, [(form.name, DTYPE_NAMES[form.dtype], *form[2:]) for form in group.tensors], group.settings]
-        for group in record.groups
-    ]
-    runs = [group.runs for group in record.own()]
-    place = [record.parent, record.start, record.stop, record.cuttable, record.whole]
-    digest = hashlib.sha256(canonical([label, place, forms, runs, sorted(lengths), versions]).encode())
-    digest.update(ids.tobytes())
-    return digest.hexdigest() + SUFFIX
-
-
-def label_in(seen: CacheFile) -> str | None:
-    """The label of a node, `None` if a file does not belong to a prefix store."""
-    if seen.weights_id is None or not seen.weights_id.startswith(LABEL_PREFIX):
-        return None
-    return seen.weights_id.partition(" ")[0]
-
-
-def node_of(seen: CacheFile, file: StoredFile) -> Node | None:
-    """The node in a file, `None` if it is not a file of a prefix store.
+        path: name of the file in errors.
+        file: the file.
+        read: reads a range of its bytes.
 
     Raises:
         CacheFileError: it is a file of a store, but damaged, or that of another node.
         CachePathError: it no longer exists.
     """
-    label = label_in(seen)
-    if label is None:
+    header = parse_header(path, file.nbytes, read)
+    if not is_node(header):
+        return whole_cache(SavedFile(FileTensors(path, header, read, MAX_RANGE_BYTES)), file)
+    head = read_head(path, header, read)
+    if head.digest + SUFFIX != file.name:
+        raise CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
+    return Node(file.name, file.nbytes, head.record, head.ids, head, file)
+
+
+def whole_cache(saved: SavedFile, file: StoredFile) -> Node | None:
+    """The node that stands for a whole cache, as earlier versions wrote it, `None` for a file of somebody else."""
+    weights_id, cache = saved.description.model.weights_id, saved.description.cache
+    if weights_id is None or not weights_id.startswith(LABEL_PREFIX):
         return None
-    record = seen.node or NodeRecord("", 0, seen.length, cuttable=seen.has_prefixes)
-    found = seen.token_ids()
-    tokens = seen.length if seen.node is None else record.stop - record.start
-    if (
-        found is None
-        or found.dtype != torch.int64
-        or found.dim() != 2
-        or found.shape[0] != 1
-        or found.shape[1] < tokens
-    ):
-        raise CacheFileError(f"{seen.path} is damaged: it does not have one id for each of its {tokens} tokens.")
-    ids = found[0].numpy()
-    texts = str(seen.weights_id).partition(" ")[2].split(",")
-    lengths = frozenset(int(text) for text in texts if text.isascii() and text.isdigit() and int(text) <= seen.length)
-    if seen.node is not None and name_of(label, record, ids, lengths, seen.versions) != file.name:
-        raise CacheFileError(f"{seen.path} was replaced: it no longer holds the tokens of its entry.")
-    return Node(file.name, file.nbytes, label, ids, record, lengths, seen.needs_config, file)
+    found = saved.tensor(TOKEN_IDS) if saved.has_token_ids else torch.empty(0)
+    if found.dtype != torch.int64 or found.dim() != 2 or len(found) != 1 or found.shape[1] < cache.length:
+        raise CacheFileError(f"{saved.path} is damaged: it does not have one id for each of its {cache.length} tokens.")
+    label, _, texts = weights_id.partition(" ")
+    numbers = [int(text) for text in texts.split(",") if text.isascii() and text.isdigit()]
+    layers = [layer for _, layer in saved.description.layers()]
+    facts = EntryFacts(label, tuple({layer.kind for layer in layers}), cuttable=all(map(loads_prefixes, layers)))
+    lengths = tuple(number for number in numbers if number <= cache.length)
+    record = NodeRecord(facts, parent="", start=0, stop=cache.length, lengths=lengths)
+    return Node(file.name, file.nbytes, record, found[0].numpy().copy(), file=file)
 
 
 def read_nodes(
     backend: StorageBackend, files: Sequence[StoredFile]
 ) -> Iterator[tuple[StoredFile, Node | KVLayersError | None]]:
     """The node in each file, or what is wrong with the file; `None` for other files, and for files that are gone."""
-    for file, seen in zip(files, backend.inspect(files), strict=True):
-        try:
-            found = seen if isinstance(seen, KVLayersError) else node_of(seen, file)
-        except KVLayersError as error:
-            found = error
+    for file, found in zip(files, backend.inspect(files, look), strict=True):
         yield file, None if isinstance(found, GoneError) else found
+
+
+def _continues(node: Node, parent: Node) -> bool:
+    """Whether an entry that ends behind a node begins with all tokens of its parent."""
+    # A packed block of the parent may reach into the tokens of the node.
+    both = parent.end - node.start
+    return both <= len(node.ids) and bool((parent.ids[len(parent.ids) - both :] == node.ids[:both]).all())
 
 
 class NodeTree:
@@ -180,11 +177,11 @@ class NodeTree:
         # Children begin behind the beginning of their parents.
         for node in sorted(self.nodes.values(), key=lambda node: -node.start):
             serves = served.get(node.name, set())
-            is_served = node.name in continued if node.record.cuttable else node.lengths <= serves
+            is_served = node.name in continued if node.record.entry.cuttable else node.lengths <= serves
             if node.record.whole and not is_served and node.name not in lost:
                 ends.append(node)
             parent = self.nodes.get(node.record.parent)
-            if parent is not None and parent.end == node.start:
+            if parent is not None and _continues(node, parent):
                 served.setdefault(parent.name, set()).update(serves, node.lengths)
                 continued.add(parent.name)
         return self._of_different_tokens(ends)
@@ -194,12 +191,12 @@ class NodeTree:
         trees: dict[tuple[str, bool], RadixTree[Node]] = {}
         tokens = [(node, self.ids(self.chain(node.name))) for node in ends]
         for node, ids in tokens:
-            trees.setdefault((node.label, node.record.cuttable), RadixTree()).insert(ids, node)
+            trees.setdefault((node.label, node.record.entry.cuttable), RadixTree()).insert(ids, node)
         different = []
         for node, ids in tokens:
-            begin_alike = trees[node.label, node.record.cuttable].nearest(ids)
+            begin_alike = trees[node.label, node.record.entry.cuttable].nearest(ids)
             first, second = next(begin_alike), next(begin_alike, None)
-            is_served = node.record.cuttable and second is not None and second.tokens == len(ids)
+            is_served = node.record.entry.cuttable and second is not None and second.tokens == len(ids)
             if first.value is node and not is_served:
                 different.append(node)
         return different
@@ -233,4 +230,4 @@ class NodeTree:
         """The entry that ends where a node ends."""
         chain = self.chain(node.name)
         nbytes = sum(each.nbytes for each in chain)
-        return PrefixEntry(node.label, self.ids(chain), path=path, file_bytes=nbytes, boundaries=set(node.lengths))
+        return PrefixEntry(node.label, self.ids(chain), path=path, file_bytes=nbytes, boundaries=node.lengths)

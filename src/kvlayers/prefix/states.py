@@ -2,14 +2,15 @@
 
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save
 from torch import Tensor
+from typing_extensions import override
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_operations import CacheState
@@ -19,14 +20,26 @@ from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import CacheFileError, StateMismatchError, UnsupportedLayerError
 from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
-from kvlayers.persistence.format import TOKEN_IDS, LayerRecord, ModelRecord, canonical
-from kvlayers.persistence.node_record import NodeRecord, RowGroup, RowRun, Rows, TensorForm, rows_name
+from kvlayers.persistence.format import Description, LayerRecord, ModelRecord, canonical, layer_prefix
+from kvlayers.persistence.node_file import (
+    EntryFacts,
+    NodeFile,
+    NodeRecord,
+    RowGroup,
+    RowRun,
+    Rows,
+    TensorForm,
+    content_of,
+    new_head,
+    rows_name,
+)
 from kvlayers.persistence.rebuild import loads_prefixes
-from kvlayers.persistence.safetensors_header import DTYPES, parse_header
+from kvlayers.persistence.safetensors_header import DTYPES, Content, file_of
 from kvlayers.persistence.save import described, with_checksums
 from kvlayers.persistence.saved_file import SavedFile
+from kvlayers.prefix.backends.contract import SUFFIX
 from kvlayers.prefix.keys import Tokens
-from kvlayers.prefix.nodes import Node, name_of
+from kvlayers.prefix.nodes import Node
 from kvlayers.quantized.packed_blocks import PACKED_NAMES
 
 NODE_TOKENS = 256
@@ -39,6 +52,8 @@ DENSE_NAMES = ("keys", "values")
 CODE_NAMES = tuple(name for name in PACKED_NAMES if name != "block_ends")
 SINK_NAMES = ("sink_keys", "sink_values")
 """Tensors with a row for each token, for each packed block of tokens, and for each token before these blocks."""
+
+_WITHOUT_ROWS = {"block_ends", *SMOOTHING_NAMES}
 
 _OF_PACKED_LAYERS = {*DENSE_NAMES, *SINK_NAMES, *PACKED_NAMES, *SMOOTHING_NAMES}
 
@@ -58,6 +73,10 @@ class _LayerRows:
     read: Callable[[int, int], Mapping[str, Tensor]]
 
 
+_Divided = tuple[LayerState, list[_LayerRows], Mapping[str, object] | None]
+"""The state of a layer without rows of tokens, these rows, and what they depend on besides tokens."""
+
+
 class EntryStates:
     """The states of a cache, divided into rows of tokens and all else.
 
@@ -70,25 +89,31 @@ class EntryStates:
 
     def __init__(self, cache: Cache, label: str, ids: Tokens, lengths: Sequence[int]) -> None:
         self.ids = ids
-        self._cache, self._label = cache, label
-        layers = list(cache.adapted_layers())
-        divided = [_divided(layer) for layer in layers]
-        self._state = CacheState(cache.kind, tuple(state for state, _, _ in divided))
+        divided = [_divided(layer) for layer in cache.adapted_layers()]
         together: dict[tuple[object, ...], list[tuple[int, _LayerRows]]] = {}
-        for index, (_, found, settings) in enumerate(divided):
+        for index, (_, found, _) in enumerate(divided):
             for rows in found:
-                together.setdefault((rows.forms, settings, rows.runs), []).append((index, rows))
+                together.setdefault((rows.forms, rows.runs), []).append((index, rows))
         self.groups = [
-            RowGroup(tuple(index for index, _ in members), rows.forms, str(key[1]), rows.runs)
-            for key, members in together.items()
-            for rows in [members[0][1]]
+            RowGroup(tuple(index for index, _ in members), members[0][1].forms, members[0][1].runs)
+            for members in together.values()
         ]
         self._sources = [[rows for _, rows in members] for members in together.values()]
-        self._description, self._small = described(cache, self._state, ModelRecord(), None)
-        records = self._description.cache.layers
-        self.cuttable = all(loads_prefixes(record) or _is_packed(record) for record in records)
-        self._needs_config = not all(record.kind in LAYER_CLASSES for record in records)
+        state = CacheState(cache.kind, tuple(state for state, _, _ in divided))
+        description, small = described(cache, state, ModelRecord(), None)
+        records = description.cache.layers
+        self.cuttable = all(_is_cuttable(*each) for each in zip(records, divided, strict=True))
         self._lengths = () if self.cuttable else tuple(lengths)
+        self._facts = EntryFacts(
+            label,
+            tuple(sorted({record.kind for record in records})),
+            self.cuttable,
+            _settings(cache, [(state.kind, settings) for state, _, settings in divided], small),
+            description.versions,
+            tuple(replace(group, runs=()) for group in self.groups),
+        )
+        self._saved = _saved(description, small, self.cuttable)
+        self._digest = hashlib.sha256(self._saved).hexdigest()
 
     def shared(self, chain: Sequence[Node], tokens: int) -> int:
         """The position up to which a new node needs no rows, because these nodes have them.
@@ -97,7 +122,8 @@ class EntryStates:
             chain: nodes, each behind its parent.
             tokens: how many of the first tokens they share.
         """
-        if not chain or not chain[-1].record.groups or chain[-1].record.cuttable != self.cuttable:
+        last = chain[-1].record.entry if chain else None
+        if last is None or not last.groups or (last.cuttable, last.settings) != (self.cuttable, self._facts.settings):
             return 0
         start = min(tokens, chain[-1].end) if self.cuttable else min(tokens, chain[-1].end, len(self.ids) - 1)
         stops = [node.start for node in chain[1:]] + [chain[-1].record.stop]
@@ -128,53 +154,30 @@ class EntryStates:
         for first, stop in itertools.pairwise(cuts):
             whole = stop == length or (self.cuttable and all(_can_end(group, stop) for group in self.groups))
             groups = tuple(group.between(0 if whole else first, stop) for group in self.groups)
-            record = NodeRecord(parent, first, stop, self.cuttable, whole, groups)
-            ends = [int(end) for group in record.own() for end in group.positions()[1][-1:]]
-            ids = self.ids[first : max([stop, *ends])].copy()
-            lengths = frozenset(self._lengths if whole else ())
-            name = name_of(self._label, record, ids, lengths, self._description.versions)
-            yield Node(name, 0, self._label, ids, record, lengths, self._needs_config)
-            parent = name
+            record = NodeRecord(self._facts, parent, first, stop, whole, self._lengths if whole else (), groups)
+            if record.has_cache:
+                record = replace(record, cache=self._digest)
+            own = record.own()
+            ends = [int(end) for group in own for end in group.positions()[1][-1:]]
+            try:
+                head = new_head(record, self.ids[first : max([stop, *ends])], len(self._saved))
+            except CacheFileError as error:
+                raise StateMismatchError(f"The cache has more than a file can hold: {error}") from error
+            parent = head.digest + SUFFIX
+            yield Node(parent, head.header.file_bytes, record, head.ids, head)
 
-    def content(self, node: Node) -> bytes:
-        """The content of the file of one of these nodes.
-
-        Raises:
-            StateMismatchError: the cache has more than a file can hold.
-        """
-        record, layers = node.record, list[LayerRecord]()
-        tensors: dict[str, Tensor] = {}
-        for index, layer in enumerate(self._description.cache.layers):
-            own = [group for group in self.groups if index in group.layers]
-            in_rows = {form.name for group in own for form in group.tensors}
-            prefix = f"layers.{index}."
-            if record.whole:
-                small = {name: self._small[prefix + name] for name in layer.tensors if name not in in_rows}
-                facts, small = _cut(layer.facts, small, own, record.stop)
-                tensors |= {prefix + name: tensor for name, tensor in small.items()}
-                layers.append(replace(layer, facts=facts))
-            else:
-                layers.append(LayerRecord(layer.kind, {}, tuple(sorted(in_rows))))
-        tensors |= {name: tensor for name, tensor in self._small.items() if name.startswith("rotary.")}
-        tensors[TOKEN_IDS] = torch.from_numpy(node.ids)[None]
-        for number, (group, held) in enumerate(zip(self.groups, record.own(), strict=True)):
-            rows = sum(run.rows for run in held.runs)
-            if rows:
+    def content(self, node: Node) -> Content:
+        """The content of the file of one of these nodes."""
+        tensors: dict[str, list[Tensor]] = {}
+        for number, (group, held) in enumerate(zip(self.groups, node.record.own(), strict=True)):
+            if held.rows:
                 first = int(np.searchsorted(group.positions()[0], held.runs[0].first))
-                found = [source.read(first, rows) for source in self._sources[number]]
+                found = [source.read(first, held.rows) for source in self._sources[number]]
                 for form in group.tensors:
-                    tensors[rows_name(number, form.name)] = torch.stack([each[form.name] for each in found])
-        # Equal for all that write this node, however many tokens follow.
-        cache = replace(self._description.cache, length=node.end, layers=tuple(layers))
-        weights_id = f"{self._label} {','.join(map(str, sorted(node.lengths)))}"
-        description = replace(self._description, cache=cache, model=ModelRecord(weights_id=weights_id))
-        tensors, metadata = with_checksums(description, tensors, record)
-        content = save(tensors, metadata)
-        try:
-            parse_header(node.name, len(content), lambda start, end: content[start:end])
-        except CacheFileError as error:
-            raise StateMismatchError(f"The cache has more than a file can hold: {error}") from error
-        return content
+                    tensors[rows_name(number, form.name)] = [each[form.name] for each in found]
+        if node.head is None:
+            raise ValueError("A whole cache is no node that is written.")
+        return content_of(node.head, tensors, self._saved)
 
 
 def _as_numbers(begins: Rows, ends: Rows) -> Rows:
@@ -182,25 +185,33 @@ def _as_numbers(begins: Rows, ends: Rows) -> Rows:
     return begins * 2**20 + (ends - begins)
 
 
-def _is_packed(record: LayerRecord) -> bool:
-    layer_class = LAYER_CLASSES.get(record.kind)
+def _is_cuttable(record: LayerRecord, divided: _Divided) -> bool:
+    """Whether the first tokens of a layer can be used without the others: all that depends on tokens is in rows."""
+    layer_class, (state, found, _) = LAYER_CLASSES.get(record.kind), divided
     keeps_all = layer_class is not None and layer_class.keeps_every_token is True
-    return keeps_all and record.facts.get("store") == "QuantizedStore" and set(record.tensors) <= _OF_PACKED_LAYERS
+    is_packed = keeps_all and record.facts.get("store") == "QuantizedStore" and set(record.tensors) <= _OF_PACKED_LAYERS
+    others = set(state.tensors) - {form.name for rows in found for form in rows.forms} - _WITHOUT_ROWS
+    is_divided = not any(state.tensors[name].numel() for name in others)
+    return bool(found) and is_divided and (is_packed or loads_prefixes(record))
 
 
-def _cut(
-    facts: Mapping[str, Any], small: Mapping[str, Tensor], groups: Sequence[RowGroup], stop: int
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Facts and other tensors of a layer whose rows from `stop` on are left out."""
-    cut, kept = dict(facts), dict(small)
-    for group in groups:
-        begins, ends = group.positions()
-        needed = needed_rows(group, stop)
-        if needed < len(begins):
-            cut["length"] = cut["length"] - int((ends - begins)[needed:].sum())
-        if _has_codes(group):
-            kept["block_ends"] = small["block_ends"][: 1 + needed]
-    return cut, kept
+def _saved(description: Description, tensors: dict[str, Tensor], cuttable: bool) -> Content:
+    """The saved cache without rows. It is the same for all caches whose first tokens can be used, however many follow.
+
+    Raises:
+        StateMismatchError: the cache has more than a file can hold.
+    """
+    cache = description.cache
+    if cuttable:
+        tensors = {name: tensor[:1] if name.endswith(".block_ends") else tensor for name, tensor in tensors.items()}
+        layers = tuple(replace(layer, facts={**layer.facts, "length": 0}) for layer in cache.layers)
+        cache = replace(cache, length=0, layers=layers)
+    # The record of the node says what has written it.
+    tensors, metadata = with_checksums(replace(description, cache=cache, versions={}), tensors)
+    try:
+        return file_of(tensors, metadata)
+    except CacheFileError as error:
+        raise StateMismatchError(f"The cache has more than a file can hold: {error}") from error
 
 
 def needed_rows(group: RowGroup, length: int) -> int:
@@ -227,33 +238,39 @@ def _has_codes(group: RowGroup) -> bool:
     return any(form.name in CODE_NAMES for form in group.tensors)
 
 
-def _settings(layer: Any, state: LayerState) -> str:
-    """A text that is equal for layers whose states for the same tokens can stand for one another; "" for no others.
+def _settings(cache: Cache, layers: Sequence[tuple[str, object]], tensors: Mapping[str, Tensor]) -> str:
+    """A text that is equal for caches whose states for the same tokens can stand for one another.
 
     A lookup serves the first tokens of any entry that has them, so an entry may as well begin with the states of
-    another one. It may not if states depend on more than tokens: those of layers that evict tokens depend on which
-    tokens came together, and of unknown layers nobody knows. Codes mean nothing without the vectors that smoothed keys.
+    another one. It may not if states depend on more than tokens. Codes mean nothing without the vectors that smoothed
+    keys.
+    """
+    digest = hashlib.sha256(canonical([cache.kind, cache.describe(), layers]).encode())
+    for name, tensor in sorted(tensors.items()):
+        if name.endswith(SMOOTHING_NAMES):
+            digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(tensor.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _described(layer: Any) -> Mapping[str, object] | None:
+    """What states of a layer depend on besides tokens, `None` if other things count.
+
+    States of layers that evict tokens depend on which tokens came together, and of unknown layers nobody knows.
     """
     try:
-        if layer.is_upstream or layer.fidelity == "evicting":
-            return ""
-        digest = hashlib.sha256(canonical([layer.kind, layer.describe()]).encode())
+        return None if layer.is_upstream or layer.fidelity == "evicting" else layer.describe()
     except UnsupportedLayerError:
-        return ""
-    for name in SMOOTHING_NAMES:
-        if name in state.tensors:
-            digest.update(state.tensors[name].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:32]
+        return None
 
 
-def _divided(layer: Any) -> tuple[LayerState, list[_LayerRows], str]:
+def _divided(layer: Any) -> _Divided:
     """The state of a layer without rows of tokens, these rows, and what they depend on besides tokens."""
+    settings = _described(layer)
     if isinstance(layer, TokenLayer) and layer.keeps_every_token and isinstance(layer.store, DenseStore):
-        state, found = _of_dense(layer, layer.store)
-        return state, found, _settings(layer, state)
+        return *_of_dense(layer, layer.store), settings
     state = layer.state()
-    settings = _settings(layer, state)
-    found = list(_rows_of(state)) if settings else []
+    found = [] if settings is None else list(_rows_of(state))
     names = {form.name for rows in found for form in rows.forms}
     small = {name: tensor[:, :, :0] if name in names else tensor for name, tensor in state.tensors.items()}
     return LayerState(state.kind, small, state.facts), found, settings
@@ -269,12 +286,19 @@ def _of_dense(layer: TokenLayer, store: DenseStore) -> tuple[LayerState, list[_L
     def read(first: int, rows: int) -> Mapping[str, Tensor]:
         part = store.fork()
         part.truncate(first + rows)
-        part.drop_oldest(first)
-        return part.state()
+        pieces = part.pieces(rows)
+        return {
+            "keys": _joined([piece.keys for piece in pieces]),
+            "values": _joined([piece.values for piece in pieces]),
+        }
 
     forms = _forms({name: state.tensors[name] for name in DENSE_NAMES if name in state.tensors})
     whole = LayerState(state.kind, state.tensors, {**state.facts, "length": length})
     return whole, [_LayerRows(forms, (RowRun(0, 1, length),), read)] if length and forms else []
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), 2)
 
 
 def _rows_of(state: LayerState) -> Iterator[_LayerRows]:
@@ -329,68 +353,69 @@ def _runs(first: int, tokens: Sequence[int]) -> tuple[RowRun, ...]:
     return tuple(runs)
 
 
-class ChainStates:
-    """The states that several nodes give together.
+class NodesFile(SavedFile):
+    """A saved cache whose rows are in several nodes.
 
     Args:
-        chain: the files of the nodes, each behind its parent. The last one says what the cache is.
+        chain: the files of the nodes, each behind its parent. The first or the last one has the cache without rows.
         length: rows that begin here or later are not used.
 
     Raises:
         CacheFileError: the nodes do not have all rows that the last one describes.
     """
 
-    def __init__(self, chain: Sequence[SavedFile], length: int) -> None:
-        self._length = length
-        records = [saved.node for saved in chain if saved.node is not None]
-        self._pieces: dict[tuple[int, str], list[Tensor]] = {}
-        self._groups: dict[int, list[RowGroup]] = {}
-        for group in records[-1].groups:
-            for layer in group.layers:
-                self._groups.setdefault(layer, []).append(group)
-                self._pieces.update({(layer, form.name): [] for form in group.tensors})
-            begins = group.positions()[0][: needed_rows(group, length)]
+    def __init__(self, chain: Sequence[NodeFile], length: int) -> None:
+        records = [node.record for node in chain]
+        end, path = records[-1], chain[-1].path
+        super().__init__(chain[0 if end.entry.cuttable else -1].cache())
+        self.nbytes = sum(node.head.header.file_bytes for node in chain)
+        self._pieces: dict[str, list[Tensor]] = {}
+        lengths: Counter[int] = Counter()
+        for group in end.groups:
+            names = [layer_prefix(None, layer) + form.name for layer in group.layers for form in group.tensors]
+            if not self.header.tensors.keys() >= set(names):
+                raise CacheFileError(f"{path} is damaged: it has rows of tensors that its cache lacks.")
+            begins, ends = (each[: needed_rows(group, length)] for each in group.positions())
             if not len(begins):
                 continue
             missing, begin = len(begins), int(begins[0])
             stops = [record.start for record in records[1:]] + [max(length, int(begins[-1]) + 1)]
-            for saved, record, stop in zip(chain, records, stops, strict=True):
-                for number, own in enumerate(record.own()):
+            for node, stop in zip(chain, stops, strict=True):
+                for number, own in enumerate(node.record.own()):
                     used = own.between(begin, stop)
-                    rows = sum(run.rows for run in used.runs)
-                    if own.key == group.key and rows:
-                        first = int(np.searchsorted(own.positions()[0], used.runs[0].first))
-                        missing -= rows
-                        self._add(saved, number, own, first, rows)
+                    if (node.record.entry.settings, own.key) == (end.entry.settings, group.key) and used.rows:
+                        missing -= used.rows
+                        self._add(node, number, own, used)
             if missing:
-                raise CacheFileError(f"{chain[-1].path} is damaged: {missing} rows are in none of its nodes.")
+                raise CacheFileError(f"{path} is damaged: {missing} rows are in none of its nodes.")
+            tokens = ends - begins
+            for layer in group.layers if end.entry.cuttable else ():
+                lengths[layer] += int(tokens.sum())
+                if _has_codes(group):
+                    name = layer_prefix(None, layer) + "block_ends"
+                    self._pieces[name] = [super().tensor(name), torch.from_numpy(tokens)]
+        if end.entry.cuttable:
+            cache = self.description.cache
+            layers = [
+                replace(layer, facts={**layer.facts, "length": lengths[n]}) for n, layer in enumerate(cache.layers)
+            ]
+            cache = replace(cache, length=max(lengths.values(), default=0), layers=tuple(layers))
+            self.description = replace(self.description, cache=cache)
 
-    def _add(self, saved: SavedFile, number: int, group: RowGroup, first: int, rows: int) -> None:
+    def _add(self, node: NodeFile, number: int, group: RowGroup, used: RowGroup) -> None:
+        first = int(np.searchsorted(group.positions()[0], used.runs[0].first))
         for form in group.tensors:
-            states = saved.tensor(rows_name(number, form.name), verify=False)[:, :, :, first : first + rows]
+            states = node.tensor(rows_name(number, form.name))[:, :, :, first : first + used.rows]
             for place, layer in enumerate(group.layers):
-                self._pieces[layer, form.name].append(states[place])
+                self._pieces.setdefault(layer_prefix(None, layer) + form.name, []).append(states[place])
 
-    def pairs(self, index: int) -> list[KVPair]:
-        """Keys and values of the needed tokens of a layer, piece by piece, as views of the files."""
-        return list(zip(self._pieces.get((index, "keys"), []), self._pieces.get((index, "values"), []), strict=True))
+    @override
+    def pieces(self, prefix: str) -> list[KVPair]:
+        keys, values = (self._pieces.get(prefix + name, []) for name in DENSE_NAMES)
+        return list(zip(keys, values, strict=True))
 
-    def state(
-        self, index: int, record: LayerRecord, small: Callable[[str], Tensor]
-    ) -> tuple[dict[str, Tensor], Mapping[str, object]]:
-        """The tensors and the facts of a layer with the needed tokens.
-
-        Args:
-            index: the layer.
-            record: what the file says about it.
-            small: the tensors that are not divided into rows, by name.
-        """
-        groups = self._groups.get(index, [])
-        forms = {form.name: form for group in groups for form in group.tensors}
-        others = {name: small(name).clone() for name in record.tensors if name not in forms}
-        facts, tensors = _cut(record.facts, others, groups, self._length)
-        for name, form in forms.items():
-            rows = self._pieces[index, name]
-            empty = (form.batch, form.kv_heads, 0, form.width)
-            tensors[name] = torch.cat(rows, 2) if rows else torch.empty(empty, dtype=form.dtype)
-        return tensors, facts
+    @override
+    def tensor(self, name: str, tokens: int | None = None, verify: bool = True) -> Tensor:
+        # The digest of a node, which was compared, is also one of the saved cache in it. Rows were left out before.
+        rows = self._pieces.get(name)
+        return super().tensor(name, verify=False) if rows is None else torch.cat(rows, min(rows[0].dim() - 1, 2))

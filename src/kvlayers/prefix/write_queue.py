@@ -309,14 +309,6 @@ class WriteQueue:
                 return
         self.work_off(deadline)
 
-    def lock_for_fork(self) -> None:
-        """Make sure that no other thread changes anything while the process forks."""
-        self._changed.acquire()
-
-    def unlock_after_fork(self) -> None:
-        """Go on in the parent."""
-        self._changed.release()
-
     def resume_in_child(self) -> None:
         """Go on in the child, which has no thread: what the parent was writing is written by both."""
         if self._current is not None:
@@ -332,13 +324,13 @@ _locked_for_fork: "list[WriteQueue]" = []
 def _before_fork() -> None:
     # In the same order in every thread.
     for queue in sorted(_queues, key=id):
-        queue.lock_for_fork()
+        queue._changed.acquire()
         _locked_for_fork.append(queue)
 
 
 def _after_fork_in_parent() -> None:
     while _locked_for_fork:
-        _locked_for_fork.pop().unlock_after_fork()
+        _locked_for_fork.pop()._changed.release()
 
 
 def _after_fork_in_child() -> None:

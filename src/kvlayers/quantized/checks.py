@@ -1,16 +1,16 @@
-"""Checks of states that are to be quantized, and of the saved state of a quantized store."""
+"""States that are to be quantized, and saved states of a quantized store: checks, and what a plan asks for."""
 
 import torch
 from torch import Tensor
 
-from kvlayers.core.buffer import StateForm, form_of
-from kvlayers.core.validation import check_dense_state, check_one_batch
+from kvlayers.core.arguments import check_dense_state, check_one_batch
+from kvlayers.core.buffer import StateForm, form_of, nbytes_of
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.codes.quantizer_contract import Quantizer, Side, fits_heads
 from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
 from kvlayers.kernels.codes.smoothing import KeySmoothing
-from kvlayers.quantized.packed_blocks import PACKED_NAMES, check_packed_state
-from kvlayers.quantized.quantization import Quantization, block_tokens
+from kvlayers.quantized.packed_blocks import PACKED_NAMES, SIDES, block_nbytes, check_packed_state
+from kvlayers.quantized.quantization import Quantization, block_tokens, blocks_beyond
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of states that can be quantized. The arithmetic is in float32."""
@@ -98,3 +98,23 @@ def check_smoothing(tensors: dict[str, Tensor], form: StateForm) -> None:
                 f"`{name}` of a state must be finite numbers, and factors at least 1, got some that are not: take the "
                 "state again."
             )
+
+
+def most_blocks(quantization: Quantization, size: int, length_hint: int | None) -> int | None:
+    """The most blocks of `size` tokens that are expected, if known."""
+    return None if length_hint is None else blocks_beyond(length_hint, _unpacked_room(quantization, size), size)
+
+
+def _unpacked_room(quantization: Quantization, size: int) -> int:
+    """The most tokens that stay in full precision, beside blocks of `size` tokens."""
+    return quantization.sink_tokens + quantization.residual_length + size
+
+
+def planned_bits(quantization: Quantization, forms: tuple[StateForm, StateForm]) -> float:
+    """See `TokenStore.planned_bits`."""
+    quantizers = checked_quantizers(quantization, *forms)
+    size = block_tokens(quantizers)
+    packed = sum(
+        block_nbytes(quantizers[side].format, side, form, size) for side, form in zip(SIDES, forms, strict=True)
+    )
+    return 8 * packed * forms[0].dtype.itemsize / sum(nbytes_of(form, size) for form in forms)

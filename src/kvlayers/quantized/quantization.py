@@ -12,7 +12,7 @@ from kvlayers.errors import OptionError
 from kvlayers.kernels.codes.quantizer_contract import Backend, Quantizer, Side, SideOptions, quantizer_names
 from kvlayers.kernels.codes.quantizer_contract import backend as backend_called
 from kvlayers.quantized.quantizers.checkpoint_scales import Scales, checked_scales
-from kvlayers.utils.options import as_options, mapping_option
+from kvlayers.utils.options import as_options, check_whole_number, mapping_option
 
 DEFAULT_NBITS = 4
 DEFAULT_RESIDUAL_LENGTH = 128
@@ -74,9 +74,7 @@ class Quantization:
         if isinstance(self.backend, str) and self.backend not in quantizer_names():
             object.__setattr__(self, "backend", self.backend.lower())
         for name in ("residual_length", "sink_tokens"):
-            number = getattr(self, name)
-            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                raise OptionError(f"`{name}` must be a number of tokens, at least 0, got {number!r}.")
+            check_whole_number(getattr(self, name), f"`{name}`", 0, of="tokens")
         for name in SCALES:
             object.__setattr__(self, name, _scales(getattr(self, name), name))
         for side in (self.keys, self.values):

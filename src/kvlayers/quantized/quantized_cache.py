@@ -1,5 +1,6 @@
 """The cache that holds most tokens in a few bits."""
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -8,19 +9,37 @@ from typing import Any
 import transformers
 from torch import Tensor
 from transformers.utils.quantization_config import QuantizationConfigMixin
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_registry import register_cache_class
-from kvlayers.core.checkpoint_options import Checkpoints
-from kvlayers.core.description import DescriptionContext
-from kvlayers.core.from_config import FULL, HYBRID, WINDOWED, AttentionMaker, recall_in, recall_of
-from kvlayers.core.named_caches import named, register
+from kvlayers.core.description import NestedArgument
+from kvlayers.core.dynamic_layer import DynamicLayer
+from kvlayers.core.from_config import (
+    FULL,
+    HYBRID,
+    WINDOWED,
+    AttentionMaker,
+    CheckpointOptions,
+    Checkpoints,
+    Factory,
+    RecallArgument,
+    layers_of,
+    recall_of,
+)
+from kvlayers.core.named_caches import named, register, register_cache_class
+from kvlayers.core.sliding_layer import SlidingLayer, window_room
 from kvlayers.errors import OptionError
 from kvlayers.kernels.codes.quantizer_contract import backend as backend_called
-from kvlayers.quantized.from_config import packed_attention_layer, quantized_layers
-from kvlayers.quantized.quantization import SCALES, QuantizationOfLayers, quantization_of_layers
+from kvlayers.quantized.quantization import (
+    SCALES,
+    Quantization,
+    QuantizationOfLayers,
+    check_count,
+    quantization_of_layers,
+)
+from kvlayers.quantized.quantized_layer import quantized_layer
+from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.quantized.quantizers.checkpoint_scales import (
     CHECKPOINT,
     Scales,
@@ -30,9 +49,51 @@ from kvlayers.quantized.quantizers.checkpoint_scales import (
     read_scales,
 )
 from kvlayers.upstream import model_layers, model_types
+from kvlayers.upstream.model_layers import LayerSpec
 from kvlayers.upstream.model_types import ConfigNumbers, kv_heads
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.units import tokens
+
+
+def packed_attention_layer(
+    quantization: Quantization, length_hint: int | None = None, recall: AttentionMaker | None = None
+) -> DynamicLayer:
+    """As `full_attention_layer`, with most tokens in packed codes."""
+    if recall is None:
+        return quantized_layer(quantization, length_hint)
+    return recall.layer(length_hint, QuantizedStore(quantization, length_hint))
+
+
+def quantized_layers(
+    config: object,
+    quantization: QuantizationOfLayers,
+    quantize_sliding: bool,
+    length_hint: int | None = None,
+    checkpoints: CheckpointOptions = None,
+    recall: AttentionMaker | None = None,
+) -> list[Any]:
+    """As `dynamic_layers`, with full attention quantized, and windows too if `quantize_sliding` is true.
+
+    Raises:
+        OptionError: bits were given for another number of layers.
+    """
+    check_count(quantization, len(model_layers.layer_specs(config)))
+
+    def window(spec: LayerSpec) -> SlidingLayer:
+        return SlidingLayer(spec.options["sliding_window"])
+
+    def quantized_window(spec: LayerSpec) -> SlidingLayer:
+        # A window drops its oldest tokens, so no token could stay as a sink.
+        in_window = dataclasses.replace(quantization.of_layer(spec.index), sink_tokens=0)
+        window = spec.options["sliding_window"]
+        return SlidingLayer(window, QuantizedStore(in_window, window_room(window)))
+
+    kinds: dict[str, Factory] = {
+        "full_attention": lambda spec: packed_attention_layer(quantization.of_layer(spec.index), length_hint, recall),
+        **dict.fromkeys(WINDOWED, quantized_window if quantize_sliding else window),
+    }
+    return layers_of(config, kinds, checkpoints)
+
 
 OfSide = float | Sequence[float] | Tensor
 """One number for all KV heads, or one for each."""
@@ -257,6 +318,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         ConfigError: the config does not describe the model's layers.
     """
 
+    made_with = (NestedArgument("quantization", made_from=quantization_of_layers), RecallArgument("recall"))
     recall: AttentionMaker | None = None
     is_compileable = False
     """Shapes change at every token, and transformers does not compile around such a cache."""
@@ -327,26 +389,14 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         super().__init__(layers, None, *placement)
 
     @override
-    def describe(self) -> dict[str, Any]:
-        recall = {} if self.recall is None else self.recall.facts()
-        return {**super().describe(), "quantization": self.quantization.facts(), **recall}
+    def _layer_maker(self) -> Callable[[], Any] | None:
+        if self.quantization.count is not None:
+            return None
+        return functools.partial(packed_attention_layer, self.quantization.of_layer(0), recall=self.recall)
 
-    @classmethod
     @override
-    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
-        cache = super().from_description(options, layers, context)
-        cache.quantization = quantization_of_layers(options["quantization"])
-        cache.recall = recall_in(options)
-        if options["grows"] and cache.quantization.count is None:
-            quantization = cache.quantization.of_layer(0)
-            cache.make_more_with(functools.partial(packed_attention_layer, quantization, recall=cache.recall))
-        return cache
-
-    @classmethod
-    @override
-    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
-        quantization, recall = quantization_of_layers(options["quantization"]), recall_in(options)
-        return quantized_layers(config, quantization, quantize_sliding=False, recall=recall)
+    def _layers_of_model(self, config: Any) -> list[Any]:
+        return quantized_layers(config, self.quantization, quantize_sliding=False, recall=self.recall)
 
     @override
     def for_cross_attention(self, encoder_length: int | None = None) -> Cache:

@@ -1,12 +1,12 @@
 """A layer that keeps every token, most of them in packed codes."""
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
-from kvlayers.core.description import DescriptionContext, Facts
+from kvlayers.core.description import DescriptionContext, Fact, Facts, OptionsArgument, arguments_from
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.core.layer_registry import register_layer
@@ -14,6 +14,14 @@ from kvlayers.quantized.quantization import Quantization
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.upstream import compat
 from kvlayers.utils.options import checks_options
+
+
+class _StoredQuantization(OptionsArgument):
+    @override
+    def facts_of(self, described: Any) -> dict[str, Fact]:
+        # The name of the store's class stands beside them.
+        facts: dict[str, Fact] = described.store.describe()
+        return facts
 
 
 @register_layer
@@ -37,6 +45,8 @@ class QuantizedLayer(DynamicLayer):
         torch.Size([1, 8, 1, 64])
     """
 
+    made_with = (_StoredQuantization("quantization", options=Quantization),)
+
     _store: QuantizedStore
 
     @checks_options
@@ -53,9 +63,9 @@ class QuantizedLayer(DynamicLayer):
     @classmethod
     @override
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        quantization = Quantization.from_facts(facts)
-        layer_class = _BY_BACKEND.get(quantization.backend, cls) if cls is QuantizedLayer else cls
-        return cast("Self", layer_class(quantization=quantization, **cls.arguments_from(facts)))
+        arguments = arguments_from(cls, facts, context)
+        backend = arguments["quantization"].backend
+        return cast("Self", (_BY_BACKEND.get(backend, cls) if cls is QuantizedLayer else cls)(**arguments))
 
     # By the names of transformers' layers
 

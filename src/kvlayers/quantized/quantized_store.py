@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.core.arguments import checked_forms, mismatch, promoted_forms
 from kvlayers.core.buffer import StateForm, form_of
 from kvlayers.core.dense_store import DenseStore
-from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.description import OptionsArgument
 from kvlayers.core.returned_states import ReturnedStates
 from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, register_store
-from kvlayers.core.validation import checked_forms, mismatch, promoted_forms
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.dispatch import PathCounter
@@ -23,8 +23,7 @@ from kvlayers.kernels.attention.segments import KVSegments, Segment
 from kvlayers.kernels.codes.quantizer_contract import backend
 from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
 from kvlayers.kernels.codes.smoothing import KeySmoothing
-from kvlayers.quantized import plan
-from kvlayers.quantized.checks import check_quantized_state, checked_quantizers, in_one_dtype
+from kvlayers.quantized.checks import check_quantized_state, checked_quantizers, in_one_dtype, most_blocks, planned_bits
 from kvlayers.quantized.packed_blocks import PackedBlocks
 from kvlayers.quantized.parts import QuantizedParts, append_states, residual_after_blocks, residual_length_hint
 from kvlayers.quantized.quantization import Quantization, block_tokens, blocks_beyond
@@ -53,6 +52,7 @@ class QuantizedStore(TokenStore):
 
     is_opaque = True
 
+    made_with = (OptionsArgument("quantization", options=Quantization),)
     hints = ("length_hint",)
 
     _appends_one = True
@@ -204,7 +204,7 @@ class QuantizedStore(TokenStore):
         size = block_tokens(quantizers)
         self._forms = forms
         blocks, residual = (
-            PackedBlocks(quantizers, forms, size, plan.most_blocks(self.quantization, size, self.length_hint)),
+            PackedBlocks(quantizers, forms, size, most_blocks(self.quantization, size, self.length_hint)),
             DenseStore(),
         )
         residual.reserve_form(*forms)
@@ -229,7 +229,7 @@ class QuantizedStore(TokenStore):
 
     @override
     def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:
-        return plan.planned_bits(self.quantization, (key_form, value_form))
+        return planned_bits(self.quantization, (key_form, value_form))
 
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -479,16 +479,6 @@ class QuantizedStore(TokenStore):
     @override
     def held_tensors(self) -> Iterator[Tensor]:
         yield from self._parts.held_tensors()
-
-    @override
-    def describe(self) -> dict[str, Fact]:
-        return {"store": self.kind, **self.quantization.facts(), **self.described_arguments()}
-
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        hints = {"length_hint": context.length_hint} if "length_hint" in cls.hints else {}
-        return cls(quantization=Quantization.from_facts(facts), **hints, **cls.arguments_from(facts))
 
     @override
     def state(self) -> dict[str, Tensor]:

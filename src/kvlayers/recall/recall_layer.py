@@ -2,23 +2,21 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import repeated_rows
-from kvlayers.core.buffer import nbytes_of
+from kvlayers.core.buffer import LayerShape, nbytes_of
 from kvlayers.core.dense_store import DenseStore
-from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.description import OptionFacts, OptionsArgument
 from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.layer_registry import register_layer
-from kvlayers.core.layer_shape import LayerShape
 from kvlayers.core.named_caches import named, register
 from kvlayers.core.token_store import Fidelity, TokenStore, filled_nbytes
 from kvlayers.errors import OptionError
@@ -40,12 +38,12 @@ from kvlayers.recall.pages import (
     check_bounds_state,
     chosen_segments,
 )
-from kvlayers.utils.options import as_options, checks_options, mapping_option
+from kvlayers.utils.options import as_options, check_whole_number, checks_options, mapping_option
 
 
 @mapping_option("recall")
 @dataclass(frozen=True)
-class Recall:
+class Recall(OptionFacts):
     """How a single query finds the pages that it attends to, in a layer that keeps every token.
 
     Args:
@@ -65,6 +63,11 @@ class Recall:
         Recall(pages=32, page_tokens=64, sink_tokens=4, recent_tokens=64)
     """
 
+    # They stand among the facts of stores, which have other names.
+    fact_names: ClassVar[Mapping[str, str]] = {
+        name: f"recall_{name}" for name in ("pages", "page_tokens", "sink_tokens", "recent_tokens")
+    }
+
     pages: int | Literal["all"] = 64
     page_tokens: int = DENSE_PIECE_TOKENS
     sink_tokens: int = 4
@@ -72,15 +75,15 @@ class Recall:
 
     def __post_init__(self) -> None:
         if self.pages != "all":
-            _check_number("pages", self.pages, 1, ', or "all"')
-        _check_number("page_tokens", self.page_tokens, 1)
+            check_whole_number(self.pages, "`pages` of recall", 1, advice=': pass that, or "all"')
+        check_whole_number(self.page_tokens, "`page_tokens` of recall", 1)
         if self.page_tokens > DENSE_PIECE_TOKENS:
             raise OptionError(
                 f"`page_tokens` of recall must be at most {DENSE_PIECE_TOKENS}, which kernels read at once, got "
                 f"{self.page_tokens}: pass fewer tokens, and more pages."
             )
-        _check_number("sink_tokens", self.sink_tokens, 0)
-        _check_number("recent_tokens", self.recent_tokens, 1)
+        check_whole_number(self.sink_tokens, "`sink_tokens` of recall", 0)
+        check_whole_number(self.recent_tokens, "`recent_tokens` of recall", 1)
 
     @classmethod
     def of(cls, given: "Recall | Mapping[str, Any]") -> "Recall":
@@ -94,26 +97,6 @@ class Recall:
     def layer(self, length_hint: int | None = None, store: TokenStore | None = None) -> "RecallLayer":
         """A layer that chooses pages with these options, over `store` if it is given."""
         return RecallLayer(self, length_hint) if store is None else RecallLayer(self, store=store)
-
-    def facts(self) -> dict[str, Fact]:
-        """All options as plain facts. Their names differ from those of the facts of stores."""
-        return {f"recall_{field.name}": getattr(self, field.name) for field in fields(self)}
-
-    @classmethod
-    def from_facts(cls, facts: Facts) -> Self:
-        """The recall with these `facts`, which may contain other facts too."""
-        given: dict[str, Any] = {field.name: facts[f"recall_{field.name}"] for field in fields(cls)}
-        return cls(**given)
-
-    @classmethod
-    def in_facts(cls, facts: Mapping[str, Any]) -> Self | None:
-        """As `from_facts`, or `None` if the facts have no recall."""
-        return cls.from_facts(facts) if "recall_pages" in facts else None
-
-
-def _check_number(name: str, number: object, least: int, alternative: str = "") -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or number < least:
-        raise OptionError(f"`{name}` of recall must be a whole number, at least {least}{alternative}, got {number!r}.")
 
 
 PageRange = tuple[int, int]
@@ -153,7 +136,8 @@ class RecallLayer(DynamicLayer):
         torch.Size([1, 8, 1, 64])
     """
 
-    hints = ("length_hint",)
+    made_with = (*DynamicLayer.made_with, OptionsArgument("recall", options=Recall))
+    beside = ("_bounds",)
     is_opaque = True
 
     @checks_options
@@ -316,19 +300,9 @@ class RecallLayer(DynamicLayer):
         self._bounds.truncate(self._store.length, packed)
 
     @override
-    def select(self, indices: Tensor) -> None:
-        selected = self._bounds.selected(indices)
-        super().select(indices)
+    def _with_beside(self, indices: Tensor, change: Callable[[], None]) -> None:
+        super()._with_beside(indices, change)
         self._version.advance()
-        self._bounds = selected
-
-    @override
-    def expand(self, repeats: int) -> None:
-        if self.batch_size is not None:
-            expanded = self._bounds.selected(repeated_rows(repeats, self.batch_size))
-            super().expand(repeats)
-            self._version.advance()
-            self._bounds = expanded
 
     @override
     def reset(self) -> None:
@@ -354,11 +328,6 @@ class RecallLayer(DynamicLayer):
         return twin
 
     @override
-    def held_tensors(self) -> Iterator[Tensor]:
-        yield from super().held_tensors()
-        yield from self._bounds.held_tensors()
-
-    @override
     def offloaded_tensors(self) -> Iterator[Tensor]:
         # The bounds of pages stay on the device, where the pages that travel are chosen.
         return self.store.held_tensors()
@@ -378,15 +347,6 @@ class RecallLayer(DynamicLayer):
         return sum(nbytes_of(form, pages * size) for form in forms) + newest
 
     # Description and state
-
-    @override
-    def described_arguments(self) -> dict[str, Fact]:
-        return {**super().described_arguments(), **self.recall.facts()}
-
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        return cls(Recall.from_facts(facts), store=context.store(facts))
 
     @override
     def state(self) -> LayerState:

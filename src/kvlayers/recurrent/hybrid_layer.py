@@ -8,9 +8,8 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache_layer import CacheLayer, WrapperLayer, forwarded
-from kvlayers.core.checkpoint_options import Checkpoints
 from kvlayers.core.description import DescriptionContext, Fact, Facts
-from kvlayers.core.from_config import HYBRID, RECURRENT
+from kvlayers.core.from_config import HYBRID, RECURRENT, Checkpoints
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.layer_registry import layer_class, register_layer
 from kvlayers.core.token_store import Fidelity, least_faithful
@@ -73,6 +72,7 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     is_opaque = forwarded("wrapped")
     is_compileable = forwarded("wrapped")
     is_initialized = forwarded("wrapped")
+    update = forwarded("wrapped")
     keys = forwarded("wrapped")
     values = forwarded("wrapped")
     peek = forwarded("wrapped")
@@ -85,12 +85,6 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     use_prefetcher = forwarded("wrapped")
     trim = forwarded("wrapped")
     compact = forwarded("wrapped")
-
-    @override
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        return self.wrapped.update(key_states, value_states)
 
     @property
     @override

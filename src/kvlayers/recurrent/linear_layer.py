@@ -1,7 +1,7 @@
 """A layer with a state of fixed size instead of tokens: linear attention, state spaces, short convolutions."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -9,28 +9,27 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache_layer import forwarded
-from kvlayers.core.checkpoint_options import Checkpoints
-from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.description import OptionsArgument
+from kvlayers.core.from_config import Checkpoints
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_store import Fidelity
 from kvlayers.errors import RollbackError, UnsupportedLayerError
-from kvlayers.recurrent.checkpoints import LinearPast
-from kvlayers.recurrent.saving import check_linear_state, linear_state, read_history
+from kvlayers.recurrent.checkpoints import LinearPast, check_linear_state, linear_state, read_history
 from kvlayers.recurrent.states import (
+    MOST_STATES,
     LinearStates,
     StatesByIndex,
     TokenCount,
     check_columns,
     check_first_columns,
     check_first_recurrent,
-    check_number_of_states,
     check_recurrent,
     no_state,
 )
 from kvlayers.upstream import compat
 from kvlayers.utils import late
-from kvlayers.utils.options import checks_options
+from kvlayers.utils.options import check_whole_number, checks_options
 
 
 @register_layer
@@ -62,6 +61,8 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         0
     """
 
+    described = ("number_of_states", "tokens_at_once")
+    made_with = (OptionsArgument("checkpoints", options=Checkpoints),)
     # Every shape is static.
     is_compileable = True
     supports_early_init = False
@@ -90,7 +91,8 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         tokens_at_once: int | None = None,
     ) -> None:
         # Not the initialiser of transformers: it would assign attributes that are properties here.
-        self.number_of_states = check_number_of_states(number_of_states)
+        check_whole_number(number_of_states, "`number_of_states`", 1, MOST_STATES)
+        self.number_of_states = number_of_states
         self.tokens_at_once = None if tokens_at_once is None else whole_number(tokens_at_once, "tokens_at_once")
         self._states = LinearStates(number_of_states)
         self._count = TokenCount(number_of_states)
@@ -351,22 +353,6 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         yield from self._states.tensors()
         yield from self._past.tensors()
         yield from self._count.tensors()
-
-    @override
-    def describe(self) -> dict[str, Fact]:
-        return {
-            "number_of_states": self.number_of_states,
-            "checkpoint_every": self.checkpoints.every,
-            "most_checkpoints": self.checkpoints.most,
-            "tokens_at_once": self.tokens_at_once,
-        }
-
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        given: Any = facts
-        checkpoints = Checkpoints(given["checkpoint_every"], given["most_checkpoints"])
-        return cls(given["number_of_states"], checkpoints, given["tokens_at_once"])
 
     @override
     def state(self) -> LayerState:

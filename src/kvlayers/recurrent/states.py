@@ -8,7 +8,7 @@ from typing_extensions import Self
 
 from kvlayers.core.buffer import COUNT_DTYPE
 from kvlayers.core.description import Fact
-from kvlayers.errors import LayerIndexError, OptionError, StateMismatchError
+from kvlayers.errors import LayerIndexError, StateMismatchError
 
 States = dict[int, Tensor]
 """Convolution states, or recurrent states, by their index within the layer."""
@@ -312,17 +312,6 @@ class TokenCount:
 
 MOST_STATES = 1024
 """States that a layer may have. Models have one or two, and a file may claim any number."""
-
-
-def check_number_of_states(number: object) -> int:
-    """`number` if a layer can have as many states.
-
-    Raises:
-        OptionError: it is not a whole number from 1 to `MOST_STATES`.
-    """
-    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST_STATES:
-        raise OptionError(f"`number_of_states` must be a whole number from 1 to {MOST_STATES}, got {number!r}.")
-    return number
 
 
 def no_state(state_idx: object, number_of_states: int) -> LayerIndexError:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.core.arguments import checked_forms, mismatch
 from kvlayers.core.buffer import StateForm, form_of
 from kvlayers.core.description import Fact
 from kvlayers.core.dynamic_layer import DynamicLayer, check_rollback
 from kvlayers.core.layer_operations import LayerOperations
-from kvlayers.core.validation import checked_forms, mismatch
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.row_states import AdjacentRowStates, RowColumns, RowStates
 from kvlayers.rows.rows_layer import RowsLayer, check_followed

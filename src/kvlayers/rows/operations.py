@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.padding import left_padding_of
+from kvlayers.core.preparation import left_padding_of
 from kvlayers.errors import OptionError, StateMismatchError
 
 
@@ -26,7 +26,7 @@ def merge(caches: Sequence[Cache]) -> Cache:
     """
     if not isinstance(caches, list | tuple) or not caches or not all(isinstance(cache, Cache) for cache in caches):
         raise OptionError(f"`caches` must be a list of at least one cache of kvlayers, got {caches!r}: pass caches.")
-    merged = caches[0].fork()
+    merged: Cache = caches[0].fork()
     merged.extend(*caches[1:])
     return merged
 

@@ -43,7 +43,7 @@ class RecurrentRows(LinearAttentionLayer):
                 whole = None if any(one is None for one in states) else torch.cat([one.detach() for one in states])
                 vars(self._states)[name][index] = whole
                 if whole is not None:
-                    for own, view in zip(of_rows, whole.split(1), strict=True):
+                    for own, view in zip(of_rows, torch.split(whole, 1), strict=True):
                         own[index] = view
         first: LinearStates = self.rows[0]._states
         self._states.kernel = dict(first.kernel)
@@ -61,7 +61,7 @@ class RecurrentRows(LinearAttentionLayer):
         return tuple([row.length for row in self.rows])
 
     @property
-    def length(self) -> int | None:  # type: ignore[override]
+    def length(self) -> int | None:
         """Tokens that the longest row has seen, `None` if that is not known."""
         lengths = self.row_lengths
         return None if None in lengths else max(length for length in lengths if length is not None)
@@ -77,7 +77,7 @@ class RecurrentRows(LinearAttentionLayer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None) -> Tensor:
         check_followed(conv_states)
-        own = zip(self.rows, conv_states.split(1), strict=True)
+        own = zip(self.rows, torch.split(conv_states, 1), strict=True)
         full = [row.update_conv_state(columns, state_idx, conv_kernel_size) for row, columns in own]
         self._join_if_new("conv", state_idx)
         return torch.cat(full)
@@ -86,7 +86,7 @@ class RecurrentRows(LinearAttentionLayer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0) -> Tensor:
         check_followed(recurrent_states)
-        for row, states in zip(self.rows, recurrent_states.split(1), strict=True):
+        for row, states in zip(self.rows, torch.split(recurrent_states, 1), strict=True):
             row.update_recurrent_state(states, state_idx)
         self._join_if_new("recurrent", state_idx)
         held = self._states.recurrent[state_idx]
@@ -96,7 +96,7 @@ class RecurrentRows(LinearAttentionLayer):
         whole = vars(self._states)[name][state_idx]
         views = [vars(row._states)[name][state_idx] for row in self.rows]
         if whole is None or any(
-            view.data_ptr() != part.data_ptr() for view, part in zip(views, whole.split(1), strict=True)
+            view.data_ptr() != part.data_ptr() for view, part in zip(views, torch.split(whole, 1), strict=True)
         ):
             self._join()
 
@@ -119,9 +119,9 @@ class RecurrentRows(LinearAttentionLayer):
         return [max((own or 0) - removed, 0) for own in self.row_lengths]
 
     @override
-    def nearest_restorable(self, length: int) -> int:  # type: ignore[override]
+    def nearest_restorable(self, length: int) -> int:
         own = zip(self.rows, self._shortened(length), strict=True)
-        return length + min(row.nearest_restorable(wanted) - wanted for row, wanted in own)
+        return length + min(int(row.nearest_restorable(wanted)) - wanted for row, wanted in own)
 
     @override
     def truncate(self, length: int) -> int:

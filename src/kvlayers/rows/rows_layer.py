@@ -264,7 +264,9 @@ class SeparateRows(RowsLayer):
         new = key_states.shape[2]
         keys, values = [], []
         # If the states do not fit, the first row refuses them: all rows have one form.
-        for row, own_keys, own_values in zip(self.rows, key_states.split(1), value_states.split(1), strict=True):
+        for row, own_keys, own_values in zip(
+            self.rows, torch.split(key_states, 1), torch.split(value_states, 1), strict=True
+        ):
             tokens = _attended(row, new)
             row_keys, row_values = row.update(own_keys, own_values)
             keys.append(row_keys if row_keys.shape[2] == tokens else row_keys.narrow(2, 0, tokens))

@@ -2,19 +2,18 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_registry import register_cache_class
-from kvlayers.core.description import DescriptionContext
+from kvlayers.core.cache_layer import forwarded
+from kvlayers.core.description import OptionsArgument, RotaryArgument
 from kvlayers.core.from_config import HYBRID, dynamic_layers, with_attention
-from kvlayers.core.named_caches import named, register
-from kvlayers.core.padding import left_padding_of, padding_of
-from kvlayers.core.preparation import check_empty, check_rotary, prepare_layers
+from kvlayers.core.named_caches import named, register, register_cache_class
+from kvlayers.core.preparation import check_empty, check_rotary, left_padding_of, padding_of, prepare_layers
 from kvlayers.errors import ConfigError
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.rope.from_config import rotaries
@@ -66,10 +65,17 @@ class SinkCache(Cache):
         ConfigError: a model without RoPE, with a RoPE that depends on the length, or with an unknown RoPE.
     """
 
+    made_with = (OptionsArgument("sinks", "_sinks", options=SinkConfig), RotaryArgument("rotary", "_rotary"))
     rotates_keys = True
     learns_padding = True
     is_compileable = False
     """At every token the sinks are rotated by another distance."""
+    window_length = forwarded("_sinks")
+    """Tokens that a query attends to, the sinks and itself included."""
+    num_sink_tokens = forwarded("_sinks")
+    """How many of them are sinks."""
+    quantization = forwarded("_sinks")
+    """How the window is held in packed codes, `None` for full precision."""
 
     @checks_options
     def __init__(
@@ -89,19 +95,14 @@ class SinkCache(Cache):
         if config is not None:
             config = config_of(config)
         check_rotary(rotary)
-        self.window_length = window_length
-        self.num_sink_tokens = num_sink_tokens
-        self.quantization = _window_quantization(quantization)
+        packed = _window_quantization(quantization)
+        self._sinks = SinkConfig(window_length, num_sink_tokens, packed, padding_of(left_padding))
         self._rotary = rotary
-        self._padding = padding_of(left_padding)
+        placement = offloading, False, offload_device, offload_directory
         if config is None:
-            super().__init__(None, self._layer_without_config, offloading, False, offload_device, offload_directory)
+            super().__init__(None, self._layer_without_config, *placement)
         else:
-            layers = sink_layers(config, self._sinks(self._padding), rotary)
-            super().__init__(layers, None, offloading, False, offload_device, offload_directory)
-
-    def _sinks(self, padding: Tensor | None) -> SinkConfig:
-        return SinkConfig(self.window_length, self.num_sink_tokens, self.quantization, padding)
+            super().__init__(self._layers_of_model(config), None, *placement)
 
     def _layer_without_config(self) -> SinkLayer:
         if self._rotary is None:
@@ -109,7 +110,7 @@ class SinkCache(Cache):
                 "expected to know how the model rotates its keys, but the cache has no config: make it with "
                 "config=model.config, call prepare(model.config), or generate() under kvlayers.install()."
             )
-        return self._sinks(self._padding).layer(self._rotary)
+        return self._sinks.layer(self._rotary)
 
     @override
     def prepare(self, config: object, attention_mask: Tensor | None = None) -> None:
@@ -124,52 +125,29 @@ class SinkCache(Cache):
             ConfigError: as for the cache itself.
         """
         check_empty(self)
-        padding = self._padding if attention_mask is None else left_padding_of(attention_mask)
-        layers = sink_layers(config_of(config), self._sinks(padding), self._rotary)
-        prepare_layers(self, layers, padding)
-        self._padding = padding
+        padding = self._sinks.left_padding if attention_mask is None else left_padding_of(attention_mask)
+        sinks = dataclasses.replace(self._sinks, left_padding=padding)
+        prepare_layers(self, sink_layers(config_of(config), sinks, self._rotary), padding)
+        self._sinks = sinks
 
     @override
-    def describe(self) -> dict[str, Any]:
-        return {
-            **super().describe(),
-            "window_length": self.window_length,
-            "num_sink_tokens": self.num_sink_tokens,
-            "quantization": None if self.quantization is None else self.quantization.facts(),
-            "left_padding": None if self._padding is None else self._padding.tolist(),
-            "rotary": None if self._rotary is None else self._rotary.fingerprint,
-        }
+    def _layer_maker(self) -> Callable[[], Any]:
+        return self._layer_without_config
 
-    @classmethod
     @override
-    def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
-        cache = super().from_description(options, layers, context)
-        cache.window_length, cache.num_sink_tokens = options["window_length"], options["num_sink_tokens"]
-        check_sinks(cache.window_length, cache.num_sink_tokens)
-        cache.quantization = Quantization.of(options["quantization"])
-        cache._padding = padding_of(options["left_padding"])
-        cache._rotary = context.rotary(options["rotary"])
-        if options["grows"]:
-            cache.make_more_with(cache._layer_without_config)
-        return cache
-
-    @classmethod
-    @override
-    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
-        quantization = Quantization.of(options["quantization"])
-        sinks = SinkConfig(options["window_length"], options["num_sink_tokens"], quantization)
-        return sink_layers(config, sinks, context.rotary(options["rotary"]))
+    def _layers_of_model(self, config: Any) -> list[Any]:
+        return sink_layers(config, self._sinks, self._rotary)
 
     @override
     def reset(self) -> None:
         """Forget all tokens, and the padding before them; the memory is kept for the next ones."""
         super().reset()
-        self._padding = None
+        self._sinks = dataclasses.replace(self._sinks, left_padding=None)
 
     @override
     def most_tokens(self, layer_idx: int | None = None) -> int:
         """Tokens that a query attends to; for a layer with a window of the model itself, the length of that window."""
-        return self.window_length if layer_idx is None else super().most_tokens(layer_idx)
+        return self._sinks.window_length if layer_idx is None else super().most_tokens(layer_idx)
 
 
 def _window_quantization(given: Quantization | Mapping[str, Any] | None) -> Quantization | None:

@@ -1,22 +1,22 @@
 """A layer that keeps the first few tokens and a window of the newest tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import repeated_rows
 from kvlayers.core.cache_layer import forwarded
 from kvlayers.core.dense_store import DenseStore
-from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.description import RotaryArgument
 from kvlayers.core.dynamic_layer import check_rollback
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.layer_registry import register_layer
-from kvlayers.core.padding import PADDING_NAME, padding_of
+from kvlayers.core.preparation import PADDING_NAME, padding_of
 from kvlayers.core.sliding_layer import WindowLayer, take_back, window_room
-from kvlayers.core.token_store import Fidelity, KVPair, TokenStore
+from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
 from kvlayers.errors import RollbackError, StateMismatchError
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.codes.quantizer_contract import Side
@@ -62,7 +62,12 @@ class SinkLayer(WindowLayer):
     """
 
     described = ("window_length", "num_sink_tokens")
+    made_with = (
+        StoreArgument("store", "_store", room=lambda facts: window_room(facts["window_length"])),
+        RotaryArgument("rotary"),
+    )
     hints = ("left_padding",)
+    beside = ("_sinks",)
     fidelity: Fidelity = "evicting"
     rotary = forwarded("_sinks")
     """How keys are rotated, `None` for keys that do not know positions."""
@@ -232,44 +237,15 @@ class SinkLayer(WindowLayer):
             )
 
     @override
-    def select(self, indices: Tensor) -> None:
-        sinks = self._sinks.selected(indices)
-        super().select(indices)
-        self._sinks = sinks
-
-    @override
-    def expand(self, repeats: int) -> None:
-        batch_size = self.batch_size
-        super().expand(repeats)
-        if batch_size is not None:
-            self._sinks = self._sinks.selected(repeated_rows(repeats, batch_size))
-
-    @override
     def reset(self) -> None:
         """Forget all tokens, and the padding before them; the memory of the window is kept for the next ones."""
         super().reset()
         self._sinks = self._sinks.emptied()
 
-    @override
-    def held_tensors(self) -> Iterator[Tensor]:
-        yield from super().held_tensors()
-        yield from self._sinks.held_tensors()
-
     @property
     def rotaries(self) -> tuple[Rotary, ...]:  # type: ignore[override]
         """The rotation of the keys, if they are rotated."""
         return () if self.rotary is None else (self.rotary,)
-
-    @override
-    def describe(self) -> dict[str, Fact]:
-        return {**super().describe(), "rotary": None if self.rotary is None else self.rotary.fingerprint}
-
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        arguments = cls.arguments_from(facts)
-        store = context.store(facts, window_room(arguments["window_length"]))
-        return cls(**arguments, rotary=context.rotary(facts["rotary"]), store=store)
 
     @override
     def state(self) -> LayerState:
@@ -305,7 +281,7 @@ class SinkLayer(WindowLayer):
         self._sinks, self._seen = sinks, state.length
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class SinkConfig:
     """How the layers of a `SinkCache` are made.
 
@@ -320,6 +296,26 @@ class SinkConfig:
     num_sink_tokens: int
     quantization: Quantization | None = None
     left_padding: Tensor | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """The fields as plain values, from which `from_facts` makes an equal config."""
+        return {
+            "window_length": self.window_length,
+            "num_sink_tokens": self.num_sink_tokens,
+            "quantization": None if self.quantization is None else self.quantization.facts(),
+            "left_padding": None if self.left_padding is None else self.left_padding.tolist(),
+        }
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """A config from what `facts` returned, possibly among other facts.
+
+        Raises:
+            OptionError: a fact has a value that the cache does not take.
+        """
+        check_sinks(facts["window_length"], facts["num_sink_tokens"])
+        quantization, padding = Quantization.of(facts["quantization"]), padding_of(facts["left_padding"])
+        return cls(facts["window_length"], facts["num_sink_tokens"], quantization, padding)
 
     def layer(self, rotary: Rotary | None) -> SinkLayer:
         """A layer whose keys are rotated by `rotary`, `None` for keys that know no positions."""

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvlayers.core.padding import PADDING_NAME
+from kvlayers.core.preparation import PADDING_NAME
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.rope.rotary import Rotary
+from kvlayers.utils.options import check_whole_number
 
 NAMES = ("first_keys", "first_values")
 """The names of the sinks in a state."""
@@ -186,8 +187,7 @@ def _taken(states: Tensor, place: Tensor, held: Tensor | None) -> Tensor:
 def check_sinks(window_length: object, num_sink_tokens: object) -> None:
     """Raise `OptionError` if the two are not the length of a window and a smaller number of sinks."""
     for name, number, least in (("window_length", window_length, 2), ("num_sink_tokens", num_sink_tokens, 1)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise OptionError(f"expected {name} to be a whole number of at least {least}, but saw {number!r}.")
+        check_whole_number(number, f"`{name}`", least, of="tokens")
     if window_length <= num_sink_tokens:  # type: ignore[operator]
         raise OptionError(
             f"expected window_length to be larger than num_sink_tokens, since the sinks are part of it, but saw "

@@ -4,17 +4,17 @@ import functools
 import gc
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from kvlayers.core.buffer import COUNT_DTYPE
-from kvlayers.core.description import Fact, Facts
+from kvlayers.core.description import OptionFacts
 from kvlayers.errors import OptionError
+from kvlayers.utils.options import check_whole_number
 
 ALIGNMENT = 8
 """Bucket sizes are multiples of this many tokens, as attention kernels require of a mask's rows."""
@@ -25,7 +25,7 @@ LARGEST_FACTOR = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Buckets:
+class Buckets(OptionFacts):
     """Bucket sizes that grow geometrically, up to the size of the reservation.
 
     A larger factor means fewer sizes, each of which is compiled once, and more empty slots that attention reads.
@@ -43,26 +43,17 @@ class Buckets:
         (256, 512, 1024, 2048, 4096)
     """
 
+    fact_names: ClassVar[Mapping[str, str]] = {"minimum": "smallest_bucket", "factor": "bucket_factor"}
+
     minimum: int = 256
     factor: float = 2.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.minimum, int) or isinstance(self.minimum, bool) or self.minimum < 1:
-            raise OptionError(f"`minimum` of Buckets must be at least 1 token, got {self.minimum!r}.")
+        check_whole_number(self.minimum, "`minimum` of Buckets", 1, of="tokens")
         if not isinstance(self.factor, int | float) or not 1 < self.factor <= LARGEST_FACTOR:
             raise OptionError(
                 f"`factor` of Buckets must be above 1 and at most {LARGEST_FACTOR:,}, got {self.factor!r}."
             )
-
-    def facts(self) -> dict[str, Fact]:
-        """The arguments as plain facts."""
-        return {"smallest_bucket": self.minimum, "bucket_factor": self.factor}
-
-    @classmethod
-    def from_facts(cls, facts: Facts) -> Self:
-        """The buckets with these `facts`, which may contain other facts too."""
-        given: Any = facts
-        return cls(given["smallest_bucket"], given["bucket_factor"])
 
     def sizes(self, capacity: int, whole_from: int | None = None) -> tuple[int, ...]:
         """Sizes of the buckets of a reservation of `capacity` tokens, smallest first.

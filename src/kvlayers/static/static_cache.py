@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,17 +10,99 @@ import transformers
 from typing_extensions import Self, override
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_registry import register_cache_class
-from kvlayers.core.checkpoint_options import Checkpoints
-from kvlayers.core.description import DescriptionContext
-from kvlayers.core.named_caches import named, register
+from kvlayers.core.description import DescriptionContext, OptionsArgument
+from kvlayers.core.from_config import HYBRID, WINDOWED, CheckpointOptions, Checkpoints, Factory, layers_of
+from kvlayers.core.layer_list import adapted
+from kvlayers.core.named_caches import named, register, register_cache_class
 from kvlayers.errors import ConfigError, OptionError
-from kvlayers.static.from_config import Reservation, fixed_layers, static_layers
-from kvlayers.static.slots import Buckets
-from kvlayers.static.static_layer import StaticLayer
-from kvlayers.upstream import model_types
+from kvlayers.static.slots import Buckets, MaskExtent
+from kvlayers.static.static_layer import StaticLayer, StaticSlidingLayer
+from kvlayers.upstream import model_layers, model_types
+from kvlayers.upstream.model_layers import LayerSpec
 from kvlayers.utils.options import check_accepted, checks_options
 from kvlayers.utils.units import tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reservation:
+    """The memory that the layers of a static cache reserve, and how compiled code reads it; see `StaticLayer`."""
+
+    max_cache_len: int
+    max_batch_size: int | None = None
+    buckets: Buckets | None = None
+    grow: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """The fields as values that JSON has."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """The reservation with these `facts`, which may contain other facts too."""
+        buckets = None if facts["buckets"] is None else Buckets(**facts["buckets"])
+        return cls(facts["max_cache_len"], facts["max_batch_size"], buckets, facts["grow"])
+
+    def options(self) -> dict[str, Any]:
+        """The fields as arguments of a `StaticLayer`."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def static_layers(config: object, reserved: Reservation, checkpoints: CheckpointOptions = None) -> list[Any]:
+    """A layer with a fixed reservation for each layer of a model; transformers' layers as in `dynamic_layers`."""
+    # If one layer must refuse a token, the windows before it must refuse it too: an update that only some layers have
+    # taken in could not be taken back.
+    attending = [HYBRID.get(spec.layer_type, spec.layer_type) for spec in model_layers.layer_specs(config)]
+    token_limit = reserved.max_cache_len if any(kind not in WINDOWED for kind in attending) else None
+
+    def window(spec: LayerSpec) -> StaticSlidingLayer:
+        return StaticSlidingLayer(
+            sliding_window=spec.options["sliding_window"], token_limit=token_limit, **reserved.options()
+        )
+
+    kinds: dict[str, Factory] = {
+        "full_attention": lambda spec: StaticLayer(**reserved.options()),
+        **dict.fromkeys(WINDOWED, window),
+    }
+    return layers_of(config, kinds, checkpoints, reserved.max_cache_len)
+
+
+def share_mask_extents(layers: Iterable[Any]) -> None:
+    """Let the static layers of a cache agree on what attention reads, so that one mask serves all layers of a kind.
+
+    Args:
+        layers: all layers of the cache.
+    """
+    attending = [adapted(layer).parts[0] for layer in layers]
+    reserved = [(layer.unwrapped, layer.unwrapped.reserved) for layer in attending]
+    fixed = [(layer, store) for layer, store in reserved if store is not None]
+    if not fixed:
+        return
+    mode = fixed[0][1].mask_extent.mode
+    mode.recording = any(layer.record_past for layer, _ in fixed)
+    # One mask cannot be of a bucket for one layer and of the tokens that are there for another. If layers of a kind
+    # differ, all masks are of the tokens that are there.
+    mode.mixed = (
+        any(layer.unwrapped is not layer for layer in attending)
+        or any(layer.attends and store is None and not layer.is_upstream for layer, store in reserved)
+        or len({layer.capacity for layer, _ in fixed if not layer.is_sliding}) > 1
+    )
+    extents: dict[object, MaskExtent] = {}
+    for layer, store in fixed:
+        store.mask_extent = extents.setdefault(layer.sliding_window, store.mask_extent)
+        store.mask_extent.mode = mode
+
+
+def fixed_layers(layers: Iterable[Any]) -> list[Any]:
+    """The layers that attend over a reservation on the device that computes, also within a hybrid layer."""
+    return list(iter_fixed_layers(layers))
+
+
+def iter_fixed_layers(layers: Iterable[Any]) -> Iterator[Any]:
+    """As `fixed_layers`, one at a time."""
+    for layer in layers:
+        part = adapted(layer).parts[0]
+        if part.reserved is not None:
+            yield part
 
 
 @register_cache_class
@@ -73,6 +155,7 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
             compiled around such a cache (those with alibi).
     """
 
+    made_with = (OptionsArgument("reservation", "_reservation", options=Reservation),)
     is_static = True
 
     @checks_options
@@ -120,15 +203,12 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
 
     @override
     def describe(self) -> dict[str, Any]:
-        reserved = self._reservation
-        buckets = None if reserved.buckets is None else dataclasses.asdict(reserved.buckets)
-        return {**super().describe(), **reserved.options(), "buckets": buckets, "compiled": self.compiled}
+        return {**super().describe(), "compiled": self.compiled}
 
     @classmethod
     @override
     def from_description(cls, options: Mapping[str, Any], layers: list[Any], context: DescriptionContext) -> Self:
         cache = super().from_description(options, layers, context)
-        cache._reservation = _reservation_from(options)
         cache._grows = cache._reservation.grow
         # Adapters of transformers' layers are made again, as they are told whether they grow.
         cache._adapted = ()
@@ -136,10 +216,9 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         cache.compiled = None if options["compiled"] and torch.accelerator.is_available() else False
         return cache
 
-    @classmethod
     @override
-    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
-        return static_layers(config, _reservation_from(options))
+    def _layers_of_model(self, config: Any) -> list[Any]:
+        return static_layers(config, self._reservation)
 
     @property
     def compiled(self) -> bool:
@@ -173,17 +252,6 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         reservation = dataclasses.replace(self._reservation, max_cache_len=encoder_length)
         layers = [StaticLayer(**reservation.options()) for _ in self.layers]
         return Cache(layers=layers, **self.offloading_options())
-
-
-def _reservation_from(options: Mapping[str, Any]) -> Reservation:
-    """The reservation that a static cache has described."""
-    buckets = options["buckets"]
-    return Reservation(
-        options["max_cache_len"],
-        options["max_batch_size"],
-        None if buckets is None else Buckets(**buckets),
-        options["grow"],
-    )
 
 
 register("static")(named(StaticCache, "max_cache_len"))

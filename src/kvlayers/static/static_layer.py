@@ -1,22 +1,22 @@
 """Layers over memory that is reserved once, at an address that does not change: full attention, and windows."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.arguments import no_room_for_tokens
+from kvlayers.core.description import Argument, Facts, OptionsArgument
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_list import in_step
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.sliding_layer import SlidingLayer, check_window, window_room
 from kvlayers.core.token_layer import TokenLayer
-from kvlayers.core.validation import no_room_for_tokens
 from kvlayers.errors import CapacityError, OptionError, StateMismatchError
 from kvlayers.static.slots import Buckets
 from kvlayers.static.static_store import StaticStore
-from kvlayers.utils.options import checks_options
+from kvlayers.utils.options import check_whole_number, checks_options
 
 RESERVATION_FACTS = frozenset({"max_cache_len", "max_batch_size", "smallest_bucket", "bucket_factor", "grow"})
 """Facts that say what a static layer reserves. Its states do not depend on that."""
@@ -24,11 +24,7 @@ RESERVATION_FACTS = frozenset({"max_cache_len", "max_batch_size", "smallest_buck
 
 def check_reserved(number: object, name: str, what: str) -> None:
     """Raise `OptionError` if `number` is not a positive whole number. `what` says what is counted, such as "tokens"."""
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise OptionError(
-            f"expected {name} to be a whole number of {what}, at least 1, but saw {number!r}: pass the most {what} "
-            "that will be held at once."
-        )
+    check_whole_number(number, f"`{name}`", 1, of=what, advice=f": pass the most {what} that will be held at once")
 
 
 def check_reservation(
@@ -44,14 +40,15 @@ def check_reservation(
         check_reserved(max_batch_size, "max_batch_size", "sequences")
 
 
-def reservation_from(facts: Facts) -> dict[str, Any]:
-    """The options of a reservation that a static layer has described."""
-    options = {name: facts[name] for name in ("max_cache_len", "max_batch_size", "grow")}
-    return {**options, "buckets": Buckets.from_facts(facts)}
-
-
 class ReservedLayer(TokenLayer):
     """A layer over memory that is reserved once, at an address that does not change."""
+
+    made_with: ClassVar[tuple[Argument, ...]] = (
+        Argument("max_batch_size", "_store.max_batch_size"),
+        OptionsArgument("buckets", "_store.buckets", options=Buckets),
+        Argument("grow", "_store.grow"),
+    )
+    reservation_facts = RESERVATION_FACTS
 
     _store: StaticStore
     followers: "tuple[ReservedLayer, ...]" = ()
@@ -120,7 +117,7 @@ class StaticLayer(ReservedLayer, DynamicLayer):
         grow: take a larger reservation instead of raising `CapacityError`. Compiled code cannot, and raises.
     """
 
-    reservation_facts = RESERVATION_FACTS
+    made_with = (Argument("max_cache_len", "_store.initial_capacity"), *ReservedLayer.made_with)
 
     @checks_options
     def __init__(
@@ -186,24 +183,11 @@ class StaticLayer(ReservedLayer, DynamicLayer):
             and self._store.covers(other._store, batch_size)
         )
 
-    @override
-    def describe(self) -> dict[str, Fact]:
-        return {
-            "max_cache_len": self._store.initial_capacity,
-            **self._store.describe_reservation(),
-            **self.described_arguments(),
-        }
-
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        return cls(**reservation_from(facts), **cls.arguments_from(facts))
-
     @classmethod
     @override
     def reserved_by(cls, facts: Facts) -> tuple[int, int]:
-        reserved = reservation_from(facts)
-        return reserved["max_cache_len"], reserved["max_batch_size"] or 0
+        given: Any = facts
+        return given["max_cache_len"], given["max_batch_size"] or 0
 
     @override
     def check_held(self, held: int, seen: int) -> None:
@@ -237,6 +221,7 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
         grow: reserve for the whole window even if fewer tokens are expected, and for more sequences when they come.
     """
 
+    made_with = (Argument("max_cache_len", "_expected"), *ReservedLayer.made_with, Argument("token_limit"))
     reservation_facts = RESERVATION_FACTS | {"token_limit"}
 
     @checks_options
@@ -380,26 +365,11 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
             and self._store.covers(other._store, batch_size)
         )
 
-    @override
-    def describe(self) -> dict[str, Fact]:
-        return {
-            "max_cache_len": self._expected,
-            **self._store.describe_reservation(),
-            "token_limit": self.token_limit,
-            **self.described_arguments(),
-        }
-
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        given: Any = facts
-        return cls(token_limit=given["token_limit"], **reservation_from(facts), **cls.arguments_from(facts))
-
     @classmethod
     @override
     def reserved_by(cls, facts: Facts) -> tuple[int, int]:
-        given, reserved = reservation_from(facts), facts["sliding_window"]
-        room = reserved_room(given["max_cache_len"], reserved, given["grow"])  # type: ignore[arg-type]
+        given: Any = facts
+        room = reserved_room(given["max_cache_len"], given["sliding_window"], given["grow"])
         return room, given["max_batch_size"] or 0
 
     @override

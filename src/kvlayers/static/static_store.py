@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.core.arguments import mismatch, no_room_for_batch, no_room_for_tokens
 from kvlayers.core.buffer import StateForm, TokenBuffer, form_of
 from kvlayers.core.contiguous_store import ContiguousStore
-from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.description import Argument, Facts, OptionsArgument
+from kvlayers.core.forward_pass import in_module
 from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, register_store
-from kvlayers.core.validation import mismatch, no_room_for_batch, no_room_for_tokens
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.custom_masks import ReservedColumns, columns_of, marked_for_custom_masks
 from kvlayers.kernels.attention.gqa import marked_for_sdpa, shared_in_graph
@@ -27,7 +28,6 @@ from kvlayers.static.slots import (
     symbolic_number,
 )
 from kvlayers.upstream import compat
-from kvlayers.utils.module_calls import in_module
 
 
 @register_store
@@ -47,6 +47,14 @@ class StaticStore(ContiguousStore):
         whole_from: number of tokens from which compiled code reads the whole reservation, `None` for its end.
         grow: whether to take a larger reservation if this one is too small.
     """
+
+    made_with = (
+        Argument("capacity", "initial_capacity"),
+        Argument("max_batch_size"),
+        OptionsArgument("buckets", options=Buckets),
+        Argument("whole_from"),
+        Argument("grow"),
+    )
 
     def __init__(
         self,
@@ -71,33 +79,6 @@ class StaticStore(ContiguousStore):
         self._cursor: Tensor | None = None
         self._offset_on_device: Tensor | None = None
         super().__init__(limit=capacity)
-
-    @override
-    def describe(self) -> dict[str, Fact]:
-        return {
-            "store": self.kind,
-            "capacity": self.initial_capacity,
-            "whole_from": self.whole_from,
-            **self.describe_reservation(),
-            **self.described_arguments(),
-        }
-
-    def describe_reservation(self) -> dict[str, Fact]:
-        """Facts about the reservation other than its tokens: sequences, buckets, and whether it may grow."""
-        return {"max_batch_size": self.max_batch_size, **self.buckets.facts(), "grow": self.grow}
-
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        given: Any = facts
-        return cls(
-            capacity=given["capacity"],
-            max_batch_size=given["max_batch_size"],
-            buckets=Buckets.from_facts(facts),
-            whole_from=given["whole_from"],
-            grow=given["grow"],
-            **cls.arguments_from(facts),
-        )
 
     @classmethod
     @override

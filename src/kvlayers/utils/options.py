@@ -101,6 +101,30 @@ def as_options(cls: type[Options], given: object, example: str) -> Options:
     return cls(**given)
 
 
+def check_whole_number(
+    number: object, name: str, least: int, most: int | None = None, of: str = "", advice: str = ""
+) -> None:
+    """Raise `OptionError` if an option is not a whole number, or too small or too large.
+
+    Args:
+        number: its value.
+        name: the option, as the error calls it: "`pages` of recall".
+        least: the smallest number that it can be.
+        most: the largest one, if there is one.
+        of: what it counts, such as "tokens".
+        advice: what to do, for the end of the error: ": pass fewer tokens".
+    """
+    if (
+        isinstance(number, int)
+        and not isinstance(number, bool)
+        and least <= number
+        and (most is None or number <= most)
+    ):
+        return
+    within = f", at least {least}" if most is None else f" from {least} to {most}"
+    raise OptionError(f"{name} must be a whole number{f' of {of}' if of else ''}{within}, got {number!r}{advice}.")
+
+
 def checked_device(device: object) -> torch.device:
     """The device that an option names, if it can hold states.
 

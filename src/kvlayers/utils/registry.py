@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.utils import late
-from kvlayers.utils.sending import sent_by_value
 
 Entry = TypeVar("Entry", bound=Callable[..., Any])
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -197,19 +196,7 @@ class FactoryRegistry(Registry[Callable[..., Made]], Generic[Made]):
         return made
 
 
-class DescribesItself:
-    """Base of the classes in a `ClassRegistry`. Their objects are sent to other processes by value."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        sent_by_value(cls)
-
-    @classmethod
-    def check_description(cls) -> None:
-        """Raise `RegistryError` if `describe` does not return enough facts to make an equal object."""
-
-
-Kind = TypeVar("Kind", bound=DescribesItself)
+Kind = TypeVar("Kind")
 
 
 class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
@@ -220,24 +207,37 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
         group: as for `Registry`.
         unregister: as for `Registry`.
         base: the base class, whose contract all of them fulfil.
+        check: is called with a class and the base, and raises `RegistryError` if the facts that describe an object of
+            the class are not enough to make an equal one.
     """
 
-    def __init__(self, what: str, group: str, unregister: str, base: type[Kind]) -> None:
+    def __init__(
+        self,
+        what: str,
+        group: str,
+        unregister: str,
+        base: type[Kind],
+        check: Callable[[Any, Any], None] | None = None,
+    ) -> None:
         super().__init__(what, group, unregister)
         self._base = base
+        self._check_class = check
         self._names: dict[type, str] = {}
 
-    def register(self, cls: Any, name: str | None = None) -> None:
-        """Register a class, by default by its own name.
+    def register(self, cls: Any, name: str | None = None) -> Any:
+        """Register a class, by default by its own name, and return it. Without a class, return a decorator.
 
         Raises:
             RegistryError: the name is taken, or the class lacks a member of the contract.
         """
+        if cls is None:
+            return functools.partial(self.register, name=name)
         self.check(cls)
         name = cls.__name__ if name is None else name
         with self._changing:
             self.add(name, cls)
             self._names[cls] = name
+        return cls
 
     def register_twin(self, cls: type, name: str) -> None:
         """Save states of `cls` under `name`, the name of a class that also makes such layers."""
@@ -273,7 +273,8 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
                 f"{entry.__qualname__} must have every member of {base}, but it has no `{missing[0]}`: define "
                 f"{', '.join(f'`{name}`' for name in missing)}."
             )
-        entry.check_description()
+        if self._check_class is not None:
+            self._check_class(entry, self._base)
 
     def name_of(self, cls: type) -> str:
         """The name of a class in files: the name it is registered by, else its module and name."""

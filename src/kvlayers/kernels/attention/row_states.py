@@ -51,7 +51,7 @@ class RowStates(StateTensor):
     def dense(self) -> Tensor:
         """The states in one tensor, with zeros in front of the tokens of shorter rows."""
         states = torch.zeros(self.known_shape, dtype=self.rows[0].dtype, device=self.rows[0].device)
-        for whole, row in zip(states.split(1), self.rows, strict=True):
+        for whole, row in zip(torch.split(states, 1), self.rows, strict=True):
             self.of_row(whole, row).copy_(row.dense() if isinstance(row, StateTensor) else row.as_subclass(Tensor))
         return states
 
@@ -69,9 +69,12 @@ _of_rows = implements(RowStates)
 
 
 def _called(func: Callable[..., Any], row: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The result of a function for one row, by the row's own kind of tensor. Within ours torch does not ask for it."""
+    """The result of a function for one row, by the row's own kind of tensor.
+
+    Torch asks for no kind within the function of another.
+    """
     kind = type(row)
-    return func(*args, **kwargs) if kind is Tensor else kind.__torch_function__(func, (kind,), args, kwargs)
+    return func(*args, **kwargs) if kind is Tensor else kind.__torch_function__(func, (kind,), args, kwargs)  # type: ignore[no-untyped-call]
 
 
 NO_VIEW = "attention takes no such view of the states of rows"
@@ -118,11 +121,11 @@ def _product(left: Tensor, right: Tensor) -> Tensor | str:
     if not isinstance(right, RowStates) or isinstance(left, StateTensor) or left.shape[:2] != right.shape[:2]:
         return "it is not a product of attention"
     if right.token_dim == -2:
-        weights = zip(left.split(1), right.rows, strict=True)
-        own = [(row, row_weights[..., row_weights.shape[-1] - row.shape[-2] :]) for row_weights, row in weights]
-        return torch.cat([_called(torch.matmul, row, row_weights, row) for row, row_weights in own])
+        weighted = zip(torch.split(left, 1), right.rows, strict=True)
+        cut = [(row, weights[..., weights.shape[-1] - row.shape[-2] :]) for weights, row in weighted]
+        return torch.cat([_called(torch.matmul, row, weights, row) for row, weights in cut])
     scores = left.new_zeros((*left.shape[:-1], right.shape[-1]))
-    for queries, row, own in zip(left.split(1), right.rows, scores.split(1), strict=True):
+    for queries, row, own in zip(torch.split(left, 1), right.rows, torch.split(scores, 1), strict=True):
         right.of_row(own, row).copy_(_called(torch.matmul, row, queries, row))
     return scores
 
@@ -269,7 +272,7 @@ class AdjacentRowStates(RowStates):
     @property
     def rows(self) -> tuple[Tensor, ...]:  # type: ignore[override]
         """The states of each row, as views."""
-        own = zip(self.whole.split(1), self.columns.lengths, strict=True)
+        own = zip(torch.split(self.whole, 1), self.columns.lengths, strict=True)
         return tuple(row.narrow(self.token_dim, 0, length) for row, length in own)
 
     @override
@@ -288,7 +291,8 @@ def _attention_at_once(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | str:
-    together = isinstance(key, AdjacentRowStates) and isinstance(value, AdjacentRowStates)
-    if not together or dropout_p or isinstance(query, StateTensor) or (is_causal and not key.columns.are_even):
+    if not isinstance(key, AdjacentRowStates) or not isinstance(value, AdjacentRowStates):
+        return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if dropout_p or isinstance(query, StateTensor) or (is_causal and not key.columns.are_even):
         return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return attend_dense(query, key.whole, value.whole, key.columns.mask(attn_mask), is_causal, scale)

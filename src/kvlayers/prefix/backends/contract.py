@@ -1,13 +1,13 @@
 """What a prefix store needs from the places of its files, and how the URLs of these places are shown."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 from urllib.parse import unquote
 
 from kvlayers.errors import CachePathError, KVLayersError
-from kvlayers.persistence.inspect import CacheFile
+from kvlayers.persistence.safetensors_header import Content, ReadRange
 
 SUFFIX = ".safetensors"
 """Suffix of all files of a store. Other files are left alone."""
@@ -15,8 +15,7 @@ SUFFIX = ".safetensors"
 ABANDONED_SECONDS = 3600
 """A file that no entry needs is deleted if nobody has used it for so long."""
 
-Content = bytes | bytearray | memoryview
-"""The bytes of a file."""
+Found = TypeVar("Found")
 
 
 class UnreachableError(CachePathError):
@@ -44,6 +43,10 @@ class StoredFile:
     used: int = field(default=0, compare=False)
 
 
+Look = Callable[[str, StoredFile, ReadRange], Found]
+"""Finds something in a file, given its path for errors, the file, and what reads ranges of its bytes."""
+
+
 class StorageBackend(Protocol):
     """Files by name. A file exists completely or not at all, as far as the underlying storage can ensure that.
 
@@ -67,8 +70,8 @@ class StorageBackend(Protocol):
     def find(self, names: Sequence[str]) -> list[StoredFile | None]:
         """Each file as it is now, `None` if it does not exist."""
 
-    def inspect(self, files: Sequence[StoredFile]) -> Iterator[CacheFile | KVLayersError]:
-        """For each file its header, or the error that reading it raised. One file must not hide others."""
+    def inspect(self, files: Sequence[StoredFile], look: Look[Found]) -> Iterator[Found | KVLayersError]:
+        """What `look` finds in each file, or the error that it or reading raised. One file must not hide others."""
 
     def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
         """The content of each file, in order and as soon as it has arrived, while the next files are being read.

@@ -14,10 +14,10 @@ from fsspec.registry import known_implementations
 
 from kvlayers.errors import OptionError
 from kvlayers.persistence.atomic_file import temporary_name
+from kvlayers.persistence.safetensors_header import Content
 from kvlayers.prefix.backends.contract import (
     SUFFIX,
     Address,
-    Content,
     StoredFile,
     UnreachableError,
 )

@@ -3,18 +3,19 @@
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import BinaryIO
 
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.atomic_file import clear_temporaries, replacing, temporary_name
-from kvlayers.persistence.inspect import CacheFile, inspect_ranges
-from kvlayers.persistence.safetensors_header import check_regular
+from kvlayers.persistence.safetensors_header import Content, check_regular, mapped
 from kvlayers.prefix.backends.contract import (
     ABANDONED_SECONDS,
     SUFFIX,
-    Content,
+    Found,
     GoneError,
+    Look,
     StorageBackend,
     StoredFile,
     UnreachableError,
@@ -79,21 +80,15 @@ class LocalBackend(StorageBackend):
             raise _unreachable(self.path_of(name), error) from error
         return StoredFile(name, facts.st_size, f"{facts.st_ino} {facts.st_mtime_ns}", facts.st_mtime_ns)
 
-    def inspect(self, files: Sequence[StoredFile]) -> Iterator[CacheFile | KVLayersError]:
-        """As `StorageBackend.inspect`. What is read later of a file, such as its ids, is of the same file."""
+    def inspect(self, files: Sequence[StoredFile], look: Look[Found]) -> Iterator[Found | KVLayersError]:
+        """As `StorageBackend.inspect`."""
         for file in files:
-            content = self._mapped(file.name)
-            if not isinstance(content, KVLayersError):
-                try:
-                    yield inspect_ranges(self.path_of(file.name), len(content), partial(_slice, content))
-                    continue
-                except CacheFileError as error:
-                    content = error
-            yield content
+            looking = partial(_looked, look, self.path_of(file.name), file)
+            yield self._used(file.name, looking)
 
     def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
         """As `StorageBackend.read`. All files are mapped first, so that the kernel reads ahead."""
-        contents = [self._mapped(file.name) for file in files]
+        contents = [self._used(file.name, mapped) for file in files]
         for content in contents:
             if isinstance(content, mmap.mmap) and os.name == "posix":
                 content.madvise(mmap.MADV_WILLNEED)
@@ -106,21 +101,18 @@ class LocalBackend(StorageBackend):
             else:
                 yield memoryview(content)
 
-    def _mapped(self, name: str) -> mmap.mmap | bytes | KVLayersError:
-        """The content of a file, which stays the same if another process replaces or deletes the file."""
+    def _used(self, name: str, use: Callable[[BinaryIO], Found]) -> Found | KVLayersError:
+        """What `use` returns for an open file, or the error that it or reading raised."""
         path = self.path_of(name)
         try:
             if check_regular(path, missing_is_fine=True) is None:
                 return _gone(path)
             with open(path, "rb") as opened:
-                if not os.fstat(opened.fileno()).st_size:
-                    return b""
-                # A private copy of what is written to, because torch warns of memory that it must not write to.
-                return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+                return use(opened)
+        except KVLayersError as error:
+            return error
         except FileNotFoundError:
             return _gone(path)
-        except CachePathError as error:
-            return error
         except OSError as error:
             return _unreachable(path, error)
 
@@ -159,8 +151,12 @@ class LocalBackend(StorageBackend):
             raise failure
 
 
-def _slice(content: mmap.mmap | bytes, start: int, end: int) -> bytes:
-    return content[start:end]
+def _looked(look: Look[Found], path: str, file: StoredFile, opened: BinaryIO) -> Found:
+    def read(start: int, end: int) -> bytes:
+        opened.seek(start)
+        return opened.read(end - start)
+
+    return look(path, file, read)
 
 
 def _gone(path: str) -> GoneError:

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvlayers.errors import OptionError
+from kvlayers.persistence.safetensors_header import Content
 from kvlayers.prefix.backends.contract import (
     ABANDONED_SECONDS,
     SUFFIX,
     Address,
-    Content,
     StoredFile,
     UnreachableError,
 )
@@ -158,7 +158,8 @@ class RedisBackend(RemoteBackend):
         uses = self.last_uses()
         names = [name for name in uses if name.endswith(SUFFIX)]
         files = []
-        for name, text in zip(names, self._manifests(names), strict=True):
+        texts = self._call(lambda: self._many([("GET", self._key(name)) for name in names]))
+        for name, text in zip(names, texts, strict=True):
             manifest = _Manifest.parse(text)
             if manifest is not None:
                 files.append(manifest.stored(name, uses[name]))
@@ -166,9 +167,6 @@ class RedisBackend(RemoteBackend):
                 # The server has evicted the manifest, if it is configured to evict keys.
                 self._call(partial(self._unlist, name))
         return files
-
-    def _manifests(self, names: Sequence[str]) -> list[bytes | None]:
-        return self._call(lambda: self._many([("GET", self._key(name)) for name in names]))
 
     def _many(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """The answers of the server to several commands that are sent together."""

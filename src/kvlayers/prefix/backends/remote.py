@@ -10,9 +10,17 @@ from concurrent.futures import TimeoutError as NotArrived
 from functools import partial
 from typing import NamedTuple
 
-from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
-from kvlayers.persistence.inspect import CacheFile, inspect_ranges
-from kvlayers.prefix.backends.contract import Address, Content, GoneError, StorageBackend, StoredFile, UnreachableError
+from kvlayers.errors import CacheFileError, KVLayersError
+from kvlayers.persistence.safetensors_header import Content
+from kvlayers.prefix.backends.contract import (
+    Address,
+    Found,
+    GoneError,
+    Look,
+    StorageBackend,
+    StoredFile,
+    UnreachableError,
+)
 
 HEAD_BYTES = 64 * 2**10
 TAIL_BYTES = 16 * 2**10
@@ -95,7 +103,7 @@ class RemoteBackend(StorageBackend):
         with contextlib.suppress(NotArrived):
             touched.result(TOUCH_SECONDS)
 
-    def inspect(self, files: Sequence[StoredFile]) -> Iterator[CacheFile | KVLayersError]:
+    def inspect(self, files: Sequence[StoredFile], look: Look[Found]) -> Iterator[Found | KVLayersError]:
         """As `StorageBackend.inspect`."""
         for start in range(0, len(files), FILES_PER_REQUEST):
             batch = files[start : start + FILES_PER_REQUEST]
@@ -103,23 +111,24 @@ class RemoteBackend(StorageBackend):
             found = dict(zip(ends, self.read_ranges(ends), strict=True))
             for file in batch:
                 try:
-                    yield self._inspected(file, {each: found[each] for each in _ends(file)})
-                except (CacheFileError, CachePathError) as error:
+                    yield self._inspected(file, {each: found[each] for each in _ends(file)}, look)
+                except KVLayersError as error:
                     yield error
 
-    def _inspected(self, file: StoredFile, known: KnownRanges) -> CacheFile:
+    def _inspected(self, file: StoredFile, known: KnownRanges, look: Look[Found]) -> Found:
         for _ in range(ATTEMPTS):
             try:
-                seen = inspect_ranges(self.path_of(file.name), file.nbytes, partial(self._read, file, known))
-                # Checked now, while it can still be found out whether the file was replaced meanwhile.
-                seen.token_ids()
-                return seen
+                return look(self.path_of(file.name), file, partial(self._read, file, known))
             except (CacheFileError, UnreachableError):
-                now = self._existing(file.name)
+                (now,) = self.find([file.name])
+                if now is None:
+                    raise self._gone(file.name) from None
                 if now == file:
                     raise
                 file, known = now, {}
-        raise self._keeps_changing(file.name)
+        raise UnreachableError(
+            f"{self.path_of(file.name)} was replaced {ATTEMPTS} times while it was read: try again later."
+        )
 
     def _read(
         self, file: StoredFile, known: Mapping[ByteRange, bytes | UnreachableError], start: int, end: int
@@ -160,7 +169,7 @@ class RemoteBackend(StorageBackend):
         try:
             return coming.result(None if deadline is None else max(deadline - time.monotonic(), 0))
         except NotArrived:
-            return [self._late(file.name) for file in batch]
+            return [UnreachableError(f"{self.path_of(file.name)} has not arrived in time.") for file in batch]
         except UnreachableError as error:
             return [error] * len(batch)
 
@@ -179,22 +188,8 @@ class RemoteBackend(StorageBackend):
                 found.append(content)
         return found
 
-    def _existing(self, name: str) -> StoredFile:
-        (file,) = self.find([name])
-        if file is None:
-            raise self._gone(name)
-        return file
-
     def _gone(self, name: str) -> GoneError:
         return GoneError(f"{self.path_of(name)} does not exist: it was deleted.")
-
-    def _late(self, name: str) -> UnreachableError:
-        return UnreachableError(f"{self.path_of(name)} has not arrived in time.")
-
-    def _keeps_changing(self, name: str) -> UnreachableError:
-        return UnreachableError(
-            f"{self.path_of(name)} was replaced {ATTEMPTS} times while it was read: try again later."
-        )
 
 
 def _ends(file: StoredFile) -> list[ByteRange]:

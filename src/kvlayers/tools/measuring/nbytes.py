@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from kvlayers.core.buffer import LayerShape
 from kvlayers.core.cache import Cache
-from kvlayers.core.layer_shape import LayerShape
 from kvlayers.errors import KVLayersError
 from kvlayers.planning.cache_bytes import CacheTrial
 from kvlayers.planning.shapes import layer_shapes

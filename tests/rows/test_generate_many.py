@@ -139,3 +139,30 @@ def test_unknown_names_are_refused_at_once() -> None:
 def test_encoders_are_refused() -> None:
     with pytest.raises(OptionError, match="decoder-only"):
         kvlayers.generate_many(tiny_model("t5"), PROMPTS)
+
+
+@pytest.mark.parametrize(("repeats", "others"), [(4, 1), (2, 2), (3, 1)])
+def test_equal_prompts_side_by_side_are_computed_once(repeats: int, others: int) -> None:
+    model, seen = fresh_model("llama"), []
+    model.register_forward_pre_hook(lambda *given: seen.append(given[2]["input_ids"].shape), with_kwargs=True)
+    ids = torch.cat([prompt(1, 40, number) for number in range(others)])
+    how = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    with kvlayers.installed():
+        expected = model.generate(ids, **how).repeat_interleave(repeats, 0)
+        seen.clear()
+        how["attention_mask"] = torch.ones_like(ids).repeat_interleave(repeats, 0)
+        output = model.generate(ids.repeat_interleave(repeats, 0), **how)
+    assert torch.equal(output, expected)
+    assert seen[0] == (others, 40)
+    assert seen[1] == (others * repeats, 1)
+
+
+def test_prompts_that_differ_by_their_padding_are_not_equal() -> None:
+    model, seen = fresh_model("llama"), []
+    model.register_forward_pre_hook(lambda *given: seen.append(given[2]["input_ids"].shape), with_kwargs=True)
+    ids = prompt(1, 40).repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    with kvlayers.installed():
+        model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
+    assert seen[0] == (2, 40)

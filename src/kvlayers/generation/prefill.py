@@ -1,5 +1,6 @@
-"""A prompt that is computed and held once for all of its beams or samples."""
+"""A prompt that is computed and held once for all of its beams or samples, and for equal prompts side by side."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,23 +22,27 @@ Prefill = Callable[[Tensor, dict[str, Any]], Any]
 def prefill_once(
     prefill: Prefill, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], model: Any
 ) -> Any | None:
-    """Prefill each prompt once, although `generate()` has repeated it for its beams or samples.
+    """Prefill each prompt once, although it is repeated: for its beams or samples, or by the caller.
 
     Args:
         prefill: does the prefill for `(input_ids, model_kwargs)`.
         input_ids: `[prompts * repeats, tokens]`, the repeats of a prompt side by side.
-        generation_config: says how often each prompt is repeated.
+        generation_config: says how often `generate()` has repeated each prompt.
         model_kwargs: arguments of the forward pass, with tensors repeated in the same way.
         model: the model that generates.
 
     Returns:
         The output of the prefill for all repeats; `None` if the prompt cannot be prefilled in this way.
     """
-    repeats = sequences_per_prompt(generation_config)
-    cache = model_kwargs.get(cache_argument.name_in_generate(model))
-    if repeats == 1 or not _can_expand_later(model, cache, input_ids, generation_config, model_kwargs):
+    cache, rows = model_kwargs.get(cache_argument.name_in_generate(model)), input_ids.shape[0]
+    if rows == 1 or not _can_expand_later(model, cache, input_ids, generation_config, model_kwargs):
         return None
-    rows = input_ids.shape[0]
+    repeats = sequences_per_prompt(generation_config)
+    # With dropout, equal rows have different states.
+    if repeats < rows and not model.training:
+        repeats = _repeats_in(input_ids, model_kwargs)
+    if repeats == 1:
+        return None
     once = {
         name: value[::repeats] if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows else value
         for name, value in model_kwargs.items()
@@ -52,6 +57,15 @@ def prefill_once(
     cache.expand(repeats)  # type: ignore[union-attr]
     output.logits = output.logits.repeat_interleave(repeats, dim=0)
     return output
+
+
+def _repeats_in(input_ids: Tensor, model_kwargs: dict[str, Any]) -> int:
+    """How often each row is repeated, side by side: the same number for all rows, 1 if they are not repeated."""
+    rows, differs = input_ids.shape[0], torch.zeros(input_ids.shape[0] - 1, dtype=torch.bool, device=input_ids.device)
+    for value in (input_ids, *model_kwargs.values()):
+        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == rows:
+            differs |= (value[1:] != value[:-1]).flatten(1).any(1).to(differs.device)
+    return math.gcd(rows, *(differs.nonzero()[:, 0] + 1).tolist())
 
 
 def _can_expand_later(

@@ -64,7 +64,7 @@ def facts(device: torch.device) -> dict[str, Any]:
         "hardware": hardware,
         "versions": versions,
         "installed": [name for name in OPTIONAL if importlib.util.find_spec(name) is not None],
-        "triton_obstacle": triton_support.device_obstacle(device),
+        "triton_obstacle": triton_support.device_facts(device).obstacle,
     }
 
 

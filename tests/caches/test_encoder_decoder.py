@@ -707,7 +707,7 @@ def test_a_reservation_too_small_for_the_encoder_is_named_and_can_be_used_again(
     assert [layer.length for layer in pair.layers] == [3, 0]
     assert not any(pair.is_updated.values())
     pair.truncate(0)
-    assert {layer.length for part in pair._parts() for layer in part.layers} == {0}
+    assert {layer.length for part in pair.parts() for layer in part.layers} == {0}
     decoding = Decoding(family, lambda: pair, encoded(family, tokens=9, seed=2), prompt(2, 3), pair)
     decoding.step()
     decoding.step()

@@ -99,7 +99,7 @@ def quantized(model: Any, **options: Any) -> Any:
 
 def reference(model: Any, **options: Any) -> Any:
     cache = quantized(model, **options)
-    for part in cache._parts() if model.config.is_encoder_decoder else (cache,):
+    for part in cache.parts() if model.config.is_encoder_decoder else (cache,):
         read_densely(part)
     return cache
 

@@ -276,8 +276,7 @@ class LayerwiseOperations(LayerList):
         """New layers, whose rows are the sequences of this cache and then those of other caches."""
         joined = []
         for layers in zip(*(cache.adapted_layers() for cache in (self, *others)), strict=True):
-            rows = [layer.row(index) for layer in layers for index in range(layer.batch_size or 0)]
-            joined.append(rows[0].side_by_side(rows) if rows else layers[0])
+            joined.append(layers[0].side_by_side(layers) if layers[0].batch_size else layers[0])
         return joined
 
     def replace_layers(self, layers: Sequence[LayerOperations]) -> None:

@@ -46,10 +46,10 @@ class DynamicLayer(TokenLayer):
         self._store.drop_oldest(tokens)
 
     @override
-    def side_by_side(self, rows: Sequence[LayerOperations]) -> LayerOperations:
+    def side_by_side(self, layers: Sequence[LayerOperations]) -> LayerOperations:
         if type(self) is not DynamicLayer or type(self._store) is not DenseStore:
-            return super().side_by_side(rows)
-        joined: LayerOperations = late.function("dense rows")(rows)
+            return super().side_by_side(layers)
+        joined: LayerOperations = late.function("dense rows")(layers)
         return joined
 
     @property

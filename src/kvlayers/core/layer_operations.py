@@ -184,13 +184,13 @@ class LayerOperations(ABC):
         row.compact()
         return row
 
-    def side_by_side(self, rows: "Sequence[LayerOperations]") -> "LayerOperations":
-        """A layer with these layers of one sequence as its rows, which it takes over. This layer is the first of them.
+    def side_by_side(self, layers: "Sequence[LayerOperations]") -> "LayerOperations":
+        """A layer whose rows are the sequences of these layers, of which this is the first. They do not change.
 
         Raises:
             UnsupportedLayerError: layers of this kind cannot be rows.
         """
-        joined: LayerOperations = late.function("separate rows")(rows)
+        joined: LayerOperations = late.function("separate rows")(rows_of(layers))
         return joined
 
     def check_truncate_rows(self, lengths: Sequence[int]) -> None:
@@ -565,6 +565,11 @@ class LayerOperations(ABC):
         except StateMismatchError as error:
             # Assigned keys and values do not match. A debugger shows the layer all the same.
             return f"{type(self).__name__}({error})"
+
+
+def rows_of(layers: Sequence[LayerOperations]) -> list[LayerOperations]:
+    """A layer for each sequence of several layers, to go on by itself."""
+    return [layer.row(index) for layer in layers for index in range(layer.batch_size or 0)]
 
 
 LAYER_CLASSES = ClassRegistry("layer", "kvlayers.layers", "unregister_layer", LayerOperations, check_initialiser)  # type: ignore[type-abstract]

@@ -201,12 +201,17 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     @override
     def row(self, index: int) -> LayerOperations:
         attention = self.wrapped.row(index) if self.wrapped.batch_size is not None else self.wrapped.fork()
-        return HybridLayer(cast("CacheLayer", attention), cast("LinearAttentionLayer", self.linear.row(index)))
+        linear = self.linear.row(index) if self.linear.batch_size is not None else self.linear.fork()
+        return HybridLayer(cast("CacheLayer", attention), cast("LinearAttentionLayer", linear))
 
     @override
-    def side_by_side(self, rows: Sequence[LayerOperations]) -> LayerOperations:
-        attention, linear = zip(*(row.parts for row in rows), strict=True)
-        joined = attention[0].side_by_side(attention), linear[0].side_by_side(linear)
+    def side_by_side(self, layers: Sequence[LayerOperations]) -> LayerOperations:
+        attention, linear = zip(*(layer.parts for layer in layers), strict=True)
+        # The model may use one of the two alone.
+        joined = [
+            parts[0].side_by_side(parts) if parts[0].batch_size is not None else parts[0].fork()
+            for parts in (attention, linear)
+        ]
         return HybridLayer(cast("CacheLayer", joined[0]), cast("LinearAttentionLayer", joined[1]))
 
     @override

@@ -11,7 +11,7 @@ from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache_layer import forwarded
 from kvlayers.core.description import OptionsArgument
 from kvlayers.core.from_config import Checkpoints
-from kvlayers.core.layer_operations import LayerOperations, LayerState
+from kvlayers.core.layer_operations import LayerOperations, LayerState, rows_of
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_store import Fidelity
 from kvlayers.errors import RollbackError, UnsupportedLayerError
@@ -325,8 +325,8 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     # Operations
 
     @override
-    def side_by_side(self, rows: Sequence[LayerOperations]) -> LayerOperations:
-        joined: LayerOperations = late.function("recurrent rows")(rows)
+    def side_by_side(self, layers: Sequence[LayerOperations]) -> LayerOperations:
+        joined: LayerOperations = late.function("recurrent rows")(rows_of(layers))
         return joined
 
     @override

@@ -42,18 +42,23 @@ class DenseRows(RowsLayer):
     A row begins in column 0 and ends where it ends: to roll it back is to lower its length.
 
     Args:
-        rows: `DynamicLayer`s of one sequence, in full precision. Their states are copied.
+        layers: `DynamicLayer`s in full precision, and rows of them. Their states are copied.
     """
 
     keeps_every_token = True
     capacity: int | None = None
     fidelity = "exact"
 
-    def __init__(self, rows: Sequence[LayerOperations]) -> None:
+    def __init__(self, layers: Sequence[LayerOperations]) -> None:
         super().__init__()
-        self._lengths = tuple([row.length or 0 for row in rows])
-        pairs = [row.peek() for row in rows]
-        self._keys, self._values = (_side_by_side(states) for states in zip(*pairs, strict=True))
+        self._lengths = tuple([length or 0 for layer in layers for length in layer.row_lengths])
+        held = [(layer._keys, layer._values) if isinstance(layer, DenseRows) else layer.peek() for layer in layers]
+        rows = [[row for states in side for row in torch.split(states, 1)] for side in zip(*held, strict=True)]
+        self._keys, self._values = (_side_by_side(states, self._lengths) for states in rows)
+
+    @override
+    def side_by_side(self, layers: Sequence[LayerOperations]) -> LayerOperations:
+        return DenseRows(layers)
 
     @property
     @override
@@ -158,7 +163,10 @@ class DenseRows(RowsLayer):
     def select(self, indices: Tensor) -> None:
         chosen = indices.to(self.device)
         self._lengths = tuple([self._lengths[index] for index in indices.tolist()])
-        self._keys, self._values = (states.index_select(0, chosen) for states in (self._keys, self._values))
+        # The rows that go may be the longest.
+        columns = min(self._keys.shape[2], _capacity(self.length))
+        kept = (states[:, :, :columns] for states in (self._keys, self._values))
+        self._keys, self._values = (states.index_select(0, chosen) for states in kept)
 
     @override
     def reset(self) -> None:
@@ -178,14 +186,14 @@ class DenseRows(RowsLayer):
         )
 
 
-def _side_by_side(states: Sequence[Tensor]) -> Tensor:
-    """Rows `[1, kv_heads, tokens, head_dim]` in one tensor, each from column 0 on, with room for more."""
+def _side_by_side(states: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+    """The first tokens of rows `[1, kv_heads, any, head_dim]` in one tensor, with room for more."""
     _, kv_heads, _, head_dim = states[0].shape
-    capacity = _capacity(max(own.shape[2] for own in states))
+    capacity = _capacity(max(lengths))
     with torch.inference_mode(False), torch.no_grad():
         whole = states[0].new_zeros((len(states), kv_heads, capacity, head_dim))
-        for row, own in enumerate(states):
-            whole[row, :, : own.shape[2]] = own[0]
+        for row, (own, length) in enumerate(zip(states, lengths, strict=True)):
+            whole[row, :, :length] = own[0, :, :length]
     return whole
 
 

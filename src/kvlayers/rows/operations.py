@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.core.cache import Cache
+from kvlayers.core.layer_operations import rows_of
 from kvlayers.core.preparation import left_padding_of
 from kvlayers.errors import OptionError, StateMismatchError
 
@@ -75,7 +76,7 @@ class Rows:
         if padding is None:
             return
         part = self.cache.self_attention
-        rows = [[layer.row(index) for index in range(layer.batch_size or 0)] for layer in part.adapted_layers()]
+        rows = [rows_of([layer]) for layer in part.adapted_layers()]
         for of_layer in rows:
             for row, tokens in zip(of_layer, padding.tolist(), strict=False):
                 row.drop_padding(tokens)

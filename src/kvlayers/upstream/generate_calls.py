@@ -255,8 +255,9 @@ def prompt_lookup(generation_config: Any, tokens: int) -> Callable[[torch.Tensor
     """
     from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
+    ends = generation_config.eos_token_id
     finder = PromptLookupCandidateGenerator(
-        eos_token_id=generation_config._eos_token_tensor,
+        eos_token_id=None if ends is None else torch.tensor(ends).reshape(-1),
         num_output_tokens=tokens,
         max_matching_ngram_size=generation_config.max_matching_ngram_size or 2,
         max_length=sys.maxsize,

@@ -153,6 +153,13 @@ OF_GENERATE = (
     Probe("generation.utils", "GenerationMixin._prepare_generation_config", ("generation_config",)),
     Probe("generation.utils", "GenerationMixin._validate_generation_mode", ("generation_mode", "generation_config")),
     Probe("generation.utils", "GenerationMixin._supports_default_dynamic_cache"),
+    Probe("generation.utils", "GenerationMixin._prepare_special_tokens", ("device",)),
+    Probe(
+        "generation.utils",
+        "GenerationMixin._get_logits_processor",
+        ("input_ids_seq_length", "encoder_input_ids", "prefix_allowed_tokens_fn", "logits_processor", "device"),
+    ),
+    Probe("generation.utils", "GenerationMixin._get_stopping_criteria", ("stopping_criteria", "tokenizer")),
     Probe("generation.utils", "GenerationMixin._update_model_kwargs_for_generation", ("is_encoder_decoder",)),
     Probe("generation.utils", "GenerationMixin._valid_auto_compile_criteria", ("model_kwargs", "generation_config")),
     LoopProbe("assisted_generation", ("input_ids",)),

@@ -41,6 +41,11 @@ class DynamicLayer(TokenLayer):
     ) -> tuple[Tensor, Tensor]:
         return self._store.take_in(key_states, value_states)
 
+    @property
+    @override
+    def drops_padding(self) -> bool:  # type: ignore[override]
+        return type(self._store) is DenseStore
+
     @override
     def drop_padding(self, tokens: int) -> None:
         self._store.drop_oldest(tokens)

@@ -161,6 +161,9 @@ class LayerOperations(ABC):
         """Form of the keys and of the values; empty before the first states, and for a layer that does not attend."""
         return ()
 
+    drops_padding = False
+    """Whether padding may be passed at first, and dropped without a trace in what is held of other tokens."""
+
     def drop_padding(self, tokens: int) -> None:
         """Forget the first `tokens` tokens of a layer of one sequence, as if they had never been passed.
 

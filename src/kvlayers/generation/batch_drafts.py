@@ -12,7 +12,7 @@ from kvlayers.errors import OptionError, RollbackError
 from kvlayers.generation.cache_by_name import make_cache
 from kvlayers.generation.prefill import PER_TOKEN_ARGUMENTS, pass_tokens
 from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, pass_rows
-from kvlayers.rows import merge
+from kvlayers.rows import Rows, merge
 from kvlayers.upstream import cache_argument, generate_calls
 
 
@@ -158,10 +158,11 @@ def _prefill(model: Any, cache: Cache, input_ids: Tensor, padding: Sequence[int]
     mask = model_kwargs.get("attention_mask")
     is_whole = mask is None or mask.shape[1] == input_ids.shape[1]
     seen = cache.get_seq_length() if is_whole else 0
-    if seen or not any(padding):
+    if seen or not any(padding) or all(layer.drops_padding for layer in cache.adapted_layers()):
         logits: Tensor = pass_tokens(model, input_ids, model_kwargs, cache, seen).logits[:, -1]
+        if any(padding) and not seen:
+            Rows(cache, mask)
         return logits
-    # Not every kind of layer can drop padding later, and nothing is computed for it here.
     name, alone, last = cache_argument.name_in_generate(model), cache.fork(len(padding)), []
     for row, (own, padded) in enumerate(zip(alone, padding, strict=True)):
         of_row = {key: _of_row(key, value, row, padded, len(padding)) for key, value in model_kwargs.items()}

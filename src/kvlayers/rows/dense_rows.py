@@ -12,6 +12,7 @@ from kvlayers.core.buffer import StateForm, form_of
 from kvlayers.core.description import Fact
 from kvlayers.core.dynamic_layer import DynamicLayer, check_rollback
 from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.core.token_store import KVPair
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.row_states import AdjacentRowStates, RowColumns, RowStates
 from kvlayers.rows.rows_layer import RowsLayer, check_followed
@@ -52,9 +53,14 @@ class DenseRows(RowsLayer):
     def __init__(self, layers: Sequence[LayerOperations]) -> None:
         super().__init__()
         self._lengths = tuple([length or 0 for layer in layers for length in layer.row_lengths])
-        held = [(layer._keys, layer._values) if isinstance(layer, DenseRows) else layer.peek() for layer in layers]
+        held = [layer._held if isinstance(layer, DenseRows) else layer.peek() for layer in layers]
         rows = [[row for states in side for row in torch.split(states, 1)] for side in zip(*held, strict=True)]
-        self._keys, self._values = (_side_by_side(states, self._lengths) for states in rows)
+        self._keys: Tensor = _side_by_side(rows[0], self._lengths)
+        self._values: Tensor = _side_by_side(rows[1], self._lengths)
+
+    @property
+    def _held(self) -> KVPair:
+        return self._keys, self._values
 
     @override
     def side_by_side(self, layers: Sequence[LayerOperations]) -> LayerOperations:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
-from kvlayers.kernels.attention.gqa import attend_dense
+from kvlayers.kernels.attention.gqa import attend_dense, kv_head_copies
 from kvlayers.kernels.attention.packed_tensor import Implementations, StateTensor, implements
 
 
@@ -60,8 +60,14 @@ class RowStates(StateTensor):
         tokens = row.shape[self.token_dim]
         return columns.narrow(self.token_dim, columns.shape[self.token_dim] - tokens, tokens)
 
-    def view_by(self, view: Callable[[Tensor], Tensor], token_dim: int = -2) -> "RowStates":
-        """The same view of each row, whose tokens are counted by a dimension."""
+    def viewed(self, view: Callable[[Tensor], Tensor], shape: Sequence[int], token_dim: int = -2) -> "RowStates":
+        """The same view of each row.
+
+        Args:
+            view: makes the view of one row.
+            shape: shape of the view of all rows.
+            token_dim: which of its dimensions counts tokens.
+        """
         return RowStates([view(row) for row in self.rows], token_dim)
 
 
@@ -134,7 +140,14 @@ def _product(left: Tensor, right: Tensor) -> Tensor | str:
 def _transposed(states: Tensor, dim0: int, dim1: int) -> Tensor | str:
     if not isinstance(states, RowStates) or {dim0 % states.dim(), dim1 % states.dim()} != {2, 3} or states.dim() != 4:
         return NO_VIEW
-    return states.view_by(lambda row: _called(Tensor.transpose, row, row, 2, 3), -1 if states.token_dim == -2 else -2)
+    batch, heads, rows, columns = states.shape
+    token_dim = -1 if states.token_dim == -2 else -2
+    return states.viewed(
+        lambda row: _called(Tensor.transpose, row, row, 2, 3), (batch, heads, columns, rows), token_dim
+    )
+
+
+# The three steps in which modelling code repeats KV heads for the query heads that share them.
 
 
 @_of_rows(Tensor.__getitem__)
@@ -142,34 +155,41 @@ def _item(states: Tensor, index: Any) -> Tensor | str:
     whole = slice(None)
     if not isinstance(states, RowStates) or not isinstance(index, tuple) or index[:3] != (whole, whole, None):
         return NO_VIEW
-    if any(part != whole for part in index[3:]) or states.dim() != 4:
+    if any(part != whole for part in index[3:]) or states.dim() != 4 or states.token_dim != -2:
         return NO_VIEW
-    return states.view_by(lambda row: _called(Tensor.__getitem__, row, row, index), states.token_dim)
+    batch, kv_heads, *rest = states.shape
+    return states.viewed(lambda row: _called(Tensor.__getitem__, row, row, index), (batch, kv_heads, 1, *rest))
 
 
-def _sized_by(resize: Callable[..., Tensor]) -> Callable[..., Tensor | str]:
+def _resized_by(resize: Callable[..., Tensor]) -> Callable[..., Tensor | str]:
     def resized(states: Tensor, *sizes: Any, **named: Any) -> Tensor | str:
-        """The steps by which models repeat kv heads for the query heads that share them."""
-        given = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
-        if named or not isinstance(states, RowStates) or states.token_dim != -2 or not 4 <= len(given) <= 5:
+        """The states of a shape in which a KV head stands once for each of its copies."""
+        shape = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
+        if named or not isinstance(states, RowStates) or states.token_dim != -2:
             return NO_VIEW
-        if given[0] not in (-1, states.shape[0]) or given[-2] not in (-1, states.shape[-2]):
+        if shape == tuple(states.shape):
+            return states
+        if not kv_head_copies(states.shape, shape):
             return NO_VIEW
-        inner = given[1:-2]
-        return states.view_by(lambda row: _called(resize, row, row, row.shape[0], *inner, row.shape[-2], given[-1]))
+        inner = shape[1:-2]
+        return states.viewed(lambda row: _called(resize, row, row, 1, *inner, row.shape[-2], shape[-1]), shape)
 
     return resized
 
 
 for _resize in (Tensor.expand, Tensor.reshape, Tensor.view):
-    _of_rows(_resize)(_sized_by(_resize))
+    _of_rows(_resize)(_resized_by(_resize))
 
 
 @_of_rows(Tensor.repeat_interleave, torch.repeat_interleave)
 def _repeated(states: Tensor, repeats: Any, dim: int | None = None, **options: Any) -> Tensor | str:
-    if not isinstance(states, RowStates) or dim != 1 or not isinstance(repeats, int):
+    if not isinstance(states, RowStates) or dim != 1 or not isinstance(repeats, int) or states.dim() != 4:
         return NO_VIEW
-    return states.view_by(lambda row: _called(Tensor.repeat_interleave, row, row, repeats, dim=1), states.token_dim)
+    batch, heads, *rest = states.shape
+    shape = (batch, heads * repeats, *rest)
+    return states.viewed(
+        lambda row: _called(Tensor.repeat_interleave, row, row, repeats, dim=1), shape, states.token_dim
+    )
 
 
 @_of_rows(Tensor.contiguous, Tensor.detach, Tensor.to)
@@ -248,8 +268,10 @@ def _is_same(first: Tensor, second: Tensor) -> bool:
 class AdjacentRowStates(RowStates):
     """Rows in full precision side by side in one tensor, each from its first column on.
 
+    A view that attention takes of them is not made: copies of KV heads are only counted.
+
     Attributes:
-        whole: the tensor, `[batch, kv_heads, tokens, head_dim]`, or a view of it that attention takes.
+        whole: the tensor, `[batch, kv_heads, tokens, head_dim]`.
         columns: which of its columns are tokens.
     """
 
@@ -260,24 +282,36 @@ class AdjacentRowStates(RowStates):
 
     @staticmethod
     def __new__(
-        cls: type["AdjacentRowStates"], whole: Tensor, columns: RowColumns, token_dim: int = -2
+        cls: type["AdjacentRowStates"],
+        whole: Tensor,
+        columns: RowColumns,
+        shape: Sequence[int] | None = None,
+        token_dim: int = -2,
     ) -> "AdjacentRowStates":
-        """States of rows in one tensor."""
+        """States of rows in one tensor, or a view of them of another shape."""
+        shape = whole.shape if shape is None else shape
         states: AdjacentRowStates = torch.Tensor._make_wrapper_subclass(
-            cls, whole.shape, dtype=whole.dtype, device=whole.device
+            cls, shape, dtype=whole.dtype, device=whole.device
         )
-        states.whole, states.columns, states.token_dim, states.known_shape = whole, columns, token_dim, whole.shape
+        states.whole, states.columns = whole, columns
+        states.token_dim, states.known_shape = token_dim, torch.Size(shape)
         return states
 
     @property
     def rows(self) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """The states of each row, as views."""
+        """The states of each row."""
         own = zip(torch.split(self.whole, 1), self.columns.lengths, strict=True)
-        return tuple(row.narrow(self.token_dim, 0, length) for row, length in own)
+        rows = [row.narrow(2, 0, length) for row, length in own]
+        if self.dim() == 5:
+            return tuple(row[:, :, None].expand(-1, -1, self.known_shape[2], -1, -1) for row in rows)
+        copies = self.known_shape[1] // self.whole.shape[1]
+        if copies > 1:
+            rows = [row.repeat_interleave(copies, 1) for row in rows]
+        return tuple(rows if self.token_dim == -2 else [row.transpose(2, 3) for row in rows])
 
     @override
-    def view_by(self, view: Callable[[Tensor], Tensor], token_dim: int = -2) -> RowStates:
-        return AdjacentRowStates(view(self.whole), self.columns, token_dim)
+    def viewed(self, view: Callable[[Tensor], Tensor], shape: Sequence[int], token_dim: int = -2) -> RowStates:
+        return AdjacentRowStates(self.whole, self.columns, shape, token_dim)
 
 
 @implements(AdjacentRowStates)(scaled_dot_product_attention)

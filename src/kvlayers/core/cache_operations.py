@@ -301,7 +301,10 @@ class LayerwiseOperations(LayerList):
         return alone
 
     def keep_rows(self, indices: BatchIndices) -> None:
-        """As `batch_select_indices`: the rows at `indices`, in that order. Memory of other rows is given back."""
+        """As `batch_select_indices`: keep the rows at `indices`, in that order.
+
+        Memory of the others is given back once they are half of all.
+        """
         self.batch_select_indices(indices)
 
     def crop_rows(self, lengths: Sequence[int]) -> None:

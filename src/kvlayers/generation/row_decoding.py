@@ -174,10 +174,13 @@ class RowDecoder:
 
     def drop_ended(self) -> list[tuple[DecodedRow, Exception | None]]:
         """Take out the rows that have ended, and return them with what ended them, apart from their own end."""
-        kept = [index for index, row in enumerate(self.rows) if not self.has_ended(row)]
-        if len(kept) == len(self.rows):
+        going_on = [index for index, row in enumerate(self.rows) if not self.has_ended(row)]
+        if len(going_on) == len(self.rows):
             return []
-        ended = [row for index, row in enumerate(self.rows) if index not in kept]
+        ended = [row for index, row in enumerate(self.rows) if index not in going_on]
+        # Rows from the end take the places of those that go, so that few are moved.
+        last = iter(index for index in going_on if index >= len(going_on))
+        kept = [index if index in going_on else next(last) for index in range(len(going_on))]
         self.rows = [self.rows[index] for index in kept]
         if self._drafter is not None:
             self._drafter.keep(kept)

@@ -167,12 +167,21 @@ class DenseRows(RowsLayer):
 
     @override
     def select(self, indices: Tensor) -> None:
-        chosen = indices.to(self.device)
-        self._lengths = tuple([self._lengths[index] for index in indices.tolist()])
+        chosen, held = indices.tolist(), self.batch_size
+        rows = len(chosen)
+        self._lengths = tuple([self._lengths[index] for index in chosen])
+        # Usually a few rows go, and others from the end take their places: only these are moved.
+        if held < 2 * rows <= 2 * held and all(own in (place, *range(rows, held)) for place, own in enumerate(chosen)):
+            for states in (self._keys, self._values):
+                for place, own in enumerate(chosen):
+                    if own != place:
+                        states[place].copy_(states[own])
+            self._keys, self._values = self._keys[:rows], self._values[:rows]
+            return
         # The rows that go may be the longest.
         columns = min(self._keys.shape[2], _capacity(self.length))
         kept = (states[:, :, :columns] for states in (self._keys, self._values))
-        self._keys, self._values = (states.index_select(0, chosen) for states in kept)
+        self._keys, self._values = (states.index_select(0, indices.to(self.device)) for states in kept)
 
     @override
     def reset(self) -> None:

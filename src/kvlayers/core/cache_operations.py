@@ -229,7 +229,7 @@ class LayerwiseOperations(LayerList):
         """
         for layer in self.parts()[0].adapted_layers():
             lengths = tuple([length for length in layer.row_lengths if length is not None])
-            if layer.length and len(lengths) == layer.batch_size:
+            if len(lengths) == layer.batch_size:
                 return lengths
         return ()
 

@@ -45,9 +45,12 @@ class RecurrentRows(LinearAttentionLayer):
                 if whole is not None:
                     for own, view in zip(of_rows, torch.split(whole, 1), strict=True):
                         own[index] = view
-        first: LinearStates = self.rows[0]._states
-        self._states.kernel = dict(first.kernel)
-        self._states.has_conv, self._states.has_recurrent = dict(first.has_conv), dict(first.has_recurrent)
+        # A row that was rolled back to nothing has zeros, as it had before its first token.
+        filled: list[LinearStates] = [row._states for row in self.rows]
+        for index in range(self.number_of_states):
+            self._states.kernel[index] = next((own.kernel[index] for own in filled if own.kernel[index]), None)
+            self._states.has_conv[index] = any(own.has_conv[index] for own in filled)
+            self._states.has_recurrent[index] = any(own.has_recurrent[index] for own in filled)
 
     @property
     @override
@@ -79,7 +82,10 @@ class RecurrentRows(LinearAttentionLayer):
         check_followed(conv_states)
         own = zip(self.rows, torch.split(conv_states, 1), strict=True)
         full = [row.update_conv_state(columns, state_idx, conv_kernel_size) for row, columns in own]
-        self._join_if_new("conv", state_idx)
+        # A row without tokens has no columns before its first ones: to its convolution, they are zeros.
+        widest = max(columns.shape[-1] for columns in full)
+        full = [torch.nn.functional.pad(columns, (widest - columns.shape[-1], 0)) for columns in full]
+        self._note_update("conv", state_idx)
         return torch.cat(full)
 
     @override
@@ -88,17 +94,22 @@ class RecurrentRows(LinearAttentionLayer):
         check_followed(recurrent_states)
         for row, states in zip(self.rows, torch.split(recurrent_states, 1), strict=True):
             row.update_recurrent_state(states, state_idx)
-        self._join_if_new("recurrent", state_idx)
+        self._note_update("recurrent", state_idx)
         held = self._states.recurrent[state_idx]
         return recurrent_states if held is None else held
 
-    def _join_if_new(self, name: str, state_idx: int) -> None:
+    def _note_update(self, name: str, state_idx: int) -> None:
+        """Hold what the rows hold: their states are filled now, and the first ones may be tensors of their own."""
         whole = vars(self._states)[name][state_idx]
         views = [vars(row._states)[name][state_idx] for row in self.rows]
         if whole is None or any(
             view.data_ptr() != part.data_ptr() for view, part in zip(views, torch.split(whole, 1), strict=True)
         ):
             self._join()
+        for states in (self._states, *(row._states for row in self.rows)):
+            vars(states)[f"has_{name}"][state_idx] = True
+            # Models write a recurrent state in place, from its second token on.
+            states.has_recurrent[state_idx] |= self._states.has_recurrent[state_idx]
 
     # Rolling back
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import kvlayers
 from kvlayers.errors import OptionError, RegistryError
@@ -123,6 +124,9 @@ def test_no_prompts() -> None:
         ({"num_beams": 2}, "`options`"),
         ({"num_return_sequences": 2, "do_sample": True}, "`options`"),
         ({"misspelt": 1}, "misspelt"),
+        ({"assistant_model": 1}, "assistant_model"),
+        ({"output_scores": True}, "output_scores"),
+        ({"cache_config": {"misspelt": 1}}, "misspelt"),
         ({"prefix_store": 1}, "`prefix_store`"),
     ],
 )
@@ -134,6 +138,34 @@ def test_wrong_options_are_refused_at_once(how: dict[str, Any], named: str) -> N
 def test_unknown_names_are_refused_at_once() -> None:
     with pytest.raises(RegistryError, match="int5"):
         kvlayers.generate_many(tiny_model("llama"), PROMPTS, cache="int5")
+
+
+@pytest.mark.parametrize("prompts", ["one text", {"input_ids": [1]}, None, 5])
+def test_what_is_no_list_of_prompts_is_refused(prompts: Any) -> None:
+    with pytest.raises(OptionError, match="`prompts` must be a list"):
+        kvlayers.generate_many(tiny_model("llama"), prompts)
+
+
+def test_drafts_of_recurrent_models_are_refused_at_once() -> None:
+    with pytest.raises(OptionError, match="prompt_lookup_num_tokens"):
+        kvlayers.generate_many(tiny_model("jamba"), PROMPTS, prompt_lookup_num_tokens=3)
+
+
+def test_a_criterion_that_raises_ends_its_answer_alone() -> None:
+    class Stop(transformers.StoppingCriteria):
+        def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            if ids.shape[1] == len(PROMPTS[1]) + 2 and torch.equal(ids[0, : len(PROMPTS[1])], PROMPTS[1]):
+                raise ValueError("not this one")
+            return torch.zeros(1, dtype=torch.bool)
+
+    answers = many(tiny_model("llama"), stopping_criteria=[Stop()], in_order=True)
+    assert [type(answer.error) for answer in answers if answer.error is not None] == [ValueError]
+
+
+def test_the_generation_config_says_how_long_an_answer_is() -> None:
+    config = transformers.GenerationConfig(max_new_tokens=3, do_sample=False)
+    answers = kvlayers.generate_many(tiny_model("llama"), PROMPTS[:2], generation_config=config, progress=False)
+    assert [len(answer.ids) for answer in answers] == [3, 3]
 
 
 def test_encoders_are_refused() -> None:

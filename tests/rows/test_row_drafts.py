@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 import kvlayers
-from kvlayers.errors import OptionError, RollbackError
+from kvlayers.errors import (
+    OptionError,
+    ReadOnlyStatesError,
+    RollbackError,
+    StateMismatchError,
+    UnsupportedLayerError,
+)
 from models import fresh_model, prompt, tiny_model
 
 NEW = 14
@@ -123,3 +129,52 @@ def test_what_is_not_returned_for_batches_is_refused(how: dict[str, Any], named:
 def test_recurrent_states_are_refused_for_batches() -> None:
     with pytest.raises((RollbackError, ValueError)):
         generated(tiny_model("jamba"), prompt_lookup_num_tokens=3)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"prefix_allowed_tokens_fn": lambda row, ids: [row + 5]},
+        {"inputs_embeds": torch.zeros(4, 18, 32)},
+        {"position_ids": torch.arange(18).expand(4, 18)},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_what_depends_on_the_batch_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="must come with a mask alone"):
+        generated(tiny_model("llama"), prompt_lookup_num_tokens=3, **given)
+
+
+def test_a_turn_behind_padded_rows_is_refused_rather_than_answered_wrongly() -> None:
+    model = tiny_model("llama")
+    first = generated(model, prompt_lookup_num_tokens=3, max_new_tokens=4)
+    cache, mask = first.to_tuple()[-1], torch.ones_like(first.sequences)
+    with (
+        kvlayers.installed(),
+        pytest.raises(StateMismatchError, match="`attention_mask` must have the tokens of each row"),
+    ):
+        model.generate(first.sequences, attention_mask=mask, past_key_values=cache, max_new_tokens=2)
+
+
+def test_windows_forget_what_they_have_recorded_for_drafts() -> None:
+    model = tiny_model("mistral")
+    cache = kvlayers.DynamicCache(config=model.config)
+    ids = prompts()[0][[1, 3]]
+    with kvlayers.installed():
+        model.generate(ids, past_key_values=cache, max_new_tokens=40, do_sample=False, assistant_model=model)
+    assert max(layer.held_tokens for layer in cache.layers) < 30
+
+
+def test_no_address_is_given_of_rows_and_nothing_is_written_to_them() -> None:
+    cache = kvlayers.merge([filled(3), filled(2)])
+    keys, _ = cache.update(torch.ones(2, 2, 1, 8), torch.ones(2, 2, 1, 8), 0)
+    with pytest.raises(ReadOnlyStatesError):
+        keys.mul_(2)
+    with pytest.raises(UnsupportedLayerError, match="no address"):
+        keys.data_ptr()
+
+
+def filled(tokens: int) -> Any:
+    cache = kvlayers.DynamicCache()
+    cache.update(torch.ones(1, 2, tokens, 8), torch.ones(1, 2, tokens, 8), 0)
+    return cache

@@ -11,9 +11,9 @@ from kvlayers.core.preparation import left_padding_of
 from kvlayers.errors import OptionError, RollbackError
 from kvlayers.generation.cache_by_name import make_cache
 from kvlayers.generation.prefill import PER_TOKEN_ARGUMENTS, pass_tokens
-from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, pass_rows
+from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, check_positions, pass_rows
 from kvlayers.rows import Rows, merge
-from kvlayers.upstream import cache_argument, generate_calls
+from kvlayers.upstream import cache_argument, generate_calls, model_types
 
 
 class DraftModel:
@@ -34,9 +34,13 @@ class DraftModel:
         caches = [] if self._cache is None else [self._cache]
         for row in rows:
             cache = make_cache("dynamic", self._model, device=self._model.device, dtype=self._model.dtype)
-            if not isinstance(cache, Cache):
-                raise OptionError(f"`assistant_model` must take a cache of kvlayers, got a {type(cache).__name__}.")
+            if not isinstance(cache, Cache) or cache.recurrent_parts():
+                raise OptionError(
+                    "`assistant_model` must be a model without recurrent states for several prompts, with a cache of "
+                    f"kvlayers, got {cache!r}: pass the prompts one by one."
+                )
             arguments: dict[str, Any] = {cache_argument.name_for(self._model): cache, "use_cache": True}
+            arguments |= model_types.newest_logits_only(self._model)
             self._model(row.ids[:, row.padding : -1].to(self._model.device), **arguments)
             cache.activate_past_recording()
             caches.append(cache)
@@ -88,12 +92,8 @@ def decode(model: Any, cache: Cache, input_ids: Tensor, kwargs: dict[str, Any], 
     """
     config = kwargs["generation_config"]
     drafter = _drafter(config, kwargs)
-    if cache.recurrent_parts():
-        raise RollbackError(
-            f"`input_ids` must be of one prompt for drafts with the recurrent states of {type(model).__name__}, got "
-            f"{input_ids.shape[0]}: leave out the drafts, or pass the prompts one by one."
-        )
     padding = _padding(kwargs.get("attention_mask"), input_ids)
+    _check(model, cache, input_ids, padding, kwargs, given)
     first = _prefill(model, cache, input_ids, padding, kwargs)
     decoder = RowDecoder(model, drafter=drafter)
     rows = [
@@ -103,6 +103,7 @@ def decode(model: Any, cache: Cache, input_ids: Tensor, kwargs: dict[str, Any], 
             generate_calls.logits_processors(model, config, ids, given),
             kwargs["stopping_criteria"],
             bool(config.do_sample),
+            config.max_length,
             own,
         )
         for ids, own in zip(torch.split(input_ids, 1), padding, strict=True)
@@ -121,6 +122,38 @@ def decode(model: Any, cache: Cache, input_ids: Tensor, kwargs: dict[str, Any], 
         decoder.step()
     cache.replace_layers(merge([alone[row] for row in rows]).adapted_layers())
     return _output(rows, cache, config)
+
+
+def _check(
+    model: Any,
+    cache: Cache,
+    input_ids: Tensor,
+    padding: Sequence[int],
+    kwargs: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> None:
+    """Raise what `decode` raises, before anything is computed."""
+    name = type(model).__name__
+    if cache.recurrent_parts():
+        raise RollbackError(
+            f"`input_ids` must be of one prompt for drafts with the recurrent states of {name}, got "
+            f"{input_ids.shape[0]}: leave out the drafts, or pass the prompts one by one."
+        )
+    check_positions(model)
+    mask, own = kwargs.get("attention_mask"), cache_argument.name_in_generate(model)
+    known = {*OF_LOOPS, *OF_DRAFTS, *OF_PASSES, own}
+    # What the caller has not given, such as positions, follows from the mask.
+    others = [key for key, value in kwargs.items() if value is not None and key not in known and key in given]
+    others += [key for key in OF_BATCH_INDICES if given.get(key) is not None]
+    if model_types.decoder_config(model.config) is not model.config:
+        others.append("model")
+    is_whole = mask is None or mask.shape[1] == input_ids.shape[1]
+    if others or not is_whole or (cache.get_seq_length() and any(padding)):
+        what = ", ".join(others) or "a cache that has seen tokens, beside padding or a mask of other tokens"
+        raise OptionError(
+            f"`input_ids` of several prompts must come with a mask alone for drafts with {name}, got {what}: pass the "
+            "prompts one by one, or leave out the drafts."
+        )
 
 
 NOT_FOR_BATCHES = ("assistant_early_exit", "use_mtp", "output_scores", "output_logits", "output_attentions")
@@ -151,13 +184,17 @@ OF_LOOPS = ("logits_processor", "stopping_criteria", "generation_config", "synce
 OF_DRAFTS = ("assistant_model", "assistant_tokenizer", "tokenizer")
 """Arguments of transformers' loop over drafts that are not for the model."""
 
+OF_PASSES = ("attention_mask", "use_cache", "cache_position", "logits_to_keep", "return_dict", *NOT_FOR_BATCHES[2:])
+"""Arguments of the model that do not change what it computes for a row, or that are made for each pass."""
+
+OF_BATCH_INDICES = ("prefix_allowed_tokens_fn", "negative_prompt_ids")
+"""Arguments of `generate()` that would need to know which row of the batch a row is."""
+
 
 def _prefill(model: Any, cache: Cache, input_ids: Tensor, padding: Sequence[int], kwargs: Mapping[str, Any]) -> Tensor:
     """Pass the tokens that the cache has not seen. Returns the logits after the last one, `[batch, vocab]`."""
     model_kwargs = {name: value for name, value in kwargs.items() if name not in (*OF_LOOPS, *OF_DRAFTS)}
-    mask = model_kwargs.get("attention_mask")
-    is_whole = mask is None or mask.shape[1] == input_ids.shape[1]
-    seen = cache.get_seq_length() if is_whole else 0
+    mask, seen = model_kwargs.get("attention_mask"), cache.get_seq_length()
     if seen or not any(padding) or all(layer.drops_padding for layer in cache.adapted_layers()):
         logits: Tensor = pass_tokens(model, input_ids, model_kwargs, cache, seen).logits[:, -1]
         if any(padding) and not seen:
@@ -165,6 +202,9 @@ def _prefill(model: Any, cache: Cache, input_ids: Tensor, padding: Sequence[int]
         return logits
     name, alone, last = cache_argument.name_in_generate(model), cache.fork(len(padding)), []
     for row, (own, padded) in enumerate(zip(alone, padding, strict=True)):
+        if own.learns_padding:
+            # It was told of the padding of the whole batch.
+            own.prepare(model.config)
         of_row = {key: _of_row(key, value, row, padded, len(padding)) for key, value in model_kwargs.items()}
         output = pass_tokens(model, input_ids[row : row + 1, padded:], {**of_row, name: own}, own, 0)
         last.append(output.logits[:, -1])
@@ -187,7 +227,8 @@ def _padding(mask: Tensor | None, input_ids: Tensor) -> list[int]:
 
 def _output(rows: Sequence[DecodedRow], cache: Cache, config: Any) -> Any:
     ids = [row.ids[0] for row in rows]
-    pad = 0 if config.pad_token_id is None else config.pad_token_id
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    pad = config.pad_token_id if config.pad_token_id is not None else ends[0] or 0
     sequences = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=pad)
     if not config.return_dict_in_generate:
         return sequences

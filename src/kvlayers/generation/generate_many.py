@@ -17,9 +17,14 @@ from kvlayers.generation.prefill import pass_limit, pass_tokens
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore, required_store
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import usable_cache
-from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder
+from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, check_positions
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import cache_argument, generate_calls, model_types
+
+MAX_NEW_TOKENS = 128
+
+NOT_HERE = ("max_length", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
+"""Options of a `GenerationConfig` that would change nothing."""
 
 SEEN_BY_IDS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate()` that are objects, and not options of a `GenerationConfig`."""
@@ -61,7 +66,7 @@ def generate_many(
     prompts: Iterable[Any],
     *,
     tokenizer: Any = None,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | None = None,
     max_rows: int = 8,
     cache: str = "dynamic",
     cache_config: Mapping[str, Any] | None = None,
@@ -83,7 +88,7 @@ def generate_many(
         prompts: texts, messages of a chat (lists of dicts, by the tokenizer's chat template), or ids: lists of numbers,
             or int64 `[tokens]` or `[1, tokens]`. They are asked for one by one, as rows become free.
         tokenizer: for texts, chats and stop strings.
-        max_new_tokens: most tokens of an answer.
+        max_new_tokens: most tokens of an answer. Default: that of `generation_config`, or 128.
         max_rows: most answers at a time.
         cache: name of the cache, such as "int4"; one of `cache_names()`.
         cache_config: options of the cache.
@@ -96,11 +101,12 @@ def generate_many(
         on_token: called with the number of a prompt and each new token of its answer.
         progress: show a progress bar.
         options: options of a `GenerationConfig`, a `generation_config`, a `logits_processor`, `stopping_criteria`, or a
-            `prefix_allowed_tokens_fn`, as for `model.generate`. Beams, several answers to a prompt, and draft models
-            are not among them.
+            `prefix_allowed_tokens_fn`, as for `model.generate` with one prompt at a time, which is number 0 to them.
+            Beams, several answers to a prompt, and draft models are not among them.
 
     Yields:
-        Answers. What goes wrong with one prompt is in its `error`, and the others go on.
+        Answers. What goes wrong with one prompt is in its `error`, and the others go on. What a forward pass of all
+        rows raises, or the iterator of prompts, ends them all.
 
     Raises:
         OptionError: a wrong option.
@@ -109,7 +115,8 @@ def generate_many(
     Example:
         >>> import torch, transformers, kvlayers
         >>> config = transformers.LlamaConfig(
-        ...     num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=99
+        ...     num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=99,
+        ...     eos_token_id=None,
         ... )
         >>> model = transformers.LlamaForCausalLM(config).eval()
         >>> prompts = [[5, 8, 13], [21, 34], [55]]
@@ -119,12 +126,19 @@ def generate_many(
         >>> [(answer.index, len(answer.ids)) for answer in answers]
         [(0, 4), (1, 4), (2, 4)]
     """
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        raise OptionError(f"`prompts` must be a list or an iterator of prompts, got a {type(prompts).__name__}.")
+    of_config = vars(options.get("generation_config") or model.generation_config).get("max_new_tokens")
+    max_new_tokens = (of_config or MAX_NEW_TOKENS) if max_new_tokens is None else max_new_tokens
     for name, number in {"max_new_tokens": max_new_tokens, "max_rows": max_rows, "chunk_tokens": chunk_tokens}.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise OptionError(f"`{name}` must be a whole number of at least 1, got {number!r}.")
     if model.config.is_encoder_decoder:
         raise OptionError(f"`model` must be a decoder-only model, got a {type(model).__name__}: use model.generate().")
+    check_positions(model)
     given = {name: options.pop(name) for name in SEEN_BY_IDS if name in options}
+    if refused := sorted(options.keys() & {*generate_calls.arguments_of_generate(), *NOT_HERE} - {"generation_config"}):
+        raise OptionError(f"`options` must not have what generate_many does not do, got {', '.join(refused)}.")
     config, left = generate_calls.full_generation_config(model, {"max_new_tokens": max_new_tokens, **options})
     if left:
         raise OptionError(f"`options` must be options of a GenerationConfig, got {', '.join(sorted(left))}.")
@@ -135,6 +149,13 @@ def generate_many(
     named = named_cache(cache)
     if named is None:
         raise unknown_name(cache)
+    # Now, so that wrong options are refused before the first prompt.
+    example = _empty(model, named.name, {**named.options, **(cache_config or {})}, 1 + max_new_tokens)
+    if prompt_lookup_num_tokens is not None and example.recurrent_parts():
+        raise OptionError(
+            "`prompt_lookup_num_tokens` must be left out for a model whose recurrent states cannot be taken back, "
+            f"got {prompt_lookup_num_tokens}."
+        )
     drafter = None
     if prompt_lookup_num_tokens is not None:
         drafter = LookedUp(generate_calls.prompt_lookup(config, prompt_lookup_num_tokens))
@@ -147,12 +168,23 @@ def generate_many(
         max_rows=max_rows,
         chunk_tokens=chunk_tokens,
         drafter=drafter,
+        room_for_drafts=prompt_lookup_num_tokens or 0,
         on_token=on_token,
     )
     answers = many.answers(prompts)
     if in_order:
         answers = _in_order(answers)
     return _with_progress(answers, prompts) if progress else answers
+
+
+def _empty(model: Any, name: str, options: Mapping[str, Any], length_hint: int) -> Cache:
+    """A cache of one sequence, of so many tokens."""
+    cache = make_cache(
+        name, model, batch_size=1, length_hint=length_hint, device=model.device, dtype=model.dtype, **options
+    )
+    if not isinstance(cache, Cache):
+        raise OptionError(f"`cache` must be a cache of kvlayers, got {name!r}, a {type(cache).__name__}.")
+    return cache
 
 
 class _Many:
@@ -168,8 +200,10 @@ class _Many:
         max_rows: int,
         chunk_tokens: int,
         drafter: Drafter | None,
+        room_for_drafts: int,
         on_token: Callable[[int, int], None] | None,
     ) -> None:
+        self._room_for_drafts = room_for_drafts
         self._model, self._config, self._given = model, config, given
         self._name, self._options = named
         self._part = None if active is None else StorePart(model, active, *named)
@@ -209,23 +243,12 @@ class _Many:
         own.max_length = ids.shape[1] + own.max_new_tokens
         processors = generate_calls.logits_processors(self._model, own, ids, self._given)
         criteria = generate_calls.stopping_criteria(self._model, own, self._given)
-        row = DecodedRow(ids, processors, criteria, bool(own.do_sample))
-        hint = ids.shape[1] + self._config.max_new_tokens
+        row = DecodedRow(ids, processors, criteria, bool(own.do_sample), own.max_length)
+        hint = ids.shape[1] + self._config.max_new_tokens + self._room_for_drafts
         found = None if self._part is None else self._part.lookup(ids)
 
         def empty() -> Cache:
-            cache = make_cache(
-                self._name,
-                self._model,
-                batch_size=1,
-                length_hint=hint,
-                device=self._model.device,
-                dtype=self._model.dtype,
-                **self._options,
-            )
-            if not isinstance(cache, Cache):
-                raise OptionError(f"`cache` must be a cache of kvlayers, got {self._name!r}, a {type(cache).__name__}.")
-            return cache
+            return _empty(self._model, self._name, self._options, hint)
 
         if found is None or found.cache is None:
             return _Reading(number, row, empty(), 0)

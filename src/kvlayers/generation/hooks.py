@@ -65,6 +65,8 @@ def generate(original: Method) -> Method:
         input_ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
         if compat.LOOPS_COUNT_CACHE_POSITION and isinstance(past, Cache) and not self.config.is_encoder_decoder:
             passed_caches.check_whole_sequence(past, input_ids)
+        if isinstance(past, Cache) and not is_assistant and not self.config.is_encoder_decoder:
+            passed_caches.check_rows(past, kwargs.get("attention_mask"))
         if not is_assistant:
             kwargs.update(passed_caches.decoder_mask(self, past, kwargs))
         if type(past) in passed_caches.CLASSES:

@@ -142,7 +142,8 @@ def installed(
     Example:
         >>> import torch, transformers, kvlayers
         >>> config = transformers.LlamaConfig(
-        ...     num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=99
+        ...     num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=99,
+        ...     eos_token_id=None,
         ... )
         >>> model, ids = transformers.LlamaForCausalLM(config).eval(), torch.tensor([[5, 8, 13]])
         >>> options = {"max_new_tokens": 4, "return_dict_in_generate": True}
@@ -356,7 +357,8 @@ def generate(
     Example:
         >>> import torch, transformers, kvlayers
         >>> config = transformers.LlamaConfig(
-        ...     num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=99
+        ...     num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=99,
+        ...     eos_token_id=None,
         ... )
         >>> model = transformers.LlamaForCausalLM(config).eval()
         >>> store = kvlayers.PrefixStore(max_bytes=2**20)

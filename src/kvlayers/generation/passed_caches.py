@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import cache_utils as upstream
 
 from kvlayers.core.cache import Cache
@@ -147,6 +148,29 @@ def check_whole_sequence(cache: Cache, input_ids: object) -> None:
             f"The cache has seen {seen} tokens, and a prompt of {input_ids.shape[1]} has no new ones. Pass the whole "
             "text with the new tokens at its end and a mask as long (transformers before 5.4 does not go on from new "
             "tokens alone), or reset the cache."
+        )
+
+
+def check_rows(cache: Cache, attention_mask: Tensor | None) -> None:
+    """Check that the mask of a call has as many tokens for each row as the row has seen.
+
+    Args:
+        cache: the cache that is passed to `generate()`.
+        attention_mask: its mask, `[batch, tokens]`, if there is one.
+
+    Raises:
+        StateMismatchError: a row has seen other tokens.
+    """
+    lengths = cache.row_lengths
+    counts_rows = any(layer.counts_rows for layer in cache.self_attention.adapted_layers())
+    if not counts_rows or (attention_mask is not None and attention_mask.dim() != 2):
+        return
+    columns = max(lengths)
+    seen = [columns] * len(lengths) if attention_mask is None else attention_mask[:, :columns].sum(1).tolist()
+    if seen != list(lengths):
+        raise StateMismatchError(
+            f"`attention_mask` must have the tokens of each row in its first {columns} columns, {list(lengths)}, after "
+            f"padding, got {seen}: pad the ids as kvlayers.Rows(cache).attention_mask() does."
         )
 
 

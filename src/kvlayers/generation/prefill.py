@@ -1,5 +1,6 @@
 """A prompt that is computed and held once for all of its beams or samples, and for equal prompts side by side."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -38,9 +39,8 @@ def prefill_once(
     if rows == 1 or not _can_expand_later(model, cache, input_ids, generation_config, model_kwargs):
         return None
     repeats = sequences_per_prompt(generation_config)
-    # With dropout, equal rows have different states.
-    if repeats < rows and not model.training:
-        repeats = _repeats_in(input_ids, model_kwargs)
+    if repeats < rows and _is_by_rows_alone(model):
+        repeats = max(repeats, _repeats_in(input_ids, model_kwargs))
     if repeats == 1:
         return None
     once = {
@@ -59,12 +59,25 @@ def prefill_once(
     return output
 
 
+def _is_by_rows_alone(model: Any) -> bool:
+    """Whether equal rows have equal states: there is no dropout, and no hook of a module that may know its row."""
+    hooks = (
+        [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        for module in model.modules()
+        if module is not model
+    )
+    return not model.training and all(map(generate_calls.only_captures_outputs, itertools.chain.from_iterable(hooks)))
+
+
 def _repeats_in(input_ids: Tensor, model_kwargs: dict[str, Any]) -> int:
     """How often each row is repeated, side by side: the same number for all rows, 1 if they are not repeated."""
     rows, differs = input_ids.shape[0], torch.zeros(input_ids.shape[0] - 1, dtype=torch.bool, device=input_ids.device)
     for value in (input_ids, *model_kwargs.values()):
-        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == rows:
-            differs |= (value[1:] != value[:-1]).flatten(1).any(1).to(differs.device)
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows:
+            differs |= (value[1:] != value[:-1]).reshape(rows - 1, -1).any(1).to(differs.device)
+        elif isinstance(value, list | tuple) and len(value) == rows:
+            # What belongs to each row is known to the model alone.
+            return 1
     return math.gcd(rows, *(differs.nonzero()[:, 0] + 1).tolist())
 
 

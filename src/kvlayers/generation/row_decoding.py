@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from kvlayers.core.cache import Cache
+from kvlayers.errors import OptionError
 from kvlayers.rows import Rows, merge
-from kvlayers.upstream import cache_argument, generate_calls
+from kvlayers.upstream import cache_argument, generate_calls, model_types
 
 
 class Drafter(Protocol):
@@ -58,6 +59,7 @@ class DecodedRow:
         processors: change the scores of the next token, given the ids; transformers' `LogitsProcessorList`.
         criteria: say whether the row has ended, given the ids; transformers' `StoppingCriteriaList`.
         samples: whether the next token is a sample of the scores, rather than the one with the greatest.
+        most: most ids, padding included, beyond which no draft goes.
         padding: how many of the first ids are padding, which the cache has not seen.
 
     Attributes:
@@ -66,8 +68,9 @@ class DecodedRow:
         padding: as passed.
     """
 
-    def __init__(self, ids: Tensor, processors: Any, criteria: Any, samples: bool, padding: int = 0) -> None:
+    def __init__(self, ids: Tensor, processors: Any, criteria: Any, samples: bool, most: int, padding: int = 0) -> None:
         self.ids = ids
+        self.most = most
         self.prompt_tokens = ids.shape[1]
         self.padding = padding
         self._processors, self._criteria, self._samples = processors, criteria, samples
@@ -104,6 +107,20 @@ class DecodedRow:
     def new_ids(self) -> Tensor:
         """The tokens behind the prompt, int64 `[tokens]`."""
         return self.ids[0, self.prompt_tokens :]
+
+
+def check_positions(model: Any) -> None:
+    """Raise `OptionError` if rows of different lengths cannot tell a model their positions."""
+    takes = "position_ids" in generate_calls.forward_arguments(model)
+    if not takes and model.config.model_type not in (*model_types.HAS_RELATIVE_POSITIONS, *NEEDS_NO_POSITIONS):
+        raise OptionError(
+            f"`model` must take `position_ids`, for rows of different lengths, got a {type(model).__name__}, whose "
+            "forward pass names no such argument: pass the base model of a wrapper, or the prompts one by one."
+        )
+
+
+NEEDS_NO_POSITIONS = ("mamba", "mamba2", "falcon_mamba", "rwkv", "jamba", "t5", "mt5", "umt5", "longt5")
+"""Model types that know no positions, or the distance between tokens alone."""
 
 
 def pass_rows(model: Any, tokens: Tensor, cache: Cache) -> Tensor:
@@ -169,8 +186,12 @@ class RowDecoder:
         self._take(row, (), logits, logits.argmax(-1).tolist())
 
     def has_ended(self, row: DecodedRow) -> bool:
-        """Whether a row gets no more tokens."""
-        return row in self.errors or row.has_ended
+        """Whether a row gets no more tokens. What a stopping criterion raises ends it as well."""
+        try:
+            return row in self.errors or row.has_ended
+        except Exception as error:
+            self.errors[row] = error
+            return True
 
     def drop_ended(self) -> list[tuple[DecodedRow, Exception | None]]:
         """Take out the rows that have ended, and return them with what ended them, apart from their own end."""
@@ -197,6 +218,7 @@ class RowDecoder:
         if cache is None:
             return
         drafts = [[] for _ in self.rows] if self._drafter is None else self._drafter.drafts(self.rows)
+        drafts = [draft[: row.most - row.ids.shape[1] - 1] for row, draft in zip(self.rows, drafts, strict=True)]
         new = 1 + max(map(len, drafts))
         # A shorter draft is filled up by its last token, which nobody looks at.
         passed = [[int(row.ids[0, -1]), *draft] for row, draft in zip(self.rows, drafts, strict=True)]
@@ -207,7 +229,7 @@ class RowDecoder:
         for index, (row, draft) in enumerate(zip(self.rows, drafts, strict=True)):
             self._take(row, draft, logits[index], greatest[index])
         lengths = [row.tokens - 1 for row in self.rows]
-        if cache.row_lengths != tuple(lengths):
+        if self._drafter is not None:
             cache.crop_rows(lengths)
 
     def _take(self, row: DecodedRow, draft: Sequence[int], logits: Tensor, greatest: Sequence[int]) -> None:

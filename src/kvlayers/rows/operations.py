@@ -1,6 +1,7 @@
 """Caches side by side as one batch, and what a decode loop passes to the model for it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,11 +38,13 @@ class Rows:
 
     Rows are aligned on the right, as in a batch that is padded on the left: the newest token of each row is in the last
     column. So masks have zeros on the left alone, and the position of a token is the number of its row's tokens before.
+    A model that is given neither takes shorter rows for longer ones. Of pairs, masks of the encoder's output are padded
+    on the left as well.
 
     Args:
         cache: the cache. It may change afterwards.
         attention_mask: `[batch, tokens]`, the mask of the tokens that the cache has seen, if they were padded on the
-            left. The padding is dropped from the cache.
+            left, and their positions did not count the padding. The padding is dropped from the cache.
 
     Raises:
         OptionError: `cache` is no cache of kvlayers.
@@ -95,8 +98,9 @@ class Rows:
 
         Args:
             new_tokens: tokens that the pass adds to each row.
-            device: where the mask is made.
+            device: where the mask is made. Default: the device of the cache.
         """
+        device = self._device if device is None else device
         attends = any(layer.attends for layer in self.cache.self_attention.adapted_layers())
         lengths = self.lengths if attends else [0] * len(self.lengths)
         columns = max(lengths, default=0) + new_tokens
@@ -105,4 +109,10 @@ class Rows:
 
     def position_ids(self, new_tokens: int = 1, device: torch.device | str | None = None) -> Tensor:
         """Positions of the next tokens of each row, int64 `[batch, new_tokens]`; arguments as of `attention_mask`."""
+        device = self._device if device is None else device
         return torch.tensor(self.lengths, device=device)[:, None] + torch.arange(new_tokens, device=device)
+
+    @property
+    def _device(self) -> Any:
+        layers = self.cache.self_attention.adapted_layers()
+        return next((layer.device for layer in layers if layer.device is not None), None)

@@ -298,8 +298,8 @@ class SeparateRows(RowsLayer):
     @override
     def truncate_rows(self, lengths: Sequence[int]) -> None:
         for row, length in zip(self.rows, lengths, strict=True):
-            if length != row.length:
-                row.truncate(length)
+            # Windows forget what they have recorded, also if nothing is taken back.
+            row.truncate(length)
 
     @override
     def nearest_restorable(self, length: int) -> int:

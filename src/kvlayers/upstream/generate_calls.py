@@ -203,6 +203,13 @@ def sequences_per_prompt(generation_config: Any) -> int:
     return max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
 
 
+def arguments_of_generate() -> frozenset[str]:
+    """Names of the arguments of `generate()` itself, which are no options of a `GenerationConfig`."""
+    from transformers.generation.utils import GenerationMixin
+
+    return frozenset(inspect.signature(GenerationMixin.generate).parameters)
+
+
 def forward_arguments(model: Any) -> frozenset[str]:
     """Names of the arguments that the forward pass of a model takes."""
     return frozenset(inspect.signature(model.forward).parameters)

@@ -77,6 +77,7 @@ class StateTensor(Tensor):
     """
 
     implementations: ClassVar[Implementations]
+    is_read_only: ClassVar[bool] = False
     in_graphs: ClassVar[dict[Any, Callable[..., Tensor | None]]] = {}
 
     def dense(self) -> Tensor:
@@ -136,16 +137,16 @@ def implements(*classes: type[StateTensor]) -> Callable[..., Callable[[Implement
 
 
 def _call_on_dense(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
+    name = getattr(func, "__name__", "").removesuffix(".default")
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace")
+    written = (args[:1] if in_place else (), kwargs.get("out"))
+    if any(isinstance(leaf, StateTensor) and leaf.is_read_only for leaf in tree_leaves(written)):
+        raise ReadOnlyStatesError(
+            f"The states that this cache returns are read-only, and what {name} writes would be lost: clone() the "
+            "states first."
+        )
     packed = [states for states in tree_leaves((args, kwargs)) if isinstance(states, PackedStates)]
     if packed:
-        name = getattr(func, "__name__", "").removesuffix(".default")
-        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace")
-        written = (args[:1] if in_place else (), kwargs.get("out"))
-        if any(isinstance(leaf, PackedStates) for leaf in tree_leaves(written)):
-            raise ReadOnlyStatesError(
-                f"The states of a quantized cache are read-only, and what {name} writes would be lost: clone() the "
-                "states first."
-            )
         packed[0].snapshot.paths.note_dense_read(f"{name} in full precision, as {reason}")
     args, kwargs = tree_map_only(StateTensor, lambda states: states.dense(), (args, kwargs))
     return func(*args, **kwargs)
@@ -169,8 +170,8 @@ class PackedView:
 UNCHANGED = PackedView()
 
 NO_ADDRESS = (
-    "The states of a quantized cache, or of a prefix that sequences share, have no address: pass a clone() of them "
-    "to a kernel that reads memory."
+    "The states of a quantized cache, of rows, or of a prefix that sequences share, have no address: pass a clone() of "
+    "them to a kernel that reads memory."
 )
 
 
@@ -179,6 +180,7 @@ class PackedStates(StateTensor):
     """Keys or values `[batch, kv_heads, tokens, head_dim]` of a cache that holds them packed. They are read-only."""
 
     implementations: ClassVar[Implementations] = {}
+    is_read_only = True
 
     in_graphs: ClassVar[dict[Any, Callable[..., Tensor | None]]] = {}
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
+from kvlayers.errors import UnsupportedLayerError
 from kvlayers.kernels.attention.gqa import attend_dense, kv_head_copies
-from kvlayers.kernels.attention.packed_tensor import Implementations, StateTensor, implements
+from kvlayers.kernels.attention.packed_tensor import NO_ADDRESS, Implementations, StateTensor, implements
 
 
 class RowStates(StateTensor):
@@ -28,6 +29,7 @@ class RowStates(StateTensor):
     """
 
     implementations: ClassVar[Implementations] = {}
+    is_read_only = True
 
     rows: tuple[Tensor, ...]
     token_dim: int
@@ -46,6 +48,10 @@ class RowStates(StateTensor):
     def shape(self) -> torch.Size:  # type: ignore[override]
         """The shape, without the detour by `__torch_function__`: models read it several times in each layer."""
         return self.known_shape
+
+    @override
+    def data_ptr(self) -> int:
+        raise UnsupportedLayerError(NO_ADDRESS)
 
     @override
     def dense(self) -> Tensor:
@@ -244,8 +250,10 @@ class RowColumns:
         if aligned is None:
             return is_token
         version = None if aligned.is_inference() else aligned._version
-        if self._moved is not None and _is_same(self._moved[0], aligned) and self._moved[1] == version:
-            return self._moved[2]
+        # Once: threads share this object.
+        known = self._moved
+        if known is not None and _is_same(known[0], aligned) and known[1] == version:
+            return known[2]
         whole = aligned.expand(len(self.lengths), *aligned.shape[-3:-1], self.tokens)
         moved = whole.gather(3, columns.expand_as(whole))
         if moved.dtype == torch.bool:

@@ -9,6 +9,7 @@ import transformers
 
 import kvlayers
 from kvlayers.errors import OptionError, RegistryError
+from kvlayers.generation import prefill
 from models import fresh_model, prompt, tiny_model
 
 PROMPTS = [prompt(1, 1 + 7 * number % 20, number)[0] for number in range(9)]
@@ -198,3 +199,26 @@ def test_prompts_that_differ_by_their_padding_are_not_equal() -> None:
     with kvlayers.installed():
         model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
     assert seen[0] == (2, 40)
+
+
+@pytest.mark.parametrize(
+    ("beside", "expected"),
+    [
+        ({}, 4),
+        ({"attention_mask": torch.ones(4, 6)}, 4),
+        ({"scale": torch.tensor([1.0, 1.0, 2.0, 2.0])}, 2),
+        ({"scale": torch.tensor([1.0, 2.0, 2.0, 2.0])}, 1),
+        ({"adapter_names": ["a", "a", "b", "b"]}, 1),
+    ],
+)
+def test_rows_are_equal_if_all_that_belongs_to_them_is(beside: dict[str, Any], expected: int) -> None:
+    assert prefill._repeats_in(prompt(1, 6).repeat(4, 1), beside) == expected
+
+
+def test_rows_that_a_hook_may_tell_apart_are_computed_each() -> None:
+    model, seen = fresh_model("llama"), []
+    model.model.layers[0].register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[0]))
+    ids = prompt(1, 40).repeat(3, 1)
+    with kvlayers.installed():
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
+    assert seen[0] == 3

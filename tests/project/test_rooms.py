@@ -132,7 +132,7 @@ def test_each_class_has_a_name_of_its_own() -> None:
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
-MOST_STATEMENTS = 29_548
+MOST_STATEMENTS = 29_547
 MOST_IN_THE_CORE = 3_686
 MOST_FILES = 266
 LONGEST_CHAIN = 6

@@ -149,8 +149,9 @@ def generate_many(
     named = named_cache(cache)
     if named is None:
         raise unknown_name(cache)
+    cache_options = {**named.options, **(cache_config or {})}
     # Now, so that wrong options are refused before the first prompt.
-    example = _empty(model, named.name, {**named.options, **(cache_config or {})}, 1 + max_new_tokens)
+    example = _empty(model, named.name, cache_options, 1 + max_new_tokens)
     if prompt_lookup_num_tokens is not None and example.recurrent_parts():
         raise OptionError(
             "`prompt_lookup_num_tokens` must be left out for a model whose recurrent states cannot be taken back, "
@@ -163,7 +164,7 @@ def generate_many(
         model=model,
         config=config,
         given={**given, "tokenizer": tokenizer},
-        named=(named.name, {**named.options, **(cache_config or {})}),
+        named=(named.name, cache_options),
         active=required_store(prefix_store, namespace),
         max_rows=max_rows,
         chunk_tokens=chunk_tokens,

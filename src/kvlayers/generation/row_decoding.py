@@ -64,6 +64,7 @@ class DecodedRow:
 
     Attributes:
         ids: all tokens so far, `[1, tokens]`.
+        last: the newest token that was chosen, so that nobody waits for a device to tell it.
         prompt_tokens: how many of them are the prompt, padding included.
         padding: as passed.
     """
@@ -71,6 +72,7 @@ class DecodedRow:
     def __init__(self, ids: Tensor, processors: Any, criteria: Any, samples: bool, most: int, padding: int = 0) -> None:
         self.ids = ids
         self.most = most
+        self.last = -1
         self.prompt_tokens = ids.shape[1]
         self.padding = padding
         self._processors, self._criteria, self._samples = processors, criteria, samples
@@ -96,6 +98,7 @@ class DecodedRow:
 
     def append(self, token: int) -> None:
         """Append a token that was chosen."""
+        self.last = token
         self.ids = torch.cat([self.ids, self.ids.new_tensor([[token]])], dim=1)
 
     @property
@@ -112,15 +115,14 @@ class DecodedRow:
 def check_positions(model: Any) -> None:
     """Raise `OptionError` if rows of different lengths cannot tell a model their positions."""
     takes = "position_ids" in generate_calls.forward_arguments(model)
-    if not takes and model.config.model_type not in (*model_types.HAS_RELATIVE_POSITIONS, *NEEDS_NO_POSITIONS):
+    if not takes and model.config.model_type not in (
+        *model_types.HAS_RELATIVE_POSITIONS,
+        *model_types.HAS_NO_POSITIONS,
+    ):
         raise OptionError(
             f"`model` must take `position_ids`, for rows of different lengths, got a {type(model).__name__}, whose "
             "forward pass names no such argument: pass the base model of a wrapper, or the prompts one by one."
         )
-
-
-NEEDS_NO_POSITIONS = ("mamba", "mamba2", "falcon_mamba", "rwkv", "jamba", "t5", "mt5", "umt5", "longt5")
-"""Model types that know no positions, or the distance between tokens alone."""
 
 
 def pass_rows(model: Any, tokens: Tensor, cache: Cache) -> Tensor:
@@ -147,8 +149,6 @@ class RowDecoder:
     Attributes:
         rows: the rows, in the order of the rows of the cache.
         errors: by row, what ended it, apart from its own end.
-        passes: forward passes.
-        accepted: tokens of drafts that were kept.
     """
 
     def __init__(
@@ -158,7 +158,6 @@ class RowDecoder:
         self._cache: Cache | None = None
         self.rows: list[DecodedRow] = []
         self.errors: dict[DecodedRow, Exception] = {}
-        self.passes = self.accepted = 0
 
     @property
     def cache(self) -> Cache | None:
@@ -199,7 +198,7 @@ class RowDecoder:
         if len(going_on) == len(self.rows):
             return []
         ended = [row for index, row in enumerate(self.rows) if index not in going_on]
-        # Rows from the end take the places of those that go, so that few are moved.
+        # Rows from the end take the places of rows that go, so that few rows are moved.
         last = iter(index for index in going_on if index >= len(going_on))
         kept = [index if index in going_on else next(last) for index in range(len(going_on))]
         self.rows = [self.rows[index] for index in kept]
@@ -221,16 +220,14 @@ class RowDecoder:
         drafts = [draft[: row.most - row.ids.shape[1] - 1] for row, draft in zip(self.rows, drafts, strict=True)]
         new = 1 + max(map(len, drafts))
         # A shorter draft is filled up by its last token, which nobody looks at.
-        passed = [[int(row.ids[0, -1]), *draft] for row, draft in zip(self.rows, drafts, strict=True)]
+        passed = [[row.last, *draft] for row, draft in zip(self.rows, drafts, strict=True)]
         tokens = torch.tensor([own + own[-1:] * (new - len(own)) for own in passed], device=self._model.device)
         logits = pass_rows(self._model, tokens, cache)
-        self.passes += 1
         greatest = logits.argmax(-1).tolist()
         for index, (row, draft) in enumerate(zip(self.rows, drafts, strict=True)):
             self._take(row, draft, logits[index], greatest[index])
-        lengths = [row.tokens - 1 for row in self.rows]
         if self._drafter is not None:
-            cache.crop_rows(lengths)
+            cache.crop_rows([row.tokens - 1 for row in self.rows])
 
     def _take(self, row: DecodedRow, draft: Sequence[int], logits: Tensor, greatest: Sequence[int]) -> None:
         """Append the tokens that a row chooses, as far as its draft goes along with them.
@@ -252,6 +249,5 @@ class RowDecoder:
                     self._on_token(row, token)
                 if place == len(draft) or token != draft[place] or row.has_ended:
                     break
-                self.accepted += 1
         except Exception as error:
             self.errors[row] = error

@@ -163,7 +163,7 @@ class NodeRecord:
         whole: whether all is there that is not in rows, so that the tokens of a cache may end here.
         lengths: lengths that it serves if its tokens are the last ones of an entry that cannot be cut.
         groups: the rows of a whole node and of its parents, or the rows of this node alone.
-        cache: SHA-256 of the saved cache without rows in this node, "" if there is none.
+        cache: SHA-256 of the saved cache without rows in this node, "" if the node has no such cache.
     """
 
     entry: EntryFacts
@@ -304,7 +304,7 @@ class NodeFile:
         """The tensors of the saved cache without rows.
 
         Raises:
-            CacheFileError: there is none, or it is damaged.
+            CacheFileError: the node has no such cache, or it is damaged.
         """
         if not self.record.has_cache:
             refuse(self.path, "what its cache is", "rows alone")

@@ -27,6 +27,9 @@ DECODES_ONE_TOKEN = ("prophetnet", "xlm-prophetnet")
 HAS_RELATIVE_POSITIONS = ("bloom", "mpt")
 """Model types without `position_ids`: their attention depends on the distance between tokens (ALiBi)."""
 
+HAS_NO_POSITIONS = ("mamba", "mamba2", "falcon_mamba", "rwkv", "jamba")
+"""Model types that compute the same for a token wherever it stands: their states know the order."""
+
 BIASED_BY_COLUMN = ("bloom", "mpt", "prophetnet", "xlm-prophetnet")
 """Model types that add a bias to the scores of attention, or hide tokens, by the column of a token in the cache."""
 

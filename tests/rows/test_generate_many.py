@@ -36,6 +36,9 @@ def many(model: Any, prompts: Any = PROMPTS, **how: Any) -> list[Any]:
         ("llama", {"cache": "int4"}),
         ("llama", {"cache": "sink", "cache_config": {"window_length": 20, "num_sink_tokens": 2}}),
         ("llama", {"cache": "offloaded"}),
+        ("llama", {"cache": "static"}),
+        ("mistral", {"cache": "offloaded_static"}),
+        ("jamba", {"cache": "static"}),
         ("llama", {"repetition_penalty": 1.3}),
         ("gemma3", {}),
         ("mistral", {"cache": "int8"}),
@@ -74,6 +77,32 @@ def test_answers_come_as_they_end_and_prompts_are_asked_for_as_rows_become_free(
     assert first.index in (0, 1)
     assert asked == [0, 1]
     assert sorted(answer.index for answer in (first, *answers)) == list(range(len(PROMPTS)))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "int4", "static"])
+def test_rows_take_no_more_than_the_memory(cache: str) -> None:
+    model, taken = tiny_model("llama"), []
+
+    def count(_: Any, args: Any, arguments: Any) -> None:
+        held = arguments.get("cache", arguments.get("past_key_values"))
+        taken.append((held.batch_size or 0, held.nbytes))
+
+    memory = 4 * kvlayers.plan(model.config, 512, names=[cache]).caches[0].device_bytes
+    with model.register_forward_pre_hook(count, with_kwargs=True):
+        answers = many(model, in_order=True, max_rows=9, cache=cache, memory=memory)
+    assert 2 <= max(rows for rows, _ in taken) <= 8
+    assert max(nbytes for _, nbytes in taken) <= memory
+    for answer, ids in zip(answers, PROMPTS, strict=True):
+        assert answer.ids.tolist() == alone(model, ids, cache)
+
+
+def test_a_prompt_that_does_not_fit_into_the_memory_ends_alone() -> None:
+    model = tiny_model("llama")
+    memory = kvlayers.plan(model.config, 512, names=["dynamic"]).caches[0].device_bytes
+    short, long, other = many(model, [PROMPTS[0], prompt(1, 600)[0], PROMPTS[1]], in_order=True, memory=memory)
+    assert isinstance(long.error, kvlayers.errors.CapacityError)
+    assert "`memory` must be at least" in str(long.error)
+    assert [answer.ids.tolist() for answer in (short, other)] == [alone(model, ids) for ids in PROMPTS[:2]]
 
 
 def test_an_error_ends_one_answer_alone() -> None:

@@ -11,17 +11,25 @@ import torch
 from torch import Tensor
 
 from kvlayers.core.cache import Cache
-from kvlayers.errors import OptionError
+from kvlayers.core.named_caches import CacheRequest
+from kvlayers.errors import CapacityError, KVLayersError, OptionError
 from kvlayers.generation.cache_by_name import make_cache, named_cache, unknown_name
 from kvlayers.generation.prefill import pass_limit, pass_tokens
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore, required_store
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import usable_cache
 from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, check_positions
+from kvlayers.planning.auto import checked_memory, free_memory
+from kvlayers.planning.planner import AUTO, bytes_by_length
 from kvlayers.prefix import PrefixStore
+from kvlayers.rows.dense_rows import capacity_for
 from kvlayers.upstream import cache_argument, generate_calls, model_types
+from kvlayers.utils.units import readable_bytes
 
 MAX_NEW_TOKENS = 128
+
+ROUNDING = 256
+"""Tokens to a multiple of which the length of a row is rounded up, to count its bytes."""
 
 NOT_HERE = ("max_length", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
 """Options of a `GenerationConfig` that would change nothing."""
@@ -57,6 +65,7 @@ class _Reading:
 
     index: int
     row: DecodedRow
+    most_tokens: int
     cache: Cache
     cached_tokens: int
 
@@ -67,7 +76,8 @@ def generate_many(
     *,
     tokenizer: Any = None,
     max_new_tokens: int | None = None,
-    max_rows: int = 8,
+    max_rows: int = 32,
+    memory: int | str | None = None,
     cache: str = "dynamic",
     cache_config: Mapping[str, Any] | None = None,
     prefix_store: PrefixStore | None = None,
@@ -90,6 +100,8 @@ def generate_many(
         tokenizer: for texts, chats and stop strings.
         max_new_tokens: most tokens of an answer. Default: that of `generation_config`, or 128.
         max_rows: most answers at a time.
+        memory: bytes of the device that the rows may take, such as "4GiB": a prompt waits until it fits beside the
+            others. Forward passes need memory of their own. Default: half of what is free.
         cache: name of the cache, such as "int4"; one of `cache_names()`.
         cache_config: options of the cache.
         prefix_store: a store in which prompts are looked up, and into which they are inserted.
@@ -105,8 +117,9 @@ def generate_many(
             Beams, several answers to a prompt, and draft models are not among them.
 
     Yields:
-        Answers. What goes wrong with one prompt is in its `error`, and the others go on. What a forward pass of all
-        rows raises, or the iterator of prompts, ends them all.
+        Answers. What goes wrong with one prompt is in its `error`, and the others go on: a `CapacityError`, say,
+        if the prompt does not fit into `memory`. What a forward pass of all rows raises, or the iterator of prompts,
+        ends them all.
 
     Raises:
         OptionError: a wrong option.
@@ -149,6 +162,8 @@ def generate_many(
     named = named_cache(cache)
     if named is None:
         raise unknown_name(cache)
+    if named.name == AUTO:
+        raise OptionError(f"`cache` must be one cache for all rows, got {AUTO!r}: name it, and pass `memory`.")
     cache_options = {**named.options, **(cache_config or {})}
     # Now, so that wrong options are refused before the first prompt.
     example = _empty(model, named.name, cache_options, 1 + max_new_tokens)
@@ -167,6 +182,7 @@ def generate_many(
         named=(named.name, cache_options),
         active=required_store(prefix_store, namespace),
         max_rows=max_rows,
+        room=_Room(model, named.name, cache_options, memory),
         chunk_tokens=chunk_tokens,
         drafter=drafter,
         room_for_drafts=prompt_lookup_num_tokens or 0,
@@ -188,6 +204,50 @@ def _empty(model: Any, name: str, options: Mapping[str, Any], length_hint: int) 
     return cache
 
 
+class _Room:
+    """Which rows fit side by side.
+
+    Args:
+        model: the model.
+        name: name of the rows' caches.
+        options: their options.
+        memory: bytes of the device that all rows may take; `None` for half of what is free, if that is known.
+
+    Raises:
+        OptionError: `memory` is not a number of bytes.
+        ConfigError, UnsupportedLayerError: `memory` is given, and the bytes of such a cache are not known.
+    """
+
+    def __init__(self, model: Any, name: str, options: Mapping[str, Any], memory: int | str | None) -> None:
+        request = CacheRequest(model.config, options, 1, device=model.device, dtype=model.dtype)
+        self._memory = 0
+        self._bytes_of: Callable[[int], int] = lambda tokens: 0
+        try:
+            self._memory = free_memory(model.device) // 2 if memory is None else checked_memory(memory)
+            self._bytes_of = bytes_by_length(name, request)
+        except KVLayersError:
+            if memory is not None:
+                raise
+
+    def fits(self, tokens: int, others: Sequence[int]) -> bool:
+        """Whether a row of up to `tokens` tokens fits beside others. All may take the room of the longest.
+
+        Raises:
+            CapacityError: it does not even fit alone.
+        """
+        own, longest = self._bytes(tokens), self._bytes(max(tokens, *others, 0))
+        if own > self._memory:
+            raise CapacityError(
+                f"`memory` must be at least {readable_bytes(own)} for a prompt and answer of {tokens} tokens, got "
+                f"{readable_bytes(self._memory)}: give more, or name a smaller cache."
+            )
+        return longest * (len(others) + 1) <= self._memory
+
+    def _bytes(self, tokens: int) -> int:
+        # Rounded up, so that few lengths are tried.
+        return self._bytes_of(-(-capacity_for(tokens) // ROUNDING) * ROUNDING)
+
+
 class _Many:
     """The prompts that are being read, and the rows that are being decoded."""
 
@@ -199,6 +259,7 @@ class _Many:
         named: tuple[str, dict[str, Any]],
         active: ActiveStore | None,
         max_rows: int,
+        room: _Room,
         chunk_tokens: int,
         drafter: Drafter | None,
         room_for_drafts: int,
@@ -208,7 +269,7 @@ class _Many:
         self._model, self._config, self._given = model, config, given
         self._name, self._options = named
         self._part = None if active is None else StorePart(model, active, *named)
-        self._max_rows, self._chunk_tokens = max_rows, chunk_tokens
+        self._max_rows, self._room, self._chunk_tokens = max_rows, room, chunk_tokens
         self._on_token = on_token
         self._decoder = RowDecoder(model, None if on_token is None else self._show, drafter)
         self._of: dict[DecodedRow, _Reading] = {}
@@ -220,17 +281,23 @@ class _Many:
 
     def answers(self, prompts: Iterable[Any]) -> Iterator[Generated]:
         """The answers as they end."""
-        waiting = enumerate(prompts)
+        given = enumerate(prompts)
+        number, waiting = -1, None
         is_over = False
         while True:
-            while not is_over and len(self._decoder.rows) + len(self._reading) < self._max_rows:
-                number, prompt = next(waiting, (-1, None))
-                if is_over := number < 0:
-                    break
+            while not is_over and len(self._held) < self._max_rows:
+                if waiting is None:
+                    number, prompt = next(given, (-1, None))
+                    if is_over := number < 0:
+                        break
                 try:
-                    self._reading.append(self._begin(number, prompt))
+                    waiting = self._ids_of(prompt) if waiting is None else waiting
+                    if not self._room.fits(self._most_tokens(waiting), [each.most_tokens for each in self._held]):
+                        break
+                    self._reading.append(self._begin(number, waiting))
                 except Exception as error:
                     yield Generated(number, torch.empty(0, dtype=torch.int64), None, 0, error=error)
+                waiting = None
             if not self._decoder.rows and not self._reading:
                 return
             yield from self._read()
@@ -238,22 +305,29 @@ class _Many:
             for row, reason in self._decoder.drop_ended():
                 yield self._answer(self._of.pop(row), reason)
 
-    def _begin(self, number: int, prompt: Any) -> _Reading:
-        ids = self._ids_of(prompt)
+    @property
+    def _held(self) -> list[_Reading]:
+        """The prompts whose states are held."""
+        return [*self._of.values(), *self._reading]
+
+    def _most_tokens(self, ids: Tensor) -> int:
+        return ids.shape[1] + int(self._config.max_new_tokens) + self._room_for_drafts
+
+    def _begin(self, number: int, ids: Tensor) -> _Reading:
         own = copy.copy(self._config)
         own.max_length = ids.shape[1] + own.max_new_tokens
         processors = generate_calls.logits_processors(self._model, own, ids, self._given)
         criteria = generate_calls.stopping_criteria(self._model, own, self._given)
         row = DecodedRow(ids, processors, criteria, bool(own.do_sample), own.max_length)
-        hint = ids.shape[1] + self._config.max_new_tokens + self._room_for_drafts
+        most = self._most_tokens(ids)
         found = None if self._part is None else self._part.lookup(ids)
 
         def empty() -> Cache:
-            return _empty(self._model, self._name, self._options, hint)
+            return _empty(self._model, self._name, self._options, most)
 
         if found is None or found.cache is None:
-            return _Reading(number, row, empty(), 0)
-        return _Reading(number, row, usable_cache(found.cache, self._model.device, empty), found.covered)
+            return _Reading(number, row, most, empty(), 0)
+        return _Reading(number, row, most, usable_cache(found.cache, self._model.device, empty), found.covered)
 
     def _ids_of(self, prompt: Any) -> Tensor:
         tokenizer = self._given["tokenizer"]

@@ -58,10 +58,22 @@ def test_each_answer_is_that_of_the_prompt_alone(family: str, how: dict[str, Any
         assert answer.ids.tolist() == alone(model, ids, how.get("cache", "dynamic"), **asked)
 
 
-def test_drafts_change_no_token() -> None:
+@pytest.mark.parametrize("drafts", ["looked up", "of the model itself", "of another model"])
+def test_drafts_change_no_token(drafts: str) -> None:
     model = tiny_model("llama")
-    plain, drafted = (many(model, in_order=True, **how) for how in ({}, {"prompt_lookup_num_tokens": 3}))
+    how: dict[str, Any] = {
+        "looked up": {"prompt_lookup_num_tokens": 3},
+        "of the model itself": {"assistant_model": model, "num_assistant_tokens": 3},
+        "of another model": {"assistant_model": fresh_model("mistral"), "num_assistant_tokens": 3},
+    }[drafts]
+    passes: list[int] = []
+    with model.register_forward_hook(lambda *_: passes.append(1)):
+        plain = many(model, in_order=True)
+        of_plain = len(passes)
+        drafted = many(model, in_order=True, **how)
     assert [answer.ids.tolist() for answer in plain] == [answer.ids.tolist() for answer in drafted]
+    if drafts == "of another model":
+        assert len(passes) - of_plain <= of_plain
 
 
 def test_answers_come_as_they_end_and_prompts_are_asked_for_as_rows_become_free() -> None:
@@ -157,6 +169,10 @@ def test_no_prompts() -> None:
         ({"misspelt": 1}, "misspelt"),
         ({"assistant_model": 1}, "assistant_model"),
         ({"output_scores": True}, "output_scores"),
+        ({"cache": "auto"}, "`cache` must be one cache"),
+        ({"memory": "much"}, "`memory`"),
+        ({"memory": 0}, "`memory`"),
+        ({"assistant_model": tiny_model("llama"), "prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens`"),
         ({"cache_config": {"misspelt": 1}}, "misspelt"),
         ({"prefix_store": 1}, "`prefix_store`"),
     ],
@@ -180,6 +196,14 @@ def test_what_is_no_list_of_prompts_is_refused(prompts: Any) -> None:
 def test_drafts_of_recurrent_models_are_refused_at_once() -> None:
     with pytest.raises(OptionError, match="prompt_lookup_num_tokens"):
         kvlayers.generate_many(tiny_model("jamba"), PROMPTS, prompt_lookup_num_tokens=3)
+    with pytest.raises(OptionError, match="`assistant_model` must be a model without recurrent states"):
+        kvlayers.generate_many(tiny_model("llama"), PROMPTS, assistant_model=tiny_model("jamba"))
+
+
+def test_a_smaller_model_with_another_vocabulary_is_refused_at_once() -> None:
+    smaller = fresh_model("llama", vocab_size=50)
+    with pytest.raises(OptionError, match="`assistant_model` must have the vocabulary"):
+        kvlayers.generate_many(tiny_model("llama"), PROMPTS, assistant_model=smaller)
 
 
 def test_a_criterion_that_raises_ends_its_answer_alone() -> None:

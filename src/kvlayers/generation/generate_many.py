@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.named_caches import CacheRequest
 from kvlayers.errors import CapacityError, KVLayersError, OptionError
+from kvlayers.generation.batch_drafts import DraftModel, tokens_of_draft
 from kvlayers.generation.cache_by_name import make_cache, named_cache, unknown_name
 from kvlayers.generation.prefill import pass_limit, pass_tokens
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore, required_store
@@ -85,6 +87,7 @@ def generate_many(
     in_order: bool = False,
     chunk_tokens: int = 512,
     prompt_lookup_num_tokens: int | None = None,
+    assistant_model: Any = None,
     on_token: Callable[[int, int], None] | None = None,
     progress: bool = True,
     **options: Any,
@@ -110,11 +113,12 @@ def generate_many(
         chunk_tokens: most tokens of a prompt that are read between two steps of the other rows.
         prompt_lookup_num_tokens: tokens of drafts that are looked up in the row itself, as in transformers; `None` for
             no drafts.
+        assistant_model: a smaller model with the same vocabulary that makes drafts, as in transformers.
         on_token: called with the number of a prompt and each new token of its answer.
         progress: show a progress bar.
         options: options of a `GenerationConfig`, a `generation_config`, a `logits_processor`, `stopping_criteria`, or a
             `prefix_allowed_tokens_fn`, as for `model.generate` with one prompt at a time, which is number 0 to them.
-            Beams, several answers to a prompt, and draft models are not among them.
+            Beams and several answers to a prompt are not among them.
 
     Yields:
         Answers. What goes wrong with one prompt is in its `error`, and the others go on: a `CapacityError`, say,
@@ -167,14 +171,12 @@ def generate_many(
     cache_options = {**named.options, **(cache_config or {})}
     # Now, so that wrong options are refused before the first prompt.
     example = _empty(model, named.name, cache_options, 1 + max_new_tokens)
-    if prompt_lookup_num_tokens is not None and example.recurrent_parts():
+    drafter, tokens_of_drafts = _drafter(model, config, prompt_lookup_num_tokens, assistant_model)
+    if drafter is not None and example.recurrent_parts():
         raise OptionError(
-            "`prompt_lookup_num_tokens` must be left out for a model whose recurrent states cannot be taken back, "
-            f"got {prompt_lookup_num_tokens}."
+            "`prompt_lookup_num_tokens` and `assistant_model` must be left out for a model whose recurrent states "
+            f"cannot be taken back, got a {type(model).__name__}."
         )
-    drafter = None
-    if prompt_lookup_num_tokens is not None:
-        drafter = LookedUp(generate_calls.prompt_lookup(config, prompt_lookup_num_tokens))
     many = _Many(
         model=model,
         config=config,
@@ -185,13 +187,30 @@ def generate_many(
         room=_Room(model, named.name, cache_options, memory),
         chunk_tokens=chunk_tokens,
         drafter=drafter,
-        room_for_drafts=prompt_lookup_num_tokens or 0,
+        room_for_drafts=tokens_of_drafts,
         on_token=on_token,
     )
     answers = many.answers(prompts)
     if in_order:
         answers = _in_order(answers)
     return _with_progress(answers, prompts) if progress else answers
+
+
+def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> tuple[Drafter | None, int]:
+    """What makes drafts, and of how many tokens."""
+    if looked_up is not None and assistant is not None:
+        raise OptionError("`prompt_lookup_num_tokens` must be left out beside an `assistant_model`, got both.")
+    if looked_up is not None:
+        return LookedUp(generate_calls.prompt_lookup(config, looked_up)), looked_up
+    if assistant is None:
+        return None, 0
+    if not isinstance(assistant, PreTrainedModel):
+        raise OptionError(f"`assistant_model` must be a model of transformers, got a {type(assistant).__name__}.")
+    own, smaller = (model_types.decoder_config(each.config).vocab_size for each in (model, assistant))
+    if own != smaller:
+        raise OptionError(f"`assistant_model` must have the vocabulary of the model, {own} tokens, got {smaller}.")
+    tokens = tokens_of_draft(assistant, config)
+    return DraftModel(assistant, tokens), tokens
 
 
 def _empty(model: Any, name: str, options: Mapping[str, Any], length_hint: int) -> Cache:

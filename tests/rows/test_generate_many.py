@@ -143,9 +143,23 @@ def test_a_store_serves_prompts_that_begin_alike() -> None:
     model, store = fresh_model("llama"), kvlayers.PrefixStore(max_bytes=2**24)
     common = prompt(1, 30, 5)[0]
     prompts = [torch.cat([common, ids]) for ids in PROMPTS[:5]]
-    answers = many(model, prompts, prefix_store=store, in_order=True, max_rows=1)
+    answers = many(model, prompts, prefix_store=store, in_order=True, max_rows=4)
     assert [answer.cached_tokens >= 30 for answer in answers] == [False, True, True, True, True]
     assert [answer.ids.tolist() for answer in answers] == [alone(model, ids) for ids in prompts]
+
+
+def test_an_answer_ends_where_on_token_says_so() -> None:
+    model, seen = tiny_model("llama"), list[tuple[int, int]]()
+
+    def ends(number: int, token: int) -> bool:
+        seen.append((number, token))
+        return number == 2 and len([None for other, _ in seen if other == number]) == 3
+
+    answers = many(model, in_order=True, on_token=ends)
+    expected = [alone(model, ids) for ids in PROMPTS]
+    expected[2] = expected[2][:3]
+    assert [answer.ids.tolist() for answer in answers] == expected
+    assert answers[2].error is None
 
 
 def test_a_stop_at_the_first_token() -> None:

@@ -68,8 +68,8 @@ class _Reading:
     index: int
     row: DecodedRow
     most_tokens: int
-    cache: Cache
-    cached_tokens: int
+    cache: Cache | None = None
+    cached_tokens: int = 0
 
 
 def generate_many(
@@ -88,7 +88,7 @@ def generate_many(
     chunk_tokens: int = 512,
     prompt_lookup_num_tokens: int | None = None,
     assistant_model: Any = None,
-    on_token: Callable[[int, int], None] | None = None,
+    on_token: Callable[[int, int], Any] | None = None,
     progress: bool = True,
     **options: Any,
 ) -> Iterator[Generated]:
@@ -114,7 +114,8 @@ def generate_many(
         prompt_lookup_num_tokens: tokens of drafts that are looked up in the row itself, as in transformers; `None` for
             no drafts.
         assistant_model: a smaller model with the same vocabulary that makes drafts, as in transformers.
-        on_token: called with the number of a prompt and each new token of its answer.
+        on_token: called with the number of a prompt and each new token of its answer, which ends there if it returns
+            `True`.
         progress: show a progress bar.
         options: options of a `GenerationConfig`, a `generation_config`, a `logits_processor`, `stopping_criteria`, or a
             `prefix_allowed_tokens_fn`, as for `model.generate` with one prompt at a time, which is number 0 to them.
@@ -282,7 +283,7 @@ class _Many:
         chunk_tokens: int,
         drafter: Drafter | None,
         room_for_drafts: int,
-        on_token: Callable[[int, int], None] | None,
+        on_token: Callable[[int, int], Any] | None,
     ) -> None:
         self._room_for_drafts = room_for_drafts
         self._model, self._config, self._given = model, config, given
@@ -294,9 +295,8 @@ class _Many:
         self._of: dict[DecodedRow, _Reading] = {}
         self._reading: deque[_Reading] = deque()
 
-    def _show(self, row: DecodedRow, token: int) -> None:
-        if self._on_token is not None:
-            self._on_token(self._of[row].index, token)
+    def _show(self, row: DecodedRow, token: int) -> bool:
+        return self._on_token is not None and self._on_token(self._of[row].index, token) is True
 
     def answers(self, prompts: Iterable[Any]) -> Iterator[Generated]:
         """The answers as they end."""
@@ -339,14 +339,22 @@ class _Many:
         criteria = generate_calls.stopping_criteria(self._model, own, self._given)
         row = DecodedRow(ids, processors, criteria, bool(own.do_sample), own.max_length)
         most = self._most_tokens(ids)
-        found = None if self._part is None else self._part.lookup(ids)
+        return _Reading(number, row, most)
+
+    def _cache_of(self, reading: _Reading) -> Cache:
+        """The cache of a prompt, which has seen what the store has: also what the prompts before have inserted."""
 
         def empty() -> Cache:
-            return _empty(self._model, self._name, self._options, most)
+            return _empty(self._model, self._name, self._options, reading.most_tokens)
 
-        if found is None or found.cache is None:
-            return _Reading(number, row, most, empty(), 0)
-        return _Reading(number, row, most, usable_cache(found.cache, self._model.device, empty), found.covered)
+        if reading.cache is None:
+            found = None if self._part is None else self._part.lookup(reading.row.ids)
+            if found is None or found.cache is None:
+                reading.cache = empty()
+            else:
+                reading.cache = usable_cache(found.cache, self._model.device, empty)
+                reading.cached_tokens = found.covered
+        return reading.cache
 
     def _ids_of(self, prompt: Any) -> Tensor:
         tokenizer = self._given["tokenizer"]
@@ -390,7 +398,7 @@ class _Many:
                 break
         # Some may have ended with their first token.
         going_on = [reading for reading in ready if not self._decoder.has_ended(reading.row)]
-        self._decoder.join([reading.row for reading in going_on], [reading.cache for reading in going_on])
+        self._decoder.join([reading.row for reading in going_on], [self._cache_of(reading) for reading in going_on])
         for reading in ready:
             if reading not in going_on:
                 yield self._answer(self._of.pop(reading.row), self._decoder.errors.pop(reading.row, None))
@@ -398,7 +406,7 @@ class _Many:
     @torch.no_grad()
     def _read_chunk(self, reading: _Reading) -> Tensor | None:
         """The logits after the last token of a prompt, `[1, vocab]`, or `None` if there is more to read."""
-        ids, cache, model = reading.row.ids, reading.cache, self._model
+        ids, cache, model = reading.row.ids, self._cache_of(reading), self._model
         seen, end = cache.get_seq_length(), ids.shape[1]
         stop = min(seen + self._chunk_tokens, end)
         arguments: dict[str, Any] = {cache_argument.name_in_generate(model): cache, "attention_mask": None}

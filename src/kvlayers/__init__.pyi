@@ -3,6 +3,7 @@
 from .core.cache import Cache
 from .core.dynamic_cache import DynamicCache
 from .core.named_caches import CacheRequest, cache_names, register, unregister
+from .documents import concatenate
 from .encoder_decoder.encoder_decoder_cache import EncoderDecoderCache
 from .errors import CapacityError, KVLayersError, OptionError
 from .evaluation.engine import score
@@ -101,6 +102,7 @@ __all__ = [
     "cache_names",
     "calibrate",
     "compile_kernels",
+    "concatenate",
     "free_reservations",
     "generate",
     "generate_many",

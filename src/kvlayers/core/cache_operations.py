@@ -21,6 +21,7 @@ from kvlayers.core.layer_list import LayerList, adapted, let_static_layers_agree
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.legacy_api import crop_argument
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers.utils import late
 from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.tensor_memory import Storages, storages_of
 
@@ -215,6 +216,67 @@ class LayerwiseOperations(LayerList):
             parts.append(part)
         return parts
 
+    # States at other positions
+
+    def moved(self, to: int, model: Any) -> Self:
+        """A cache with the same tokens at the positions from `to` on: keys are rotated by the distance.
+
+        The tokens do not see what is before them. Whoever goes on with the cache passes `position_ids`, from
+        `to + cache.get_seq_length()` on: `generate()` would count from 0. To put it behind others, use
+        `kvlayers.concatenate`.
+
+        Args:
+            to: the new position of the first token, which is at position 0 in this cache.
+            model: the model, or its config.
+
+        Returns:
+            A cache of the same kind. This one does not change.
+
+        Raises:
+            OptionError: `to` is no position.
+            StateMismatchError: the cache is empty.
+            CapacityError: a position is beyond those of the model.
+            ConfigError: the model does not rotate its keys by their positions, or in a way that depends on the length.
+            UnsupportedLayerError: a layer holds more or less than the keys and values of its tokens: recurrent states,
+                evicted tokens, sinks, latents.
+        """
+        cache: Self = late.function("moved")(self, to, model)
+        return cache
+
+    def replace(
+        self,
+        start: int,
+        stop: int,
+        ids: Tensor,
+        model: Any,
+        *,
+        recompute: int | str = 0,
+        known_ids: Tensor | None = None,
+    ) -> None:
+        """Put other tokens in the place of those from `start` to `stop`. What is behind them moves.
+
+        The new tokens are computed, and see all that is before them. The tokens behind them have seen the old ones,
+        and are computed again as far as `recompute` asks.
+
+        Args:
+            start: the first token to replace.
+            stop: the token behind the last one.
+            ids: the new tokens, int64 `[tokens]` or `[batch, tokens]`. If there are none, the old ones are taken out.
+            model: the model.
+            recompute: as for `kvlayers.concatenate`, of the tokens behind `stop`.
+            known_ids: the tokens of the cache, `[batch, tokens]`, for `recompute`. Default: those that it knows from
+                `generate()`.
+
+        Raises:
+            OptionError: `start` and `stop` are no range of tokens, or another argument is wrong.
+            RollbackError: the cache cannot be cropped to `start`.
+            StateMismatchError, CapacityError, ConfigError, UnsupportedLayerError: as for `moved` and `concatenate`.
+                Nothing is changed.
+        """
+        changed: LayerwiseOperations = late.function("replaced")(self, start, stop, ids, model, recompute, known_ids)
+        self.replace_layers(changed.adapted_layers())
+        self.known_ids = changed.known_ids
+
     # Rows: sequences of lengths of their own
 
     def parts(self) -> "tuple[LayerwiseOperations, ...]":
@@ -252,7 +314,7 @@ class LayerwiseOperations(LayerList):
                 raise OptionError(f"`caches` must be caches of kvlayers, got a {type(cache).__name__}: pass caches.")
             if not cache.row_lengths:
                 raise StateMismatchError(f"`caches` must each have tokens, got {cache!r}: pass its prompt first.")
-            expected, got = self._form_of_rows(), cache._form_of_rows()
+            expected, got = self.form_of_rows(), cache.form_of_rows()
             if expected != got:
                 pairs = zip(expected, got, strict=False)
                 differing = next((pair for pair in pairs if pair[0] != pair[1]), (len(expected), len(got)))
@@ -264,7 +326,7 @@ class LayerwiseOperations(LayerList):
         for part, layers in zip(self.parts(), joined, strict=True):
             part.replace_layers(layers)
 
-    def _form_of_rows(self) -> list[Any]:
+    def form_of_rows(self) -> list[Any]:
         """What caches must have in common so that their sequences can be rows of one: kinds, settings, and forms."""
         form: list[Any] = [self.kind]
         for layer in (layer for part in self.parts() for layer in part.adapted_layers()):

@@ -1,0 +1,5 @@
+"""Contexts that are put together from parts that were computed apart."""
+
+from kvlayers.documents.joining import concatenate
+
+__all__ = ["concatenate"]

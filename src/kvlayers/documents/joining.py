@@ -1,0 +1,283 @@
+"""States at other positions: documents side by side, and a context with another middle."""
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvlayers.core.arguments import whole_number
+from kvlayers.core.cache import Cache
+from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.core.token_store import KVPair
+from kvlayers.documents.recomputing import check_recomputable, deviations, recompute_tokens
+from kvlayers.errors import CapacityError, OptionError, StateMismatchError, UnsupportedLayerError
+from kvlayers.rope.from_config import rotaries
+from kvlayers.rope.rotary import Rotary
+from kvlayers.upstream import cache_argument, model_types
+
+
+class Piece(NamedTuple):
+    """Tokens of a cache, and where they are put.
+
+    Attributes:
+        cache: the cache.
+        begin: its first token that is taken.
+        stop: the token behind the last one.
+        to: the position of the first token in the new context.
+    """
+
+    cache: Cache
+    begin: int
+    stop: int
+    to: int
+
+
+@torch.no_grad()
+def moved(cache: Cache, to: int, model: Any) -> Cache:
+    """`Cache.moved`."""
+    position, length = whole_number(to, "`to`"), _checked([cache])[0]
+    if position < 0:
+        raise OptionError(f"`to` must be a position, at least 0, got {to}.")
+    return _joined([Piece(cache, 0, length, position)], model)
+
+
+@torch.no_grad()
+def concatenate(
+    caches: Sequence[Cache],
+    model: Any,
+    *,
+    recompute: int | str = 0,
+    ids: Sequence[Tensor] | None = None,
+    common: int = 0,
+) -> Cache:
+    """One cache with the tokens of several, at consecutive positions, as if they were one text.
+
+    Each document was computed without those before it, so its states differ from those of the whole text. What is
+    recomputed is right up to what was not: the first tokens of each document, or those whose states change most when
+    they see the documents before (CacheBlend, Yao et al. 2024, arXiv:2405.16444).
+
+    Args:
+        caches: the documents, each a cache of the same kind for the same model, whose first token is at position 0.
+            They do not change.
+        model: the model.
+        recompute: how many first tokens of each document to compute again, or a share of the tokens, such as "15%":
+            those that change most. Needs layers that keep every token: for a model with windows, a `DynamicCache()`
+            without a config.
+        ids: the tokens of each cache, int64 `[tokens]` or `[batch, tokens]`, for `recompute`. Default: those that the
+            caches know from `generate()`.
+        common: how many first tokens all documents have in common, such as a system prompt. Only the first document's
+            are taken.
+
+    Returns:
+        A cache of the kind of the first document, with `generate()` going on behind the last one.
+
+    Raises:
+        OptionError: no caches, something else, a wrong `recompute`, or missing `ids`.
+        StateMismatchError: caches of different models, kinds or settings, an empty one, or `ids` of another number.
+        CapacityError: there are more tokens than positions of the model.
+        ConfigError, UnsupportedLayerError: as for `Cache.moved`; or tokens cannot be recomputed.
+
+    Example:
+        >>> import kvlayers, torch, transformers
+        >>> config = transformers.LlamaConfig(
+        ...     num_hidden_layers=2, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=99,
+        ... )
+        >>> model, documents = transformers.LlamaForCausalLM(config).eval(), []
+        >>> texts = [torch.tensor([[5, 8, 13]]), torch.tensor([[21, 34]])]
+        >>> for ids in texts:
+        ...     documents.append(kvlayers.DynamicCache(config=config))
+        ...     _ = model(ids, past_key_values=documents[-1])
+        >>> kvlayers.concatenate(documents[::-1], model, recompute="50%", ids=texts[::-1]).get_seq_length()
+        5
+    """
+    lengths, shared = _checked(caches), whole_number(common, "`common`")
+    if not 0 <= shared < min(lengths) + (len(lengths) == 1):
+        raise OptionError(f"`common` must be from 0 to less than the tokens of each cache, got {common}.")
+    pieces, end = [], 0
+    for number, (cache, length) in enumerate(zip(caches, lengths, strict=True)):
+        begin = shared if number else 0
+        pieces.append(Piece(cache, begin, length, end))
+        end += length - begin
+    amount = _amount(recompute)
+    tokens = _tokens(caches, lengths, ids, end, shared) if amount or ids is not None else None
+    return _joined(pieces, model, amount, tokens)
+
+
+@torch.no_grad()
+def replaced(
+    cache: Cache, start: int, stop: int, ids: Tensor, model: Any, recompute: int | str, known_ids: Tensor | None
+) -> Cache:
+    """A cache after `Cache.replace`."""
+    (length,) = _checked([cache])
+    first, behind = whole_number(start, "`start`"), whole_number(stop, "`stop`")
+    if not 0 <= first <= behind <= length:
+        raise OptionError(f"`start` and `stop` must be a range of the {length} tokens, got {start} and {stop}.")
+    amount, new = _amount(recompute), _as_rows(ids, cache.batch_size)
+    tokens = None
+    if amount:
+        (before,) = _all_ids([cache], [length], None if known_ids is None else [known_ids])
+        tokens = torch.cat([before[:, :first], new.to(before.device), before[:, behind:]], dim=1)
+    beginning = cache.fork()
+    beginning.crop(first - length)
+    if new.shape[1]:
+        arguments: dict[str, Any] = {cache_argument.name_for(model): beginning, "use_cache": True}
+        model(new.to(model.device), **arguments, **model_types.newest_logits_only(model))
+    middle = first + new.shape[1]
+    pieces = [Piece(beginning, 0, middle, 0)] if middle else []
+    if behind < length:
+        pieces.append(Piece(cache, behind, length, middle))
+    if not pieces:
+        return beginning
+    return _joined(pieces, model, amount, tokens, exact=middle)
+
+
+def _checked(caches: Sequence[Cache]) -> list[int]:
+    """The lengths of caches, if they may stand side by side."""
+    if not isinstance(caches, list | tuple) or not caches or not all(isinstance(cache, Cache) for cache in caches):
+        raise OptionError(f"`caches` must be a list of at least one cache of kvlayers, got {caches!r}: pass caches.")
+    expected = caches[0].form_of_rows()
+    for cache in caches:
+        if len(cache.parts()) > 1:
+            raise UnsupportedLayerError("`caches` must be of a decoder alone, got a pair: its encoder saw one text.")
+        if not cache.get_seq_length():
+            raise StateMismatchError(f"`caches` must each have tokens, got {cache!r}: pass its document first.")
+        if cache.form_of_rows() != expected or cache.batch_size != caches[0].batch_size:
+            raise StateMismatchError(
+                f"`caches` must be of one model, kind, settings and batch size, got {caches[0]!r} and {cache!r}."
+            )
+    return [cache.get_seq_length() for cache in caches]
+
+
+def _amount(recompute: int | str) -> int | Fraction:
+    """A number of first tokens, or a share of all."""
+    if isinstance(recompute, int) and not isinstance(recompute, bool) and recompute >= 0:
+        return recompute
+    found = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,9})?)\s*%\s*", recompute) if isinstance(recompute, str) else None
+    if found is None or Fraction(found[1]) > 100:
+        raise OptionError(
+            f"`recompute` must be a number of first tokens, such as 32, or a share, such as '15%', got {recompute!r}."
+        )
+    return Fraction(found[1]) / 100
+
+
+def _as_rows(ids: Tensor, batch: int) -> Tensor:
+    """Ids as `[batch, tokens]`."""
+    found = torch.as_tensor(ids)
+    found = found[None] if found.dim() == 1 else found
+    if found.dim() != 2 or found.is_floating_point() or found.shape[0] not in (1, batch):
+        raise OptionError(f"`ids` must be whole numbers [tokens] or [{batch}, tokens], got {list(found.shape)}.")
+    return found.to(torch.int64).expand(batch, -1)
+
+
+def _all_ids(caches: Sequence[Cache], lengths: Sequence[int], ids: Sequence[Tensor] | None) -> list[Tensor]:
+    """The tokens of each cache, `[batch, tokens]`."""
+    given = [cache.known_ids for cache in caches] if ids is None else list(ids)
+    if len(given) != len(caches) or any(own is None for own in given):
+        raise OptionError(
+            f"`ids` must be given for each of {len(caches)} caches, which do not know them: pass tensors."
+        )
+    found = [_as_rows(own, cache.batch_size) for own, cache in zip(given, caches, strict=True) if own is not None]
+    for own, length in zip(found, lengths, strict=True):
+        if own.shape[1] != length:
+            raise StateMismatchError(f"`ids` must be the {length} tokens of the cache, got {own.shape[1]}.")
+    return found
+
+
+def _tokens(
+    caches: Sequence[Cache], lengths: Sequence[int], ids: Sequence[Tensor] | None, total: int, common: int
+) -> Tensor:
+    """The tokens of the new context, `[batch, tokens]`."""
+    found = _all_ids(caches, lengths, ids)
+    return torch.cat([own[:, common:] if number else own for number, own in enumerate(found)], dim=1)
+
+
+def _joined(
+    pieces: Sequence[Piece],
+    model: Any,
+    amount: int | Fraction = 0,
+    ids: Tensor | None = None,
+    exact: int | None = None,
+) -> Cache:
+    """A cache with the tokens of pieces. The first `exact` are right; by default, those of the first piece."""
+    end = pieces[-1].to + pieces[-1].stop - pieces[-1].begin
+    most = model_types.most_positions(model)
+    if most is not None and end > most:
+        raise CapacityError(f"`caches` must have at most the {most} positions of the model, got {end} tokens.")
+    turns = rotaries(model) if any(piece.to != piece.begin for piece in pieces) else None
+    by_layer = list(zip(*(piece.cache.adapted_layers() for piece in pieces), strict=True))
+    for layers in by_layer:
+        _check_movable(layers)
+    if amount:
+        check_recomputable(model, [layers[0] for layers in by_layer])
+    states = [_states(layers, pieces, None if turns is None else turns[index]) for index, layers in enumerate(by_layer)]
+    if amount and ids is not None:
+        wrong = [range(piece.to, piece.to + piece.stop - piece.begin) for piece in pieces]
+        wrong = [own for own in wrong if own.start >= (len(wrong[0]) if exact is None else exact)]
+        ids = ids.to(model.device)
+        chosen = _chosen(model, ids, states, wrong, amount)
+        if len(chosen):
+            recompute_tokens(model, ids, states, chosen)
+    joined = pieces[0].cache.fork()
+    joined.reset()
+    for index, (keys, values) in enumerate(states):
+        joined.update(keys, values, index)
+    joined.known_ids = ids
+    return joined
+
+
+def _chosen(
+    model: Any, ids: Tensor, states: Sequence[KVPair], wrong: Sequence[range], amount: int | Fraction
+) -> list[int]:
+    """The positions to compute again, in order: none that is right."""
+    positions = [position for own in wrong for position in own]
+    if isinstance(amount, int):
+        return [position for own in wrong for position in own[:amount]]
+    count = -int(-amount * len(positions) // 1)
+    if not positions or count == len(positions):
+        return positions
+    scores = deviations(model, ids, states)[positions]
+    return sorted(positions[index] for index in scores.topk(count).indices.tolist())
+
+
+def _check_movable(layers: Sequence[LayerOperations]) -> None:
+    """Raise `UnsupportedLayerError` if a layer's states are not those of its tokens alone."""
+    for layer in layers:
+        keeps_all = layer.is_sliding or layer.held_tokens == layer.length
+        if not layer.attends or layer.is_recurrent or layer.has_other_states or layer.counts_rows or layer.rotaries:
+            keeps_all = False
+        if layer.is_upstream or layer.fidelity == "evicting" or not keeps_all:
+            raise UnsupportedLayerError(
+                "`caches` must hold the keys and values of all tokens, or of windows, and nothing else, got "
+                f"{layer.original!r}: compute the documents with another cache."
+            )
+
+
+def _states(layers: Sequence[LayerOperations], pieces: Sequence[Piece], rotary: Rotary | None) -> KVPair:
+    """Keys and values of a layer for all tokens; those that a window has left are zeros."""
+    total = sum(piece.stop - piece.begin for piece in pieces)
+    window = layers[0].sliding_window
+    missing = total if window is None else min(total, window - 1)
+    parts: list[KVPair] = []
+    for layer, piece in zip(reversed(layers), reversed(pieces), strict=True):
+        keys, values = layer.peek()
+        begin = max(piece.begin, piece.stop - missing)
+        first = (layer.length or 0) - (0 if keys is None else keys.shape[2])
+        if keys is None or values is None or begin < first:
+            raise UnsupportedLayerError(
+                f"`caches` must hold the tokens from {begin} on, got a window from {first} on: compute the documents "
+                "with a DynamicCache() without a config, which keeps all of them."
+            )
+        keys, values = (states[:, :, begin - first : piece.stop - first] for states in (keys, values))
+        if rotary is not None and piece.to != piece.begin:
+            keys = rotary.rotated(keys, rotary.partner(keys), piece.to - piece.begin)
+        parts.append((keys, values))
+        missing -= piece.stop - begin
+        if not missing:
+            break
+    joined = [torch.cat(side, dim=2) for side in zip(*reversed(parts), strict=True)]
+    left = total - joined[0].shape[2]
+    keys, values = (torch.nn.functional.pad(side, (0, 0, left, 0)) if left else side for side in joined)
+    return keys, values

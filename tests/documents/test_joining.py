@@ -1,0 +1,327 @@
+"""Contexts put together from parts: each result is compared with the same tokens computed at once."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import kvlayers
+from kvlayers.errors import (
+    CapacityError,
+    ConfigError,
+    KVLayersError,
+    OptionError,
+    RollbackError,
+    StateMismatchError,
+    UnsupportedLayerError,
+)
+from models import fresh_model, prompt, tiny_model
+
+DOCUMENTS = [prompt(1, tokens, tokens) for tokens in (9, 14, 11)]
+WHOLE = torch.cat(DOCUMENTS, dim=1)
+QUESTION = prompt(1, 4, 99)
+NO_TOKENS = torch.empty(1, 0, dtype=torch.int64)
+FAMILIES = ("llama", "qwen2", "mistral", "gemma3")
+
+
+@torch.no_grad()
+def read(model: Any, ids: torch.Tensor, cache: Any = None, **arguments: Any) -> tuple[Any, torch.Tensor]:
+    cache = kvlayers.DynamicCache() if cache is None else cache
+    logits: torch.Tensor = model(ids, past_key_values=cache, **arguments).logits
+    return cache, logits
+
+
+def caches_of(model: Any, documents: Any = DOCUMENTS) -> list[Any]:
+    return [read(model, ids)[0] for ids in documents]
+
+
+def continued(model: Any, cache: Any, ids: torch.Tensor = QUESTION) -> torch.Tensor:
+    """Logits of a question behind a cache, and of three greedy tokens."""
+    found = []
+    for _ in range(4):
+        cache, logits = read(model, ids, cache)
+        found.append(logits)
+        ids = logits[:, -1:].argmax(-1)
+    return torch.cat(found, dim=1)
+
+
+def scaled(kind: str) -> Any:
+    """A model whose rotation is not the usual one."""
+    if kind == "partial":
+        torch.manual_seed(0)
+        config = transformers.StableLmConfig(
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            partial_rotary_factor=0.25,
+        )
+        return transformers.StableLmForCausalLM(config).eval()
+    scaling = {"rope_type": kind, "factor": 4.0}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = 512
+    config = tiny_model("llama").config.to_dict()
+    if "rope_parameters" in config:
+        return fresh_model("llama", rope_parameters={**config["rope_parameters"], **scaling})
+    return fresh_model("llama", rope_scaling=scaling)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3", "partial", "yarn", "linear"])
+@pytest.mark.parametrize("to", [0, 40, 1000])
+def test_moved_states_are_those_that_are_computed_there(kind: str, to: int) -> None:
+    model = fresh_model(kind, max_position_embeddings=2048) if kind in FAMILIES else scaled(kind)
+    model.config.max_position_embeddings = 2048
+    ids = DOCUMENTS[1]
+    expected, _ = read(model, ids, position_ids=torch.arange(to, to + ids.shape[1])[None])
+    cache, _ = read(model, ids)
+    before = [layer.keys.clone() for layer in cache.layers]
+    found = cache.moved(to, model)
+    for own, other, old in zip(found.layers, expected.layers, before, strict=True):
+        torch.testing.assert_close(own.keys, other.keys, rtol=0, atol=1e-4)
+        torch.testing.assert_close(own.values, other.values, rtol=0, atol=1e-4)
+        assert not to or (own.keys - old).abs().max() > 0.01
+    # The other one does not change, and the moved one goes on.
+    assert all(torch.equal(layer.keys, old) for layer, old in zip(cache.layers, before, strict=True))
+    positions = torch.arange(to + ids.shape[1], to + ids.shape[1] + 4)[None]
+    logits = [read(model, QUESTION, each, position_ids=positions)[1] for each in (found, expected)]
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("how", ["eager", "sdpa"])
+def test_documents_that_are_recomputed_are_the_whole_text(family: str, how: str) -> None:
+    model = fresh_model(family)
+    model.set_attn_implementation(how)
+    expected = continued(model, read(model, WHOLE)[0])
+    documents = caches_of(model)
+    for recompute in ("100%", 14):
+        joined = kvlayers.concatenate(documents, model, recompute=recompute, ids=DOCUMENTS)
+        torch.testing.assert_close(continued(model, joined), expected, rtol=0, atol=1e-4)
+    difference = continued(model, kvlayers.concatenate(documents, model)) - expected
+    assert difference.abs().max() > 0.01
+    # The documents are as they were.
+    again, first = (continued(model, own[1], WHOLE[:, :3]) for own in (documents, caches_of(model)))
+    torch.testing.assert_close(again, first, rtol=0, atol=1e-5)
+
+
+def test_the_more_is_recomputed_the_nearer() -> None:
+    model, documents = tiny_model("llama"), caches_of(tiny_model("llama"))
+    expected = continued(model, read(model, WHOLE)[0])[:, :4]
+    off = []
+    for recompute in (0, "20%", "60%", "90%"):
+        joined = kvlayers.concatenate(documents, model, recompute=recompute, ids=DOCUMENTS)
+        off.append((continued(model, joined)[:, :4] - expected).abs().mean().item())
+    assert off == sorted(off, reverse=True)
+    assert off[-1] < off[0] / 3
+
+
+def test_those_that_change_most_are_recomputed_and_only_those() -> None:
+    model, documents = tiny_model("llama"), caches_of(tiny_model("llama"))
+    whole = read(model, WHOLE)[0].layers[1]
+    plain = kvlayers.concatenate(documents, model).layers[1]
+    mixed = kvlayers.concatenate(documents, model, recompute="40%", ids=DOCUMENTS).layers[1]
+    # The first layer sees what it would see in the whole text, so the second one's new states are right.
+    is_right = ((mixed.values - whole.values).abs().amax((0, 1, 3)) < 1e-5)[9:]
+    is_old = (mixed.values == plain.values).all(3).all(1).all(0)[9:]
+    assert int(is_right.sum()) == 10
+    assert torch.equal(is_right, ~is_old)
+
+    def change(own: Any) -> torch.Tensor:
+        sides = ((whole.keys, own.keys), (whole.values, own.values))
+        return sum(((new - old).square().sum((0, 1, 3)) / old.square().sum((0, 1, 3)).mean())[9:] for new, old in sides)
+
+    assert change(plain)[is_right].min() >= change(plain)[is_old].max() - 1e-6
+
+
+def test_a_slow_reference_computes_the_chosen_tokens_one_by_one() -> None:
+    model, documents = tiny_model("llama"), caches_of(tiny_model("llama"))
+    joined = kvlayers.concatenate(documents, model, recompute=3, ids=DOCUMENTS)
+    states = [(layer.keys.clone(), layer.values.clone()) for layer in kvlayers.concatenate(documents, model).layers]
+    for first in (9, 23):
+        for position in range(first, first + 3):
+            seen = kvlayers.DynamicCache()
+            for index, (keys, values) in enumerate(states):
+                seen.update(keys[:, :, :position], values[:, :, :position], index)
+            read(model, WHOLE[:, position : position + 1], seen)
+            for layer, (keys, values) in zip(seen.layers, states, strict=True):
+                keys[:, :, position], values[:, :, position] = layer.keys[:, :, -1], layer.values[:, :, -1]
+    for layer, (keys, values) in zip(joined.layers, states, strict=True):
+        torch.testing.assert_close(layer.keys, keys, rtol=0, atol=1e-5)
+        torch.testing.assert_close(layer.values, values, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_windows_are_those_of_caches_that_keep_all(family: str) -> None:
+    model = tiny_model(family)
+    documents = [prompt(1, tokens, tokens) for tokens in (30, 4, 3)]
+    windows = [read(model, ids, kvlayers.DynamicCache(config=model.config))[0] for ids in documents]
+    joined = kvlayers.concatenate(windows, model)
+    assert [type(layer) for layer in joined.layers] == [type(layer) for layer in windows[0].layers]
+    expected = continued(model, kvlayers.concatenate(caches_of(model, documents), model))
+    torch.testing.assert_close(continued(model, joined), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["int8", "static", "offloaded", "fp8"])
+def test_other_caches_keep_their_kind(name: str) -> None:
+    model = tiny_model("llama")
+
+    def empty() -> Any:
+        return kvlayers.make_cache(name, model, length_hint=80)
+
+    documents = [read(model, ids, empty())[0] for ids in DOCUMENTS]
+    joined = kvlayers.concatenate(documents, model, recompute="100%", ids=DOCUMENTS)
+    assert joined.layers[0].kind == documents[0].layers[0].kind
+    expected = continued(model, read(model, WHOLE, empty())[0])
+    # The codes of the first document are rounded twice.
+    atol = 0.1 if name in ("int8", "fp8") else 1e-4
+    torch.testing.assert_close(continued(model, joined), expected, rtol=0, atol=atol)
+
+
+def test_a_common_beginning_is_counted_once() -> None:
+    model, system = tiny_model("llama"), prompt(1, 6, 5)
+    ids = [torch.cat([system, own], dim=1) for own in DOCUMENTS]
+    joined = kvlayers.concatenate(caches_of(model, ids), model, recompute="100%", ids=ids, common=6)
+    whole = torch.cat([system, WHOLE], dim=1)
+    assert joined.get_seq_length() == whole.shape[1]
+    torch.testing.assert_close(continued(model, joined), continued(model, read(model, whole)[0]), rtol=0, atol=1e-4)
+
+
+def test_a_batch_of_documents() -> None:
+    model = tiny_model("llama")
+    batch = [torch.cat([own, own.flip(1)]) for own in DOCUMENTS]
+    assert kvlayers.concatenate(caches_of(model, batch), model, recompute="50%", ids=batch).batch_size == 2
+    whole = kvlayers.concatenate(caches_of(model, batch), model, recompute="100%", ids=batch)
+    expected, _ = read(model, torch.cat(batch, dim=1))
+    torch.testing.assert_close(whole.layers[1].values, expected.layers[1].values, rtol=0, atol=1e-5)
+
+
+def test_generate_goes_on_behind_them() -> None:
+    model = tiny_model("llama")
+    options: dict[str, Any] = {"return_dict_in_generate": True, "do_sample": False}
+    with kvlayers.installed():
+        documents = []
+        for ids in DOCUMENTS:
+            mask = torch.ones_like(ids)
+            output = model.generate(ids, attention_mask=mask, max_new_tokens=1, **options)
+            documents.append(output.to_tuple()[1])
+            documents[-1].crop(ids.shape[1])
+        # The caches know their tokens.
+        joined = kvlayers.concatenate(documents, model, recompute="100%")
+        ids = torch.cat([WHOLE, QUESTION], dim=1)
+        found, expected = (
+            model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=5, **options)
+            for cache in (joined, kvlayers.DynamicCache())
+        )
+    assert found.sequences.tolist() == expected.sequences.tolist()
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "new"), [(5, 9, 7), (5, 9, 0), (5, 5, 3), (0, 9, 4), (20, 34, 2), (0, 34, 3)]
+)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_another_middle_is_that_of_the_whole_text(family: str, start: int, stop: int, new: int) -> None:
+    model, ids = tiny_model(family), prompt(1, new, 7) if new else NO_TOKENS
+    cache, _ = read(model, WHOLE)
+    cache.replace(start, stop, ids, model, recompute="100%", known_ids=WHOLE)
+    whole = torch.cat([WHOLE[:, :start], ids, WHOLE[:, stop:]], dim=1)
+    assert cache.get_seq_length() == whole.shape[1]
+    torch.testing.assert_close(continued(model, cache), continued(model, read(model, whole)[0]), rtol=0, atol=1e-4)
+
+
+def test_without_recomputing_only_keys_behind_the_middle_turn() -> None:
+    model = tiny_model("llama")
+    cache, _ = read(model, WHOLE)
+    other = cache.fork()
+    other.replace(5, 9, prompt(1, 7, 7), model)
+    for own, old in zip(other.layers, cache.layers, strict=True):
+        assert torch.equal(own.values[:, :, 12:], old.values[:, :, 9:])
+        torch.testing.assert_close(own.keys[:, :, 12:].norm(dim=-1), old.keys[:, :, 9:].norm(dim=-1))
+        assert not torch.equal(own.keys[:, :, 12:], old.keys[:, :, 9:])
+
+
+def test_taking_everything_out_leaves_an_empty_cache() -> None:
+    model = tiny_model("llama")
+    cache, _ = read(model, WHOLE)
+    cache.replace(0, 34, NO_TOKENS, model)
+    assert cache.get_seq_length() == 0
+    torch.testing.assert_close(continued(model, cache), continued(model, kvlayers.DynamicCache()))
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda model, caches: kvlayers.concatenate([], model), OptionError),
+        (lambda model, caches: kvlayers.concatenate([1], model), OptionError),
+        (lambda model, caches: kvlayers.concatenate([kvlayers.DynamicCache()], model), StateMismatchError),
+        (lambda model, caches: kvlayers.concatenate([caches[0], kvlayers.DynamicCache()], model), StateMismatchError),
+        (
+            lambda model, caches: kvlayers.concatenate([caches[0], caches_of(fresh_model("gemma3"))[0]], model),
+            StateMismatchError,
+        ),
+        (lambda model, caches: kvlayers.concatenate(caches, model, recompute=-1), OptionError),
+        (lambda model, caches: kvlayers.concatenate(caches, model, recompute=0.15), OptionError),
+        (lambda model, caches: kvlayers.concatenate(caches, model, recompute="150%"), OptionError),
+        (lambda model, caches: kvlayers.concatenate(caches, model, recompute="15%"), OptionError),
+        (lambda model, caches: kvlayers.concatenate(caches, model, recompute=1, ids=DOCUMENTS[:2]), OptionError),
+        (
+            lambda model, caches: kvlayers.concatenate(caches, model, recompute=1, ids=DOCUMENTS[::-1]),
+            StateMismatchError,
+        ),
+        (lambda model, caches: kvlayers.concatenate(caches, model, common=9), OptionError),
+        (lambda model, caches: kvlayers.concatenate(caches * 200, model), CapacityError),
+        (lambda model, caches: caches[0].moved(-1, model), OptionError),
+        (lambda model, caches: caches[0].moved(10**6, model), CapacityError),
+        (lambda model, caches: caches[0].replace(5, 3, DOCUMENTS[0], model), OptionError),
+        (lambda model, caches: caches[0].replace(0, 10, DOCUMENTS[0], model), OptionError),
+        (lambda model, caches: caches[0].replace(0, 3, torch.zeros(1, 2), model), OptionError),
+        (lambda model, caches: kvlayers.merge(caches).moved(5, model), UnsupportedLayerError),
+    ],
+)
+def test_what_cannot_be_put_together_is_named_and_nothing_changes(call: Any, error: type[KVLayersError]) -> None:
+    model = tiny_model("llama")
+    caches = caches_of(model)
+    before = [layer.keys.clone() for layer in caches[0].layers]
+    with pytest.raises(error, match="`"):
+        call(model, caches)
+    assert all(torch.equal(layer.keys, old) for layer, old in zip(caches[0].layers, before, strict=True))
+    assert caches[0].get_seq_length() == 9
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "error"),
+    [
+        ("deepseek_v3", "dynamic", ConfigError),
+        ("jamba", "dynamic", KVLayersError),
+        ("gpt2", "dynamic", ConfigError),
+        ("llama", "sink", UnsupportedLayerError),
+        ("llama", "evicting", UnsupportedLayerError),
+    ],
+)
+def test_what_cannot_be_moved_is_named(family: str, name: str, error: type[KVLayersError]) -> None:
+    model = tiny_model(family)
+    options = {"sink": {"window_length": 8, "num_sink_tokens": 2}}.get(name, {})
+    cache, _ = read(model, DOCUMENTS[1], kvlayers.make_cache(name, model, **options))
+    with pytest.raises(error):
+        cache.moved(5, model)
+
+
+def test_windows_cannot_be_recomputed_or_cropped() -> None:
+    model = tiny_model("mistral")
+    caches = [read(model, ids, kvlayers.DynamicCache(config=model.config))[0] for ids in DOCUMENTS]
+    with pytest.raises(UnsupportedLayerError, match="`recompute` needs layers that keep every token"):
+        kvlayers.concatenate(caches, model, recompute=2, ids=DOCUMENTS)
+    whole, _ = read(model, torch.cat([WHOLE] * 3, dim=1), kvlayers.DynamicCache(config=model.config))
+    with pytest.raises((RollbackError, UnsupportedLayerError)):
+        whole.replace(5, 9, QUESTION, model)
+    assert whole.get_seq_length() == 102
+
+
+def test_flash_attention_takes_no_masks_of_its_own() -> None:
+    model = fresh_model("llama")
+    caches = caches_of(model)
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ConfigError, match="`recompute` needs attn_implementation"):
+        kvlayers.concatenate(caches, model, recompute=2, ids=DOCUMENTS)

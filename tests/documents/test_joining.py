@@ -100,7 +100,7 @@ def test_documents_that_are_recomputed_are_the_whole_text(family: str, how: str)
     for recompute in ("100%", 14):
         joined = kvlayers.concatenate(documents, model, recompute=recompute, ids=DOCUMENTS)
         torch.testing.assert_close(continued(model, joined), expected, rtol=0, atol=1e-4)
-    difference = continued(model, kvlayers.concatenate(documents, model)) - expected
+    difference = continued(model, kvlayers.concatenate(documents, model, recompute=0)) - expected
     assert difference.abs().max() > 0.01
     # The documents are as they were.
     again, first = (continued(model, own[1], WHOLE[:, :3]) for own in (documents, caches_of(model)))
@@ -121,7 +121,7 @@ def test_the_more_is_recomputed_the_nearer() -> None:
 def test_those_that_change_most_are_recomputed_and_only_those() -> None:
     model, documents = tiny_model("llama"), caches_of(tiny_model("llama"))
     whole = read(model, WHOLE)[0].layers[1]
-    plain = kvlayers.concatenate(documents, model).layers[1]
+    plain = kvlayers.concatenate(documents, model, recompute=0).layers[1]
     mixed = kvlayers.concatenate(documents, model, recompute="40%", ids=DOCUMENTS).layers[1]
     # The first layer sees what it would see in the whole text, so the second one's new states are right.
     is_right = ((mixed.values - whole.values).abs().amax((0, 1, 3)) < 1e-5)[9:]
@@ -139,7 +139,10 @@ def test_those_that_change_most_are_recomputed_and_only_those() -> None:
 def test_a_slow_reference_computes_the_chosen_tokens_one_by_one() -> None:
     model, documents = tiny_model("llama"), caches_of(tiny_model("llama"))
     joined = kvlayers.concatenate(documents, model, recompute=3, ids=DOCUMENTS)
-    states = [(layer.keys.clone(), layer.values.clone()) for layer in kvlayers.concatenate(documents, model).layers]
+    states = [
+        (layer.keys.clone(), layer.values.clone())
+        for layer in kvlayers.concatenate(documents, model, recompute=0).layers
+    ]
     for first in (9, 23):
         for position in range(first, first + 3):
             seen = kvlayers.DynamicCache()
@@ -158,9 +161,9 @@ def test_windows_are_those_of_caches_that_keep_all(family: str) -> None:
     model = tiny_model(family)
     documents = [prompt(1, tokens, tokens) for tokens in (30, 4, 3)]
     windows = [read(model, ids, kvlayers.DynamicCache(config=model.config))[0] for ids in documents]
-    joined = kvlayers.concatenate(windows, model)
+    joined = kvlayers.concatenate(windows, model, recompute=0)
     assert [type(layer) for layer in joined.layers] == [type(layer) for layer in windows[0].layers]
-    expected = continued(model, kvlayers.concatenate(caches_of(model, documents), model))
+    expected = continued(model, kvlayers.concatenate(caches_of(model, documents), model, recompute=0))
     torch.testing.assert_close(continued(model, joined), expected, rtol=0, atol=1e-4)
 
 
@@ -209,7 +212,7 @@ def test_generate_goes_on_behind_them() -> None:
             documents.append(output.to_tuple()[1])
             documents[-1].crop(ids.shape[1])
         # The caches know their tokens.
-        joined = kvlayers.concatenate(documents, model, recompute="100%")
+        joined = kvlayers.concatenate(documents, model)
         ids = torch.cat([WHOLE, QUESTION], dim=1)
         found, expected = (
             model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=5, **options)
@@ -225,7 +228,7 @@ def test_generate_goes_on_behind_them() -> None:
 def test_another_middle_is_that_of_the_whole_text(family: str, start: int, stop: int, new: int) -> None:
     model, ids = tiny_model(family), prompt(1, new, 7) if new else NO_TOKENS
     cache, _ = read(model, WHOLE)
-    cache.replace(start, stop, ids, model, recompute="100%", known_ids=WHOLE)
+    cache.replace(start, stop, ids, model, known_ids=WHOLE)
     whole = torch.cat([WHOLE[:, :start], ids, WHOLE[:, stop:]], dim=1)
     assert cache.get_seq_length() == whole.shape[1]
     torch.testing.assert_close(continued(model, cache), continued(model, read(model, whole)[0]), rtol=0, atol=1e-4)
@@ -235,7 +238,7 @@ def test_without_recomputing_only_keys_behind_the_middle_turn() -> None:
     model = tiny_model("llama")
     cache, _ = read(model, WHOLE)
     other = cache.fork()
-    other.replace(5, 9, prompt(1, 7, 7), model)
+    other.replace(5, 9, prompt(1, 7, 7), model, recompute=0)
     for own, old in zip(other.layers, cache.layers, strict=True):
         assert torch.equal(own.values[:, :, 12:], old.values[:, :, 9:])
         torch.testing.assert_close(own.keys[:, :, 12:].norm(dim=-1), old.keys[:, :, 9:].norm(dim=-1))
@@ -245,7 +248,7 @@ def test_without_recomputing_only_keys_behind_the_middle_turn() -> None:
 def test_taking_everything_out_leaves_an_empty_cache() -> None:
     model = tiny_model("llama")
     cache, _ = read(model, WHOLE)
-    cache.replace(0, 34, NO_TOKENS, model)
+    cache.replace(0, 34, NO_TOKENS, model, recompute=0)
     assert cache.get_seq_length() == 0
     torch.testing.assert_close(continued(model, cache), continued(model, kvlayers.DynamicCache()))
 
@@ -261,6 +264,7 @@ def test_taking_everything_out_leaves_an_empty_cache() -> None:
             lambda model, caches: kvlayers.concatenate([caches[0], caches_of(fresh_model("gemma3"))[0]], model),
             StateMismatchError,
         ),
+        (lambda model, caches: kvlayers.concatenate(caches, model), OptionError),
         (lambda model, caches: kvlayers.concatenate(caches, model, recompute=-1), OptionError),
         (lambda model, caches: kvlayers.concatenate(caches, model, recompute=0.15), OptionError),
         (lambda model, caches: kvlayers.concatenate(caches, model, recompute="150%"), OptionError),
@@ -270,8 +274,8 @@ def test_taking_everything_out_leaves_an_empty_cache() -> None:
             lambda model, caches: kvlayers.concatenate(caches, model, recompute=1, ids=DOCUMENTS[::-1]),
             StateMismatchError,
         ),
-        (lambda model, caches: kvlayers.concatenate(caches, model, common=9), OptionError),
-        (lambda model, caches: kvlayers.concatenate(caches * 200, model), CapacityError),
+        (lambda model, caches: kvlayers.concatenate(caches, model, common=9, recompute=0), OptionError),
+        (lambda model, caches: kvlayers.concatenate(caches * 200, model, recompute=0), CapacityError),
         (lambda model, caches: caches[0].moved(-1, model), OptionError),
         (lambda model, caches: caches[0].moved(10**6, model), CapacityError),
         (lambda model, caches: caches[0].replace(5, 3, DOCUMENTS[0], model), OptionError),
@@ -315,7 +319,7 @@ def test_windows_cannot_be_recomputed_or_cropped() -> None:
         kvlayers.concatenate(caches, model, recompute=2, ids=DOCUMENTS)
     whole, _ = read(model, torch.cat([WHOLE] * 3, dim=1), kvlayers.DynamicCache(config=model.config))
     with pytest.raises((RollbackError, UnsupportedLayerError)):
-        whole.replace(5, 9, QUESTION, model)
+        whole.replace(5, 9, QUESTION, model, recompute=0)
     assert whole.get_seq_length() == 102
 
 

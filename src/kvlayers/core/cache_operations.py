@@ -250,7 +250,7 @@ class LayerwiseOperations(LayerList):
         ids: Tensor,
         model: Any,
         *,
-        recompute: int | str = 0,
+        recompute: int | str = "100%",
         known_ids: Tensor | None = None,
     ) -> None:
         """Put other tokens in the place of those from `start` to `stop`. What is behind them moves.

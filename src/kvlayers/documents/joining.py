@@ -18,6 +18,9 @@ from kvlayers.rope.from_config import rotaries
 from kvlayers.rope.rotary import Rotary
 from kvlayers.upstream import cache_argument, model_types
 
+EVERYTHING = "100%"
+"""What is recomputed unless a caller asks for less."""
+
 
 class Piece(NamedTuple):
     """Tokens of a cache, and where they are put.
@@ -49,7 +52,7 @@ def concatenate(
     caches: Sequence[Cache],
     model: Any,
     *,
-    recompute: int | str = 0,
+    recompute: int | str = EVERYTHING,
     ids: Sequence[Tensor] | None = None,
     common: int = 0,
 ) -> Cache:
@@ -64,8 +67,8 @@ def concatenate(
             They do not change.
         model: the model.
         recompute: how many first tokens of each document to compute again, or a share of the tokens, such as "15%":
-            those that change most. Needs layers that keep every token: for a model with windows, a `DynamicCache()`
-            without a config.
+            those that change most. By default all of them, which is exact, and no faster than to read the whole text.
+            Needs layers that keep every token: for a model with windows, a `DynamicCache()` without a config.
         ids: the tokens of each cache, int64 `[tokens]` or `[batch, tokens]`, for `recompute`. Default: those that the
             caches know from `generate()`.
         common: how many first tokens all documents have in common, such as a system prompt. Only the first document's

@@ -36,6 +36,7 @@ PROVIDED = {
     "adapter": "kvlayers.interop.adapter:adapter",
     "DynamicCache": "kvlayers.core.dynamic_cache:DynamicCache",
     "save_cache": "kvlayers.persistence.save:save_cache",
+    "room for rows": "kvlayers.planning.rows:RoomForRows",
     "chosen_cache": "kvlayers.planning.auto:chosen_cache",
 }
 

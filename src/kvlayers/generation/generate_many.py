@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.named_caches import CacheRequest
-from kvlayers.errors import CapacityError, KVLayersError, OptionError
+from kvlayers.errors import OptionError
 from kvlayers.generation.batch_drafts import DraftModel, tokens_of_draft
 from kvlayers.generation.cache_by_name import make_cache, named_cache, unknown_name
 from kvlayers.generation.prefill import pass_limit, pass_tokens
@@ -21,17 +21,14 @@ from kvlayers.generation.prefix_reuse.active_store import ActiveStore, required_
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import usable_cache
 from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, check_positions
-from kvlayers.planning.auto import checked_memory, free_memory
-from kvlayers.planning.planner import AUTO, bytes_by_length
 from kvlayers.prefix import PrefixStore
-from kvlayers.rows.dense_rows import capacity_for
 from kvlayers.upstream import cache_argument, generate_calls, model_types
-from kvlayers.utils.units import readable_bytes
+from kvlayers.utils import late
 
 MAX_NEW_TOKENS = 128
 
-ROUNDING = 256
-"""Tokens to a multiple of which the length of a row is rounded up, to count its bytes."""
+CHOSEN = "auto"
+"""The name of a cache that is chosen for the length of each prompt."""
 
 NOT_HERE = ("max_length", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
 """Options of a `GenerationConfig` that would change nothing."""
@@ -167,8 +164,8 @@ def generate_many(
     named = named_cache(cache)
     if named is None:
         raise unknown_name(cache)
-    if named.name == AUTO:
-        raise OptionError(f"`cache` must be one cache for all rows, got {AUTO!r}: name it, and pass `memory`.")
+    if named.name == CHOSEN:
+        raise OptionError(f"`cache` must be one cache for all rows, got {CHOSEN!r}: name it, and pass `memory`.")
     cache_options = {**named.options, **(cache_config or {})}
     # Now, so that wrong options are refused before the first prompt.
     example = _empty(model, named.name, cache_options, 1 + max_new_tokens)
@@ -185,7 +182,9 @@ def generate_many(
         named=(named.name, cache_options),
         active=required_store(prefix_store, namespace),
         max_rows=max_rows,
-        room=_Room(model, named.name, cache_options, memory),
+        room=late.function("room for rows")(
+            named.name, CacheRequest(model.config, cache_options, 1, device=model.device, dtype=model.dtype), memory
+        ),
         chunk_tokens=chunk_tokens,
         drafter=drafter,
         room_for_drafts=tokens_of_drafts,
@@ -224,50 +223,6 @@ def _empty(model: Any, name: str, options: Mapping[str, Any], length_hint: int) 
     return cache
 
 
-class _Room:
-    """Which rows fit side by side.
-
-    Args:
-        model: the model.
-        name: name of the rows' caches.
-        options: their options.
-        memory: bytes of the device that all rows may take; `None` for half of what is free, if that is known.
-
-    Raises:
-        OptionError: `memory` is not a number of bytes.
-        ConfigError, UnsupportedLayerError: `memory` is given, and the bytes of such a cache are not known.
-    """
-
-    def __init__(self, model: Any, name: str, options: Mapping[str, Any], memory: int | str | None) -> None:
-        request = CacheRequest(model.config, options, 1, device=model.device, dtype=model.dtype)
-        self._memory = 0
-        self._bytes_of: Callable[[int], int] = lambda tokens: 0
-        try:
-            self._memory = free_memory(model.device) // 2 if memory is None else checked_memory(memory)
-            self._bytes_of = bytes_by_length(name, request)
-        except KVLayersError:
-            if memory is not None:
-                raise
-
-    def fits(self, tokens: int, others: Sequence[int]) -> bool:
-        """Whether a row of up to `tokens` tokens fits beside others. All may take the room of the longest.
-
-        Raises:
-            CapacityError: it does not even fit alone.
-        """
-        own, longest = self._bytes(tokens), self._bytes(max(tokens, *others, 0))
-        if own > self._memory:
-            raise CapacityError(
-                f"`memory` must be at least {readable_bytes(own)} for a prompt and answer of {tokens} tokens, got "
-                f"{readable_bytes(self._memory)}: give more, or name a smaller cache."
-            )
-        return longest * (len(others) + 1) <= self._memory
-
-    def _bytes(self, tokens: int) -> int:
-        # Rounded up, so that few lengths are tried.
-        return self._bytes_of(-(-capacity_for(tokens) // ROUNDING) * ROUNDING)
-
-
 class _Many:
     """The prompts that are being read, and the rows that are being decoded."""
 
@@ -279,7 +234,7 @@ class _Many:
         named: tuple[str, dict[str, Any]],
         active: ActiveStore | None,
         max_rows: int,
-        room: _Room,
+        room: Any,
         chunk_tokens: int,
         drafter: Drafter | None,
         room_for_drafts: int,

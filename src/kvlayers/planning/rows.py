@@ -1,0 +1,59 @@
+"""How many rows of a batch fit into some memory."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvlayers.core.named_caches import CacheRequest
+from kvlayers.errors import CapacityError, KVLayersError
+from kvlayers.planning.auto import checked_memory, free_memory
+from kvlayers.planning.planner import bytes_by_length
+from kvlayers.rows.dense_rows import capacity_for
+from kvlayers.utils.units import readable_bytes
+
+ROUNDING = 256
+"""Tokens to a multiple of which the length of a row is rounded up, to count its bytes."""
+
+
+class RoomForRows:
+    """Which rows fit side by side.
+
+    Args:
+        name: name of the rows' caches.
+        request: what the cache of one row is for.
+        memory: bytes of the device that all rows may take; `None` for half of what is free, if that is known.
+
+    Raises:
+        OptionError: `memory` is not a number of bytes.
+        ConfigError, UnsupportedLayerError: `memory` is given, and the bytes of such a cache are not known.
+    """
+
+    def __init__(self, name: str, request: CacheRequest, memory: int | str | None) -> None:
+        self._memory = 0
+        self._bytes_of: Callable[[int], int] = lambda tokens: 0
+        try:
+            self._memory = (
+                free_memory(request.device or torch.device("cpu")) // 2 if memory is None else checked_memory(memory)
+            )
+            self._bytes_of = bytes_by_length(name, request)
+        except KVLayersError:
+            if memory is not None:
+                raise
+
+    def fits(self, tokens: int, others: Sequence[int]) -> bool:
+        """Whether a row of up to `tokens` tokens fits beside others. All may take the room of the longest.
+
+        Raises:
+            CapacityError: it does not even fit alone.
+        """
+        own, longest = self._bytes(tokens), self._bytes(max(tokens, *others, 0))
+        if own > self._memory:
+            raise CapacityError(
+                f"`memory` must be at least {readable_bytes(own)} for a prompt and answer of {tokens} tokens, got "
+                f"{readable_bytes(self._memory)}: give more, or name a smaller cache."
+            )
+        return longest * (len(others) + 1) <= self._memory
+
+    def _bytes(self, tokens: int) -> int:
+        # Rounded up, so that few lengths are tried.
+        return self._bytes_of(-(-capacity_for(tokens) // ROUNDING) * ROUNDING)

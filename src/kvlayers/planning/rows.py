@@ -32,9 +32,8 @@ class RoomForRows:
         self._memory = 0
         self._bytes_of: Callable[[int], int] = lambda tokens: 0
         try:
-            self._memory = (
-                free_memory(request.device or torch.device("cpu")) // 2 if memory is None else checked_memory(memory)
-            )
+            free = free_memory(request.device or torch.device("cpu")) if memory is None else 0
+            self._memory = free // 2 if memory is None else checked_memory(memory)
             self._bytes_of = bytes_by_length(name, request)
         except KVLayersError:
             if memory is not None:

@@ -42,7 +42,7 @@ ARROWS: dict[str, set[str]] = {
 FACADES = ("caches", "layers", "stores", "quantizers")
 """Public modules that only list names of others."""
 
-LADDER = ("persistence", "prefix", "generation", "planning", "evaluation", "tools", "__main__", "__init__")
+LADDER = ("persistence", "prefix", "documents", "generation", "planning", "evaluation", "tools", "__main__", "__init__")
 """What people call, from the bottom: each may import every kind, and what stands below it."""
 
 KINDS = set(ARROWS) - {"rooms"}

@@ -5,7 +5,7 @@ import dis
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from typing import Any
 
@@ -36,6 +36,12 @@ BIASED_BY_COLUMN = ("bloom", "mpt", "prophetnet", "xlm-prophetnet")
 SCALES_BY_SLOT = ("llama4_text",)
 """Model types that scale queries by their slots in the sequence, whatever their `position_ids`."""
 
+HAS_IMAGES_IN_PLACE = ("gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen3_vl")
+"""Model types whose images stand in the sequence, as tokens with one id: `image_token_id` of the config. What is
+computed of a token or an image does not depend on what follows. Tests show it for each of these."""
+
+MADE_ANEW = ("rope_deltas",)
+"""Tensors that modules keep between passes, but that follow from the `position_ids` of a call, if it has any."""
 
 HAS_A_LAYER_FOR_EACH_TYPE = ("zamba", "zamba2")
 """Model types with as many layers as `layer_types` has entries, whatever `num_hidden_layers` says."""
@@ -305,14 +311,19 @@ PASS_METHODS = ("forward", "prepare_inputs_for_generation")
 """Methods of a module that `generate()` calls for each pass."""
 
 
-def kept_states(model: nn.Module) -> str | None:
+def kept_states(model: nn.Module, besides: Collection[str] = ()) -> str | None:
     """Where a module of `model` keeps a tensor between forward passes: "layers.0.conv_state"; `None` for nowhere.
 
     Buffers and parameters are not meant, which modules assign when they move them to another device.
+
+    Args:
+        model: the model.
+        besides: names of tensors that are not meant either.
     """
     for path, module in model.named_modules():
         for name in _assigned_in_a_pass(module.__class__):
-            if not _is_registered(module, name) and isinstance(vars(module).get(name), Tensor | None):
+            is_meant = name not in besides and not _is_registered(module, name)
+            if is_meant and isinstance(vars(module).get(name), Tensor | None):
                 return f"{path}.{name}" if path else name
     return None
 

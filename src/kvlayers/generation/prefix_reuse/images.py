@@ -1,0 +1,180 @@
+"""Images in prompts: by which tokens a store knows them, and what a model is given for some of them.
+
+A store compares tokens. For it, the placeholders of an image are replaced by numbers that follow from what the encoder
+is given. They are negative, so they are never those of text, and another image has others.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlayers.persistence.fingerprint import model_fields
+from kvlayers.persistence.format import canonical
+from kvlayers.upstream import compat, model_types
+
+OF_IMAGES = frozenset(("pixel_values", "image_grid_thw", "pixel_attention_mask"))
+"""Arguments of a model with what it is given of each image."""
+
+OF_TOKENS = frozenset(("token_type_ids", "mm_token_type_ids"))
+"""Arguments of a model that say which tokens are placeholders, `[rows, tokens]`: 1 for those of images, 0 for text."""
+
+LEAST_TOKENS = 4
+"""Tokens of an image that together have all bits of its digest, 64 in each."""
+
+
+class UnknownImagesError(Exception):
+    """Nobody knows which tokens belong to which image, for the reason in the message. It never leaves kvlayers."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image of a prompt, or one of the pieces into which a processor has cut it.
+
+    Attributes:
+        row: the prompt.
+        start: position of its first token in the prompt, padding not counted.
+        stop: position behind its last token.
+        arguments: what the model is given of it.
+    """
+
+    row: int
+    start: int
+    stop: int
+    arguments: Mapping[str, Tensor]
+
+
+class Images:
+    """The images of a batch of prompts.
+
+    Args:
+        images: the images, in the order of their tokens.
+        keys: int64 `[rows, tokens]`, the ids of the prompts, with other numbers for the placeholders of images.
+        of_tokens: arguments of the model that have one entry for each token, `[rows, tokens]`.
+        padding: tokens of padding before each prompt.
+
+    Attributes:
+        keys: as passed.
+    """
+
+    def __init__(
+        self, images: list[Image], keys: Tensor, of_tokens: Mapping[str, Tensor], padding: tuple[int, ...]
+    ) -> None:
+        self._images, self.keys, self._of_tokens, self._padding = images, keys, of_tokens, padding
+
+    def end(self, row: int) -> int:
+        """Position behind the last image of a prompt; 0 without images."""
+        return max((image.stop for image in self._images if image.row == row), default=0)
+
+    def boundary(self, row: int, length: int) -> int:
+        """The greatest length, at most `length`, at which no image of a prompt is cut."""
+        inside = (each.start for each in self._images if each.row == row and each.start < length < each.stop)
+        return next(inside, length)
+
+    def arguments(self, row: int, begin: int, stop: int) -> dict[str, Tensor]:
+        """What a model is given for the tokens of a prompt from `begin` to `stop`, which cut no image, if any is there.
+
+        Arguments with an entry for each token have all entries up to `stop`.
+        """
+        parts = [each.arguments for each in self._images if each.row == row and begin <= each.start < stop]
+        if not parts:
+            return {}
+        padding = self._padding[row]
+        of_tokens = {name: value[row : row + 1, padding : padding + stop] for name, value in self._of_tokens.items()}
+        # Where rows have images of their own, [rows, images, channels, height, width], there is one row.
+        dim = 1 if parts[0]["pixel_values"].dim() == 5 else 0
+        return {**{name: torch.cat([part[name] for part in parts], dim) for name in parts[0]}, **of_tokens}
+
+
+def takes_images(model: Any) -> bool:
+    """Whether the states of a model's tokens depend on tokens and images alone, and it is known how."""
+    return model.config.model_type in model_types.HAS_IMAGES_IN_PLACE and compat.PREPARES_POSITIONS
+
+
+def images_of(config: Any, input_ids: Tensor, padding: tuple[int, ...], model_kwargs: Mapping[str, Any]) -> Images:
+    """The images of a call of `generate()`.
+
+    Args:
+        config: config of the model.
+        input_ids: int64 `[rows, tokens]`.
+        padding: tokens of padding before each prompt.
+        model_kwargs: arguments of the model.
+
+    Raises:
+        UnknownImagesError: it is not clear which tokens belong to which image.
+    """
+    given = {name: value for name, value in model_kwargs.items() if value is not None}
+    of_images = {name: given[name] for name in sorted(OF_IMAGES & given.keys())}
+    of_tokens = {name: given[name] for name in sorted(OF_TOKENS & given.keys())}
+    if not of_images and not of_tokens:
+        return Images([], input_ids, {}, padding)
+    if not all(isinstance(value, Tensor) for value in (*of_images.values(), *of_tokens.values())):
+        raise UnknownImagesError("what it is given of its images are not tensors")
+    is_image = input_ids == config.image_token_id
+    # Without images, an id of a placeholder is text.
+    if of_images and any(not torch.equal(types.to(is_image), is_image) for types in of_tokens.values()):
+        raise UnknownImagesError(f"{', '.join(of_tokens)} differ from where its images are")
+    if not of_images and any(bool(types.any()) for types in of_tokens.values()):
+        raise UnknownImagesError(f"{', '.join(of_tokens)} tell tokens of text apart")
+    parts = list(_parts(of_images)) if of_images else []
+    rows, columns = (each.tolist() for each in is_image.nonzero(as_tuple=True))
+    counts = list(_tokens_of(config, parts, len(rows)))
+    if parts and sum(counts) != len(rows):
+        raise UnknownImagesError(f"its images have {sum(counts)} tokens, and its prompts {len(rows)} placeholders")
+    if any(count < LEAST_TOKENS for count in counts):
+        raise UnknownImagesError(f"an image has fewer than {LEAST_TOKENS} tokens")
+    # States depend on the encoder's config, and on whether the model is told which tokens are placeholders.
+    common = canonical([model_fields(config, is_pair=True), sorted(of_tokens)]).encode()
+    images, keys, first = [], input_ids.cpu().clone(), 0
+    for part, count in zip(parts, counts, strict=True):
+        row, start, stop = rows[first], columns[first], columns[first + count - 1] + 1
+        if rows[first + count - 1] != row:
+            raise UnknownImagesError("an image begins in one prompt and ends in another")
+        if stop == input_ids.shape[1]:
+            raise UnknownImagesError("a prompt ends with an image")
+        images.append(Image(row, start - padding[row], stop - padding[row], part))
+        keys[row, columns[first : first + count]] = torch.from_numpy(np.resize(_numbers(common, part), count))
+        first += count
+    return Images(images, keys.to(input_ids.device), of_tokens, padding)
+
+
+def _parts(of_images: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """What a model is given of each image, in the order of the images."""
+    pixels, grid = of_images.get("pixel_values"), of_images.get("image_grid_thw")
+    if pixels is None:
+        raise UnknownImagesError(f"it is given {', '.join(of_images)} without pixel_values")
+    if grid is not None:
+        # Patches of all images, [patches, channels * pixels].
+        for own, own_grid in zip(torch.split(pixels, grid.prod(-1).tolist()), grid, strict=True):
+            yield {"pixel_values": own, "image_grid_thw": own_grid[None]}
+        return
+    if pixels.dim() == 4:
+        # [images, channels, height, width]
+        yield from ({"pixel_values": own} for own in torch.split(pixels, 1))
+        return
+    # [rows, images, channels, height, width]: the model leaves out images of zeros, with which rows are padded.
+    for row, number in pixels.ne(0).flatten(2).any(-1).nonzero().tolist():
+        yield {name: value[row : row + 1, number : number + 1] for name, value in of_images.items()}
+
+
+def _tokens_of(config: Any, parts: list[dict[str, Tensor]], placeholders: int) -> Iterator[int]:
+    """How many tokens each image has: as many as its grid has cells, or all images the same number."""
+    for part in parts:
+        grid = part.get("image_grid_thw")
+        if grid is None:
+            yield placeholders // len(parts)
+        else:
+            yield int(grid.prod()) // config.vision_config.spatial_merge_size**2
+
+
+def _numbers(common: bytes, part: Mapping[str, Tensor]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Four negative numbers that tell an image from all others."""
+    total = hashlib.sha256(common)
+    for name, value in sorted(part.items()):
+        total.update(f"\n{name} {value.dtype} {list(value.shape)} ".encode())
+        total.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return np.frombuffer(total.digest(), "<i8").astype(np.int64) | np.int64(-(2**63))

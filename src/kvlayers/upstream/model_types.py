@@ -40,6 +40,9 @@ HAS_IMAGES_IN_PLACE = ("gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen3_vl")
 """Model types whose images stand in the sequence, as tokens with one id: `image_token_id` of the config. What is
 computed of a token or an image does not depend on what follows. Tests show it for each of these."""
 
+ATTENDS_AHEAD = ("paligemma",)
+"""Model types whose tokens attend to all of the prompt, so that a prefix has other states in another prompt."""
+
 MADE_ANEW = ("rope_deltas",)
 """Tensors that modules keep between passes, but that follow from the `position_ids` of a call, if it has any."""
 

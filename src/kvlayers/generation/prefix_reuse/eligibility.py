@@ -140,6 +140,7 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
     is_spread = len({parameter.device for parameter in model.parameters()}) > 1
     _refuse(
         {
+            f"the tokens of {name} attend to those behind them": model.config.model_type in model_types.ATTENDS_AHEAD,
             f"the states of {name} may depend on more than tokens": may_depend,
             f"{name} takes no cache": not cache_argument.is_taken_by(model),
             f"{name} makes its own cache": not model._supports_default_dynamic_cache(),

@@ -12,6 +12,7 @@ import torch
 import kvlayers
 import versions
 from kvlayers import OptionError, PrefixStore
+from kvlayers.generation.prefix_reuse.active_store import CURRENT
 from kvlayers.generation.prefix_reuse.images import images_of
 from matrix import once, some
 from models import tokens_passed
@@ -205,21 +206,28 @@ def test_what_an_encoder_is_given_tells_images_apart(difference: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_positions_are_those_of_the_prompts_own_images(family: str) -> None:
-    """A model remembers how far the images of its last call moved positions."""
-    model, store = seeing_model(family), PrefixStore(ROOM)
+    """A model remembers how far the images of its last call moved positions, and threads share a model."""
+    model = seeing_model(family)
+
+    class Busy(PrefixStore):
+        def lookup(self, *args: Any, **options: Any) -> Any:
+            # As another thread may at this moment.
+            with CURRENT.override(None):
+                model.generate(**inputs(family, [[5, 6], (9, (2, 16)), [7]]), max_new_tokens=1)
+            return super().lookup(*args, **options)
+
+    store = Busy(ROOM)
     prompts: list[list[Piece]] = [
         [[5, 6], (1, LARGE), [7, 8]],
         [[5, 6, 7, 8, 9]],
         [[5, 6], (1, SMALL), [7, 8]],
         [[5, 6], (1, LARGE), [7, 8], (2, SMALL), [9]],
     ]
-    for turn in range(3):
-        for number, pieces in enumerate(prompts):
-            given = inputs(family, [*pieces, [10 + number, 20 + turn]])
-            expected = plain(model, given)
-            model.generate(**inputs(family, prompts[number - 1]), max_new_tokens=2)
-            assert_equal(by_store(model, store, given)[0], expected)
-    assert store.statistics.hits >= 8
+    for turn in range(2):
+        for pieces in prompts:
+            given = inputs(family, [*pieces, [10 + turn, 20]])
+            assert_equal(by_store(model, store, given)[0], plain(model, given))
+    assert store.statistics.hits == 7
 
 
 BATCHES: dict[str, list[list[Piece]]] = {

@@ -40,6 +40,9 @@ HAS_IMAGES_IN_PLACE = ("gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen3_vl")
 """Model types whose images stand in the sequence, as tokens with one id: `image_token_id` of the config. What is
 computed of a token or an image does not depend on what follows. Tests show it for each of these."""
 
+ATTENDS_WITHIN_IMAGES = ("gemma3",)
+"""Model types whose tokens of an image attend to each other."""
+
 ATTENDS_AHEAD = ("paligemma",)
 """Model types whose tokens attend to all of the prompt, so that a prefix has other states in another prompt."""
 
@@ -87,6 +90,12 @@ def decoder_config(model_or_config: object) -> PretrainedConfig:
         decoder = copy.copy(decoder)
         decoder.num_hidden_layers = layers
     return decoder
+
+
+def has_images_in_place(config: PretrainedConfig) -> bool:
+    """Whether all that a model computes of its tokens depends on tokens and images before them, and it is known how."""
+    is_right = compat.MASKS_IMAGES_BY_POSITION or config.model_type not in ATTENDS_WITHIN_IMAGES
+    return compat.PREPARES_POSITIONS and is_right and config.model_type in HAS_IMAGES_IN_PLACE
 
 
 def listed_per_layer(decoder: PretrainedConfig, field: str) -> list[Any]:

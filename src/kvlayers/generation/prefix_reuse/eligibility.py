@@ -133,7 +133,7 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
     if model.config.is_encoder_decoder:
         raise IneligibleError(f"the states of {name} depend on an encoder's input")
     has_parts = model_types.decoder_config(model.config) is not model.config or type(model.config).sub_configs
-    may_depend = has_parts and not images.takes_images(model)
+    may_depend = has_parts and not model_types.has_images_in_place(model.config)
     kept, depends = kept_states(model, besides=model_types.MADE_ANEW), depends_on_length(model.config)
     one_by_one = model_types.decodes_one_token(model.config)
     # Neither a file nor a config says which device the states of a layer belong to.
@@ -200,7 +200,8 @@ def check_options(model: Any, config: Any, arguments: Mapping[str, Any], model_k
         arguments: arguments of the call.
         model_kwargs: the arguments among them that are passed to the model.
     """
-    known = HARMLESS_ARGUMENTS | (images.OF_IMAGES | images.OF_TOKENS if images.takes_images(model) else frozenset())
+    of_images = images.OF_IMAGES | images.OF_TOKENS if model_types.has_images_in_place(model.config) else frozenset()
+    known = HARMLESS_ARGUMENTS | of_images
     others = sorted({name for name, value in model_kwargs.items() if value is not None} - known)
     is_assisted = arguments.get("assistant_model") is not None or config.is_assistant
     mode = config.get_generation_mode()

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kvlayers.persistence.fingerprint import model_fields
 from kvlayers.persistence.format import canonical
-from kvlayers.upstream import compat, model_types
 
 OF_IMAGES = frozenset(("pixel_values", "image_grid_thw", "pixel_attention_mask"))
 """Arguments of a model with what it is given of each image."""
@@ -88,11 +87,6 @@ class Images:
         # Where rows have images of their own, [rows, images, channels, height, width], there is one row.
         dim = 1 if parts[0]["pixel_values"].dim() == 5 else 0
         return {**{name: torch.cat([part[name] for part in parts], dim) for name in parts[0]}, **of_tokens}
-
-
-def takes_images(model: Any) -> bool:
-    """Whether the states of a model's tokens depend on tokens and images alone, and it is known how."""
-    return model.config.model_type in model_types.HAS_IMAGES_IN_PLACE and compat.PREPARES_POSITIONS
 
 
 def images_of(config: Any, input_ids: Tensor, padding: tuple[int, ...], model_kwargs: Mapping[str, Any]) -> Images:

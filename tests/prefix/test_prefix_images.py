@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+import transformers as tf
 
 import kvlayers
 import versions
@@ -17,7 +19,7 @@ from kvlayers.generation.prefix_reuse.images import images_of
 from kvlayers.upstream import compat
 from matrix import once, some
 from models import tokens_passed
-from vision_models import IMAGE, SEEING, VOCAB, Piece, any_seeing_model, encoded, inputs, seeing_model
+from vision_models import IMAGE, SEEING, SIDE, VOCAB, Piece, any_seeing_model, encoded, inputs, seeing_model
 
 pytestmark = versions.images_in_prefixes
 
@@ -310,6 +312,30 @@ def test_an_installed_store_serves_calls_with_images() -> None:
                 assert_equal(plain(model, given), expected)
             assert bool(images) == (attempt == 0)
     assert store.statistics.hits == 1
+
+
+def test_what_a_processor_returns_is_taken() -> None:
+    image = pytest.importorskip("PIL.Image", reason="processors of images need pillow")
+    words = ["<pad>", "<s>", "</s>", "<unk>", "what", "is", "this", "that"]
+    vocabulary = {**{word: number for number, word in enumerate(words)}, "<image>": IMAGE}
+    splitter = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    splitter.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = tf.PreTrainedTokenizerFast(
+        tokenizer_object=splitter, pad_token="<pad>", extra_special_tokens={"image_token": "<image>"}
+    )
+    pixels = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+    processor = tf.LlavaProcessor(
+        tf.CLIPImageProcessor(**pixels), tokenizer, patch_size=4, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )  # fmt: skip
+    model, store = seeing_model("llava"), PrefixStore(ROOM)
+    for color, question, covered in (("red", "this", 0), ("red", "that", 18), ("blue", "that", 0)):
+        photo = image.new("RGB", (20, 24), color)
+        given = processor(images=photo, text=f"<image> what is {question}", return_tensors="pt")
+        seen, _, images = by_store(model, store, given)
+        assert_equal(seen, plain(model, given))
+        assert seen.cached_tokens[0] == covered
+        assert bool(images) == (covered == 0)
 
 
 # Calls that cannot use a store

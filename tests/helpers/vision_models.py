@@ -115,6 +115,9 @@ def _shared_model(family: str) -> Any:
     # As those of `models.fresh_model`: so that a token says something.
     with torch.no_grad():
         for name, weight in model.named_parameters():
+            if not weight.any() and not name.endswith("bias"):
+                # What would be learned before an image has an effect: projections, and gates of cross-attention.
+                weight.normal_(std=0.5)
             if weight.dim() > 1 and "norm" not in name:
                 weight.mul_(3)
     for name, value in SPECIAL.items():

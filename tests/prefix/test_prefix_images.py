@@ -15,11 +15,12 @@ import kvlayers
 import versions
 from kvlayers import OptionError, PrefixStore
 from kvlayers.generation.prefix_reuse.active_store import CURRENT
-from kvlayers.generation.prefix_reuse.images import images_of
+from kvlayers.generation.prefix_reuse.images import images_in_place
+from kvlayers.prefix import Hit
 from kvlayers.upstream import compat
 from matrix import once, some
 from models import tokens_passed
-from vision_models import IMAGE, SEEING, SIDE, VOCAB, Piece, any_seeing_model, encoded, inputs, seeing_model
+from vision_models import CONFIGS, IMAGE, SEEING, SIDE, VOCAB, Piece, any_seeing_model, encoded, inputs, seeing_model
 
 pytestmark = versions.images_in_prefixes
 
@@ -61,6 +62,13 @@ def answer_in(output: Any) -> list[int]:
 def encoder_input(family: str, *grids: tuple[int, int]) -> int:
     """What the encoder gets for images with these grids."""
     return sum(high * wide for high, wide in grids) if family.startswith("qwen") else len(grids)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_models_of_these_tests_see(family: str) -> None:
+    model = any_seeing_model(family)
+    one, other = (model(**inputs(family, [[5], (seed, WIDE), [8, 9]])).logits[0, -1] for seed in (1, 2))
+    assert (one - other).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(("name", "family"), once(NAMES, SEEING))
@@ -130,6 +138,11 @@ def random_prompts(family: str, count: int) -> Iterator[tuple[dict[str, Any], li
         given = inputs(family, pieces)
         of_images = iter(piece if family.startswith("qwen") else piece[0] for piece in pieces if type(piece) is tuple)
         own, places, last = None, [], 0
+        if family == "mllama":
+            # Each token may depend on each image.
+            own = tuple(of_images)
+            yield given, [(own, token) for token in given["input_ids"][0].tolist()]
+            continue
         for token in given["input_ids"][0].tolist():
             own = next(of_images) if token == IMAGE != last else own
             places.append(own if token == IMAGE else token)
@@ -142,14 +155,15 @@ def test_keys_of_200_prompts_are_equal_as_far_as_texts_and_images_are(family: st
     config, known = seeing_model(family).config, []
     for given, places in random_prompts(family, 200):
         ids = given.pop("input_ids")
-        keys = images_of(config, ids, (0,), given).keys[0].tolist()
+        given.pop("attention_mask")
+        keys = images_in_place(config, ids, (0,), given).keys[0].tolist()
         assert all((key == token) == (token != IMAGE) for key, token in zip(keys, ids[0].tolist(), strict=True))
         for other_keys, other_places in known:
             assert _common(keys, other_keys) == _common(places, other_places)
         known.append((keys, places))
 
 
-@pytest.mark.parametrize("case", some(itertools.product(SEEING, (30, 200)), [("qwen2_5_vl", 30)]), ids=str)
+@pytest.mark.parametrize("case", some(itertools.product((*SEEING, "mllama"), (30, 200)), [("qwen2_5_vl", 30)]), ids=str)
 def test_no_image_is_taken_for_another(case: tuple[str, int]) -> None:
     """Random prompts find exactly what they begin with, and are answered as without a store."""
     family, count = case
@@ -183,11 +197,19 @@ def _masked(mask: torch.Tensor) -> torch.Tensor:
     return mask
 
 
+def _not_at_first(mask: torch.Tensor) -> torch.Tensor:
+    mask = mask.clone()
+    mask[:, :4] = 0
+    return mask
+
+
 DIFFERENCES: dict[str, tuple[str, str, Any]] = {
     "a pixel": ("llava", "pixel_values", _one_pixel),
     "a patch": ("qwen3_vl", "pixel_values", _one_pixel),
     "a grid": ("qwen2_5_vl", "image_grid_thw", lambda grid: grid[:, [0, 2, 1]]),
     "a mask of pixels": ("idefics3", "pixel_attention_mask", _masked),
+    "the shape of an image": ("mllama", "aspect_ratio_ids", lambda ids: ids + 1),
+    "which tokens see it": ("mllama", "cross_attention_mask", _not_at_first),
     "no types of tokens": ("gemma3", "token_type_ids", lambda types: None),
 }
 
@@ -243,7 +265,7 @@ BATCHES: dict[str, list[list[Piece]]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "beams", "family"), once(BATCHES, (1, 3), SEEING, times=2))
+@pytest.mark.parametrize(("kind", "beams", "family"), once(BATCHES, (1, 3), SEEING))
 def test_batches(kind: str, beams: int, family: str) -> None:
     model, store = seeing_model(family), PrefixStore(ROOM)
     given = inputs(family, *BATCHES[kind])
@@ -258,12 +280,17 @@ def test_batches(kind: str, beams: int, family: str) -> None:
     assert store.statistics.bypassed == 0
 
 
-@pytest.mark.parametrize("family", SEEING)
-@pytest.mark.parametrize("asked", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}])
-def test_beams_and_samples_share_an_image(asked: dict[str, Any], family: str) -> None:
+SEVERAL: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 3},
+    "samples": {"num_return_sequences": 2, "do_sample": True},
+}
+
+
+@pytest.mark.parametrize(("way", "family"), once(SEVERAL, (*SEEING, "mllama")))
+def test_beams_and_samples_share_an_image(way: str, family: str) -> None:
     model, store = seeing_model(family), PrefixStore(ROOM)
     given = inputs(family, [DOCUMENT, (1, WIDE), [8, 9]])
-    options = {**OPTIONS, **asked}
+    options = {**OPTIONS, **SEVERAL[way]}
     torch.manual_seed(3)
     expected = model.generate(**given, **options)
     for attempt in range(2):
@@ -273,7 +300,7 @@ def test_beams_and_samples_share_an_image(asked: dict[str, Any], family: str) ->
         assert bool(images) == (attempt == 0)
 
 
-@pytest.mark.parametrize("family", some(SEEING, ("qwen3_vl", "gemma3")))
+@pytest.mark.parametrize("family", some((*SEEING, "mllama"), ("qwen3_vl", "gemma3", "mllama")))
 def test_images_are_found_in_files(family: str, tmp_path: pathlib.Path) -> None:
     model = seeing_model(family)
     pieces: list[Piece] = [DOCUMENT, (1, WIDE), [8, 9]]
@@ -314,6 +341,43 @@ def test_an_installed_store_serves_calls_with_images() -> None:
     assert store.statistics.hits == 1
 
 
+# Images whose states are apart from those of tokens
+
+
+@pytest.mark.parametrize("name", ["dynamic", "offloaded", "int8"])
+def test_layers_of_cross_attention_are_found_by_all_images(name: str) -> None:
+    model, store = seeing_model("mllama"), PrefixStore(ROOM)
+    pieces: list[Piece] = [[5, 6, 7], (1, WIDE), [8, 9, 10, 11]]
+    for turn, more in enumerate(([[12, 13]], [[14], (2, WIDE), [15]], [[16]])):
+        given = inputs("mllama", pieces)
+        seen, tokens, images = by_store(model, store, given, cache_implementation=name)
+        assert_equal(seen, plain(model, given))
+        # With another image, each token of the prompt has other states to attend to.
+        is_found = turn == 1
+        assert bool(images) != is_found
+        assert bool(seen.cached_tokens[0]) == is_found
+        assert tokens == given["input_ids"].shape[1] - seen.cached_tokens[0] + NEW - 1
+        pieces = [*pieces, answer_in(seen), *more]
+    given = inputs("mllama", [[5, 6, 7], (3, WIDE), [8, 9, 10, 11]])
+    seen, _, _ = by_store(model, store, given, cache_implementation=name)
+    assert seen.cached_tokens == (0,)
+    assert_equal(seen, plain(model, given))
+
+
+def test_tokens_without_the_states_of_their_images_are_computed_again() -> None:
+    class Forgetful(PrefixStore):
+        def lookup(self, input_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
+            # As if the layers of images had been evicted.
+            return Hit() if int(input_ids.min()) < 0 else super().lookup(input_ids, *args, **options)
+
+    model, store = seeing_model("mllama"), Forgetful(ROOM)
+    given = inputs("mllama", [[5, 6, 7], (1, WIDE), [8, 9]])
+    for _ in range(2):
+        seen, _, images = by_store(model, store, given)
+        assert_equal(seen, plain(model, given))
+        assert images == [1]
+
+
 def test_what_a_processor_returns_is_taken() -> None:
     image = pytest.importorskip("PIL.Image", reason="processors of images need pillow")
     words = ["<pad>", "<s>", "</s>", "<unk>", "what", "is", "this", "that"]
@@ -343,7 +407,6 @@ def test_what_a_processor_returns_is_taken() -> None:
 
 REFUSED: dict[str, tuple[str, str, Any]] = {
     "a token attends to those behind it": ("paligemma", "attend to those behind", dict),
-    "states of images are apart": ("mllama", "more than tokens", dict),
     "an argument that is not known": ("llava", "image_sizes", lambda given: {**given, "image_sizes": [1]}),
     "too many placeholders": (
         "llava",
@@ -364,6 +427,21 @@ REFUSED: dict[str, tuple[str, str, Any]] = {
             "attention_mask": given["attention_mask"][:, :-2],
         },
     ),
+    "patches that grids do not count": (
+        "qwen3_vl",
+        "numbers of patches",
+        lambda given: {**given, "pixel_values": given["pixel_values"][4:]},
+    ),
+    "images apart from several prompts": (
+        "mllama",
+        "several prompts",
+        lambda given: {name: torch.cat([value, value]) for name, value in given.items()},
+    ),
+    "images apart without their shapes": (
+        "mllama",
+        "aspect_ratio_ids",
+        lambda given: {name: value for name, value in given.items() if name != "aspect_ratio_ids"},
+    ),
     "types that tell texts apart": (
         "gemma3",
         "token_type_ids",
@@ -382,7 +460,7 @@ def test_calls_that_cannot_use_a_store_say_why(case: str) -> None:
         kvlayers.generate(model, **given, prefix_store=store, **OPTIONS)
 
 
-BYPASSED = ("paligemma", "mllama", *(("gemma3",) if not compat.MASKS_IMAGES_BY_POSITION else ()))
+BYPASSED = ("paligemma", *(("gemma3",) if not compat.MASKS_IMAGES_BY_POSITION else ()))
 
 
 @pytest.mark.parametrize("family", BYPASSED)

@@ -40,6 +40,20 @@ HAS_IMAGES_IN_PLACE = ("gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen3_vl")
 """Model types whose images stand in the sequence, as tokens with one id: `image_token_id` of the config. What is
 computed of a token or an image does not depend on what follows. Tests show it for each of these."""
 
+HAS_IMAGES_APART = ("mllama",)
+"""Model types with layers of cross-attention, `cross_attention_layers` of the config, which hold states of images."""
+
+FOR_ENCODERS = frozenset(
+    ("pixel_values", "image_grid_thw", "pixel_attention_mask", "aspect_ratio_ids", "aspect_ratio_mask")
+)
+"""Arguments of models that only their encoder of images reads."""
+
+TOKEN_TYPES = frozenset(("token_type_ids", "mm_token_type_ids"))
+"""Arguments of models that say which tokens are placeholders, `[rows, tokens]`: 1 for those of images, 0 for text."""
+
+FOR_IMAGES_IN_PLACE = frozenset(("pixel_values", "image_grid_thw", "pixel_attention_mask")) | TOKEN_TYPES
+FOR_IMAGES_APART = frozenset(("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"))
+
 ATTENDS_WITHIN_IMAGES = ("gemma3",)
 """Model types whose tokens of an image attend to each other."""
 
@@ -92,10 +106,14 @@ def decoder_config(model_or_config: object) -> PretrainedConfig:
     return decoder
 
 
-def has_images_in_place(config: PretrainedConfig) -> bool:
-    """Whether all that a model computes of its tokens depends on tokens and images before them, and it is known how."""
+def image_arguments(config: PretrainedConfig) -> frozenset[str]:
+    """Arguments of a model about images, by which the states of a prefix are known; none if it is not known how."""
+    if not compat.PREPARES_POSITIONS:
+        return frozenset()
+    if config.model_type in HAS_IMAGES_APART:
+        return FOR_IMAGES_APART
     is_right = compat.MASKS_IMAGES_BY_POSITION or config.model_type not in ATTENDS_WITHIN_IMAGES
-    return compat.PREPARES_POSITIONS and is_right and config.model_type in HAS_IMAGES_IN_PLACE
+    return FOR_IMAGES_IN_PLACE if is_right and config.model_type in HAS_IMAGES_IN_PLACE else frozenset()
 
 
 def listed_per_layer(decoder: PretrainedConfig, field: str) -> list[Any]:

@@ -13,7 +13,6 @@ from transformers.generation.utils import GenerationMode
 from kvlayers.core import named_caches
 from kvlayers.core.cache import Cache
 from kvlayers.errors import ConfigError, KVLayersError
-from kvlayers.generation.prefix_reuse import images
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.persistence import weights_id
 from kvlayers.persistence.format import canonical
@@ -133,7 +132,7 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
     if model.config.is_encoder_decoder:
         raise IneligibleError(f"the states of {name} depend on an encoder's input")
     has_parts = model_types.decoder_config(model.config) is not model.config or type(model.config).sub_configs
-    may_depend = has_parts and not model_types.has_images_in_place(model.config)
+    may_depend = has_parts and not model_types.image_arguments(model.config)
     kept, depends = kept_states(model, besides=model_types.MADE_ANEW), depends_on_length(model.config)
     one_by_one = model_types.decodes_one_token(model.config)
     # Neither a file nor a config says which device the states of a layer belong to.
@@ -200,8 +199,7 @@ def check_options(model: Any, config: Any, arguments: Mapping[str, Any], model_k
         arguments: arguments of the call.
         model_kwargs: the arguments among them that are passed to the model.
     """
-    of_images = images.OF_IMAGES | images.OF_TOKENS if model_types.has_images_in_place(model.config) else frozenset()
-    known = HARMLESS_ARGUMENTS | of_images
+    known = HARMLESS_ARGUMENTS | model_types.image_arguments(model.config)
     others = sorted({name for name, value in model_kwargs.items() if value is not None} - known)
     is_assisted = arguments.get("assistant_model") is not None or config.is_assistant
     mode = config.get_generation_mode()

@@ -13,21 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvlayers.core.cache import Cache
+from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart
 from kvlayers.persistence.fingerprint import model_fields
 from kvlayers.persistence.format import canonical
-
-OF_IMAGES = frozenset(("pixel_values", "image_grid_thw", "pixel_attention_mask"))
-"""Arguments of a model with what it is given of each image."""
-
-OF_TOKENS = frozenset(("token_type_ids", "mm_token_type_ids"))
-"""Arguments of a model that say which tokens are placeholders, `[rows, tokens]`: 1 for those of images, 0 for text."""
+from kvlayers.prefix import Hit
+from kvlayers.upstream import model_types
 
 LEAST_TOKENS = 4
 """Tokens of an image that together have all bits of its digest, 64 in each."""
-
-
-class UnknownImagesError(Exception):
-    """Nobody knows which tokens belong to which image, for the reason in the message. It never leaves kvlayers."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +68,14 @@ class Images:
         inside = (each.start for each in self._images if each.row == row and each.start < length < each.stop)
         return next(inside, length)
 
+    def lookup(self, part: StorePart, keys: Tensor) -> Hit:
+        """The longest stored prefix of `keys`, without the last one."""
+        return part.lookup(keys)
+
+    def insert(self, part: StorePart, keys: Tensor, cache: Cache) -> None:
+        """Insert a cache for the tokens that it has seen."""
+        part.insert(keys, cache)
+
     def arguments(self, row: int, begin: int, stop: int) -> dict[str, Tensor]:
         """What a model is given for the tokens of a prompt from `begin` to `stop`, which cut no image, if any is there.
 
@@ -89,49 +91,48 @@ class Images:
         return {**{name: torch.cat([part[name] for part in parts], dim) for name in parts[0]}, **of_tokens}
 
 
-def images_of(config: Any, input_ids: Tensor, padding: tuple[int, ...], model_kwargs: Mapping[str, Any]) -> Images:
-    """The images of a call of `generate()`.
+def images_in_place(config: Any, input_ids: Tensor, padding: tuple[int, ...], given: Mapping[str, Any]) -> Images:
+    """The images of a call of `generate()` whose tokens stand in the sequence.
 
     Args:
         config: config of the model.
         input_ids: int64 `[rows, tokens]`.
         padding: tokens of padding before each prompt.
-        model_kwargs: arguments of the model.
+        given: arguments of the model about images.
 
     Raises:
-        UnknownImagesError: it is not clear which tokens belong to which image.
+        IneligibleError: it is not clear which tokens belong to which image.
     """
-    given = {name: value for name, value in model_kwargs.items() if value is not None}
-    of_images = {name: given[name] for name in sorted(OF_IMAGES & given.keys())}
-    of_tokens = {name: given[name] for name in sorted(OF_TOKENS & given.keys())}
-    if not of_images and not of_tokens:
+    if not all(isinstance(value, Tensor) for value in given.values()):
+        raise IneligibleError("what it is given of its images are not tensors")
+    of_tokens = {name: given[name] for name in sorted(given) if name in model_types.TOKEN_TYPES}
+    of_images = {name: given[name] for name in sorted(given) if name not in model_types.TOKEN_TYPES}
+    if not given:
         return Images([], input_ids, {}, padding)
-    if not all(isinstance(value, Tensor) for value in (*of_images.values(), *of_tokens.values())):
-        raise UnknownImagesError("what it is given of its images are not tensors")
     is_image = input_ids == config.image_token_id
     # Without images, an id of a placeholder is text.
     if of_images and any(not torch.equal(types.to(is_image), is_image) for types in of_tokens.values()):
-        raise UnknownImagesError(f"{', '.join(of_tokens)} differ from where its images are")
+        raise IneligibleError(f"{', '.join(of_tokens)} differ from where its images are")
     if not of_images and any(bool(types.any()) for types in of_tokens.values()):
-        raise UnknownImagesError(f"{', '.join(of_tokens)} tell tokens of text apart")
+        raise IneligibleError(f"{', '.join(of_tokens)} tell tokens of text apart")
     parts = list(_parts(of_images)) if of_images else []
     rows, columns = (each.tolist() for each in is_image.nonzero(as_tuple=True))
     counts = list(_tokens_of(config, parts, len(rows)))
     if parts and sum(counts) != len(rows):
-        raise UnknownImagesError(f"its images have {sum(counts)} tokens, and its prompts {len(rows)} placeholders")
+        raise IneligibleError(f"its images have {sum(counts)} tokens, and its prompts {len(rows)} placeholders")
     if any(count < LEAST_TOKENS for count in counts):
-        raise UnknownImagesError(f"an image has fewer than {LEAST_TOKENS} tokens")
+        raise IneligibleError(f"an image has fewer than {LEAST_TOKENS} tokens")
     # States depend on the encoder's config, and on whether the model is told which tokens are placeholders.
-    common = canonical([model_fields(config, is_pair=True), sorted(of_tokens)]).encode()
+    common = [model_fields(config, is_pair=True), sorted(of_tokens)]
     images, keys, first = [], input_ids.cpu().clone(), 0
     for part, count in zip(parts, counts, strict=True):
         row, start, stop = rows[first], columns[first], columns[first + count - 1] + 1
         if rows[first + count - 1] != row:
-            raise UnknownImagesError("an image begins in one prompt and ends in another")
+            raise IneligibleError("an image begins in one prompt and ends in another")
         if stop == input_ids.shape[1]:
-            raise UnknownImagesError("a prompt ends with an image")
+            raise IneligibleError("a prompt ends with an image")
         images.append(Image(row, start - padding[row], stop - padding[row], part))
-        keys[row, columns[first : first + count]] = torch.from_numpy(np.resize(_numbers(common, part), count))
+        keys[row, columns[first : first + count]] = _numbers(digest_of(common, part), count)
         first += count
     return Images(images, keys.to(input_ids.device), of_tokens, padding)
 
@@ -140,8 +141,10 @@ def _parts(of_images: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """What a model is given of each image, in the order of the images."""
     pixels, grid = of_images.get("pixel_values"), of_images.get("image_grid_thw")
     if pixels is None:
-        raise UnknownImagesError(f"it is given {', '.join(of_images)} without pixel_values")
+        raise IneligibleError(f"it is given {', '.join(of_images)} without pixel_values")
     if grid is not None:
+        if int(grid.prod(-1).sum()) != len(pixels):
+            raise IneligibleError("its images have other numbers of patches than their grids say")
         # Patches of all images, [patches, channels * pixels].
         for own, own_grid in zip(torch.split(pixels, grid.prod(-1).tolist()), grid, strict=True):
             yield {"pixel_values": own, "image_grid_thw": own_grid[None]}
@@ -150,6 +153,8 @@ def _parts(of_images: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         # [images, channels, height, width]
         yield from ({"pixel_values": own} for own in torch.split(pixels, 1))
         return
+    if pixels.dim() != 5:
+        raise IneligibleError(f"its pixel_values have {pixels.dim()} dimensions")
     # [rows, images, channels, height, width]: the model leaves out images of zeros, with which rows are padded.
     for row, number in pixels.ne(0).flatten(2).any(-1).nonzero().tolist():
         yield {name: value[row : row + 1, number : number + 1] for name, value in of_images.items()}
@@ -165,10 +170,16 @@ def _tokens_of(config: Any, parts: list[dict[str, Tensor]], placeholders: int) -
             yield int(grid.prod()) // config.vision_config.spatial_merge_size**2
 
 
-def _numbers(common: bytes, part: Mapping[str, Tensor]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Four negative numbers that tell an image from all others."""
-    total = hashlib.sha256(common)
-    for name, value in sorted(part.items()):
+def digest_of(facts: Any, tensors: Mapping[str, Tensor]) -> bytes:
+    """32 bytes that differ if plain facts or tensors do."""
+    total = hashlib.sha256(canonical(facts).encode())
+    for name, value in sorted(tensors.items()):
         total.update(f"\n{name} {value.dtype} {list(value.shape)} ".encode())
         total.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return np.frombuffer(total.digest(), "<i8").astype(np.int64) | np.int64(-(2**63))
+    return total.digest()
+
+
+def _numbers(digest: bytes, count: int) -> Tensor:
+    """So many negative numbers that follow from a digest, four of which have nearly all of its bits."""
+    words = np.frombuffer(digest, "<i8").astype(np.int64) | np.int64(-(2**63))
+    return torch.from_numpy(np.resize(words, count))

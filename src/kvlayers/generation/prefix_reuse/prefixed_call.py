@@ -43,7 +43,8 @@ from kvlayers.generation.prefix_reuse.eligibility import (
     options_of,
     prompts_of,
 )
-from kvlayers.generation.prefix_reuse.images import OF_IMAGES, UnknownImagesError, images_of
+from kvlayers.generation.prefix_reuse.images import Images, images_in_place
+from kvlayers.generation.prefix_reuse.images_apart import ImagesApart
 from kvlayers.generation.saved_names import requested_name, resolve_name
 from kvlayers.prefix import Hit
 from kvlayers.recurrent.hybrid_layer import LINEAR
@@ -176,10 +177,13 @@ class PrefixedCall:
         resolve_name(self._config, requested_name(self._arguments), is_given_a_cache=False)
         check_options(model, self._config, self._arguments, model_kwargs)
         self._prompts = prompts_of(self._config, self._arguments)
-        try:
-            self._images = images_of(model.config, self._prompts.input_ids, self._prompts.padding, model_kwargs)
-        except UnknownImagesError as reason:
-            raise IneligibleError(str(reason)) from reason
+        names = model_types.image_arguments(model.config)
+        given = {name: value for name, value in model_kwargs.items() if name in names and value is not None}
+        self._images: Images | ImagesApart
+        if given and model.config.model_type in model_types.HAS_IMAGES_APART:
+            self._images = ImagesApart(model.config, self._prompts.input_ids, given)
+        else:
+            self._images = images_in_place(model.config, self._prompts.input_ids, self._prompts.padding, given)
         self._keys = PromptBatch(self._images.keys, self._prompts.padding)
         self._positions = generate_calls.own_positions(model, self._prompts.input_ids, model_kwargs)
         self._repeats = sequences_per_prompt(self._config)
@@ -219,7 +223,7 @@ class PrefixedCall:
             else:
                 cache = self._for_separate_prompts(common, hits)
         cache.prefix_notes = tuple(self._notes)
-        arguments = {name: value for name, value in self._arguments.items() if name not in OF_IMAGES}
+        arguments = {name: value for name, value in self._arguments.items() if name not in model_types.FOR_ENCODERS}
         if self._positions is not None:
             arguments["position_ids"] = self._positions
         return cache, {**arguments, **changes, self._cache_name: cache}
@@ -233,7 +237,7 @@ class PrefixedCall:
             sequences[:, : ids.shape[1]] = ids.repeat_interleave(sequences.shape[0] // ids.shape[0], dim=0)
         elif cache.batch_size == sequences.shape[0] == 1:
             keys = self._keys.input_ids.to(sequences.device)
-            self._part.insert(torch.cat([keys, sequences[:, ids.shape[1] :]], dim=1), cache)
+            self._images.insert(self._part, torch.cat([keys, sequences[:, ids.shape[1] :]], dim=1), cache)
         return _with_cached_tokens(output, self._cached_tokens)
 
     def _for_one_prompt(self) -> Cache:
@@ -315,9 +319,9 @@ class PrefixedCall:
     def _lookup(self, row: int, tokens: int | None = None) -> Hit:
         """Look up a prompt, or its first `tokens`."""
         keys = self._keys.row(row)[:, :tokens]
-        hit = self._part.lookup(keys)
+        hit = self._images.lookup(self._part, keys)
         while (whole := self._images.boundary(row, hit.covered)) < hit.covered:
-            hit = self._part.lookup(keys[:, : whole + 1])
+            hit = self._images.lookup(self._part, keys[:, : whole + 1])
         reason = f": {hit.reason}" if hit.reason else ""
         self._notes.append(f"{hit.covered} of {keys.shape[-1]} tokens were stored{reason}")
         return hit
@@ -374,7 +378,7 @@ class PrefixedCall:
             pass_tokens(self._model, ids[:, :stop], model_kwargs, cache, begin, chunk)
             if cache.get_seq_length() != stop:
                 raise IneligibleError(f"{type(self._model).__name__} puts other tokens into its cache than it is given")
-            self._part.insert(self._keys.row(row)[:, :stop], cache)
+            self._images.insert(self._part, self._keys.row(row)[:, :stop], cache)
             begin = stop
 
     def _positions_of(self, row: int) -> Tensor:

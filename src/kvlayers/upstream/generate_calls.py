@@ -127,10 +127,11 @@ def own_positions(model: Any, input_ids: torch.Tensor, model_kwargs: Mapping[str
     Returns:
         `None` if the model counts tokens like others.
     """
-    name = "_prepare_position_ids_for_generation"
-    if not PREPARES_POSITIONS or getattr(type(model), name) is getattr(GenerationMixin, name):
+    if not PREPARES_POSITIONS:
         return None
-    positions: torch.Tensor = getattr(model, name)(input_ids, dict(model_kwargs))
+    if type(model)._prepare_position_ids_for_generation is GenerationMixin._prepare_position_ids_for_generation:
+        return None
+    positions: torch.Tensor = model._prepare_position_ids_for_generation(input_ids, dict(model_kwargs))
     return positions
 
 

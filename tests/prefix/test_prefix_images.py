@@ -286,6 +286,15 @@ SEVERAL: dict[str, dict[str, Any]] = {
 }
 
 
+def test_a_batch_without_a_mask() -> None:
+    model, store = seeing_model("qwen2_5_vl"), PrefixStore(ROOM)
+    given = inputs("qwen2_5_vl", *BATCHES["one document, other images"])
+    del given["attention_mask"]
+    for _ in range(2):
+        assert_equal(by_store(model, store, given)[0], plain(model, given))
+    assert store.statistics.hits > 0
+
+
 @pytest.mark.parametrize(("way", "family"), once(SEVERAL, (*SEEING, "mllama")))
 def test_beams_and_samples_share_an_image(way: str, family: str) -> None:
     model, store = seeing_model(family), PrefixStore(ROOM)
@@ -432,6 +441,11 @@ REFUSED: dict[str, tuple[str, str, Any]] = {
         "numbers of patches",
         lambda given: {**given, "pixel_values": given["pixel_values"][4:]},
     ),
+    "a mask that nobody reads": (
+        "llava",
+        "given pixel_attention_mask",
+        lambda given: {**given, "pixel_attention_mask": torch.ones(2, SIDE, SIDE)},
+    ),
     "images apart from several prompts": (
         "mllama",
         "several prompts",
@@ -472,6 +486,12 @@ def test_a_bypassed_call_answers_as_without_a_store(family: str) -> None:
         for _ in range(2):
             assert_equal(plain(model, given), expected)
     assert store.statistics.bypassed == 2
+
+
+def test_scores_of_a_model_that_remembers_positions_use_no_store() -> None:
+    model, store = seeing_model("qwen2_5_vl"), PrefixStore(ROOM)
+    with pytest.raises(OptionError, match="rope_deltas"):
+        kvlayers.score(model, [DOCUMENT], [[[5, 6]]], prefix_store=store)
 
 
 @pytest.mark.parametrize("name", ["sink", "knorm", "snapkv"])

@@ -131,7 +131,9 @@ def own_positions(model: Any, input_ids: torch.Tensor, model_kwargs: Mapping[str
         return None
     if type(model)._prepare_position_ids_for_generation is GenerationMixin._prepare_position_ids_for_generation:
         return None
-    positions: torch.Tensor = model._prepare_position_ids_for_generation(input_ids, dict(model_kwargs))
+    mask = model_kwargs.get("attention_mask")
+    arguments = {**model_kwargs, "attention_mask": torch.ones_like(input_ids) if mask is None else mask}
+    positions: torch.Tensor = model._prepare_position_ids_for_generation(input_ids, arguments)
     return positions
 
 

@@ -116,6 +116,8 @@ def images_in_place(config: Any, input_ids: Tensor, padding: tuple[int, ...], gi
     if not of_images and any(bool(types.any()) for types in of_tokens.values()):
         raise IneligibleError(f"{', '.join(of_tokens)} tell tokens of text apart")
     parts = list(_parts(of_images)) if of_images else []
+    if parts and parts[0].keys() != of_images.keys():
+        raise IneligibleError(f"it is given {', '.join(of_images.keys() - parts[0].keys())} of its images")
     rows, columns = (each.tolist() for each in is_image.nonzero(as_tuple=True))
     counts = list(_tokens_of(config, parts, len(rows)))
     if parts and sum(counts) != len(rows):

@@ -39,8 +39,8 @@ class ImagesApart:
     def __init__(self, config: Any, input_ids: Tensor, given: Mapping[str, Any]) -> None:
         if set(given) != model_types.FOR_IMAGES_APART or not all(isinstance(each, Tensor) for each in given.values()):
             raise IneligibleError(f"it is not given {', '.join(sorted(model_types.FOR_IMAGES_APART))}, as tensors")
-        if len(input_ids) > 1:
-            raise IneligibleError("it has several prompts, beside which there are images")
+        if len(input_ids) > 1 or input_ids.shape[1] == 1:
+            raise IneligibleError("it has several prompts, or one of a single token, beside which there are images")
         self.keys = input_ids
         self._mask: Tensor = given[MASK]
         self._of_images = {name: value for name, value in given.items() if name != MASK}

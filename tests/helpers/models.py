@@ -3,6 +3,8 @@
 import functools
 import inspect
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -168,3 +170,19 @@ def given(cache: Any) -> dict[str, Any]:
 def prompt(batch: int = 1, tokens: int = 12, seed: int = 0) -> torch.Tensor:
     """Random token ids, int64 `[batch, tokens]`, without special ones."""
     return torch.randint(3, 97, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def tokens_passed(model: Any) -> Iterator[list[int]]:
+    """Tokens of each forward pass of a model: rows times columns."""
+    counts: list[int] = []
+
+    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        counts.append(ids.numel())
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield counts
+    finally:
+        handle.remove()

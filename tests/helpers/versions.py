@@ -107,6 +107,7 @@ compiled_by_length = pytest.mark.skipif(
     reason=f"models of transformers {TRANSFORMERS} cannot be compiled without cache_position, as from 5.4 on",
 )
 fp8_of_transformers = _since("5.23", "fp8 layer")
+images_in_prefixes = _since("5.3", "method that makes positions of images")
 recording_of_transformers = _since("5.14", "past that a layer records")
 
 RECURRENT_FAMILIES = (

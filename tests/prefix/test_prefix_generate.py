@@ -20,7 +20,7 @@ from kvlayers import OptionError, PrefixStore
 from kvlayers.generation.prefix_reuse.active_store import CURRENT
 from kvlayers.upstream import cache_argument, compat
 from matrix import once, product
-from models import WINDOW, fresh_model, prompt, tiny_model
+from models import WINDOW, fresh_model, prompt, tiny_model, tokens_passed
 
 ROOM = 2**30
 PAD = 0
@@ -31,22 +31,6 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample"
 FAMILIES = ("llama", "gpt2", "mistral", "gemma3", "llama4", "jamba")
 NAMES = ("dynamic", "static", "offloaded", "offloaded_static")
 """Caches with states in full precision: the same tokens for certain."""
-
-
-@contextmanager
-def tokens_passed(model: Any) -> Iterator[list[int]]:
-    """Tokens of each forward pass of a model: rows times columns."""
-    counts: list[int] = []
-
-    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        counts.append(ids.numel())
-
-    handle = model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        yield counts
-    finally:
-        handle.remove()
 
 
 def plain(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:

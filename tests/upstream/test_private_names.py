@@ -50,6 +50,7 @@ PROBED = (
     *supported.OF_PREFILLS,
     *supported.OF_STATIC_CACHES,
     *supported.OF_EXPORTERS,
+    *supported.OF_POSITIONS,
 )
 
 PRIVATE = re.compile(r"_[A-Za-z]\w*")

@@ -280,6 +280,7 @@ _PROBES = (
     *(supported.OF_PREFILLS if compat.PREFILLS_APART else ()),
     *(supported.OF_STATIC_CACHES if compat.STATIC_CACHES_MADE_APART else ()),
     *(supported.OF_EXPORTERS if compat.HAS_EXPORTERS else ()),
+    *(supported.OF_POSITIONS if compat.PREPARES_POSITIONS else ()),
 )
 supported.check(_PROBES, compat.TRANSFORMERS)
 _PATCHES = _patches()

@@ -41,6 +41,12 @@ SLICES_BY_CACHE_POSITION = Version("5.3") > TRANSFORMERS
 KNOWS_FIRST_ITERATION = Version("5.0") <= TRANSFORMERS
 """From 5.0 on, `prepare_inputs_for_generation` is told whether it is called for the first time."""
 
+PREPARES_POSITIONS = Version("5.3") <= TRANSFORMERS
+"""From 5.3 on, a method of a model makes the positions of tokens and images before the first pass of `generate()`."""
+
+MASKS_IMAGES_BY_POSITION = Version("5.23") <= TRANSFORMERS
+"""From 5.23 on, the tokens of an image behind cached ones attend to each other; before, only those of a first pass."""
+
 HAS_LINEAR_LAYERS = Version("5.5") <= TRANSFORMERS
 """From 5.5 on, layers of a cache hold recurrent states; before, each model had its own class of cache for them."""
 

@@ -20,6 +20,7 @@ from kvlayers.upstream.compat import (
     BLOOM_MASKS_RESERVATION,
     KNOWS_FIRST_ITERATION,
     LOOPS_COUNT_CACHE_POSITION,
+    PREPARES_POSITIONS,
     SLICES_BY_CACHE_POSITION,
     STATIC_CACHES_MADE_APART,
 )
@@ -103,7 +104,9 @@ def static_shape(model: Any) -> tuple[list[int], list[int]] | None:
 
 def model_inputs(model: Any, input_ids: torch.Tensor, new_tokens: int, model_kwargs: dict[str, Any]) -> dict[str, Any]:
     """What a model's `prepare_inputs_for_generation` returns for the last `new_tokens` of `input_ids`."""
-    arguments: dict[str, Any] = {"is_first_iteration": False} if KNOWS_FIRST_ITERATION else {}
+    # Only for the first pass, it returns images.
+    is_first = model_kwargs.get("pixel_values") is not None
+    arguments: dict[str, Any] = {"is_first_iteration": is_first} if KNOWS_FIRST_ITERATION else {}
     if SLICES_BY_CACHE_POSITION:
         end = input_ids.shape[1]
         arguments["cache_position"] = torch.arange(end - new_tokens, end, device=input_ids.device)
@@ -111,6 +114,27 @@ def model_inputs(model: Any, input_ids: torch.Tensor, new_tokens: int, model_kwa
         arguments["next_sequence_length"] = new_tokens
     inputs: dict[str, Any] = type(model).prepare_inputs_for_generation(model, input_ids, **arguments, **model_kwargs)
     return inputs
+
+
+def own_positions(model: Any, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The positions that a model gives the tokens of prompts and images, `[axes, batch, tokens]`.
+
+    Args:
+        model: the model.
+        input_ids: whole prompts, `[batch, tokens]`.
+        model_kwargs: arguments of the model for them, without a cache.
+
+    Returns:
+        `None` if the model counts tokens like others.
+    """
+    if not PREPARES_POSITIONS:
+        return None
+    if type(model)._prepare_position_ids_for_generation is GenerationMixin._prepare_position_ids_for_generation:
+        return None
+    mask = model_kwargs.get("attention_mask")
+    arguments = {**model_kwargs, "attention_mask": torch.ones_like(input_ids) if mask is None else mask}
+    positions: torch.Tensor = model._prepare_position_ids_for_generation(input_ids, arguments)
+    return positions
 
 
 def only_captures_outputs(hook: Any) -> bool:

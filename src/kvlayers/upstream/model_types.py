@@ -5,7 +5,7 @@ import dis
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from typing import Any
 
@@ -36,6 +36,32 @@ BIASED_BY_COLUMN = ("bloom", "mpt", "prophetnet", "xlm-prophetnet")
 SCALES_BY_SLOT = ("llama4_text",)
 """Model types that scale queries by their slots in the sequence, whatever their `position_ids`."""
 
+HAS_IMAGES_IN_PLACE = ("gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen3_vl")
+"""Model types whose images stand in the sequence, as tokens with one id: `image_token_id` of the config. What is
+computed of a token or an image does not depend on what follows. Tests show it for each of these."""
+
+HAS_IMAGES_APART = ("mllama",)
+"""Model types with layers of cross-attention, `cross_attention_layers` of the config, which hold states of images."""
+
+FOR_ENCODERS = frozenset(
+    ("pixel_values", "image_grid_thw", "pixel_attention_mask", "aspect_ratio_ids", "aspect_ratio_mask")
+)
+"""Arguments of models that only their encoder of images reads."""
+
+TOKEN_TYPES = frozenset(("token_type_ids", "mm_token_type_ids"))
+"""Arguments of models that say which tokens are placeholders, `[rows, tokens]`: 1 for those of images, 0 for text."""
+
+FOR_IMAGES_IN_PLACE = frozenset(("pixel_values", "image_grid_thw", "pixel_attention_mask")) | TOKEN_TYPES
+FOR_IMAGES_APART = frozenset(("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"))
+
+ATTENDS_WITHIN_IMAGES = ("gemma3",)
+"""Model types whose tokens of an image attend to each other."""
+
+ATTENDS_AHEAD = ("paligemma",)
+"""Model types whose tokens attend to all of the prompt, so that a prefix has other states in another prompt."""
+
+MADE_ANEW = ("rope_deltas",)
+"""Tensors that modules keep between passes, but that follow from the `position_ids` of a call, if it has any."""
 
 HAS_A_LAYER_FOR_EACH_TYPE = ("zamba", "zamba2")
 """Model types with as many layers as `layer_types` has entries, whatever `num_hidden_layers` says."""
@@ -78,6 +104,16 @@ def decoder_config(model_or_config: object) -> PretrainedConfig:
         decoder = copy.copy(decoder)
         decoder.num_hidden_layers = layers
     return decoder
+
+
+def image_arguments(config: PretrainedConfig) -> frozenset[str]:
+    """Arguments of a model about images, by which the states of a prefix are known; none if it is not known how."""
+    if not compat.PREPARES_POSITIONS:
+        return frozenset()
+    if config.model_type in HAS_IMAGES_APART:
+        return FOR_IMAGES_APART
+    is_right = compat.MASKS_IMAGES_BY_POSITION or config.model_type not in ATTENDS_WITHIN_IMAGES
+    return FOR_IMAGES_IN_PLACE if is_right and config.model_type in HAS_IMAGES_IN_PLACE else frozenset()
 
 
 def listed_per_layer(decoder: PretrainedConfig, field: str) -> list[Any]:
@@ -305,14 +341,19 @@ PASS_METHODS = ("forward", "prepare_inputs_for_generation")
 """Methods of a module that `generate()` calls for each pass."""
 
 
-def kept_states(model: nn.Module) -> str | None:
+def kept_states(model: nn.Module, besides: Collection[str] = ()) -> str | None:
     """Where a module of `model` keeps a tensor between forward passes: "layers.0.conv_state"; `None` for nowhere.
 
     Buffers and parameters are not meant, which modules assign when they move them to another device.
+
+    Args:
+        model: the model.
+        besides: names of tensors that are not meant either.
     """
     for path, module in model.named_modules():
         for name in _assigned_in_a_pass(module.__class__):
-            if not _is_registered(module, name) and isinstance(vars(module).get(name), Tensor | None):
+            is_meant = name not in besides and not _is_registered(module, name)
+            if is_meant and isinstance(vars(module).get(name), Tensor | None):
                 return f"{path}.{name}" if path else name
     return None
 

@@ -180,7 +180,14 @@ OF_PREFILLS = (
 )
 OF_STATIC_CACHES = (Probe("generation.utils", "GenerationMixin._prepare_static_cache"),)
 OF_EXPORTERS = (Probe("exporters.base", "HfExporter.__init__"),)
-"""The same, in versions that have prefills apart, static caches made apart, and exporters."""
+OF_POSITIONS = (
+    Probe(
+        "generation.utils",
+        "GenerationMixin._prepare_position_ids_for_generation",
+        ("inputs_tensor", "model_kwargs"),
+    ),
+)
+"""The same, in versions that have prefills apart, static caches made apart, exporters, and positions made at first."""
 
 
 def check(probes: Iterable[Probe | LoopProbe], version: object) -> None:

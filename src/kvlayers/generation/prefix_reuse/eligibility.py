@@ -132,13 +132,15 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
     if model.config.is_encoder_decoder:
         raise IneligibleError(f"the states of {name} depend on an encoder's input")
     has_parts = model_types.decoder_config(model.config) is not model.config or type(model.config).sub_configs
-    kept, depends = kept_states(model), depends_on_length(model.config)
+    may_depend = has_parts and not model_types.image_arguments(model.config)
+    kept, depends = kept_states(model, besides=model_types.MADE_ANEW), depends_on_length(model.config)
     one_by_one = model_types.decodes_one_token(model.config)
     # Neither a file nor a config says which device the states of a layer belong to.
     is_spread = len({parameter.device for parameter in model.parameters()}) > 1
     _refuse(
         {
-            f"the states of {name} may depend on more than tokens": has_parts,
+            f"the tokens of {name} attend to those behind them": model.config.model_type in model_types.ATTENDS_AHEAD,
+            f"the states of {name} may depend on more than tokens": may_depend,
             f"{name} takes no cache": not cache_argument.is_taken_by(model),
             f"{name} makes its own cache": not model._supports_default_dynamic_cache(),
             f"{name} keeps states outside its cache, in {kept}": kept is not None,
@@ -188,15 +190,17 @@ def check_cache(model: Any, name: str) -> None:
         )
 
 
-def check_options(config: Any, arguments: Mapping[str, Any], model_kwargs: Mapping[str, Any]) -> None:
+def check_options(model: Any, config: Any, arguments: Mapping[str, Any], model_kwargs: Mapping[str, Any]) -> None:
     """Raise `IneligibleError` if a call passes anything but its prompt to the model.
 
     Args:
+        model: the model.
         config: the full `GenerationConfig` of the call.
         arguments: arguments of the call.
         model_kwargs: the arguments among them that are passed to the model.
     """
-    others = sorted({name for name, value in model_kwargs.items() if value is not None} - HARMLESS_ARGUMENTS)
+    known = HARMLESS_ARGUMENTS | model_types.image_arguments(model.config)
+    others = sorted({name for name, value in model_kwargs.items() if value is not None} - known)
     is_assisted = arguments.get("assistant_model") is not None or config.is_assistant
     mode = config.get_generation_mode()
     returns_states = config.output_attentions or config.output_hidden_states

@@ -35,6 +35,7 @@ from kvlayers.generation.prefix_reuse.eligibility import (
     ID_READERS,
     PADDING_INDEPENDENT_OPTIONS,
     IneligibleError,
+    PromptBatch,
     StorePart,
     check_model,
     check_options,
@@ -42,6 +43,8 @@ from kvlayers.generation.prefix_reuse.eligibility import (
     options_of,
     prompts_of,
 )
+from kvlayers.generation.prefix_reuse.images import Images, images_in_place
+from kvlayers.generation.prefix_reuse.images_apart import ImagesApart
 from kvlayers.generation.saved_names import requested_name, resolve_name
 from kvlayers.prefix import Hit
 from kvlayers.recurrent.hybrid_layer import LINEAR
@@ -172,8 +175,17 @@ class PrefixedCall:
         check_model(model, self._arguments)
         self._config, model_kwargs = full_generation_config(model, self._arguments)
         resolve_name(self._config, requested_name(self._arguments), is_given_a_cache=False)
-        check_options(self._config, self._arguments, model_kwargs)
+        check_options(model, self._config, self._arguments, model_kwargs)
         self._prompts = prompts_of(self._config, self._arguments)
+        names = model_types.image_arguments(model.config)
+        given = {name: value for name, value in model_kwargs.items() if name in names and value is not None}
+        self._images: Images | ImagesApart
+        if given and model.config.model_type in model_types.HAS_IMAGES_APART:
+            self._images = ImagesApart(model.config, self._prompts.input_ids, given)
+        else:
+            self._images = images_in_place(model.config, self._prompts.input_ids, self._prompts.padding, given)
+        self._keys = PromptBatch(self._images.keys, self._prompts.padding)
+        self._positions = generate_calls.own_positions(model, self._prompts.input_ids, model_kwargs)
         self._repeats = sequences_per_prompt(self._config)
         self._name, self._options = self._config.cache_implementation or "dynamic", options_of(self._config)
         self._part = StorePart(model, active, self._name, self._options)
@@ -195,7 +207,7 @@ class PrefixedCall:
             example = self._empty()
             if depends_on_chunks(example):
                 raise IneligibleError(f"the content of the layers of {example!r} depends on which tokens came at once")
-            common, stackable = self._prompts.common_prefix_length(), can_be_stacked(example)
+            common, stackable = self._common_prefix_length(), can_be_stacked(example)
             shareable = self._can_share(example, common)
             if self._prompts.is_padded and not self._accounts_for_padding(example):
                 raise IneligibleError("its prompts are padded, and the model counts padding in its positions")
@@ -204,14 +216,17 @@ class PrefixedCall:
                     f"its prompts have only {common} tokens in common or are padded, and caches like {example!r} "
                     "cannot be put side by side"
                 )
-            hits = [self._lookup(row) for row in self._prompts.rows()] if stackable else []
+            hits = [self._lookup(row) for row in range(len(self._prompts))] if stackable else []
             self._cached_tokens = tuple(hit.covered for hit in hits) or (0,) * len(self._prompts)
             if shareable and all(hit.covered <= common for hit in hits):
                 cache, changes = self._for_shared_prefix(common, hits)
             else:
                 cache = self._for_separate_prompts(common, hits)
         cache.prefix_notes = tuple(self._notes)
-        return cache, {**self._arguments, **changes, self._cache_name: cache}
+        arguments = {name: value for name, value in self._arguments.items() if name not in model_types.FOR_ENCODERS}
+        if self._positions is not None:
+            arguments["position_ids"] = self._positions
+        return cache, {**arguments, **changes, self._cache_name: cache}
 
     def finish(self, output: Any, cache: Cache) -> Any:
         """What `generate()` is to return. The states of a single sequence are inserted into the store."""
@@ -221,16 +236,22 @@ class PrefixedCall:
             # The padding may have been moved.
             sequences[:, : ids.shape[1]] = ids.repeat_interleave(sequences.shape[0] // ids.shape[0], dim=0)
         elif cache.batch_size == sequences.shape[0] == 1:
-            self._part.insert(sequences, cache)
+            keys = self._keys.input_ids.to(sequences.device)
+            self._images.insert(self._part, torch.cat([keys, sequences[:, ids.shape[1] :]], dim=1), cache)
         return _with_cached_tokens(output, self._cached_tokens)
 
     def _for_one_prompt(self) -> Cache:
-        ids = self._prompts.row(0)
-        hit = self._lookup(ids)
+        hit = self._lookup(0)
         self._cached_tokens = (hit.covered,)
         cache = self._cache_of(hit)
-        if not depends_on_chunks(cache) and not cache.keeps_every_token:
-            self._compute(ids, cache, ids.shape[1] - 1)
+        end = self._images.end(0)
+        if depends_on_chunks(cache):
+            if hit.covered < end:
+                raise IneligibleError(f"what {cache!r} holds depends on which tokens came with an image")
+        elif cache.keeps_every_token:
+            self._compute(0, cache, end)
+        else:
+            self._compute(0, cache, self._prompts.input_ids.shape[1] - 1)
         return cache
 
     def _for_shared_prefix(self, common: int, hits: list[Hit]) -> tuple[Cache, dict[str, Any]]:
@@ -243,21 +264,20 @@ class PrefixedCall:
 
     def _common_prefix(self, common: int, hits: list[Hit]) -> Cache:
         """A cache that has seen the first `common` tokens, which all prompts start with."""
-        ids = self._prompts.row(0)[:, : common + 1]
         usable = [hit for hit in hits if hit.covered <= common]
-        hit = max(usable, key=lambda hit: hit.covered) if usable else self._lookup(ids)
+        hit = max(usable, key=lambda hit: hit.covered) if usable else self._lookup(0, common + 1)
         self._cached_tokens = tuple(max(hit.covered, own) for own in self._cached_tokens)
         cache = self._cache_of(hit)
-        self._compute(ids, cache, common)
+        self._compute(0, cache, common)
         return cache
 
     def _for_separate_prompts(self, common: int, hits: list[Hit]) -> Cache:
         caches: list[Cache] = []
         shorter_hits = sum(hit.covered < common for hit in hits)
         shared = self._common_prefix(common, hits) if shorter_hits > 1 and common >= MIN_TOKENS else None
-        for ids, hit in zip(self._prompts.rows(), hits, strict=True):
+        for row, hit in enumerate(hits):
             cache = self._cache_of(hit) if shared is None or hit.covered > common else shared.fork()
-            self._compute(ids, cache, ids.shape[1] - 1)
+            self._compute(row, cache, self._prompts.row(row).shape[1] - 1)
             # Reservations cannot be expanded, so each prompt is stacked as often as it is continued.
             caches.extend([cache] * self._repeats)
         stacked = self._empty(rows=len(caches))
@@ -266,6 +286,8 @@ class PrefixedCall:
 
     def _can_share(self, example: Cache, common: int) -> bool:
         if example.is_static or common < (MIN_TOKENS if len(self._prompts) > 1 else 1):
+            return False
+        if any(self._images.end(row) > common for row in range(len(self._prompts))):
             return False
         return not self._prompts.is_padded or (self._padding_can_move() and example.keeps_every_token)
 
@@ -280,7 +302,7 @@ class PrefixedCall:
         changed = {name for name, value in options.items() if value != defaults.get(name)}
         has_id_readers = any(self._arguments.get(name) for name in ID_READERS)
         uses_mask = model.is_backend_compatible() and model.config.model_type not in model_types.SCALES_BY_SLOT
-        if has_id_readers or changed - PADDING_INDEPENDENT_OPTIONS:
+        if has_id_readers or changed - PADDING_INDEPENDENT_OPTIONS or self._positions is not None:
             return False
         return self._takes_positions and uses_mask
 
@@ -290,11 +312,18 @@ class PrefixedCall:
         attends = any(layer.attends for layer in example.adapted_layers())
         return self._takes_positions or is_relative or not attends
 
-    def _lookup(self, ids: Tensor) -> Hit:
-        """Look up a prompt, `[1, tokens]`."""
-        hit = self._part.lookup(ids)
+    def _common_prefix_length(self) -> int:
+        """How many tokens all prompts start with, fewer than the shortest has, without cutting an image."""
+        return self._images.boundary(0, self._keys.common_prefix_length())
+
+    def _lookup(self, row: int, tokens: int | None = None) -> Hit:
+        """Look up a prompt, or its first `tokens`."""
+        keys = self._keys.row(row)[:, :tokens]
+        hit = self._images.lookup(self._part, keys)
+        while (whole := self._images.boundary(row, hit.covered)) < hit.covered:
+            hit = self._images.lookup(self._part, keys[:, : whole + 1])
         reason = f": {hit.reason}" if hit.reason else ""
-        self._notes.append(f"{hit.covered} of {ids.shape[-1]} tokens were stored{reason}")
+        self._notes.append(f"{hit.covered} of {keys.shape[-1]} tokens were stored{reason}")
         return hit
 
     def _empty(self, rows: int = 1) -> Cache:
@@ -327,26 +356,37 @@ class PrefixedCall:
         """The cache that was found, on the device of the model, or an empty cache."""
         return self._empty() if hit.cache is None else usable_cache(hit.cache, self._model.device, self._empty)
 
-    def _compute(self, ids: Tensor, cache: Cache, length: int) -> None:
-        """Pass the first `length` tokens of `ids`, `[1, tokens]`, that `cache` has not seen, and store snapshots.
+    def _compute(self, row: int, cache: Cache, length: int) -> None:
+        """Pass those of the first `length` tokens of a prompt that `cache` has not seen, and store snapshots.
 
         Raises:
             IneligibleError: the cache has not counted these tokens.
         """
         begin, limit = cache.get_seq_length(), pass_limit(self._model, cache)
-        ids, positions = ids.to(self._model.device), torch.arange(length, device=self._model.device)[None]
-        for stop in self._snapshot_lengths(cache, begin, length):
+        ids, positions = self._prompts.row(row).to(self._model.device), self._positions_of(row)
+        stops = (self._images.boundary(row, stop) for stop in self._snapshot_lengths(cache, begin, length))
+        for stop in sorted({stop for stop in stops if stop > begin}):
+            of_images = self._images.arguments(row, begin, stop)
             # A model that takes tokens one by one does so only behind others. Otherwise chunks are those of generate().
             chunk = self._config.prefill_chunk_size if limit is None else stop if begin == 0 else limit
+            chunk = None if of_images else chunk
             model_kwargs: dict[str, Any] = {self._cache_name: cache, "attention_mask": None, "use_cache": True}
+            model_kwargs |= of_images
             model_kwargs |= model_types.newest_logits_only(self._model)
             if self._takes_positions:
-                model_kwargs["position_ids"] = positions[:, :stop]
+                model_kwargs["position_ids"] = positions[..., :stop]
             pass_tokens(self._model, ids[:, :stop], model_kwargs, cache, begin, chunk)
             if cache.get_seq_length() != stop:
                 raise IneligibleError(f"{type(self._model).__name__} puts other tokens into its cache than it is given")
-            self._part.insert(ids[:, :stop], cache)
+            self._images.insert(self._part, self._keys.row(row)[:, :stop], cache)
             begin = stop
+
+    def _positions_of(self, row: int) -> Tensor:
+        """The positions of a prompt, `[1, tokens]` or as the model makes them, `[axes, 1, tokens]`."""
+        padding, tokens = self._prompts.padding[row], self._prompts.input_ids.shape[1]
+        if self._positions is None:
+            return torch.arange(tokens - padding, device=self._model.device)[None]
+        return self._positions[..., row : row + 1, padding:].to(self._model.device)
 
     def _snapshot_lengths(self, cache: Cache, begin: int, length: int) -> list[int]:
         """The lengths between `begin` and `length` at which the cache is inserted into the store."""

@@ -1,0 +1,187 @@
+"""Images in prompts: by which tokens a store knows them, and what a model is given for some of them.
+
+A store compares tokens. For it, the placeholders of an image are replaced by numbers that follow from what the encoder
+is given. They are negative, so they are never those of text, and another image has others.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlayers.core.cache import Cache
+from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart
+from kvlayers.persistence.fingerprint import model_fields
+from kvlayers.persistence.format import canonical
+from kvlayers.prefix import Hit
+from kvlayers.upstream import model_types
+
+LEAST_TOKENS = 4
+"""Tokens of an image that together have all bits of its digest, 64 in each."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image of a prompt, or one of the pieces into which a processor has cut it.
+
+    Attributes:
+        row: the prompt.
+        start: position of its first token in the prompt, padding not counted.
+        stop: position behind its last token.
+        arguments: what the model is given of it.
+    """
+
+    row: int
+    start: int
+    stop: int
+    arguments: Mapping[str, Tensor]
+
+
+class Images:
+    """The images of a batch of prompts.
+
+    Args:
+        images: the images, in the order of their tokens.
+        keys: int64 `[rows, tokens]`, the ids of the prompts, with other numbers for the placeholders of images.
+        of_tokens: arguments of the model that have one entry for each token, `[rows, tokens]`.
+        padding: tokens of padding before each prompt.
+
+    Attributes:
+        keys: as passed.
+    """
+
+    def __init__(
+        self, images: list[Image], keys: Tensor, of_tokens: Mapping[str, Tensor], padding: tuple[int, ...]
+    ) -> None:
+        self._images, self.keys, self._of_tokens, self._padding = images, keys, of_tokens, padding
+
+    def end(self, row: int) -> int:
+        """Position behind the last image of a prompt; 0 without images."""
+        return max((image.stop for image in self._images if image.row == row), default=0)
+
+    def boundary(self, row: int, length: int) -> int:
+        """The greatest length, at most `length`, at which no image of a prompt is cut."""
+        inside = (each.start for each in self._images if each.row == row and each.start < length < each.stop)
+        return next(inside, length)
+
+    def lookup(self, part: StorePart, keys: Tensor) -> Hit:
+        """The longest stored prefix of `keys`, without the last one."""
+        return part.lookup(keys)
+
+    def insert(self, part: StorePart, keys: Tensor, cache: Cache) -> None:
+        """Insert a cache for the tokens that it has seen."""
+        part.insert(keys, cache)
+
+    def arguments(self, row: int, begin: int, stop: int) -> dict[str, Tensor]:
+        """What a model is given for the tokens of a prompt from `begin` to `stop`, which cut no image, if any is there.
+
+        Arguments with an entry for each token have all entries up to `stop`.
+        """
+        parts = [each.arguments for each in self._images if each.row == row and begin <= each.start < stop]
+        if not parts:
+            return {}
+        padding = self._padding[row]
+        of_tokens = {name: value[row : row + 1, padding : padding + stop] for name, value in self._of_tokens.items()}
+        # Where rows have images of their own, [rows, images, channels, height, width], there is one row.
+        dim = 1 if parts[0]["pixel_values"].dim() == 5 else 0
+        return {**{name: torch.cat([part[name] for part in parts], dim) for name in parts[0]}, **of_tokens}
+
+
+def images_in_place(config: Any, input_ids: Tensor, padding: tuple[int, ...], given: Mapping[str, Any]) -> Images:
+    """The images of a call of `generate()` whose tokens stand in the sequence.
+
+    Args:
+        config: config of the model.
+        input_ids: int64 `[rows, tokens]`.
+        padding: tokens of padding before each prompt.
+        given: arguments of the model about images.
+
+    Raises:
+        IneligibleError: it is not clear which tokens belong to which image.
+    """
+    if not all(isinstance(value, Tensor) for value in given.values()):
+        raise IneligibleError("what it is given of its images are not tensors")
+    of_tokens = {name: given[name] for name in sorted(given) if name in model_types.TOKEN_TYPES}
+    of_images = {name: given[name] for name in sorted(given) if name not in model_types.TOKEN_TYPES}
+    if not given:
+        return Images([], input_ids, {}, padding)
+    is_image = input_ids == config.image_token_id
+    # Without images, an id of a placeholder is text.
+    if of_images and any(not torch.equal(types.to(is_image), is_image) for types in of_tokens.values()):
+        raise IneligibleError(f"{', '.join(of_tokens)} differ from where its images are")
+    if not of_images and any(bool(types.any()) for types in of_tokens.values()):
+        raise IneligibleError(f"{', '.join(of_tokens)} tell tokens of text apart")
+    parts = list(_parts(of_images)) if of_images else []
+    if parts and parts[0].keys() != of_images.keys():
+        raise IneligibleError(f"it is given {', '.join(of_images.keys() - parts[0].keys())} of its images")
+    rows, columns = (each.tolist() for each in is_image.nonzero(as_tuple=True))
+    counts = list(_tokens_of(config, parts, len(rows)))
+    if parts and sum(counts) != len(rows):
+        raise IneligibleError(f"its images have {sum(counts)} tokens, and its prompts {len(rows)} placeholders")
+    if any(count < LEAST_TOKENS for count in counts):
+        raise IneligibleError(f"an image has fewer than {LEAST_TOKENS} tokens")
+    # States depend on the encoder's config, and on whether the model is told which tokens are placeholders.
+    common = [model_fields(config, is_pair=True), sorted(of_tokens)]
+    images, keys, first = [], input_ids.cpu().clone(), 0
+    for part, count in zip(parts, counts, strict=True):
+        row, start, stop = rows[first], columns[first], columns[first + count - 1] + 1
+        if rows[first + count - 1] != row:
+            raise IneligibleError("an image begins in one prompt and ends in another")
+        if stop == input_ids.shape[1]:
+            raise IneligibleError("a prompt ends with an image")
+        images.append(Image(row, start - padding[row], stop - padding[row], part))
+        keys[row, columns[first : first + count]] = _numbers(digest_of(common, part), count)
+        first += count
+    return Images(images, keys.to(input_ids.device), of_tokens, padding)
+
+
+def _parts(of_images: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """What a model is given of each image, in the order of the images."""
+    pixels, grid = of_images.get("pixel_values"), of_images.get("image_grid_thw")
+    if pixels is None:
+        raise IneligibleError(f"it is given {', '.join(of_images)} without pixel_values")
+    if grid is not None:
+        if int(grid.prod(-1).sum()) != len(pixels):
+            raise IneligibleError("its images have other numbers of patches than their grids say")
+        # Patches of all images, [patches, channels * pixels].
+        for own, own_grid in zip(torch.split(pixels, grid.prod(-1).tolist()), grid, strict=True):
+            yield {"pixel_values": own, "image_grid_thw": own_grid[None]}
+        return
+    if pixels.dim() == 4:
+        # [images, channels, height, width]
+        yield from ({"pixel_values": own} for own in torch.split(pixels, 1))
+        return
+    if pixels.dim() != 5:
+        raise IneligibleError(f"its pixel_values have {pixels.dim()} dimensions")
+    # [rows, images, channels, height, width]: the model leaves out images of zeros, with which rows are padded.
+    for row, number in pixels.ne(0).flatten(2).any(-1).nonzero().tolist():
+        yield {name: value[row : row + 1, number : number + 1] for name, value in of_images.items()}
+
+
+def _tokens_of(config: Any, parts: list[dict[str, Tensor]], placeholders: int) -> Iterator[int]:
+    """How many tokens each image has: as many as its grid has cells, or all images the same number."""
+    for part in parts:
+        grid = part.get("image_grid_thw")
+        if grid is None:
+            yield placeholders // len(parts)
+        else:
+            yield int(grid.prod()) // config.vision_config.spatial_merge_size**2
+
+
+def digest_of(facts: Any, tensors: Mapping[str, Tensor]) -> bytes:
+    """32 bytes that differ if plain facts or tensors do."""
+    total = hashlib.sha256(canonical(facts).encode())
+    for name, value in sorted(tensors.items()):
+        total.update(f"\n{name} {value.dtype} {list(value.shape)} ".encode())
+        total.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return total.digest()
+
+
+def _numbers(digest: bytes, count: int) -> Tensor:
+    """So many negative numbers that follow from a digest, four of which have nearly all of its bits."""
+    words = np.frombuffer(digest, "<i8").astype(np.int64) | np.int64(-(2**63))
+    return torch.from_numpy(np.resize(words, count))

@@ -1,0 +1,502 @@
+"""Images in a prefix store: a second question about an image computes neither the prefix nor the image again."""
+
+import itertools
+import pathlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers as tf
+
+import kvlayers
+import versions
+from kvlayers import OptionError, PrefixStore
+from kvlayers.generation.prefix_reuse.active_store import CURRENT
+from kvlayers.generation.prefix_reuse.images import images_in_place
+from kvlayers.prefix import Hit
+from kvlayers.upstream import compat
+from matrix import once, some
+from models import tokens_passed
+from vision_models import CONFIGS, IMAGE, SEEING, SIDE, VOCAB, Piece, any_seeing_model, encoded, inputs, seeing_model
+
+pytestmark = versions.images_in_prefixes
+
+ROOM = 2**30
+SNAPSHOT = 16
+NEW = 5
+OPTIONS: dict[str, Any] = {
+    "max_new_tokens": NEW,
+    "do_sample": False,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+NAMES = ("dynamic", "static", "offloaded")
+SMALL, LARGE, WIDE = (4, 4), (8, 8), (4, 8)
+DOCUMENT: list[int] = [3 + index % 80 for index in range(40)]
+
+
+def plain(model: Any, given: dict[str, Any], **options: Any) -> Any:
+    return model.generate(**given, **OPTIONS, **options)
+
+
+def by_store(model: Any, store: PrefixStore, given: dict[str, Any], **options: Any) -> tuple[Any, int, list[int]]:
+    """The output, the tokens that were passed to the decoder, and what was passed to the encoder."""
+    with tokens_passed(model) as tokens, encoded(model) as images:
+        output = kvlayers.generate(model, **given, prefix_store=store, **OPTIONS, **options)
+    return output, sum(tokens), images
+
+
+def assert_equal(seen: Any, expected: Any) -> None:
+    assert torch.equal(seen.sequences, expected.sequences)
+    torch.testing.assert_close(seen.logits, expected.logits, rtol=0, atol=1e-5)
+
+
+def answer_in(output: Any) -> list[int]:
+    """The answer to one prompt, as text. A random model writes placeholders, too."""
+    return [token if token < VOCAB else 3 for token in output.sequences[0, -NEW:].tolist()]
+
+
+def encoder_input(family: str, *grids: tuple[int, int]) -> int:
+    """What the encoder gets for images with these grids."""
+    return sum(high * wide for high, wide in grids) if family.startswith("qwen") else len(grids)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_models_of_these_tests_see(family: str) -> None:
+    model = any_seeing_model(family)
+    one, other = (model(**inputs(family, [[5], (seed, WIDE), [8, 9]])).logits[0, -1] for seed in (1, 2))
+    assert (one - other).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(("name", "family"), once(NAMES, SEEING))
+def test_a_chat_pays_for_its_new_tokens_and_images_alone(name: str, family: str) -> None:
+    model, store = seeing_model(family), PrefixStore(ROOM, snapshot_tokens=SNAPSHOT)
+    pieces: list[Piece] = [[5, 6, 7], (1, WIDE), [8, 9, 10, 11]]
+    asked: list[tuple[list[Piece], tuple[tuple[int, int], ...]]] = [
+        ([[12, 13]], ()),
+        ([[14], (2, LARGE), [15], (3, SMALL), [16]], (LARGE, SMALL)),
+        ([[17, 18]], ()),
+        ([[19]], ()),
+    ]
+    known, new = 0, (WIDE,)
+    for more, grids in asked:
+        given = inputs(family, pieces)
+        expected = plain(model, given)
+        seen, tokens, images = by_store(model, store, given, cache_implementation=name)
+        assert_equal(seen, expected)
+        length = given["input_ids"].shape[1]
+        assert tokens <= length - known + NEW
+        assert sum(images) == encoder_input(family, *new)
+        answer = answer_in(seen)
+        # As far as the answer is text. Its last token was not passed, and a window cannot be rolled back into it.
+        same = _common(answer, seen.sequences[0, length:-1].tolist())
+        known = length - 1 if family == "gemma3" else length + same
+        pieces, new = [*pieces, answer, *more], grids
+    assert (store.statistics.hits, store.statistics.misses, store.statistics.bypassed) == (3, 1, 0)
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_a_second_question_computes_its_own_tokens(family: str) -> None:
+    model, store = seeing_model(family), PrefixStore(ROOM)
+    first, second = ([DOCUMENT, (1, WIDE), text] for text in ([5, 6, 7], [5, 8, 9, 10]))
+    by_store(model, store, inputs(family, first))
+    given = inputs(family, second)
+    seen, tokens, images = by_store(model, store, given)
+    assert_equal(seen, plain(model, given))
+    # A window cannot be rolled back, and the snapshots of the store are far apart.
+    assert tokens == (4 if family != "gemma3" else given["input_ids"].shape[1]) + NEW - 1 - (family != "gemma3")
+    assert images == ([] if family != "gemma3" else [1])
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_an_image_is_found_where_only_windows_were_cut(family: str) -> None:
+    """Snapshots every five tokens would cut each image."""
+    model, store = seeing_model(family), PrefixStore(ROOM, snapshot_tokens=5)
+    texts = [5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 12, 13, 14]
+    by_store(model, store, inputs(family, [[3, 4], (1, WIDE), texts[0]]))
+    given = inputs(family, [[3, 4], (1, WIDE), texts[1]])
+    seen, _, images = by_store(model, store, given)
+    assert_equal(seen, plain(model, given))
+    assert images == []
+    assert seen.cached_tokens[0] >= given["input_ids"].shape[1] - len(texts[1])
+
+
+POOL = [(seed, grid) for seed in (1, 2, 3) for grid in (SMALL, (2, 8), (8, 2))]
+"""Images of the same number of tokens; where there are no grids, three images."""
+
+
+def random_prompts(family: str, count: int) -> Iterator[tuple[dict[str, Any], list[Any]]]:
+    """Prompts of few texts and images: what a processor returns, and what stands at each place."""
+    draw = random.Random(5)
+    for _ in range(count):
+        pieces: list[Piece] = [[draw.choice((5, 6))], draw.choice(POOL), draw.choice(([7], [8, 7], [8, 9]))]
+        if draw.random() < 0.3:
+            pieces += [draw.choice(POOL), [draw.choice((5, 6))]]
+        given = inputs(family, pieces)
+        of_images = iter(piece if family.startswith("qwen") else piece[0] for piece in pieces if type(piece) is tuple)
+        own, places, last = None, [], 0
+        if family == "mllama":
+            # Each token may depend on each image.
+            own = tuple(of_images)
+            yield given, [(own, token) for token in given["input_ids"][0].tolist()]
+            continue
+        for token in given["input_ids"][0].tolist():
+            own = next(of_images) if token == IMAGE != last else own
+            places.append(own if token == IMAGE else token)
+            last = token
+        yield given, places
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_keys_of_200_prompts_are_equal_as_far_as_texts_and_images_are(family: str) -> None:
+    config, known = seeing_model(family).config, []
+    for given, places in random_prompts(family, 200):
+        ids = given.pop("input_ids")
+        given.pop("attention_mask")
+        keys = images_in_place(config, ids, (0,), given).keys[0].tolist()
+        assert all((key == token) == (token != IMAGE) for key, token in zip(keys, ids[0].tolist(), strict=True))
+        for other_keys, other_places in known:
+            assert _common(keys, other_keys) == _common(places, other_places)
+        known.append((keys, places))
+
+
+@pytest.mark.parametrize("case", some(itertools.product((*SEEING, "mllama"), (30, 200)), [("qwen2_5_vl", 30)]), ids=str)
+def test_no_image_is_taken_for_another(case: tuple[str, int]) -> None:
+    """Random prompts find exactly what they begin with, and are answered as without a store."""
+    family, count = case
+    model, store = seeing_model(family), PrefixStore(ROOM, snapshot_tokens=4)
+    before: list[list[Any]] = []
+    for given, places in random_prompts(family, count):
+        options = {**OPTIONS, "max_new_tokens": 1}
+        seen = kvlayers.generate(model, **given, prefix_store=store, **options)
+        assert_equal(seen, model.generate(**given, **options))
+        common = min(max((_common(places, other) for other in before), default=0), len(places) - 1)
+        # A window cannot be rolled back to each place.
+        assert seen.cached_tokens[0] == common if family != "gemma3" else seen.cached_tokens[0] <= common
+        before.append(places)
+    assert store.statistics.bypassed == 0
+
+
+def _common(one: list[Any], other: list[Any]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
+
+
+def _one_pixel(pixels: torch.Tensor) -> torch.Tensor:
+    pixels = pixels.clone()
+    pixels.view(-1)[7] += 1e-6
+    return pixels
+
+
+def _masked(mask: torch.Tensor) -> torch.Tensor:
+    mask = mask.clone()
+    mask[..., :8] = False
+    return mask
+
+
+def _not_at_first(mask: torch.Tensor) -> torch.Tensor:
+    mask = mask.clone()
+    mask[:, :4] = 0
+    return mask
+
+
+DIFFERENCES: dict[str, tuple[str, str, Any]] = {
+    "a pixel": ("llava", "pixel_values", _one_pixel),
+    "a patch": ("qwen3_vl", "pixel_values", _one_pixel),
+    "a grid": ("qwen2_5_vl", "image_grid_thw", lambda grid: grid[:, [0, 2, 1]]),
+    "a mask of pixels": ("idefics3", "pixel_attention_mask", _masked),
+    "the shape of an image": ("mllama", "aspect_ratio_ids", lambda ids: ids + 1),
+    "which tokens see it": ("mllama", "cross_attention_mask", _not_at_first),
+    "no types of tokens": ("gemma3", "token_type_ids", lambda types: None),
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_what_an_encoder_is_given_tells_images_apart(difference: str) -> None:
+    family, name, change = DIFFERENCES[difference]
+    model, store = seeing_model(family), PrefixStore(ROOM, snapshot_tokens=4)
+    given = inputs(family, [[5, 6], (1, WIDE), [7, 8]])
+    other = {**given, name: change(given[name])}
+    before = int((given["input_ids"][0] == IMAGE).int().argmax())
+    for _ in range(2):
+        for each in (given, other):
+            assert_equal(by_store(model, store, each)[0], plain(model, each))
+    store.clear()
+    by_store(model, store, given)
+    assert by_store(model, store, other)[0].cached_tokens[0] <= before
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_are_those_of_the_prompts_own_images(family: str) -> None:
+    """A model remembers how far the images of its last call moved positions, and threads share a model."""
+    model = seeing_model(family)
+
+    class Busy(PrefixStore):
+        def lookup(self, *args: Any, **options: Any) -> Any:
+            # As another thread may at this moment.
+            with CURRENT.override(None):
+                model.generate(**inputs(family, [[5, 6], (9, (2, 16)), [7]]), max_new_tokens=1)
+            return super().lookup(*args, **options)
+
+    store = Busy(ROOM)
+    prompts: list[list[Piece]] = [
+        [[5, 6], (1, LARGE), [7, 8]],
+        [[5, 6, 7, 8, 9]],
+        [[5, 6], (1, SMALL), [7, 8]],
+        [[5, 6], (1, LARGE), [7, 8], (2, SMALL), [9]],
+    ]
+    for turn in range(2):
+        for pieces in prompts:
+            given = inputs(family, [*pieces, [10 + turn, 20]])
+            assert_equal(by_store(model, store, given)[0], plain(model, given))
+    assert store.statistics.hits == 7
+
+
+BATCHES: dict[str, list[list[Piece]]] = {
+    "images of their own": [[[5, 6, 7], (1, WIDE), [8, 9]], [[5, 6], (2, LARGE), [8], (3, SMALL), [9, 10]]],
+    "one document": [[DOCUMENT, (1, WIDE), [8, 9]], [DOCUMENT, (1, WIDE), [10, 11]]],
+    "one document, padded": [[DOCUMENT, (1, WIDE), [8, 9]], [DOCUMENT, (1, WIDE), [10, 11, 12, 13]]],
+    "one document, other images": [[DOCUMENT, (1, WIDE), [8, 9]], [DOCUMENT, (2, WIDE), [8, 9]]],
+    "text beside an image": [[DOCUMENT, (1, WIDE), [8, 9]], [DOCUMENT, [10, 11, 12]]],
+    "text": [[DOCUMENT, [8, 9]], [DOCUMENT, [10, 11, 12]]],
+}
+
+
+@pytest.mark.parametrize(("kind", "beams", "family"), once(BATCHES, (1, 3), SEEING))
+def test_batches(kind: str, beams: int, family: str) -> None:
+    model, store = seeing_model(family), PrefixStore(ROOM)
+    given = inputs(family, *BATCHES[kind])
+    expected = plain(model, given, num_beams=beams)
+    for attempt in range(2):
+        seen, tokens, images = by_store(model, store, given, num_beams=beams)
+        assert_equal(seen, expected)
+        behind = 2 * beams * (NEW + 4)
+        assert tokens <= behind + (0 if attempt else given["attention_mask"].sum())
+        if attempt:
+            assert images == []
+    assert store.statistics.bypassed == 0
+
+
+SEVERAL: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 3},
+    "samples": {"num_return_sequences": 2, "do_sample": True},
+}
+
+
+def test_a_batch_without_a_mask() -> None:
+    model, store = seeing_model("qwen2_5_vl"), PrefixStore(ROOM)
+    given = inputs("qwen2_5_vl", *BATCHES["one document, other images"])
+    del given["attention_mask"]
+    for _ in range(2):
+        assert_equal(by_store(model, store, given)[0], plain(model, given))
+    assert store.statistics.hits > 0
+
+
+@pytest.mark.parametrize(("way", "family"), once(SEVERAL, (*SEEING, "mllama")))
+def test_beams_and_samples_share_an_image(way: str, family: str) -> None:
+    model, store = seeing_model(family), PrefixStore(ROOM)
+    given = inputs(family, [DOCUMENT, (1, WIDE), [8, 9]])
+    options = {**OPTIONS, **SEVERAL[way]}
+    torch.manual_seed(3)
+    expected = model.generate(**given, **options)
+    for attempt in range(2):
+        torch.manual_seed(3)
+        with encoded(model) as images:
+            assert_equal(kvlayers.generate(model, **given, prefix_store=store, **options), expected)
+        assert bool(images) == (attempt == 0)
+
+
+@pytest.mark.parametrize("family", some((*SEEING, "mllama"), ("qwen3_vl", "gemma3", "mllama")))
+def test_images_are_found_in_files(family: str, tmp_path: pathlib.Path) -> None:
+    model = seeing_model(family)
+    pieces: list[Piece] = [DOCUMENT, (1, WIDE), [8, 9]]
+    with PrefixStore(ROOM, directory=tmp_path) as store:
+        first, _, _ = by_store(model, store, inputs(family, pieces))
+    given = inputs(family, [*pieces, answer_in(first), [10, 11]])
+    for other in (1, 2):
+        store = PrefixStore(ROOM, directory=tmp_path)
+        given = inputs(family, [DOCUMENT, (other, WIDE), [8, 9], answer_in(first), [10, 11]])
+        seen, _, images = by_store(model, store, given)
+        assert_equal(seen, plain(model, given))
+        assert bool(images) == (other == 2)
+
+
+def test_a_prefix_that_ends_within_an_image_is_left_before_it(tmp_path: pathlib.Path) -> None:
+    """Files hold 256 tokens. Without the second one, the first ends within the image."""
+    model, text = seeing_model("llava"), [3 + index % 80 for index in range(250)]
+    given = inputs("llava", [text[:230], (1, WIDE), [5], (2, WIDE), [8, 9]])
+    with PrefixStore(ROOM, directory=tmp_path) as store:
+        by_store(model, store, given)
+    files = sorted(tmp_path.iterdir(), key=lambda path: path.stat().st_size)
+    files[0].unlink()
+    seen, _, images = by_store(model, PrefixStore(ROOM, directory=tmp_path), given)
+    assert_equal(seen, plain(model, given))
+    assert seen.cached_tokens[0] == 247
+    assert images == [1]
+
+
+def test_an_installed_store_serves_calls_with_images() -> None:
+    model, store = seeing_model("qwen3_vl"), PrefixStore(ROOM)
+    given = inputs("qwen3_vl", [[5, 6], (1, WIDE), [7, 8]])
+    expected = plain(model, given)
+    with kvlayers.installed(prefix_store=store):
+        for attempt in range(2):
+            with encoded(model) as images:
+                assert_equal(plain(model, given), expected)
+            assert bool(images) == (attempt == 0)
+    assert store.statistics.hits == 1
+
+
+# Images whose states are apart from those of tokens
+
+
+@pytest.mark.parametrize("name", ["dynamic", "offloaded", "int8"])
+def test_layers_of_cross_attention_are_found_by_all_images(name: str) -> None:
+    model, store = seeing_model("mllama"), PrefixStore(ROOM)
+    pieces: list[Piece] = [[5, 6, 7], (1, WIDE), [8, 9, 10, 11]]
+    for turn, more in enumerate(([[12, 13]], [[14], (2, WIDE), [15]], [[16]])):
+        given = inputs("mllama", pieces)
+        seen, tokens, images = by_store(model, store, given, cache_implementation=name)
+        assert_equal(seen, plain(model, given))
+        # With another image, each token of the prompt has other states to attend to.
+        is_found = turn == 1
+        assert bool(images) != is_found
+        assert bool(seen.cached_tokens[0]) == is_found
+        assert tokens == given["input_ids"].shape[1] - seen.cached_tokens[0] + NEW - 1
+        pieces = [*pieces, answer_in(seen), *more]
+    given = inputs("mllama", [[5, 6, 7], (3, WIDE), [8, 9, 10, 11]])
+    seen, _, _ = by_store(model, store, given, cache_implementation=name)
+    assert seen.cached_tokens == (0,)
+    assert_equal(seen, plain(model, given))
+
+
+def test_tokens_without_the_states_of_their_images_are_computed_again() -> None:
+    class Forgetful(PrefixStore):
+        def lookup(self, input_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
+            # As if the layers of images had been evicted.
+            return Hit() if int(input_ids.min()) < 0 else super().lookup(input_ids, *args, **options)
+
+    model, store = seeing_model("mllama"), Forgetful(ROOM)
+    given = inputs("mllama", [[5, 6, 7], (1, WIDE), [8, 9]])
+    for _ in range(2):
+        seen, _, images = by_store(model, store, given)
+        assert_equal(seen, plain(model, given))
+        assert images == [1]
+
+
+def test_what_a_processor_returns_is_taken() -> None:
+    image = pytest.importorskip("PIL.Image", reason="processors of images need pillow")
+    words = ["<pad>", "<s>", "</s>", "<unk>", "what", "is", "this", "that"]
+    vocabulary = {**{word: number for number, word in enumerate(words)}, "<image>": IMAGE}
+    splitter = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    splitter.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = tf.PreTrainedTokenizerFast(
+        tokenizer_object=splitter, pad_token="<pad>", extra_special_tokens={"image_token": "<image>"}
+    )
+    pixels = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+    processor = tf.LlavaProcessor(
+        tf.CLIPImageProcessor(**pixels), tokenizer, patch_size=4, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )  # fmt: skip
+    model, store = seeing_model("llava"), PrefixStore(ROOM)
+    for color, question, covered in (("red", "this", 0), ("red", "that", 18), ("blue", "that", 0)):
+        photo = image.new("RGB", (20, 24), color)
+        given = processor(images=photo, text=f"<image> what is {question}", return_tensors="pt")
+        seen, _, images = by_store(model, store, given)
+        assert_equal(seen, plain(model, given))
+        assert seen.cached_tokens[0] == covered
+        assert bool(images) == (covered == 0)
+
+
+# Calls that cannot use a store
+
+
+REFUSED: dict[str, tuple[str, str, Any]] = {
+    "a token attends to those behind it": ("paligemma", "attend to those behind", dict),
+    "an argument that is not known": ("llava", "image_sizes", lambda given: {**given, "image_sizes": [1]}),
+    "too many placeholders": (
+        "llava",
+        "placeholders",
+        lambda given: {
+            **given,
+            "input_ids": torch.cat([torch.tensor([[IMAGE]]), given["input_ids"]], dim=1),
+            "attention_mask": torch.ones(1, given["input_ids"].shape[1] + 1),
+        },
+    ),
+    "a list of images": ("llava", "not tensors", lambda given: {**given, "pixel_values": list(given["pixel_values"])}),
+    "an image at the end": (
+        "llava",
+        "ends with an image",
+        lambda given: {
+            **given,
+            "input_ids": given["input_ids"][:, :-2],
+            "attention_mask": given["attention_mask"][:, :-2],
+        },
+    ),
+    "patches that grids do not count": (
+        "qwen3_vl",
+        "numbers of patches",
+        lambda given: {**given, "pixel_values": given["pixel_values"][4:]},
+    ),
+    "a mask that nobody reads": (
+        "llava",
+        "given pixel_attention_mask",
+        lambda given: {**given, "pixel_attention_mask": torch.ones(2, SIDE, SIDE)},
+    ),
+    "images apart from several prompts": (
+        "mllama",
+        "several prompts",
+        lambda given: {name: torch.cat([value, value]) for name, value in given.items()},
+    ),
+    "images apart without their shapes": (
+        "mllama",
+        "aspect_ratio_ids",
+        lambda given: {name: value for name, value in given.items() if name != "aspect_ratio_ids"},
+    ),
+    "types that tell texts apart": (
+        "gemma3",
+        "token_type_ids",
+        lambda given: {**given, "token_type_ids": torch.ones_like(given["token_type_ids"])},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_calls_that_cannot_use_a_store_say_why(case: str) -> None:
+    family, reason, change = REFUSED[case]
+    model, store = seeing_model(family), PrefixStore(ROOM)
+    images: list[Piece] = [(1, WIDE)] if family in ("paligemma", "mllama") else [(1, WIDE), [7], (2, WIDE)]
+    given = change(inputs(family, [[5, 6], *images, [7, 8]]))
+    with pytest.raises(OptionError, match=reason):
+        kvlayers.generate(model, **given, prefix_store=store, **OPTIONS)
+
+
+BYPASSED = ("paligemma", *(("gemma3",) if not compat.MASKS_IMAGES_BY_POSITION else ()))
+
+
+@pytest.mark.parametrize("family", BYPASSED)
+def test_a_bypassed_call_answers_as_without_a_store(family: str) -> None:
+    model, store = any_seeing_model(family), PrefixStore(ROOM)
+    given = inputs(family, [[5, 6], (1, WIDE), [7, 8]])
+    expected = plain(model, given)
+    with kvlayers.installed(prefix_store=store):
+        for _ in range(2):
+            assert_equal(plain(model, given), expected)
+    assert store.statistics.bypassed == 2
+
+
+def test_scores_of_a_model_that_remembers_positions_use_no_store() -> None:
+    model, store = seeing_model("qwen2_5_vl"), PrefixStore(ROOM)
+    with pytest.raises(OptionError, match="rope_deltas"):
+        kvlayers.score(model, [DOCUMENT], [[[5, 6]]], prefix_store=store)
+
+
+@pytest.mark.parametrize("name", ["sink", "knorm", "snapkv"])
+def test_caches_that_evict_are_refused_with_an_image(name: str) -> None:
+    model, store = seeing_model("llava"), PrefixStore(ROOM)
+    given = inputs("llava", [DOCUMENT, (1, WIDE), [7, 8]])
+    with pytest.raises(OptionError, match="which tokens came with an image"):
+        kvlayers.generate(model, **given, prefix_store=store, cache_implementation=name, **OPTIONS)

@@ -161,6 +161,11 @@ class ScopedValue(Generic[T]):
         override = self._override.get()
         return self._default if override is None else override[0]
 
+    @property
+    def is_overridden(self) -> bool:
+        """Whether this context has a value of its own."""
+        return self._override.get() is not None
+
     def set_default(self, value: T) -> None:
         """Change the process-wide value. Contexts with a value of their own keep it."""
         self._default = value

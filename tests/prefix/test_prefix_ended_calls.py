@@ -100,9 +100,10 @@ def test_a_pass_that_is_interrupted_between_two_layers(
         return forward(self, *args, **kwargs)
 
     with kvlayers.installed(prefix_store=store):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(LlamaDecoderLayer, "forward", interrupted)
+        monkeypatch.setattr(LlamaDecoderLayer, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
             model.generate(ids, **OPTIONS)
+        monkeypatch.undo()
         output = model.generate(ids, **OPTIONS, return_dict_in_generate=True)
     assert output.cached_tokens == (covered,)
     assert torch.equal(output.sequences, expected)

@@ -182,6 +182,16 @@ OF_STATIC_CACHES = (Probe("generation.utils", "GenerationMixin._prepare_static_c
 OF_EXPORTERS = (Probe("exporters.base", "HfExporter.__init__"),)
 """The same, in versions that have prefills apart, static caches made apart, and exporters."""
 
+SERVER_MODULES = ("utils", "chat_completion", "completion", "response")
+OF_SERVERS = (
+    Probe("cli.serving.utils", "InferenceThread.submit", ("fn",)),
+    Probe("cli.serving.utils", "InferenceThread.async_submit", ("fn",)),
+    Probe("cli.serving.chat_completion", "CompletionUsage"),
+    Probe("cli.serving.completion", "CompletionUsage"),
+    Probe("cli.serving.response", "compute_usage"),
+)
+"""What `kvlayers run` relies on in `transformers serve`, looked at when a server starts."""
+
 
 def check(probes: Iterable[Probe | LoopProbe], version: object) -> None:
     """Look at names of transformers.

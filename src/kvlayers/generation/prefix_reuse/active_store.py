@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from kvlayers.errors import OptionError
@@ -27,6 +28,9 @@ class ActiveStore:
 CURRENT: ScopedValue[ActiveStore | None] = ScopedValue("active prefix store", None)
 """The store of a call that starts now, `None` for no store."""
 
+
+COVERED: ContextVar[list[int] | None] = ContextVar("tokens that calls in this context took from a store", default=None)
+"""A list to which each call that looks into a store adds how many tokens it found, over all of its prompts."""
 
 _of_blocks: list[PrefixStore] = []
 """The stores of the `installed` blocks that are open in any thread."""

@@ -219,6 +219,9 @@ class PrefixedCall:
             else:
                 cache = self._for_separate_prompts(common, hits)
         cache.prefix_notes = tuple(self._notes)
+        covered = active_store.COVERED.get()
+        if covered is not None:
+            covered.append(sum(self._cached_tokens))
         return cache, {**self._arguments, **changes, self._cache_name: cache}
 
     def keep_prompt(self, cache: Cache) -> None:

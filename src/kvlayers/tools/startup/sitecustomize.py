@@ -1,4 +1,4 @@
-"""What each Python process under `kvlayers run` runs when it starts: it waits for transformers, and then installs kvlayers.
+"""What each Python process under `kvlayers run` does when it starts: it waits for transformers to install kvlayers.
 
 A process that does not import transformers' models pays for no more than this file. Importing models takes kvlayers
 along, once no module of transformers or of kvlayers is half imported: each of them imports others in a circle.

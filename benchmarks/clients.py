@@ -138,9 +138,9 @@ def chat(run: report.Session) -> dict[str, Any]:
     cells |= {"tokens": report.shown("asked", "d"), "cached": report.shown("cached", "d")}
     run.table("A chat with transformers serve", "", found, cells)
     for mode in ("streamed", "whole"):
-        plain, ours = (list(found[f"{way}, {mode}"].values()) for way in WAYS)
-        run.expect([turn["text"] for turn in plain] == [turn["text"] for turn in ours], f"{mode}: other texts")
-        share = sum(turn["first"] for turn in ours[1:]) / sum(turn["first"] for turn in plain[1:])
+        plain, reused = (list(found[f"{way}, {mode}"].values()) for way in WAYS)
+        run.expect([turn["text"] for turn in plain] == [turn["text"] for turn in reused], f"{mode}: other texts")
+        share = sum(turn["first"] for turn in reused[1:]) / sum(turn["first"] for turn in plain[1:])
         run.target(f"{mode}: seconds to the first token from the second turn on", share, at_most=0.5)
     return found
 
@@ -162,8 +162,8 @@ def crowd(run: report.Session) -> dict[str, Any]:
     cells = {"s of all": report.shown("all"), "s to the first token, again": report.shown("first")}
     cells |= {"tokens": report.shown("asked", "d"), "cached": report.shown("cached", "d")}
     run.table("Eight clients, and the prompt of the one that hung up", "", {"": entries}, cells)
-    plain, ours = ([each["text"] for each in [*found[way]["answers"], found[way]["again"]]] for way in WAYS)
-    run.expect(plain == ours, "other texts in the crowd")
+    plain, reused = ([each["text"] for each in [*found[way]["answers"], found[way]["again"]]] for way in WAYS)
+    run.expect(plain == reused, "other texts in the crowd")
     return found
 
 

@@ -12,6 +12,7 @@ import pytest
 import command_line
 from kvlayers.errors import CachePathError
 from kvlayers.tools import running
+from kvlayers.tools.running import Running
 
 SOURCES = Path(running.__file__).parents[2]
 
@@ -26,6 +27,7 @@ SOURCES = Path(running.__file__).parents[2]
         (["--prefix-store", "redis://localhost:1"], "cannot reach redis://localhost:1"),
         (["--prefix-store", "/proc/none"], "/proc/none"),
         (["--namespace", "mine"], "`--namespace` needs a `--prefix-store`"),
+        (["--namespace-by-key"], "`--namespace-by-key` needs a `--prefix-store`"),
     ],
 )
 def test_what_cannot_be_used_is_one_line(options: list[str], message: str) -> None:
@@ -53,7 +55,12 @@ def test_the_command_gets_its_arguments_and_the_environment(monkeypatch: pytest.
     ((program, command, environment),) = calls
     assert (program, command) == (sys.executable, [sys.executable, "x.py", "--cache", "b"])
     assert environment["PYTHONPATH"] == os.pathsep.join([str(running.STARTUP), "mine"])
-    assert json.loads(environment[running.VARIABLE]) == {"cache": "int4", "prefix_store": None, "namespace": ""}
+    assert json.loads(environment[running.VARIABLE]) == {
+        "cache": "int4",
+        "prefix_store": None,
+        "namespace": "",
+        "by_key": False,
+    }
     assert environment["PATH"] == os.environ["PATH"]
 
 
@@ -77,8 +84,11 @@ def test_a_store_that_is_gone_leaves_a_process_without_it(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(running, "store_of", gone)
     monkeypatch.setattr(generation, "install", lambda **options: calls.append(options))
-    monkeypatch.setenv(running.VARIABLE, json.dumps({"cache": "int4", "prefix_store": "x", "namespace": "mine"}))
+    for name, value in Running("int4", "x", "mine", False).environment({}).items():
+        monkeypatch.setenv(name, value)
+    running._in_this_process.cache_clear()
     running.install()
+    running._in_this_process.cache_clear()
     assert calls == [{"cache": "int4", "prefix_store": None, "namespace": ""}]
 
 
@@ -110,15 +120,15 @@ def install():
     from transformers.modeling_utils import PreTrainedModel
     print("installed")
 
-def let_the_server_say_what_was_reused():
+def change_the_server():
     print("server")
 """,
 }
 
 
-def run_script(root: Path, script: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+def run_script(root: Path, script: str) -> "subprocess.CompletedProcess[str]":
     write(root, STAND_INS)
-    variables = running.environment({**os.environ, "PYTHONPATH": str(root), **environment}, None, None, "")
+    variables = Running(None, None, "", False).environment({**os.environ, "PYTHONPATH": str(root)})
     return subprocess.run(
         [sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=False, cwd=root
     )
@@ -156,7 +166,7 @@ def test_a_process_that_cannot_install_goes_on(tmp_path: Path) -> None:
     write(tmp_path, STAND_INS)
     (tmp_path / "kvlayers" / "core.py").write_text("raise ImportError('no kvlayers here')")
     script = "import transformers.modeling_utils, transformers.cli.serving.server; print('after')"
-    variables = running.environment({**os.environ, "PYTHONPATH": str(tmp_path)}, None, None, "")
+    variables = Running(None, None, "", False).environment({**os.environ, "PYTHONPATH": str(tmp_path)})
     done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=False)
     assert (done.stdout.split(), done.returncode) == (["after"], 0)
     assert done.stderr == "kvlayers run: this process goes on without kvlayers: no kvlayers here\n"

@@ -22,7 +22,7 @@ from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.upstream import supported
 from model_directories import save_model
 
-MODULES = [f"transformers.cli.serving.{name}" for name in supported.SERVER_MODULES]
+MODULES = [f"transformers.cli.serving.{name}" for name in (*supported.SERVER_MODULES, "server")]
 
 
 @pytest.fixture
@@ -46,13 +46,14 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     modules[MODULES[3]].compute_usage = lambda tokens: types.SimpleNamespace(
         input_tokens_details=types.SimpleNamespace(cached_tokens=0)
     )
+    modules[MODULES[4]].build_server = types.SimpleNamespace
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     return modules
 
 
 def test_each_request_has_what_its_own_call_has_found(stand_ins: dict[str, Any]) -> None:
-    utils, chat, _, response = stand_ins.values()
+    utils, chat, _, response, _ = stand_ins.values()
     before = vars(utils.InferenceThread)["submit"], chat.CompletionUsage, response.compute_usage
     changed = served.report_reuse()
     thread = utils.InferenceThread()
@@ -97,7 +98,10 @@ TEXT = "the sea is a sea of the sea and a sea . " * 8
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Any]:
-    """Starts `transformers serve` in a thread, and returns a client and the name of each model."""
+    """Starts `transformers serve` in a thread, and returns a client and the name of each model.
+
+    With a store, each key has a namespace of its own.
+    """
     for package in ("fastapi", "uvicorn", "openai"):
         pytest.importorskip(package, reason='the server of transformers needs "transformers[serving]"')
     serving = pytest.importorskip("transformers.cli.serve", reason="this transformers has another server")
@@ -106,7 +110,7 @@ def serve(tmp_path: Path) -> Iterator[Any]:
     started: list[Any] = []
     changed: list[Any] = []
 
-    def start(*families: str) -> tuple[Any, list[str]]:
+    def start(*families: str, by_key: PrefixStore | None = None) -> tuple[Any, list[str]]:
         names = []
         for family in families:
             directory = save_model(tmp_path / family, family)
@@ -118,6 +122,8 @@ def serve(tmp_path: Path) -> Iterator[Any]:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
         changed.extend(served.report_reuse())
+        if by_key is not None:
+            changed.append(served.separate_keys(by_key, "mine"))
         started.append(serving.Serve(port=port, device="cpu", dtype="float32", non_blocking=True))
         for _ in range(100):
             try:
@@ -212,3 +218,14 @@ def test_requests_at_once_have_their_own_counts(serve: Any) -> None:
     found = asyncio.run(both())
     assert [text for text, _ in found[:6]] == [text for text, _ in found[6:]]
     assert sorted(cached for _, cached in found) == [0] * 6 + [len(TEXT.split())] * 6
+
+
+@pytest.mark.slow
+def test_each_key_has_a_namespace_of_its_own(serve: Any) -> None:
+    store = PrefixStore("1GiB")
+    client, (model,) = serve("llama", by_key=store)
+    kvlayers.install()
+    tokens = len(TEXT.split())
+    for key, cached in (("one", 0), ("other", 0), ("one", tokens - 1), ("other", tokens - 1)):
+        assert ask(client.with_options(api_key=key), model, TEXT)[1] == cached
+    assert store.statistics.hits == 2

@@ -7,13 +7,15 @@ its request. The task and the call get one list here, by way of the context. So 
 
 import contextvars
 import functools
+import hashlib
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from kvlayers.generation.patching import Patch
 from kvlayers.generation.prefix_reuse import active_store
+from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import compat, supported
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,47 @@ def _usage_of_responses(original: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     return usage
+
+
+class NamespaceOfKey:
+    """Gives each request the store in a namespace of its API key: a middleware (ASGI) around the server.
+
+    Args:
+        app: the server.
+        store: the store.
+        namespace: namespace that those of all keys are in.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]], store: PrefixStore, namespace: str) -> None:
+        self._app, self._store, self._namespace = app, store, namespace
+
+    async def __call__(self, scope: Mapping[str, Any], *args: Any) -> None:
+        """Serve a request. The key itself is kept nowhere."""
+        key = dict(scope.get("headers", ())).get(b"authorization", b"")
+        active = active_store.optional_store(self._store, f"{self._namespace} {hashlib.sha256(key).hexdigest()}")
+        with active_store.CURRENT.override(active):
+            await self._app(scope, *args)
+
+
+def separate_keys(store: PrefixStore, namespace: str) -> Patch:
+    """Let requests to the server of this process use a store, each key in a namespace of its own.
+
+    It is called before the server is built, and returns what was changed. Calls of `generate()` outside of requests do
+    not use the store.
+    """
+
+    def adding(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def build_server(*args: Any, **kwargs: Any) -> Any:
+            app = original(*args, **kwargs)
+            app.add_middleware(NamespaceOfKey, store=store, namespace=namespace)
+            return app
+
+        return build_server
+
+    patch = Patch(importlib.import_module("transformers.cli.serving.server"), "build_server", adding)
+    patch.apply()
+    return patch
 
 
 def patches() -> list[Patch]:

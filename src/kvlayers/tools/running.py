@@ -1,9 +1,11 @@
 """`kvlayers run`: what it passes to the Python processes under it, and what they do with it."""
 
+import functools
 import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,43 +48,65 @@ def store_of(text: str) -> "PrefixStore":
     return PrefixStore(memory, directory=directory or None)
 
 
-def check(cache: str | None, prefix_store: str | None, namespace: str) -> None:
-    """Raise the error that `install` would raise for these options."""
-    if cache is not None:
-        from kvlayers.generation.default_cache import DefaultCache
+@dataclass(frozen=True)
+class Running:
+    """The options of `kvlayers run`.
 
-        DefaultCache(cache)
-    if prefix_store is not None:
-        store_of(prefix_store)
-    elif namespace:
-        raise OptionError(f"`namespace` needs a `prefix_store`, got namespace={namespace!r} without one: pass both.")
+    Attributes:
+        cache: name of the cache of calls that name none.
+        prefix_store: text for `store_of`, `None` for no store.
+        namespace: namespace of the store.
+        by_key: whether only requests to `transformers serve` use the store, each API key in a namespace of its own.
+    """
+
+    cache: str | None
+    prefix_store: str | None
+    namespace: str
+    by_key: bool
+
+    def check(self) -> None:
+        """Raise what `install` would raise, and what opening the store raises."""
+        if self.cache is not None:
+            from kvlayers.generation.default_cache import DefaultCache
+
+            DefaultCache(self.cache)
+        if self.prefix_store is not None:
+            store_of(self.prefix_store)
+        elif self.namespace or self.by_key:
+            option = "namespace" if self.namespace else "by_key"
+            raise OptionError(f"`{option}` needs a `prefix_store`, got none: pass both.")
+
+    def environment(self, before: Mapping[str, str]) -> dict[str, str]:
+        """The environment variables in which Python processes install kvlayers with these options."""
+        paths = [str(STARTUP), *filter(None, [before.get("PYTHONPATH")])]
+        return {**before, VARIABLE: json.dumps(asdict(self)), "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def environment(
-    before: Mapping[str, str], cache: str | None, prefix_store: str | None, namespace: str
-) -> dict[str, str]:
-    """The environment variables in which Python processes install kvlayers with these options."""
-    options = {"cache": cache, "prefix_store": prefix_store, "namespace": namespace}
-    paths = [str(STARTUP), *filter(None, [before.get("PYTHONPATH")])]
-    return {**before, VARIABLE: json.dumps(options), "PYTHONPATH": os.pathsep.join(paths)}
+@functools.cache
+def _in_this_process() -> "tuple[Running, PrefixStore | None]":
+    """The options in the environment, and the store; `None` if it cannot be reached any more, as the log says."""
+    options = Running(**json.loads(os.environ[VARIABLE]))
+    try:
+        return options, None if options.prefix_store is None else store_of(options.prefix_store)
+    except KVLayersError as error:
+        logger.warning("This process goes on without the prefix store: %s", error)
+        return options, None
 
 
 def install() -> None:
-    """Install kvlayers with the options in the environment; without the store if it cannot be reached any more."""
+    """Install kvlayers with the options in the environment."""
     from kvlayers.generation import install as generation
 
-    options = json.loads(os.environ[VARIABLE])
-    store, namespace = None, ""
-    if options["prefix_store"] is not None:
-        try:
-            store, namespace = store_of(options["prefix_store"]), options["namespace"]
-        except KVLayersError as error:
-            logger.warning("This process goes on without the prefix store: %s", error)
-    generation.install(cache=options["cache"], prefix_store=store, namespace=namespace)
+    options, store = _in_this_process()
+    of_all = None if options.by_key else store
+    generation.install(cache=options.cache, prefix_store=of_all, namespace="" if of_all is None else options.namespace)
 
 
-def let_the_server_say_what_was_reused() -> None:
-    """See `kvlayers.generation.served`."""
+def change_the_server() -> None:
+    """Let `transformers serve` report what was reused, and give each API key a namespace if that was asked for."""
     from kvlayers.generation import served
 
+    options, store = _in_this_process()
     served.report_reuse()
+    if store is not None and options.by_key:
+        served.separate_keys(store, options.namespace)

@@ -189,6 +189,7 @@ OF_SERVERS = (
     Probe("cli.serving.chat_completion", "CompletionUsage"),
     Probe("cli.serving.completion", "CompletionUsage"),
     Probe("cli.serving.response", "compute_usage"),
+    Probe("cli.serving.server", "build_server"),
 )
 """What `kvlayers run` relies on in `transformers serve`, looked at when a server starts."""
 

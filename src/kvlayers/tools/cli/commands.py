@@ -287,6 +287,7 @@ RUN_OPTIONS = {
     "directory": "--prefix-store",
     "max_bytes": "--prefix-store",
     "namespace": "--namespace",
+    "by_key": "--namespace-by-key",
 }
 
 
@@ -306,21 +307,29 @@ def run(
         ),
     ] = None,
     namespace: Annotated[str, typer.Option(help="Namespace of the store.")] = "",
+    by_key: Annotated[
+        bool,
+        typer.Option(
+            "--namespace-by-key",
+            help="Only requests to transformers serve use the store, each API key in a namespace of its own.",
+        ),
+    ] = False,
 ) -> None:
     """Run a command with kvlayers installed in it, and in all Python processes that it starts.
 
     They install kvlayers when they import the models of transformers. The exit code is that of the command, or 2 if it
     is not found, the cache is unknown or the store cannot be used.
     """
-    from kvlayers.tools import running
+    from kvlayers.tools.running import Running
 
+    options = Running(cache, prefix_store, namespace, by_key)
     with one_line_errors("run", RUN_OPTIONS):
         program = shutil.which(command[0])
         if program is None:
             raise OptionError(f"there is no command {command[0]!r} on the PATH: install it, or name its file.")
-        running.check(cache, prefix_store, namespace)
+        options.check()
     sys.stdout.flush()
-    os.execve(program, command, running.environment(os.environ, cache, prefix_store, namespace))
+    os.execve(program, command, options.environment(os.environ))
 
 
 FOR_THE_HARNESS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}

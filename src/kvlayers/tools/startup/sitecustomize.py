@@ -12,7 +12,7 @@ from typing import Any
 
 ACTIONS = {
     "install": {"transformers.modeling_utils", "transformers.generation.utils"},
-    "let_the_server_say_what_was_reused": {"transformers.cli.serving.server"},
+    "change_the_server": {"transformers.cli.serving.server"},
 }
 """Functions of `kvlayers.tools.running`, each with the modules whose classes and functions it changes."""
 

@@ -34,7 +34,7 @@ def store_of(text: str) -> "PrefixStore":
             has no slash, is bytes.
 
     Raises:
-        OptionError: it is none of these, as for `PrefixStore`.
+        OptionError: it is no amount of bytes and no directory, as for `PrefixStore`.
         CachePathError: the directory cannot be reached, made, read or written to.
 
     Example:

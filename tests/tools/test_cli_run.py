@@ -197,7 +197,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_calls_of_a_script_and_of_its_workers_have_the_cache_and_the_store(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(REAL)
     command = [sys.executable, "-m", "kvlayers", "run", "--cache", "int4", "--prefix-store", "64MiB", "--"]

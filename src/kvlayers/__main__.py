@@ -22,8 +22,9 @@ def main() -> None:
     except ImportError as error:
         print(f"kvlayers: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    # What a command measures must not depend on when a compiler is done.
-    os.environ.setdefault("KVLAYERS_COMPILE", "wait")
+    if sys.argv[1:2] != ["run"]:
+        # What a command measures must not depend on when a compiler is done.
+        os.environ.setdefault("KVLAYERS_COMPILE", "wait")
     make_app()()
 
 
@@ -52,6 +53,7 @@ def make_app() -> "typer.Typer":
 
     for command in (commands.plan, commands.bench, fidelity, commands.calibrate, commands.inspect, commands.demo):
         app.command()(command)
+    app.command(context_settings={"allow_interspersed_args": False})(commands.run)
     app.command("compile")(commands.compile_command)
     app.command("lm-eval", context_settings=commands.FOR_THE_HARNESS)(commands.lm_eval)
     return app

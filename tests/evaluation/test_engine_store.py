@@ -83,6 +83,7 @@ def test_a_lossy_cache_without_chunks_bypasses_the_store() -> None:
 
 def test_a_model_whose_states_depend_on_more_than_tokens_bypasses_the_store() -> None:
     model, store = fresh_model("llama").train(), kvlayers.PrefixStore("1GiB")
+    model.model.layers[0].self_attn.attention_dropout = 0.1
     assert stored_contexts(model, optional_store(store, ""), "dynamic", {}) is None
     assert store.statistics.bypassed == 1
     with pytest.raises(OptionError, match="training mode"):

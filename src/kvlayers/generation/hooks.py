@@ -47,7 +47,7 @@ def generate(original: Method) -> Method:
         hand_over_cache(self)
         cache_by_name.move_name_to_option(cache_argument.name_in_generate(self), kwargs)
         with saved_names.REQUESTED_NAME.override(saved_names.requested_name(by_name(args, kwargs))):
-            active = active_store.CURRENT.get()
+            active = active_store.for_call()
             if active is None:
                 return generate_without_store(self, *args, **kwargs)
             return prefixed_call.generate(active, functools.partial(generate_without_store, self), self, args, kwargs)
@@ -155,7 +155,7 @@ def prepare_cache_for_generation(original: Method) -> Method:
     ) -> None:
         argument = cache_argument.name_in_generate(self)
         past = model_kwargs.get(argument)
-        saved_names.resolve_name(generation_config, saved_names.REQUESTED_NAME.get(), past is not None)
+        saved_names.resolve_name(self, generation_config, saved_names.REQUESTED_NAME.get(), past is not None)
         name = generation_config.cache_implementation or "dynamic"
         _prepare_passed_cache(self, past, generation_config, model_kwargs, max_cache_length)
         mask_mode = make_cache.mask_mode(past)

@@ -42,6 +42,7 @@ from transformers.modeling_utils import PreTrainedModel
 from kvlayers.core import named_caches
 from kvlayers.errors import OptionError
 from kvlayers.generation import (
+    default_cache,
     hooks,
     known_ids,
     make_cache,
@@ -66,6 +67,7 @@ def install(
     legacy_names: bool = False,
     replace_empty_caches: bool | None = None,
     strict_prompts: bool | None = None,
+    cache: str | None = None,
 ) -> None:
     """Make every call of `generate()` use kvlayers' caches, until `uninstall()`.
 
@@ -83,12 +85,15 @@ def install(
             to a model gets kvlayers' layers. Its class stays the same. Default: `True`.
         strict_prompts: whether a prompt that starts with other tokens than the passed cache has seen raises
             `PromptMismatchError`. Otherwise it is a `PromptMismatchWarning`, once per cache. Default: `False`.
+        cache: the name of the cache of calls that neither name nor pass one, such as "int4", also with options:
+            "sink:window_length=512". Models that cannot have it go on without it, and the log says so once.
 
     Raises:
-        OptionError: `prefix_store` is not a `PrefixStore`, `namespace` is given without a store, or another option is
-            not a bool. Nothing is changed.
+        OptionError: `prefix_store` is not a `PrefixStore`, `namespace` is given without a store, the cache has no such
+            option, or another option is not a bool. Nothing is changed.
+        RegistryError: no cache has this name. Nothing is changed.
     """
-    given = _given(prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts)
+    given = _given(prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts, cache)
     with _lock:
         if legacy_names:
             transformers4_names.ACTIVATION.activate()
@@ -107,6 +112,7 @@ def uninstall() -> None:
         active_store.CURRENT.set_default(None)
         passed_caches.REPLACE.set_default(True)
         known_ids.STRICT_PROMPTS.set_default(False)
+        default_cache.DEFAULT.set_default(None)
         transformers4_names.ACTIVATION.deactivate()
         _activation.deactivate()
 
@@ -123,11 +129,13 @@ def installed(
     legacy_names: bool = False,
     replace_empty_caches: bool | None = None,
     strict_prompts: bool | None = None,
+    cache: str | None = None,
 ) -> Iterator[None]:
     """`install()` for the length of a `with` block. Blocks nest and overlap: the last one to end uninstalls.
 
-    `prefix_store`, `replace_empty_caches` and `strict_prompts` apply to calls in the thread of the block only. Other
-    threads may need another namespace, for example.
+    `prefix_store`, `replace_empty_caches`, `strict_prompts` and `cache` apply to calls in the thread of the block only.
+    Other threads may need another namespace, for example. A call by a thread that has no store counts as one that
+    bypasses the store of the block; a thread whose target is `contextvars.copy_context().run` has it.
 
     Args:
         prefix_store: as for `install`.
@@ -135,9 +143,11 @@ def installed(
         legacy_names: as for `install`.
         replace_empty_caches: as for `install`.
         strict_prompts: as for `install`.
+        cache: as for `install`.
 
     Raises:
         OptionError: as `install`.
+        RegistryError: as `install`.
 
     Example:
         >>> import torch, transformers, kvlayers
@@ -153,7 +163,7 @@ def installed(
         >>> type(cache).__name__, kvlayers.is_installed()
         ('QuantizedCache', False)
     """
-    given = _given(prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts)
+    given = _given(prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts, cache)
     with contextlib.ExitStack() as stack:
         with _lock:
             stack.enter_context(_activation.block())
@@ -161,6 +171,7 @@ def installed(
                 stack.enter_context(transformers4_names.ACTIVATION.block())
         for setting, value in given:
             stack.enter_context(setting.override(value))
+        stack.enter_context(active_store.noting_other_threads(prefix_store))
         yield
 
 
@@ -170,6 +181,7 @@ def _given(
     legacy_names: object,
     replace_empty_caches: object,
     strict_prompts: object,
+    cache: str | None,
 ) -> list[tuple[ScopedValue[Any], Any]]:
     """The settings that are given, with their values."""
     active = active_store.optional_store(prefix_store, namespace)
@@ -182,6 +194,7 @@ def _given(
         (active_store.CURRENT, active),
         (passed_caches.REPLACE, replace_empty_caches),
         (known_ids.STRICT_PROMPTS, strict_prompts),
+        (default_cache.DEFAULT, None if cache is None else default_cache.DefaultCache(cache)),
     ]
     return [(setting, value) for setting, value in settings if value is not None]
 

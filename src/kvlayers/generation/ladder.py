@@ -208,7 +208,7 @@ def _config_of_call(model: Any, arguments: Mapping[str, Any]) -> Any:
     requested = requested_name(arguments)
     with call_with_kvlayers():
         config = full_generation_config(model, arguments)[0]
-    resolve_name(config, requested, cache_argument.passed_in(arguments) is not None)
+    resolve_name(model, config, requested, cache_argument.passed_in(arguments) is not None)
     return config
 
 

@@ -10,16 +10,16 @@ Method = Callable[..., Any]
 
 
 class Patch:
-    """A replacement for one attribute of a class, which coexists with replacements by other libraries.
+    """A replacement for one attribute of a class or module, which coexists with replacements by other libraries.
 
     Args:
-        owner: the class.
+        owner: the class, or the module.
         name: name of the attribute, usually a method. A class that lacks it gets it.
         wrap: makes the replacement from the method that it replaces. The replacement must set `__wrapped__`, as
             `functools.wraps` does, and must call the replaced method whenever it has nothing to do itself.
     """
 
-    def __init__(self, owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
+    def __init__(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         self._owner, self._name, self._wrap = owner, name, wrap
         self._replacement: Any = None
         self._replaced: Any = None
@@ -160,6 +160,11 @@ class ScopedValue(Generic[T]):
         """The value in this context."""
         override = self._override.get()
         return self._default if override is None else override[0]
+
+    @property
+    def is_overridden(self) -> bool:
+        """Whether this context has a value of its own."""
+        return self._override.get() is not None
 
     def set_default(self, value: T) -> None:
         """Change the process-wide value. Contexts with a value of their own keep it."""

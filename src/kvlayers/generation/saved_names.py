@@ -13,6 +13,7 @@ import transformers.generation.configuration_utils as configuration
 
 from kvlayers.core import named_caches
 from kvlayers.generation import cache_by_name
+from kvlayers.generation.default_cache import DEFAULT
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.upstream.callers import warn_the_caller
 
@@ -62,12 +63,14 @@ def requested_name(arguments: Mapping[str, Any]) -> str | None:
     return name
 
 
-def resolve_name(config: Any, requested: str | None, is_given_a_cache: bool) -> None:
+def resolve_name(model: Any, config: Any, requested: str | None, is_given_a_cache: bool) -> None:
     """Let the config that transformers has made for a call say which cache the call gets.
 
-    transformers drops the name "hybrid" even if the call asks for it, and does not know of the separate field.
+    transformers drops the name "hybrid" even if the call asks for it, and does not know of the separate field. A call
+    that says nothing gets the default of `install()`, except for draft models.
 
     Args:
+        model: the model.
         config: the `GenerationConfig` of the call, which is changed.
         requested: as `requested_name` returned it.
         is_given_a_cache: whether the call has a cache already.
@@ -83,6 +86,10 @@ def resolve_name(config: Any, requested: str | None, is_given_a_cache: bool) -> 
         if not named_caches.is_registered(name):
             raise cache_by_name.unknown_name(name)
         _use(config, name, options)
+    names_none = config.cache_implementation is None and config.use_cache is not False and not config.is_assistant
+    default = DEFAULT.get()
+    if default is not None and names_none and not is_given_a_cache and default.suits(model):
+        _use(config, default.named.name, dict(default.named.options) or None)
 
 
 class SavedName:

@@ -37,6 +37,7 @@ class PrefixStatistics:
         pending_writes: entries that wait to be written, or are being written.
         tokens: tokens in memory. Those that several entries begin with count once.
         shared_bytes: those of `bytes` that several entries hold.
+        bypasses: how many of the calls `bypassed` there were for each reason.
     """
 
     entries: int
@@ -57,6 +58,7 @@ class PrefixStatistics:
     pending_writes: int
     tokens: int
     shared_bytes: int
+    bypasses: Mapping[str, int]
 
 
 Piece = TypeVar("Piece", int, str)

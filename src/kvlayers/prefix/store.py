@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -105,7 +106,8 @@ class PrefixStore:
         # Guards all that follows. Nobody reads or writes a file while holding it.
         self._lock = threading.Lock()
         changed = threading.Condition(self._lock)
-        self._hits = self._misses = self._covered = self._asked = self._bypassed = self._refused = 0
+        self._hits = self._misses = self._covered = self._asked = self._refused = 0
+        self._bypasses: Counter[str] = Counter()
         self._index = EntryIndex(max_bytes, policy or LeastRecentlyUsed(), directory is not None)
         self._directory: Directory | None = None
         self._writes: WriteQueue | None = None
@@ -349,19 +351,37 @@ class PrefixStore:
                 damaged=0 if files is None else files.reports.damaged_files,
                 failed_writes=0 if writes is None else writes.failed_writes,
                 failed_reads=0 if files is None else files.reports.failed_reads,
-                bypassed=self._bypassed,
+                bypassed=self._bypasses.total(),
                 refused=self._refused,
                 dropped_writes=0 if writes is None else writes.dropped_writes,
                 pending_writes=0 if writes is None else writes.pending_writes,
                 tokens=index.tokens,
                 shared_bytes=index.shared_bytes,
+                bypasses=dict(self._bypasses),
             )
 
+    def explain(self) -> str:
+        """How much of the prompts the store had, and why calls of `generate()` could not use it: text for people.
+
+        Example:
+            >>> store = PrefixStore("1MiB")
+            >>> store.record_bypass("it is given a cache")
+            >>> print(store.explain())
+            0 of 0 tokens that were asked for were stored
+            bypassed, 1 times: it is given a cache
+        """
+        now = self.statistics
+        found = f"{now.tokens_covered} of {now.tokens_asked} tokens that were asked for were stored"
+        counts = sorted(now.bypasses.items(), key=lambda bypass: -bypass[1])
+        return "\n".join([found, *(f"bypassed, {count} times: {reason}" for reason, count in counts)])
+
     def record_bypass(self, reason: str) -> None:
-        """Count a call of `generate()` that could not use the store, and log the reason."""
+        """Count a call of `generate()` that could not use the store, and log the reason if it is a new one."""
         with self._lock:
-            self._bypassed += 1
-        logger.info("A call of generate() did not use its prefix store: %s.", reason)
+            self._bypasses[reason] += 1
+            is_new = self._bypasses[reason] == 1
+        if is_new:
+            logger.warning("A call of generate() did not use its prefix store: %s.", reason)
 
     def record_refusal(self, reason: str) -> None:
         """Count a cache for which there was no room, and log the reason."""

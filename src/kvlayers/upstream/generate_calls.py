@@ -212,6 +212,24 @@ def full_generation_config(model: Any, arguments: Mapping[str, Any]) -> tuple[An
     return config, model_kwargs
 
 
+def mask_of_prompts(model: Any, generation_config: Any, ids: torch.Tensor) -> torch.Tensor | None:
+    """The mask that `generate()` makes for prompts that come without one, `None` if all of their tokens count.
+
+    A pad token is padding, unless it may end a sequence: then it may as well be text.
+
+    Args:
+        model: the model.
+        generation_config: the full config of the call.
+        ids: the prompts, `[rows, tokens]`.
+    """
+    pad, ends = generation_config.pad_token_id, generation_config.eos_token_id
+    may_be_text = ends is not None and bool((torch.as_tensor(ends) == pad).any())
+    if pad is None or may_be_text or "attention_mask" not in forward_arguments(model):
+        return None
+    mask = ids.ne(pad).long()
+    return None if bool(mask.all()) else mask
+
+
 def uses_transformers_generate(model: Any, arguments: Mapping[str, Any]) -> bool:
     """Whether a call runs the `generate()` of transformers, rather than one of the model or of the caller."""
     return (

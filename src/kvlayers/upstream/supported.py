@@ -189,6 +189,17 @@ OF_POSITIONS = (
 )
 """The same, in versions that have prefills apart, static caches made apart, exporters, and positions made at first."""
 
+SERVER_MODULES = ("utils", "chat_completion", "completion", "response")
+OF_SERVERS = (
+    Probe("cli.serving.utils", "InferenceThread.submit", ("fn",)),
+    Probe("cli.serving.utils", "InferenceThread.async_submit", ("fn",)),
+    Probe("cli.serving.chat_completion", "CompletionUsage"),
+    Probe("cli.serving.completion", "CompletionUsage"),
+    Probe("cli.serving.response", "compute_usage"),
+    Probe("cli.serving.server", "build_server"),
+)
+"""What `kvlayers run` relies on in `transformers serve`, looked at when a server starts."""
+
 
 def check(probes: Iterable[Probe | LoopProbe], version: object) -> None:
     """Look at names of transformers.

@@ -1,6 +1,8 @@
 """The prefix store that a call of `generate()` uses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from kvlayers.errors import OptionError
@@ -25,6 +27,39 @@ class ActiveStore:
 
 CURRENT: ScopedValue[ActiveStore | None] = ScopedValue("active prefix store", None)
 """The store of a call that starts now, `None` for no store."""
+
+
+COVERED: ContextVar[list[int] | None] = ContextVar("tokens that calls in this context took from a store", default=None)
+"""A list to which each call that looks into a store adds how many tokens it found, over all of its prompts."""
+
+_of_blocks: list[PrefixStore] = []
+"""The stores of the `installed` blocks that are open in any thread."""
+
+OTHER_THREAD = (
+    "it runs in another thread than the block `installed(prefix_store=...)`, whose namespace may be for that thread "
+    "alone: pass the store to install(), or start the thread with contextvars.copy_context().run as its target"
+)
+
+
+@contextmanager
+def noting_other_threads(store: PrefixStore | None) -> Iterator[None]:
+    """Lasts for a block: calls of `generate()` by threads that have no store count as calls that bypass this one."""
+    stores = [] if store is None else [store]
+    _of_blocks.extend(stores)
+    try:
+        yield
+    finally:
+        for each in stores:
+            _of_blocks.remove(each)
+
+
+def for_call() -> ActiveStore | None:
+    """The store of a call that starts now. A call that a block in another thread may have been meant for is counted."""
+    active = CURRENT.get()
+    if active is None and not CURRENT.is_overridden:
+        for store in list(_of_blocks):
+            store.record_bypass(OTHER_THREAD)
+    return active
 
 
 def optional_store(prefix_store: PrefixStore | None, namespace: str) -> ActiveStore | None:

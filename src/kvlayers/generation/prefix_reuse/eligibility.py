@@ -1,6 +1,7 @@
 """Which calls of `generate()` can use a prefix store, those whose states depend on tokens alone, and on which model."""
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -120,6 +121,10 @@ ID_READERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn
 """Arguments that see the ids of a prompt, and may do anything with them."""
 
 
+RANDOM_IN_TRAINING = re.compile("^(?!classifier|summary).*(drop|jitter)")
+"""Names of rates, of modules and in configs, that are 0 if training mode changes no states."""
+
+
 class IneligibleError(Exception):
     """A call cannot use a store, for the reason in the message. It never leaves kvlayers."""
 
@@ -167,9 +172,9 @@ def _check_modules(model: Any) -> None:
         raise IneligibleError(f"its prepare_inputs_for_generation is not the one of {type(model).__name__}")
     for path, module in model.named_modules():
         attributes = vars(module)
-        # With dropout, the same tokens have other states in every call.
-        if module.training:
-            raise IneligibleError(f"{path or 'the model'} is in training mode: call model.eval()")
+        # The same tokens then have other states in every call, or none.
+        if module.training and (cause := _effect_of_training(module)) is not None:
+            raise IneligibleError(f"{path or 'the model'} is in training mode, with {cause}: call model.eval()")
         # accelerate replaces forward() to load weights, and sets `_hf_hook`.
         if "forward" in attributes and "_hf_hook" not in attributes:
             raise IneligibleError(f"forward() of {path or 'the model'} is not the one of its class")
@@ -177,6 +182,19 @@ def _check_modules(model: Any) -> None:
         hooks = [] if module is model else [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if not all(map(generate_calls.only_captures_outputs, hooks)):
             raise IneligibleError(f"{path} has hooks, on which states may depend")
+
+
+def _effect_of_training(module: torch.nn.Module) -> str | None:
+    """What a module does in training mode alone, `None` if it computes the same states as in evaluation."""
+    if vars(module).get("gradient_checkpointing"):
+        return "gradient checkpointing"
+    if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+        return "statistics of the batch"
+    rates = {**vars(vars(module).get("config", module)), **vars(module)}
+    if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+        rates["dropout"] = module.p
+    above_zero = (name for name, rate in rates.items() if isinstance(rate, int | float) and rate > 0)
+    return next((f"{name}={rates[name]}" for name in above_zero if RANDOM_IN_TRAINING.search(name)), None)
 
 
 def check_cache(model: Any, name: str) -> None:
@@ -223,22 +241,22 @@ def ids_name(arguments: Mapping[str, Any]) -> str:
     return "inputs" if arguments.get("inputs") is not None else "input_ids"
 
 
-def prompts_of(config: Any, arguments: Mapping[str, Any]) -> PromptBatch:
-    """The prompts of a call.
+def prompts_of(model: Any, config: Any, arguments: Mapping[str, Any]) -> PromptBatch:
+    """The prompts of a call. Which of their tokens are padding is what `generate()` takes for padding.
 
     Raises:
-        IneligibleError: there are no prompts, or it is not clear which of their tokens are padding.
+        IneligibleError: there are no prompts, or their padding is not on the left.
     """
     ids, mask = arguments.get(ids_name(arguments)), arguments.get("attention_mask")
     is_ids = isinstance(ids, Tensor) and ids.dtype == torch.int64 and ids.dim() == 2 and 0 not in ids.shape
     if not is_ids or not (mask is None or isinstance(mask, Tensor)):
         raise IneligibleError("its prompts are not token ids, int64 [rows, tokens]")
     ids = torch.as_tensor(ids)
-    if mask is None and config.pad_token_id is not None and bool((ids == config.pad_token_id).any()):
-        raise IneligibleError("the prompts contain the pad token, and no attention_mask says whether it is padding")
+    if mask is None:
+        mask = generate_calls.mask_of_prompts(model, config, ids)
     prompts = PromptBatch.from_mask(ids, mask)
     if prompts is None:
-        raise IneligibleError("its attention_mask excludes other tokens than padding on the left")
+        raise IneligibleError("its attention_mask, or its pad token, excludes other tokens than padding on the left")
     return prompts
 
 

@@ -11,6 +11,7 @@ ways to make the cache:
   stored prefix, and the caches are stacked, padded as the prompts are.
 """
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.cache_operations import CacheState
 from kvlayers.core.description import Fact
 from kvlayers.core.layer_operations import LayerState
-from kvlayers.errors import UnsupportedLayerError
+from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.generation import cache_by_name
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.generation.prefill import MIN_TOKENS, pass_limit, pass_tokens
@@ -138,8 +139,15 @@ def generate(active: ActiveStore, plain: Generate, model: Any, args: tuple[Any, 
             active.on_bypass(str(reason))
             with _BYPASS_REASON.override(str(reason)):
                 return _with_cached_tokens(plain(*args, **arguments), ())
-        with _CACHE_FROM_STORE.override(cache):
-            output = plain(*call.unnamed, **new_arguments)
+        try:
+            with _CACHE_FROM_STORE.override(cache):
+                output = plain(*call.unnamed, **new_arguments)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except BaseException:
+            # The caller's code has ended the call: a streamer, a criterion, or a signal.
+            call.keep_prompt(cache)
+            raise
         return call.finish(output, cache)
 
 
@@ -174,9 +182,9 @@ class PrefixedCall:
         self.unnamed, self._arguments = bind_arguments(model, args, dict(arguments))
         check_model(model, self._arguments)
         self._config, model_kwargs = full_generation_config(model, self._arguments)
-        resolve_name(self._config, requested_name(self._arguments), is_given_a_cache=False)
+        resolve_name(model, self._config, requested_name(self._arguments), is_given_a_cache=False)
         check_options(model, self._config, self._arguments, model_kwargs)
-        self._prompts = prompts_of(self._config, self._arguments)
+        self._prompts = prompts_of(model, self._config, self._arguments)
         names = model_types.image_arguments(model.config)
         given = {name: value for name, value in model_kwargs.items() if name in names and value is not None}
         self._images: Images | ImagesApart
@@ -213,7 +221,7 @@ class PrefixedCall:
                 raise IneligibleError("its prompts are padded, and the model counts padding in its positions")
             if not shareable and not stackable:
                 raise IneligibleError(
-                    f"its prompts have only {common} tokens in common or are padded, and caches like {example!r} "
+                    f"its prompts have few tokens in common or are padded, and caches like {example!r} "
                     "cannot be put side by side"
                 )
             hits = [self._lookup(row) for row in range(len(self._prompts))] if stackable else []
@@ -223,10 +231,28 @@ class PrefixedCall:
             else:
                 cache = self._for_separate_prompts(common, hits)
         cache.prefix_notes = tuple(self._notes)
+        covered = active_store.COVERED.get()
+        if covered is not None:
+            covered.append(sum(self._cached_tokens))
         arguments = {name: value for name, value in self._arguments.items() if name not in model_types.FOR_ENCODERS}
         if self._positions is not None:
             arguments["position_ids"] = self._positions
         return cache, {**arguments, **changes, self._cache_name: cache}
+
+    def keep_prompt(self, cache: Cache) -> None:
+        """Insert the prompt of a call that failed into the store, if there is one prompt, and it was read to its end.
+
+        What was decoded is not inserted, since only the call knew its tokens.
+        """
+        ids = self._prompts.input_ids
+        tokens = ids.shape[1]
+        was_read = all(layer.length is not None and layer.length >= tokens for layer in cache.adapted_layers())
+        is_one = len(ids) == cache.batch_size == 1 and not self._prompts.is_padded
+        if is_one and was_read and not depends_on_chunks(cache):
+            # What cannot be rolled back was inserted during the prefill.
+            with contextlib.suppress(KVLayersError):
+                cache.truncate(tokens)
+                self._images.insert(self._part, self._keys.input_ids, cache)
 
     def finish(self, output: Any, cache: Cache) -> Any:
         """What `generate()` is to return. The states of a single sequence are inserted into the store."""

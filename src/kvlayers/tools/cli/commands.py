@@ -3,6 +3,8 @@ to import, and `--help` does not need it.
 """
 
 import importlib.util
+import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kvlayers.errors import OptionError
 from kvlayers.tools.cli.common import CHECK_FAILED, INPUT_ERROR, Dtype, one_line_errors
 from kvlayers.tools.names import BENCH_REPORT, HUB_NAME, TRANSFORMERS_CACHES
 
@@ -276,6 +279,57 @@ def compile_command() -> None:
                 path = library.compile()
             seconds = time.monotonic() - began
             console.print(f"{library.purpose}: {path} ({seconds:.1f} s)", highlight=False, soft_wrap=True)
+
+
+RUN_OPTIONS = {
+    "cache": "--cache",
+    "prefix_store": "--prefix-store",
+    "directory": "--prefix-store",
+    "max_bytes": "--prefix-store",
+    "namespace": "--namespace",
+    "by_key": "--namespace-by-key",
+}
+
+
+def run(
+    command: Annotated[
+        list[str],
+        typer.Argument(help="The command, behind --, such as: transformers serve MODEL, or: python script.py."),
+    ],
+    cache: Annotated[
+        str | None,
+        typer.Option(help="Cache of calls that name none, also with options: int4, or sink:window_length=512."),
+    ] = None,
+    prefix_store: Annotated[
+        str | None,
+        typer.Option(
+            help="A prefix store: bytes of memory (2GiB), a directory, a URL (redis://...), or 2GiB,DIRECTORY."
+        ),
+    ] = None,
+    namespace: Annotated[str, typer.Option(help="Namespace of the store.")] = "",
+    by_key: Annotated[
+        bool,
+        typer.Option(
+            "--namespace-by-key",
+            help="Only requests to transformers serve use the store, each API key in a namespace of its own.",
+        ),
+    ] = False,
+) -> None:
+    """Run a command with kvlayers installed in it, and in all Python processes that it starts.
+
+    They install kvlayers when they import the models of transformers. The exit code is that of the command, or 2 if it
+    is not found, the cache is unknown or the store cannot be used.
+    """
+    from kvlayers.tools.running import Running
+
+    options = Running(cache, prefix_store, namespace, by_key)
+    with one_line_errors("run", RUN_OPTIONS):
+        program = shutil.which(command[0])
+        if program is None:
+            raise OptionError(f"there is no command {command[0]!r} on the PATH: install it, or name its file.")
+        options.check()
+    sys.stdout.flush()
+    os.execve(program, command, options.environment(os.environ))
 
 
 FOR_THE_HARNESS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}

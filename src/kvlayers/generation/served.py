@@ -1,0 +1,120 @@
+"""`transformers serve`, whose answers say how much of a prompt a prefix store had.
+
+The server passes calls of `generate()` to a thread for each model, and makes the `usage` of an answer in the task of
+its request. The task and the call get one list here, by way of the context. So the call also has the settings of
+`installed()` that hold in the task.
+"""
+
+import contextvars
+import functools
+import hashlib
+import importlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from kvlayers.generation.patching import Patch
+from kvlayers.generation.prefix_reuse import active_store
+from kvlayers.prefix import PrefixStore
+from kvlayers.upstream import compat, supported
+
+logger = logging.getLogger(__name__)
+
+
+def _in_context_of_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def submit(self: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if active_store.CURRENT.get() is not None:
+            active_store.COVERED.set([])
+        return original(self, contextvars.copy_context().run, function, *args, **kwargs)
+
+    return submit
+
+
+def _usage_of_completions(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original, updated=())
+    def usage(**counts: Any) -> Any:
+        covered = active_store.COVERED.get()
+        details = {} if covered is None else {"prompt_tokens_details": {"cached_tokens": sum(covered)}}
+        return original(**counts, **details)
+
+    return usage
+
+
+def _usage_of_responses(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def usage(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        made.input_tokens_details.cached_tokens = sum(active_store.COVERED.get() or ())
+        return made
+
+    return usage
+
+
+class NamespaceOfKey:
+    """Gives each request the store in a namespace of its API key: a middleware (ASGI) around the server.
+
+    Args:
+        app: the server.
+        store: the store.
+        namespace: namespace that those of all keys are in.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]], store: PrefixStore, namespace: str) -> None:
+        self._app, self._store, self._namespace = app, store, namespace
+
+    async def __call__(self, scope: Mapping[str, Any], *args: Any) -> None:
+        """Serve a request. The key itself is kept nowhere."""
+        key = dict(scope.get("headers", ())).get(b"authorization", b"")
+        active = active_store.optional_store(self._store, f"{self._namespace} {hashlib.sha256(key).hexdigest()}")
+        with active_store.CURRENT.override(active):
+            await self._app(scope, *args)
+
+
+def separate_keys(store: PrefixStore, namespace: str) -> Patch:
+    """Let requests to the server of this process use a store, each key in a namespace of its own.
+
+    It is called before the server is built, and returns what was changed. Calls of `generate()` outside of requests do
+    not use the store.
+    """
+
+    def adding(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def build_server(*args: Any, **kwargs: Any) -> Any:
+            app = original(*args, **kwargs)
+            app.add_middleware(NamespaceOfKey, store=store, namespace=namespace)
+            return app
+
+        return build_server
+
+    patch = Patch(importlib.import_module("transformers.cli.serving.server"), "build_server", adding)
+    patch.apply()
+    return patch
+
+
+def patches() -> list[Patch]:
+    """What is replaced in the modules of transformers' server, which are imported."""
+    modules = {name: importlib.import_module(f"transformers.cli.serving.{name}") for name in supported.SERVER_MODULES}
+    return [
+        Patch(modules["utils"].InferenceThread, "submit", _in_context_of_request),
+        Patch(modules["utils"].InferenceThread, "async_submit", _in_context_of_request),
+        Patch(modules["chat_completion"], "CompletionUsage", _usage_of_completions),
+        Patch(modules["completion"], "CompletionUsage", _usage_of_completions),
+        Patch(modules["response"], "compute_usage", _usage_of_responses),
+    ]
+
+
+def report_reuse() -> list[Patch]:
+    """Let the server of this process report reused tokens, and return what was changed.
+
+    A server of another version that lacks a name serves as before, and the log says so.
+    """
+    try:
+        supported.check(supported.OF_SERVERS, compat.TRANSFORMERS)
+    except ImportError as error:
+        logger.warning("The `usage` of this server does not say what was reused: %s", error)
+        return []
+    changed = patches()
+    for patch in changed:
+        patch.apply()
+    return changed

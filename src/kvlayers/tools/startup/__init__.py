@@ -1,0 +1,1 @@
+"""The directory that `kvlayers run` puts on PYTHONPATH. It has nothing but `sitecustomize`."""

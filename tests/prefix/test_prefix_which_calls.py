@@ -1,0 +1,121 @@
+"""Which calls of generate() go by a store: prompts with pad tokens, training mode, other threads; and what is said."""
+
+import contextvars
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import kvlayers
+from kvlayers import PrefixStore
+from kvlayers.generation.prefix_reuse.active_store import CURRENT
+from models import fresh_model, prompt, tiny_model
+
+PAD, END, TOKENS = 0, 7, 40
+OPTIONS: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": PAD}
+
+
+def plain(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    with CURRENT.override(None), kvlayers.installed():
+        return model.generate(ids, **{**OPTIONS, **options})
+
+
+def test_a_pad_token_that_may_end_a_sequence_is_text() -> None:
+    model, store, ids = tiny_model("llama"), PrefixStore("1GiB"), prompt(tokens=TOKENS)
+    ids[0, [3, TOKENS - 2]] = PAD
+    for ends in (PAD, [END, PAD]):
+        expected = plain(model, ids, eos_token_id=ends)
+        for covered in (0, TOKENS - 1):
+            output = kvlayers.generate(
+                model, inputs=ids, prefix_store=store, eos_token_id=ends, return_dict_in_generate=True, **OPTIONS
+            )
+            assert torch.equal(output.sequences, expected)
+            assert output.cached_tokens == (covered,)
+        store.clear()
+
+
+def test_a_pad_token_on_the_left_that_ends_nothing_is_padding() -> None:
+    """transformers makes a mask then, and the store takes the same tokens for padding."""
+    model, store, ids = tiny_model("llama"), PrefixStore("1GiB"), prompt(batch=2, tokens=TOKENS)
+    ids[1, :5] = PAD
+    expected = plain(model, ids, eos_token_id=END)
+    for covered in ((0, 0), (TOKENS - 1, TOKENS - 6)):
+        output = kvlayers.generate(
+            model, ids, prefix_store=store, eos_token_id=END, return_dict_in_generate=True, **OPTIONS
+        )
+        assert torch.equal(output.sequences, expected)
+        assert output.cached_tokens == covered
+
+
+@pytest.mark.parametrize("change", ["", "module", "attribute", "config", "checkpointing", "batch norm"])
+def test_training_mode_is_refused_if_it_changes_states(change: str) -> None:
+    model = fresh_model("llama").train()
+    attention = model.model.layers[0].self_attn
+    if change == "module":
+        model.model.layers[1].add_module("extra", torch.nn.Dropout(0.1))
+    elif change == "attribute":
+        attention.attention_dropout = 0.1
+    elif change == "config":
+        model.config.resid_pdrop = 0.1
+    elif change == "checkpointing":
+        model.gradient_checkpointing_enable()
+    elif change == "batch norm":
+        model.add_module("norm", torch.nn.BatchNorm1d(4))
+    model.config.classifier_dropout = 0.5
+    store, ids = PrefixStore("1GiB"), prompt(tokens=TOKENS)
+    with torch.no_grad(), kvlayers.installed(prefix_store=store):
+        for _ in range(2):
+            model.generate(ids, **OPTIONS)
+    assert (store.statistics.hits, store.statistics.bypassed) == ((0, 2) if change else (1, 0))
+    assert ("is in training mode" in store.explain()) == bool(change)
+
+
+def test_each_reason_is_logged_once_and_counted_always(caplog: pytest.LogCaptureFixture) -> None:
+    model, store, ids = tiny_model("llama"), PrefixStore("1GiB"), prompt(tokens=TOKENS)
+    with caplog.at_level(logging.WARNING, logger="kvlayers"), kvlayers.installed(prefix_store=store):
+        for _ in range(3):
+            model.generate(ids, use_cache=False, **OPTIONS)
+        cache = model.generate(ids.int(), return_dict_in_generate=True, **OPTIONS).past_key_values
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("kvlayers")]
+    assert [text.partition(": ")[2] for text in said] == [
+        "use_cache is False.",
+        "its prompts are not token ids, int64 [rows, tokens].",
+    ]
+    assert store.statistics.bypasses == {
+        "use_cache is False": 3,
+        "its prompts are not token ids, int64 [rows, tokens]": 1,
+    }
+    assert store.statistics.bypassed == 4
+    assert "bypassed, 3 times: use_cache is False" in store.explain()
+    assert "could not use the store" in repr(cache.explain())
+
+
+def test_a_thread_within_a_block_is_counted_unless_it_takes_the_context_along() -> None:
+    model, store, ids = tiny_model("llama"), PrefixStore("1GiB"), prompt(tokens=TOKENS)
+
+    def ask() -> None:
+        model.generate(ids, **OPTIONS)
+
+    def run(target: Any, *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args)
+        thread.start()
+        thread.join()
+
+    with kvlayers.installed(prefix_store=store):
+        run(ask)
+        assert (len(store), store.statistics.bypassed) == (0, 1)
+        assert "another thread" in store.explain()
+        run(contextvars.copy_context().run, ask)
+        ask()
+        assert (store.statistics.hits, store.statistics.bypassed) == (1, 1)
+    with kvlayers.installed():
+        run(ask)
+        assert store.statistics.bypassed == 1
+        try:
+            kvlayers.install(prefix_store=store)
+            run(ask)
+        finally:
+            kvlayers.uninstall()
+    assert (store.statistics.hits, store.statistics.bypassed) == (2, 1)

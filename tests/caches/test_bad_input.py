@@ -291,7 +291,6 @@ WRONG_ARGUMENTS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = 
     "no layers": (CONFIG, MUST, lambda: kvlayers.DynamicCache(config=transformers.PretrainedConfig())),
     "no config": (CONFIG, MUST, lambda: kvlayers.StaticCache({"num_hidden_layers": 2}, max_cache_len=4)),
     "a window that is none": (CONFIG, MUST, lambda: kvlayers.SlidingLayer(0)),
-    "no sliding layer": (CONFIG, MUST, lambda: kvlayers.SlidingWindowCache(LLAMA, max_cache_len=8)),
     "neither layers nor a class": (CONFIG, MUST, lambda: kvlayers.Cache()),
     "a path": (CONFIG, MUST, lambda: kvlayers.make_cache("dynamic", "gpt2")),
     "a module without a config": (CONFIG, MUST, lambda: kvlayers.make_cache("dynamic", torch.nn.Linear(2, 2))),

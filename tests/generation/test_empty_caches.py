@@ -11,8 +11,8 @@ import transformers
 
 import kvlayers
 import versions
-from families import model_and_inputs
-from kvlayers.upstream import compat
+from families import FAMILIES, any_model_and_inputs, model_and_inputs
+from kvlayers.upstream import cache_argument, compat
 from models import WINDOW, fresh_model, prompt, tiny_model
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -194,3 +194,48 @@ def test_autograd_goes_through_it() -> None:
         model(ids, past_key_values=cache).logits.sum().backward()
     assert all(kinds(cache))
     assert all(weight.grad is not None for weight in model.parameters())
+
+
+def loop(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+    """Logits of a prompt and of three tokens behind it, as a loop of one's own computes them, and the model's cache."""
+    inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
+    ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+    past: dict[str, Any] = {}
+    logits = []
+    with torch.no_grad():
+        for ids in (prompt(2, 7), *(prompt(2, 1, seed=seed) for seed in range(3))):
+            output = model(**{**inputs, ids_name: ids}, use_cache=True, **past)
+            past = {cache_argument.name_for(model): cache_argument.in_output(output)}
+            logits.append(output.logits)
+    return logits, next(iter(past.values()))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "llama", "gemma3"])
+def test_a_cache_that_a_model_makes_itself_has_layers_of_kvlayers(family: str) -> None:
+    if family in FAMILIES:
+        model, inputs = any_model_and_inputs(family)
+    else:
+        model, inputs = fresh_model(family), {}
+    expected, theirs = loop(model, inputs)
+    with kvlayers.installed():
+        seen, ours = loop(model, inputs)
+    for one, other in zip(seen, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert type(ours) is type(theirs)
+    if family in ("llama", "gemma3"):
+        assert kinds(ours) == (FULL[:2] if family == "llama" else WINDOWS)
+
+
+def test_a_model_makes_transformers_layers_where_it_may_not_have_others() -> None:
+    model, ids = fresh_model("llama"), prompt(1, 6)
+    with kvlayers.installed():
+        followed = cache_argument.in_output(model(ids, use_cache=True))
+        with torch.no_grad(), kvlayers.installed(replace_empty_caches=False):
+            turned_off = cache_argument.in_output(model(ids, use_cache=True))
+        with torch.no_grad():
+            # Nobody makes a cache here.
+            assert cache_argument.in_output(model(ids, use_cache=False)) is None
+            elsewhere = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        after = cache_argument.in_output(model(ids, use_cache=True))
+    assert [kinds(cache) for cache in (followed, turned_off, elsewhere, after)] == [["", ""]] * 4

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
@@ -31,7 +32,7 @@ from kvlayers.generation import (
 from kvlayers.generation.patching import Method, Patch
 from kvlayers.generation.prefill import prefill_in_chunks, prefill_once
 from kvlayers.generation.prefix_reuse import active_store, prefixed_call
-from kvlayers.upstream import cache_argument, compat, generate_calls
+from kvlayers.upstream import cache_argument, callers, compat, generate_calls
 
 
 def generate(original: Method) -> Method:
@@ -319,6 +320,25 @@ def _forward_with_cache(
         if _is_prompt(ids) and isinstance(past, Cache):
             return known_ids.record_forward(past, ids, functools.partial(forward, *args, **kwargs))
     return forward(*args, **kwargs)
+
+
+def make_dynamic_cache(original: Callable[..., None]) -> Callable[..., None]:
+    """For `DynamicCache.__init__`: a cache that a model makes itself, as it was given none, gets layers of kvlayers.
+
+    Such a cache is left alone if autograd may follow it.
+    """
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        is_active_now = is_active
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_active_now is None:
+            return
+        maker = callers.owner_of_caller()
+        if type(self) in passed_caches.CLASSES and isinstance(maker, PreTrainedModel) and is_active_now():
+            passed_caches.replace_layers(self, maker)
+
+    return init
 
 
 def _is_prompt(ids: Any) -> TypeGuard[Tensor]:

@@ -252,7 +252,7 @@ def leave_on_host(cache: Any, model: Any) -> None:
 
     Its states are on the host in any case, and transformers' offloading raises where there is no CUDA device.
     """
-    if type(cache) in _WITH_LAYERS and cache.offloading and model.device.type == "cpu":
+    if type(cache) in _WITH_LAYERS and cache.offloading and model_layers.model_device(model).type == "cpu":
         cache.offloading = False
 
 

@@ -97,7 +97,10 @@ MISUSES: dict[str, tuple[type[Exception], Callable[[Any], object]]] = {
         lambda cache: cache.load_state(_damaged(cache.state())),
     ),
     "subscript beyond the last": (kvlayers.errors.LayerIndexError, lambda cache: cache[4]),
-    "list index beyond the last": (kvlayers.errors.LayerIndexError, lambda cache: cache.key_cache[4]),
+    "more keys than the cache has layers": (
+        kvlayers.errors.LayerIndexError,
+        lambda cache: cache.key_cache.append(states(1, 2, 12, 8)),
+    ),
     "removing more than is held": (kvlayers.errors.RollbackError, lambda cache: cache.crop(-14)),
     "keeping more than is held": (kvlayers.errors.RollbackError, lambda cache: cache.crop(14)),
     "rolling back over a full window": (kvlayers.errors.RollbackError, lambda cache: cache.crop(-1)),

@@ -7,6 +7,7 @@ their cache by the name that they take.
 
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, TypeGuard
@@ -33,6 +34,8 @@ from kvlayers.generation.patching import Method, Patch
 from kvlayers.generation.prefill import prefill_in_chunks, prefill_once
 from kvlayers.generation.prefix_reuse import active_store, prefixed_call
 from kvlayers.upstream import cache_argument, callers, compat, generate_calls
+
+logger = logging.getLogger(__name__)
 
 
 def generate(original: Method) -> Method:
@@ -238,6 +241,25 @@ def prefill(original: Method) -> Method:
     return prefill
 
 
+def init_continuous_batching(original: Method) -> Method:
+    """For `init_continuous_batching`, with which all continuous batching begins: says that it goes without kvlayers."""
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _note_continuous_batching()
+        return original(self, *args, **kwargs)
+
+    return init
+
+
+@functools.cache
+def _note_continuous_batching() -> None:
+    logger.warning(
+        "Continuous batching (generate_batch, cache_implementation='paged') has a cache of its own: it uses neither a "
+        "cache of kvlayers nor a prefix store."
+    )
+
+
 METHOD = "prepare_inputs_for_generation"
 
 _handing_lock = threading.Lock()
@@ -313,6 +335,7 @@ def _forward_with_cache(
 ) -> Any:
     if type(past) in passed_caches.CLASSES:
         passed_caches.replace_layers(past, model)
+        passed_caches.warn_of_another(past, saved_names.REQUESTED_NAME.get(), model)
     elif isinstance(past, str):
         kwargs = {**kwargs, cache_argument.name_for(model): cache_by_name.make_cache(past, model)}
     else:

@@ -1,5 +1,8 @@
 """The surface of transformers 4: nested tuples, subscripts, lists of keys and values, and old method names."""
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -251,3 +254,94 @@ def test_a_static_cache_of_transformers_gives_tuples_of_its_tokens_alone(install
     theirs = transformers.StaticCache(config=tiny_model("llama").config, max_cache_len=32)
     output = run("llama", prompt(1), past_key_values=theirs, return_dict_in_generate=True, return_legacy_cache=True)
     assert [layer[0].shape[2] for layer in output.past_key_values] == [17, 17]
+
+
+class Lists:
+    """The cache of transformers 4: two lists of tensors."""
+
+    def __init__(self) -> None:
+        self.key_cache: list[torch.Tensor] = []
+        self.value_cache: list[torch.Tensor] = []
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        for states, held in ((keys, self.key_cache), (values, self.value_cache)):
+            if index < len(held):
+                held[index] = torch.cat([held[index], states], dim=2)
+            else:
+                held.append(states)
+        return self.key_cache[index], self.value_cache[index]
+
+
+def swapped(held: list[torch.Tensor], new: torch.Tensor) -> None:
+    held[0], held[-1] = held[-1], held[0]
+
+
+def extended(held: list[torch.Tensor], new: torch.Tensor) -> None:
+    held += [new, new + 1]
+
+
+CHANGES: dict[str, Any] = {
+    "append": lambda held, new: held.append(new),
+    "extend": lambda held, new: held.extend([new, new + 1]),
+    "+=": extended,
+    "insert": lambda held, new: held.insert(1, new),
+    "pop": lambda held, new: held.pop(),
+    "pop the first": lambda held, new: held.pop(0),
+    "del": lambda held, new: held.__delitem__(1),
+    "del a slice": lambda held, new: held.__delitem__(slice(1, None)),
+    "assign": lambda held, new: held.__setitem__(1, new),
+    "assign a slice": lambda held, new: held.__setitem__(slice(1, 3), [new]),
+    "swap": swapped,
+    "reverse": lambda held, new: held.reverse(),
+    "clear": lambda held, new: held.clear(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_lists_of_states_change_as_those_of_transformers_4_do(change: str) -> None:
+    caches = kvlayers.DynamicCache(), Lists()
+
+    def step(index: int, tokens: int) -> None:
+        pair = torch.randn(2, 1, 2, tokens, 8)
+        for seen, expected in zip(*(cache.update(*pair, index) for cache in caches), strict=True):
+            assert torch.equal(seen, expected)
+
+    for index in range(3):
+        step(index, 5)
+    new = torch.randn(2, 1, 2, 3, 8)
+    for side, states in zip(("key_cache", "value_cache"), new, strict=True):
+        results = [CHANGES[change](getattr(cache, side), states) for cache in caches]
+        assert results[0] is results[1] is None or torch.equal(*results)
+    for _ in range(2):
+        for side in ("key_cache", "value_cache"):
+            ours, theirs = (getattr(cache, side) for cache in caches)
+            assert len(ours) == len(theirs)
+            assert all(map(torch.equal, ours, theirs))
+            # They are lists for everybody else too.
+            assert isinstance(ours, list)
+            assert len(ours.__add__([new])) == len(theirs) + 1
+            assert not ours or len({tuple(each.shape) for each in ours}) > 1 or len(torch.stack(ours)) == len(ours)
+            assert type(copy.deepcopy(ours)) is list
+        for index in range(len(caches[1].key_cache)):
+            step(index, 1)
+
+
+def test_a_cache_that_is_emptied_by_its_lists_begins_anew_with_another_batch() -> None:
+    model = tiny_model("gemma3")
+    for name in ("dynamic", "int4", "static", "sink", "offloaded"):
+        cache = kvlayers.make_cache(name, model, **({"max_cache_len": 64} if name == "static" else {}))
+        with torch.no_grad():
+            model(prompt(1, 12), past_key_values=cache)
+            cache.key_cache.clear()
+            cache.value_cache.clear()
+            assert (cache.key_cache, cache.value_cache, cache.get_seq_length()) == ([], [], 0)
+            ids = prompt(1, 9, seed=1)
+            torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
+
+
+def test_a_cache_whose_states_are_no_tensors_has_no_lists() -> None:
+    model = tiny_model("llama")
+    cache = kvlayers.EvictingCache(model.config, rule="keydiff", budget=72)
+    with torch.no_grad():
+        model(prompt(1, 200), past_key_values=cache)
+    assert not hasattr(cache, "key_cache")

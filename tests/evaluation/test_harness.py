@@ -423,3 +423,14 @@ def test_the_command_runs_the_harness_and_its_results_name_the_cache(
     assert config["cache_config"] == {"residual_length": 64}
     assert config["kvlayers_version"] == kvlayers.__version__
     assert config["torch_seed"] is not None
+
+
+@pytest.mark.slow
+def test_under_the_command_the_model_hf_generates_with_the_cache_that_is_named(directory: Path, tasks: Path) -> None:
+    arguments = [
+        *("--model", "hf", "--tasks", ANSWERS, "--include_path", str(tasks), "--device", "cpu", "--limit", "2"),
+        *("--model_args", f"pretrained={directory}", "--gen_kwargs", "cache_implementation=int4"),
+    ]
+    ran = fresh_process.run(COMMAND.format(arguments=arguments))
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ANSWERS in ran.stdout

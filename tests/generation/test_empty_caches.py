@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ import transformers
 
 import kvlayers
 import versions
-from families import model_and_inputs
-from kvlayers.upstream import compat
+from families import FAMILIES, any_model_and_inputs, model_and_inputs
+from kvlayers.generation import hooks
+from kvlayers.upstream import cache_argument, compat
 from models import WINDOW, fresh_model, prompt, tiny_model
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -194,3 +196,96 @@ def test_autograd_goes_through_it() -> None:
         model(ids, past_key_values=cache).logits.sum().backward()
     assert all(kinds(cache))
     assert all(weight.grad is not None for weight in model.parameters())
+
+
+def loop(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+    """Logits of a prompt and of three tokens behind it, as a loop of one's own computes them, and the model's cache."""
+    inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
+    ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+    past: dict[str, Any] = {}
+    logits = []
+    with torch.no_grad():
+        for ids in (prompt(2, 7), *(prompt(2, 1, seed=seed) for seed in range(3))):
+            output = model(**{**inputs, ids_name: ids}, use_cache=True, **past)
+            past = {cache_argument.name_for(model): cache_argument.in_output(output)}
+            logits.append(output.logits)
+    return logits, next(iter(past.values()))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "llama", "gemma3"])
+def test_a_cache_that_a_model_makes_itself_has_layers_of_kvlayers(family: str) -> None:
+    if family in FAMILIES:
+        model, inputs = any_model_and_inputs(family)
+    else:
+        model, inputs = fresh_model(family), {}
+    expected, theirs = loop(model, inputs)
+    with kvlayers.installed():
+        seen, ours = loop(model, inputs)
+    for one, other in zip(seen, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert type(ours) is type(theirs)
+    if family in ("llama", "gemma3"):
+        assert kinds(ours) == (FULL[:2] if family == "llama" else WINDOWS)
+
+
+def test_a_model_makes_transformers_layers_where_it_may_not_have_others() -> None:
+    model, ids = fresh_model("llama"), prompt(1, 6)
+    with kvlayers.installed():
+        followed = cache_argument.in_output(model(ids, use_cache=True))
+        with torch.no_grad(), kvlayers.installed(replace_empty_caches=False):
+            turned_off = cache_argument.in_output(model(ids, use_cache=True))
+        with torch.no_grad():
+            # Nobody makes a cache here.
+            assert cache_argument.in_output(model(ids, use_cache=False)) is None
+            elsewhere = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        after = cache_argument.in_output(model(ids, use_cache=True))
+    assert [kinds(cache) for cache in (followed, turned_off, elsewhere, after)] == [["", ""]] * 4
+
+
+def test_a_cache_in_the_place_of_the_named_one_is_a_warning_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT's prefix tuning does that."""
+    model, ids = fresh_model("llama"), prompt(1, 6)
+    with torch.no_grad():
+        prefix = cache_argument.in_output(model(prompt(1, 4), use_cache=True))
+    prepare = model.prepare_inputs_for_generation
+
+    def with_prefix(input_ids: torch.Tensor, **arguments: Any) -> dict[str, Any]:
+        inputs = prepare(input_ids, **arguments)
+        name = cache_argument.usual_name()
+        if not inputs[name].get_seq_length():
+            inputs = {**inputs, name: copy.deepcopy(prefix), "attention_mask": None}
+        return inputs
+
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", with_prefix)
+
+    def tokens(**options: Any) -> torch.Tensor:
+        return model.generate(ids, max_new_tokens=4, do_sample=False, **options)
+
+    expected = tokens()
+    with kvlayers.installed():
+        with pytest.warns(UserWarning, match="'int4' is not used: .* given a DynamicCache with 4 tokens") as warned:
+            assert torch.equal(tokens(cache_implementation="int4"), expected)
+        assert len(warned) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            assert torch.equal(tokens(cache_implementation="int4"), expected)
+            assert torch.equal(tokens(), expected)
+
+
+def test_continuous_batching_is_told_to_go_without_kvlayers_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun: list[Any] = []
+    monkeypatch.setattr(
+        transformers.GenerationMixin, "init_continuous_batching", lambda self: begun.append(self), raising=False
+    )
+    hooks._note_continuous_batching.cache_clear()
+    model = tiny_model("llama")
+    model.init_continuous_batching()
+    assert not caplog.records
+    with kvlayers.installed():
+        for _ in range(2):
+            model.init_continuous_batching()
+    assert [record.message.partition(" (")[0] for record in caplog.records] == ["Continuous batching"]
+    assert begun == [model] * 3

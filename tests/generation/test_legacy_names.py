@@ -269,9 +269,11 @@ def test_names_of_another_library_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     with kvlayers.installed(legacy_names=True):
         assert transformers.cache_utils.TheirCache is int
         assert transformers.cache_utils.SinkCache is kvlayers.SinkCache
-        monkeypatch.setattr(transformers.Cache, "key_cache", "theirs", raising=False)
+        transformers.Cache.key_cache = "theirs"
     assert held["__getattr__"] is theirs
     assert transformers.Cache.key_cache == "theirs"
+    # What monkeypatch would put back is the attribute of kvlayers.
+    del transformers.Cache.key_cache
 
 
 @pytest.mark.parametrize("legacy_names", [1, "yes", None])

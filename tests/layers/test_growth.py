@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+import kvlayers
 from agreement import bytes_reached
 from kvlayers import DynamicCache, DynamicLayer, SlidingLayer, StaticLayer, StaticSlidingLayer
 from kvlayers.core.buffer import TokenBuffer
@@ -22,8 +23,22 @@ def addresses_while_decoding(layer: object, tokens: int) -> list[int]:
 def test_memory_moves_a_few_times_in_thousands_of_tokens() -> None:
     addresses = addresses_while_decoding(DynamicLayer(), 4096)
     moves = sum(before != after for before, after in itertools.pairwise(addresses))
-    # Steps of 128 tokens up to 1024, then of an eighth: log(4096 / 1024) / log(9 / 8) is 12.
-    assert moves <= 8 + 12 + 1
+    # Two tokens, steps of 128 tokens up to 1024, then of an eighth: log(4096 / 1024) / log(9 / 8) is 12.
+    assert moves <= 1 + 8 + 12 + 1
+
+
+@pytest.mark.parametrize("name", ["dynamic", "int4", "int8", "recall", "offloaded"])
+def test_a_cache_that_is_kept_for_two_tokens_takes_the_bytes_of_a_few(name: str) -> None:
+    cache = kvlayers.make_cache(name, tiny_model("llama"))
+    cache.update(*token(2), 0)
+    assert cache.nbytes <= 4 * 2 * 8 * 4 * 2
+
+
+@pytest.mark.parametrize("tokens", [128, 256, 4096])
+def test_a_prompt_of_some_length_has_room_for_as_many_tokens_as_before(tokens: int) -> None:
+    layer = DynamicLayer()
+    layer.update(*token(tokens))
+    assert len(set(addresses_while_decoding(layer, max(128, tokens // 8)))) == 1
 
 
 def test_a_length_hint_is_reached_without_spare_room_and_is_no_limit() -> None:

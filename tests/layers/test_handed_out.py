@@ -250,7 +250,8 @@ def test_decoding_pays_nothing(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     counts = []
     for prepare in (lambda layer: None, lambda layer: layer.keys, lambda layer: layer.fork() and None):
-        cache, _ = filled(kind, 5, generator)
+        # There is room for as many tokens again.
+        cache, _ = filled(kind, 12, generator)
         layer = cache.layers[0]
         prepare(layer)
         new = [states(2, 1, generator) for _ in range(10)]
@@ -267,7 +268,7 @@ def test_decoding_pays_nothing(kind: str) -> None:
 def test_a_layer_that_is_read_at_each_step_is_not_copied() -> None:
     layer = kvlayers.DynamicLayer()
     generator = torch.Generator().manual_seed(0)
-    layer.update(*states(2, 10, generator))
+    layer.update(*states(2, 60, generator))
     addresses = set()
     for _ in range(50):
         layer.update(*states(2, 1, generator))

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 import kvlayers
+from kvlayers.upstream.model_layers import layer_devices
 from models import fresh_model, prompt
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -72,3 +73,25 @@ def test_tokens_from_states_on_disk_behind_weights_on_disk(models: tuple[Any, An
     cache = kvlayers.OffloadedCache(config=split.config, offload_device="disk", offload_directory=tmp_path)
     expected = continuation(whole, past_key_values=transformers.DynamicCache(config=whole.config))
     assert torch.equal(continuation(split, past_key_values=cache), expected)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "auto"])
+def test_a_model_whose_first_weights_are_on_disk_has_the_device_of_the_others(
+    name: str, installed: None, tmp_path: pathlib.Path
+) -> None:
+    whole = fresh_model("llama")
+    whole.save_pretrained(tmp_path)
+    places = {"model.embed_tokens": "disk", "model.layers": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    split = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map={**places, "model.rotary_emb": "cpu"}, offload_folder=tmp_path / "offloaded"
+    )
+    assert split.device.type == "meta"
+    assert layer_devices(split) == ()
+    expected = continuation(whole, cache_implementation=name)
+    assert torch.equal(continuation(split, cache_implementation=name), expected)
+
+
+def test_weights_on_disk_are_not_on_another_device_but_cannot_be_identified(models: tuple[Any, Any]) -> None:
+    _, split = models
+    with pytest.raises(kvlayers.OptionError, match=r"weights cannot be identified.*meta tensor"):
+        kvlayers.generate(split, prompt(1), prefix_store=kvlayers.PrefixStore(2**20), max_new_tokens=2)

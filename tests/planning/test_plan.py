@@ -435,7 +435,6 @@ class Refusing(tf.PretrainedConfig):
         (LLAMA, {"dtype": torch.int8}, kvlayers.OptionError, "floating-point"),
         (LLAMA, {"encoder_length": 5}, kvlayers.OptionError, "without an encoder"),
         (LLAMA, {"names": ["dinamic"]}, kvlayers.errors.RegistryError, "did you mean 'dynamic'"),
-        (LLAMA, {"names": ["sliding_window"]}, kvlayers.errors.ConfigError, "sliding or chunked"),
         (LLAMA, {"names": []}, kvlayers.OptionError, "at least one name"),
         (LLAMA, {"names": "dynamic"}, kvlayers.OptionError, "`names` must be a list"),
         (tf.T5Config(), {}, kvlayers.OptionError, "encoder_length"),

@@ -148,7 +148,8 @@ class Room:
 
     def take(self, needed: int) -> None:
         if needed > self.capacity:
-            grown = needed + max(needed // self.divisor, self.minimum)
+            minimum = self.minimum if self.capacity else min(self.minimum, needed)
+            grown = needed + max(needed // self.divisor, minimum)
             fits = self.hint is not None and needed <= self.hint
             self.capacity = min(grown, self.hint) if fits else grown  # type: ignore[type-var]
 

@@ -139,9 +139,11 @@ def test_memory_is_that_of_the_kept_tokens_their_tables_and_the_tail() -> None:
     flat = int(lists.counts.sum()) - 4 * RECENT
     assert store.flat is not None
     pieces = store.flat.tables.counts.shape[2]
-    tail = 2 * KV_HEADS * (RECENT + 16)
+    tail = 2 * KV_HEADS * (RECENT + RECENT)
     assert store.nbytes == (flat + tail) * (KEY_DIM + VALUE_DIM) * 4 + 3 * 4 * pieces * 8
-    step(store, lists)
+    for _ in range(RECENT + 1):
+        step(store, lists)
+    tail = 2 * KV_HEADS * (RECENT + RECENT + 1 + 16)
     assert store.nbytes == (flat + tail) * (KEY_DIM + VALUE_DIM) * 4 + 3 * 4 * pieces * 8
 
 

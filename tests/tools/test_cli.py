@@ -49,7 +49,14 @@ def test_the_table_of_a_plan_has_each_cache_and_what_to_use(run: Any, model: Pat
         assert " ".join(lines[cache.name]).endswith(f" {cache.fidelity} {longest}")
     for note in plan.notes:
         assert note in result.output
-    assert "--json gives the reasons): sliding_window" in result.output
+    assert "gives the reasons" not in result.output
+
+
+def test_a_plan_names_the_caches_that_a_model_cannot_have(run: Any, tmp_path: Path) -> None:
+    tf.MistralConfig(**COMMON, sliding_window=64).save_pretrained(tmp_path)
+    result = run("plan", tmp_path, "--context", "4k")
+    assert result.exit_code == 0, result.output
+    assert "--json gives the reasons): evicting, " in result.output
 
 
 def test_the_table_has_each_cost_once_the_fewest_bytes_first_and_says_what_positions_lack(

@@ -243,7 +243,6 @@ def test_rows_of_a_batch_are_of_other_places_of_the_text() -> None:
         (["{model}", "--lengths", "0"], "`--lengths` must be at least 1 token each, got 0"),
         (["{model}", "--steps", "256"], "`--steps` must be fewer than the 256 positions.*got 256"),
         (["{model}", "--name", "dinamic"], "did you mean 'dynamic'"),
-        (["{model}", "--name", "sliding_window"], "sliding"),
         (["{model}", "--against", "int4"], "`--against` must be one of static, quanto, hqq, got 'int4'"),
         (["{model}", "--device", "cuda:77"], "`--device` must be a device of this machine, got 'cuda:77'"),
         (["{model}", "--text", "none.txt"], "`--text`: none.txt cannot be read"),

@@ -459,6 +459,9 @@ class DenseStore(ContiguousStore):
         return self._grown(needed, length_hint, self.minimum_growth)
 
     def _grown(self, needed: int, length_hint: int | None, minimum_growth: int) -> int:
+        if not self._capacity:
+            # The first buffer at most doubles what comes: many caches are kept with a few tokens.
+            minimum_growth = min(minimum_growth, needed)
         capacity = needed + max(needed // self.growth_divisor, minimum_growth)
         if length_hint is not None and needed <= length_hint:
             return min(capacity, length_hint)

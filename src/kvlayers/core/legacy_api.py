@@ -1,15 +1,17 @@
 """The part of a cache that code for transformers 4 calls: tuples, subscripts, lists of states, and old names."""
 
+import functools
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from kvlayers.core.layer_list import LayerList
 from kvlayers.core.layer_operations import LayerOperations
-from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
+from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError, UnsupportedLayerError
 from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.upstream import compat
 from kvlayers.upstream.callers import warn_of_old_use
@@ -230,31 +232,58 @@ def with_window(states: tuple[Any, ...], layer: LayerOperations) -> tuple[Any, .
     return windowed(states)
 
 
-class StateList(Sequence[Tensor | None]):
-    """The keys, or the values, of all layers, as the list that caches of transformers 4 had.
+def _writing(name: str) -> Any:
+    """The method of lists called `name`, which then writes to the layers what has changed."""
+    change = getattr(list, name)
+
+    @functools.wraps(change)
+    def method(self: "StateList", *args: Any, **kwargs: Any) -> Any:
+        before = list(self)
+        result = change(self, *args, **kwargs)
+        self.write(before)
+        return result
+
+    return method
+
+
+class StateList(list[Tensor | None]):
+    """The keys, or the values, of the layers that hold some, as the list that caches of transformers 4 had.
+
+    What is done to the list is done to the cache: an assigned tensor replaces the states of its layer, a layer without
+    an entry holds none, and an entry behind the last one fills the next layer. A layer cannot be used while it has keys
+    without values, or the reverse. Copies and slices are plain lists.
 
     Args:
-        layers: the layers of a cache.
+        cache: the cache.
         side: "keys" or "values".
     """
 
-    def __init__(self, layers: Sequence[LayerOperations], side: str) -> None:
-        self._layers: list[Any] = list(layers)
-        self._side = side
+    __setitem__ = _writing("__setitem__")
+    __delitem__ = _writing("__delitem__")
+    __iadd__ = _writing("__iadd__")
+    __imul__ = _writing("__imul__")
+    append = _writing("append")
+    extend = _writing("extend")
+    insert = _writing("insert")
+    pop = _writing("pop")
+    remove = _writing("remove")
+    reverse = _writing("reverse")
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Tensor | None]: ...
-    def __getitem__(self, index: int | slice) -> list[Tensor | None] | Tensor | None:
-        if isinstance(index, slice):
-            return [getattr(layer, self._side) for layer in self._layers[index]]
-        states: Tensor | None = getattr(self._at(index), self._side)
-        return states
+    def __init__(self, cache: Any, side: str) -> None:
+        self._cache, self._side = cache, side
+        states = [getattr(layer, side) for layer in cache.adapted_layers()]
+        while states and (states[-1] is None or not states[-1].shape[2]):
+            states.pop()
+        super().__init__(states)
 
-    def __setitem__(self, index: int, states: Tensor) -> None:
-        """Replace the states of layer `index` by those of as many tokens, `[batch, kv_heads, held, head_dim]`."""
-        setattr(self._at(index), self._side, states)
+    def __reduce__(self) -> tuple[type[list[Any]], tuple[list[Any]]]:
+        return list, (list(self),)
+
+    def clear(self) -> None:
+        """Empty the cache: keys and values, as no layer could be used with one of them."""
+        super().clear()
+        for layer in self._cache.adapted_layers():
+            layer.reset()
 
     def assign(self, states: object) -> None:
         """Replace the states of all layers.
@@ -271,18 +300,34 @@ class StateList(Sequence[Tensor | None]):
                 f"expected a list of the {self._side} of {len(self)} layers, but saw {seen}: pass the {self._side} of "
                 "every layer, or take in new states by update()."
             )
-        for index, of_layer in enumerate(states):
-            self[index] = of_layer
+        self[:] = states
 
-    def _at(self, index: int) -> Any:
-        if not -len(self._layers) <= index < len(self._layers):
+    def write(self, before: list[Tensor | None]) -> None:
+        """Write to the layers what differs from `before`.
+
+        Raises:
+            LayerIndexError: there are more entries than the cache can have layers.
+            StateMismatchError: a layer cannot hold such states.
+        """
+        layers = self._cache.layers_for(len(self))
+        if len(self) > len(layers):
             raise LayerIndexError(
-                f"expected a layer index below {len(self._layers)}, but saw {index}: the cache has no such layer."
+                f"expected the {self._side} of at most {len(layers)} layers, but saw {len(self)}: the cache has no "
+                "other layer."
             )
-        return self._layers[index]
+        self._cache.layers.extend(layers[len(self._cache.layers) :])
+        changes: Iterable[tuple[Any, ...]] = itertools.zip_longest(self._cache.adapted_layers(), before, self)
+        for layer, old, new in changes:
+            if new is not old:
+                setattr(layer, self._side, old[:, :, :0] if new is None else new)
 
-    def __len__(self) -> int:
-        return len(self._layers)
+
+def _state_list(cache: Any, side: str) -> StateList:
+    try:
+        return StateList(cache, side)
+    except UnsupportedLayerError as error:
+        # What asks whether there is such a list takes this for an answer.
+        raise AttributeError(str(error)) from error
 
 
 class LegacySurface(LayerList):
@@ -312,8 +357,8 @@ class LegacySurface(LayerList):
 
     @property
     def key_cache(self) -> StateList:
-        """The keys of each layer, as a list."""
-        return StateList(self.adapted_layers(), "keys")
+        """The keys of the layers that hold some, as a list."""
+        return _state_list(self, "keys")
 
     @key_cache.setter
     def key_cache(self, states: object) -> None:
@@ -321,8 +366,8 @@ class LegacySurface(LayerList):
 
     @property
     def value_cache(self) -> StateList:
-        """The values of each layer, as a list."""
-        return StateList(self.adapted_layers(), "values")
+        """The values of the layers that hold some, as a list."""
+        return _state_list(self, "values")
 
     @value_cache.setter
     def value_cache(self, states: object) -> None:

@@ -69,8 +69,6 @@ OPTION_SEPARATOR, VALUE_SEPARATOR = "+", ":"
 AUTO = "auto"
 """The value of an argument that kvlayers shall choose."""
 
-DEFAULT_STORE_BYTES = 2**30
-
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -149,8 +147,7 @@ class KVLayersLM(HFLM):  # type: ignore[misc]
                 "depend on which prompts came before."
             )
         if self._store_bytes and self._is_exact:
-            most = DEFAULT_STORE_BYTES if self._store_bytes == AUTO else self._store_bytes
-            self.prefix_store = PrefixStore(max_bytes=most)
+            self.prefix_store = PrefixStore() if self._store_bytes == AUTO else PrefixStore(self._store_bytes)
 
     def _empty_cache(self, model_or_config: object, length: int) -> transformers.Cache:
         """An empty cache for a model that reads at most `length` tokens. Raises as `kvlayers.make_cache`."""

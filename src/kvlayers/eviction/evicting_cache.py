@@ -28,9 +28,6 @@ from kvlayers.utils.units import tokens
 DEFAULT_RULE = "keydiff"
 """The rule if none is given. It looks at keys alone, so it serves any attention."""
 
-DEFAULT_KEEP = 0.5
-"""The part of the tokens that is kept if neither `keep` nor `budget` is given."""
-
 
 @register_cache_class
 class EvictingCache(Cache):
@@ -53,7 +50,8 @@ class EvictingCache(Cache):
 
     Args:
         config: config of the model, or the model.
-        rule: which tokens are evicted first: the name of a rule, or an `EvictionRule`.
+        rule: which tokens are evicted first: the name of a rule, an `EvictionRule`, or a
+            `ScorerPress` of kvpress.
         keep: part of the tokens that is kept, larger than 0 and at most 1; a half if no `budget` is given either.
         budget: tokens that are kept, whatever the length of the text: 4096, or "4k".
         sink_tokens: first tokens of each sequence that are always kept.
@@ -108,11 +106,11 @@ class EvictingCache(Cache):
             config = config_of(config)
         check_rotary(rotary)
         budget = None if budget is None else tokens(budget, "budget")
-        keep = DEFAULT_KEEP if keep is None and budget is None else keep
+        found = found_rule(rule)[0]
+        keep = found.keep if keep is None and budget is None else keep
         check_amounts(keep, budget, sink_tokens, recent_tokens)
-        found_rule(rule)
         self._evicting = EvictingConfig(
-            rule,
+            rule if isinstance(rule, str) else found,
             keep,
             budget,
             sink_tokens,

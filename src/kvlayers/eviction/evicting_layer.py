@@ -55,7 +55,8 @@ class EvictingLayer(TokenLayer):
     tokens of the update until then.
 
     Args:
-        rule: which tokens are evicted first: the name of a rule, or an `EvictionRule`.
+        rule: which tokens are evicted first: the name of a rule, an `EvictionRule`, or a
+            `ScorerPress` of kvpress.
         keep: part of the tokens that an average KV head keeps, larger than 0 and at most 1.
         budget: tokens that an average KV head keeps, in place of `keep`.
         sink_tokens: first tokens of each sequence, after its padding, that are always kept.

@@ -25,12 +25,14 @@ class EvictionRule(ABC):
     Attributes:
         queries: how many queries `scores` needs: those of the newest tokens. 0 for a rule that looks at keys and values
             alone, `ALL_QUERIES` for one that needs those of all tokens since the last eviction.
+        keep: part of the tokens that a cache keeps which is given neither `keep` nor `budget`.
         shares_heads: whether every KV head of a sequence gets the same scores, so that heads keep the same tokens.
         needs_rotary: whether the rule must know how keys are rotated. If kvlayers does not know it of a model, the rule
             is refused.
     """
 
     queries: int = 0
+    keep: float = 0.5
     shares_heads: ClassVar[bool] = False
     needs_rotary: ClassVar[bool] = False
 

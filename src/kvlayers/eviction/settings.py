@@ -7,6 +7,7 @@ from typing_extensions import Self
 
 from kvlayers.errors import OptionError
 from kvlayers.eviction.budgets import AdaptiveHeads, EvenHeads, HeadBudgets
+from kvlayers.eviction.press_rule import PressRule, is_press
 from kvlayers.eviction.rule import ALL_QUERIES, EvictionRule, eviction_rule, eviction_rule_name, eviction_rule_names
 from kvlayers.rope.rotary import Rotary
 from kvlayers.utils.options import check_whole_number
@@ -155,17 +156,20 @@ def found_rule(rule: object) -> tuple[EvictionRule, str | None]:
     """A rule, and the name that it is registered by.
 
     Args:
-        rule: a name, or a rule.
+        rule: a name, a rule, or a press of kvpress.
 
     Raises:
         OptionError: it is neither, or no rule has this name.
     """
     if isinstance(rule, str):
         return eviction_rule(rule), rule
+    if is_press(rule):
+        return PressRule(rule), None
     if not isinstance(rule, EvictionRule):
         got = f"the class {rule.__name__}: pass an instance" if isinstance(rule, type) else f"a {type(rule).__name__}"
         raise OptionError(
-            f"`rule` must be the name of a rule ({', '.join(eviction_rule_names())}) or an EvictionRule, got {got}."
+            f"`rule` must be the name of a rule ({', '.join(eviction_rule_names())}), an EvictionRule, or a "
+            f"ScorerPress of kvpress, got {got}."
         )
     return rule, eviction_rule_name(rule)
 

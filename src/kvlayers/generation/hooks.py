@@ -7,12 +7,14 @@ their cache by the name that they take.
 
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
@@ -31,7 +33,9 @@ from kvlayers.generation import (
 from kvlayers.generation.patching import Method, Patch
 from kvlayers.generation.prefill import prefill_in_chunks, prefill_once
 from kvlayers.generation.prefix_reuse import active_store, prefixed_call
-from kvlayers.upstream import cache_argument, compat, generate_calls
+from kvlayers.upstream import cache_argument, callers, compat, generate_calls
+
+logger = logging.getLogger(__name__)
 
 
 def generate(original: Method) -> Method:
@@ -237,6 +241,25 @@ def prefill(original: Method) -> Method:
     return prefill
 
 
+def init_continuous_batching(original: Method) -> Method:
+    """For `init_continuous_batching`, with which all continuous batching begins: says that it goes without kvlayers."""
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _note_continuous_batching()
+        return original(self, *args, **kwargs)
+
+    return init
+
+
+@functools.cache
+def _note_continuous_batching() -> None:
+    logger.warning(
+        "Continuous batching (generate_batch, cache_implementation='paged') has a cache of its own: it uses neither a "
+        "cache of kvlayers nor a prefix store."
+    )
+
+
 METHOD = "prepare_inputs_for_generation"
 
 _handing_lock = threading.Lock()
@@ -312,6 +335,7 @@ def _forward_with_cache(
 ) -> Any:
     if type(past) in passed_caches.CLASSES:
         passed_caches.replace_layers(past, model)
+        passed_caches.warn_of_another(past, saved_names.REQUESTED_NAME.get(), model)
     elif isinstance(past, str):
         kwargs = {**kwargs, cache_argument.name_for(model): cache_by_name.make_cache(past, model)}
     else:
@@ -319,6 +343,25 @@ def _forward_with_cache(
         if _is_prompt(ids) and isinstance(past, Cache):
             return known_ids.record_forward(past, ids, functools.partial(forward, *args, **kwargs))
     return forward(*args, **kwargs)
+
+
+def make_dynamic_cache(original: Callable[..., None]) -> Callable[..., None]:
+    """For `DynamicCache.__init__`: a cache that a model makes itself, as it was given none, gets layers of kvlayers.
+
+    Such a cache is left alone if autograd may follow it.
+    """
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        is_active_now = is_active
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_active_now is None:
+            return
+        maker = callers.owner_of_caller()
+        if type(self) in passed_caches.CLASSES and isinstance(maker, PreTrainedModel) and is_active_now():
+            passed_caches.replace_layers(self, maker)
+
+    return init
 
 
 def _is_prompt(ids: Any) -> TypeGuard[Tensor]:

@@ -9,8 +9,10 @@ While kvlayers is installed, these are replaced (`hooks.py` and `saved_names.py`
 * `GenerationMixin._prepare_cache_for_generation`, which makes the cache that a name asks for.
 * `GenerationMixin._prefill`, which ignores what a cache has seen if the model's scan starts from zero
   (`prefill.py`).
+* `GenerationMixin.init_continuous_batching`, so that the log says that it goes without kvlayers.
 * `PreTrainedModel.__call__`, so that models take and return legacy tuples (`legacy_tuples.py`), empty caches of
   transformers get layers of kvlayers (`passed_caches.py`), and caches remember the ids of prompts (`known_ids.py`).
+* `DynamicCache.__init__`, so that a cache that a model makes itself, in a call without one, gets layers of kvlayers.
 * `GenerationConfig.save_pretrained`, so that a config with a name that only kvlayers knows can be loaded without
   kvlayers.
 * `HfExporter.__init__`, so that torch takes kvlayers' caches apart before the exporter does it differently.
@@ -33,7 +35,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import AttentionMaskInterface
@@ -82,7 +84,8 @@ def install(
         legacy_names: also bring back the cache classes that transformers 5 dropped, in the modules where old code
             looks for them, and the methods that transformers' caches have lost.
         replace_empty_caches: whether an empty `transformers.DynamicCache` or `transformers.StaticCache` that is passed
-            to a model gets kvlayers' layers. Its class stays the same. Default: `True`.
+            to a model gets kvlayers' layers, and without gradients a `DynamicCache` that a model makes itself. Its
+            class stays the same. Default: `True`.
         strict_prompts: whether a prompt that starts with other tokens than the passed cache has seen raises
             `PromptMismatchError`. Otherwise it is a `PromptMismatchWarning`, once per cache. Default: `False`.
         cache: the name of the cache of calls that neither name nor pass one, such as "int4", also with options:
@@ -266,6 +269,7 @@ def _patches() -> list[Patch]:
     """The table of all that is replaced in classes of transformers while kvlayers is installed."""
     replacements: list[tuple[type, str, Callable[[Method], Method]]] = [
         (GenerationMixin, "_prepare_cache_for_generation", hooks.prepare_cache_for_generation),
+        (GenerationMixin, "init_continuous_batching", hooks.init_continuous_batching),
         (GenerationConfig, "save_pretrained", saved_names.save_pretrained),
     ]
     if compat.PREFILLS_APART:
@@ -279,6 +283,7 @@ def _patches() -> list[Patch]:
         *(Patch(owner, name, _if_kvlayers_is_used(hook)) for owner, name, hook in replacements),
         # This one costs something at each token, so it asks as late as possible whether kvlayers is used.
         Patch(PreTrainedModel, "__call__", hooks.forward_pass),
+        Patch(DynamicCache, "__init__", hooks.make_dynamic_cache),
         # A config that is loaded outside of calls takes over its saved name.
         Patch(
             GenerationConfig,

@@ -26,7 +26,7 @@ from kvlayers.static.slots import MaskMode
 from kvlayers.static.static_cache import StaticCache, fixed_layers
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
 from kvlayers.upstream.generate_calls import sequences_per_prompt
-from kvlayers.upstream.model_layers import layer_devices
+from kvlayers.upstream.model_layers import layer_devices, model_device
 from kvlayers.utils.transforms import autocast_dtype
 
 COMPILED_MODES = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
@@ -71,7 +71,7 @@ def for_call(
         {} if options is None else options,
         batch_size=batch_size * sequences_per_prompt(generation_config),
         length_hint=most,
-        device=model.device,
+        device=model_device(model),
         dtype=model.dtype,
         encoder_length=None if encoder is None else encoder[0].shape[1],
         attention_mask=passed_caches.padding_mask(model_kwargs),

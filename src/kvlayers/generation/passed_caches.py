@@ -30,7 +30,8 @@ from kvlayers.interop.adapter import TransformersLayer
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer
 from kvlayers.static.static_cache import fixed_layers, iter_fixed_layers, share_mask_extents
 from kvlayers.static.static_layer import StaticLayer, StaticSlidingLayer
-from kvlayers.upstream import compat, generate_calls, model_layers, model_types
+from kvlayers.upstream import cache_argument, compat, generate_calls, model_layers, model_types
+from kvlayers.upstream.callers import warn_the_caller
 from kvlayers.upstream.compat import MODELS_PASS_COLUMNS
 from kvlayers.upstream.model_layers import layer_specs
 
@@ -233,6 +234,11 @@ CLASSES = _WITH_LAYERS | {transformers.EncoderDecoderCache}
 _logged: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Filled caches that the log has mentioned."""
 
+_warned: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Models that were given another cache than the one that was named."""
+
+DYNAMIC = "dynamic"
+
 
 def replace_layers(cache: Any, model: Any) -> None:
     """Give a cache layers of kvlayers if it is empty.
@@ -247,12 +253,29 @@ def replace_layers(cache: Any, model: Any) -> None:
             _replace_layers(part, model)
 
 
+def warn_of_another(cache: Any, name: str | None, model: Any) -> None:
+    """Warn, once for a model, if it is given a cache of transformers where a call of `generate()` has named another.
+
+    Args:
+        cache: a cache of one of `CLASSES`.
+        name: the name that the call asks for, if any. The class of "dynamic" is transformers' own as well.
+        model: the model.
+    """
+    is_another = name not in (None, DYNAMIC) and type(cache) is not transformers.StaticCache
+    if is_another and cache_argument.is_generator(model) and model not in _warned:
+        _warned.add(model)
+        warn_the_caller(
+            f"The cache {name!r} is not used: {type(model).__name__} is given a {type(cache).__name__} with "
+            f"{int(cache.get_seq_length())} tokens in its place, as PEFT does for prefix tuning. Leave the name out."
+        )
+
+
 def leave_on_host(cache: Any, model: Any) -> None:
     """Turn off the offloading of a cache that transformers has made for a model on a CPU.
 
     Its states are on the host in any case, and transformers' offloading raises where there is no CUDA device.
     """
-    if type(cache) in _WITH_LAYERS and cache.offloading and model.device.type == "cpu":
+    if type(cache) in _WITH_LAYERS and cache.offloading and model_layers.model_device(model).type == "cpu":
         cache.offloading = False
 
 

@@ -7,10 +7,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from typing_extensions import override
 
 from kvlayers.core.dynamic_cache import DynamicCache
-from kvlayers.core.from_config import HYBRID, RECURRENT, WINDOWED, AttentionMaker, Checkpoints
+from kvlayers.core.from_config import HYBRID, RECURRENT, AttentionMaker, Checkpoints
 from kvlayers.core.named_caches import named, register, register_cache_class
 from kvlayers.errors import ConfigError, LayerIndexError, OptionError
 from kvlayers.quantized.quantized_cache import QuantizedCache
@@ -41,22 +40,10 @@ class HybridChunkedCache(StaticCache):
 
 @register_cache_class
 class SlidingWindowCache(StaticCache):
-    """A `StaticCache` for models that attend within a window.
+    """A `StaticCache`, by the name that transformers had for models with sliding layers.
 
-    Args: as for `StaticCache`, with the config of a model that has sliding or chunked attention.
-
-    Raises:
-        ConfigError: no layer of the model attends within a window.
+    Args: as for `StaticCache`.
     """
-
-    @override
-    def check_config(self, config: object) -> None:
-        layer_types = {spec.layer_type for spec in model_layers.layer_specs(config)}
-        if layer_types.isdisjoint(WINDOWED):
-            raise ConfigError(
-                f"expected a model with sliding or chunked attention, but the layers of {type(config).__name__} are of "
-                f"other types ({', '.join(sorted(layer_types))}): use StaticCache."
-            )
 
 
 # Offloaded caches

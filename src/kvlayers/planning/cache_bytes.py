@@ -8,7 +8,7 @@ import torch
 from kvlayers.core.buffer import LayerShape, StateForm, nbytes_of
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import WrapperLayer
-from kvlayers.core.dense_store import SMALL_STEP
+from kvlayers.core.dense_store import MINIMUM_GROWTH, SMALL_STEP
 from kvlayers.core.layer_list import adapted
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.token_store import Fidelity, TokenStore, filled_nbytes, least_faithful, states_on_meta
@@ -344,10 +344,12 @@ def _ragged_nbytes(tail: TokenStore, forms: tuple[StateForm, StateForm], tokens:
     # The tail holds up to a block more than the residual, whatever fills the blocks best.
     in_tail = quantization.sink_tokens + quantization.residual_length + size // 2
     in_tail = min(in_tail, round(SHORTEST_HEAD * tokens))
+    # It has grown at least once, unless that is more than it ever holds.
+    room = min(in_tail + MINIMUM_GROWTH, quantization.sink_tokens + quantization.residual_length + size)
     heads = forms[0].batch_size * forms[0].kv_heads
     blocks = heads * (tokens - in_tail) / size + UNUSED_BLOCKS * (heads - 1)
     block = sum(
         block_nbytes(quantizers[side].format, side, form._replace(batch_size=1, kv_heads=1), size)
         for side, form in zip(SIDES, forms, strict=True)
     )
-    return tables + sum(filled_nbytes(QuantizedStore(quantization), forms, in_tail)) + round(blocks) * block
+    return tables + sum(nbytes_of(form, room) for form in forms) + round(blocks) * block

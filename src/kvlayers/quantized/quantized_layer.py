@@ -3,6 +3,7 @@
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
@@ -10,6 +11,8 @@ from kvlayers.core.description import DescriptionContext, Fact, Facts, OptionsAr
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.core.layer_registry import register_layer
+from kvlayers.kernels.attention.packed_tensor import as_dense
+from kvlayers.kernels.codes.quantizer_contract import Side
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.upstream import compat
@@ -58,7 +61,8 @@ class QuantizedLayer(DynamicLayer):
     @property
     def quantization(self) -> Quantization:
         """Bits, groups, and the tokens that stay in full precision."""
-        return self._store.quantization
+        # Also while the keys have been assigned and the values have not.
+        return self._store.complete.quantization
 
     @classmethod
     @override
@@ -93,6 +97,36 @@ class QuantizedLayer(DynamicLayer):
     def residual_length(self) -> int:
         """Newest tokens that stay in full precision."""
         return self.quantization.residual_length
+
+    # By the private names of transformers' layers that kvpress uses. What is assigned is packed when it is held.
+
+    def _quantize(self, tensor: Tensor, axis: int | None) -> Tensor:
+        return tensor
+
+    def _dequantize(self, tensor: Tensor) -> Tensor:
+        return as_dense(tensor)
+
+    @property
+    def _quantized_keys(self) -> Tensor | None:
+        return self.keys
+
+    @_quantized_keys.setter
+    def _quantized_keys(self, states: Tensor) -> None:
+        self.keys = states
+
+    @property
+    def _quantized_values(self) -> Tensor | None:
+        return self.values
+
+    @_quantized_values.setter
+    def _quantized_values(self, states: Tensor) -> None:
+        self.values = states
+
+    @override
+    def _assign(self, states: Tensor, side: Side) -> None:
+        # To transformers, an empty vector says that no token is in full precision.
+        if not (isinstance(states, Tensor) and states.shape == (0,)):
+            super()._assign(states, side)
 
 
 class QuantoQuantizedLayer(QuantizedLayer, compat.QUANTO_LAYER):  # type: ignore[misc]

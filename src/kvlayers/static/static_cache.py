@@ -177,7 +177,6 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
     ) -> None:
         check_accepted(dtype, device)
         config = model_types.config_of(config)
-        self.check_config(config)
         self._reservation = Reservation(tokens(max_cache_len, "max_cache_len"), max_batch_size, buckets, grow)
         self._grows = grow
         layers = static_layers(config, self._reservation, checkpoints)
@@ -197,9 +196,6 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
                 f"{type(config).__name__} is made for all that are reserved: leave out compiled=True."
             )
         return compiled
-
-    def check_config(self, config: object) -> None:
-        """Raise `ConfigError` if this kind of cache is not for such a model."""
 
     @override
     def describe(self) -> dict[str, Any]:

@@ -194,10 +194,15 @@ def layer_devices(model: object) -> tuple[torch.device, ...]:
     """
     if not isinstance(model, nn.Module) or len(vars(model).get("hf_device_map", ())) < 2:
         return ()
-    spread: Any = model
-    device: torch.device = spread.device
-    devices = tuple(_device(layer, device) for layer in _decoder_layers(spread))
+    device = model_device(model)
+    devices = tuple(_device(layer, device) for layer in _decoder_layers(model))
     return devices if set(devices) - {device} else ()
+
+
+def model_device(model: Any) -> torch.device:
+    """The device of a model, also if accelerate keeps its first weights on disk, which are on no device."""
+    device: torch.device = model.device
+    return _device(model, device) if device.type == "meta" else device
 
 
 def _decoder_layers(model: Any) -> Sequence[nn.Module]:

@@ -141,7 +141,7 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
     kept, depends = kept_states(model, besides=model_types.MADE_ANEW), depends_on_length(model.config)
     one_by_one = model_types.decodes_one_token(model.config)
     # Neither a file nor a config says which device the states of a layer belong to.
-    is_spread = len({parameter.device for parameter in model.parameters()}) > 1
+    is_spread = len({parameter.device for parameter in model.parameters() if not parameter.is_meta}) > 1
     _refuse(
         {
             f"the tokens of {name} attend to those behind them": model.config.model_type in model_types.ATTENDS_AHEAD,

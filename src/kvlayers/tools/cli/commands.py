@@ -350,6 +350,7 @@ def lm_eval(context: typer.Context) -> None:
     from lm_eval.__main__ import cli_evaluate
 
     import kvlayers.evaluation.harness  # noqa: F401
+    from kvlayers.generation.install import installed
     from kvlayers.tools.tasks import HARNESS_TASKS
 
     arguments = context.args
@@ -357,5 +358,5 @@ def lm_eval(context: typer.Context) -> None:
     if "run" in arguments[:1] and not any(each.startswith(("--include", "--config", "-C")) for each in arguments):
         arguments = [*arguments, "--include_path", str(HARNESS_TASKS)]
     sys.argv = ["lm-eval", *arguments]
-    with one_line_errors("lm-eval"):
+    with one_line_errors("lm-eval"), installed():
         cli_evaluate()

@@ -4,7 +4,9 @@ import logging
 import math
 import os
 import threading
+import uuid
 from collections.abc import Mapping
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from typing_extensions import Self
 
 from kvlayers.core.cache import Cache
 from kvlayers.errors import OptionError, PrefixError
+from kvlayers.persistence.fingerprint import weights_id
 from kvlayers.prefix.backends import backend_for
 from kvlayers.prefix.directory import Directory
 from kvlayers.prefix.entry import EvictionPolicy, LeastRecentlyUsed, fork_at
@@ -105,6 +108,7 @@ class PrefixStore:
         # Guards all that follows. Nobody reads or writes a file while holding it.
         self._lock = threading.Lock()
         changed = threading.Condition(self._lock)
+        self._own_ids: WeakKeyDictionary[torch.nn.Module, str] | None = None
         self._hits = self._misses = self._covered = self._asked = self._bypassed = self._refused = 0
         self._index = EntryIndex(max_bytes, policy or LeastRecentlyUsed(), directory is not None)
         self._directory: Directory | None = None
@@ -314,6 +318,44 @@ class PrefixStore:
                 self._writes.forget_writes()
                 self._writes.delete(paths)
                 self._writes.wait()
+
+    def forget_weights(self) -> None:
+        """Remove all entries, since weights have changed, and take weights as unchanged until the next call of this.
+
+        Without it, `generate()` looks at the weights in each call, and reads every byte of them after a change. In a
+        training loop, where they change at each step, say so instead: from the first call on, models are told apart as
+        objects, and their weights are not looked at. Active adapters and autocast still count.
+
+        Example:
+            >>> import torch, kvlayers
+            >>> store, model = kvlayers.PrefixStore(max_bytes=2**20), torch.nn.Linear(2, 2)
+            >>> store.forget_weights()
+            >>> before = store.weights_id(model)
+            >>> _ = torch.nn.init.zeros_(model.weight)
+            >>> store.weights_id(model) == before
+            True
+            >>> store.forget_weights()
+            >>> store.weights_id(model) == before
+            False
+        """
+        with self._lock:
+            # A call that runs now inserts what it computes under an id that nobody asks for again.
+            self._own_ids = WeakKeyDictionary()
+        self.clear()
+
+    def weights_id(self, model: torch.nn.Module) -> str:
+        """What tells the weights of a model from others here: `kvlayers.weights_id`, or see `forget_weights`.
+
+        Args:
+            model: the model.
+
+        Raises:
+            ConfigError: the weights are not in memory, and `forget_weights` was never called.
+        """
+        with self._lock:
+            if self._own_ids is not None:
+                return self._own_ids.setdefault(model, f"object:{uuid.uuid4()}")
+        return weights_id(model)
 
     def tree(self) -> PrefixTree:
         """What is held, as a tree of tokens, for people: `print(store.tree())`."""

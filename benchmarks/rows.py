@@ -2,37 +2,43 @@
 
     python benchmarks/rows.py            # SmolLM2, or the model of --model
     python benchmarks/rows.py --quick    # a random model and few tokens, to see that it runs
+    python benchmarks/rows.py --write    # the recorded figures, into docs/rows.md
 
 `steps`: a decode step of 8 rows of one length and of different lengths, beside an ordinary batch with transformers'
 cache. `crop`: seconds of `crop_rows` at 16,384 tokens, and of joining a row. `drafts`: tokens a second of a batch that
 repeats a text, by prompt look-up and without. `many`: 32 prompts whose answers differ 1 to 8 in length, by
-`generate_many`, by one batch, and by batches of 8 that are sorted by length. `repeats`: the prefill of 8 equal prompts
-beside that of one. Contenders take turns, and figures are medians over the trials.
+`generate_many`, by one batch, by batches of 8 that are sorted by length, and by transformers' `generate_batch`.
+`repeats`: the prefill of 8 equal prompts beside that of one. Contenders take turns, and figures are medians over the
+trials.
 
 The exit code is 1 if more tokens differ from plain decoding than ties explain.
 """
 
-import itertools
+import copy
+import json
+import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
 
 import kvlayers
+import pages
 from lib import report
 from lib.contenders import fill
-from lib.internals import quiet_clock
+from lib.internals import cache_nbytes, quiet_clock
 from lib.timing import Turns
 from lib.workload import FILL_CHUNK
 
 ROWS = 8
-BEGINNING = 16
-"""Tokens of the shortest prompt of `many`, by which its prompts are told apart."""
+PAGE = pages.DOCS / "rows.md"
+BEGIN, END = "<!-- rows: written by benchmarks/rows.py -->", "<!-- end of rows -->"
 SUMMARY = (
     "Repeat this text word by word. A cache holds keys and values of the tokens that a model has seen, so that each "
     "new token is computed from its own states and those that are held. A batch has several sequences, which end at "
@@ -48,10 +54,12 @@ def options() -> report.Options:
     made.sized("--long", 16384, 512, "tokens of the rows that are rolled back")
     made.sized("--new", 64, 6, "tokens of an answer with drafts")
     made.sized("--prompts", 32, 6, "prompts of `many`")
+    made.sized("--longest", 512, 64, "tokens of the longest prompt of `many`; the shortest has a quarter of them")
     made.sized("--least", 24, 2, "tokens of the shortest answer of `many`; the longest has eight times as many")
     made.sized("--prefix", 1024, 64, "tokens of the equal prompts")
     made.sized("--steps", 12, 3, "steps that are timed")
     made.sized("--trials", 3, 1, "trials")
+    made.add("--write", action="store_true", help="write the recorded figures into docs/rows.md, and stop")
     return made
 
 
@@ -196,109 +204,170 @@ def drafts(run: report.Session) -> dict[str, Any]:
     return {**found, "equal rows": int(equal.sum())}
 
 
-def many(run: report.Session) -> dict[str, Any]:
-    """Seconds of prompts whose answers differ 1 to 8 in length."""
-    subject, given = Subject(run), run.given
-    model = subject.model
-    prompts = [subject.ids(1, BEGINNING + 5 * number % 48)[0] for number in range(given.prompts)]
-    # In a shuffled order, so that every batch has long and short ones.
-    order = torch.randperm(given.prompts, generator=subject.generator).tolist()
-    wanted = [
-        given.least + given.least * 7 * order[number] // max(given.prompts - 1, 1) for number in range(given.prompts)
-    ]
-    pad = model.config.pad_token_id or 0
+class Answers(NamedTuple):
+    """What one way of answering many prompts gives.
 
-    def stops(number_of: Callable[[Tensor], int]) -> Any:
-        class Stop(transformers.StoppingCriteria):
-            def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
-                return torch.tensor([number_of(row) for row in ids], dtype=torch.bool)
+    Attributes:
+        ids: new tokens by prompt.
+        first: seconds to the first token of each prompt.
+        nbytes: the most bytes that states have taken.
+    """
 
-        return Stop()
+    ids: dict[int, list[int]]
+    first: list[float]
+    nbytes: int
 
-    by_prompt = {tuple(ids[:BEGINNING].tolist()): number for number, ids in enumerate(prompts)}
 
-    def padded(numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
-        most = max(len(prompts[number]) for number in numbers)
-        ids = torch.stack(
-            [torch.cat([prompts[n].new_full((most - len(prompts[n]),), pad), prompts[n]]) for n in numbers]
-        )
-        mask = torch.stack([torch.arange(most) >= most - len(prompts[n]) for n in numbers]).long()
-        return ids, mask
+class Many:
+    """Prompts whose answers differ 1 to 8 in length, in an order in which long and short ones are mixed."""
 
-    def batch(numbers: Sequence[int]) -> dict[int, list[int]]:
-        ids, mask = padded(numbers)
-        ends = torch.tensor([wanted[n] + ids.shape[1] for n in numbers])
+    def __init__(self, subject: Subject, given: Any) -> None:
+        self.model, self.most = subject.model, 8 * given.least
+        count = given.prompts
+        lengths = [given.longest // 4 + given.longest * 3 * number // (4 * count) for number in range(count)]
+        self.prompts = [subject.ids(1, length)[0] for length in lengths]
+        order = torch.randperm(count, generator=subject.generator).tolist()
+        self.wanted = [given.least + given.least * 7 * order[number] // max(count - 1, 1) for number in range(count)]
+        self.pad = self.model.config.pad_token_id or 0
+        self.options = {"max_new_tokens": self.most, "do_sample": False, "eos_token_id": None, "pad_token_id": self.pad}
+        self.paged: Any = None
+
+    def batch(self, numbers: Sequence[int]) -> Answers:
+        """One call of `generate()` with transformers' cache, which goes on until the longest answer is complete."""
+        prompts = [self.prompts[number] for number in numbers]
+        columns = max(map(len, prompts))
+        ids = torch.stack([torch.nn.functional.pad(own, (columns - len(own), 0), value=self.pad) for own in prompts])
+        mask = torch.stack([torch.arange(columns) >= columns - len(own) for own in prompts]).long()
+        ends = torch.tensor([self.wanted[number] for number in numbers]) + columns
+        first: list[float] = []
+        begin = time.perf_counter()
 
         class Stop(transformers.StoppingCriteria):
             def __call__(self, seen: Tensor, scores: Any, **_: Any) -> Tensor:
+                first.append(time.perf_counter() - begin)
                 return seen.shape[1] >= ends
 
-        out = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=8 * given.least,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=pad,
-            stopping_criteria=[Stop()],
+        output = self.model.generate(
+            ids, attention_mask=mask, stopping_criteria=[Stop()], return_dict_in_generate=True, **self.options
         )
-        return {n: out[row, ids.shape[1] : ids.shape[1] + wanted[n]].tolist() for row, n in enumerate(numbers)}
+        found = {
+            number: own[columns : columns + self.wanted[number]].tolist()
+            for number, own in zip(numbers, output.sequences, strict=True)
+        }
+        _, cache = output.to_tuple()
+        return Answers(found, first[:1] * len(numbers), cache_nbytes(cache))
 
-    def by_many(max_rows: int) -> dict[int, list[int]]:
-        def has_ended(ids: Tensor) -> bool:
-            number = by_prompt[tuple(ids[:BEGINNING].tolist())]
-            return len(ids) >= len(prompts[number]) + wanted[number]
+    def batches(self, rows: int) -> Answers:
+        """Calls for batches that are sorted by the lengths of answers, which nobody knows before."""
+        order = sorted(range(len(self.prompts)), key=self.wanted.__getitem__)
+        ids: dict[int, list[int]] = {}
+        first, nbytes, begin = list[float](), 0, time.perf_counter()
+        for at in range(0, len(order), rows):
+            before = time.perf_counter() - begin
+            part = self.batch(order[at : at + rows])
+            ids |= part.ids
+            first += [before + seconds for seconds in part.first]
+            nbytes = max(nbytes, part.nbytes)
+        return Answers(ids, first, nbytes)
 
-        first: list[float] = []
+    def by_rows(self, rows: int) -> Answers:
+        """`generate_many`."""
+        left, first = dict(enumerate(self.wanted)), dict[int, float]()
+        held: list[int] = []
         begin = time.perf_counter()
-        answers = kvlayers.generate_many(
-            model,
-            prompts,
-            max_new_tokens=8 * given.least,
-            max_rows=max_rows,
-            progress=False,
-            do_sample=False,
-            eos_token_id=None,
-            stopping_criteria=[stops(has_ended)],
-            on_token=lambda number, token: first.append(time.perf_counter() - begin) if not first else None,
-        )
-        found = {answer.index: answer.ids.tolist() for answer in answers}
-        to_first.append(first[0])
-        return found
 
-    to_first: list[float] = []
-    best = "kvlayers, generate_many"
-    everyone = list(range(given.prompts))
-    in_order = sorted(everyone, key=lambda number: wanted[number])
-    ways: dict[str, Callable[[], dict[int, list[int]]]] = {
-        best: lambda: by_many(len(prompts)),
-        f"kvlayers, generate_many of {ROWS} rows": lambda: by_many(ROWS),
-        "transformers, one batch": lambda: batch(everyone),
-        f"transformers, sorted batches of {ROWS}": lambda: dict(
-            itertools.chain.from_iterable(
-                batch(in_order[at : at + ROWS]).items() for at in range(0, len(prompts), ROWS)
+        def ends(number: int, token: int) -> bool:
+            first.setdefault(number, time.perf_counter() - begin)
+            left[number] -= 1
+            return left[number] == 0
+
+        def look(_: Any, arguments: Any, options: Any) -> None:
+            held.append(options["cache" if "cache" in options else "past_key_values"].nbytes)
+
+        with self.model.register_forward_pre_hook(look, with_kwargs=True):
+            answers = kvlayers.generate_many(
+                self.model, self.prompts, max_rows=rows, progress=False, on_token=ends, **self.options
             )
-        ),
+            found = {answer.index: answer.ids.tolist() for answer in answers}
+        return Answers(found, list(first.values()), max(held))
+
+    def paged_batch(self) -> Answers:
+        """transformers' continuous batching, whose start is not timed."""
+        begin = time.perf_counter()
+        names = [
+            self.paged.add_request(own.tolist(), max_new_tokens=wanted, record_timestamps=True)
+            for own, wanted in zip(self.prompts, self.wanted, strict=True)
+        ]
+        ids, first = dict[int, list[int]](), list[float]()
+        while len(ids) < len(names):
+            result = self.paged.get_result(timeout=60)
+            ids[names.index(result.request_id)] = result.generated_tokens
+            first.append(result.timestamps[0] - begin)
+        return Answers(ids, first, self.paged.batch_processor.cache.cache_tensor.nbytes)
+
+    @contextmanager
+    def continuous_batching(self) -> Iterator[bool]:
+        """Continuous batching is there meanwhile, over a model of its own; yields whether transformers has it."""
+        if not hasattr(self.model, "continuous_batching_context_manager"):
+            yield False
+            return
+        config = transformers.GenerationConfig(**self.options)
+        tokens = sum(map(len, self.prompts)) + sum(self.wanted)
+        # By default it reserves 60 % of the memory, and warms up in proportion.
+        blocks = transformers.ContinuousBatchingConfig(num_blocks=2 * (tokens // 256 + len(self.prompts)))
+        with copy.deepcopy(self.model).continuous_batching_context_manager(
+            generation_config=config, continuous_batching_config=blocks
+        ) as self.paged:
+            yield True
+
+
+def many(run: report.Session) -> dict[str, Any]:
+    """Seconds of prompts whose answers differ 1 to 8 in length."""
+    work, count = Many(Subject(run), run.given), run.given.prompts
+    best, one, sorted_ones = "kvlayers, generate_many", "transformers, one batch", "transformers, sorted batches"
+    paged = "transformers, generate_batch"
+    ways: dict[str, Callable[[], Answers]] = {
+        best: lambda: work.by_rows(count),
+        f"{best} of {ROWS} rows": lambda: work.by_rows(ROWS),
+        one: lambda: work.batch(range(count)),
+        sorted_ones: lambda: work.batches(ROWS),
     }
-    turns = Turns(ways)
-    with torch.no_grad(), quiet_clock():
-        for _ in range(given.trials):
-            seen = turns.take(lambda name: ways[name]())
-    reference = seen["transformers, one batch"]
-    equal = sum(seen["kvlayers, generate_many"][number] == reference[number] for number in everyone)
-    # Padding changes the order of sums, and a tie the rest of an answer.
-    run.expect(equal >= 0.8 * len(prompts), f"{len(prompts) - equal} of {len(prompts)} answers have other tokens")
-    found: dict[str, Any] = {name: {"seconds": turns.median(name)} for name in ways}
-    for name in ways:
-        found[name]["share"] = turns.ratio(best, name)
-    columns = {"s": report.shown("seconds", ".2f"), "generate_many's share": report.shown("share", ".2f")}
-    title = f"{len(prompts)} prompts, answers of {min(wanted)} to {max(wanted)} tokens, {subject.name}"
-    run.table(title, "", {"": found}, columns)
-    run.target("generate_many beside one batch", found["transformers, one batch"]["share"], at_most=0.65)
-    run.target(
-        "generate_many beside sorted batches", found[f"transformers, sorted batches of {ROWS}"]["share"], at_most=0.8
+    with work.continuous_batching() as has_paged:
+        ways |= {paged: work.paged_batch} if has_paged else {}
+        turns = Turns(ways)
+        with torch.no_grad(), quiet_clock():
+            for _ in range(run.given.trials):
+                seen = turns.take(lambda name: ways[name]())
+    reference, found = seen[one].ids, dict[str, Any]()
+    for name, answers in seen.items():
+        equal = sum(answers.ids[number] == reference[number] for number in range(count))
+        # Padding changes the order of sums, and a tie the rest of an answer.
+        run.expect(equal >= 0.8 * count, f"{count - equal} of {count} answers of {name} have other tokens")
+        found[name] = {
+            "seconds": turns.median(name),
+            "share": turns.ratio(best, name),
+            "first": statistics.median(answers.first),
+            "bytes": answers.nbytes,
+            "equal": equal,
+        }
+    columns = {
+        "s": report.shown("seconds", ".1f"),
+        "generate_many's share": report.shown("share", ".2f"),
+        "s to a first token, median": report.shown("first", ".1f"),
+        "MB of states": report.mb("bytes", ".0f"),
+        "answers as in one batch": report.shown("equal", ".0f"),
+    }
+    lengths = sorted(map(len, work.prompts))
+    run.table(
+        f"{count} prompts of {lengths[0]} to {lengths[-1]} tokens, answers of {min(work.wanted)} to "
+        f"{max(work.wanted)}, {run.given.model or 'a random model'}",
+        "",
+        {"": found},
+        columns,
     )
-    return {**found, "equal answers": equal, "seconds to the first token": statistics.median(to_first)}
+    run.target("generate_many beside one batch", found[one]["share"], at_most=0.65)
+    run.target("generate_many beside sorted batches", found[sorted_ones]["share"], at_most=0.8)
+    return found
 
 
 def repeats(run: report.Session) -> dict[str, Any]:
@@ -325,9 +394,63 @@ def repeats(run: report.Session) -> dict[str, Any]:
     return found
 
 
+def page_tables(record: dict[str, Any]) -> str:
+    found, arguments = record["results"], record["arguments"]
+    ways = [
+        [
+            name,
+            f"{way['seconds']:.1f}",
+            f"{way['share']:.2f}",
+            f"{way['first']:.1f}",
+            f"{way['bytes'] / 1e6:,.0f}",
+        ]
+        for name, way in found["many"].items()
+    ]
+    head = ["", "s", "share of `generate_many`", "s to a first token (median)", "MB of states"]
+    plain, drafted = (found["drafts"][name] for name in ("plain", "prompt look-up of 6"))
+    steps, crop, repeats = found["steps"], found["crop"], found["repeats"]
+    rest = [
+        [
+            f"a step of {ROWS} rows of up to {arguments['context']} tokens, beside an ordinary batch of transformers",
+            f"{steps['kvlayers, rows']['of 1'] * 1e3:.0f} ms, {steps['transformers, one length']['of 1'] * 1e3:.0f} ms",
+        ],
+        [f"`crop_rows` at {crop['tokens']:,} tokens", f"{crop['crop_rows'] * 1e3:.3f} ms"],
+        [
+            f"prompt look-up for {ROWS} rows of a text that repeats itself, beside plain decoding",
+            f"{drafted['rate']:.0f} tokens a second, {plain['rate']:.0f}; "
+            f"{drafted['tokens a pass']:.1f} tokens accepted a row and pass",
+        ],
+        [
+            f"{ROWS} equal prompts of {arguments['prefix']:,} tokens under `install()`, beside one",
+            f"{repeats['8 equal rows']['seconds']:.2f} s, {repeats['one row']['seconds']:.2f} s",
+        ],
+    ]
+    model, least = pathlib.Path(arguments["model"]).name, arguments["least"]
+    return "\n".join(
+        [
+            f"{arguments['prompts']} prompts of {arguments['longest'] // 4} to {arguments['longest']} tokens, answers "
+            f"of {least} to {8 * least}, {model} in float32:",
+            "",
+            pages.markdown(head, ways, "---:"),
+            "",
+            pages.markdown(["", "measured"], rest),
+            "",
+            f"`python benchmarks/rows.py`, {pages.measured_at(record)}.",
+        ]
+    )
+
+
+def written_pages() -> dict[pathlib.Path, str]:
+    newest = max(pages.RECORDED.glob("rows-*.json"))
+    return {PAGE: pages.between(PAGE.read_text(), BEGIN, END, page_tables(json.loads(newest.read_text())))}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
+    given = options().parse(arguments)
+    if given.write:
+        return pages.write_pages(written_pages())
     sections = {"steps": steps, "crop": crop, "drafts": drafts, "many": many, "repeats": repeats}
-    return report.run(options().parse(arguments), sections)
+    return report.run(given, sections)
 
 
 if __name__ == "__main__":

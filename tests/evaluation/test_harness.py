@@ -179,11 +179,28 @@ def test_texts_with_an_exact_cache_are_those_of_hf_and_shared_prompts_are_comput
     assert tokens[0] == tokens[None]
 
 
-def test_a_call_that_cannot_use_the_store_goes_without_it() -> None:
-    model = adapted()
-    texts = generate(model, CONTEXTS[:1], prompt_lookup_num_tokens=2)
-    assert texts == generate(hf(), CONTEXTS[:1], prompt_lookup_num_tokens=2)
-    assert model.prefix_store.statistics.bypassed == 1
+def test_drafts_are_for_batches_too() -> None:
+    plain = generate(hf(), CONTEXTS)
+    with computed_tokens(tiny_model("llama")) as passes:
+        assert generate(adapted(batch_size=4), CONTEXTS, prompt_lookup_num_tokens=2) == plain
+    assert max(passes) > len(CONTEXTS)
+
+
+def test_what_rows_cannot_do_generate_does() -> None:
+    assert generate(adapted(batch_size=4), CONTEXTS, num_beams=2) == generate(hf(batch_size=4), CONTEXTS, num_beams=2)
+    # A cache that rounds gets each prompt alone.
+    alone = [generate(adapted(**INT2), [context], num_beams=2)[0] for context in CONTEXTS]
+    assert generate(adapted(**INT2, batch_size=4), CONTEXTS, num_beams=2) == alone
+
+
+def test_thoughts_are_left_out_as_in_hf() -> None:
+    models = [hf(), adapted(batch_size=4)]
+    ids = models[0].tok_encode(generate(models[0], CONTEXTS)[0])
+    for end in (ids[2], word_tokenizer().decode(ids[2])):
+        for model in models:
+            model.think_end_token = end
+        expected, texts = (generate(model, CONTEXTS) for model in models)
+        assert texts == expected
 
 
 @pytest.mark.parametrize("chunk", [None, 16])

@@ -20,17 +20,20 @@ def gpu_tables(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("gpu_tables")
 
 
+BY_BENCHMARKS = ("outliers", "long_decode", "rows")
+
+
 @pytest.mark.parametrize(
     "writer",
     [
         "claimed",
         "gpu_tables",
-        *(pytest.param(name, marks=versions.benchmarks_of_transformers) for name in ("outliers", "long_decode")),
+        *(pytest.param(name, marks=versions.benchmarks_of_transformers) for name in BY_BENCHMARKS),
     ],
 )
 def test_pages_have_what_is_recorded(writer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    if writer in ("outliers", "long_decode"):
+    if writer in BY_BENCHMARKS:
         pytest.importorskip("rich")
     for path, due in importlib.import_module(writer).written_pages().items():
         if os.environ.get("KVLAYERS_WRITE_DOCS"):

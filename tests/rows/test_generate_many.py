@@ -36,6 +36,9 @@ def many(model: Any, prompts: Any = PROMPTS, **how: Any) -> list[Any]:
         ("llama", {"cache": "int4"}),
         ("llama", {"cache": "sink", "cache_config": {"window_length": 20, "num_sink_tokens": 2}}),
         ("llama", {"cache": "offloaded"}),
+        ("llama", {"cache": "static"}),
+        ("mistral", {"cache": "offloaded_static"}),
+        ("jamba", {"cache": "static"}),
         ("llama", {"repetition_penalty": 1.3}),
         ("gemma3", {}),
         ("mistral", {"cache": "int8"}),
@@ -55,10 +58,22 @@ def test_each_answer_is_that_of_the_prompt_alone(family: str, how: dict[str, Any
         assert answer.ids.tolist() == alone(model, ids, how.get("cache", "dynamic"), **asked)
 
 
-def test_drafts_change_no_token() -> None:
+@pytest.mark.parametrize("drafts", ["looked up", "of the model itself", "of another model"])
+def test_drafts_change_no_token(drafts: str) -> None:
     model = tiny_model("llama")
-    plain, drafted = (many(model, in_order=True, **how) for how in ({}, {"prompt_lookup_num_tokens": 3}))
+    how: dict[str, Any] = {
+        "looked up": {"prompt_lookup_num_tokens": 3},
+        "of the model itself": {"assistant_model": model, "num_assistant_tokens": 3},
+        "of another model": {"assistant_model": fresh_model("mistral"), "num_assistant_tokens": 3},
+    }[drafts]
+    passes: list[int] = []
+    with model.register_forward_hook(lambda *_: passes.append(1)):
+        plain = many(model, in_order=True)
+        of_plain = len(passes)
+        drafted = many(model, in_order=True, **how)
     assert [answer.ids.tolist() for answer in plain] == [answer.ids.tolist() for answer in drafted]
+    if drafts == "of another model":
+        assert len(passes) - of_plain <= of_plain
 
 
 def test_answers_come_as_they_end_and_prompts_are_asked_for_as_rows_become_free() -> None:
@@ -74,6 +89,32 @@ def test_answers_come_as_they_end_and_prompts_are_asked_for_as_rows_become_free(
     assert first.index in (0, 1)
     assert asked == [0, 1]
     assert sorted(answer.index for answer in (first, *answers)) == list(range(len(PROMPTS)))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "int4", "static"])
+def test_rows_take_no_more_than_the_memory(cache: str) -> None:
+    model, taken = tiny_model("llama"), []
+
+    def count(_: Any, args: Any, arguments: Any) -> None:
+        held = arguments.get("cache", arguments.get("past_key_values"))
+        taken.append((held.batch_size or 0, held.nbytes))
+
+    memory = 4 * kvlayers.plan(model.config, 512, names=[cache]).caches[0].device_bytes
+    with model.register_forward_pre_hook(count, with_kwargs=True):
+        answers = many(model, in_order=True, max_rows=9, cache=cache, memory=memory)
+    assert 2 <= max(rows for rows, _ in taken) <= 8
+    assert max(nbytes for _, nbytes in taken) <= memory
+    for answer, ids in zip(answers, PROMPTS, strict=True):
+        assert answer.ids.tolist() == alone(model, ids, cache)
+
+
+def test_a_prompt_that_does_not_fit_into_the_memory_ends_alone() -> None:
+    model = tiny_model("llama")
+    memory = kvlayers.plan(model.config, 512, names=["dynamic"]).caches[0].device_bytes
+    short, long, other = many(model, [PROMPTS[0], prompt(1, 600)[0], PROMPTS[1]], in_order=True, memory=memory)
+    assert isinstance(long.error, kvlayers.errors.CapacityError)
+    assert "`memory` must be at least" in str(long.error)
+    assert [answer.ids.tolist() for answer in (short, other)] == [alone(model, ids) for ids in PROMPTS[:2]]
 
 
 def test_an_error_ends_one_answer_alone() -> None:
@@ -102,9 +143,23 @@ def test_a_store_serves_prompts_that_begin_alike() -> None:
     model, store = fresh_model("llama"), kvlayers.PrefixStore(max_bytes=2**24)
     common = prompt(1, 30, 5)[0]
     prompts = [torch.cat([common, ids]) for ids in PROMPTS[:5]]
-    answers = many(model, prompts, prefix_store=store, in_order=True, max_rows=1)
+    answers = many(model, prompts, prefix_store=store, in_order=True, max_rows=4)
     assert [answer.cached_tokens >= 30 for answer in answers] == [False, True, True, True, True]
     assert [answer.ids.tolist() for answer in answers] == [alone(model, ids) for ids in prompts]
+
+
+def test_an_answer_ends_where_on_token_says_so() -> None:
+    model, seen = tiny_model("llama"), list[tuple[int, int]]()
+
+    def ends(number: int, token: int) -> bool:
+        seen.append((number, token))
+        return number == 2 and len([None for other, _ in seen if other == number]) == 3
+
+    answers = many(model, in_order=True, on_token=ends)
+    expected = [alone(model, ids) for ids in PROMPTS]
+    expected[2] = expected[2][:3]
+    assert [answer.ids.tolist() for answer in answers] == expected
+    assert answers[2].error is None
 
 
 def test_a_stop_at_the_first_token() -> None:
@@ -128,6 +183,10 @@ def test_no_prompts() -> None:
         ({"misspelt": 1}, "misspelt"),
         ({"assistant_model": 1}, "assistant_model"),
         ({"output_scores": True}, "output_scores"),
+        ({"cache": "auto"}, "`cache` must be one cache"),
+        ({"memory": "much"}, "`memory`"),
+        ({"memory": 0}, "`memory`"),
+        ({"assistant_model": tiny_model("llama"), "prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens`"),
         ({"cache_config": {"misspelt": 1}}, "misspelt"),
         ({"prefix_store": 1}, "`prefix_store`"),
     ],
@@ -151,6 +210,14 @@ def test_what_is_no_list_of_prompts_is_refused(prompts: Any) -> None:
 def test_drafts_of_recurrent_models_are_refused_at_once() -> None:
     with pytest.raises(OptionError, match="prompt_lookup_num_tokens"):
         kvlayers.generate_many(tiny_model("jamba"), PROMPTS, prompt_lookup_num_tokens=3)
+    with pytest.raises(OptionError, match="`assistant_model` must be a model without recurrent states"):
+        kvlayers.generate_many(tiny_model("llama"), PROMPTS, assistant_model=tiny_model("jamba"))
+
+
+def test_a_smaller_model_with_another_vocabulary_is_refused_at_once() -> None:
+    smaller = fresh_model("llama", vocab_size=50)
+    with pytest.raises(OptionError, match="`assistant_model` must have the vocabulary"):
+        kvlayers.generate_many(tiny_model("llama"), PROMPTS, assistant_model=smaller)
 
 
 def test_a_criterion_that_raises_ends_its_answer_alone() -> None:

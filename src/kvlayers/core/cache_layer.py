@@ -195,6 +195,7 @@ class WrapperLayer(CacheLayer):
     dtype = forwarded("wrapped")
     device = forwarded("wrapped")
     sliding_window = forwarded("wrapped")
+    reservation_facts = forwarded("wrapped")
     is_sliding = forwarded("wrapped")
     is_croppable = forwarded("wrapped")
     is_recording = forwarded("wrapped")

@@ -269,7 +269,8 @@ class LayerwiseOperations(LayerList):
         form: list[Any] = [self.kind]
         for layer in (layer for part in self.parts() for layer in part.adapted_layers()):
             states = [own._replace(batch_size=1) for own in layer.forms]
-            form.append((layer.kind, layer.memory_tier, layer.describe(), states))
+            settings = {name: fact for name, fact in layer.describe().items() if name not in layer.reservation_facts}
+            form.append((layer.kind, layer.memory_tier, settings, states))
         return form
 
     def _rows_with(self, others: "Sequence[LayerwiseOperations]" = ()) -> list[LayerOperations]:

@@ -96,6 +96,8 @@ class LayerOperations(ABC):
         described: names of arguments of the initialiser that are plain facts, each kept in an attribute of the same
             name. A file records them.
         made_with: the other arguments that a file records. A subclass inherits them, and names its own in `described`.
+        reservation_facts: names of described facts that states do not depend on. A state may be loaded into a layer
+            whose facts of these names differ, and rows of one batch may differ in them.
         hints: names of arguments that no file records, because no state depends on them.
     """
 
@@ -120,6 +122,7 @@ class LayerOperations(ABC):
     memory_tier: str = "device"
     can_be_stacked: bool = False
     sized_for: int | None = None
+    reservation_facts: frozenset[str] = frozenset()
     described: ClassVar[tuple[str, ...]] = ()
     made_with: ClassVar[tuple[Argument, ...]] = ()
     hints: ClassVar[tuple[str, ...]] = ()

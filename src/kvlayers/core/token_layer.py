@@ -81,14 +81,9 @@ class TokenLayer(CacheLayer):
 
     Args:
         store: how the tokens are held; a `DenseStore` if it is not given.
-
-    Attributes:
-        reservation_facts: names of described facts that states do not depend on. A state may be loaded into a layer
-            whose facts of these names differ.
     """
 
     made_with: ClassVar[tuple[Argument, ...]] = (StoreArgument("store", "_store"),)
-    reservation_facts: ClassVar[frozenset[str]] = frozenset()
 
     beside: ClassVar[tuple[str, ...]] = ()
     """Attributes that hold what the layer keeps of each sequence beside its store, each with a method `selected`, which

@@ -4,13 +4,13 @@ It is the harness's model `hf`, which reads through a cache that the user names.
 """
 
 import difflib
-import functools
 import importlib.util
 import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ except ImportError as error:
 
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, handle_arg_string, make_disjoint_window
 from tqdm import tqdm
 
@@ -36,51 +37,13 @@ from kvlayers.evaluation.caches import check_count, is_exact, is_peft_model
 from kvlayers.evaluation.engine import score_tokens
 from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest
 from kvlayers.generation.cache_by_name import NamedCache, make_cache, unknown_name
+from kvlayers.generation.generate_many import generate_many
 from kvlayers.generation.install import call_with_kvlayers
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream.model_types import most_positions
 from kvlayers.utils.units import amount_of_bytes
 from kvlayers.version import __version__
-
-
-def generate_equal_lengths(
-    generate: Callable[..., Tensor],
-    pad_token_id: int,
-    context: Tensor,
-    max_length: int,
-    attention_mask: Tensor,
-    **arguments: Any,
-) -> Tensor:
-    """Generate from left-padded prompts in groups of equal lengths, so that no cache rounds or evicts padding.
-
-    Args:
-        generate: takes `context`, `max_length`, `attention_mask` and `arguments`; returns `[rows, tokens]`.
-        pad_token_id: the id that fills up shorter answers.
-        context: ids of the prompts, padded on the left, int64 `[batch, tokens]`.
-        max_length: tokens of a padded prompt and its answer, at most.
-        attention_mask: 0 for padding, `[batch, tokens]`.
-        arguments: passed on.
-
-    Returns:
-        The padded prompts and their answers, int64 `[batch, tokens]`.
-    """
-    width = context.shape[1]
-    lengths = attention_mask.sum(dim=1).tolist()
-    answers: dict[int, Tensor] = {}
-    for length in sorted(set(lengths)):
-        rows = [row for row, own in enumerate(lengths) if own == length]
-        ids, mask = (each[rows, width - length :] for each in (context, attention_mask))
-        new_length = length + max_length - width
-        sequences = generate(ids, max_length=new_length, attention_mask=mask, **arguments)
-        answers |= zip(rows, sequences[:, length:], strict=True)
-    longest = max(len(answer) for answer in answers.values())
-    output = context.new_full((len(lengths), width + longest), pad_token_id)
-    output[:, :width] = context
-    for row, answer in answers.items():
-        output[row, width : width + len(answer)] = answer
-    return torch.as_tensor(output)
-
 
 Answer = tuple[float, bool]
 """Log-probability of a continuation, and whether greedy decoding would give it."""
@@ -96,6 +59,9 @@ RECORDED_TOGETHER, TEXTS_RECORDED_TOGETHER = 256, 16
 
 An interrupted run loses at most so many.
 """
+
+SPARE_TOKENS = 2
+"""Tokens by which a text may be longer than its encoding, as the harness allows for."""
 
 OPTION_SEPARATOR, VALUE_SEPARATOR = "+", ":"
 """In `nbits:2+residual_length:64`. The harness splits its model arguments at commas."""
@@ -291,22 +257,100 @@ class KVLayersLM(HFLM):  # type: ignore[misc]
                 requests,
                 lambda: self._empty_cache(model, longest),
                 store=None,
-                batch_size=self._detect_batch_size() if self.batch_size == "auto" else self.batch_size,
+                batch_size=self._rows,
                 chunk=self._chunk,
                 on_scored=on_scored,
             )
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Generate texts, as the harness asks for them. As many rows as a batch has join as others leave."""
+        by_options: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            by_options.setdefault(json.dumps(request.args[1], sort_keys=True, default=repr), []).append(index)
+        texts: dict[int, str] = {}
+        with tqdm(
+            total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running generate_until requests"
+        ) as bar:
+            for indices in by_options.values():
+                for index, text in self._generated([requests[index] for index in indices]):
+                    texts[indices[index]] = text
+                    self.cache_hook.add_partial("generate_until", requests[indices[index]].args, text)
+                    bar.update()
+        return [texts[index] for index in range(len(requests))]
+
+    def _generated(self, requests: Sequence[Any]) -> Iterator[tuple[int, str]]:
+        """The texts of requests with the same options, each with the number of its request."""
+        options = normalize_gen_kwargs(requests[0].args[1], self.max_gen_toks)
+        until = handle_stop_sequences(
+            options.pop("until"), eos=self.tok_decode(self.eot_token_id, skip_special_tokens=False)
+        )
+        if not options["do_sample"]:
+            options.pop("temperature", None)
+        most = options.pop("max_gen_toks")
+        if most >= self.max_length:
+            raise OptionError(f"`max_gen_toks` must leave room for a prompt in {self.max_length} tokens, got {most}.")
+        # Those that take most memory come first.
+        prompts = [self._encoded(request.args[0], self.max_length - most) for request in requests]
+        order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+        ends = _Ends(self.tokenizer, until)
+        model = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        try:
+            answers = generate_many(
+                model,
+                [prompts[index] for index in order],
+                tokenizer=self.tokenizer,
+                max_new_tokens=most,
+                max_rows=self._rows,
+                cache=self._cache.name,
+                cache_config=self._cache.options,
+                prefix_store=self.prefix_store,
+                chunk_tokens=self._chunk or self.max_length,
+                on_token=ends,
+                progress=False,
+                pad_token_id=self.tokenizer.pad_token_id,
+                **options,
+            )
+        except OptionError as error:
+            # Beams, for example.
+            logger.info("These options, and this model, are for generate(): %s", error)
+            # Padding would be rounded, or evicted.
+            size = len(requests) if self._is_exact else 1
+            for start in range(0, len(requests), size):
+                own = super().generate_until(requests[start : start + size], disable_tqdm=True)
+                yield from enumerate(own, start)
+            return
+        dtype = self.mixed_precision_dtype
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+            for answer in answers:
+                if answer.error is not None:
+                    raise answer.error
+                yield order[answer.index], self._text(answer.ids.tolist(), until)
+
+    @property
+    def _rows(self) -> int:
+        return self._detect_batch_size() if self.batch_size == "auto" else int(self.batch_size)
+
+    def _encoded(self, context: str, most: int) -> Tensor:
+        ids, _ = self.tok_batch_encode([context], left_truncate_len=most, truncation=self.truncation)
+        return torch.as_tensor(ids[0])
+
+    def _text(self, ids: list[int], until: list[str]) -> str:
+        """The text of an answer, without what it thought before, up to the first text that ends it."""
+        end_of_thought = self.think_end_token
+        if isinstance(end_of_thought, int):
+            if end_of_thought in ids:
+                ids = ids[len(ids) - ids[::-1].index(end_of_thought) :]
+            return str(postprocess_generated_text(self.tok_decode(ids).lstrip(), until, None))
+        return str(postprocess_generated_text(self.tok_decode(ids), until, end_of_thought))
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **arguments: Any) -> Tensor:
         # Without options of its own, the cache has none, whatever a saved generation config says.
         arguments |= {"cache_config": None, **self._cache.generate_options}
         if self._chunk is not None:
             arguments["prefill_chunk_size"] = self._chunk
-        generate: Callable[..., Tensor] = functools.partial(super()._model_generate, stop=stop)
         store = active_store.optional_store(self.prefix_store, "")
         with active_store.CURRENT.override(store), call_with_kvlayers():
-            if self._is_exact:
-                return generate(context, max_length=max_length, **arguments)
-            return generate_equal_lengths(generate, self.tokenizer.pad_token_id, context, max_length, **arguments)
+            return torch.as_tensor(super()._model_generate(context, max_length=max_length, stop=stop, **arguments))
 
     def get_model_info(self) -> dict[str, Any]:
         """What the results say about the model: also its cache, how it was read through it, and kvlayers' version."""
@@ -318,6 +362,28 @@ class KVLayersLM(HFLM):  # type: ignore[misc]
             "chunk": self._chunk,
             "prefix_store": self._store_bytes,
         }
+
+
+class _Ends:
+    """Whether an answer has one of the texts that end it in its newest tokens. Called with each token.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        until: the texts.
+    """
+
+    def __init__(self, tokenizer: Any, until: Sequence[str]) -> None:
+        self._tokenizer, self._until = tokenizer, until
+        # The same text may be of some more tokens.
+        own = [len(tokenizer.encode(text, add_special_tokens=False)) for text in until]
+        self._most = max(own, default=0) + SPARE_TOKENS
+        self._newest: dict[int, deque[int]] = {}
+
+    def __call__(self, index: int, token: int) -> bool:
+        newest = self._newest.setdefault(index, deque(maxlen=self._most))
+        newest.append(token)
+        text = self._tokenizer.decode(list(newest))
+        return any(end in text for end in self._until)
 
 
 def _empty_continuation(context: str, continuation: str) -> OptionError:

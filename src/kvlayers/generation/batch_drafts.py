@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kvlayers.core.cache import Cache
+from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.preparation import left_padding_of
 from kvlayers.errors import OptionError, RollbackError
-from kvlayers.generation.cache_by_name import make_cache
 from kvlayers.generation.prefill import PER_TOKEN_ARGUMENTS, pass_tokens
 from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, check_positions, pass_rows
 from kvlayers.rows import Rows, merge
@@ -22,23 +22,29 @@ class DraftModel:
     Args:
         model: the smaller model, with the same vocabulary.
         tokens: tokens of a draft.
+
+    Raises:
+        OptionError: the smaller model has recurrent states.
     """
 
     def __init__(self, model: Any, tokens: int) -> None:
         self._model, self._tokens = model, tokens
         self._cache: Cache | None = None
+        if self._empty().recurrent_parts():
+            raise OptionError(
+                "`assistant_model` must be a model without recurrent states for several prompts, got a "
+                f"{type(model).__name__}: pass the prompts one by one."
+            )
+
+    def _empty(self) -> Cache:
+        return DynamicCache(config=self._model.config)
 
     @torch.no_grad()
     def join(self, rows: Sequence[DecodedRow]) -> None:
         """Read the tokens of further rows, apart from their last."""
         caches = [] if self._cache is None else [self._cache]
         for row in rows:
-            cache = make_cache("dynamic", self._model, device=self._model.device, dtype=self._model.dtype)
-            if not isinstance(cache, Cache) or cache.recurrent_parts():
-                raise OptionError(
-                    "`assistant_model` must be a model without recurrent states for several prompts, with a cache of "
-                    f"kvlayers, got {cache!r}: pass the prompts one by one."
-                )
+            cache = self._empty()
             arguments: dict[str, Any] = {cache_argument.name_for(self._model): cache, "use_cache": True}
             arguments |= model_types.newest_logits_only(self._model)
             self._model(row.ids[:, row.padding : -1].to(self._model.device), **arguments)
@@ -173,8 +179,13 @@ def _drafter(config: Any, kwargs: dict[str, Any]) -> Drafter:
     assistant = kwargs.get("assistant_model")
     if assistant is None:
         return LookedUp(generate_calls.prompt_lookup(config, config.prompt_lookup_num_tokens))
-    tokens = assistant.generation_config.num_assistant_tokens or config.num_assistant_tokens or NUM_ASSISTANT_TOKENS
-    return DraftModel(assistant, tokens)
+    return DraftModel(assistant, tokens_of_draft(assistant, config))
+
+
+def tokens_of_draft(assistant: Any, config: Any) -> int:
+    """Tokens that a smaller model decodes for a draft, by its own config, or by that of the call."""
+    of_configs = (assistant.generation_config.num_assistant_tokens, config.num_assistant_tokens)
+    return next((int(tokens) for tokens in of_configs if tokens), NUM_ASSISTANT_TOKENS)
 
 
 NUM_ASSISTANT_TOKENS = 20

@@ -9,19 +9,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvlayers.core.cache import Cache
-from kvlayers.errors import OptionError
+from kvlayers.core.named_caches import CacheRequest
+from kvlayers.errors import CapacityError, KVLayersError, OptionError
+from kvlayers.generation.batch_drafts import DraftModel, tokens_of_draft
 from kvlayers.generation.cache_by_name import make_cache, named_cache, unknown_name
 from kvlayers.generation.prefill import pass_limit, pass_tokens
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore, required_store
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import usable_cache
 from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, check_positions
+from kvlayers.planning.auto import checked_memory, free_memory
+from kvlayers.planning.planner import AUTO, bytes_by_length
 from kvlayers.prefix import PrefixStore
+from kvlayers.rows.dense_rows import capacity_for
 from kvlayers.upstream import cache_argument, generate_calls, model_types
+from kvlayers.utils.units import readable_bytes
 
 MAX_NEW_TOKENS = 128
+
+ROUNDING = 256
+"""Tokens to a multiple of which the length of a row is rounded up, to count its bytes."""
 
 NOT_HERE = ("max_length", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
 """Options of a `GenerationConfig` that would change nothing."""
@@ -57,8 +67,9 @@ class _Reading:
 
     index: int
     row: DecodedRow
-    cache: Cache
-    cached_tokens: int
+    most_tokens: int
+    cache: Cache | None = None
+    cached_tokens: int = 0
 
 
 def generate_many(
@@ -67,7 +78,8 @@ def generate_many(
     *,
     tokenizer: Any = None,
     max_new_tokens: int | None = None,
-    max_rows: int = 8,
+    max_rows: int = 32,
+    memory: int | str | None = None,
     cache: str = "dynamic",
     cache_config: Mapping[str, Any] | None = None,
     prefix_store: PrefixStore | None = None,
@@ -75,7 +87,8 @@ def generate_many(
     in_order: bool = False,
     chunk_tokens: int = 512,
     prompt_lookup_num_tokens: int | None = None,
-    on_token: Callable[[int, int], None] | None = None,
+    assistant_model: Any = None,
+    on_token: Callable[[int, int], Any] | None = None,
     progress: bool = True,
     **options: Any,
 ) -> Iterator[Generated]:
@@ -90,6 +103,8 @@ def generate_many(
         tokenizer: for texts, chats and stop strings.
         max_new_tokens: most tokens of an answer. Default: that of `generation_config`, or 128.
         max_rows: most answers at a time.
+        memory: bytes of the device that the rows may take, such as "4GiB": a prompt waits until it fits beside the
+            others. Forward passes need memory of their own. Default: half of what is free.
         cache: name of the cache, such as "int4"; one of `cache_names()`.
         cache_config: options of the cache.
         prefix_store: a store in which prompts are looked up, and into which they are inserted.
@@ -98,15 +113,18 @@ def generate_many(
         chunk_tokens: most tokens of a prompt that are read between two steps of the other rows.
         prompt_lookup_num_tokens: tokens of drafts that are looked up in the row itself, as in transformers; `None` for
             no drafts.
-        on_token: called with the number of a prompt and each new token of its answer.
+        assistant_model: a smaller model with the same vocabulary that makes drafts, as in transformers.
+        on_token: called with the number of a prompt and each new token of its answer, which ends there if it returns
+            `True`.
         progress: show a progress bar.
         options: options of a `GenerationConfig`, a `generation_config`, a `logits_processor`, `stopping_criteria`, or a
             `prefix_allowed_tokens_fn`, as for `model.generate` with one prompt at a time, which is number 0 to them.
-            Beams, several answers to a prompt, and draft models are not among them.
+            Beams and several answers to a prompt are not among them.
 
     Yields:
-        Answers. What goes wrong with one prompt is in its `error`, and the others go on. What a forward pass of all
-        rows raises, or the iterator of prompts, ends them all.
+        Answers. What goes wrong with one prompt is in its `error`, and the others go on: a `CapacityError`, say,
+        if the prompt does not fit into `memory`. What a forward pass of all rows raises, or the iterator of prompts,
+        ends them all.
 
     Raises:
         OptionError: a wrong option.
@@ -149,17 +167,17 @@ def generate_many(
     named = named_cache(cache)
     if named is None:
         raise unknown_name(cache)
+    if named.name == AUTO:
+        raise OptionError(f"`cache` must be one cache for all rows, got {AUTO!r}: name it, and pass `memory`.")
     cache_options = {**named.options, **(cache_config or {})}
     # Now, so that wrong options are refused before the first prompt.
     example = _empty(model, named.name, cache_options, 1 + max_new_tokens)
-    if prompt_lookup_num_tokens is not None and example.recurrent_parts():
+    drafter, tokens_of_drafts = _drafter(model, config, prompt_lookup_num_tokens, assistant_model)
+    if drafter is not None and example.recurrent_parts():
         raise OptionError(
-            "`prompt_lookup_num_tokens` must be left out for a model whose recurrent states cannot be taken back, "
-            f"got {prompt_lookup_num_tokens}."
+            "`prompt_lookup_num_tokens` and `assistant_model` must be left out for a model whose recurrent states "
+            f"cannot be taken back, got a {type(model).__name__}."
         )
-    drafter = None
-    if prompt_lookup_num_tokens is not None:
-        drafter = LookedUp(generate_calls.prompt_lookup(config, prompt_lookup_num_tokens))
     many = _Many(
         model=model,
         config=config,
@@ -167,15 +185,33 @@ def generate_many(
         named=(named.name, cache_options),
         active=required_store(prefix_store, namespace),
         max_rows=max_rows,
+        room=_Room(model, named.name, cache_options, memory),
         chunk_tokens=chunk_tokens,
         drafter=drafter,
-        room_for_drafts=prompt_lookup_num_tokens or 0,
+        room_for_drafts=tokens_of_drafts,
         on_token=on_token,
     )
     answers = many.answers(prompts)
     if in_order:
         answers = _in_order(answers)
     return _with_progress(answers, prompts) if progress else answers
+
+
+def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> tuple[Drafter | None, int]:
+    """What makes drafts, and of how many tokens."""
+    if looked_up is not None and assistant is not None:
+        raise OptionError("`prompt_lookup_num_tokens` must be left out beside an `assistant_model`, got both.")
+    if looked_up is not None:
+        return LookedUp(generate_calls.prompt_lookup(config, looked_up)), looked_up
+    if assistant is None:
+        return None, 0
+    if not isinstance(assistant, PreTrainedModel):
+        raise OptionError(f"`assistant_model` must be a model of transformers, got a {type(assistant).__name__}.")
+    own, smaller = (model_types.decoder_config(each.config).vocab_size for each in (model, assistant))
+    if own != smaller:
+        raise OptionError(f"`assistant_model` must have the vocabulary of the model, {own} tokens, got {smaller}.")
+    tokens = tokens_of_draft(assistant, config)
+    return DraftModel(assistant, tokens), tokens
 
 
 def _empty(model: Any, name: str, options: Mapping[str, Any], length_hint: int) -> Cache:
@@ -186,6 +222,50 @@ def _empty(model: Any, name: str, options: Mapping[str, Any], length_hint: int) 
     if not isinstance(cache, Cache):
         raise OptionError(f"`cache` must be a cache of kvlayers, got {name!r}, a {type(cache).__name__}.")
     return cache
+
+
+class _Room:
+    """Which rows fit side by side.
+
+    Args:
+        model: the model.
+        name: name of the rows' caches.
+        options: their options.
+        memory: bytes of the device that all rows may take; `None` for half of what is free, if that is known.
+
+    Raises:
+        OptionError: `memory` is not a number of bytes.
+        ConfigError, UnsupportedLayerError: `memory` is given, and the bytes of such a cache are not known.
+    """
+
+    def __init__(self, model: Any, name: str, options: Mapping[str, Any], memory: int | str | None) -> None:
+        request = CacheRequest(model.config, options, 1, device=model.device, dtype=model.dtype)
+        self._memory = 0
+        self._bytes_of: Callable[[int], int] = lambda tokens: 0
+        try:
+            self._memory = free_memory(model.device) // 2 if memory is None else checked_memory(memory)
+            self._bytes_of = bytes_by_length(name, request)
+        except KVLayersError:
+            if memory is not None:
+                raise
+
+    def fits(self, tokens: int, others: Sequence[int]) -> bool:
+        """Whether a row of up to `tokens` tokens fits beside others. All may take the room of the longest.
+
+        Raises:
+            CapacityError: it does not even fit alone.
+        """
+        own, longest = self._bytes(tokens), self._bytes(max(tokens, *others, 0))
+        if own > self._memory:
+            raise CapacityError(
+                f"`memory` must be at least {readable_bytes(own)} for a prompt and answer of {tokens} tokens, got "
+                f"{readable_bytes(self._memory)}: give more, or name a smaller cache."
+            )
+        return longest * (len(others) + 1) <= self._memory
+
+    def _bytes(self, tokens: int) -> int:
+        # Rounded up, so that few lengths are tried.
+        return self._bytes_of(-(-capacity_for(tokens) // ROUNDING) * ROUNDING)
 
 
 class _Many:
@@ -199,38 +279,44 @@ class _Many:
         named: tuple[str, dict[str, Any]],
         active: ActiveStore | None,
         max_rows: int,
+        room: _Room,
         chunk_tokens: int,
         drafter: Drafter | None,
         room_for_drafts: int,
-        on_token: Callable[[int, int], None] | None,
+        on_token: Callable[[int, int], Any] | None,
     ) -> None:
         self._room_for_drafts = room_for_drafts
         self._model, self._config, self._given = model, config, given
         self._name, self._options = named
         self._part = None if active is None else StorePart(model, active, *named)
-        self._max_rows, self._chunk_tokens = max_rows, chunk_tokens
+        self._max_rows, self._room, self._chunk_tokens = max_rows, room, chunk_tokens
         self._on_token = on_token
         self._decoder = RowDecoder(model, None if on_token is None else self._show, drafter)
         self._of: dict[DecodedRow, _Reading] = {}
         self._reading: deque[_Reading] = deque()
 
-    def _show(self, row: DecodedRow, token: int) -> None:
-        if self._on_token is not None:
-            self._on_token(self._of[row].index, token)
+    def _show(self, row: DecodedRow, token: int) -> bool:
+        return self._on_token is not None and self._on_token(self._of[row].index, token) is True
 
     def answers(self, prompts: Iterable[Any]) -> Iterator[Generated]:
         """The answers as they end."""
-        waiting = enumerate(prompts)
+        given = enumerate(prompts)
+        number, waiting = -1, None
         is_over = False
         while True:
-            while not is_over and len(self._decoder.rows) + len(self._reading) < self._max_rows:
-                number, prompt = next(waiting, (-1, None))
-                if is_over := number < 0:
-                    break
+            while not is_over and len(self._held) < self._max_rows:
+                if waiting is None:
+                    number, prompt = next(given, (-1, None))
+                    if is_over := number < 0:
+                        break
                 try:
-                    self._reading.append(self._begin(number, prompt))
+                    waiting = self._ids_of(prompt) if waiting is None else waiting
+                    if not self._room.fits(self._most_tokens(waiting), [each.most_tokens for each in self._held]):
+                        break
+                    self._reading.append(self._begin(number, waiting))
                 except Exception as error:
                     yield Generated(number, torch.empty(0, dtype=torch.int64), None, 0, error=error)
+                waiting = None
             if not self._decoder.rows and not self._reading:
                 return
             yield from self._read()
@@ -238,22 +324,37 @@ class _Many:
             for row, reason in self._decoder.drop_ended():
                 yield self._answer(self._of.pop(row), reason)
 
-    def _begin(self, number: int, prompt: Any) -> _Reading:
-        ids = self._ids_of(prompt)
+    @property
+    def _held(self) -> list[_Reading]:
+        """The prompts whose states are held."""
+        return [*self._of.values(), *self._reading]
+
+    def _most_tokens(self, ids: Tensor) -> int:
+        return ids.shape[1] + int(self._config.max_new_tokens) + self._room_for_drafts
+
+    def _begin(self, number: int, ids: Tensor) -> _Reading:
         own = copy.copy(self._config)
         own.max_length = ids.shape[1] + own.max_new_tokens
         processors = generate_calls.logits_processors(self._model, own, ids, self._given)
         criteria = generate_calls.stopping_criteria(self._model, own, self._given)
         row = DecodedRow(ids, processors, criteria, bool(own.do_sample), own.max_length)
-        hint = ids.shape[1] + self._config.max_new_tokens + self._room_for_drafts
-        found = None if self._part is None else self._part.lookup(ids)
+        most = self._most_tokens(ids)
+        return _Reading(number, row, most)
+
+    def _cache_of(self, reading: _Reading) -> Cache:
+        """The cache of a prompt, which has seen what the store has: also what the prompts before have inserted."""
 
         def empty() -> Cache:
-            return _empty(self._model, self._name, self._options, hint)
+            return _empty(self._model, self._name, self._options, reading.most_tokens)
 
-        if found is None or found.cache is None:
-            return _Reading(number, row, empty(), 0)
-        return _Reading(number, row, usable_cache(found.cache, self._model.device, empty), found.covered)
+        if reading.cache is None:
+            found = None if self._part is None else self._part.lookup(reading.row.ids)
+            if found is None or found.cache is None:
+                reading.cache = empty()
+            else:
+                reading.cache = usable_cache(found.cache, self._model.device, empty)
+                reading.cached_tokens = found.covered
+        return reading.cache
 
     def _ids_of(self, prompt: Any) -> Tensor:
         tokenizer = self._given["tokenizer"]
@@ -297,7 +398,7 @@ class _Many:
                 break
         # Some may have ended with their first token.
         going_on = [reading for reading in ready if not self._decoder.has_ended(reading.row)]
-        self._decoder.join([reading.row for reading in going_on], [reading.cache for reading in going_on])
+        self._decoder.join([reading.row for reading in going_on], [self._cache_of(reading) for reading in going_on])
         for reading in ready:
             if reading not in going_on:
                 yield self._answer(self._of.pop(reading.row), self._decoder.errors.pop(reading.row, None))
@@ -305,7 +406,7 @@ class _Many:
     @torch.no_grad()
     def _read_chunk(self, reading: _Reading) -> Tensor | None:
         """The logits after the last token of a prompt, `[1, vocab]`, or `None` if there is more to read."""
-        ids, cache, model = reading.row.ids, reading.cache, self._model
+        ids, cache, model = reading.row.ids, self._cache_of(reading), self._model
         seen, end = cache.get_seq_length(), ids.shape[1]
         stop = min(seen + self._chunk_tokens, end)
         arguments: dict[str, Any] = {cache_argument.name_in_generate(model): cache, "attention_mask": None}

@@ -65,6 +65,7 @@ class DecodedRow:
     Attributes:
         ids: all tokens so far, `[1, tokens]`.
         last: the newest token that was chosen, so that nobody waits for a device to tell it.
+        is_stopped: whether the caller has ended the row.
         prompt_tokens: how many of them are the prompt, padding included.
         padding: as passed.
     """
@@ -73,6 +74,7 @@ class DecodedRow:
         self.ids = ids
         self.most = most
         self.last = -1
+        self.is_stopped = False
         self.prompt_tokens = ids.shape[1]
         self.padding = padding
         self._processors, self._criteria, self._samples = processors, criteria, samples
@@ -104,7 +106,7 @@ class DecodedRow:
     @property
     def has_ended(self) -> bool:
         """Whether the answer is complete."""
-        return bool(self._criteria(self.ids, None).all())
+        return self.is_stopped or bool(self._criteria(self.ids, None).all())
 
     @property
     def new_ids(self) -> Tensor:
@@ -143,7 +145,8 @@ class RowDecoder:
 
     Args:
         model: the model.
-        on_token: called with a row and each of its new tokens. What it raises ends the row alone.
+        on_token: called with a row and each of its new tokens; says whether the row ends there. What it raises ends the
+            row alone.
         drafter: makes drafts, `None` to decode token by token.
 
     Attributes:
@@ -152,7 +155,7 @@ class RowDecoder:
     """
 
     def __init__(
-        self, model: Any, on_token: Callable[[DecodedRow, int], None] | None = None, drafter: Drafter | None = None
+        self, model: Any, on_token: Callable[[DecodedRow, int], bool] | None = None, drafter: Drafter | None = None
     ) -> None:
         self._model, self._drafter, self._on_token = model, drafter, on_token
         self._cache: Cache | None = None
@@ -246,7 +249,7 @@ class RowDecoder:
                 else:
                     token = row.choose(logits[place : place + 1])
                 if self._on_token is not None:
-                    self._on_token(row, token)
+                    row.is_stopped = self._on_token(row, token)
                 if place == len(draft) or token != draft[place] or row.has_ended:
                     break
         except Exception as error:

@@ -77,10 +77,19 @@ def _budget(request: CacheRequest) -> int | dict[torch.device, int]:
     if memory is None:
         free = {device: int(SHARE_FOR_CACHE * free_memory(device)) for device in _devices(request)}
         return free if request.layer_devices else sum(free.values())
-    budget = amount_of_bytes(memory, "memory")
-    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+    return checked_memory(memory)
+
+
+def checked_memory(memory: Any) -> int:
+    """The bytes of `memory`, a number or a text such as "1GiB".
+
+    Raises:
+        OptionError: it is neither, or less than 1.
+    """
+    nbytes = amount_of_bytes(memory, "memory")
+    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 1:
         raise OptionError(f"`memory` must be a whole number of bytes, at least 1, got {memory!r}.")
-    return budget
+    return nbytes
 
 
 def free_memory(device: torch.device) -> int:

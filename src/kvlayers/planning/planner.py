@@ -221,6 +221,23 @@ class _Wanted:
         )
 
 
+def bytes_by_length(name: str, request: CacheRequest) -> Callable[[int], int]:
+    """Bytes of the device that a cache takes, as a function of its tokens.
+
+    Args:
+        name: name of the cache; its options are those of the request.
+        request: what the cache is for.
+
+    Raises:
+        ConfigError: layers have an unknown shape.
+        UnsupportedLayerError: the cache is of another package, or has a layer whose memory is not known.
+    """
+    dtype = _dtype_of(model_types.decoder_config(request.config), request.dtype)
+    shapes = layer_shapes(request.config, request.batch_size or 1, dtype)
+    trial = CacheTrial(lambda length: cache_for(name, dataclasses.replace(request, length_hint=length)), shapes, None)
+    return lambda tokens: trial.nbytes(tokens).device
+
+
 def _maker(name: str, request: CacheRequest) -> Callable[[int], transformers.Cache]:
     named = named_cache(name) or NamedCache(name)
     request = dataclasses.replace(request, options=named.options)

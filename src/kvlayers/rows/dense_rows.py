@@ -179,7 +179,7 @@ class DenseRows(RowsLayer):
             self._keys, self._values = self._keys[:rows], self._values[:rows]
             return
         # The rows that go may be the longest.
-        columns = min(self._keys.shape[2], _capacity(self.length))
+        columns = min(self._keys.shape[2], capacity_for(self.length))
         kept = (states[:, :, :columns] for states in (self._keys, self._values))
         self._keys, self._values = (states.index_select(0, indices.to(self.device)) for states in kept)
 
@@ -204,7 +204,7 @@ class DenseRows(RowsLayer):
 def _side_by_side(states: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
     """The first tokens of rows `[1, kv_heads, any, head_dim]` in one tensor, with room for more."""
     _, kv_heads, _, head_dim = states[0].shape
-    capacity = _capacity(max(lengths))
+    capacity = capacity_for(max(lengths))
     with torch.inference_mode(False), torch.no_grad():
         whole = states[0].new_zeros((len(states), kv_heads, capacity, head_dim))
         for row, (own, length) in enumerate(zip(states, lengths, strict=True)):
@@ -212,7 +212,8 @@ def _side_by_side(states: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
     return whole
 
 
-def _capacity(tokens: int) -> int:
+def capacity_for(tokens: int) -> int:
+    """Tokens for which rows of so many have room."""
     return tokens + max(tokens // GROWTH_DIVISOR, MINIMUM_GROWTH)
 
 
@@ -221,4 +222,4 @@ def _with_room(states: Tensor, tokens: int) -> Tensor:
     if states.shape[2] >= tokens:
         return states
     with torch.inference_mode(False), torch.no_grad():
-        return torch.nn.functional.pad(states, (0, 0, 0, _capacity(tokens) - states.shape[2]))
+        return torch.nn.functional.pad(states, (0, 0, 0, capacity_for(tokens) - states.shape[2]))

@@ -148,6 +148,11 @@ class SeparateRows(RowsLayer):
         return self.rows[0].describe()
 
     @property
+    def reservation_facts(self) -> frozenset[str]:  # type: ignore[override]
+        """Names of facts in which rows may differ: each has a capacity of its own."""
+        return self.rows[0].reservation_facts
+
+    @property
     @override
     def row_lengths(self) -> tuple[int, ...]:
         return tuple([row.length for row in self.rows])

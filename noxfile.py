@@ -30,6 +30,7 @@ ON_NEWEST_TORCH = ("tests/attention", "tests/quantizers", "tests/stores", "tests
 CLIENTS = {
     "5.24.0": (
         "accelerate==1.15.0",
+        "dspy==3.4.1",
         "inspect_ai==0.3.285",
         "langchain-huggingface==1.2.3",
         "lm_eval==0.4.13",
@@ -97,13 +98,13 @@ def newest_torch(session: nox.Session) -> None:
 
 
 @nox.session(reuse_venv=True, default=False)
-@nox.parametrize("transformers", CLIENTS)
+@nox.parametrize("transformers", tuple(CLIENTS))
 def clients(session: nox.Session, transformers: str) -> None:
     """The examples of docs/ecosystem.md with the clients themselves; `-- ARGUMENTS` goes to pytest."""
     if "KVLAYERS_DEMO_MODEL" not in os.environ and not MODEL.exists():
         session.run("make", str(MODEL.relative_to(ROOT) / "config.json"), external=True)
     # Not with the constraints: some clients want other builds.
-    session.install("-e", ".[test]", f"transformers=={transformers}", *CLIENTS[transformers])
+    session.install("-e", ".[test]", f"transformers[serving]=={transformers}", *CLIENTS[transformers])
     session.env["KVLAYERS_NIGHTLY"] = "1"
     run_tests(session, "-rs", "tests/clients", *session.posargs)
 

@@ -10,6 +10,11 @@ import io
 import os
 import pathlib
 import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -47,7 +52,7 @@ def clients() -> Iterator[Client]:
         heading = section.partition("\n")[0]
         found = re.search(r"```python title=\"(.*?)\"\n(.*?)```", section, flags=re.DOTALL)
         if found is not None:
-            (row,) = re.findall(rf"^\| \[.*?\]\(#{anchor(heading)}\) \|(.*)\|$", page, flags=re.MULTILINE)
+            (row,) = re.findall(rf"^\| \[.*?\]\(#{anchor(heading)}\)[^|]*\|(.*)\|$", page, flags=re.MULTILINE)
             yield Client(*found.groups(), *(cell.strip() for cell in row.split("|")))
 
 
@@ -56,6 +61,8 @@ def anchor(heading: str) -> str:
 
 
 CLIENTS = {client.package: client for client in clients()}
+BY_A_SERVER = ("dspy",)
+IN_THIS_PROCESS = sorted(CLIENTS.keys() - set(BY_A_SERVER))
 
 
 def installed_client(package: str) -> Client:
@@ -131,7 +138,7 @@ def test_the_session_of_nox_installs_what_the_table_says() -> None:
         assert f"{client.package}=={client.version}" in installed
 
 
-@pytest.mark.parametrize("package", sorted(CLIENTS))
+@pytest.mark.parametrize("package", IN_THIS_PROCESS)
 def test_a_client_prints_the_same_and_computes_less(
     package: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,10 +155,10 @@ def test_a_client_prints_the_same_and_computes_less(
     assert (stored.tokens < installed.tokens) == (store.statistics.hits > 0)
 
 
-@pytest.mark.parametrize("package", sorted(set(CLIENTS) - {"kvpress", "trl"}))
+@pytest.mark.parametrize("package", [package for package in IN_THIS_PROCESS if package not in ("kvpress", "trl")])
 def test_a_client_takes_the_name_of_a_cache(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     client, made = installed_client(package), []
-    if client.place == "nowhere":
+    if client.place.startswith("nowhere"):
         pytest.skip(f"{package} has no place for it, as the page says")
     code = client.code
     for old, new in WITH_A_NAME:
@@ -166,6 +173,42 @@ def test_a_client_takes_the_name_of_a_cache(package: str, monkeypatch: pytest.Mo
     with everywhere():
         assert run(client._replace(code=code)).printed.strip()
     assert made
+
+
+@contextlib.contextmanager
+def served(*before: str) -> Iterator[str]:
+    """A running `transformers serve`, behind the start of its command: its address."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    script = "from transformers.cli.transformers import main; main()"
+    command = [*before, sys.executable, "-c", script, "serve", str(MODEL), "--port", address.partition(":")[2]]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://{address}/health")
+                break
+            time.sleep(0.2)
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.mark.parametrize("package", BY_A_SERVER)
+def test_a_client_of_a_server_prints_the_same_and_finds_its_prompts(package: str) -> None:
+    client, found = installed_client(package), []
+    for before in ((), (sys.executable, "-m", "kvlayers", "run", "--prefix-store", "1GiB", "--")):
+        with served(*before) as address:
+            made = run(client._replace(code=client.code.replace("localhost:8000", address)))
+        usages = [call["usage"] for call in made.names["model"].history]
+        details = [usage["prompt_tokens_details"] or {"cached_tokens": 0} for usage in usages]
+        asked = sum(usage["prompt_tokens"] for usage in usages)
+        found.append((made.printed, asked - sum(detail["cached_tokens"] for detail in details)))
+    (plain, computed), (stored, rest) = found
+    assert plain == stored
+    assert client.tokens == f"{computed} → {rest}"
 
 
 def test_rollouts_of_equal_rows_are_computed_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,6 @@ class PrefixStore:
         # Guards all that follows. Nobody reads or writes a file while holding it.
         self._lock = threading.Lock()
         changed = threading.Condition(self._lock)
-        self._own_ids: WeakKeyDictionary[torch.nn.Module, str] | None = None
         self._hits = self._misses = self._covered = self._asked = self._bypassed = self._refused = 0
         self._index = EntryIndex(max_bytes, policy or LeastRecentlyUsed(), directory is not None)
         self._directory: Directory | None = None
@@ -116,6 +115,7 @@ class PrefixStore:
         if directory is not None:
             self._directory = Directory(backend_for(directory, storage_options))
             self._writes = WriteQueue(self._index, self._directory, directory_max_bytes, changed)
+        self._own_ids: WeakKeyDictionary[torch.nn.Module, str] | None = None
         self._access = EntryAccess(self._index, self._lock, changed, self._directory, self._writes)
         if directory is not None:
             self.refresh()

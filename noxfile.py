@@ -27,6 +27,25 @@ CORE = (
 ON_NEWEST_TORCH = ("tests/attention", "tests/quantizers", "tests/stores", "tests/caches")
 """Folders with tests of what versions of torch and triton differ in, which `newest_torch` runs beside the core."""
 
+CLIENTS = {
+    "5.24.0": (
+        "accelerate==1.15.0",
+        "dspy==3.4.1",
+        "inspect_ai==0.3.285",
+        "langchain-huggingface==1.2.3",
+        "lm_eval==0.4.13",
+        "llama-index-llms-huggingface==0.8.0",
+        "outlines==1.3.3",
+        "peft==0.21.2",
+        "transformers-haystack==2.0.0",
+        "trl==1.16.0",
+        "txtai==9.14.0",
+    ),
+    "5.12.1": ("guidance==0.3.1", "mellea==0.8.0", "peft==0.21.2"),
+    "5.2.0": ("kvpress==0.5.5",),
+}
+"""The clients of docs/ecosystem.md, by the newest version of transformers that they run on."""
+
 nox.options.sessions = ["matrix"]
 # pip, as in the Makefile, so that its settings (such as the index for torch) apply here too. uv does not read them.
 nox.options.default_venv_backend = "venv"
@@ -76,6 +95,18 @@ def newest_torch(session: nox.Session) -> None:
     core = [f"tests/{name}.py" for name in CORE if f"tests/{Path(name).parent}" not in ON_NEWEST_TORCH]
     run_tests(session, "-p", "matrix_result", "--result", str(result), "-m", "not slow", *core, *ON_NEWEST_TORCH)
     make_table(session, result.parent, VERSIONS[-1], "--part", "torch", "--record", "docs/matrix.md")
+
+
+@nox.session(reuse_venv=True, default=False)
+@nox.parametrize("transformers", tuple(CLIENTS))
+def clients(session: nox.Session, transformers: str) -> None:
+    """The examples of docs/ecosystem.md with the clients themselves; `-- ARGUMENTS` goes to pytest."""
+    if "KVLAYERS_DEMO_MODEL" not in os.environ and not MODEL.exists():
+        session.run("make", str(MODEL.relative_to(ROOT) / "config.json"), external=True)
+    # Not with the constraints: some clients want other builds.
+    session.install("-e", ".[test]", f"transformers[serving]=={transformers}", *CLIENTS[transformers])
+    session.env["KVLAYERS_NIGHTLY"] = "1"
+    run_tests(session, "-rs", "tests/clients", *session.posargs)
 
 
 @nox.session(venv_backend="none", default=False)

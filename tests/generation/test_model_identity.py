@@ -7,8 +7,12 @@ import pytest
 import torch
 
 import kvlayers
-from kvlayers.generation.prefix_reuse.eligibility import model_identity
+from kvlayers.generation.prefix_reuse import eligibility
 from models import fresh_model, prompt
+
+
+def model_identity(model: Any) -> str:
+    return eligibility.model_identity(model, kvlayers.weights_id(model))
 
 
 @pytest.fixture

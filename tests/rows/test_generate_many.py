@@ -284,6 +284,42 @@ def test_rows_are_equal_if_all_that_belongs_to_them_is(beside: dict[str, Any], e
     assert prefill._repeats_in(prompt(1, 6).repeat(4, 1), beside) == expected
 
 
+def rows_of_a_prefill(model: Any) -> int:
+    """How many of three equal rows a model computes."""
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda *given: seen.append(given[2]["input_ids"].shape[0]), with_kwargs=True)
+    ids = prompt(1, 40).repeat(3, 1)
+    with kvlayers.installed():
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
+    return seen[0]
+
+
+@pytest.mark.skipif(not compat.PREFILLS_APART, reason="before transformers 5.0 no prefill can be replaced")
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing")
+def test_a_model_that_trains_without_dropout_shares_its_rollouts() -> None:
+    model = fresh_model("llama").train()
+    # The hook of the embeddings stays while trainers switch checkpointing off to generate.
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_disable()
+    assert rows_of_a_prefill(model) == 1
+
+
+@pytest.mark.parametrize("where", ["a rate", "a module", "a config", "checkpoints"])
+def test_rows_that_training_tells_apart_are_computed_each(where: str) -> None:
+    model = fresh_model("llama").train()
+    layer = model.model.layers[1]
+    if where == "a rate":
+        layer.self_attn.attention_dropout = 0.1
+    elif where == "a module":
+        layer.mlp.dropped = torch.nn.Dropout(0.1)
+    elif where == "a config":
+        layer.mlp.config = transformers.LlamaConfig(hidden_dropout=0.1)
+    else:
+        layer.gradient_checkpointing = True
+    assert rows_of_a_prefill(model) == 3
+
+
 def test_rows_that_a_hook_may_tell_apart_are_computed_each() -> None:
     model, seen = fresh_model("llama"), []
     model.model.layers[0].register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[0]))

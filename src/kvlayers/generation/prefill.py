@@ -1,6 +1,5 @@
 """A prompt that is computed and held once for all of its beams or samples, and for equal prompts side by side."""
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -61,12 +60,11 @@ def prefill_once(
 
 def _is_by_rows_alone(model: Any) -> bool:
     """Whether equal rows have equal states: there is no dropout, and no hook of a module that may know its row."""
-    hooks = (
-        [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        for module in model.modules()
-        if module is not model
-    )
-    return not model.training and all(map(generate_calls.only_captures_outputs, itertools.chain.from_iterable(hooks)))
+    for module in model.modules():
+        hooks = [] if module is model else [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if model_types.effect_of_training(module) or not all(map(generate_calls.leaves_states_as_they_are, hooks)):
+            return False
+    return True
 
 
 def _repeats_in(input_ids: Tensor, model_kwargs: dict[str, Any]) -> int:

@@ -4,8 +4,10 @@ import logging
 import math
 import os
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Mapping
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from typing_extensions import Self
 
 from kvlayers.core.cache import Cache
 from kvlayers.errors import OptionError, PrefixError
+from kvlayers.persistence.fingerprint import weights_id
 from kvlayers.prefix.backends import backend_for
 from kvlayers.prefix.directory import Directory
 from kvlayers.prefix.entry import EvictionPolicy, LeastRecentlyUsed, fork_at
@@ -116,6 +119,7 @@ class PrefixStore:
         if directory is not None:
             self._directory = Directory(backend_for(directory, storage_options))
             self._writes = WriteQueue(self._index, self._directory, directory_max_bytes, changed)
+        self._own_ids: WeakKeyDictionary[torch.nn.Module, str] | None = None
         self._access = EntryAccess(self._index, self._lock, changed, self._directory, self._writes)
         if directory is not None:
             self.refresh()
@@ -318,6 +322,44 @@ class PrefixStore:
                 self._writes.forget_writes()
                 self._writes.delete(paths)
                 self._writes.wait()
+
+    def forget_weights(self) -> None:
+        """Remove all entries, since weights have changed, and take weights as unchanged until the next call of this.
+
+        Without it, `generate()` looks at the weights in each call, and reads every byte of them after a change. In a
+        training loop, where they change at each step, say so instead: from the first call on, models are told apart as
+        objects, and their weights are not looked at. Active adapters and autocast still count.
+
+        Example:
+            >>> import torch, kvlayers
+            >>> store, model = kvlayers.PrefixStore(max_bytes=2**20), torch.nn.Linear(2, 2)
+            >>> store.forget_weights()
+            >>> before = store.weights_id(model)
+            >>> _ = torch.nn.init.zeros_(model.weight)
+            >>> store.weights_id(model) == before
+            True
+            >>> store.forget_weights()
+            >>> store.weights_id(model) == before
+            False
+        """
+        with self._lock:
+            # A call that runs now inserts what it computes under an id that nobody asks for again.
+            self._own_ids = WeakKeyDictionary()
+        self.clear()
+
+    def weights_id(self, model: torch.nn.Module) -> str:
+        """What tells the weights of a model from others here: `kvlayers.weights_id`, or see `forget_weights`.
+
+        Args:
+            model: the model.
+
+        Raises:
+            ConfigError: the weights are not in memory, and `forget_weights` was never called.
+        """
+        with self._lock:
+            if self._own_ids is not None:
+                return self._own_ids.setdefault(model, f"object:{uuid.uuid4()}")
+        return weights_id(model)
 
     def tree(self) -> PrefixTree:
         """What is held, as a tree of tokens, for people: `print(store.tree())`."""

@@ -137,12 +137,22 @@ def own_positions(model: Any, input_ids: torch.Tensor, model_kwargs: Mapping[str
     return positions
 
 
-def only_captures_outputs(hook: Any) -> bool:
-    """Whether a hook of a module is one that transformers leaves there once hidden states or attention were asked for.
+REQUIRES_GRADIENTS = ("make_inputs_require_grads", "make_inputs_require_grad")
+"""Hooks with which transformers, PEFT and TRL let gradients through checkpoints of a frozen model."""
 
-    It keeps what a module returns in calls that ask for it again, and changes nothing.
+
+def leaves_states_as_they_are(hook: Any) -> bool:
+    """Whether a hook of a module is one that a library put there, and that changes no states.
+
+    One is left there once hidden states or attention were asked for, and keeps what a module returns in calls that ask
+    for it again. Another has what a module returns require gradients.
     """
-    return isinstance(hook, FunctionType) and hook.__module__ == f"{transformers.__name__}.utils.output_capturing"
+    if not isinstance(hook, FunctionType):
+        return False
+    keeps_outputs = hook.__module__ == f"{transformers.__name__}.utils.output_capturing"
+    return keeps_outputs or (
+        hook.__name__ in REQUIRES_GRADIENTS and hook.__module__.partition(".")[0] in ("transformers", "peft", "trl")
+    )
 
 
 def makes_own_static_cache(model: Any, name: str) -> bool:

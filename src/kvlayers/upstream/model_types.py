@@ -4,6 +4,7 @@ import copy
 import dis
 import inspect
 import math
+import re
 import types
 from collections.abc import Callable, Collection, Iterator
 from functools import cache
@@ -414,3 +415,23 @@ def _attributes_of_self(code: types.CodeType) -> tuple[set[str], set[str]]:
         found = instruction.argval if is_load else None
         loaded = found[-1] if isinstance(found, tuple) else found
     return read, stored
+
+
+_RATES = re.compile("^(?!classifier|summary).*(drop|jitter)")
+"""Names of attributes and of fields of configs that are 0 if a module draws no random numbers while it trains."""
+
+
+def effect_of_training(module: nn.Module) -> str | None:
+    """What a module in training mode does beside what it does otherwise; `None` for nothing that changes states."""
+    if not module.training:
+        return None
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return "statistics of the batch"
+    config = vars(module).get("config")
+    rates = {**(vars(config) if isinstance(config, PretrainedConfig) else {}), **vars(module)}
+    if rates.get("gradient_checkpointing"):
+        return "gradient checkpointing"
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        rates["dropout"] = module.p
+    above_zero = (name for name, rate in rates.items() if isinstance(rate, int | float) and rate > 0)
+    return next((f"{name}={rates[name]}" for name in above_zero if _RATES.search(name)), None)

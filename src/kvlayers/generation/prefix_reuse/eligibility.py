@@ -15,7 +15,6 @@ from kvlayers.core import named_caches
 from kvlayers.core.cache import Cache
 from kvlayers.errors import ConfigError, KVLayersError
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
-from kvlayers.persistence import weights_id
 from kvlayers.persistence.format import canonical
 from kvlayers.prefix import Hit
 from kvlayers.rope.from_config import depends_on_length
@@ -180,7 +179,7 @@ def _check_modules(model: Any) -> None:
             raise IneligibleError(f"forward() of {path or 'the model'} is not the one of its class")
         # Hooks of the model as a whole do not change its states, and hooks that only take outputs do not either.
         hooks = [] if module is model else [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if not all(map(generate_calls.only_captures_outputs, hooks)):
+        if not all(map(generate_calls.leaves_states_as_they_are, hooks)):
             raise IneligibleError(f"{path} has hooks, on which states may depend")
 
 
@@ -292,17 +291,13 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, torch.dtype | torch.device) else value
 
 
-def model_identity(model: torch.nn.Module) -> str:
+def model_identity(model: torch.nn.Module, weights: str) -> str:
     """A text that differs between models that compute different states.
 
-    It depends on the weights, the active adapters and autocast. Weights are hashed again if torch has counted a write
-    to one of them, or if a few sampled elements have changed, as after a training step or after merging an adapter; see
-    `weights_id`.
-
-    Raises:
-        ConfigError: the weights are not in memory.
+    Args:
+        model: the model. The text depends on its active adapters, and on autocast.
+        weights: the id of its weights.
     """
-    weights = weights_id(model)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     autocast = autocast_dtype(device)
     return canonical([weights, None if autocast is None else str(autocast), list(_adapters(model))])
@@ -346,7 +341,7 @@ class StorePart:
     def __init__(self, model: Any, active: ActiveStore, cache_name: str, options: Mapping[str, Any]) -> None:
         check_cache(model, cache_name)
         try:
-            identity = model_identity(model)
+            identity = model_identity(model, active.store.weights_id(model))
         except ConfigError as error:
             raise IneligibleError(f"its weights cannot be identified: {error}") from error
         self.active, self.device = active, model.device

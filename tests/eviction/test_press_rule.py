@@ -183,7 +183,7 @@ OWN_HOOKS = (*WITH_KVPRESS, "ExpectedAttentionPress", "LeverageScorePress", "Non
 
 @pytest.fixture
 def kvpress() -> Any:
-    return pytest.importorskip("kvpress", reason="kvpress is not installed")
+    return pytest.importorskip("kvpress", reason="kvpress cannot be imported", exc_type=ImportError)
 
 
 @pytest.mark.parametrize("name", WITH_KVPRESS)

@@ -15,6 +15,7 @@ import versions
 from families import FAMILIES, any_model_and_inputs, model_and_inputs
 from kvlayers.generation import hooks
 from kvlayers.upstream import cache_argument, compat
+from matrix import some
 from models import WINDOW, fresh_model, prompt, tiny_model
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -212,7 +213,9 @@ def loop(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[list[torch.Tensor
     return logits, next(iter(past.values()))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "llama", "gemma3"])
+@pytest.mark.parametrize(
+    "family", some([*FAMILIES, "llama", "gemma3"], ["llama", "gemma3", "mamba2", "minimax", "whisper"])
+)
 def test_a_cache_that_a_model_makes_itself_has_layers_of_kvlayers(family: str) -> None:
     if family in FAMILIES:
         model, inputs = any_model_and_inputs(family)

@@ -114,9 +114,9 @@ def run(client: Client) -> Run:
 
 
 @contextlib.contextmanager
-def everywhere(store: PrefixStore | None = None) -> Iterator[None]:
+def everywhere(store: PrefixStore | None = None, **options: Any) -> Iterator[None]:
     """kvlayers in every thread, as some clients generate in threads of their own."""
-    kvlayers.install(prefix_store=store)
+    kvlayers.install(prefix_store=store, **options)
     try:
         yield
     finally:
@@ -158,11 +158,10 @@ def test_a_client_prints_the_same_and_computes_less(
 @pytest.mark.parametrize("package", [package for package in IN_THIS_PROCESS if package not in ("kvpress", "trl")])
 def test_a_client_takes_the_name_of_a_cache(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     client, made = installed_client(package), []
-    if client.place.startswith("nowhere"):
-        pytest.skip(f"{package} has no place for it, as the page says")
     code = client.code
     for old, new in WITH_A_NAME:
         code = code.replace(old, new)
+    has_no_place = client.place == 'nowhere: `install(cache="int4")`'
     init = kvlayers.QuantizedCache.__init__
 
     def note(cache: kvlayers.QuantizedCache, *args: Any, **options: Any) -> None:
@@ -170,9 +169,19 @@ def test_a_client_takes_the_name_of_a_cache(package: str, monkeypatch: pytest.Mo
         made.append(cache.get_seq_length())
 
     monkeypatch.setattr(kvlayers.QuantizedCache, "__init__", note)
-    with everywhere():
-        assert run(client._replace(code=code)).printed.strip()
+    with everywhere(**({"cache": "int4"} if has_no_place else {})):
+        assert run(client if has_no_place else client._replace(code=code)).printed.strip()
     assert made
+
+
+def test_mellea_empties_the_caches_that_it_drops() -> None:
+    client = installed_client("mellea")
+    imports = "from mellea.backends import cache, huggingface\n"
+    kept = "cache=cache.SimpleLRUCache(1, on_evict=huggingface._cleanup_kv_cache)"
+    changed = client._replace(code=imports + client.code.replace("LocalHFBackend(NAME", f"LocalHFBackend(NAME, {kept}"))
+    plain = run(changed)
+    with everywhere():
+        assert run(changed).printed == plain.printed
 
 
 @contextlib.contextmanager

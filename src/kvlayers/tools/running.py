@@ -22,9 +22,6 @@ VARIABLE = "KVLAYERS_RUN"
 STARTUP = Path(__file__).parent / "startup"
 """Directory of the `sitecustomize` that each Python process runs when it starts."""
 
-MEMORY = "1GiB"
-"""Memory of a store with a directory, unless it is given."""
-
 
 def store_of(text: str) -> "PrefixStore":
     """The prefix store that a text asks for.
@@ -44,8 +41,9 @@ def store_of(text: str) -> "PrefixStore":
     from kvlayers.prefix import PrefixStore
 
     first, _, rest = text.partition(",")
-    memory, directory = (first, rest) if text[:1].isdigit() and "/" not in first else (MEMORY, text)
-    return PrefixStore(memory, directory=directory or None)
+    if text[:1].isdigit() and "/" not in first:
+        return PrefixStore(first, directory=rest or None)
+    return PrefixStore(directory=text)
 
 
 @dataclass(frozen=True)

@@ -482,7 +482,11 @@ def test_calls_that_cannot_use_a_store_say_why(case: str) -> None:
         kvlayers.generate(model, **given, prefix_store=store, **OPTIONS)
 
 
-BYPASSED = ("paligemma", *(("gemma3",) if not compat.MASKS_IMAGES_BY_POSITION else ()))
+BYPASSED = (
+    "paligemma",
+    *(("gemma3",) if not compat.MASKS_IMAGES_BY_POSITION else ()),
+    *(("mllama",) if compat.MASKS_BY_CACHE_POSITION else ()),
+)
 
 
 @pytest.mark.parametrize("family", BYPASSED)

@@ -95,6 +95,8 @@ def seeing_model(family: str) -> Any:
     """A random model of a family whose images a store takes, or of one whose images it never takes."""
     if family == "gemma3":
         versions.need_since("5.23", "masks for an image behind cached tokens")
+    elif family == "mllama":
+        versions.need_since("5.4", "masks of images by tokens")
     return any_seeing_model(family)
 
 

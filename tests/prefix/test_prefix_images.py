@@ -367,6 +367,10 @@ def test_layers_of_cross_attention_are_found_by_all_images(name: str) -> None:
         assert bool(seen.cached_tokens[0]) == is_found
         assert tokens == given["input_ids"].shape[1] - seen.cached_tokens[0] + NEW - 1
         pieces = [*pieces, answer_in(seen), *more]
+    given = inputs("mllama", [*pieces, [17, 18]])
+    seen, _, images = by_store(model, store, given, cache_implementation=name, num_beams=2)
+    assert_equal(seen, plain(model, given, num_beams=2))
+    assert images == []
     given = inputs("mllama", [[5, 6, 7], (3, WIDE), [8, 9, 10, 11]])
     seen, _, _ = by_store(model, store, given, cache_implementation=name)
     assert seen.cached_tokens == (0,)
@@ -375,13 +379,17 @@ def test_layers_of_cross_attention_are_found_by_all_images(name: str) -> None:
 
 def test_tokens_without_the_states_of_their_images_are_computed_again() -> None:
     class Forgetful(PrefixStore):
+        kept = 0
+
         def lookup(self, input_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
-            # As if the layers of images had been evicted.
-            return Hit() if int(input_ids.min()) < 0 else super().lookup(input_ids, *args, **options)
+            # As if the layers of images had been evicted, or part of their file was damaged.
+            if int(input_ids.min()) >= 0:
+                return super().lookup(input_ids, *args, **options)
+            return super().lookup(input_ids[:, : self.kept], *args, **options) if self.kept else Hit()
 
     model, store = seeing_model("mllama"), Forgetful(ROOM)
     given = inputs("mllama", [[5, 6, 7], (1, WIDE), [8, 9]])
-    for _ in range(2):
+    for store.kept in (0, 0, 6):
         seen, _, images = by_store(model, store, given)
         assert_equal(seen, plain(model, given))
         assert images == [1]
@@ -474,7 +482,11 @@ def test_calls_that_cannot_use_a_store_say_why(case: str) -> None:
         kvlayers.generate(model, **given, prefix_store=store, **OPTIONS)
 
 
-BYPASSED = ("paligemma", *(("gemma3",) if not compat.MASKS_IMAGES_BY_POSITION else ()))
+BYPASSED = (
+    "paligemma",
+    *(("gemma3",) if not compat.MASKS_IMAGES_BY_POSITION else ()),
+    *(("mllama",) if compat.MASKS_BY_CACHE_POSITION else ()),
+)
 
 
 @pytest.mark.parametrize("family", BYPASSED)

@@ -112,7 +112,8 @@ def image_arguments(config: PretrainedConfig) -> frozenset[str]:
     if not compat.PREPARES_POSITIONS:
         return frozenset()
     if config.model_type in HAS_IMAGES_APART:
-        return FOR_IMAGES_APART
+        # Before, masks of images were cut by `cache_position`.
+        return frozenset() if compat.MASKS_BY_CACHE_POSITION else FOR_IMAGES_APART
     is_right = compat.MASKS_IMAGES_BY_POSITION or config.model_type not in ATTENDS_WITHIN_IMAGES
     return FOR_IMAGES_IN_PLACE if is_right and config.model_type in HAS_IMAGES_IN_PLACE else frozenset()
 

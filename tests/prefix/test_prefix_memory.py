@@ -20,15 +20,17 @@ LAYERS = [(None, None), (None, None, torch.tensor(WINDOW))]
 """One with full attention, and one with a window, which cannot go back."""
 
 
-def snapshots(count: int, reserved: int = 1024) -> list[tuple[torch.Tensor, kvlayers.DynamicCache]]:
-    """A cache that reads on, and a fork of it after each 128 tokens: a first buffer has room for as many again."""
+def snapshots(count: int, reserved: int = 512) -> list[tuple[torch.Tensor, kvlayers.DynamicCache]]:
+    """A cache that reads on, and a fork of it after each `STEP` tokens."""
     cache = kvlayers.DynamicCache(LAYERS, length_hint=reserved)
     taken = []
     for number in range(1, count + 1):
         for layer in range(2):
-            states = torch.randn(1, HEADS, 128, HEAD_DIM)
+            states = torch.randn(1, HEADS, STEP, HEAD_DIM)
             cache.update(states, -states, layer)
-        taken.append((torch.arange(number * 128), cache.fork()))
+        # A first buffer has room for few tokens more, and all snapshots are to be in one.
+        cache.layers[0].store.reserve(8 * STEP)
+        taken.append((torch.arange(number * STEP), cache.fork()))
     return taken
 
 

@@ -276,19 +276,37 @@ def test_a_cache_in_the_place_of_the_named_one_is_a_warning_once(monkeypatch: py
             assert torch.equal(tokens(), expected)
 
 
-def test_continuous_batching_is_told_to_go_without_kvlayers_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    begun: list[Any] = []
-    monkeypatch.setattr(
-        transformers.GenerationMixin, "init_continuous_batching", lambda self: begun.append(self), raising=False
-    )
+def test_continuous_batching_goes_without_kvlayers_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    class PagedAttentionCache:
+        """The name of the class of transformers."""
+
+    passed: list[Any] = []
+
+    class Model(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: torch.Tensor, past_key_values: Any = None, **given: Any) -> None:
+            passed.append((past_key_values, given))
+
+    model, pages = Model(tiny_model("llama").config), PagedAttentionCache()
     hooks._note_continuous_batching.cache_clear()
-    model = tiny_model("llama")
-    model.init_continuous_batching()
-    assert not caplog.records
     with kvlayers.installed():
         for _ in range(2):
-            model.init_continuous_batching()
+            model(input_ids=prompt(1, 3), cache=pages)
+    assert passed == [(None, {"cache": pages})] * 2
     assert [record.message.partition(" (")[0] for record in caplog.records] == ["Continuous batching"]
-    assert begun == [model] * 3
+
+
+@versions.batches_continuously_on_a_cpu
+def test_continuous_batching_gives_the_same_tokens_under_install() -> None:
+    def tokens() -> list[list[int]]:
+        model = fresh_model("llama")
+        model.set_attn_implementation("paged|sdpa")
+        config = transformers.GenerationConfig(
+            max_new_tokens=3, do_sample=False, pad_token_id=0, num_blocks=8, max_batch_tokens=16
+        )
+        outputs = model.generate_batch([[5, 6, 7, 8], [9, 10, 11]], generation_config=config, progress_bar=False)
+        return [output.generated_tokens for output in outputs.values()]
+
+    expected = tokens()
+    assert [len(each) for each in expected] == [3, 3]
+    with kvlayers.installed():
+        assert tokens() == expected

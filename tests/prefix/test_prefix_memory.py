@@ -28,6 +28,8 @@ def snapshots(count: int, reserved: int = 512) -> list[tuple[torch.Tensor, kvlay
         for layer in range(2):
             states = torch.randn(1, HEADS, STEP, HEAD_DIM)
             cache.update(states, -states, layer)
+        # A first buffer has room for few tokens more, and all snapshots are to be in one.
+        cache.layers[0].store.reserve(8 * STEP)
         taken.append((torch.arange(number * STEP), cache.fork()))
     return taken
 

@@ -241,17 +241,6 @@ def prefill(original: Method) -> Method:
     return prefill
 
 
-def init_continuous_batching(original: Method) -> Method:
-    """For `init_continuous_batching`, with which all continuous batching begins: says that it goes without kvlayers."""
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _note_continuous_batching()
-        return original(self, *args, **kwargs)
-
-    return init
-
-
 @functools.cache
 def _note_continuous_batching() -> None:
     logger.warning(
@@ -311,6 +300,10 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
         # Read once: another thread may uninstall kvlayers meanwhile.
         is_active_now = is_active
         if is_active_now is None:
+            return original(self, *args, **kwargs)
+        if cache_argument.has_pages(kwargs):
+            if not torch.compiler.is_compiling():
+                _note_continuous_batching()
             return original(self, *args, **kwargs)
         kwargs = cache_argument.respelled(self, kwargs)
         past = kwargs.get(cache_argument.name_for(self))

@@ -9,7 +9,6 @@ While kvlayers is installed, these are replaced (`hooks.py` and `saved_names.py`
 * `GenerationMixin._prepare_cache_for_generation`, which makes the cache that a name asks for.
 * `GenerationMixin._prefill`, which ignores what a cache has seen if the model's scan starts from zero
   (`prefill.py`).
-* `GenerationMixin.init_continuous_batching`, so that the log says that it goes without kvlayers.
 * `PreTrainedModel.__call__`, so that models take and return legacy tuples (`legacy_tuples.py`), empty caches of
   transformers get layers of kvlayers (`passed_caches.py`), and caches remember the ids of prompts (`known_ids.py`).
 * `DynamicCache.__init__`, so that a cache that a model makes itself, in a call without one, gets layers of kvlayers.
@@ -269,7 +268,6 @@ def _patches() -> list[Patch]:
     """The table of all that is replaced in classes of transformers while kvlayers is installed."""
     replacements: list[tuple[type, str, Callable[[Method], Method]]] = [
         (GenerationMixin, "_prepare_cache_for_generation", hooks.prepare_cache_for_generation),
-        (GenerationMixin, "init_continuous_batching", hooks.init_continuous_batching),
         (GenerationConfig, "save_pretrained", saved_names.save_pretrained),
     ]
     if compat.PREFILLS_APART:

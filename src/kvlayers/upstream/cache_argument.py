@@ -85,6 +85,14 @@ def respelled(model: Any, arguments: dict[str, Any], name: str | None = None) ->
     return arguments
 
 
+def has_pages(arguments: Mapping[str, Any]) -> bool:
+    """Whether a forward pass is one of continuous batching, whose cache is for attention alone.
+
+    It has the same name on every version of transformers. Importing its class takes long.
+    """
+    return type(arguments.get(SPELLINGS[0])).__name__ == "PagedAttentionCache"
+
+
 def passed_in(arguments: Mapping[str, Any]) -> Any:
     """What was passed in the place of a cache, by any of its names; `None` if nothing was."""
     return next((arguments[name] for name in SPELLINGS if arguments.get(name) is not None), None)

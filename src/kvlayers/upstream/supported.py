@@ -164,7 +164,6 @@ OF_GENERATE = (
     Probe("generation.utils", "GenerationMixin._valid_auto_compile_criteria", ("model_kwargs", "generation_config")),
     LoopProbe("assisted_generation", ("input_ids",)),
     LoopProbe("sample", ("input_ids", "logits_processor", "stopping_criteria")),
-    Probe("generation.utils", "GenerationMixin.init_continuous_batching"),
     Probe("generation.utils", "GenerationMixin.prepare_inputs_for_generation", ("input_ids",)),
     Probe("generation.configuration_utils", "ALL_CACHE_IMPLEMENTATIONS"),
     Probe("generation.configuration_utils", "GenerationConfig.save_pretrained"),

@@ -103,8 +103,9 @@ def clients(session: nox.Session, transformers: str) -> None:
     """The examples of docs/ecosystem.md with the clients themselves; `-- ARGUMENTS` goes to pytest."""
     if "KVLAYERS_DEMO_MODEL" not in os.environ and not MODEL.exists():
         session.run("make", str(MODEL.relative_to(ROOT) / "config.json"), external=True)
-    # Not with the constraints: some clients want other builds.
-    session.install("-e", ".[test]", f"transformers[serving]=={transformers}", *CLIENTS[transformers])
+    # Of the constraints, torch alone: some clients want other builds of the rest.
+    torch = [line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch==")]
+    session.install("-e", ".[test]", f"transformers[serving]=={transformers}", *torch, *CLIENTS[transformers])
     session.env["KVLAYERS_NIGHTLY"] = "1"
     run_tests(session, "-rs", "tests/clients", *session.posargs)
 

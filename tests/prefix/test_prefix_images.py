@@ -500,10 +500,25 @@ def test_a_bypassed_call_answers_as_without_a_store(family: str) -> None:
     assert store.statistics.bypassed == 2
 
 
-def test_scores_of_a_model_that_remembers_positions_use_no_store() -> None:
-    model, store = seeing_model("qwen2_5_vl"), PrefixStore(ROOM)
-    with pytest.raises(OptionError, match="rope_deltas"):
-        kvlayers.score(model, [DOCUMENT], [[[5, 6]]], prefix_store=store)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_scores_do_not_depend_on_the_image_of_an_earlier_call(family: str) -> None:
+    model, store = seeing_model(family), PrefixStore(ROOM)
+    scores = []
+    for seed in (1, None, 2):
+        if seed is not None:
+            plain(model, inputs(family, [[5, 6], (seed, WIDE), [7, 8]]))
+        scores += [kvlayers.score(model, [DOCUMENT], [[[5, 6]]], prefix_store=each) for each in (None, store, store)]
+    logprobs = [score[0][0].logprob for score in scores]
+    reference = fresh_scores(model)
+    assert logprobs == pytest.approx([reference] * len(logprobs), abs=1e-5)
+
+
+def fresh_scores(model: Any) -> float:
+    """The log-probability of 5 and 6 behind the document, in one pass that is told its positions."""
+    ids = torch.tensor([[*DOCUMENT, 5, 6]])
+    with torch.no_grad():
+        logits = model(ids, position_ids=torch.arange(ids.shape[1])[None]).logits[0].log_softmax(-1)
+    return float(logits[-3, 5] + logits[-2, 6])
 
 
 @pytest.mark.parametrize("name", ["sink", "knorm", "snapkv"])

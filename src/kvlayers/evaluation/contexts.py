@@ -13,7 +13,6 @@ from kvlayers.evaluation.requests import ScoringRequest
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart, check_model
 from kvlayers.generation.prefix_reuse.prefixed_call import usable_cache
-from kvlayers.upstream.model_types import kept_states
 
 
 @dataclass
@@ -170,8 +169,6 @@ def stored_contexts(
         return None
     try:
         check_model(model, {})
-        if (kept := kept_states(model)) is not None:
-            raise IneligibleError(f"{type(model).__name__} keeps positions outside its cache, in {kept}")
         # As `generate()` labels its entries.
         return StorePart(model, active, cache_name, options)
     except IneligibleError as error:

@@ -137,11 +137,15 @@ def scored_logits(
     Yields:
         For each pass that has such tokens, the index of the first one, and logits `[rows, tokens, vocab]`.
     """
-    name = cache_argument.name_for(model)
+    name, positions = cache_argument.name_for(model), dict[str, Tensor]()
+    tells_positions = model_types.remembers_positions(model)
     for begin, end in spans(ids.shape[1], seen, scored_from, step=step, behind=behind, scored=scored):
         kept = end - max(begin, scored_from)
         limit = model_types.newest_logits_only(model, max(kept, 1))
-        logits = model(input_ids=ids[:, begin:end], use_cache=True, return_dict=True, **{name: cache}, **limit).logits
+        if tells_positions:
+            positions["position_ids"] = torch.arange(seen + begin, seen + end, device=ids.device)[None]
+        arguments = {name: cache, "use_cache": True, "return_dict": True, **limit, **positions}
+        logits = model(input_ids=ids[:, begin:end], **arguments).logits
         if kept > 0:
             yield end - kept, logits[:, -kept:]
 

@@ -339,6 +339,11 @@ def attention_scale(config: object) -> float | None:
     return None if dims is None else 1 / math.sqrt(dims[0] / 2)
 
 
+def remembers_positions(model: nn.Module) -> bool:
+    """Whether a call without `position_ids` would get positions that follow from an earlier call with images."""
+    return any(name in vars(module) for module in model.modules() for name in MADE_ANEW)
+
+
 PASS_METHODS = ("forward", "prepare_inputs_for_generation")
 """Methods of a module that `generate()` calls for each pass."""
 

@@ -14,7 +14,6 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
@@ -30,10 +29,10 @@ from kvlayers.generation import (
     passed_caches,
     saved_names,
 )
-from kvlayers.generation.patching import Method, Patch
+from kvlayers.generation.patching import Method, Patch, ScopedValue
 from kvlayers.generation.prefill import prefill_in_chunks, prefill_once
 from kvlayers.generation.prefix_reuse import active_store, prefixed_call
-from kvlayers.upstream import cache_argument, callers, compat, generate_calls
+from kvlayers.upstream import cache_argument, compat, generate_calls
 
 logger = logging.getLogger(__name__)
 
@@ -292,6 +291,9 @@ is_active: Callable[[], bool] | None = None
 `None` when it is no longer in place: another library may still call the replacement underneath its own."""
 
 
+_MAKER: ScopedValue[Any] = ScopedValue("the model whose pass was given no cache", None)
+
+
 def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `PreTrainedModel.__call__`: looks at the caches that models are given."""
 
@@ -316,8 +318,11 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
         for argument in args:
             if isinstance(argument, tuple | list):
                 return legacy_tuples.forward_with_tuples(original, self, args, kwargs)
-        if past is None or is_compiling or not is_active_now():
+        if is_compiling or not is_active_now():
             return original(self, *args, **kwargs)
+        if past is None:
+            with _MAKER.override(self):
+                return original(self, *args, **kwargs)
         return _forward_with_cache(functools.partial(original, self), self, past, args, kwargs)
 
     return call
@@ -350,8 +355,8 @@ def make_dynamic_cache(original: Callable[..., None]) -> Callable[..., None]:
         is_active_now = is_active
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_active_now is None:
             return
-        maker = callers.owner_of_caller()
-        if type(self) in passed_caches.CLASSES and isinstance(maker, PreTrainedModel) and is_active_now():
+        maker = _MAKER.get()
+        if maker is not None and type(self) in passed_caches.CLASSES and is_active_now():
             passed_caches.replace_layers(self, maker)
 
     return init

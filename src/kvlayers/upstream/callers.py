@@ -50,11 +50,6 @@ def _warn(message: str, category: type[Warning], folders: tuple[str, ...]) -> No
         warnings.warn(message, category, stacklevel=level)
 
 
-def owner_of_caller() -> object:
-    """The object whose method has called the function that asks, `None` if a function has. It is for rare events."""
-    return sys._getframe(2).f_locals.get("self")
-
-
 def running_attention_implementation() -> str | None:
     """The `attn_implementation` of the model's layer that is being called, `None` outside of a model's layers.
 

@@ -174,6 +174,16 @@ def test_a_client_takes_the_name_of_a_cache(package: str, monkeypatch: pytest.Mo
     assert made
 
 
+def test_a_store_that_does_not_look_at_weights_serves_those_on_disk() -> None:
+    client, store = installed_client("accelerate"), PrefixStore(2**30)
+    store.forget_weights()
+    plain = run(client)
+    with everywhere(store):
+        stored = run(client)
+    assert stored.printed == plain.printed
+    assert stored.tokens < plain.tokens
+
+
 def test_mellea_empties_the_caches_that_it_drops() -> None:
     client = installed_client("mellea")
     imports = "from mellea.backends import cache, huggingface\n"

@@ -3,6 +3,7 @@
 import functools
 import pathlib
 import threading
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -786,7 +787,7 @@ def test_calls_that_cannot_go_by_a_store_say_so() -> None:
         patch.undo()
         patch.setattr(model, "prepare_inputs_for_generation", model.prepare_inputs_for_generation)
         _refused(model, "prepare_inputs_for_generation")
-    places = [torch.nn.Parameter(torch.empty(0, device=place)) for place in ("cpu", "meta")]
+    places = [types.SimpleNamespace(device=torch.device(place), is_meta=False) for place in ("cpu", "cuda")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "parameters", lambda *args, **how: iter(places))
         with pytest.raises(OptionError, match="several devices"):

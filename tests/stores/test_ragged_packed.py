@@ -104,7 +104,9 @@ def follow(store: TokenStore, lists: RaggedLists, was_packed: list[list[list[boo
             is_as_before = was | ~is_packed
             for side, seen in zip((lists.keys, lists.values), of_head(held, sequence, head), strict=True):
                 expected = torch.stack(side[sequence][head])
-                assert torch.equal(seen[0, 0, is_as_before], expected[is_as_before])
+                # Codes are unpacked by matrix products, whose sums have another order in another shape. To pack
+                # a block again changes some of its tokens by far more.
+                torch.testing.assert_close(seen[0, 0, is_as_before], expected[is_as_before], atol=1e-5, rtol=0)
                 torch.testing.assert_close(seen[0, 0], expected, atol=0.05, rtol=0)
                 for place in torch.where(~is_as_before)[0].tolist():
                     side[sequence][head][place] = seen[0, 0, place]
@@ -165,8 +167,9 @@ def test_budgets_that_differ_by_whole_blocks_fill_every_block() -> None:
     forms["values"] = forms["keys"]._replace(head_dim=VALUE_DIM)
     block = sum(block_nbytes(quantizers[side].format, side, forms[side], BLOCK) for side in SIDES)
     assert store.nbytes == 15 * block + 3 * 8 * counts_of_pieces.numel() + store.tail.nbytes
-    # The tail has room for the tokens that it holds before it packs some of them, and the factors of packed keys.
-    room = (SINKS + RESIDUAL + BLOCK) * (KEY_DIM + VALUE_DIM)
+    # The tail has room for the tokens that it holds before it packs some of them, but at most for as many as it has
+    # again; and the factors of packed keys.
+    room = min(SINKS + RESIDUAL + BLOCK, 2 * store.tail.length) * (KEY_DIM + VALUE_DIM)
     assert store.tail.nbytes == 2 * KV_HEADS * (room + KEY_DIM) * 4
 
 

@@ -1,7 +1,6 @@
 """Which calls of `generate()` can use a prefix store, those whose states depend on tokens alone, and on which model."""
 
 import dataclasses
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -120,10 +119,6 @@ ID_READERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn
 """Arguments that see the ids of a prompt, and may do anything with them."""
 
 
-RANDOM_IN_TRAINING = re.compile("^(?!classifier|summary).*(drop|jitter)")
-"""Names of rates, of modules and in configs, that are 0 if training mode changes no states."""
-
-
 class IneligibleError(Exception):
     """A call cannot use a store, for the reason in the message. It never leaves kvlayers."""
 
@@ -172,7 +167,7 @@ def _check_modules(model: Any) -> None:
     for path, module in model.named_modules():
         attributes = vars(module)
         # The same tokens then have other states in every call, or none.
-        if module.training and (cause := _effect_of_training(module)) is not None:
+        if (cause := model_types.effect_of_training(module)) is not None:
             raise IneligibleError(f"{path or 'the model'} is in training mode, with {cause}: call model.eval()")
         # accelerate replaces forward() to load weights, and sets `_hf_hook`.
         if "forward" in attributes and "_hf_hook" not in attributes:
@@ -181,19 +176,6 @@ def _check_modules(model: Any) -> None:
         hooks = [] if module is model else [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if not all(map(generate_calls.leaves_states_as_they_are, hooks)):
             raise IneligibleError(f"{path} has hooks, on which states may depend")
-
-
-def _effect_of_training(module: torch.nn.Module) -> str | None:
-    """What a module does in training mode alone, `None` if it computes the same states as in evaluation."""
-    if vars(module).get("gradient_checkpointing"):
-        return "gradient checkpointing"
-    if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-        return "statistics of the batch"
-    rates = {**vars(vars(module).get("config", module)), **vars(module)}
-    if isinstance(module, torch.nn.modules.dropout._DropoutNd):
-        rates["dropout"] = module.p
-    above_zero = (name for name, rate in rates.items() if isinstance(rate, int | float) and rate > 0)
-    return next((f"{name}={rates[name]}" for name in above_zero if RANDOM_IN_TRAINING.search(name)), None)
 
 
 def check_cache(model: Any, name: str) -> None:

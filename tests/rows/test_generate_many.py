@@ -305,6 +305,7 @@ def test_a_model_that_trains_without_dropout_shares_its_rollouts() -> None:
     assert rows_of_a_prefill(model) == 1
 
 
+@pytest.mark.skipif(not compat.PREFILLS_APART, reason="before transformers 5.0 no prefill can be replaced")
 @pytest.mark.parametrize("where", ["a rate", "a module", "a config", "checkpoints"])
 def test_rows_that_training_tells_apart_are_computed_each(where: str) -> None:
     model = fresh_model("llama").train()

@@ -13,6 +13,7 @@ from transformers import cache_utils as upstream
 
 import kvlayers
 import versions
+from kvlayers.utils.units import readable_bytes
 from models import COMMON, WINDOW, prompt, tiny_model
 
 LLAMA = tf.LlamaConfig(**COMMON)
@@ -31,8 +32,8 @@ def test_layers_that_are_alike_are_one_row() -> None:
     [layers] = summary.layers
     assert (layers.layers, layers.kind, layers.tokens, layers.bits) == (range(2), "DynamicLayer", 40, None)
     assert layers.bytes == summary.bytes == {"device": cache.nbytes, "host": 0, "disk": 0}
-    assert repr(summary).splitlines()[0] == f"DynamicCache: 40 tokens, batch 3, {cache.nbytes // 1024} KiB"
-    assert repr(summary).splitlines()[2].split() == ["0", "to", "1", "DynamicLayer", "40", "40", "126", "KiB"]
+    assert repr(summary).splitlines()[0] == f"DynamicCache: 40 tokens, batch 3, {readable_bytes(cache.nbytes)}"
+    assert repr(summary).splitlines()[2].split() == ["0", "to", "1", "DynamicLayer", "40", "40", "60.0", "KiB"]
 
 
 def test_bits_are_those_of_keys_and_values() -> None:

@@ -459,7 +459,7 @@ class DenseStore(ContiguousStore):
         return self._grown(needed, length_hint, self.minimum_growth)
 
     def _grown(self, needed: int, length_hint: int | None, minimum_growth: int) -> int:
-        if not self._capacity:
+        if not self._capacity and not self._shared_tokens:
             # The first buffer at most doubles what comes: many caches are kept with a few tokens.
             minimum_growth = min(minimum_growth, needed)
         capacity = needed + max(needed // self.growth_divisor, minimum_growth)

@@ -91,8 +91,8 @@ def concatenate(
         >>> model, documents = transformers.LlamaForCausalLM(config).eval(), []
         >>> texts = [torch.tensor([[5, 8, 13]]), torch.tensor([[21, 34]])]
         >>> for ids in texts:
-        ...     documents.append(kvlayers.DynamicCache(config=config))
-        ...     _ = model(ids, past_key_values=documents[-1])
+        ...     _, cache = kvlayers.generate(model, ids, max_new_tokens=1, return_dict_in_generate=True).to_tuple()
+        ...     documents.append(cache)
         >>> kvlayers.concatenate(documents[::-1], model, recompute="50%", ids=texts[::-1]).get_seq_length()
         5
     """

@@ -72,7 +72,7 @@ def check_recomputable(model: Any, layers: Sequence[LayerOperations]) -> None:
     kinds = sorted({spec.layer_type for spec in layer_specs(model.config)} - {FULL, SLIDING})
     if kinds:
         raise ConfigError(f"`recompute` needs full attention or windows, got {', '.join(kinds)}: pass recompute=0.")
-    how = model.config.get_text_config(decoder=True)._attn_implementation
+    how = model_types.attention_implementation(model_types.decoder_config(model))
     if how not in MASKED_ATTENTION:
         raise ConfigError(
             f"`recompute` needs attn_implementation {' or '.join(MASKED_ATTENTION)}, got {how!r}: use "

@@ -72,7 +72,7 @@ def load_cache(
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     kvlayers.save_cache(cache, f"{directory}/chat.safetensors")
         ...     kvlayers.load_cache(f"{directory}/chat.safetensors", length=3)
-        DynamicCache(1 x DynamicLayer, 3 tokens, batch 1, 16.4 KiB)
+        DynamicCache(1 x DynamicLayer, 3 tokens, batch 1, 768 B)
     """
     path = checked_path(path)
     if config is not None:

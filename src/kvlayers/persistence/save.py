@@ -75,7 +75,7 @@ def save_cache(
         ...     path = f"{directory}/chat.safetensors"
         ...     kvlayers.save_cache(cache, path, token_ids=torch.tensor([[1, 2, 3, 4, 5]]))
         ...     kvlayers.load_cache(path), kvlayers.inspect_cache(path).token_ids()
-        (DynamicCache(1 x DynamicLayer, 5 tokens, batch 1, 16.6 KiB), tensor([[1, 2, 3, 4, 5]]))
+        (DynamicCache(1 x DynamicLayer, 5 tokens, batch 1, 1.25 KiB), tensor([[1, 2, 3, 4, 5]]))
     """
     path = checked_path(path)
     if not isinstance(cache, Cache):

@@ -71,7 +71,7 @@ class PrefixStore:
         >>> store.insert(torch.tensor([1, 2, 3, 4, 5]), cache, model="mine")
         True
         >>> store.lookup(torch.tensor([1, 2, 3, 9]), model="mine")
-        Hit(cache=DynamicCache(1 x DynamicLayer, 3 tokens, batch 1, 16.6 KiB), covered=3, reason='')
+        Hit(cache=DynamicCache(1 x DynamicLayer, 3 tokens, batch 1, 1.25 KiB), covered=3, reason='')
         >>> store.lookup(torch.tensor([1, 2, 3, 9]), model="mine", namespace="somebody else").cache is None
         True
     """

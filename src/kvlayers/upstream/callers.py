@@ -12,6 +12,8 @@ from torch import nn
 # Transformers 5 spells it PreTrainedConfig, and keeps this name as well.
 from transformers import PretrainedConfig
 
+from kvlayers.upstream.model_types import attention_implementation
+
 _KVLAYERS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 _LIBRARIES = (_KVLAYERS, os.path.dirname(str(torch.__file__)) + os.sep)
@@ -61,7 +63,6 @@ def running_attention_implementation() -> str | None:
         if isinstance(owner, nn.Module):
             config = getattr(owner, "config", None)
             if isinstance(config, PretrainedConfig):
-                name: str | None = config._attn_implementation
-                return name
+                return attention_implementation(config)
         frame = frame.f_back
     return None

@@ -177,6 +177,12 @@ def decodes_one_token(config: object) -> bool:
     return decoder_config(config).model_type in DECODES_ONE_TOKEN
 
 
+def attention_implementation(config: PretrainedConfig) -> str | None:
+    """The `attn_implementation` of a model, or of one of its layers."""
+    name: str | None = config._attn_implementation
+    return name
+
+
 def newest_logits_only(model: Any, tokens: int = 1) -> dict[str, int]:
     """Arguments of a model's forward pass that limit the logits to the newest tokens; empty if it has no such argument.
 

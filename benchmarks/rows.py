@@ -300,7 +300,9 @@ class Many:
         ]
         ids, first = dict[int, list[int]](), list[float]()
         while len(ids) < len(names):
-            result = self.paged.get_result(timeout=60)
+            result = self.paged.get_result(timeout=600)
+            if result is None:
+                raise RuntimeError("generate_batch gave no answer within ten minutes")
             ids[names.index(result.request_id)] = result.generated_tokens
             first.append(result.timestamps[0] - begin)
         return Answers(ids, first, self.paged.batch_processor.cache.cache_tensor.nbytes)
@@ -406,7 +408,7 @@ def page_tables(record: dict[str, Any]) -> str:
         ]
         for name, way in found["many"].items()
     ]
-    head = ["", "s", "share of `generate_many`", "s to a first token (median)", "MB of states"]
+    head = ["", "s", "`generate_many`'s time, as a share", "s to a first token (median)", "MB of states"]
     plain, drafted = (found["drafts"][name] for name in ("plain", "prompt look-up of 6"))
     steps, crop, repeats = found["steps"], found["crop"], found["repeats"]
     rest = [

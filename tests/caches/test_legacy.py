@@ -345,3 +345,30 @@ def test_a_cache_whose_states_are_no_tensors_has_no_lists() -> None:
     with torch.no_grad():
         model(prompt(1, 200), past_key_values=cache)
     assert not hasattr(cache, "key_cache")
+
+
+def test_an_assignment_that_cannot_be_leaves_the_list_as_it_was() -> None:
+    cache = kvlayers.DynamicCache()
+    for index in range(2):
+        cache.update(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), index)
+    keys = cache.key_cache
+    before = list(keys)
+    with pytest.raises(kvlayers.KVLayersError):
+        keys[1] = torch.randn(3)
+    assert all(own is old for own, old in zip(keys, before, strict=True))
+
+
+def test_an_empty_cache_takes_the_states_of_all_its_layers() -> None:
+    cache = kvlayers.DynamicCache(config=tiny_model("llama").config)
+    states = [torch.randn(1, 2, 3, 8) for _ in cache.layers]
+    cache.key_cache = states
+    cache.value_cache = states
+    assert all(torch.equal(layer.keys, own) for layer, own in zip(cache.layers, states, strict=True))
+
+
+def test_clearing_a_list_forgets_the_ids_of_a_prompt() -> None:
+    cache = kvlayers.DynamicCache()
+    cache.update(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), 0)
+    cache.known_ids = torch.tensor([[1, 2, 3]])
+    cache.key_cache.clear()
+    assert cache.known_ids is None

@@ -17,6 +17,7 @@ from kvlayers.errors import (
     UnsupportedLayerError,
 )
 from models import fresh_model, prompt, tiny_model
+from vision_models import any_seeing_model
 
 DOCUMENTS = [prompt(1, tokens, tokens) for tokens in (9, 14, 11)]
 WHOLE = torch.cat(DOCUMENTS, dim=1)
@@ -321,6 +322,36 @@ def test_windows_cannot_be_recomputed_or_cropped() -> None:
     with pytest.raises((RollbackError, UnsupportedLayerError)):
         whole.replace(5, 9, QUESTION, model, recompute=0)
     assert whole.get_seq_length() == 102
+
+
+def test_what_has_nothing_behind_it_needs_nothing_computed_again() -> None:
+    model = tiny_model("mistral")
+    cache, _ = read(model, DOCUMENTS[0][:, :7], kvlayers.DynamicCache(config=model.config))
+    cache.replace(5, 7, QUESTION, model)
+    assert cache.get_seq_length() == 9
+    whole = torch.cat([DOCUMENTS[0][:, :5], QUESTION], dim=1)
+    expected = continued(model, read(model, whole)[0], DOCUMENTS[1])
+    joined = kvlayers.concatenate([cache], model)
+    torch.testing.assert_close(continued(model, joined, DOCUMENTS[1]), expected, rtol=0, atol=1e-4)
+
+
+def test_caches_that_know_their_tokens_tell_them_to_the_joined_one() -> None:
+    model = tiny_model("llama")
+    caches = caches_of(model)
+    for cache, ids in zip(caches, DOCUMENTS, strict=True):
+        cache.known_ids = ids
+    joined = kvlayers.concatenate(caches, model, recompute=0)
+    assert torch.equal(joined.known_ids, WHOLE)
+    joined.replace(5, 9, QUESTION, model)
+    assert torch.equal(joined.known_ids, torch.cat([WHOLE[:, :5], QUESTION, WHOLE[:, 9:]], dim=1))
+
+
+def test_models_of_images_compute_nothing_again() -> None:
+    model = any_seeing_model("llava")
+    caches = [read(model, ids)[0] for ids in DOCUMENTS]
+    with pytest.raises(ConfigError, match="`recompute` needs a model of text alone"):
+        kvlayers.concatenate(caches, model, ids=DOCUMENTS)
+    assert kvlayers.concatenate(caches, model, recompute=0).get_seq_length() == 34
 
 
 def test_flash_attention_takes_no_masks_of_its_own() -> None:

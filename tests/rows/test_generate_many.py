@@ -10,6 +10,7 @@ import transformers
 import kvlayers
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.generation import prefill
+from kvlayers.planning import rows
 from kvlayers.upstream import compat
 from models import fresh_model, prompt, tiny_model
 
@@ -115,6 +116,26 @@ def test_a_prompt_that_does_not_fit_into_the_memory_ends_alone() -> None:
     assert isinstance(long.error, kvlayers.errors.CapacityError)
     assert "`memory` must be at least" in str(long.error)
     assert [answer.ids.tolist() for answer in (short, other)] == [alone(model, ids) for ids in PROMPTS[:2]]
+
+
+def test_a_reservation_that_holds_the_answer_is_large_enough() -> None:
+    model = tiny_model("llama")
+    answers = many(model, cache="static", cache_config={"max_cache_len": 32}, in_order=True)
+    assert [answer.ids.tolist() for answer in answers] == [alone(model, ids) for ids in PROMPTS]
+
+
+def test_what_is_free_does_not_keep_a_prompt_from_being_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    monkeypatch.setattr(rows, "free_memory", lambda device: 1)
+    seen: list[int] = []
+
+    def look(_: Any, args: Any, arguments: Any) -> None:
+        seen.append(len(args[0] if args else arguments["input_ids"]))
+
+    with model.register_forward_pre_hook(look, with_kwargs=True):
+        answers = many(model, in_order=True)
+    assert [answer.ids.tolist() for answer in answers] == [alone(model, ids) for ids in PROMPTS]
+    assert max(seen) == 1
 
 
 def test_an_error_ends_one_answer_alone() -> None:

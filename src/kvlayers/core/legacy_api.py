@@ -240,7 +240,11 @@ def _writing(name: str) -> Any:
     def method(self: "StateList", *args: Any, **kwargs: Any) -> Any:
         before = list(self)
         result = change(self, *args, **kwargs)
-        self.write(before)
+        try:
+            self.write(before)
+        except Exception:
+            list.__setitem__(self, slice(None), before)
+            raise
         return result
 
     return method
@@ -282,8 +286,7 @@ class StateList(list[Tensor | None]):
     def clear(self) -> None:
         """Empty the cache: keys and values, as no layer could be used with one of them."""
         super().clear()
-        for layer in self._cache.adapted_layers():
-            layer.reset()
+        self._cache.reset()
 
     def assign(self, states: object) -> None:
         """Replace the states of all layers.
@@ -294,7 +297,7 @@ class StateList(list[Tensor | None]):
         Raises:
             LegacyFormatError: it is not a list, or has another length; nothing is changed.
         """
-        if not isinstance(states, Sequence) or len(states) != len(self):
+        if not isinstance(states, Sequence) or len(states) not in (len(self), len(self._cache.layers)):
             seen = f"{len(states)} entries" if isinstance(states, Sequence) else f"a {type(states).__name__}"
             raise LegacyFormatError(
                 f"expected a list of the {self._side} of {len(self)} layers, but saw {seen}: pass the {self._side} of "

@@ -58,16 +58,18 @@ def concatenate(
 ) -> Cache:
     """One cache with the tokens of several, at consecutive positions, as if they were one text.
 
-    Each document was computed without those before it, so its states differ from those of the whole text. What is
-    recomputed is right up to what was not: the first tokens of each document, or those whose states change most when
-    they see the documents before (CacheBlend, Yao et al. 2024, arXiv:2405.16444).
+    Each document was computed without those before it, so its states differ from those of the whole text. Some tokens
+    are computed again: the first ones of each document, or those whose states change most when they see the documents
+    before (CacheBlend, Yao et al. 2024, arXiv:2405.16444). Such a token is exact if all tokens that it sees are.
 
     Args:
-        caches: the documents, each a cache of the same kind for the same model, whose first token is at position 0.
-            They do not change.
+        caches: the documents, each a cache of the same kind for the same model, whose first token is at position 0:
+            rows of a batch must not be padded. They do not change. A reservation of the first one must have room for
+            all.
         model: the model.
         recompute: how many first tokens of each document to compute again, or a share of the tokens, such as "15%":
-            those that change most. By default all of them, which is exact, and no faster than to read the whole text.
+            those that change most. By default all but the first document, which is exact in full precision, and
+            hardly faster than to read the whole text.
             Needs layers that keep every token: for a model with windows, a `DynamicCache()` without a config.
         ids: the tokens of each cache, int64 `[tokens]` or `[batch, tokens]`, for `recompute`. Default: those that the
             caches know from `generate()`.
@@ -105,7 +107,12 @@ def concatenate(
         pieces.append(Piece(cache, begin, length, end))
         end += length - begin
     amount = _amount(recompute)
-    tokens = _tokens(caches, lengths, ids, end, shared) if amount or ids is not None else None
+    # The first document is right as it is.
+    amount = amount if len(pieces) > 1 else 0
+    known = _known_ids(caches, lengths, ids, "ids", amount)
+    tokens = None
+    if known is not None:
+        tokens = torch.cat([own[:, shared:] if number else own for number, own in enumerate(known)], dim=1)
     return _joined(pieces, model, amount, tokens)
 
 
@@ -118,11 +125,14 @@ def replaced(
     first, behind = whole_number(start, "`start`"), whole_number(stop, "`stop`")
     if not 0 <= first <= behind <= length:
         raise OptionError(f"`start` and `stop` must be a range of the {length} tokens, got {start} and {stop}.")
-    amount, new = _amount(recompute), _as_rows(ids, cache.batch_size)
+    new = _as_rows(ids, cache.batch_size, "ids")
+    amount = _amount(recompute)
+    # Without tokens behind them, the new ones have seen all that they would see.
+    amount = amount if behind < length else 0
+    known = _known_ids([cache], [length], None if known_ids is None else [known_ids], "known_ids", amount)
     tokens = None
-    if amount:
-        (before,) = _all_ids([cache], [length], None if known_ids is None else [known_ids])
-        tokens = torch.cat([before[:, :first], new.to(before.device), before[:, behind:]], dim=1)
+    if known is not None:
+        tokens = torch.cat([known[0][:, :first], new.to(known[0].device), known[0][:, behind:]], dim=1)
     beginning = cache.fork()
     beginning.crop(first - length)
     if new.shape[1]:
@@ -166,35 +176,41 @@ def _amount(recompute: int | str) -> int | Fraction:
     return Fraction(found[1]) / 100
 
 
-def _as_rows(ids: Tensor, batch: int) -> Tensor:
+def _as_rows(ids: Tensor, batch: int, name: str) -> Tensor:
     """Ids as `[batch, tokens]`."""
     found = torch.as_tensor(ids)
     found = found[None] if found.dim() == 1 else found
     if found.dim() != 2 or found.is_floating_point() or found.shape[0] not in (1, batch):
-        raise OptionError(f"`ids` must be whole numbers [tokens] or [{batch}, tokens], got {list(found.shape)}.")
+        raise OptionError(f"`{name}` must be whole numbers [tokens] or [{batch}, tokens], got {list(found.shape)}.")
     return found.to(torch.int64).expand(batch, -1)
 
 
-def _all_ids(caches: Sequence[Cache], lengths: Sequence[int], ids: Sequence[Tensor] | None) -> list[Tensor]:
-    """The tokens of each cache, `[batch, tokens]`."""
-    given = [cache.known_ids for cache in caches] if ids is None else list(ids)
-    if len(given) != len(caches) or any(own is None for own in given):
-        raise OptionError(
-            f"`ids` must be given for each of {len(caches)} caches, which do not know them: pass tensors."
-        )
-    found = [_as_rows(own, cache.batch_size) for own, cache in zip(given, caches, strict=True) if own is not None]
+def _known_ids(
+    caches: Sequence[Cache],
+    lengths: Sequence[int],
+    given: Sequence[Tensor] | None,
+    name: str,
+    amount: int | Fraction,
+) -> list[Tensor] | None:
+    """The tokens of each cache, `[batch, tokens]`; `None` if they are not known, and not needed.
+
+    Args:
+        caches: the caches.
+        lengths: their lengths.
+        given: what the caller has passed as the argument `name`, instead of what the caches know.
+        name: the argument.
+        amount: what is to be recomputed.
+    """
+    ids = [cache.known_ids for cache in caches] if given is None else list(given)
+    if len(ids) != len(caches) or any(own is None for own in ids):
+        if given is None and not amount:
+            return None
+        raise OptionError(f"`{name}` must have the tokens of {len(caches)} caches, which do not know them: pass them.")
+    found = [_as_rows(own, cache.batch_size, name) for own, cache in zip(ids, caches, strict=True) if own is not None]
     for own, length in zip(found, lengths, strict=True):
         if own.shape[1] != length:
-            raise StateMismatchError(f"`ids` must be the {length} tokens of the cache, got {own.shape[1]}.")
-    return found
-
-
-def _tokens(
-    caches: Sequence[Cache], lengths: Sequence[int], ids: Sequence[Tensor] | None, total: int, common: int
-) -> Tensor:
-    """The tokens of the new context, `[batch, tokens]`."""
-    found = _all_ids(caches, lengths, ids)
-    return torch.cat([own[:, common:] if number else own for number, own in enumerate(found)], dim=1)
+            raise StateMismatchError(f"`{name}` must be the {length} tokens of the cache, got {own.shape[1]}.")
+    return [own.to(found[0].device) for own in found]
 
 
 def _joined(
@@ -208,12 +224,15 @@ def _joined(
     end = pieces[-1].to + pieces[-1].stop - pieces[-1].begin
     most = model_types.most_positions(model)
     if most is not None and end > most:
-        raise CapacityError(f"`caches` must have at most the {most} positions of the model, got {end} tokens.")
-    turns = rotaries(model) if any(piece.to != piece.begin for piece in pieces) else None
+        raise CapacityError(
+            f"positions must be below the `max_position_embeddings` of the model, {most}, got {end - 1} for the last "
+            "token: leave tokens out."
+        )
+    turns = rotaries(model) if amount or any(piece.to != piece.begin for piece in pieces) else None
     by_layer = list(zip(*(piece.cache.adapted_layers() for piece in pieces), strict=True))
     for layers in by_layer:
         _check_movable(layers)
-    if amount:
+    if amount and ids is not None:
         check_recomputable(model, [layers[0] for layers in by_layer])
     states = [_states(layers, pieces, None if turns is None else turns[index]) for index, layers in enumerate(by_layer)]
     if amount and ids is not None:

@@ -62,13 +62,17 @@ def check_recomputable(model: Any, layers: Sequence[LayerOperations]) -> None:
 
     Raises:
         UnsupportedLayerError: a layer has left tokens behind.
-        ConfigError: the model attends in another way, or by an implementation that takes no masks of its own.
+        ConfigError: the model takes images as well, attends in another way, or by an implementation that takes no masks
+            of its own.
     """
     if any(layer.is_sliding for layer in layers):
         raise UnsupportedLayerError(
             "`recompute` needs layers that keep every token, got windows: compute the documents with a DynamicCache() "
             "without a config."
         )
+    if model_types.decoder_config(model.config) is not model.config:
+        # Ids say nothing of its images.
+        raise ConfigError(f"`recompute` needs a model of text alone, got a {type(model).__name__}: pass recompute=0.")
     kinds = sorted({spec.layer_type for spec in layer_specs(model.config)} - {FULL, SLIDING})
     if kinds:
         raise ConfigError(f"`recompute` needs full attention or windows, got {', '.join(kinds)}: pass recompute=0.")

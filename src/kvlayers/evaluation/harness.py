@@ -309,7 +309,7 @@ class KVLayersLM(HFLM):  # type: ignore[misc]
             )
         except OptionError as error:
             # Beams, for example.
-            logger.info("These options, and this model, are for generate(): %s", error)
+            logger.info("generate() answers these requests, as rows cannot: %s", error)
             # Padding would be rounded, or evicted.
             size = len(requests) if self._is_exact else 1
             for start in range(0, len(requests), size):

@@ -101,7 +101,8 @@ def generate_many(
         max_new_tokens: most tokens of an answer. Default: that of `generation_config`, or 128.
         max_rows: most answers at a time.
         memory: bytes of the device that the rows may take, such as "4GiB": a prompt waits until it fits beside the
-            others. Forward passes need memory of their own. Default: half of what is free.
+            others. To let a row join takes as much once more for a moment, and forward passes and an `assistant_model`
+            need memory of their own. Default: half of what is free, or one row.
         cache: name of the cache, such as "int4"; one of `cache_names()`.
         cache_config: options of the cache.
         prefix_store: a store in which prompts are looked up, and into which they are inserted.
@@ -119,9 +120,9 @@ def generate_many(
             Beams and several answers to a prompt are not among them.
 
     Yields:
-        Answers. What goes wrong with one prompt is in its `error`, and the others go on: a `CapacityError`, say,
-        if the prompt does not fit into `memory`. What a forward pass of all rows raises, or the iterator of prompts,
-        ends them all.
+        Answers. What goes wrong with one prompt is in its `error`, and the others go on: a `CapacityError`, say, if the
+        prompt does not fit into the `memory` that was given. What a forward pass of all rows raises, or the iterator of
+        prompts, ends them all.
 
     Raises:
         OptionError: a wrong option.
@@ -354,6 +355,9 @@ class _Many:
         # Some may have ended with their first token.
         going_on = [reading for reading in ready if not self._decoder.has_ended(reading.row)]
         self._decoder.join([reading.row for reading in going_on], [self._cache_of(reading) for reading in going_on])
+        for reading in going_on:
+            # Its states are those of its row now.
+            reading.cache = None
         for reading in ready:
             if reading not in going_on:
                 yield self._answer(self._of.pop(reading.row), self._decoder.errors.pop(reading.row, None))

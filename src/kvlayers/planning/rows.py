@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvlayers.core.named_caches import CacheRequest
-from kvlayers.errors import CapacityError, KVLayersError
+from kvlayers.errors import CapacityError, KVLayersError, UnsupportedLayerError
 from kvlayers.planning.auto import checked_memory, free_memory
 from kvlayers.planning.planner import bytes_by_length
 from kvlayers.rows.dense_rows import capacity_for
@@ -21,7 +21,8 @@ class RoomForRows:
     Args:
         name: name of the rows' caches.
         request: what the cache of one row is for.
-        memory: bytes of the device that all rows may take; `None` for half of what is free, if that is known.
+        memory: bytes of the device that all rows may take; `None` for half of what is free, but at least one row, and
+            for no limit if it is not known what is free, or what such a cache takes.
 
     Raises:
         OptionError: `memory` is not a number of bytes.
@@ -29,7 +30,7 @@ class RoomForRows:
     """
 
     def __init__(self, name: str, request: CacheRequest, memory: int | str | None) -> None:
-        self._memory = 0
+        self._memory, self._is_given = 0, memory is not None
         self._bytes_of: Callable[[int], int] = lambda tokens: 0
         try:
             free = free_memory(request.device or torch.device("cpu")) if memory is None else 0
@@ -45,8 +46,10 @@ class RoomForRows:
         Raises:
             CapacityError: it does not even fit alone.
         """
+        if not self._is_given and not others:
+            return True
         own, longest = self._bytes(tokens), self._bytes(max(tokens, *others, 0))
-        if own > self._memory:
+        if self._is_given and own > self._memory:
             raise CapacityError(
                 f"`memory` must be at least {readable_bytes(own)} for a prompt and answer of {tokens} tokens, got "
                 f"{readable_bytes(self._memory)}: give more, or name a smaller cache."
@@ -54,5 +57,13 @@ class RoomForRows:
         return longest * (len(others) + 1) <= self._memory
 
     def _bytes(self, tokens: int) -> int:
-        # Rounded up, so that few lengths are tried.
-        return self._bytes_of(-(-capacity_for(tokens) // ROUNDING) * ROUNDING)
+        try:
+            # Rounded up, so that few lengths are tried.
+            return self._bytes_of(-(-capacity_for(tokens) // ROUNDING) * ROUNDING)
+        except CapacityError:
+            # A reservation of its own may be no larger than the tokens.
+            return self._bytes_of(tokens)
+        except UnsupportedLayerError:
+            if self._is_given:
+                raise
+            return 0

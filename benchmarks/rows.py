@@ -427,6 +427,8 @@ def page_tables(record: dict[str, Any]) -> str:
             f"{repeats['8 equal rows']['seconds']:.2f} s, {repeats['one row']['seconds']:.2f} s",
         ],
     ]
+    flags = ("threads", "trials", "least", "longest", "context", "new", "prefix", "long", "steps")
+    sizes = " ".join(f"--{flag} {arguments[flag]}" for flag in flags)
     model, least = pathlib.Path(arguments["model"]).name, arguments["least"]
     return "\n".join(
         [
@@ -437,7 +439,7 @@ def page_tables(record: dict[str, Any]) -> str:
             "",
             pages.markdown(["", "measured"], rest),
             "",
-            f"`python benchmarks/rows.py`, {pages.measured_at(record)}.",
+            f"`python benchmarks/rows.py {sizes}`, {pages.measured_at(record)}.",
         ]
     )
 

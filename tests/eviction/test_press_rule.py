@@ -217,3 +217,9 @@ def test_presses_with_their_own_hooks_answer_alike_over_dynamic_caches(name: str
     packed = kvlayers.QuantizedCache(backend="native", config=model.config, nbits=8, residual_length=32)
     answer(packed)
     assert all(layer.length == layer.keys.shape[2] < 310 for layer in packed.layers)
+
+
+def test_a_press_draws_no_random_numbers_of_the_caller(kvpress_is_imported: None) -> None:
+    before = torch.get_rng_state()
+    EvictingCache(rule=NormPress(0.5))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -24,6 +24,19 @@ def cache_of(model: Any, **options: Any) -> str:
     return repr(model.generate(prompt(tokens=40), **OPTIONS, **options).past_key_values).partition(",")[0]
 
 
+def test_a_model_whose_rotations_were_rounded_goes_on_without_sinks(caplog: pytest.LogCaptureFixture) -> None:
+    model = fresh_model("llama").to(torch.bfloat16)
+    with kvlayers.installed(cache="sink:window_length=16"), caplog.at_level(logging.WARNING):
+        assert cache_of(model).startswith("DynamicCache")
+    assert any("go on without the cache 'sink'" in message for message in caplog.messages)
+
+
+def test_a_call_with_options_of_a_cache_does_not_get_the_default_with_them() -> None:
+    with kvlayers.installed(cache="sink:window_length=16"), pytest.raises(Exception, match="nbits") as raised:
+        cache_of(tiny_model("llama"), cache_config={"nbits": 4})
+    assert "sink" not in str(raised.value).lower()
+
+
 def test_a_call_that_says_nothing_gets_the_default_and_any_other_what_it_says() -> None:
     model = tiny_model("llama")
     with kvlayers.installed():

@@ -24,8 +24,9 @@ from kvlayers.core.buffer import TokenBuffer
 from kvlayers.errors import RegistryError
 from kvlayers.generation import make_cache, resilient
 from kvlayers.generation.ladder import AS_REQUESTED, DEFAULT_LADDER, Rung
-from kvlayers.generation.resilient import SteppedDownWarning, is_out_of_memory, resilient_generate
+from kvlayers.generation.resilient import SteppedDownWarning, resilient_generate
 from kvlayers.upstream import cache_argument
+from kvlayers.utils.tensor_memory import is_out_of_memory
 from matrix import once
 from models import CONFIGS, ENCODER_DECODERS, fresh_model, prompt
 

@@ -422,6 +422,13 @@ def test_what_a_processor_returns_is_taken() -> None:
 # Calls that cannot use a store
 
 
+def without_between(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A prompt without the tokens between its two images."""
+    of_images = given["token_type_ids"][0].cumsum(0)
+    kept = (given["token_type_ids"][0] == 1) | (of_images == 0) | (of_images == of_images[-1])
+    return {name: value[:, kept] if value.dim() == 2 else value for name, value in given.items()}
+
+
 REFUSED: dict[str, tuple[str, str, Any]] = {
     "a token attends to those behind it": ("paligemma", "attend to those behind", dict),
     "an argument that is not known": ("llava", "image_sizes", lambda given: {**given, "image_sizes": [1]}),
@@ -459,6 +466,23 @@ REFUSED: dict[str, tuple[str, str, Any]] = {
         "several prompts",
         lambda given: {name: torch.cat([value, value]) for name, value in given.items()},
     ),
+    "images apart beside padding": (
+        "mllama",
+        "is padded",
+        lambda given: {
+            **given,
+            **{
+                name: torch.cat([torch.zeros_like(given[name][:, :3]), given[name]], dim=1)
+                for name in ("input_ids", "attention_mask", "cross_attention_mask")
+            },
+        },
+    ),
+    "images of zeros, which a model leaves out": (
+        "idefics3",
+        "another number of tokens",
+        lambda given: {**given, "pixel_values": torch.zeros_like(given["pixel_values"])},
+    ),
+    "images side by side that attend to each other": ("gemma3", "side by side", lambda given: without_between(given)),
     "images apart without their shapes": (
         "mllama",
         "aspect_ratio_ids",

@@ -88,7 +88,7 @@ def test_each_reason_is_logged_once_and_counted_always(caplog: pytest.LogCapture
         "its prompts are not token ids, int64 [rows, tokens]": 1,
     }
     assert store.statistics.bypassed == 4
-    assert "bypassed, 3 times: use_cache is False" in store.explain()
+    assert "3 calls went on without it: use_cache is False" in store.explain()
     assert "could not use the store" in repr(cache.explain())
 
 

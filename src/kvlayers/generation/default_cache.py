@@ -7,11 +7,13 @@ from typing import Any
 
 import transformers
 
+from kvlayers.core.cache import Cache
 from kvlayers.core.named_caches import CacheRequest
 from kvlayers.errors import ConfigError, KVLayersError, OptionError
 from kvlayers.generation import cache_by_name
+from kvlayers.generation.passed_caches import check_rope_dtype
 from kvlayers.generation.patching import ScopedValue
-from kvlayers.upstream.model_layers import layer_devices
+from kvlayers.upstream.model_layers import layer_devices, model_device
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +56,12 @@ class DefaultCache:
             return "the model makes its own cache."
         devices = layer_devices(model)
         request = CacheRequest(
-            model.config, self.named.options, length_hint=1, device=model.device, layer_devices=devices
+            model.config, self.named.options, length_hint=1, device=model_device(model), layer_devices=devices
         )
         try:
-            cache_by_name.cache_for(self.named.name, request)
+            cache = cache_by_name.cache_for(self.named.name, request)
+            if isinstance(cache, Cache) and cache.rotates_keys:
+                check_rope_dtype(model)
         except KVLayersError as error:
             return error
         return None

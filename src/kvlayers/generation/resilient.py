@@ -12,15 +12,7 @@ import torch
 from kvlayers.generation.ladder import DEFAULT_LADDER, GenerateCall, Rung, RungLike, first_line, suitable_rungs
 from kvlayers.generation.make_cache import free_reservations
 from kvlayers.upstream import cache_argument
-
-OUT_OF_MEMORY_PHRASES = (
-    "out of memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "not enough memory",
-    "alloc_failed",
-)
-"""Messages of a RuntimeError for lack of memory that has no class: MPS, the CPU's allocators, CUDA's libraries."""
+from kvlayers.utils.tensor_memory import is_out_of_memory
 
 
 class SteppedDownWarning(RuntimeWarning):
@@ -90,18 +82,6 @@ def resilient_generate(
         free_memory()
         rung, *below = below
         warnings.warn(_stepping_down(history[-1], rung, call), SteppedDownWarning, stacklevel=2)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be allocated.
-
-    Example:
-        >>> is_out_of_memory(RuntimeError("MPS backend out of memory")), is_out_of_memory(RuntimeError("bad shape"))
-        (True, False)
-    """
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY_PHRASES)
 
 
 def free_memory() -> None:

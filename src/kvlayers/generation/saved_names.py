@@ -86,7 +86,12 @@ def resolve_name(model: Any, config: Any, requested: str | None, is_given_a_cach
         if not named_caches.is_registered(name):
             raise cache_by_name.unknown_name(name)
         _use(config, name, options)
-    names_none = config.cache_implementation is None and config.use_cache is not False and not config.is_assistant
+    names_none = (
+        config.cache_implementation is None
+        and config.cache_config is None
+        and config.use_cache is not False
+        and not config.is_assistant
+    )
     default = DEFAULT.get()
     if default is not None and names_none and not is_given_a_cache and default.suits(model):
         _use(config, default.named.name, dict(default.named.options) or None)

@@ -87,7 +87,10 @@ def separate_keys(store: PrefixStore, namespace: str) -> Patch:
 
         return build_server
 
-    patch = Patch(importlib.import_module("transformers.cli.serving.server"), "build_server", adding)
+    server = importlib.import_module("transformers.cli.serving.server")
+    if "build_server" not in vars(server):
+        logger.warning("Requests to this server do not use the store: it has no function `build_server`.")
+    patch = Patch(server, "build_server", adding)
     patch.apply()
     return patch
 

@@ -412,12 +412,12 @@ class PrefixStore:
             >>> store.record_bypass("it is given a cache")
             >>> print(store.explain())
             0 of 0 tokens that were asked for were stored
-            bypassed, 1 times: it is given a cache
+            1 calls went on without it: it is given a cache
         """
         now = self.statistics
         found = f"{now.tokens_covered} of {now.tokens_asked} tokens that were asked for were stored"
         counts = sorted(now.bypasses.items(), key=lambda bypass: -bypass[1])
-        return "\n".join([found, *(f"bypassed, {count} times: {reason}" for reason, count in counts)])
+        return "\n".join([found, *(f"{count} calls went on without it: {reason}" for reason, count in counts)])
 
     def record_bypass(self, reason: str) -> None:
         """Count a call of `generate()` that could not use the store, and log the reason if it is a new one."""

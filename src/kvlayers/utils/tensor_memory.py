@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 Storages = dict[int, int]
@@ -23,3 +24,25 @@ def storages_of(tensors: Iterable[Tensor]) -> Storages:
         # Storages without memory are all at address 0.
         found[storage.data_ptr() or -id(storage)] = storage.nbytes()
     return found
+
+
+OUT_OF_MEMORY_PHRASES = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "alloc_failed",
+)
+"""Messages of a RuntimeError for lack of memory that has no class: MPS, the CPU's allocators, CUDA's libraries."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be allocated.
+
+    Example:
+        >>> is_out_of_memory(RuntimeError("MPS backend out of memory")), is_out_of_memory(RuntimeError("bad shape"))
+        (True, False)
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY_PHRASES)

@@ -326,7 +326,7 @@ class StorePart:
             identity = model_identity(model, active.store.weights_id(model))
         except ConfigError as error:
             raise IneligibleError(f"its weights cannot be identified: {error}") from error
-        self.active, self.device = active, model.device
+        self.active, self.device = active, model_layers.model_device(model)
         self._label = f"{identity} {cache_name} {options_as_text(options)}"
         self._key = {"config": model.config, "namespace": active.namespace}
 

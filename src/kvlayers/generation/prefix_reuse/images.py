@@ -117,20 +117,24 @@ def images_in_place(config: Any, input_ids: Tensor, padding: tuple[int, ...], gi
         raise IneligibleError(f"{', '.join(of_tokens)} tell tokens of text apart")
     parts = list(_parts(of_images)) if of_images else []
     if parts and parts[0].keys() != of_images.keys():
-        raise IneligibleError(f"it is given {', '.join(of_images.keys() - parts[0].keys())} of its images")
+        raise IneligibleError(f"it is given {', '.join(sorted(of_images.keys() - parts[0].keys()))} of its images")
     rows, columns = (each.tolist() for each in is_image.nonzero(as_tuple=True))
     counts = list(_tokens_of(config, parts, len(rows)))
-    if parts and sum(counts) != len(rows):
-        raise IneligibleError(f"its images have {sum(counts)} tokens, and its prompts {len(rows)} placeholders")
+    if of_images and sum(counts) != len(rows):
+        raise IneligibleError("its images have another number of tokens than its prompts have placeholders")
     if any(count < LEAST_TOKENS for count in counts):
         raise IneligibleError(f"an image has fewer than {LEAST_TOKENS} tokens")
     # States depend on the encoder's config, and on whether the model is told which tokens are placeholders.
     common = [model_fields(config, is_pair=True), sorted(of_tokens)]
-    images, keys, first = [], input_ids.cpu().clone(), 0
+    images: list[Image] = []
+    keys, first = input_ids.cpu().clone(), 0
     for part, count in zip(parts, counts, strict=True):
         row, start, stop = rows[first], columns[first], columns[first + count - 1] + 1
         if rows[first + count - 1] != row:
             raise IneligibleError("an image begins in one prompt and ends in another")
+        before = images[-1] if images and images[-1].row == row else None
+        if config.model_type in model_types.ATTENDS_WITHIN_IMAGES and before and before.stop == start - padding[row]:
+            raise IneligibleError("two images stand side by side, which attend to each other")
         if stop == input_ids.shape[1]:
             raise IneligibleError("a prompt ends with an image")
         images.append(Image(row, start - padding[row], stop - padding[row], part))

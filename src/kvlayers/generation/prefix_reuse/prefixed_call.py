@@ -51,6 +51,8 @@ from kvlayers.prefix import Hit
 from kvlayers.recurrent.hybrid_layer import LINEAR
 from kvlayers.upstream import cache_argument, generate_calls, model_types
 from kvlayers.upstream.generate_calls import bind_arguments, full_generation_config, sequences_per_prompt
+from kvlayers.upstream.model_layers import model_device
+from kvlayers.utils.tensor_memory import is_out_of_memory
 
 ROOM_FOR_ANSWER = 256
 """Tokens of an answer for which memory is reserved at first. Stored caches keep the reservation, and most answers end
@@ -142,11 +144,10 @@ def generate(active: ActiveStore, plain: Generate, model: Any, args: tuple[Any, 
         try:
             with _CACHE_FROM_STORE.override(cache):
                 output = plain(*call.unnamed, **new_arguments)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except BaseException:
+        except BaseException as error:
             # The caller's code has ended the call: a streamer, a criterion, or a signal.
-            call.keep_prompt(cache)
+            if not is_out_of_memory(error):
+                call.keep_prompt(cache)
             raise
         return call.finish(output, cache)
 
@@ -189,6 +190,8 @@ class PrefixedCall:
         given = {name: value for name, value in model_kwargs.items() if name in names and value is not None}
         self._images: Images | ImagesApart
         if given and model.config.model_type in model_types.HAS_IMAGES_APART:
+            if self._prompts.is_padded:
+                raise IneligibleError("its prompt is padded, beside which there are images")
             self._images = ImagesApart(model.config, self._prompts.input_ids, given)
         else:
             self._images = images_in_place(model.config, self._prompts.input_ids, self._prompts.padding, given)
@@ -198,6 +201,7 @@ class PrefixedCall:
         self._name, self._options = self._config.cache_implementation or "dynamic", options_of(self._config)
         self._part = StorePart(model, active, self._name, self._options)
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._device = model_device(model)
         self._cached_tokens: tuple[int, ...] = ()
         self._notes: list[str] = []
         """What each lookup has found."""
@@ -214,15 +218,15 @@ class PrefixedCall:
         else:
             example = self._empty()
             if depends_on_chunks(example):
-                raise IneligibleError(f"the content of the layers of {example!r} depends on which tokens came at once")
+                raise IneligibleError(f"what a cache '{self._name}' holds depends on which tokens came at once")
             common, stackable = self._common_prefix_length(), can_be_stacked(example)
             shareable = self._can_share(example, common)
             if self._prompts.is_padded and not self._accounts_for_padding(example):
                 raise IneligibleError("its prompts are padded, and the model counts padding in its positions")
             if not shareable and not stackable:
                 raise IneligibleError(
-                    f"its prompts have few tokens in common or are padded, and caches like {example!r} "
-                    "cannot be put side by side"
+                    f"its prompts have few tokens in common or are padded, and caches '{self._name}' cannot be put "
+                    "side by side"
                 )
             hits = [self._lookup(row) for row in range(len(self._prompts))] if stackable else []
             self._cached_tokens = tuple(hit.covered for hit in hits) or (0,) * len(self._prompts)
@@ -250,7 +254,8 @@ class PrefixedCall:
         is_one = len(ids) == cache.batch_size == 1 and not self._prompts.is_padded
         if is_one and was_read and not depends_on_chunks(cache):
             # What cannot be rolled back was inserted during the prefill.
-            with contextlib.suppress(KVLayersError):
+            # The caller gets the error that has ended the call, and no other.
+            with contextlib.suppress(KVLayersError, RuntimeError, MemoryError):
                 cache.truncate(tokens)
                 self._images.insert(self._part, self._keys.input_ids, cache)
 
@@ -273,7 +278,7 @@ class PrefixedCall:
         end = self._images.end(0)
         if depends_on_chunks(cache):
             if hit.covered < end:
-                raise IneligibleError(f"what {cache!r} holds depends on which tokens came with an image")
+                raise IneligibleError(f"what a cache '{self._name}' holds depends on which tokens came with an image")
         elif cache.keeps_every_token:
             self._compute(0, cache, end)
         else:
@@ -369,7 +374,12 @@ class PrefixedCall:
     def _from_registry(self, options: Mapping[str, Any], rows: int, length_hint: int) -> Cache:
         model = self._model
         request = named_caches.CacheRequest(
-            model.config, options, batch_size=rows, length_hint=length_hint, device=model.device, dtype=model.dtype
+            model.config,
+            options,
+            batch_size=rows,
+            length_hint=length_hint,
+            device=model_device(model),
+            dtype=model.dtype,
         )
         cache = cache_by_name.cache_for(self._name, request)
         if not isinstance(cache, Cache) or not cache.layers:
@@ -380,7 +390,7 @@ class PrefixedCall:
 
     def _cache_of(self, hit: Hit) -> Cache:
         """The cache that was found, on the device of the model, or an empty cache."""
-        return self._empty() if hit.cache is None else usable_cache(hit.cache, self._model.device, self._empty)
+        return self._empty() if hit.cache is None else usable_cache(hit.cache, self._device, self._empty)
 
     def _compute(self, row: int, cache: Cache, length: int) -> None:
         """Pass those of the first `length` tokens of a prompt that `cache` has not seen, and store snapshots.
@@ -389,7 +399,7 @@ class PrefixedCall:
             IneligibleError: the cache has not counted these tokens.
         """
         begin, limit = cache.get_seq_length(), pass_limit(self._model, cache)
-        ids, positions = self._prompts.row(row).to(self._model.device), self._positions_of(row)
+        ids, positions = self._prompts.row(row).to(self._device), self._positions_of(row)
         stops = (self._images.boundary(row, stop) for stop in self._snapshot_lengths(cache, begin, length))
         for stop in sorted({stop for stop in stops if stop > begin}):
             of_images = self._images.arguments(row, begin, stop)
@@ -411,8 +421,8 @@ class PrefixedCall:
         """The positions of a prompt, `[1, tokens]` or as the model makes them, `[axes, 1, tokens]`."""
         padding, tokens = self._prompts.padding[row], self._prompts.input_ids.shape[1]
         if self._positions is None:
-            return torch.arange(tokens - padding, device=self._model.device)[None]
-        return self._positions[..., row : row + 1, padding:].to(self._model.device)
+            return torch.arange(tokens - padding, device=self._device)[None]
+        return self._positions[..., row : row + 1, padding:].to(self._device)
 
     def _snapshot_lengths(self, cache: Cache, begin: int, length: int) -> list[int]:
         """The lengths between `begin` and `length` at which the cache is inserted into the store."""

@@ -328,8 +328,11 @@ def run(
         if program is None:
             raise OptionError(f"there is no command {command[0]!r} on the PATH: install it, or name its file.")
         options.check()
-    sys.stdout.flush()
-    os.execve(program, command, options.environment(os.environ))
+        sys.stdout.flush()
+        try:
+            os.execve(program, command, options.environment(os.environ))
+        except OSError as error:
+            raise OptionError(f"{program} cannot be started: {error.strerror}.") from error
 
 
 FOR_THE_HARNESS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}

@@ -48,8 +48,10 @@ class _Watcher:
                 self._half_imported.discard(name)
             if not self._half_imported and not self._is_acting:
                 self._is_acting = True
-                self._act()
-                self._is_acting = False
+                try:
+                    self._act()
+                finally:
+                    self._is_acting = False
 
         loader.exec_module = exec_module
 

@@ -310,3 +310,19 @@ def test_continuous_batching_gives_the_same_tokens_under_install() -> None:
     assert [len(each) for each in expected] == [3, 3]
     with kvlayers.installed():
         assert tokens() == expected
+
+
+def test_a_cache_of_transformers_by_the_name_of_a_factory_is_the_one_that_was_named() -> None:
+    @kvlayers.register("theirs")
+    def theirs(request: Any) -> transformers.DynamicCache:
+        return transformers.DynamicCache()
+
+    ids = prompt(1, 5)
+    try:
+        with kvlayers.installed(), warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*is not used")
+            fresh_model("llama").generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, cache_implementation="theirs"
+            )
+    finally:
+        kvlayers.unregister("theirs")

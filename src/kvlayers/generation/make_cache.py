@@ -78,6 +78,7 @@ def for_call(
         layer_devices=layer_devices(model),
     )
     cache = _acquire(model, name, request, generation_config, generation_mode)
+    passed_caches.named.add(cache)
     check_room(cache, generation_config, max_cache_length)
     if isinstance(cache, Cache) and cache.rotates_keys:
         passed_caches.check_rope_dtype(model)

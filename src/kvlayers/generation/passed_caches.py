@@ -237,6 +237,9 @@ _logged: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _warned: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Models that were given another cache than the one that was named."""
 
+named: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Caches that were made for the name of a call, by a factory that may be anybody's."""
+
 DYNAMIC = "dynamic"
 
 
@@ -261,7 +264,7 @@ def warn_of_another(cache: Any, name: str | None, model: Any) -> None:
         name: the name that the call asks for, if any. The class of "dynamic" is transformers' own as well.
         model: the model.
     """
-    is_another = name not in (None, DYNAMIC) and type(cache) is not transformers.StaticCache
+    is_another = name not in (None, DYNAMIC) and type(cache) is not transformers.StaticCache and cache not in named
     if is_another and cache_argument.is_generator(model) and model not in _warned:
         _warned.add(model)
         warn_the_caller(

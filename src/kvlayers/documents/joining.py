@@ -1,6 +1,5 @@
 """States at other positions: documents side by side, and a context with another middle."""
 
-import re
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from kvlayers.errors import CapacityError, OptionError, StateMismatchError, Unsu
 from kvlayers.rope.from_config import rotaries
 from kvlayers.rope.rotary import Rotary
 from kvlayers.upstream import cache_argument, model_types
+from kvlayers.utils.units import share_of
 
 EVERYTHING = "100%"
 """What is recomputed unless a caller asks for less."""
@@ -68,9 +68,9 @@ def concatenate(
             all.
         model: the model.
         recompute: how many first tokens of each document to compute again, or a share of the tokens, such as "15%":
-            those that change most. By default all but the first document, which is exact in full precision, and
-            hardly faster than to read the whole text.
-            Needs layers that keep every token: for a model with windows, a `DynamicCache()` without a config.
+            those that change most. By default, everything but the first document is computed again. That is exact in
+            full precision, and hardly faster than to read the whole text. Layers must keep every token: for a model
+            with windows, read the documents with a `DynamicCache()` without a config.
         ids: the tokens of each cache, int64 `[tokens]` or `[batch, tokens]`, for `recompute`. Default: those that the
             caches know from `generate()`.
         common: how many first tokens all documents have in common, such as a system prompt. Only the first document's
@@ -168,12 +168,12 @@ def _amount(recompute: int | str) -> int | Fraction:
     """A number of first tokens, or a share of all."""
     if isinstance(recompute, int) and not isinstance(recompute, bool) and recompute >= 0:
         return recompute
-    found = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,9})?)\s*%\s*", recompute) if isinstance(recompute, str) else None
-    if found is None or Fraction(found[1]) > 100:
+    share = share_of(recompute)
+    if share is None:
         raise OptionError(
             f"`recompute` must be a number of first tokens, such as 32, or a share, such as '15%', got {recompute!r}."
         )
-    return Fraction(found[1]) / 100
+    return share
 
 
 def _as_rows(ids: Tensor, batch: int, name: str) -> Tensor:
@@ -267,10 +267,9 @@ def _chosen(
 def _check_movable(layers: Sequence[LayerOperations]) -> None:
     """Raise `UnsupportedLayerError` if a layer's states are not those of its tokens alone."""
     for layer in layers:
-        keeps_all = layer.is_sliding or layer.held_tokens == layer.length
-        if not layer.attends or layer.is_recurrent or layer.has_other_states or layer.counts_rows or layer.rotaries:
-            keeps_all = False
-        if layer.is_upstream or layer.fidelity == "evicting" or not keeps_all:
+        has_more = layer.is_recurrent or layer.has_other_states or layer.counts_rows or layer.rotaries
+        keeps_all = layer.attends and (layer.is_sliding or layer.held_tokens == layer.length)
+        if layer.is_upstream or layer.fidelity == "evicting" or has_more or not keeps_all:
             raise UnsupportedLayerError(
                 "`caches` must hold the keys and values of all tokens, or of windows, and nothing else, got "
                 f"{layer.original!r}: compute the documents with another cache."
@@ -278,7 +277,7 @@ def _check_movable(layers: Sequence[LayerOperations]) -> None:
 
 
 def _states(layers: Sequence[LayerOperations], pieces: Sequence[Piece], rotary: Rotary | None) -> KVPair:
-    """Keys and values of a layer for all tokens; those that a window has left are zeros."""
+    """Keys and values of a layer for all tokens. They are zeros for tokens that no window reaches."""
     total = sum(piece.stop - piece.begin for piece in pieces)
     window = layers[0].sliding_window
     missing = total if window is None else min(total, window - 1)

@@ -22,6 +22,9 @@ from kvlayers.utils import late
 from kvlayers.utils.options import checked_device, checked_dtype
 from kvlayers.utils.units import tokens
 
+AUTO = "auto"
+"""The name of a cache that a plan chooses for a number of tokens."""
+
 _BITS = re.compile(r"int(?P<nbits>\d)|k(?P<key_nbits>\d)v(?P<value_nbits>\d)")
 
 
@@ -229,7 +232,7 @@ def _value(written: str) -> Any:
         return written
 
 
-@register("auto")
+@register(AUTO)
 def _auto(request: CacheRequest) -> transformers.Cache:
     # Called by name, since planning makes caches by name, and so depends on this module.
     chosen: transformers.Cache = late.function("chosen_cache")(request)

@@ -15,7 +15,7 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.named_caches import CacheRequest
 from kvlayers.errors import OptionError
 from kvlayers.generation.batch_drafts import DraftModel, tokens_of_draft
-from kvlayers.generation.cache_by_name import make_cache, named_cache, unknown_name
+from kvlayers.generation.cache_by_name import AUTO, make_cache, named_cache, unknown_name
 from kvlayers.generation.prefill import pass_limit, pass_tokens
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore, required_store
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
@@ -26,9 +26,6 @@ from kvlayers.upstream import cache_argument, generate_calls, model_types
 from kvlayers.utils import late
 
 MAX_NEW_TOKENS = 128
-
-CHOSEN = "auto"
-"""The name of a cache that is chosen for the length of each prompt."""
 
 NOT_HERE = ("max_length", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
 """Options of a `GenerationConfig` that would change nothing."""
@@ -165,8 +162,8 @@ def generate_many(
     named = named_cache(cache)
     if named is None:
         raise unknown_name(cache)
-    if named.name == CHOSEN:
-        raise OptionError(f"`cache` must be one cache for all rows, got {CHOSEN!r}: name it, and pass `memory`.")
+    if named.name == AUTO:
+        raise OptionError(f"`cache` must be one cache for all rows, got {AUTO!r}: name it, and pass `memory`.")
     cache_options = {**named.options, **(cache_config or {})}
     # Now, so that wrong options are refused before the first prompt.
     example = _empty(model, named.name, cache_options, 1 + max_new_tokens)

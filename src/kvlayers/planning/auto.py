@@ -9,8 +9,8 @@ import transformers
 
 from kvlayers.core.named_caches import CacheRequest
 from kvlayers.errors import ConfigError, OptionError
-from kvlayers.generation.cache_by_name import cache_for
-from kvlayers.planning.planner import AUTO, plan_for
+from kvlayers.generation.cache_by_name import AUTO, cache_for
+from kvlayers.planning.planner import plan_for
 from kvlayers.utils.units import amount_of_bytes, readable_bytes
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.named_caches import CacheRequest, cache_names
 from kvlayers.errors import CapacityError, KVLayersError, OptionError
-from kvlayers.generation.cache_by_name import NamedCache, cache_for, named_cache
+from kvlayers.generation.cache_by_name import AUTO, NamedCache, cache_for, named_cache
 from kvlayers.planning.cache_bytes import CacheBytes, CacheTrial
 from kvlayers.planning.planned_cache import (
     SIMPLEST,
@@ -29,9 +29,6 @@ from kvlayers.planning.shapes import layer_shapes
 from kvlayers.upstream import model_types
 from kvlayers.utils.options import checked_dtype
 from kvlayers.utils.units import bytes_or_share, readable_bytes, tokens
-
-AUTO = "auto"
-"""The name of the cache that a plan recommends."""
 
 TOKENS_AHEAD = 4096
 """`bytes_per_token` is the mean over this many further tokens, since packed blocks grow by many tokens at a time."""

@@ -90,11 +90,21 @@ def bytes_or_share(given: int | str, name: str) -> int | Fraction:
     """
     if not isinstance(given, str) or not given.rstrip().endswith("%"):
         return amount_of_bytes(given, name)
-    found = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,9})?)\s*%\s*", given)
-    share = Fraction(found[1]) / 100 if found else Fraction(0)
-    if not 0 < share <= 1:
+    share = share_of(given)
+    if not share:
         raise OptionError(f"`{name}` must be a number of bytes, such as 24GiB, or a share, such as 50%, got {given!r}.")
     return share
+
+
+def share_of(given: object) -> Fraction | None:
+    """The share that a text such as "50%" names, from 0 to 1; `None` for anything else.
+
+    Example:
+        >>> share_of("12.5%"), share_of("101%"), share_of(1)
+        (Fraction(1, 8), None, None)
+    """
+    found = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,9})?)\s*%\s*", given) if isinstance(given, str) else None
+    return Fraction(found[1]) / 100 if found and Fraction(found[1]) <= 100 else None
 
 
 def _quantity(text: str, units: dict[str, int], requirement: str) -> int:

@@ -33,6 +33,7 @@ PROVIDED = {
     "recall in facts": "kvlayers.recall.recall_layer:Recall.from_facts",
     "moved": "kvlayers.documents.joining:moved",
     "replaced": "kvlayers.documents.joining:replaced",
+    "document": "kvlayers.generation.documents:document",
     "adapter": "kvlayers.interop.adapter:adapter",
     "DynamicCache": "kvlayers.core.dynamic_cache:DynamicCache",
     "save_cache": "kvlayers.persistence.save:save_cache",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache import Cache
+from kvlayers.core.layer_list import adapted
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.token_store import KVPair
 from kvlayers.documents.recomputing import check_recomputable, deviations, recompute_tokens
@@ -38,16 +39,27 @@ class Piece(NamedTuple):
     to: int
 
 
+class Joined(NamedTuple):
+    """A cache that was put together.
+
+    Attributes:
+        cache: the cache.
+        recomputed: the positions that were computed again.
+    """
+
+    cache: Cache
+    recomputed: Sequence[int]
+
+
 @torch.no_grad()
 def moved(cache: Cache, to: int, model: Any) -> Cache:
     """`Cache.moved`."""
     position, length = whole_number(to, "`to`"), _checked([cache])[0]
     if position < 0:
         raise OptionError(f"`to` must be a position, at least 0, got {to}.")
-    return _joined([Piece(cache, 0, length, position)], model)
+    return _joined([Piece(cache, 0, length, position)], model).cache
 
 
-@torch.no_grad()
 def concatenate(
     caches: Sequence[Cache],
     model: Any,
@@ -55,6 +67,7 @@ def concatenate(
     recompute: int | str = EVERYTHING,
     ids: Sequence[Tensor] | None = None,
     common: int = 0,
+    into: Cache | None = None,
 ) -> Cache:
     """One cache with the tokens of several, at consecutive positions, as if they were one text.
 
@@ -75,14 +88,18 @@ def concatenate(
             caches know from `generate()`.
         common: how many first tokens all documents have in common, such as a system prompt. Only the first document's
             are taken.
+        into: an empty cache for the result, such as `kvlayers.QuantizedCache(config=model)`: documents in full
+            precision are then rounded once. It keeps every token, or the model's windows. Default: a cache of the kind
+            of the first document.
 
     Returns:
-        A cache of the kind of the first document, with `generate()` going on behind the last one.
+        The cache, with `generate()` going on behind the last document.
 
     Raises:
-        OptionError: no caches, something else, a wrong `recompute`, or missing `ids`.
+        OptionError: no caches, something else, a wrong `recompute`, missing `ids`, or `into` is not an empty cache of
+            kvlayers for this model.
         StateMismatchError: caches of different models, kinds or settings, an empty one, or `ids` of another number.
-        CapacityError: there are more tokens than positions of the model.
+        CapacityError: there are more tokens than positions of the model, or than `into` has room for.
         ConfigError, UnsupportedLayerError: as for `Cache.moved`; or tokens cannot be recomputed.
 
     Example:
@@ -98,6 +115,19 @@ def concatenate(
         >>> kvlayers.concatenate(documents[::-1], model, recompute="50%", ids=texts[::-1]).get_seq_length()
         5
     """
+    return joined(caches, model, recompute, ids, common, into).cache
+
+
+@torch.no_grad()
+def joined(
+    caches: Sequence[Cache],
+    model: Any,
+    recompute: int | str,
+    ids: Sequence[Tensor] | None,
+    common: int,
+    into: Cache | None,
+) -> Joined:
+    """What `concatenate` returns, and which of its tokens were computed again."""
     lengths, shared = _checked(caches), whole_number(common, "`common`")
     if not 0 <= shared < min(lengths) + (len(lengths) == 1):
         raise OptionError(f"`common` must be from 0 to less than the tokens of each cache, got {common}.")
@@ -106,14 +136,14 @@ def concatenate(
         begin = shared if number else 0
         pieces.append(Piece(cache, begin, length, end))
         end += length - begin
-    amount = _amount(recompute)
+    amount = amount_of(recompute)
     # The first document is right as it is.
     amount = amount if len(pieces) > 1 else 0
     known = _known_ids(caches, lengths, ids, "ids", amount)
     tokens = None
     if known is not None:
         tokens = torch.cat([own[:, shared:] if number else own for number, own in enumerate(known)], dim=1)
-    return _joined(pieces, model, amount, tokens)
+    return _joined(pieces, model, amount, tokens, into=into)
 
 
 @torch.no_grad()
@@ -126,7 +156,7 @@ def replaced(
     if not 0 <= first <= behind <= length:
         raise OptionError(f"`start` and `stop` must be a range of the {length} tokens, got {start} and {stop}.")
     new = _as_rows(ids, cache.batch_size, "ids")
-    amount = _amount(recompute)
+    amount = amount_of(recompute)
     # Without tokens behind them, the new ones have seen all that they would see.
     amount = amount if behind < length else 0
     known = _known_ids([cache], [length], None if known_ids is None else [known_ids], "known_ids", amount)
@@ -144,7 +174,7 @@ def replaced(
         pieces.append(Piece(cache, behind, length, middle))
     if not pieces:
         return beginning
-    return _joined(pieces, model, amount, tokens, exact=middle)
+    return _joined(pieces, model, amount, tokens, exact=middle).cache
 
 
 def _checked(caches: Sequence[Cache]) -> list[int]:
@@ -164,8 +194,12 @@ def _checked(caches: Sequence[Cache]) -> list[int]:
     return [cache.get_seq_length() for cache in caches]
 
 
-def _amount(recompute: int | str) -> int | Fraction:
-    """A number of first tokens, or a share of all."""
+def amount_of(recompute: int | str) -> int | Fraction:
+    """A number of first tokens, or a share of all.
+
+    Raises:
+        OptionError: it is neither.
+    """
     if isinstance(recompute, int) and not isinstance(recompute, bool) and recompute >= 0:
         return recompute
     share = share_of(recompute)
@@ -219,22 +253,17 @@ def _joined(
     amount: int | Fraction = 0,
     ids: Tensor | None = None,
     exact: int | None = None,
-) -> Cache:
+    into: Cache | None = None,
+) -> Joined:
     """A cache with the tokens of pieces. The first `exact` are right; by default, those of the first piece."""
     end = pieces[-1].to + pieces[-1].stop - pieces[-1].begin
-    most = model_types.most_positions(model)
-    if most is not None and end > most:
-        raise CapacityError(
-            f"positions must be below the `max_position_embeddings` of the model, {most}, got {end - 1} for the last "
-            "token: leave tokens out."
-        )
-    turns = rotaries(model) if amount or any(piece.to != piece.begin for piece in pieces) else None
     by_layer = list(zip(*(piece.cache.adapted_layers() for piece in pieces), strict=True))
-    for layers in by_layer:
-        _check_movable(layers)
-    if amount and ids is not None:
-        check_recomputable(model, [layers[0] for layers in by_layer])
+    are_moved = bool(amount) or any(piece.to != piece.begin for piece in pieces)
+    turns = check_joinable(model, [layer for layers in by_layer for layer in layers], end, amount, are_moved)
+    if into is not None:
+        check_into(into, pieces[0].cache, end)
     states = [_states(layers, pieces, None if turns is None else turns[index]) for index, layers in enumerate(by_layer)]
+    chosen: list[int] = []
     if amount and ids is not None:
         wrong = [range(piece.to, piece.to + piece.stop - piece.begin) for piece in pieces]
         wrong = [own for own in wrong if own.start >= (len(wrong[0]) if exact is None else exact)]
@@ -242,12 +271,72 @@ def _joined(
         chosen = _chosen(model, ids, states, wrong, amount)
         if len(chosen):
             recompute_tokens(model, ids, states, chosen)
-    joined = pieces[0].cache.fork()
-    joined.reset()
-    for index, (keys, values) in enumerate(states):
-        joined.update(keys, values, index)
-    joined.known_ids = ids
-    return joined
+    if into is None:
+        into = pieces[0].cache.fork()
+        into.reset()
+    try:
+        for index, (keys, values) in enumerate(states):
+            into.update(keys, values, index)
+    except BaseException:
+        # Such as no memory for a layer: those before it have their states.
+        into.reset()
+        raise
+    into.known_ids = ids
+    return Joined(into, chosen)
+
+
+def check_joinable(
+    model: Any, layers: Sequence[LayerOperations], end: int, amount: int | Fraction, are_moved: bool = True
+) -> list[Rotary | None] | None:
+    """Raise if a model's states cannot be put together.
+
+    Args:
+        model: the model.
+        layers: the layers of its caches.
+        end: the position behind the last token.
+        amount: what is to be computed again.
+        are_moved: whether any token gets another position.
+
+    Returns:
+        How the keys of each layer turn, `None` if none does.
+
+    Raises:
+        CapacityError, UnsupportedLayerError, ConfigError: as `concatenate`.
+    """
+    most = model_types.most_positions(model)
+    if most is not None and end > most:
+        raise CapacityError(
+            f"positions must be below the `max_position_embeddings` of the model, {most}, got {end - 1} for the last "
+            "token: leave tokens out."
+        )
+    turns = rotaries(model) if are_moved else None
+    _check_movable(layers, "caches")
+    if amount:
+        check_recomputable(model, layers)
+    return turns
+
+
+def check_into(into: Cache, example: Cache, tokens: int, name: str = "into") -> None:
+    """Raise if a cache cannot take in so many tokens, in as many layers and rows as `example` has.
+
+    Args:
+        into: the cache.
+        example: a cache of the same model.
+        tokens: how many tokens.
+        name: the argument that asks for the cache.
+    """
+    count = len(example.layers)
+    is_cache = isinstance(into, Cache) and len(into.parts()) == 1
+    layers = [adapted(layer) for layer in into.layers_for(count)] if is_cache else []
+    fits = len(layers) == count and not any(layer.length for layer in layers)
+    if not fits or into.batch_size not in (-1, example.batch_size):
+        raise OptionError(
+            f"`{name}` must be an empty cache of kvlayers with {count} layers, for the batch of the documents, got "
+            f"{into!r}: make one with config=model.config."
+        )
+    _check_movable(layers, name)
+    for layer in layers:
+        layer.make_room(tokens)
 
 
 def _chosen(
@@ -264,15 +353,20 @@ def _chosen(
     return sorted(positions[index] for index in scores.topk(count).indices.tolist())
 
 
-def _check_movable(layers: Sequence[LayerOperations]) -> None:
-    """Raise `UnsupportedLayerError` if a layer's states are not those of its tokens alone."""
+def _check_movable(layers: Sequence[LayerOperations], name: str) -> None:
+    """Raise `UnsupportedLayerError` if a layer's states are not those of its tokens alone.
+
+    Args:
+        layers: the layers.
+        name: the argument that they are from.
+    """
     for layer in layers:
         has_more = layer.is_recurrent or layer.has_other_states or layer.counts_rows or layer.rotaries
         keeps_all = layer.attends and (layer.is_sliding or layer.held_tokens == layer.length)
         if layer.is_upstream or layer.fidelity == "evicting" or has_more or not keeps_all:
             raise UnsupportedLayerError(
-                "`caches` must hold the keys and values of all tokens, or of windows, and nothing else, got "
-                f"{layer.original!r}: compute the documents with another cache."
+                f"`{name}` must hold the keys and values of all tokens, or of windows, and nothing else, got "
+                f"{layer.original!r}: use another cache."
             )
 
 

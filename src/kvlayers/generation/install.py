@@ -30,10 +30,11 @@ These are added to:
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.utils import GenerationMixin
@@ -41,6 +42,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import PreTrainedModel
 
 from kvlayers.core import named_caches
+from kvlayers.documents.joining import EVERYTHING
 from kvlayers.errors import OptionError
 from kvlayers.generation import (
     default_cache,
@@ -51,6 +53,7 @@ from kvlayers.generation import (
     saved_names,
     transformers4_names,
 )
+from kvlayers.generation.documents import DocumentPrompt
 from kvlayers.generation.patching import Activation, Method, Patch, ScopedValue
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.interop.export import register_export_support
@@ -346,7 +349,15 @@ named_caches.on_change(_accept_names)
 
 
 def generate(
-    model: Any, *args: Any, prefix_store: PrefixStore | None = None, namespace: str = "", **kwargs: Any
+    model: Any,
+    *args: Any,
+    prefix_store: PrefixStore | None = None,
+    namespace: str = "",
+    documents: Sequence[Tensor | str] | None = None,
+    question: Tensor | str | None = None,
+    beginning: Tensor | str | None = None,
+    recompute: int | str = EVERYTHING,
+    **kwargs: Any,
 ) -> Any:
     """Call `model.generate(*args, **kwargs)` with kvlayers' caches, whether or not kvlayers is installed.
 
@@ -354,22 +365,37 @@ def generate(
     inserted: with one prompt, those of the prompt and its answer; with several prompts, those of their common prefix,
     or of each prompt.
 
+    Documents and a question may stand in the place of a prompt. The prompt is then `beginning`, `documents` and
+    `question`, one behind the other. With `recompute` below "100%", the states of each document are computed once,
+    behind the beginning, and found in the store in whatever order documents come. What the documents would see in each
+    other is missing from them, as far as `recompute` leaves it out. The store gets the states of single documents, and
+    nothing that was put together.
+
     Args:
         model: a model of transformers.
         args: as for `model.generate`.
         prefix_store: the store to use. Default: the store that was passed to `install`, if any.
         namespace: the namespace of the store in which the call looks up and inserts. Other namespaces do not see its
             entries. Needs a `prefix_store`.
-        kwargs: as for `model.generate`.
+        documents: texts, or ids `[tokens]` or `[1, tokens]`, int64. Each text is encoded on its own by `tokenizer`,
+            without special tokens, except for one that the tokenizer puts before every text.
+        question: what stands behind the documents: a text, or ids.
+        beginning: what stands before the documents, such as a system prompt: a text, or ids.
+        recompute: how much of the documents is computed again once they are put together, as for
+            `kvlayers.concatenate`. By default, all of the prompt is computed as one text.
+        kwargs: as for `model.generate`, such as the `tokenizer`.
 
     Returns:
         What `model.generate` returns. With a store and `return_dict_in_generate=True`, its attribute `cached_tokens`
-        has for each prompt how many of its tokens came from the store; it is empty if a call could not use the store of
-        `install()`.
+        has for each prompt how many of its tokens came from the store, and were not computed again; it is empty if a
+        call could not use the store of `install()`.
 
     Raises:
-        OptionError: `prefix_store` is not a `PrefixStore`; the call cannot use a store, for the reason in the message;
-            or `namespace` is given without a store.
+        OptionError: `prefix_store` is not a `PrefixStore`; the call cannot use a store, or put documents together, for
+            the reason in the message; `namespace` is given without a store; or documents are given without a question,
+            beside another prompt or cache, or empty.
+        CapacityError, ConfigError, UnsupportedLayerError: the documents cannot be put together; see
+            `kvlayers.concatenate`. Nothing was computed.
 
     Example:
         >>> import torch, transformers, kvlayers
@@ -384,8 +410,19 @@ def generate(
         ...     model, ids, prefix_store=store, max_new_tokens=4, return_dict_in_generate=True
         ... ).cached_tokens
         (6,)
+        >>> kvlayers.generate(
+        ...     model, documents=[torch.tensor([8, 13]), ids[0]], question=torch.tensor([21]), recompute=0,
+        ...     prefix_store=store, max_new_tokens=4, return_dict_in_generate=True,
+        ... ).cached_tokens
+        (7,)
     """
     active = active_store.required_store(prefix_store, namespace)
+    prompt = DocumentPrompt.of(model, documents, question, beginning, recompute, args, kwargs)
+    if prompt is not None and not prompt.is_one_text:
+        with call_with_kvlayers():
+            return prompt.generate(model, active, kwargs)
+    if prompt is not None:
+        kwargs.update(prompt.arguments)
     if active is None:
         with call_with_kvlayers():
             return model.generate(*args, **kwargs)

@@ -103,7 +103,7 @@ def _on_device(state: CacheState, device: torch.device) -> CacheState:
     return dataclasses.replace(state, layers=layers)
 
 
-_CACHE_FROM_STORE: ScopedValue[Cache | None] = ScopedValue("the cache that the current call starts from", None)
+CACHE_FROM_STORE: ScopedValue[Cache | None] = ScopedValue("the cache that the current call starts from", None)
 
 _BYPASS_REASON: ScopedValue[str | None] = ScopedValue("why the current call does not use its store", None)
 
@@ -140,9 +140,9 @@ def generate(active: ActiveStore, plain: Generate, model: Any, args: tuple[Any, 
         except IneligibleError as reason:
             active.on_bypass(str(reason))
             with _BYPASS_REASON.override(str(reason)):
-                return _with_cached_tokens(plain(*args, **arguments), ())
+                return with_cached_tokens(plain(*args, **arguments), ())
         try:
-            with _CACHE_FROM_STORE.override(cache):
+            with CACHE_FROM_STORE.override(cache):
                 output = plain(*call.unnamed, **new_arguments)
         except BaseException as error:
             # The caller's code has ended the call: a streamer, a criterion, or a signal.
@@ -152,7 +152,7 @@ def generate(active: ActiveStore, plain: Generate, model: Any, args: tuple[Any, 
         return call.finish(output, cache)
 
 
-def _with_cached_tokens(output: Any, cached_tokens: tuple[int, ...]) -> Any:
+def with_cached_tokens(output: Any, cached_tokens: tuple[int, ...]) -> Any:
     """What `generate()` returns, with the attribute `cached_tokens` unless it is a plain tensor."""
     if isinstance(output, ModelOutput):
         output.cached_tokens = cached_tokens
@@ -161,7 +161,7 @@ def _with_cached_tokens(output: Any, cached_tokens: tuple[int, ...]) -> Any:
 
 def is_from_store(cache: object) -> bool:
     """Whether the cache of the current call is one that this module has passed in place of a cache by name."""
-    return cache is not None and cache is _CACHE_FROM_STORE.get()
+    return cache is not None and cache is CACHE_FROM_STORE.get()
 
 
 class PrefixedCall:
@@ -173,6 +173,9 @@ class PrefixedCall:
         args: positional arguments of `generate()`.
         arguments: its arguments by name.
 
+    Attributes:
+        config: the full `GenerationConfig` of the call.
+
     Raises:
         IneligibleError: the call cannot use a store.
     """
@@ -182,10 +185,10 @@ class PrefixedCall:
         self._cache_name = cache_argument.name_in_generate(model)
         self.unnamed, self._arguments = bind_arguments(model, args, dict(arguments))
         check_model(model, self._arguments)
-        self._config, model_kwargs = full_generation_config(model, self._arguments)
-        resolve_name(model, self._config, requested_name(self._arguments), is_given_a_cache=False)
-        check_options(model, self._config, self._arguments, model_kwargs)
-        self._prompts = prompts_of(model, self._config, self._arguments)
+        self.config, model_kwargs = full_generation_config(model, self._arguments)
+        resolve_name(model, self.config, requested_name(self._arguments), is_given_a_cache=False)
+        check_options(model, self.config, self._arguments, model_kwargs)
+        self._prompts = prompts_of(model, self.config, self._arguments)
         names = model_types.image_arguments(model.config)
         given = {name: value for name, value in model_kwargs.items() if name in names and value is not None}
         self._images: Images | ImagesApart
@@ -197,8 +200,8 @@ class PrefixedCall:
             self._images = images_in_place(model.config, self._prompts.input_ids, self._prompts.padding, given)
         self._keys = PromptBatch(self._images.keys, self._prompts.padding)
         self._positions = generate_calls.own_positions(model, self._prompts.input_ids, model_kwargs)
-        self._repeats = sequences_per_prompt(self._config)
-        self._name, self._options = self._config.cache_implementation or "dynamic", options_of(self._config)
+        self._repeats = sequences_per_prompt(self.config)
+        self._name, self._options = self.config.cache_implementation or "dynamic", options_of(self.config)
         self._part = StorePart(model, active, self._name, self._options)
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._device = model_device(model)
@@ -216,7 +219,7 @@ class PrefixedCall:
         if len(self._prompts) == self._repeats == 1 and not self._prompts.is_padded:
             cache = self._for_one_prompt()
         else:
-            example = self._empty()
+            example = self.empty()
             if depends_on_chunks(example):
                 raise IneligibleError(f"what a cache '{self._name}' holds depends on which tokens came at once")
             common, stackable = self._common_prefix_length(), can_be_stacked(example)
@@ -269,7 +272,7 @@ class PrefixedCall:
         elif cache.batch_size == sequences.shape[0] == 1:
             keys = self._keys.input_ids.to(sequences.device)
             self._images.insert(self._part, torch.cat([keys, sequences[:, ids.shape[1] :]], dim=1), cache)
-        return _with_cached_tokens(output, self._cached_tokens)
+        return with_cached_tokens(output, self._cached_tokens)
 
     def _for_one_prompt(self) -> Cache:
         hit = self._lookup(0)
@@ -311,7 +314,7 @@ class PrefixedCall:
             self._compute(row, cache, self._prompts.row(row).shape[1] - 1)
             # Reservations cannot be expanded, so each prompt is stacked as often as it is continued.
             caches.extend([cache] * self._repeats)
-        stacked = self._empty(rows=len(caches))
+        stacked = self.empty(rows=len(caches))
         stack(caches, stacked, self._prompts.input_ids.shape[1] - 1)
         return stacked
 
@@ -327,7 +330,7 @@ class PrefixedCall:
 
         Callbacks that see the ids can tell, too, and so can modules that count slots for their own window.
         """
-        model, config = self._model, self._config
+        model, config = self._model, self.config
         defaults = generate_calls.default_generation_options()
         options = {name: value for name, value in vars(config).items() if not name.startswith("_")}
         changed = {name for name, value in options.items() if value != defaults.get(name)}
@@ -357,12 +360,21 @@ class PrefixedCall:
         self._notes.append(f"{hit.covered} of {keys.shape[-1]} tokens were stored{reason}")
         return hit
 
-    def _empty(self, rows: int = 1) -> Cache:
+    def empty(self, rows: int = 1) -> Cache:
         """A cache like the one that `generate()` would make."""
         tokens = self._prompts.input_ids.shape[1]
-        total = tokens + _max_new_tokens(self._config, tokens)
+        total = tokens + _max_new_tokens(self.config, tokens)
         cache = self._make(rows, min(total, tokens + ROOM_FOR_ANSWER))
         return self._make(rows, total) if cache.is_static else cache
+
+    def repeated(self, cache: Cache) -> Cache:
+        """The cache of one prompt, for each of the sequences that go on from it."""
+        if self._repeats > 1 and cache.is_static:
+            rows = self.empty(rows=self._repeats)
+            stack([cache] * self._repeats, rows, cache.get_seq_length())
+            return rows
+        cache.expand(self._repeats)
+        return cache
 
     def _make(self, rows: int, length_hint: int) -> Cache:
         options = self._options
@@ -390,7 +402,7 @@ class PrefixedCall:
 
     def _cache_of(self, hit: Hit) -> Cache:
         """The cache that was found, on the device of the model, or an empty cache."""
-        return self._empty() if hit.cache is None else usable_cache(hit.cache, self._device, self._empty)
+        return self.empty() if hit.cache is None else usable_cache(hit.cache, self._device, self.empty)
 
     def _compute(self, row: int, cache: Cache, length: int) -> None:
         """Pass those of the first `length` tokens of a prompt that `cache` has not seen, and store snapshots.
@@ -404,7 +416,7 @@ class PrefixedCall:
         for stop in sorted({stop for stop in stops if stop > begin}):
             of_images = self._images.arguments(row, begin, stop)
             # A model that takes tokens one by one does so only behind others. Otherwise chunks are those of generate().
-            chunk = self._config.prefill_chunk_size if limit is None else stop if begin == 0 else limit
+            chunk = self.config.prefill_chunk_size if limit is None else stop if begin == 0 else limit
             chunk = None if of_images else chunk
             model_kwargs: dict[str, Any] = {self._cache_name: cache, "attention_mask": None, "use_cache": True}
             model_kwargs |= of_images

@@ -1,0 +1,260 @@
+"""Prompts of documents: each document is computed once, kept in a prefix store, and put beside others in any order.
+
+A document stands in the store as a prompt that was computed, which it is: exact, and found by any call whose prompt
+starts with it. What is put together from documents is not what their text would give, so no store ever gets it.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlayers.core.cache import Cache
+from kvlayers.core.from_config import WINDOWED
+from kvlayers.documents.joining import EVERYTHING, amount_of, check_into, check_joinable, joined
+from kvlayers.errors import OptionError
+from kvlayers.generation import cache_by_name
+from kvlayers.generation.prefix_reuse import active_store, prefixed_call
+from kvlayers.generation.prefix_reuse.active_store import ActiveStore
+from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart, check_model
+from kvlayers.generation.prefix_reuse.prefixed_call import PrefixedCall, usable_cache
+from kvlayers.prefix import PrefixStore
+from kvlayers.upstream import cache_argument, model_types
+from kvlayers.upstream.model_layers import layer_specs, model_device
+
+PROMPTS = ("inputs", "input_ids", "inputs_embeds", "attention_mask")
+"""Arguments of `generate()` in whose place documents stand."""
+
+
+@dataclass(frozen=True)
+class DocumentPrompt:
+    """A prompt that consists of documents and a question. All ids are int64 `[1, tokens]`, on the model's device.
+
+    Attributes:
+        beginning: what stands before the first document; there may be no tokens.
+        documents: the documents.
+        question: what stands behind the last one.
+        recompute: as for `concatenate`.
+    """
+
+    beginning: Tensor
+    documents: Sequence[Tensor]
+    question: Tensor
+    recompute: int | str
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The prompt as arguments of `generate()`."""
+        ids = torch.cat([self.beginning, *self.documents, self.question], dim=1)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    @property
+    def texts(self) -> list[Tensor]:
+        """Each document with what stands before it when it is computed."""
+        return [torch.cat([self.beginning, document], dim=1) for document in self.documents]
+
+    @property
+    def is_one_text(self) -> bool:
+        """Whether all of it is to be computed as one text."""
+        amount = amount_of(self.recompute)
+        return len(self.documents) == 1 or (isinstance(amount, Fraction) and amount == 1)
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        documents: Sequence[Tensor | str] | None,
+        question: Tensor | str | None,
+        beginning: Tensor | str | None,
+        recompute: int | str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> "DocumentPrompt | None":
+        """The prompt that a call of `generate()` gives in parts; `None` if it gives none.
+
+        A token that a tokenizer puts before every text belongs to the beginning, so that documents are the same
+        wherever they stand.
+
+        Raises:
+            OptionError: an argument is wrong, is missing, or contradicts another one.
+        """
+        if documents is None:
+            if question is not None or beginning is not None or recompute != EVERYTHING:
+                raise OptionError("`documents` must be given with `question`, `beginning` and `recompute`, got none.")
+            return None
+        amount_of(recompute)
+        if not isinstance(documents, list | tuple) or not documents:
+            raise OptionError(f"`documents` must be a list of texts or ids, at least one, got {documents!r}.")
+        cache = cache_argument.passed_in(kwargs)
+        others = [name for name in PROMPTS if kwargs.get(name) is not None]
+        if args or others or not isinstance(cache, str | None):
+            given = ", ".join(others) or ("a cache" if not args else "positional arguments")
+            raise OptionError(f"`documents` must be the whole prompt, got {given} besides: leave one of them out.")
+        ids_of = functools.partial(_ids, kwargs.get("tokenizer"), model_device(model))
+        parts, last = [ids_of("documents", each) for each in documents], ids_of("question", question)
+        before = [parts[0][:, :0]]
+        if isinstance(documents[0] if beginning is None else beginning, str):
+            before.append(_token_of_texts(kwargs["tokenizer"]).to(last.device))
+        if beginning is not None:
+            before.append(ids_of("beginning", beginning))
+        return cls(torch.cat(before, dim=1), parts, last, recompute)
+
+    def generate(self, model: Any, active: ActiveStore | None, kwargs: Mapping[str, Any]) -> Any:
+        """Call `model.generate` with states that are put together from those of the documents.
+
+        Args:
+            model: the model.
+            active: the store. Without one, states are kept for this call alone.
+            kwargs: arguments of `model.generate` besides the prompt.
+
+        Returns:
+            What `model.generate` returns. Its `cached_tokens` counts tokens that were neither computed nor recomputed.
+
+        Raises:
+            OptionError: the states of the call depend on more than tokens, or it does not decode in the usual way.
+            CapacityError, ConfigError, UnsupportedLayerError: as `concatenate`.
+        """
+        name = cache_argument.name_in_generate(model)
+        arguments = {**cache_argument.respelled(model, dict(kwargs), name), **self.arguments}
+        cache_by_name.move_name_to_option(name, arguments)
+        cache, cached_tokens = self._put_together(
+            model, active or active_store.for_call() or _for_one_call(), arguments
+        )
+        with active_store.CURRENT.override(None), prefixed_call.CACHE_FROM_STORE.override(cache):
+            output = model.generate(**arguments, **{name: cache})
+        return prefixed_call.with_cached_tokens(output, (cached_tokens,))
+
+    def _put_together(self, model: Any, active: ActiveStore, arguments: dict[str, Any]) -> tuple[Cache, int]:
+        """The cache of a prompt up to its question, for all of its sequences, and how many tokens a store had of it."""
+        images = [each for each in model_types.image_arguments(model.config) if arguments.get(each) is not None]
+        with _refusing():
+            call = PrefixedCall(active, model, (), arguments)
+            if images:
+                raise IneligibleError(f"it is given {', '.join(sorted(images))}")
+            documents = StoredDocuments(model, active, self.recompute, arguments["input_ids"].shape[1])
+            into = call.empty()
+        tokens = arguments["input_ids"].shape[1] - self.question.shape[1]
+        check_into(into, documents.empty(), tokens, "cache_implementation")
+        texts, shared = self.texts, self.beginning.shape[1]
+        found = [documents.find(ids, call.config.prefill_chunk_size) for ids in texts]
+        cache, recomputed = joined([own for own, _ in found], model, self.recompute, texts, shared, into)
+        stored: set[int] = set()
+        begin = end = 0
+        for own, covered in found:
+            stored.update(range(end, end + covered - begin))
+            end += own.get_seq_length() - begin
+            begin = shared
+        cached_tokens = len(stored.difference(recomputed))
+        cache.prefix_notes = (f"{cached_tokens} of {end} tokens of documents were stored, and not computed again",)
+        return call.repeated(cache), cached_tokens
+
+
+def _ids(tokenizer: Any, device: torch.device, name: str, given: object) -> Tensor:
+    """The ids of a part of a prompt, `[1, tokens]`.
+
+    Args:
+        tokenizer: for texts, `None` without one.
+        device: device of the model.
+        name: the argument that the part is from.
+        given: its text or its ids.
+    """
+    if isinstance(given, str):
+        if tokenizer is None:
+            raise OptionError(f"`tokenizer` must be given for texts in `{name}`, got none: pass it, or pass ids.")
+        given = torch.tensor([tokenizer(given, add_special_tokens=False).input_ids], dtype=torch.int64)
+    shape = list(given.shape) if isinstance(given, Tensor) and given.dtype == torch.int64 else None
+    if not isinstance(given, Tensor) or shape not in ([given.numel()], [1, given.numel()]) or not given.numel():
+        shown = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else repr(given)
+        raise OptionError(
+            f"`{name}` must be text, or ids of at least one token, int64 [tokens] or [1, tokens], got {shown}."
+        )
+    return given.reshape(1, -1).to(device)
+
+
+def _token_of_texts(tokenizer: Any) -> Tensor:
+    """The token that a tokenizer puts before every text, `[1, 1]`; `[1, 0]` if it puts none there."""
+    first = tokenizer("a").input_ids[:1]
+    return torch.tensor([first if first == [tokenizer.bos_token_id] else []], dtype=torch.int64)
+
+
+def _for_one_call() -> ActiveStore:
+    store = PrefixStore(max_bytes=sys.maxsize)
+    # Its models are told apart as objects, so that no weights are read.
+    store.forget_weights()
+    return ActiveStore(store, "", store.record_bypass)
+
+
+class StoredDocuments:
+    """The documents of one model in a store.
+
+    Their caches keep every token, so that tokens can be computed again. Without windows in the model, they are those
+    of ordinary calls.
+
+    Args:
+        model: the model.
+        active: the store.
+        recompute: what is to be computed again.
+        tokens: tokens of the longest context.
+
+    Raises:
+        IneligibleError: the states of the model depend on more than tokens.
+        CapacityError, ConfigError, UnsupportedLayerError: they cannot be put together.
+    """
+
+    def __init__(self, model: Any, active: ActiveStore, recompute: int | str, tokens: int) -> None:
+        check_model(model, {})
+        has_windows = any(spec.layer_type in WINDOWED for spec in layer_specs(model.config))
+        self._model, self._name = model, "dynamic_full" if has_windows else "dynamic"
+        self._part = StorePart(model, active, self._name, {})
+        check_joinable(model, self.empty().adapted_layers(), tokens, amount_of(recompute))
+
+    def empty(self, tokens: int | None = None) -> Any:
+        """An empty cache for a document of so many tokens."""
+        return cache_by_name.make_cache(self._name, self._model, length_hint=tokens)
+
+    @torch.no_grad()
+    def find(self, ids: Tensor, chunk: int | None) -> tuple[Cache, int]:
+        """The cache of a document, and how many of its tokens were stored. The others are computed and inserted.
+
+        Args:
+            ids: int64 `[1, tokens]`, on the device of the model.
+            chunk: tokens of one forward pass, `None` for all.
+        """
+        tokens, empty = ids.shape[1], functools.partial(self.empty, ids.shape[1])
+        # A look-up leaves the last token out, whichever it is.
+        hit = self._part.lookup(torch.cat([ids, ids[:, -1:]], dim=1))
+        cache = empty() if hit.cache is None else usable_cache(hit.cache, self._part.device, empty)
+        arguments: dict[str, Any] = {cache_argument.name_for(self._model): cache, "use_cache": True}
+        arguments |= model_types.newest_logits_only(self._model)
+        for begin in range(hit.covered, tokens, chunk or tokens):
+            self._model(ids[:, begin : begin + (chunk or tokens)], **arguments)
+        if hit.covered < tokens:
+            self._part.insert(ids, cache)
+        cache.known_ids = ids
+        return cache, hit.covered
+
+
+def document(store: PrefixStore, ids: Tensor, model: Any, beginning: Tensor | None, namespace: str) -> Cache:
+    """`PrefixStore.document`."""
+    ids_of = functools.partial(_ids, None, model_device(model))
+    before = [] if beginning is None else [ids_of("beginning", beginning)]
+    whole = torch.cat([*before, ids_of("ids", ids)], dim=1)
+    with _refusing():
+        documents = StoredDocuments(model, ActiveStore(store, namespace, store.record_bypass), 0, whole.shape[1])
+    return documents.find(whole, model.generation_config.prefill_chunk_size)[0]
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except IneligibleError as reason:
+        raise OptionError(
+            f"this call cannot put `documents` together, as {reason}; with recompute='100%' they are one text."
+        ) from None

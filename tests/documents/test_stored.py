@@ -1,0 +1,489 @@
+"""Documents in a prefix store, and prompts of them: what is exact, what is computed, and what the store keeps."""
+
+import itertools
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+
+import kvlayers
+from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionError, UnsupportedLayerError
+from models import fresh_model, prompt, tiny_model, tokens_passed
+from redis_server import running, why_not
+
+A, B, C = (prompt(1, tokens, tokens) for tokens in (19, 24, 21))
+SYSTEM = prompt(1, 6, 5)
+QUESTION = prompt(1, 4, 99)
+NEW = 5
+OPTIONS: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+OPTIONS |= {"output_logits": True}
+FAMILIES = ("llama", "qwen2", "mistral", "gemma3")
+
+
+def answer(model: Any, documents: Any, store: Any = None, **options: Any) -> Any:
+    """What `generate` returns for documents and the question."""
+    return kvlayers.generate(model, documents=documents, question=QUESTION, prefix_store=store, **OPTIONS, **options)
+
+
+def plain(model: Any, *parts: torch.Tensor, **options: Any) -> Any:
+    """What `generate` returns for one text, computed at once."""
+    ids = torch.cat(parts, dim=1)
+    return kvlayers.generate(model, ids, attention_mask=torch.ones_like(ids), **{**OPTIONS, **options})
+
+
+def by_hand(model: Any, documents: Any, cache: Any = None, beginning: Any = None, recompute: Any = 0) -> Any:
+    """What `generate` returns behind documents that are read apart and put together by hand."""
+    texts = documents if beginning is None else [torch.cat([beginning, own], dim=1) for own in documents]
+    caches = []
+    for ids in texts:
+        caches.append(kvlayers.DynamicCache())
+        with torch.no_grad():
+            model(ids, past_key_values=caches[-1])
+    common = 0 if beginning is None else beginning.shape[1]
+    joined = kvlayers.concatenate(caches, model, recompute=recompute, ids=texts, common=common, into=cache)
+    parts = [] if beginning is None else [beginning]
+    return plain(model, *parts, *documents, QUESTION, past_key_values=joined)
+
+
+def assert_same(found: Any, expected: Any, atol: float = 1e-4) -> None:
+    """Whether two answers have the same tokens, and logits that are near."""
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    torch.testing.assert_close(torch.cat(found.logits), torch.cat(expected.logits), rtol=0, atol=atol)
+
+
+# The answer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_are_one_text_unless_less_is_asked_for(family: str) -> None:
+    model, store = tiny_model(family), kvlayers.PrefixStore()
+    for documents in itertools.permutations([A, B, C]):
+        expected = plain(model, *documents, QUESTION)
+        assert_same(answer(model, list(documents)), expected)
+        assert_same(answer(model, list(documents), store), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("recompute", [0, 3, "30%"])
+def test_documents_are_those_that_are_put_together_by_hand(family: str, recompute: Any) -> None:
+    model, store = tiny_model(family), kvlayers.PrefixStore()
+    for documents in ([A, B, C], [C, A], [B, A, B]):
+        for beginning in (None, SYSTEM):
+            # The windows of the model's layers, as an ordinary call has them.
+            windows = kvlayers.DynamicCache(config=model.config)
+            expected = by_hand(model, documents, windows, beginning, recompute)
+            for each in (None, store):
+                found = answer(model, documents, each, beginning=beginning, recompute=recompute)
+                assert_same(found, expected)
+                kinds = [type(layer) for layer in found.to_tuple()[-1].layers]
+                assert kinds == [type(layer) for layer in windows.layers]
+    # It does make a difference, for each family: windows reach beyond the last document.
+    documents = [A, B, C[:, :3]]
+    off = torch.cat(answer(model, documents, recompute=0).logits) - torch.cat(plain(model, *documents, QUESTION).logits)
+    assert off.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}])
+def test_all_that_is_recomputed_is_exact_with_beams_too(family: str, options: dict[str, Any]) -> None:
+    model = tiny_model(family)
+    for name in ("dynamic", "static", "offloaded"):
+        found = answer(model, [C, A], recompute=24, beginning=SYSTEM, cache_implementation=name, **options)
+        expected = plain(model, SYSTEM, C, A, QUESTION, **options)
+        assert found.sequences.tolist() == expected.sequences.tolist()
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "fp8", "static", "offloaded", "recall", "offloaded_static"])
+def test_the_cache_of_the_call_takes_in_states_that_were_not_rounded(name: str) -> None:
+    model, store = tiny_model("llama"), kvlayers.PrefixStore()
+    documents = [prompt(1, 60, 1), prompt(1, 100, 2)]
+    expected = by_hand(model, documents, kvlayers.make_cache(name, model, length_hint=180))
+    for _ in range(2):
+        assert_same(answer(model, documents, store, recompute=0, cache_implementation=name), expected)
+    # As a name in the place of a cache, too.
+    assert_same(answer(model, documents, store, recompute=0, past_key_values=name), expected)
+    assert store.statistics.entries == 2
+
+
+def test_an_int4_cache_is_bit_by_bit_the_one_that_was_given_the_states() -> None:
+    model = tiny_model("llama")
+    texts = [prompt(1, tokens, tokens) for tokens in (90, 101)]
+    caches = []
+    for ids in texts:
+        caches.append(kvlayers.DynamicCache())
+        with torch.no_grad():
+            model(ids, past_key_values=caches[-1])
+    dense = kvlayers.concatenate(caches, model, recompute="20%", ids=texts)
+    into, expected = (kvlayers.QuantizedCache(config=model.config, nbits=4, residual_length=16) for _ in range(2))
+    for index, layer in enumerate(dense.layers):
+        expected.update(layer.keys, layer.values, index)
+    assert kvlayers.concatenate(caches, model, recompute="20%", ids=texts, into=into) is into
+    assert torch.equal(into.known_ids, torch.cat(texts, dim=1))
+    for own, other in zip(into.state().layers, expected.state().layers, strict=True):
+        assert own.tensors.keys() == other.tensors.keys()
+        assert len(own.tensors) > 2
+        assert all(torch.equal(own.tensors[name], other.tensors[name]) for name in own.tensors)
+    found, wanted = (plain(model, *texts, QUESTION, past_key_values=cache) for cache in (into, expected))
+    assert_same(found, wanted, atol=0)
+
+
+# What is computed
+
+
+def test_nothing_of_a_stored_document_is_computed_again(tmp_path: pathlib.Path) -> None:
+    model = fresh_model("llama")
+    with kvlayers.PrefixStore(directory=tmp_path) as store:
+        with tokens_passed(model) as passed:
+            first = answer(model, [A, B, C], store, beginning=SYSTEM, recompute=0)
+        # The beginning once.
+        assert passed == [25, 24, 21, 4, *[1] * (NEW - 1)]
+        assert first.cached_tokens == (0,)
+        expected = [answer(model, list(each), beginning=SYSTEM, recompute=0) for each in ([C, A], [B, C, A])]
+
+        def check(store: Any) -> None:
+            for documents, wanted in zip(([C, A], [B, C, A]), expected, strict=True):
+                with tokens_passed(model) as passed:
+                    found = answer(model, documents, store, beginning=SYSTEM, recompute=0)
+                assert passed == [4, *[1] * (NEW - 1)]
+                assert found.cached_tokens == (6 + sum(own.shape[1] for own in documents),)
+                assert_same(found, wanted)
+
+        check(store)
+        store.evict()
+        assert store.statistics.bytes == 0
+        check(store)
+    check(kvlayers.PrefixStore(directory=tmp_path))
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+def test_documents_on_a_server(tmp_path: pathlib.Path) -> None:
+    model = fresh_model("gemma3")
+    with running(tmp_path) as url:
+        with kvlayers.PrefixStore(directory=url) as store:
+            answer(model, [A, B], store, beginning=SYSTEM, recompute=0)
+        other = kvlayers.PrefixStore(directory=url)
+        with tokens_passed(model) as passed:
+            found = answer(model, [B, A], other, beginning=SYSTEM, recompute=0)
+        assert passed == [4, *[1] * (NEW - 1)]
+        assert found.cached_tokens == (49,)
+        assert_same(found, answer(model, [B, A], beginning=SYSTEM, recompute=0))
+
+
+@pytest.mark.parametrize(("recompute", "kept"), [(0, 43), (2, 41), (100, 24), ("50%", 33)])
+def test_tokens_that_are_recomputed_are_not_counted_as_cached(recompute: Any, kept: int) -> None:
+    model, store = tiny_model("llama"), kvlayers.PrefixStore()
+    answer(model, [A, B], store, recompute=recompute)
+    assert answer(model, [B, A], store, recompute=recompute).cached_tokens == (kept,)
+    # Half of a document is stored, and none of another one.
+    longer = torch.cat([A, C], dim=1)
+    assert answer(model, [prompt(1, 5, 6), longer], store, recompute=0).cached_tokens == (19,)
+
+
+def test_ordinary_calls_and_documents_find_each_other() -> None:
+    model, store = tiny_model("llama"), kvlayers.PrefixStore()
+    answer(model, [A, B], store, recompute=0)
+    assert plain(model, B, QUESTION, prefix_store=store).cached_tokens == (24,)
+    plain(model, C, QUESTION, prefix_store=store)
+    assert answer(model, [B, C], store, recompute=0).cached_tokens == (45,)
+
+
+def test_prompts_are_read_in_chunks_if_the_call_says_so() -> None:
+    model = fresh_model("llama")
+    with tokens_passed(model) as passed:
+        found = answer(model, [A, B], recompute=0, prefill_chunk_size=8)
+    assert passed[:6] == [8, 8, 3, 8, 8, 8]
+    assert_same(found, answer(model, [A, B], recompute=0))
+
+
+def test_the_store_of_install_is_used() -> None:
+    model, store = tiny_model("llama"), kvlayers.PrefixStore()
+    with kvlayers.installed(prefix_store=store):
+        answer(model, [A, B], recompute=0)
+        assert answer(model, [B, A], recompute=0).cached_tokens == (43,)
+    assert store.statistics.bypassed == 0
+    assert store.statistics.entries == 2
+
+
+# What the store keeps
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_store_gets_nothing_that_was_put_together(family: str) -> None:
+    model, store = tiny_model(family), kvlayers.PrefixStore()
+    for recompute in (0, "30%"):
+        answer(model, [A, B, C], store, beginning=SYSTEM, recompute=recompute)
+    assert store.statistics.entries == 3
+    assert store.statistics.tokens == 6 + 19 + 24 + 21
+
+    class EndError(Exception):
+        pass
+
+    class Ending(transformers.generation.BaseStreamer):  # type: ignore[name-defined,misc]
+        def put(self, value: Any) -> None:
+            if value.numel() == 1:
+                raise EndError
+
+        def end(self) -> None: ...
+
+    with pytest.raises(EndError):
+        answer(model, [B, A], store, beginning=SYSTEM, recompute=0, streamer=Ending())
+    assert store.statistics.tokens == 6 + 19 + 24 + 21
+    # Ordinary calls, the same and longer ones, get what a plain call computes.
+    for parts in ([SYSTEM, A, B, C, QUESTION], [SYSTEM, B, A, QUESTION, C], [SYSTEM, C]):
+        assert_same(plain(model, *parts, prefix_store=store), plain(model, *parts))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_document_is_the_states_of_its_tokens(family: str) -> None:
+    model, store = tiny_model(family), kvlayers.PrefixStore()
+    for beginning in (None, SYSTEM[0]):
+        whole = A if beginning is None else torch.cat([SYSTEM, A], dim=1)
+        expected = kvlayers.DynamicCache()
+        with torch.no_grad():
+            model(whole, past_key_values=expected)
+        for _ in range(2):
+            cache = store.document(A[0], model, beginning=beginning)
+            assert torch.equal(cache.known_ids, whole)
+            for own, other in zip(cache.layers, expected.layers, strict=True):
+                torch.testing.assert_close(own.keys, other.keys, rtol=0, atol=1e-5)
+                torch.testing.assert_close(own.values, other.values, rtol=0, atol=1e-5)
+            assert_same(plain(model, whole, QUESTION, past_key_values=cache), plain(model, whole, QUESTION))
+    assert store.statistics.tokens_covered == 19 + 25
+    # What was decoded behind it is not in the store.
+    assert store.document(A[0], model).get_seq_length() == 19
+    assert store.statistics.entries == 2
+    # A prefix of another document needs no entry.
+    assert store.document(A[0, :7], model).get_seq_length() == 7
+    assert store.statistics.entries == 2
+    joined = kvlayers.concatenate([store.document(own, model) for own in (B, A)], model, recompute="30%")
+    found = plain(model, B, A, QUESTION, past_key_values=joined)
+    assert_same(found, by_hand(model, [B, A], recompute="30%"))
+
+
+def test_other_weights_namespaces_and_types_are_not_found() -> None:
+    model, store = fresh_model("llama"), kvlayers.PrefixStore()
+    answer(model, [A, B], store, recompute=0, namespace="one")
+    assert answer(model, [A, B], store, recompute=0, namespace="one").cached_tokens == (43,)
+    assert answer(model, [A, B], store, recompute=0).cached_tokens == (0,)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert answer(model, [A, B], store, recompute=0).cached_tokens == (0,)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.add_(0.01)
+    found = answer(model, [A, B], store, recompute=0, namespace="one")
+    assert found.cached_tokens == (0,)
+    assert_same(found, answer(model, [A, B], recompute=0))
+
+
+def test_documents_take_the_bytes_of_their_states(tmp_path: pathlib.Path) -> None:
+    model = fresh_model("llama", max_position_embeddings=4096)
+    beginning, *texts = (prompt(1, 320, seed) for seed in range(7))
+    a_token = 2 * 2 * 2 * 8 * 4
+    for common in (None, beginning):
+        path = tmp_path / str(common is None)
+        store = kvlayers.PrefixStore(directory=path)
+        for _ in range(2):
+            answer(model, texts[::-1] if len(store) else texts, store, beginning=common, recompute=0)
+        states = a_token * 320 * (6 + (common is not None))
+        now = store.statistics
+        assert states <= now.bytes <= 1.05 * states
+        assert (now.shared_bytes >= a_token * 320) == (common is not None)
+        assert store.flush()
+        assert store.statistics.file_bytes <= 1.1 * states
+        assert sum(file.stat().st_size for file in path.iterdir()) <= 1.1 * states
+
+
+def test_without_room_the_call_goes_on() -> None:
+    model, store = tiny_model("llama"), kvlayers.PrefixStore(max_bytes=256 * 20)
+    for _ in range(2):
+        assert_same(answer(model, [A, B], store, recompute=0), answer(model, [A, B], recompute=0))
+    assert store.statistics.entries == 1
+    assert store.statistics.refused == 2
+
+
+# Texts
+
+
+def words(begins_texts: bool) -> Any:
+    """A tokenizer of words, which may put a token before every text."""
+    names = ["<pad>", "<s>", "<unk>", *(f"w{number}" for number in range(3, 97))]
+    tokenizer = Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    if begins_texts:
+        tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("begins_texts", [False, True])
+def test_texts_are_encoded_one_by_one(begins_texts: bool) -> None:
+    model, store, tokenizer = fresh_model("llama"), kvlayers.PrefixStore(), words(begins_texts)
+    texts = [" ".join(f"w{number}" for number in own[0].tolist()) for own in (A, B, SYSTEM, QUESTION)]
+    start = torch.tensor([[1] if begins_texts else []], dtype=torch.int64)
+    options: dict[str, Any] = {"question": texts[3], "tokenizer": tokenizer, "prefix_store": store, **OPTIONS}
+
+    def ask(documents: Any, **others: Any) -> Any:
+        return kvlayers.generate(model, documents=documents, **options, **others)
+
+    assert_same(ask(texts[:2]), plain(model, start, A, B, QUESTION))
+    assert_same(ask(texts[:2], beginning=texts[2]), plain(model, start, SYSTEM, A, B, QUESTION))
+    store.clear()
+    # Documents are behind the first token, wherever they stand.
+    begun = by_hand(model, [A, B], beginning=start if begins_texts else None)
+    assert_same(ask(texts[:2], recompute=0), begun)
+    with tokens_passed(model) as passed:
+        ask([texts[1], texts[0]], recompute=0)
+    assert passed == [4, *[1] * (NEW - 1)]
+    # Who passes ids says what stands in front.
+    assert_same(ask([A, texts[1]]), plain(model, A, B, QUESTION))
+    assert_same(ask(texts[:2], beginning=SYSTEM), plain(model, SYSTEM, A, B, QUESTION))
+
+
+# Bad input
+
+
+def calling(**options: Any) -> Any:
+    """A call with documents and a question, or with something else in their place."""
+    return lambda model, store: kvlayers.generate(
+        model, **{"documents": [A, B], "question": QUESTION, "recompute": 0, "prefix_store": store, **options}
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (calling(question=None), OptionError),
+        (calling(question=torch.empty(1, 0, dtype=torch.int64)), OptionError),
+        (calling(documents=[]), OptionError),
+        (calling(documents=A), OptionError),
+        (calling(documents="text"), OptionError),
+        (calling(documents=[A, torch.empty(0, dtype=torch.int64)]), OptionError),
+        (calling(documents=[A, A.expand(2, -1)]), OptionError),
+        (calling(documents=[A, A.float()]), OptionError),
+        (calling(documents=[A, A.int()]), OptionError),
+        (calling(documents=[A, 5]), OptionError),
+        (calling(documents=[A, "text"]), OptionError),
+        (calling(documents=[A, ""], tokenizer=words(begins_texts=False)), OptionError),
+        (calling(documents=None), OptionError),
+        (calling(documents=None, question=None), OptionError),
+        (calling(documents=None, question=None, recompute="100%", beginning=A), OptionError),
+        (calling(beginning=torch.empty(1, 0, dtype=torch.int64)), OptionError),
+        (calling(recompute="some"), OptionError),
+        (calling(recompute=-1), OptionError),
+        (calling(recompute="100%", documents=[A, "text"]), OptionError),
+        (calling(input_ids=A), OptionError),
+        (calling(inputs=A), OptionError),
+        (calling(attention_mask=torch.ones_like(A)), OptionError),
+        (calling(inputs_embeds=torch.zeros(1, 3, 32)), OptionError),
+        (calling(past_key_values=kvlayers.DynamicCache()), OptionError),
+        (calling(cache=kvlayers.DynamicCache(), recompute="100%"), OptionError),
+        (lambda model, store: kvlayers.generate(model, A, documents=[A], question=QUESTION), OptionError),
+        (calling(prefix_store={}), OptionError),
+        (calling(namespace=5), OptionError),
+        (calling(position_ids=torch.arange(47)[None]), OptionError),
+        (calling(prompt_lookup_num_tokens=3), OptionError),
+        (calling(assistant_model=tiny_model("llama", 1)), OptionError),
+        (calling(use_cache=False), OptionError),
+        (calling(output_attentions=True, return_dict_in_generate=True), OptionError),
+        (calling(cache_implementation="sink"), UnsupportedLayerError),
+        (calling(cache_implementation="snapkv"), UnsupportedLayerError),
+        (calling(cache_implementation="knorm"), UnsupportedLayerError),
+        (calling(cache_implementation="static", cache_config={"max_cache_len": 40}), CapacityError),
+        (calling(documents=[A, B] * 6), CapacityError),
+        (lambda model, store: store.document(A.float(), model), OptionError),
+        (lambda model, store: store.document(A[:, :0], model), OptionError),
+        (lambda model, store: store.document("text", model), OptionError),
+        (lambda model, store: store.document(A, model, beginning=A.expand(2, -1)), OptionError),
+        (lambda model, store: store.document(A, model, namespace=5), OptionError),
+        (lambda model, store: store.document(A.repeat(1, 20), model), CapacityError),
+    ],
+)
+def test_wrong_calls_are_named_and_nothing_is_computed(call: Any, error: type[KVLayersError]) -> None:
+    model, store = fresh_model("llama"), kvlayers.PrefixStore()
+    before = [A.clone(), B.clone()]
+    with tokens_passed(model) as passed, pytest.raises(error, match="`|this call|reservation"):
+        call(model, store)
+    assert passed == []
+    assert len(store) == 0
+    assert all(torch.equal(own, old) for own, old in zip((A, B), before, strict=True))
+    # The next call is a usual one.
+    assert_same(answer(model, [A, B], store), plain(model, A, B, QUESTION))
+
+
+@pytest.mark.parametrize(
+    ("family", "error"),
+    [("gpt2", ConfigError), ("t5", OptionError), ("jamba", KVLayersError), ("deepseek_v3", ConfigError)],
+)
+def test_models_whose_states_cannot_be_put_together_are_named(family: str, error: type[KVLayersError]) -> None:
+    model, store = fresh_model(family), kvlayers.PrefixStore()
+    with tokens_passed(model) as passed:
+        for call in (lambda: answer(model, [A, B], store, recompute=0), lambda: store.document(A, model)):
+            with pytest.raises(error):
+                call()
+    assert passed == []
+    assert len(store) == 0
+
+
+def test_states_that_depend_on_more_than_tokens_are_refused() -> None:
+    model, store = fresh_model("llama", attention_dropout=0.5), kvlayers.PrefixStore()
+    model.train()
+    for call in (lambda: answer(model, [A, B], store, recompute=0), lambda: store.document(A, model)):
+        with pytest.raises(OptionError, match=r"this call cannot put `documents` together, as .* training mode"):
+            call()
+    assert len(store) == 0
+    model.eval().set_attn_implementation("eager")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ConfigError, match="`recompute` needs attn_implementation"):
+        answer(model, [A, B], store, recompute="15%")
+    assert len(store) == 0
+
+
+@pytest.mark.parametrize(
+    ("into", "error"),
+    [
+        (lambda model: "int4", OptionError),
+        (lambda model: transformers.DynamicCache(), OptionError),
+        (lambda model: kvlayers.DynamicCache(config=fresh_model("gemma3").config), OptionError),
+        (lambda model: kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache()), OptionError),
+        (lambda model: filled(2), OptionError),
+        (lambda model: filled(1), OptionError),
+        (lambda model: kvlayers.SinkCache(config=model.config, window_length=16), UnsupportedLayerError),
+        (lambda model: kvlayers.make_cache("snapkv", model), UnsupportedLayerError),
+        (lambda model: kvlayers.StaticCache(config=model.config, max_cache_len=42), CapacityError),
+    ],
+)
+def test_only_empty_caches_with_room_take_documents_in(into: Any, error: type[KVLayersError]) -> None:
+    model, store = tiny_model("llama"), kvlayers.PrefixStore()
+    caches, cache = [store.document(own, model) for own in (A, B)], into(model)
+    before = cache.get_seq_length() if isinstance(cache, transformers.Cache) else None
+    with pytest.raises(error, match="`into`|reservation"):
+        kvlayers.concatenate(caches, model, recompute=0, into=cache)
+    assert before is None or cache.get_seq_length() == before
+    assert [own.get_seq_length() for own in caches] == [19, 24]
+
+
+def filled(rows: int) -> Any:
+    cache = kvlayers.DynamicCache()
+    for index in range(2):
+        cache.update(torch.zeros(rows, 2, 3, 8), torch.zeros(rows, 2, 3, 8), index)
+    return cache
+
+
+def test_a_cache_that_runs_out_of_memory_half_way_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, store, into = tiny_model("llama"), kvlayers.PrefixStore(), kvlayers.DynamicCache(config=tiny_model("llama"))
+    caches = [store.document(own, model) for own in (A, B)]
+
+    def fail(*args: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(into.layers[1], "update", fail)
+        with pytest.raises(MemoryError):
+            kvlayers.concatenate(caches, model, recompute=0, into=into)
+    assert [layer.length for layer in into.layers] == [0, 0]
+    kvlayers.concatenate(caches, model, recompute=0, into=into)
+    assert_same(plain(model, A, B, QUESTION, past_key_values=into), by_hand(model, [A, B]))

@@ -13,9 +13,11 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
 import kvlayers
+import versions
 from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionError, UnsupportedLayerError
 from models import fresh_model, prompt, tiny_model, tokens_passed
 from redis_server import running, why_not
+from vision_models import any_seeing_model
 
 A, B, C = (prompt(1, tokens, tokens) for tokens in (19, 24, 21))
 SYSTEM = prompt(1, 6, 5)
@@ -440,6 +442,16 @@ def test_states_that_depend_on_more_than_tokens_are_refused() -> None:
     with pytest.raises(ConfigError, match="`recompute` needs attn_implementation"):
         answer(model, [A, B], store, recompute="15%")
     assert len(store) == 0
+
+
+@versions.images_in_prefixes
+def test_models_of_images_take_documents_of_text_and_compute_nothing_again() -> None:
+    model, store = any_seeing_model("llava"), kvlayers.PrefixStore()
+    for wrong, error in (({"recompute": "15%"}, ConfigError), ({"pixel_values": torch.zeros(1, 3, 8, 8)}, OptionError)):
+        with pytest.raises(error, match="text alone|given pixel_values"):
+            answer(model, [A, B], store, **{"recompute": 0, **wrong})
+    assert len(store) == 0
+    assert_same(answer(model, [A, B], store, recompute=0), by_hand(model, [A, B]))
 
 
 @pytest.mark.parametrize(

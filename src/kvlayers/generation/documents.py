@@ -134,9 +134,9 @@ class DocumentPrompt:
         """The cache of a prompt up to its question, for all of its sequences, and how many tokens a store had of it."""
         images = [each for each in model_types.image_arguments(model.config) if arguments.get(each) is not None]
         with _refusing():
-            call = PrefixedCall(active, model, (), arguments)
             if images:
                 raise IneligibleError(f"it is given {', '.join(sorted(images))}")
+            call = PrefixedCall(active, model, (), arguments)
             documents = StoredDocuments(model, active, self.recompute, arguments["input_ids"].shape[1])
             into = call.empty()
         tokens = arguments["input_ids"].shape[1] - self.question.shape[1]
@@ -151,8 +151,9 @@ class DocumentPrompt:
             end += own.get_seq_length() - begin
             begin = shared
         cached_tokens = len(stored.difference(recomputed))
+        cache = call.repeated(cache)
         cache.prefix_notes = (f"{cached_tokens} of {end} tokens of documents were stored, and not computed again",)
-        return call.repeated(cache), cached_tokens
+        return cache, cached_tokens
 
 
 def _ids(tokenizer: Any, device: torch.device, name: str, given: object) -> Tensor:

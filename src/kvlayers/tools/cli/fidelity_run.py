@@ -168,7 +168,7 @@ def needed_tokens(config: Any, samples: Sequence[TaskSample]) -> int:
     needed, most = _tokens_with_answer(longest), most_positions(config)
     if most is not None and needed > most:
         raise OptionError(
-            f"`--lengths` must leave room for the answer within the {most} positions of the model, but {longest.task} "
+            f"`lengths` must leave room for the answer within the {most} positions of the model, but {longest.task} "
             f"of {longest.length} tokens needs {needed}: pass shorter lengths."
         )
     return needed

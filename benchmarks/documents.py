@@ -356,13 +356,13 @@ def join_table(record: dict[str, Any]) -> str:
         row.append(f"{entry['share']:.3f}")
     return "\n".join(
         [
-            f"{DOCUMENTS} documents of {record['arguments']['document_tokens']} tokens from a store, in a new order each "
-            f"time, {model_of(record)} in float32:",
+            f"{DOCUMENTS} documents of {record['arguments']['document_tokens']} tokens from a store, each time in a "
+            f"new order, {model_of(record)} in float32:",
             "",
             pages.markdown(["`recompute`", "s to the first token", "share"], rows, "---:"),
             "",
-            f"In memory, the store takes {nbytes['memory'] / nbytes['states']:.3f} of the bytes of the documents' states, "
-            f"in files {nbytes['files'] / nbytes['states']:.3f}.",
+            f"In memory, the store takes {nbytes['memory'] / nbytes['states']:.3f} of the bytes of all states, in "
+            f"files {nbytes['files'] / nbytes['states']:.3f}.",
         ]
     )
 
@@ -438,7 +438,7 @@ def replace_table(records: Sequence[dict[str, Any]]) -> str:
         rows.append(cells)
     return "\n".join(
         [
-            f"In the middle of {records[0]['arguments']['context']} tokens, {CHANGED_TOKENS} become {NEW_TOKENS} others. "
+            f"{CHANGED_TOKENS} tokens in the middle of {records[0]['arguments']['context']} become {NEW_TOKENS}. "
             "Time is a share of computing all of it; scores of questions are in percent:",
             "",
             pages.markdown(head, rows, "---:"),

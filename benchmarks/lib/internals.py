@@ -29,8 +29,19 @@ from kvlayers.tools.calibration.settings import DivergenceInUse
 from kvlayers.tools.measuring.decoding import interleaved, quiet_clock
 from kvlayers.tools.measuring.environment import environment
 from kvlayers.tools.measuring.nbytes import cache_nbytes
-from kvlayers.tools.measuring.scoring import CacheMaker, NoRecord, PassageScores, Scores, is_tie, newest_logits, read
+from kvlayers.tools.measuring.scoring import (
+    CacheMaker,
+    NoRecord,
+    PassageScores,
+    Scores,
+    divergences,
+    is_tie,
+    newest_logits,
+    read,
+)
 from kvlayers.tools.measuring.text import default_text, passages
+from kvlayers.tools.tasks.contract import TaskSample, samples_of
+from kvlayers.tools.tasks.runner import Decoding, answer, answer_score
 from kvlayers.upstream.cache_argument import name_for, name_in_generate
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import DeviceFacts, TritonKernel

@@ -254,7 +254,7 @@ def test_given_states_are_as_good_as_reading(family: str) -> None:
             assert name in REPLAYED_IF_POSSIBLE
             continue
         assert replay(states, contender.make()), name
-        read, given = contender.make(), SampleReader(model, asked, None).read(contender.make)
+        read, given = contender.make(), SampleReader(model, asked, None).read(contender)
         expected = slow_prompt(model, read, asked, None)
         assert torch.equal(given.logits, expected), name
         given.append([7])
@@ -336,7 +336,7 @@ def test_caches_that_evict_are_given_contexts_as_if_they_had_read_them(family: s
     lengths, asked = passes(model), sample()
     for name in FORGETTING:
         [contender] = named(model, name)
-        read, given = contender.make(), SampleReader(model, asked, None).read(contender.make)
+        read, given = contender.make(), SampleReader(model, asked, None).read(contender)
         assert given.cache.get_seq_length() == CONTEXT + QUESTION
         assert torch.equal(given.logits, slow_prompt(model, read, asked, None)), name
         given.append([7])
@@ -370,7 +370,7 @@ def test_the_question_is_read_in_pieces_of_its_own(passes: Any, monkeypatch: pyt
     expected = slow_read(model, cache := halves.make(), sample().context_ids, None)
     for token in sample().question_ids:
         expected = slow_read(model, cache, [token], None)
-    given = SampleReader(model, sample(), None, 1).read(halves.make)
+    given = SampleReader(model, sample(), None, 1).read(halves)
     assert torch.equal(given.logits, expected)
     at_once = run(model, [sample()], caches)
     assert found.logprob != pytest.approx(at_once[1].logprob)
@@ -420,7 +420,7 @@ def test_a_cache_that_looks_at_queries_is_shown_those_of_the_context(
     run(model, [asked], [*named(model, "dynamic", "int4"), looks, most_looked(model, "looks too")])
     assert lengths.count(CONTEXT) == 2
 
-    read, given = looks.make(), SampleReader(model, asked, None).read(looks.make)
+    read, given = looks.make(), SampleReader(model, asked, None).read(looks)
     assert torch.equal(given.logits, slow_prompt(model, read, asked, None))
     assert given.cache.layers[0].length == MostLooked.kept + QUESTION
     with pytest.raises(QueriesNeededError):

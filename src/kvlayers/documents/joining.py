@@ -136,7 +136,7 @@ def joined(
         begin = shared if number else 0
         pieces.append(Piece(cache, begin, length, end))
         end += length - begin
-    amount = amount_of(recompute)
+    amount = recompute_amount(recompute)
     # The first document is right as it is.
     amount = amount if len(pieces) > 1 else 0
     known = _known_ids(caches, lengths, ids, "ids", amount)
@@ -156,7 +156,7 @@ def replaced(
     if not 0 <= first <= behind <= length:
         raise OptionError(f"`start` and `stop` must be a range of the {length} tokens, got {start} and {stop}.")
     new = _as_rows(ids, cache.batch_size, "ids")
-    amount = amount_of(recompute)
+    amount = recompute_amount(recompute)
     # Without tokens behind them, the new ones have seen all that they would see.
     amount = amount if behind < length else 0
     known = _known_ids([cache], [length], None if known_ids is None else [known_ids], "known_ids", amount)
@@ -194,12 +194,8 @@ def _checked(caches: Sequence[Cache]) -> list[int]:
     return [cache.get_seq_length() for cache in caches]
 
 
-def amount_of(recompute: int | str) -> int | Fraction:
-    """A number of first tokens, or a share of all.
-
-    Raises:
-        OptionError: it is neither.
-    """
+def recompute_amount(recompute: int | str) -> int | Fraction:
+    """A number of first tokens of each document, or a share of all tokens. Raises `OptionError` for anything else."""
     if isinstance(recompute, int) and not isinstance(recompute, bool) and recompute >= 0:
         return recompute
     share = share_of(recompute)

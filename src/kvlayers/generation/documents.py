@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.from_config import WINDOWED
-from kvlayers.documents.joining import EVERYTHING, amount_of, check_into, check_joinable, joined
+from kvlayers.documents.joining import EVERYTHING, check_into, check_joinable, joined, recompute_amount
 from kvlayers.errors import OptionError
 from kvlayers.generation import cache_by_name
 from kvlayers.generation.prefix_reuse import active_store, prefixed_call
@@ -62,7 +62,7 @@ class DocumentPrompt:
     @property
     def is_one_text(self) -> bool:
         """Whether all of it is to be computed as one text."""
-        amount = amount_of(self.recompute)
+        amount = recompute_amount(self.recompute)
         return len(self.documents) == 1 or (isinstance(amount, Fraction) and amount == 1)
 
     @classmethod
@@ -88,7 +88,7 @@ class DocumentPrompt:
             if question is not None or beginning is not None or recompute != EVERYTHING:
                 raise OptionError("`documents` must be given with `question`, `beginning` and `recompute`, got none.")
             return None
-        amount_of(recompute)
+        recompute_amount(recompute)
         if not isinstance(documents, list | tuple) or not documents:
             raise OptionError(f"`documents` must be a list of texts or ids, at least one, got {documents!r}.")
         cache = cache_argument.passed_in(kwargs)
@@ -213,7 +213,7 @@ class StoredDocuments:
         has_windows = any(spec.layer_type in WINDOWED for spec in layer_specs(model.config))
         self._model, self._name = model, "dynamic_full" if has_windows else "dynamic"
         self._part = StorePart(model, active, self._name, {})
-        check_joinable(model, self.empty().adapted_layers(), tokens, amount_of(recompute))
+        check_joinable(model, self.empty().adapted_layers(), tokens, recompute_amount(recompute))
 
     def empty(self, tokens: int | None = None) -> Any:
         """An empty cache for a document of so many tokens."""

@@ -33,3 +33,12 @@ TASK_LENGTHS = "512,1k,2k"
 
 TASK_DEPTHS = "0,50,100"
 """Depths of the tasks of `kvlayers fidelity --tasks`, in percent, by default."""
+
+DOCUMENT_TOKENS = 512
+"""Tokens of each document of `kvlayers fidelity --documents`, by default."""
+
+DOCUMENT_SCORED = 64
+"""Tokens that `kvlayers fidelity --documents` scores behind documents, by default."""
+
+RECOMPUTES = "0,5%,15%,30%"
+"""What `kvlayers fidelity --documents` computes again, by default."""

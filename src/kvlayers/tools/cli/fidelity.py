@@ -1,5 +1,6 @@
 """The command `kvlayers fidelity`."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -8,11 +9,14 @@ import typer
 from kvlayers.errors import OptionError
 from kvlayers.tools.cli.common import CHECK_FAILED, Dtype, one_line_errors
 from kvlayers.tools.names import (
+    DOCUMENT_SCORED,
+    DOCUMENT_TOKENS,
     FIDELITY_BITS,
     FIDELITY_CHUNK,
     FIDELITY_CONTEXT,
     FIDELITY_SCORED,
     HUB_NAME,
+    RECOMPUTES,
     TASK_BITS,
     TASK_DEPTHS,
     TASK_LENGTHS,
@@ -25,8 +29,18 @@ OF_TEXT = ("context", "scored", "passages", "max_kl", "max_perplexity_increase",
 OF_TASKS = ("lengths", "depths", "samples", "seed", "budget", "question_chunk")
 """Options that only a run over tasks has."""
 
+OF_DOCUMENTS = ("document_tokens", "recompute")
+"""Options that only a run with documents has."""
+
+OF_CACHES = (
+    *("bits", "name", "against", "calibration", "context", "chunk", "max_perplexity_increase", "max_bytes"),
+    *("lengths", "depths", "question_chunk"),
+)
+"""Options that a run with documents does not have."""
+
 TEXT_PANEL = "A running text"
 TASKS_PANEL = "Tasks (with --tasks)"
+DOCUMENTS_PANEL = "Documents that are computed apart (with --documents)"
 
 
 def fidelity(
@@ -78,7 +92,10 @@ def fidelity(
     ] = None,
     scored: Annotated[
         str | None,
-        typer.Option(help=f"Tokens of each passage to score. Default: {FIDELITY_SCORED}.", rich_help_panel=TEXT_PANEL),
+        typer.Option(
+            help=f"Tokens of each passage to score. Default: {FIDELITY_SCORED}; with --documents: {DOCUMENT_SCORED}.",
+            rich_help_panel=TEXT_PANEL,
+        ),
     ] = None,
     passages: Annotated[
         int, typer.Option(min=1, help="Passages, spread over the text.", rich_help_panel=TEXT_PANEL)
@@ -142,6 +159,25 @@ def fidelity(
             rich_help_panel=TASKS_PANEL,
         ),
     ] = None,
+    documents: Annotated[
+        str | None,
+        typer.Option(
+            help="Put so many documents together, in place of reading them at once; several numbers separated by "
+            "commas. With --tasks, the answer stands in each of them in turn.",
+            rich_help_panel=DOCUMENTS_PANEL,
+        ),
+    ] = None,
+    document_tokens: Annotated[
+        str, typer.Option(help="Tokens of each document.", rich_help_panel=DOCUMENTS_PANEL)
+    ] = str(DOCUMENT_TOKENS),
+    recompute: Annotated[
+        str,
+        typer.Option(
+            help="What is computed again, separated by commas: a share of all tokens (15%), or first tokens of each "
+            "document (32).",
+            rich_help_panel=DOCUMENTS_PANEL,
+        ),
+    ] = RECOMPUTES,
     dtype: Annotated[Dtype, typer.Option(help="Dtype that the model computes in.")] = Dtype.float32,
     device: Annotated[str | None, typer.Option(help="Default: cuda if available, else cpu.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads. Default: torch's choice.")] = None,
@@ -152,19 +188,26 @@ def fidelity(
     report: Annotated[Path | None, typer.Option(help="HTML file to write. Default: none.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout, everything else on stderr.")] = False,
 ) -> None:
-    """Measure what caches change in a model's predictions on a text, or in its answers to long-context tasks.
+    """Measure what caches, or documents that are computed apart, change in a model's predictions and answers.
 
     Exits with 1 if no cache is within the budget or a cache fails, and with 2 if the input cannot be used.
     """
     with one_line_errors("fidelity"):
-        _check_options_of_kind(call, tasks is not None)
+        _check_options_of_kind(call, tasks is not None, documents is not None)
     # Imported late: torch takes seconds to import, and `--help` does not need it.
+    from kvlayers.tools.cli.documents_run import DocumentsRun
     from kvlayers.tools.cli.fidelity_run import FidelityRun
 
     run = FidelityRun(
         model, text, bits, name or (), against or (), calibration, dtype, device, threads, results, report, as_json
     )
-    if tasks is None:
+    if documents is not None:
+        apart = DocumentsRun(run, documents, document_tokens, recompute)
+        if tasks is None:
+            passed = apart.over_text(scored, passages, max_kl)
+        else:
+            passed = apart.over_tasks(tasks, samples, seed, budget)
+    elif tasks is None:
         passed = run.over_text(context, scored, passages, chunk, max_kl, max_perplexity_increase, max_bytes)
     else:
         passed = run.over_tasks(tasks, lengths, depths, samples, seed, chunk, question_chunk, budget)
@@ -172,12 +215,23 @@ def fidelity(
         raise typer.Exit(CHECK_FAILED)
 
 
-def _check_options_of_kind(call: typer.Context, is_of_tasks: bool) -> None:
-    """Raise `OptionError` if the user has given an option that only the other kind of run has."""
-    for parameter in OF_TEXT if is_of_tasks else OF_TASKS:
-        source = call.get_parameter_source(parameter)
-        if source is not None and source.name != "DEFAULT":
-            option = f"--{parameter.replace('_', '-')}"
-            if is_of_tasks:
-                raise OptionError(f"`{option}` is for a running text: leave out either it or `--tasks`.")
-            raise OptionError(f"`{option}` is for tasks: pass `--tasks` as well, or leave `{option}` out.")
+def _check_options_of_kind(call: typer.Context, is_of_tasks: bool, has_documents: bool) -> None:
+    """Raise `OptionError` if the user has given an option that only another kind of run has."""
+
+    def given(parameters: Iterable[str]) -> Iterator[str]:
+        for parameter in parameters:
+            source = call.get_parameter_source(parameter)
+            if source is not None and source.name != "DEFAULT":
+                yield f"--{parameter.replace('_', '-')}"
+
+    for option in given(OF_CACHES if has_documents else ()):
+        raise OptionError(f"`{option}` is for caches, which `--documents` does not compare: leave out one of them.")
+    for option in given(() if has_documents else OF_DOCUMENTS):
+        raise OptionError(f"`{option}` is for documents: pass `--documents` as well, or leave `{option}` out.")
+    if has_documents and not is_of_tasks:
+        for option in given(("results",)):
+            raise OptionError(f"`{option}` needs `--tasks` if there are documents: pass `--tasks`, or leave it out.")
+    for option in given(OF_TEXT if is_of_tasks else OF_TASKS):
+        if is_of_tasks:
+            raise OptionError(f"`{option}` is for a running text: leave out either it or `--tasks`.")
+        raise OptionError(f"`{option}` is for tasks: pass `--tasks` as well, or leave `{option}` out.")

@@ -2,12 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from kvlayers.errors import KVLayersError, OptionError
 from kvlayers.generation.cache_by_name import NamedCache
@@ -40,9 +41,9 @@ from kvlayers.tools.names import (
     TASK_BITS,
     TASK_LENGTHS,
 )
-from kvlayers.tools.tasks.contract import TaskSample, samples_of, task_names
+from kvlayers.tools.tasks.contract import TaskSample, Tick, samples_of, task_names
 from kvlayers.tools.tasks.runner import run_tasks
-from kvlayers.tools.tasks.summary import summarize
+from kvlayers.tools.tasks.summary import TaskOutcome, summarize
 from kvlayers.upstream.model_types import most_positions, tokens_at_once
 from kvlayers.utils.units import bytes_or_share, tokens
 
@@ -167,7 +168,7 @@ def needed_tokens(config: Any, samples: Sequence[TaskSample]) -> int:
     needed, most = _tokens_with_answer(longest), most_positions(config)
     if most is not None and needed > most:
         raise OptionError(
-            f"`--lengths` must leave room for the answer within the {most} positions of the model, but {longest.task} "
+            f"`lengths` must leave room for the answer within the {most} positions of the model, but {longest.task} "
             f"of {longest.length} tokens needs {needed}: pass shorter lengths."
         )
     return needed
@@ -176,6 +177,41 @@ def needed_tokens(config: Any, samples: Sequence[TaskSample]) -> int:
 def _tokens_with_answer(sample: TaskSample) -> int:
     asked = len(sample.context_ids) + len(sample.question_ids)
     return asked + max(sample.max_answer_tokens, len(sample.answer_ids))
+
+
+def check_points(budget: float | None) -> None:
+    """Raise `OptionError` unless a budget is in percentage points."""
+    if budget is not None and not 0 <= budget <= 100:
+        raise OptionError(f"`--budget` must be percentage points from 0 to 100, got {budget:g}.")
+
+
+def answered(
+    console: Console,
+    asked: TaskResults,
+    samples: Sequence[TaskSample],
+    identity: Mapping[str, Any],
+    run: Callable[[ResultsFile | None, Tick], list[TaskOutcome]],
+) -> TaskResults:
+    """What was asked, with its answers: those in the file of results, and new ones.
+
+    Args:
+        console: where the bar is drawn.
+        asked: the run without answers.
+        samples: the samples.
+        identity: what must be equal for two runs to have the same outcomes.
+        run: answers the samples, with the file and a function to call before each of them.
+    """
+    file, known = None, 0
+    if asked.results_file is not None:
+        uses = {each.name: plain(each.generate_options or {}) for each in asked.contenders}
+        # A calibration has options of its own each time, whatever its name.
+        options = {name: use for name, use in uses.items() if "cache_config" in use}
+        file = ResultsFile(asked.results_file, identity, options)
+        every = itertools.product(asked.contenders, samples)
+        known = sum(file.outcome(each.name, sample) is not None for each, sample in every)
+    with bar_between_runs(console, len(samples) * len(asked.contenders), "Every cache on every sample") as begin:
+        outcomes = run(file, begin)
+    return replace(asked, known=known, outcomes=outcomes, summary=summarize(outcomes, asked.exact.name))
 
 
 EXACT = "dynamic"
@@ -248,7 +284,7 @@ class FidelityRun:
                 )
             results = FidelityResults(
                 run=RunFacts.of(loaded),
-                text=self._text_name,
+                text=self.text_name,
                 passages=passages,
                 context=before,
                 scored=after,
@@ -277,8 +313,7 @@ class FidelityRun:
             report = report_path(console, self.report, None)
             path = results_path(self.results, report)
             target = find_device(self.device)
-            if budget is not None and not 0 <= budget <= 100:
-                raise OptionError(f"`--budget` must be percentage points from 0 to 100, got {budget:g}.")
+            check_points(budget)
             tasks, depths = chosen_tasks(asked_tasks), chosen_depths(asked_depths)
             wanted = chosen_lengths(asked_lengths)
             content = read_text(self.text)
@@ -293,22 +328,9 @@ class FidelityRun:
             contenders = [exact, *(each for each in chosen if each.key != exact.key)]
             # Weights are loaded when all that the user asked for is checked.
             loaded = load(console, found, self.dtype.on(target), target)
-            file, known = None, 0
-            if path is not None:
-                identity = run_identity(loaded.model, loaded.name, content, seed, chunk, question_chunk)
-                uses = {each.name: plain(each.generate_options or {}) for each in contenders}
-                # A calibration has options of its own each time, whatever its name.
-                file = ResultsFile(path, identity, {name: use for name, use in uses.items() if "cache_config" in use})
-                asked = itertools.product(contenders, samples)
-                known = sum(file.outcome(each.name, sample) is not None for each, sample in asked)
-            runs = len(samples) * len(contenders)
-            with bar_between_runs(console, runs, "Every cache on every sample") as begin:
-                outcomes = run_tasks(
-                    loaded.model, loaded.tokenizer, samples, contenders, chunk, file, begin, question_chunk
-                )
             results = TaskResults(
                 run=RunFacts.of(loaded),
-                text=self._text_name,
+                text=self.text_name,
                 tasks=tasks,
                 lengths=lengths,
                 depths=depths,
@@ -322,9 +344,16 @@ class FidelityRun:
                 nbytes_tokens=most,
                 left_out=left_out,
                 results_file=path,
-                known=known,
-                outcomes=outcomes,
-                summary=summarize(outcomes, exact.name),
+            )
+            identity = run_identity(loaded.model, loaded.name, content, seed, chunk, question_chunk)
+            results = answered(
+                console,
+                results,
+                samples,
+                identity,
+                lambda file, begin: run_tasks(
+                    loaded.model, loaded.tokenizer, samples, contenders, chunk, file, begin, question_chunk
+                ),
             )
             conclude(console, results, report, self.as_json)
         return results.passed
@@ -369,5 +398,6 @@ class FidelityRun:
         return list({each.key: each for each in contenders}.values()), left_out
 
     @property
-    def _text_name(self) -> str:
+    def text_name(self) -> str:
+        """Where the text is from, for readers."""
         return "Python's help" if self.text is None else str(self.text)

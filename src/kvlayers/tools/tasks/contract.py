@@ -129,6 +129,7 @@ class TaskSample:
         answers: strings that a right answer contains, all of them.
         answer_ids: token ids of one right answer, for its log-probability.
         max_answer_tokens: the most tokens that the model may generate as its answer.
+        introduction_tokens: tokens of the context before all filler.
     """
 
     task: str
@@ -140,6 +141,7 @@ class TaskSample:
     answers: tuple[str, ...]
     answer_ids: tuple[int, ...]
     max_answer_tokens: int
+    introduction_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -333,4 +335,5 @@ def _sample(
         answers=text.expected,
         answer_ids=answer,
         max_answer_tokens=len(answer) + SPARE_ANSWER_TOKENS,
+        introduction_tokens=len(start),
     )

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -110,6 +110,19 @@ class Decoding:
         return twin
 
 
+class ContextReader(Protocol):
+    """Reads a sample for one contender after another."""
+
+    @property
+    def sample(self) -> TaskSample:
+        """The sample."""
+        ...
+
+    def read(self, contender: Contender) -> Decoding:
+        """Read context and question into a new cache."""
+        ...
+
+
 class SampleReader:
     """Reads the context and the question of a sample into one cache after another.
 
@@ -133,12 +146,9 @@ class SampleReader:
         # Whether queries are recorded decides how attention computes, and thereby the last bits of states.
         self._with_queries = functools.cache(lambda recorded: context_states(model, sample.context_ids, recorded))
 
-    def read(self, make_cache: Callable[[], Any]) -> Decoding:
-        """Read context and question.
-
-        Args:
-            make_cache: makes an empty cache.
-        """
+    def read(self, contender: Contender) -> Decoding:
+        """Read context and question."""
+        make_cache = contender.make
         at_once = tokens_at_once(self.model.config)
         cache = self._given_context(make_cache) if self._replays else None
         decoding = Decoding(self.model, make_cache() if cache is None else cache)
@@ -313,6 +323,7 @@ def run_tasks(
     done: ResultsFile | None,
     tick: Tick,
     question_chunk: int | None = None,
+    reader_of: Callable[[TaskSample], ContextReader] | None = None,
 ) -> list[TaskOutcome]:
     """Let a model answer samples through every cache.
 
@@ -331,6 +342,7 @@ def run_tasks(
         tick: called before each sample with each cache.
         question_chunk: tokens of a forward pass while the question is read, if other than `chunk`. With 1, the question
             is read as answers are, so that caches in which only single queries leave tokens out take part.
+        reader_of: how a sample is read for each of the contenders. Default: with `SampleReader`.
 
     Returns:
         One outcome for each sample and cache, in the order of the samples, and for each sample in the order of
@@ -347,10 +359,11 @@ def run_tasks(
     names = [contender.name for contender in contenders]
     if len(set(names)) != len(names):
         raise OptionError(f"`contenders` must have a name each, got {', '.join(names)}: leave out duplicates.")
+    made = reader_of or (lambda sample: SampleReader(model, sample, chunk, question_chunk))
     outcomes: list[TaskOutcome] = []
     lacked_room: dict[str, TaskOutcome] = {}
     for sample in samples:
-        reader = SampleReader(model, sample, chunk, question_chunk)
+        reader = made(sample)
         for contender in contenders:
             tick(f"{sample.task}, {sample.length} tokens: {contender.name}")
             outcome = None if done is None else done.outcome(contender.name, sample)
@@ -367,12 +380,12 @@ def run_tasks(
 
 
 def _answered(
-    tokenizer: Any, reader: SampleReader, contender: Contender, is_reference: bool, lacked_room: dict[str, TaskOutcome]
+    tokenizer: Any, reader: ContextReader, contender: Contender, is_reference: bool, lacked_room: dict[str, TaskOutcome]
 ) -> TaskOutcome:
     """The outcome of one sample with one cache, which is noted in `lacked_room` if the cache lacks room for it."""
     sample = reader.sample
     try:
-        text, logprob = answer(tokenizer, sample, lambda: reader.read(contender.make))
+        text, logprob = answer(tokenizer, sample, lambda: reader.read(contender))
         if not math.isfinite(logprob):
             raise FloatingPointError(f"the mean log-probability of a right answer is {logprob}")
     except Exception as error:

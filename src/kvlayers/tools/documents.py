@@ -1,0 +1,232 @@
+"""What it costs to compute documents apart: predictions and answers behind documents that were put together."""
+
+import functools
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlayers.core.cache import Cache
+from kvlayers.core.dynamic_cache import DynamicCache
+from kvlayers.documents import concatenate
+from kvlayers.tools.measuring.contenders import Contender
+from kvlayers.tools.measuring.scoring import divergences, newest_logits
+from kvlayers.tools.measuring.text import bos_ids
+from kvlayers.tools.measuring.text import passages as passages_of
+from kvlayers.tools.names import KVLAYERS
+from kvlayers.tools.tasks.contract import TaskSample, Tick
+from kvlayers.tools.tasks.runner import Decoding
+
+BEGINNING = "Read the following texts."
+"""What all documents of a text have in common before them."""
+
+SENTENCE_SEARCH = 48
+"""Tokens on both sides of a cut among which it looks for the end of a sentence."""
+
+
+class Apart:
+    """A context whose documents are computed apart, each behind the same beginning.
+
+    Every layer keeps every token, so that tokens can be computed again.
+
+    Args:
+        model: a causal language model in eval mode.
+        beginning: token ids before all documents; empty for none.
+        documents: token ids of each document.
+    """
+
+    def __init__(self, model: Any, beginning: Sequence[int], documents: Sequence[Sequence[int]]) -> None:
+        self._model, self._beginning, self._documents = model, list(beginning), [list(each) for each in documents]
+
+    @functools.cached_property
+    def _apart(self) -> list[Cache]:
+        before = self._read(DynamicCache(), self._beginning)
+        return [self._read(before.fork(), own) for own in self._documents]
+
+    def at_once(self) -> Cache:
+        """A cache that has read the whole context in one pass."""
+        return self._read(DynamicCache(), [*self._beginning, *itertools.chain(*self._documents)])
+
+    def joined(self, recompute: int | str) -> Cache:
+        """A cache of the documents put together, see `kvlayers.concatenate`."""
+        ids = [torch.tensor([*self._beginning, *own]) for own in self._documents]
+        return concatenate(self._apart, self._model, recompute=recompute, ids=ids, common=len(self._beginning))
+
+    def read_apart(self) -> None:
+        """Compute the documents now, if they were not computed before."""
+        _ = self._apart
+
+    def _read(self, cache: Cache, ids: Sequence[int]) -> Cache:
+        if ids:
+            newest_logits(self._model, torch.tensor([list(ids)], device=self._model.device), cache, 1)
+        return cache
+
+
+def documents_of(tokenizer: Any, ids: Sequence[int], count: int) -> list[list[int]]:
+    """Token ids cut into documents of about the same length, at the ends of sentences where there are any."""
+    ends = [place + 1 for place, token in enumerate(ids) if tokenizer.decode([token]).strip().endswith(".")]
+    cuts = [0]
+    for number in range(1, count):
+        wanted = len(ids) * number // count
+        nearest = min(ends, key=lambda end: abs(end - wanted), default=wanted)
+        is_near = abs(nearest - wanted) <= SENTENCE_SEARCH and cuts[-1] < nearest < len(ids)
+        cuts.append(nearest if is_near else wanted)
+    return [list(ids[begin:stop]) for begin, stop in itertools.pairwise([*cuts, len(ids)])]
+
+
+def recompute_contender(recompute: int | str) -> Contender:
+    """Documents that are put together, as a contender in tasks."""
+    return Contender(KVLAYERS, f"recompute {recompute}", DynamicCache)
+
+
+class DocumentReader:
+    """Reads the context of a sample as documents, and its question.
+
+    Args:
+        model: a causal language model in eval mode.
+        tokenizer: its tokenizer.
+        recomputes: what is computed again, by the contender's name. Any other contender reads all at once.
+        sample: the sample. Its introduction is what its documents have in common.
+        documents: how many documents its context is cut into.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, recomputes: dict[str, int | str], sample: TaskSample, documents: int
+    ) -> None:
+        self._model, self._recomputes, self.sample = model, recomputes, sample
+        beginning, behind = (
+            sample.context_ids[: sample.introduction_tokens],
+            sample.context_ids[sample.introduction_tokens :],
+        )
+        self._context = Apart(model, beginning, documents_of(tokenizer, behind, documents))
+
+    def read(self, contender: Contender) -> Decoding:
+        """Read context and question."""
+        recompute = self._recomputes.get(contender.name)
+        cache = self._context.at_once() if recompute is None else self._context.joined(recompute)
+        decoding = Decoding(self._model, cache)
+        decoding.append(self.sample.question_ids)
+        return decoding
+
+
+@dataclass(frozen=True)
+class DocumentFidelity:
+    """What documents that are put together change in the predictions behind them.
+
+    Attributes:
+        documents: how many documents.
+        recompute: what was computed again; `None` for a context that was computed at once.
+        tokens: tokens that were scored.
+        kl: mean KL divergence of the next-token distributions from those behind the whole context, in nats.
+        agreement: share of the tokens whose likeliest next token is the same.
+        perplexity: perplexity of the scored tokens.
+        seconds: median seconds to put the documents together, or to compute the context at once.
+        of_full: `seconds` as a share of those of the whole context.
+    """
+
+    documents: int
+    recompute: int | str | None
+    tokens: int
+    kl: float
+    agreement: float
+    perplexity: float
+    seconds: float
+    of_full: float
+
+
+def measure_documents(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    counts: Sequence[int],
+    document_tokens: int,
+    scored: int,
+    passages: int,
+    recomputes: Sequence[int | str],
+    tick: Tick,
+) -> list[DocumentFidelity]:
+    """Put documents of a text together, and score tokens behind them that go on with one of the documents.
+
+    Args:
+        model: in eval mode.
+        tokenizer: its tokenizer.
+        text: the text that documents are taken from, spread evenly over it.
+        counts: how many documents stand side by side; several of them are measured one after the other.
+        document_tokens: tokens of each document.
+        scored: tokens that are scored behind the documents.
+        passages: how often, each time with other documents.
+        recomputes: what is computed again.
+        tick: called before each piece of work.
+
+    Returns:
+        For each number of documents, the whole context, then each of `recomputes`.
+
+    Raises:
+        OptionError: the text is too short.
+    """
+    found = []
+    for count in counts:
+        texts = passages_of(tokenizer, text, passages * count, document_tokens + scored)
+        rows: dict[int | str | None, list[_Scored]] = {None: [], **{recompute: [] for recompute in recomputes}}
+        for passage in range(passages):
+            # Neighbours in the text would tell one another too much.
+            chosen = [texts[passage + passages * number][0].tolist() for number in range(count)]
+            begin = bos_ids(tokenizer) + tokenizer(BEGINNING, add_special_tokens=False).input_ids
+            without_bos = len(bos_ids(tokenizer))
+            context = Apart(model, begin, [own[without_bos:document_tokens] for own in chosen])
+            target = chosen[passage % count][document_tokens:]
+            tick(f"{count} documents, set {passage + 1}: computing")
+            context.read_apart()
+            whole = _scored(model, context.at_once, target, None)
+            rows[None].append(whole)
+            for recompute in recomputes:
+                tick(f"{count} documents, set {passage + 1}: recompute {recompute}")
+                join = functools.partial(context.joined, recompute)
+                rows[recompute].append(_scored(model, join, target, whole.logprobs))
+        full = statistics.median(each.seconds for each in rows[None])
+        found += [_fidelity(count, recompute, each, full) for recompute, each in rows.items()]
+    return found
+
+
+@dataclass(frozen=True)
+class _Scored:
+    kl: Tensor
+    agrees: Tensor
+    surprise: Tensor
+    seconds: float
+    logprobs: Tensor
+
+
+def _scored(model: Any, make: Callable[[], Cache], ids: Sequence[int], expected: Tensor | None) -> _Scored:
+    """Scores of tokens behind a cache, against log-probabilities `[tokens - 1, vocab]`; `None` for its own."""
+    begin = time.perf_counter()
+    cache = make()
+    seconds = time.perf_counter() - begin
+    target = torch.tensor([list(ids)], device=model.device)
+    seen = newest_logits(model, target, cache, len(ids))[:-1].double().log_softmax(-1)
+    expected = seen if expected is None else expected
+    surprise = -seen.gather(1, target[0, 1:, None])[:, 0]
+    return _Scored(divergences(expected, seen), seen.argmax(-1) == expected.argmax(-1), surprise, seconds, seen)
+
+
+def _fidelity(count: int, recompute: int | str | None, scored: Sequence[_Scored], full: float) -> DocumentFidelity:
+    kl, agrees, surprise = (
+        torch.cat([getattr(each, name) for each in scored]) for name in ("kl", "agrees", "surprise")
+    )
+    seconds = statistics.median(each.seconds for each in scored)
+    return DocumentFidelity(
+        documents=count,
+        recompute=recompute,
+        tokens=kl.numel(),
+        kl=float(kl.mean()),
+        agreement=float(agrees.double().mean()),
+        perplexity=math.exp(float(surprise.mean())),
+        seconds=seconds,
+        of_full=seconds / full,
+    )

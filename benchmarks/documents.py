@@ -34,7 +34,6 @@ from lib.internals import (
     TaskSample,
     answer,
     answer_score,
-    cache_nbytes,
     default_text,
     divergences,
     newest_logits,
@@ -128,8 +127,9 @@ def join(run: report.Session) -> dict[str, Any]:
                 order[:] = orders.sample(documents, len(documents))
                 seen = turns.take(first_token, is_counted=trial > 0)
         store.flush()
-        statistics, states = store.statistics, 0
-        states = cache_nbytes(subject.read(torch.cat([beginning, *documents])))
+        statistics = store.statistics
+        held = subject.read(torch.cat([beginning, *documents]))
+        states = sum(layer.keys.nbytes + layer.values.nbytes for layer in held.layers)
         store.close()
     ids = torch.cat([beginning, *order, question])[None]
     exact = kvlayers.generate(model, documents=order, question=question, beginning=beginning, **how)

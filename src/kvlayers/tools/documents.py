@@ -17,7 +17,7 @@ from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.documents import concatenate
 from kvlayers.tools.measuring.contenders import Contender
 from kvlayers.tools.measuring.scoring import divergences, newest_logits
-from kvlayers.tools.measuring.text import bos_ids
+from kvlayers.tools.measuring.text import bos_ids, check_known
 from kvlayers.tools.measuring.text import passages as passages_of
 from kvlayers.tools.names import KVLAYERS
 from kvlayers.tools.tasks.contract import TaskSample, Tick
@@ -78,6 +78,11 @@ def documents_of(tokenizer: Any, ids: Sequence[int], count: int) -> list[list[in
         is_near = abs(nearest - wanted) <= SENTENCE_SEARCH and cuts[-1] < nearest < len(ids)
         cuts.append(nearest if is_near else wanted)
     return [list(ids[begin:stop]) for begin, stop in itertools.pairwise([*cuts, len(ids)])]
+
+
+def beginning_of(tokenizer: Any) -> list[int]:
+    """Token ids of what all documents of a text have in common, with the BOS token if the tokenizer has one there."""
+    return [*bos_ids(tokenizer), *tokenizer(BEGINNING, add_special_tokens=False).input_ids]
 
 
 def recompute_contender(recompute: int | str) -> Contender:
@@ -170,15 +175,15 @@ def measure_documents(
     Raises:
         OptionError: the text is too short.
     """
-    found = []
+    found, begin, without_bos = [], beginning_of(tokenizer), len(bos_ids(tokenizer))
     for count in counts:
         texts = passages_of(tokenizer, text, passages * count, document_tokens + scored)
+        for ids in texts:
+            check_known(model.config, ids)
         rows: dict[int | str | None, list[_Scored]] = {None: [], **{recompute: [] for recompute in recomputes}}
         for passage in range(passages):
             # Neighbours in the text would tell one another too much.
             chosen = [texts[passage + passages * number][0].tolist() for number in range(count)]
-            begin = bos_ids(tokenizer) + tokenizer(BEGINNING, add_special_tokens=False).input_ids
-            without_bos = len(bos_ids(tokenizer))
             context = Apart(model, begin, [own[without_bos:document_tokens] for own in chosen])
             target = chosen[passage % count][document_tokens:]
             tick(f"{count} documents, set {passage + 1}: computing")

@@ -18,14 +18,15 @@ from kvlayers.tools.cli.fidelity_run import (
 )
 from kvlayers.tools.cli.fidelity_tasks_view import TaskResults
 from kvlayers.tools.cli.report import conclude, report_path
-from kvlayers.tools.documents import DocumentReader, measure_documents, recompute_contender
+from kvlayers.tools.documents import DocumentReader, beginning_of, measure_documents, recompute_contender
 from kvlayers.tools.measuring.contenders import named_contender
 from kvlayers.tools.measuring.run_file import identity_of
-from kvlayers.tools.measuring.text import check_known, check_length
+from kvlayers.tools.measuring.text import check_known
 from kvlayers.tools.models import RunFacts, find, find_device, load
 from kvlayers.tools.names import DOCUMENT_SCORED
 from kvlayers.tools.tasks.contract import TaskSample, samples_of
 from kvlayers.tools.tasks.runner import run_tasks
+from kvlayers.upstream.model_types import most_positions
 from kvlayers.utils.units import tokens
 
 OPTIONS = {
@@ -85,7 +86,13 @@ class DocumentsRun:
             content = read_text(common.text)
             target = find_device(common.device)
             found = find(console, common.model, "MODEL")
-            check_length(found.config, max(counts) * length + scored)
+            needed = len(beginning_of(found.tokenizer)) + max(counts) * length + scored
+            most = most_positions(found.config)
+            if most is not None and needed > most:
+                raise OptionError(
+                    f"`--documents` and `--scored` tokens must be within the {most} positions of the model, got "
+                    f"{needed} tokens: pass fewer documents, or a smaller `--document-tokens`."
+                )
             loaded = load(console, found, common.dtype.on(target), target)
             pieces = len(counts) * passages * (1 + len(again))
             with bar_between_runs(console, pieces, "Every share of every set of documents") as begin:

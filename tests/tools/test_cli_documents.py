@@ -57,9 +57,16 @@ def test_the_more_is_computed_again_the_less_is_lost(llama: Path) -> None:
         assert every["perplexity"] == pytest.approx(full["perplexity"], rel=1e-4)
         assert none["tokens"] == 2 * (SCORED - 1)
         assert full["of_full"] == 1
+        # Without the first document, and in all of its tokens the beginning.
+        after, tokens = (count - 1) * LENGTH, count * LENGTH + 5
+        assert [each["recomputed"] for each in (none, more, every)] == [
+            0,
+            pytest.approx(0.6 * after / tokens, abs=1 / tokens),
+            pytest.approx(after / tokens),
+        ]
 
     shown = fidelity(llama, *QUICK, *arguments)
-    assert f"2 sets of documents of {LENGTH} tokens, and {SCORED} scored tokens" in shown.output
+    assert f"2 sets of documents of {LENGTH} tokens, and {SCORED} tokens after them" in shown.output
     assert "all at once" in shown.output
     assert all(len(line) <= 80 for line in shown.output.splitlines())
 
@@ -159,7 +166,7 @@ def test_documents_are_computed_behind_their_beginning_once(llama: Path) -> None
     )
     context = Apart(model, range(3, 8), [range(20, 32), range(40, 50)])
     for _ in range(2):
-        assert context.joined(0).get_seq_length() == 27
+        assert context.joined(0).cache.get_seq_length() == 27
     assert counted == [5, 12, 10]
     assert context.at_once().get_seq_length() == 27
     hook.remove()
@@ -175,8 +182,8 @@ def test_documents_are_computed_behind_their_beginning_once(llama: Path) -> None
         (("--documents", "2", "--document-tokens", "0"), "`--document-tokens` must be at least 1"),
         (("--documents", "2", "--scored", "1"), "`--scored` must be at least 2 tokens"),
         (("--documents", "40"), "within the 512 positions of the model"),
-        (("--documents", "2", "--bits", "4"), "`--bits` is for caches"),
-        (("--documents", "2", "--tasks", "needle", "--lengths", "512"), "`--lengths` is for caches"),
+        (("--documents", "2", "--bits", "4"), "`--bits` does not apply to `--documents`"),
+        (("--documents", "2", "--tasks", "needle", "--lengths", "512"), "`--lengths` does not apply to `--documents`"),
         (("--documents", "2", "--results", "file"), "`--results` needs `--tasks`"),
         (("--documents", "2", "--budget", "2"), "`--budget` is for tasks"),
         (("--documents", "2", "--tasks", "needle", "--max-kl", "2"), "`--max-kl` is for a running text"),

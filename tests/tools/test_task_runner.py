@@ -78,8 +78,13 @@ def named(model: Any, *names: str, length: int = LENGTH) -> list[Contender]:
 
 
 def run(model: Any, samples: Sequence[TaskSample], caches: Sequence[Contender], **options: Any) -> list[TaskOutcome]:
+    chunks = [options.pop(name, None) for name in ("chunk", "question_chunk")]
     return run_tasks(
-        model, Words(), samples, caches, **{"chunk": None, "done": None, "tick": lambda what: None, **options}
+        Words(),
+        samples,
+        caches,
+        lambda sample: SampleReader(model, sample, *chunks).read,
+        **{"done": None, "tick": lambda what: None, **options},
     )
 
 
@@ -201,7 +206,14 @@ def test_an_answer_ends_with_its_line_or_a_token_that_ends_texts_or_the_most_tok
     def answered(tokenizer: Any, **changes: Any) -> tuple[str, int]:
         lengths.clear()
         changed = dataclasses.replace(asked, **changes)
-        [found] = run_tasks(model, tokenizer, [changed], named(model, "dynamic"), None, None, lambda what: None)
+        [found] = run_tasks(
+            tokenizer,
+            [changed],
+            named(model, "dynamic"),
+            lambda sample: SampleReader(model, sample, None).read,
+            None,
+            lambda what: None,
+        )
         return found.answer, lengths.count(1)
 
     words = [f"w{token}" for token in greedy]

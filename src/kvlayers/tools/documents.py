@@ -1,4 +1,4 @@
-"""What it costs to compute documents apart: predictions and answers behind documents that were put together."""
+"""What it costs to compute documents apart: predictions and answers after documents that were concatenated."""
 
 import functools
 import itertools
@@ -14,14 +14,15 @@ from torch import Tensor
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.dynamic_cache import DynamicCache
-from kvlayers.documents import concatenate
+from kvlayers.documents.joining import Joined, joined
 from kvlayers.tools.measuring.contenders import Contender
+from kvlayers.tools.measuring.decoding import finish
 from kvlayers.tools.measuring.scoring import divergences, newest_logits
 from kvlayers.tools.measuring.text import bos_ids, check_known
 from kvlayers.tools.measuring.text import passages as passages_of
 from kvlayers.tools.names import KVLAYERS
 from kvlayers.tools.tasks.contract import TaskSample, Tick
-from kvlayers.tools.tasks.runner import Decoding
+from kvlayers.tools.tasks.runner import Decoding, Read
 
 BEGINNING = "Read the following texts."
 """What all documents of a text have in common before them."""
@@ -31,9 +32,9 @@ SENTENCE_SEARCH = 48
 
 
 class Apart:
-    """A context whose documents are computed apart, each behind the same beginning.
+    """A context whose documents are computed apart, each after the same beginning.
 
-    Every layer keeps every token, so that tokens can be computed again.
+    Every layer keeps every token, so that tokens can be recomputed.
 
     Args:
         model: a causal language model in eval mode.
@@ -53,14 +54,10 @@ class Apart:
         """A cache that has read the whole context in one pass."""
         return self._read(DynamicCache(), [*self._beginning, *itertools.chain(*self._documents)])
 
-    def joined(self, recompute: int | str) -> Cache:
-        """A cache of the documents put together, see `kvlayers.concatenate`."""
+    def joined(self, recompute: int | str) -> Joined:
+        """The documents as `kvlayers.concatenate` returns them, and what it has recomputed."""
         ids = [torch.tensor([*self._beginning, *own]) for own in self._documents]
-        return concatenate(self._apart, self._model, recompute=recompute, ids=ids, common=len(self._beginning))
-
-    def read_apart(self) -> None:
-        """Compute the documents now, if they were not computed before."""
-        _ = self._apart
+        return joined(self._apart, self._model, recompute, ids, len(self._beginning), None)
 
     def _read(self, cache: Cache, ids: Sequence[int]) -> Cache:
         if ids:
@@ -86,57 +83,52 @@ def beginning_of(tokenizer: Any) -> list[int]:
 
 
 def recompute_contender(recompute: int | str) -> Contender:
-    """Documents that are put together, as a contender in tasks."""
+    """Documents that are concatenated, as a contender in tasks."""
     return Contender(KVLAYERS, f"recompute {recompute}", DynamicCache)
 
 
-class DocumentReader:
-    """Reads the context of a sample as documents, and its question.
+def reading_of(model: Any, tokenizer: Any, recomputes: Sequence[int | str], sample: TaskSample, documents: int) -> Read:
+    """How contenders read a sample whose context is cut into documents. What others recompute, the exact one reads.
 
     Args:
         model: a causal language model in eval mode.
         tokenizer: its tokenizer.
-        recomputes: what is computed again, by the contender's name. Any other contender reads all at once.
-        sample: the sample. Its introduction is what its documents have in common.
-        documents: how many documents its context is cut into.
+        recomputes: what `recompute_contender` was made for.
+        sample: the sample. Its introduction is the beginning of all documents.
+        documents: how many documents.
     """
+    recompute_of = {recompute_contender(recompute).name: recompute for recompute in recomputes}
+    begin, others = sample.context_ids[: sample.introduction_tokens], sample.context_ids[sample.introduction_tokens :]
+    context = Apart(model, begin, documents_of(tokenizer, others, documents))
 
-    def __init__(
-        self, model: Any, tokenizer: Any, recomputes: dict[str, int | str], sample: TaskSample, documents: int
-    ) -> None:
-        self._model, self._recomputes, self.sample = model, recomputes, sample
-        beginning, behind = (
-            sample.context_ids[: sample.introduction_tokens],
-            sample.context_ids[sample.introduction_tokens :],
-        )
-        self._context = Apart(model, beginning, documents_of(tokenizer, behind, documents))
-
-    def read(self, contender: Contender) -> Decoding:
-        """Read context and question."""
-        recompute = self._recomputes.get(contender.name)
-        cache = self._context.at_once() if recompute is None else self._context.joined(recompute)
-        decoding = Decoding(self._model, cache)
-        decoding.append(self.sample.question_ids)
+    def read(contender: Contender) -> Decoding:
+        recompute = recompute_of.get(contender.name)
+        decoding = Decoding(model, context.at_once() if recompute is None else context.joined(recompute).cache)
+        decoding.append(sample.question_ids)
         return decoding
+
+    return read
 
 
 @dataclass(frozen=True)
 class DocumentFidelity:
-    """What documents that are put together change in the predictions behind them.
+    """What concatenated documents change in the predictions after them.
 
     Attributes:
         documents: how many documents.
-        recompute: what was computed again; `None` for a context that was computed at once.
+        recompute: as for `kvlayers.concatenate`; `None` for a context that was computed at once.
+        recomputed: share of all tokens that was recomputed.
         tokens: tokens that were scored.
-        kl: mean KL divergence of the next-token distributions from those behind the whole context, in nats.
+        kl: mean KL divergence of the next-token distributions from those after the whole context, in nats.
         agreement: share of the tokens whose likeliest next token is the same.
         perplexity: perplexity of the scored tokens.
-        seconds: median seconds to put the documents together, or to compute the context at once.
+        seconds: median seconds to concatenate the documents, or to compute the context at once.
         of_full: `seconds` as a share of those of the whole context.
     """
 
     documents: int
     recompute: int | str | None
+    recomputed: float
     tokens: int
     kl: float
     agreement: float
@@ -156,17 +148,17 @@ def measure_documents(
     recomputes: Sequence[int | str],
     tick: Tick,
 ) -> list[DocumentFidelity]:
-    """Put documents of a text together, and score tokens behind them that go on with one of the documents.
+    """Concatenate documents of a text, and score tokens after them that go on with one of the documents.
 
     Args:
         model: in eval mode.
         tokenizer: its tokenizer.
         text: the text that documents are taken from, spread evenly over it.
-        counts: how many documents stand side by side; several of them are measured one after the other.
+        counts: how many documents are concatenated; each of these numbers is measured.
         document_tokens: tokens of each document.
-        scored: tokens that are scored behind the documents.
+        scored: tokens that are read after the documents. The first of them is not scored.
         passages: how often, each time with other documents.
-        recomputes: what is computed again.
+        recomputes: as `recompute` of `kvlayers.concatenate`.
         tick: called before each piece of work.
 
     Returns:
@@ -187,8 +179,9 @@ def measure_documents(
             context = Apart(model, begin, [own[without_bos:document_tokens] for own in chosen])
             target = chosen[passage % count][document_tokens:]
             tick(f"{count} documents, set {passage + 1}: computing")
-            context.read_apart()
-            whole = _scored(model, context.at_once, target, None)
+            # The documents are computed now, and not while a clock runs.
+            context.joined(0)
+            whole = _scored(model, lambda of=context: Joined(of.at_once(), ()), target, None)  # type: ignore[misc]
             rows[None].append(whole)
             for recompute in recomputes:
                 tick(f"{count} documents, set {passage + 1}: recompute {recompute}")
@@ -201,6 +194,7 @@ def measure_documents(
 
 @dataclass(frozen=True)
 class _Scored:
+    recomputed: float
     kl: Tensor
     agrees: Tensor
     surprise: Tensor
@@ -208,16 +202,20 @@ class _Scored:
     logprobs: Tensor
 
 
-def _scored(model: Any, make: Callable[[], Cache], ids: Sequence[int], expected: Tensor | None) -> _Scored:
-    """Scores of tokens behind a cache, against log-probabilities `[tokens - 1, vocab]`; `None` for its own."""
+def _scored(model: Any, make: Callable[[], Joined], ids: Sequence[int], expected: Tensor | None) -> _Scored:
+    """Scores of tokens after a cache, against log-probabilities `[tokens - 1, vocab]`; `None` for its own."""
+    finish(model.device)
     begin = time.perf_counter()
-    cache = make()
+    cache, recomputed = make()
+    finish(model.device)
     seconds = time.perf_counter() - begin
+    share = len(recomputed) / cache.get_seq_length()
     target = torch.tensor([list(ids)], device=model.device)
     seen = newest_logits(model, target, cache, len(ids))[:-1].double().log_softmax(-1)
     expected = seen if expected is None else expected
     surprise = -seen.gather(1, target[0, 1:, None])[:, 0]
-    return _Scored(divergences(expected, seen), seen.argmax(-1) == expected.argmax(-1), surprise, seconds, seen)
+    agrees = seen.argmax(-1) == expected.argmax(-1)
+    return _Scored(share, divergences(expected, seen), agrees, surprise, seconds, seen)
 
 
 def _fidelity(count: int, recompute: int | str | None, scored: Sequence[_Scored], full: float) -> DocumentFidelity:
@@ -228,6 +226,7 @@ def _fidelity(count: int, recompute: int | str | None, scored: Sequence[_Scored]
     return DocumentFidelity(
         documents=count,
         recompute=recompute,
+        recomputed=statistics.fmean(each.recomputed for each in scored),
         tokens=kl.numel(),
         kl=float(kl.mean()),
         agreement=float(agrees.double().mean()),

@@ -1,4 +1,4 @@
-"""What `kvlayers fidelity --documents` does: it puts documents together, and reads on, or asks about them."""
+"""What `kvlayers fidelity --documents` does: it concatenates documents, and reads on, or asks about them."""
 
 from dataclasses import dataclass
 
@@ -18,14 +18,14 @@ from kvlayers.tools.cli.fidelity_run import (
 )
 from kvlayers.tools.cli.fidelity_tasks_view import TaskResults
 from kvlayers.tools.cli.report import conclude, report_path
-from kvlayers.tools.documents import DocumentReader, beginning_of, measure_documents, recompute_contender
+from kvlayers.tools.documents import beginning_of, measure_documents, reading_of, recompute_contender
 from kvlayers.tools.measuring.contenders import named_contender
 from kvlayers.tools.measuring.run_file import identity_of
 from kvlayers.tools.measuring.text import check_known
 from kvlayers.tools.models import RunFacts, find, find_device, load
 from kvlayers.tools.names import DOCUMENT_SCORED
-from kvlayers.tools.tasks.contract import TaskSample, samples_of
-from kvlayers.tools.tasks.runner import run_tasks
+from kvlayers.tools.tasks.contract import samples_of
+from kvlayers.tools.tasks.summary import summarize
 from kvlayers.upstream.model_types import most_positions
 from kvlayers.utils.units import tokens
 
@@ -48,7 +48,7 @@ def document_counts(text: str) -> list[int]:
 
 
 def recomputes(text: str) -> list[int | str]:
-    """What is computed again, as asked and in that order. Raises `OptionError` if it is no number and no share."""
+    """What is recomputed, as asked and in that order. Raises `OptionError` for anything but numbers and shares."""
     found: list[int | str] = []
     for each in text.split(","):
         written = each.strip()
@@ -66,7 +66,7 @@ class DocumentsRun:
         common: the options that all runs of the command have.
         documents: numbers of documents, as text.
         document_tokens: tokens of each document, as text.
-        recompute: what is computed again, as text.
+        recompute: amounts to recompute, as text.
     """
 
     common: FidelityRun
@@ -75,7 +75,7 @@ class DocumentsRun:
     recompute: str
 
     def over_text(self, asked_scored: str | None, passages: int, max_kl: float | None) -> bool:
-        """Score text behind documents, and show what is lost. Returns whether the check passed."""
+        """Score text after documents, and show what is lost. Returns whether the check passed."""
         common = self.common
         with measuring("fidelity", OPTIONS, common.as_json, common.threads) as console:
             report = report_path(console, common.report, None)
@@ -95,7 +95,7 @@ class DocumentsRun:
                 )
             loaded = load(console, found, common.dtype.on(target), target)
             pieces = len(counts) * passages * (1 + len(again))
-            with bar_between_runs(console, pieces, "Every share of every set of documents") as begin:
+            with bar_between_runs(console, pieces, "Every amount for every set of documents") as begin:
                 measured = measure_documents(
                     loaded.model, loaded.tokenizer, content, counts, length, scored, passages, again, begin
                 )
@@ -134,10 +134,17 @@ class DocumentsRun:
             for sample in samples:
                 check_known(found.config, torch.tensor(sample.context_ids + sample.question_ids + sample.answer_ids))
             most = needed_tokens(found.config, samples)
-            exact = named_contender(EXACT, found.config, most)
-            joined = {recompute_contender(recompute).name: recompute for recompute in again}
-            contenders = [exact, *map(recompute_contender, again)]
-            loaded = load(console, found, common.dtype.on(target), target)
+            contenders = [named_contender(EXACT, found.config, most), *map(recompute_contender, again)]
+            loaded = load(console, found, self.common.dtype.on(target), target)
+            known, outcomes = answered(
+                console,
+                loaded.tokenizer,
+                samples,
+                contenders,
+                lambda sample: reading_of(loaded.model, loaded.tokenizer, again, sample, sample.length // length),
+                path,
+                lambda: identity_of(loaded.model, loaded.name, content, {"seed": seed, "document_tokens": length}),
+            )
             results = TaskResults(
                 run=RunFacts.of(loaded),
                 text=common.text_name,
@@ -150,31 +157,19 @@ class DocumentsRun:
                 question_chunk=None,
                 budget=budget,
                 contenders=contenders,
-                nbytes=dict.fromkeys((each.name for each in contenders), None),
+                nbytes={each.name: None for each in contenders},
                 nbytes_tokens=most,
                 left_out={},
                 results_file=path,
-            )
-            facts = {"seed": seed, "document_tokens": length}
-            identity = identity_of(loaded.model, loaded.name, content, facts)
-
-            def reader_of(sample: TaskSample) -> DocumentReader:
-                return DocumentReader(loaded.model, loaded.tokenizer, joined, sample, sample.length // length)
-
-            results = answered(
-                console,
-                results,
-                samples,
-                identity,
-                lambda file, begin: run_tasks(
-                    loaded.model, loaded.tokenizer, samples, contenders, None, file, begin, reader_of=reader_of
-                ),
+                known=known,
+                outcomes=outcomes,
+                summary=summarize(outcomes, contenders[0].name),
             )
             conclude(console, results, report, common.as_json)
         return results.passed
 
     def _asked(self) -> tuple[list[int], int, list[int | str]]:
-        """Numbers of documents, tokens of each, and what is computed again."""
+        """Numbers of documents, tokens of each, and amounts to recompute."""
         length = tokens(self.document_tokens, "--document-tokens")
         if length < 1:
             raise OptionError(f"`--document-tokens` must be at least 1, got {length}.")

@@ -6,7 +6,6 @@ from typing import Any
 
 from rich.console import Console
 
-from kvlayers.documents.joining import recompute_amount
 from kvlayers.tools.cli.console import print_sentences, table
 from kvlayers.tools.cli.report import Report, ReportPlot, ReportTable, curves
 from kvlayers.tools.documents import DocumentFidelity
@@ -14,12 +13,12 @@ from kvlayers.tools.models import RunFacts
 
 COLUMNS = ("Documents", "Recompute", "KL", "Top-1", "Perplexity", "Time")
 NOTES = (
-    "Each document is computed apart, behind one common beginning, and put together with the others by "
-    "kvlayers.concatenate(recompute=...). A number is of first tokens of each document; a share is of all tokens.",
-    "KL: mean KL divergence of the next-token distribution from that behind the whole text, in nats. The scored tokens "
+    "Each document is computed apart, after one common beginning. kvlayers.concatenate(recompute=...) then takes them. A "
+    "number means the first tokens of each document but the first one. A share is of all tokens after the first document.",
+    "KL: mean KL divergence of the next-token distribution from that after the whole text, in nats. The scored tokens "
     "go on with one of the documents.",
     "Top-1: the share of tokens whose likeliest next token is the same.",
-    "Time: seconds to put the documents together, as a share of the seconds to compute all of them at once.",
+    "Time: seconds to concatenate the documents, as a share of the seconds to compute all of them at once.",
 )
 
 
@@ -32,7 +31,7 @@ class DocumentsResults:
         text: the file that was read, or "Python's help".
         passages: sets of documents of each number.
         document_tokens: tokens of each document.
-        scored: tokens that were scored behind the documents.
+        scored: tokens that were read after the documents.
         max_kl: budget of the mean KL divergence, in nats a token; `None` for no budget.
         measured: the measurements.
     """
@@ -46,12 +45,12 @@ class DocumentsResults:
     measured: Sequence[DocumentFidelity]
 
     def is_within(self, measured: DocumentFidelity) -> bool:
-        """Whether documents that were put together are within the budget."""
+        """Whether concatenated documents are within the budget."""
         return measured.recompute is not None and self.max_kl is not None and measured.kl <= self.max_kl
 
     @property
     def passed(self) -> bool:
-        """Whether for each number of documents, a share is within the budget, if there is one."""
+        """Whether for each number of documents, an amount is within the budget, if there is one."""
         counts = {each.documents for each in self.measured}
         return self.max_kl is None or counts == {each.documents for each in self.measured if self.is_within(each)}
 
@@ -78,7 +77,7 @@ class DocumentsResults:
     def findings(self) -> list[str]:
         """The findings, one sentence each."""
         if self.max_kl is None:
-            return ["Before you leave tokens out, ask for answers as well: --tasks needle,keys,values."]
+            return ["KL alone does not show whether answers change: also run --tasks needle,keys,values."]
         found = []
         for count in dict.fromkeys(each.documents for each in self.measured):
             within = [each for each in self.measured if each.documents == count and self.is_within(each)]
@@ -87,7 +86,7 @@ class DocumentsResults:
                 fastest = min(within, key=lambda each: each.seconds)
                 found.append(f"Within {limit}, the fastest is recompute={fastest.recompute!r}.")
             else:
-                found.append(f"Nothing is within {limit}: compute them all, or allow more.")
+                found.append(f"Nothing is within {limit}: use recompute='100%', or raise --max-kl.")
         return found
 
     def report(self, command: str) -> Report:
@@ -96,21 +95,21 @@ class DocumentsResults:
         for each in self.measured:
             if each.recompute is not None:
                 lines.setdefault(f"{each.documents} documents", []).append(each)
-        title = "What is lost, by what is computed again"
+        title = "What is lost, by what is recomputed"
 
         def of(name: str) -> Mapping[str, Mapping[float, float]]:
             return {
-                line: {self._percent(each): getattr(each, name) for each in sorted(found, key=self._percent)}
+                line: {100 * each.recomputed: getattr(each, name) for each in sorted(found, key=_recomputed)}
                 for line, found in lines.items()
             }
 
         panels = ("KL, nats", of("kl")), ("same top-1", of("agreement"))
         return Report(
-            title=f"Documents put together for {self.run.model}",
+            title=f"Concatenated documents for {self.run.model}",
             command=command,
             findings=self.findings,
             tables=[ReportTable(self._title, COLUMNS, [self._cells(each) for each in self.measured])],
-            plots=[ReportPlot(title, curves("documents", title, "tokens computed again, percent", *panels))],
+            plots=[ReportPlot(title, curves("documents", title, "recomputed tokens, percent", *panels))],
             notes=NOTES,
             facts={**self.run.settings, "Text": self.text, **self.run.machine},
         )
@@ -118,11 +117,7 @@ class DocumentsResults:
     @property
     def _title(self) -> str:
         sets = "1 set" if self.passages == 1 else f"{self.passages} sets"
-        return f"{sets} of documents of {self.document_tokens} tokens, and {self.scored} scored tokens"
-
-    def _percent(self, measured: DocumentFidelity) -> float:
-        amount = recompute_amount(measured.recompute or 0)
-        return 100 * float(amount / self.document_tokens if isinstance(amount, int) else amount)
+        return f"{sets} of documents of {self.document_tokens} tokens, and {self.scored} tokens after them"
 
     def _cells(self, measured: DocumentFidelity) -> list[str]:
         is_full = measured.recompute is None
@@ -134,3 +129,7 @@ class DocumentsResults:
             f"{measured.perplexity:#.4g}",
             f"{measured.of_full:.3f}",
         ]
+
+
+def _recomputed(measured: DocumentFidelity) -> float:
+    return measured.recomputed

@@ -1,6 +1,5 @@
 """The command `kvlayers fidelity`."""
 
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -162,8 +161,8 @@ def fidelity(
     documents: Annotated[
         str | None,
         typer.Option(
-            help="Put so many documents together, in place of reading them at once; several numbers separated by "
-            "commas. With --tasks, the answer stands in each of them in turn.",
+            help="How many documents to concatenate. Separate several numbers by commas. With --tasks, the answer "
+            "stands in each document in turn.",
             rich_help_panel=DOCUMENTS_PANEL,
         ),
     ] = None,
@@ -173,8 +172,8 @@ def fidelity(
     recompute: Annotated[
         str,
         typer.Option(
-            help="What is computed again, separated by commas: a share of all tokens (15%), or first tokens of each "
-            "document (32).",
+            help="Amounts to compare, separated by commas: a share of the tokens after the first document (15%), or "
+            "the first tokens of each document but the first (32).",
             rich_help_panel=DOCUMENTS_PANEL,
         ),
     ] = RECOMPUTES,
@@ -188,9 +187,9 @@ def fidelity(
     report: Annotated[Path | None, typer.Option(help="HTML file to write. Default: none.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout, everything else on stderr.")] = False,
 ) -> None:
-    """Measure what caches, or documents that are computed apart, change in a model's predictions and answers.
+    """Measure how caches, or documents that are computed apart, change a model's predictions and answers.
 
-    Exits with 1 if no cache is within the budget or a cache fails, and with 2 if the input cannot be used.
+    Exits with 1 if nothing is within the budget or a cache fails, and with 2 if the input cannot be used.
     """
     with one_line_errors("fidelity"):
         _check_options_of_kind(call, tasks is not None, documents is not None)
@@ -218,20 +217,20 @@ def fidelity(
 def _check_options_of_kind(call: typer.Context, is_of_tasks: bool, has_documents: bool) -> None:
     """Raise `OptionError` if the user has given an option that only another kind of run has."""
 
-    def given(parameters: Iterable[str]) -> Iterator[str]:
-        for parameter in parameters:
+    rules = (
+        (has_documents, OF_CACHES, "{} does not apply to `--documents`: leave one of them out."),
+        (not has_documents, OF_DOCUMENTS, "{} is for documents: pass `--documents` as well, or leave {} out."),
+        (
+            has_documents and not is_of_tasks,
+            ("results",),
+            "{} needs `--tasks` if there are documents: pass `--tasks`, or leave {} out.",
+        ),
+        (is_of_tasks, OF_TEXT, "{} is for a running text: leave out either it or `--tasks`."),
+        (not is_of_tasks, OF_TASKS, "{} is for tasks: pass `--tasks` as well, or leave {} out."),
+    )
+    for applies, parameters, message in rules:
+        for parameter in parameters if applies else ():
             source = call.get_parameter_source(parameter)
             if source is not None and source.name != "DEFAULT":
-                yield f"--{parameter.replace('_', '-')}"
-
-    for option in given(OF_CACHES if has_documents else ()):
-        raise OptionError(f"`{option}` is for caches, which `--documents` does not compare: leave out one of them.")
-    for option in given(() if has_documents else OF_DOCUMENTS):
-        raise OptionError(f"`{option}` is for documents: pass `--documents` as well, or leave `{option}` out.")
-    if has_documents and not is_of_tasks:
-        for option in given(("results",)):
-            raise OptionError(f"`{option}` needs `--tasks` if there are documents: pass `--tasks`, or leave it out.")
-    for option in given(OF_TEXT if is_of_tasks else OF_TASKS):
-        if is_of_tasks:
-            raise OptionError(f"`{option}` is for a running text: leave out either it or `--tasks`.")
-        raise OptionError(f"`{option}` is for tasks: pass `--tasks` as well, or leave `{option}` out.")
+                option = f"`--{parameter.replace('_', '-')}`"
+                raise OptionError(message.format(option, option))

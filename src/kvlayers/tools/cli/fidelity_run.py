@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,8 @@ from kvlayers.tools.names import (
     TASK_BITS,
     TASK_LENGTHS,
 )
-from kvlayers.tools.tasks.contract import TaskSample, Tick, samples_of, task_names
-from kvlayers.tools.tasks.runner import run_tasks
+from kvlayers.tools.tasks.contract import TaskSample, samples_of, task_names
+from kvlayers.tools.tasks.runner import Read, SampleReader, run_tasks
 from kvlayers.tools.tasks.summary import TaskOutcome, summarize
 from kvlayers.upstream.model_types import most_positions, tokens_at_once
 from kvlayers.utils.units import bytes_or_share, tokens
@@ -187,31 +187,33 @@ def check_points(budget: float | None) -> None:
 
 def answered(
     console: Console,
-    asked: TaskResults,
+    tokenizer: Any,
     samples: Sequence[TaskSample],
-    identity: Mapping[str, Any],
-    run: Callable[[ResultsFile | None, Tick], list[TaskOutcome]],
-) -> TaskResults:
-    """What was asked, with its answers: those in the file of results, and new ones.
+    contenders: Sequence[Contender],
+    read_of: Callable[[TaskSample], Read],
+    path: Path | None,
+    identity: Callable[[], Mapping[str, Any]],
+) -> tuple[int, list[TaskOutcome]]:
+    """How many answers the file of results had, and the answers of all contenders: those in the file, and new ones.
 
     Args:
         console: where the bar is drawn.
-        asked: the run without answers.
+        tokenizer: tokenizer of the model.
         samples: the samples.
-        identity: what must be equal for two runs to have the same outcomes.
-        run: answers the samples, with the file and a function to call before each of them.
+        contenders: the caches, the exact one first.
+        read_of: how each contender reads a sample.
+        path: the file of results, `None` for no file.
+        identity: what must be equal for two runs to have the same outcomes. It takes a moment.
     """
     file, known = None, 0
-    if asked.results_file is not None:
-        uses = {each.name: plain(each.generate_options or {}) for each in asked.contenders}
+    if path is not None:
+        uses = {each.name: plain(each.generate_options or {}) for each in contenders}
         # A calibration has options of its own each time, whatever its name.
-        options = {name: use for name, use in uses.items() if "cache_config" in use}
-        file = ResultsFile(asked.results_file, identity, options)
-        every = itertools.product(asked.contenders, samples)
-        known = sum(file.outcome(each.name, sample) is not None for each, sample in every)
-    with bar_between_runs(console, len(samples) * len(asked.contenders), "Every cache on every sample") as begin:
-        outcomes = run(file, begin)
-    return replace(asked, known=known, outcomes=outcomes, summary=summarize(outcomes, asked.exact.name))
+        file = ResultsFile(path, identity(), {name: use for name, use in uses.items() if "cache_config" in use})
+        asked = itertools.product(contenders, samples)
+        known = sum(file.outcome(each.name, sample) is not None for each, sample in asked)
+    with bar_between_runs(console, len(samples) * len(contenders), "Every cache on every sample") as begin:
+        return known, run_tasks(tokenizer, samples, contenders, read_of, file, begin)
 
 
 EXACT = "dynamic"
@@ -328,6 +330,15 @@ class FidelityRun:
             contenders = [exact, *(each for each in chosen if each.key != exact.key)]
             # Weights are loaded when all that the user asked for is checked.
             loaded = load(console, found, self.dtype.on(target), target)
+            known, outcomes = answered(
+                console,
+                loaded.tokenizer,
+                samples,
+                contenders,
+                lambda sample: SampleReader(loaded.model, sample, chunk, question_chunk).read,
+                path,
+                lambda: run_identity(loaded.model, loaded.name, content, seed, chunk, question_chunk),
+            )
             results = TaskResults(
                 run=RunFacts.of(loaded),
                 text=self.text_name,
@@ -344,16 +355,9 @@ class FidelityRun:
                 nbytes_tokens=most,
                 left_out=left_out,
                 results_file=path,
-            )
-            identity = run_identity(loaded.model, loaded.name, content, seed, chunk, question_chunk)
-            results = answered(
-                console,
-                results,
-                samples,
-                identity,
-                lambda file, begin: run_tasks(
-                    loaded.model, loaded.tokenizer, samples, contenders, chunk, file, begin, question_chunk
-                ),
+                known=known,
+                outcomes=outcomes,
+                summary=summarize(outcomes, exact.name),
             )
             conclude(console, results, report, self.as_json)
         return results.passed

@@ -14,7 +14,7 @@ from kvlayers.tools.cli.report import Cells, Report, ReportPlot, ReportTable, he
 from kvlayers.tools.measuring.contenders import Contender
 from kvlayers.tools.models import RunFacts
 from kvlayers.tools.tasks.contract import task_named
-from kvlayers.tools.tasks.summary import TaskFigures, TaskOutcome, TaskSummary, summarize
+from kvlayers.tools.tasks.summary import TaskFigures, TaskOutcome, TaskSummary
 from kvlayers.utils.units import readable_bytes
 
 NOTES = (
@@ -28,9 +28,6 @@ NOTES = (
     "scales and the tokens that stay in full precision.",
     "In a table of one length, the loss beside the exact cache stands in parentheses.",
 )
-
-
-NO_ANSWERS = summarize((), "")
 
 
 @dataclass(frozen=True)
@@ -74,9 +71,9 @@ class TaskResults:
     nbytes_tokens: int
     left_out: Mapping[str, str]
     results_file: Path | None
-    known: int = 0
-    outcomes: Sequence[TaskOutcome] = ()
-    summary: TaskSummary = NO_ANSWERS
+    known: int
+    outcomes: Sequence[TaskOutcome]
+    summary: TaskSummary
 
     @property
     def exact(self) -> Contender:

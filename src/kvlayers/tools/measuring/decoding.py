@@ -277,24 +277,26 @@ class _TimedRun:
     @quiet_clock()
     def _pass(self, ids: Tensor, **options: int) -> float:
         """Seconds of a forward pass over tokens `[batch, tokens]`."""
-        self._finish()
+        finish(self._model.device)
         begin = time.perf_counter()
         logits: Tensor = self._model(input_ids=ids, **self._inputs, **options).logits
-        self._finish()
+        finish(self._model.device)
         seconds = time.perf_counter() - begin
         self.newest = logits[:, -1]
         self.logits.append(self.newest.cpu())
         return seconds
-
-    def _finish(self) -> None:
-        if self._model.device.type != "cpu":
-            torch.accelerator.synchronize()
 
     def trial(self, expected: Tensor | None) -> Trial:
         """What was timed, beside the reference's logits."""
         predicted = torch.stack([newest.argmax(-1) for newest in self.logits], 1)
         kl = 0.0 if expected is None else _mean_divergence(expected, self.logits)
         return Trial(self._prefill_seconds, self._step_seconds, cache_nbytes(self._cache), predicted, kl)
+
+
+def finish(device: torch.device) -> None:
+    """Wait until a device has done its work, so that a clock sees it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
 
 
 def _mean_divergence(expected: Tensor, seen: Sequence[Tensor]) -> float:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,17 +110,8 @@ class Decoding:
         return twin
 
 
-class ContextReader(Protocol):
-    """Reads a sample for one contender after another."""
-
-    @property
-    def sample(self) -> TaskSample:
-        """The sample."""
-        ...
-
-    def read(self, contender: Contender) -> Decoding:
-        """Read context and question into a new cache."""
-        ...
+Read = Callable[[Contender], Decoding]
+"""Reads context and question of a sample for a contender, into a new cache."""
 
 
 class SampleReader:
@@ -136,10 +127,17 @@ class SampleReader:
         model: a causal language model in eval mode.
         sample: the sample.
         chunk: tokens of a forward pass, for the context and for the question; `None` for one pass each.
-        question_chunk: tokens of a forward pass for the question, if other than `chunk`.
+        question_chunk: tokens of a forward pass for the question, if other than `chunk`. With 1, the question is read
+            as answers are, so that caches in which only single queries leave tokens out take part.
+
+    Raises:
+        OptionError: `chunk` or `question_chunk` is not positive.
     """
 
     def __init__(self, model: Any, sample: TaskSample, chunk: int | None, question_chunk: int | None = None) -> None:
+        for name, size in (("chunk", chunk), ("question_chunk", question_chunk)):
+            if size is not None and size < 1:
+                raise OptionError(f"`{name}` must be at least 1 token, got {size}.")
         self.model, self.sample, self.chunk = model, sample, chunk
         self.question_chunk = chunk if question_chunk is None else question_chunk
         self._replays = chunk is None and has_only_keys_and_values(model)
@@ -315,15 +313,12 @@ class TaskError(KVLayersError, RuntimeError):
 
 
 def run_tasks(
-    model: Any,
     tokenizer: Any,
     samples: Sequence[TaskSample],
     contenders: Sequence[Contender],
-    chunk: int | None,
+    read_of: Callable[[TaskSample], Read],
     done: ResultsFile | None,
     tick: Tick,
-    question_chunk: int | None = None,
-    reader_of: Callable[[TaskSample], ContextReader] | None = None,
 ) -> list[TaskOutcome]:
     """Let a model answer samples through every cache.
 
@@ -331,39 +326,30 @@ def run_tasks(
     cache that raises an error fails at this sample. If it lacks room, it also fails at every longer sample.
 
     Args:
-        model: a causal language model in eval mode.
-        tokenizer: its tokenizer.
+        tokenizer: tokenizer of the model.
         samples: the samples.
         contenders: the caches, the exact one first, each with a name of its own.
-        chunk: tokens of a forward pass while context and question are read, so that the cache takes part in reading
-            them; `None` to read each in one pass.
+        read_of: how each contender reads a sample, such as `SampleReader(...).read`.
         done: file of results. Outcomes in it are not computed again, and new ones are added to it as they come.
             Failures in it are tried again.
         tick: called before each sample with each cache.
-        question_chunk: tokens of a forward pass while the question is read, if other than `chunk`. With 1, the question
-            is read as answers are, so that caches in which only single queries leave tokens out take part.
-        reader_of: how a sample is read for each of the contenders. Default: with `SampleReader`.
 
     Returns:
         One outcome for each sample and cache, in the order of the samples, and for each sample in the order of
         the caches.
 
     Raises:
-        OptionError: `chunk` or `question_chunk` is not positive, or two caches have one name.
+        OptionError: two caches have one name.
         TaskError: the first cache fails.
         ResultsFileError: the file cannot be written.
     """
-    for name, size in (("chunk", chunk), ("question_chunk", question_chunk)):
-        if size is not None and size < 1:
-            raise OptionError(f"`{name}` must be at least 1 token, got {size}.")
     names = [contender.name for contender in contenders]
     if len(set(names)) != len(names):
         raise OptionError(f"`contenders` must have a name each, got {', '.join(names)}: leave out duplicates.")
-    made = reader_of or (lambda sample: SampleReader(model, sample, chunk, question_chunk))
     outcomes: list[TaskOutcome] = []
     lacked_room: dict[str, TaskOutcome] = {}
     for sample in samples:
-        reader = made(sample)
+        read = read_of(sample)
         for contender in contenders:
             tick(f"{sample.task}, {sample.length} tokens: {contender.name}")
             outcome = None if done is None else done.outcome(contender.name, sample)
@@ -372,7 +358,7 @@ def run_tasks(
                 if full is not None and sample.length > full.length:
                     outcome = _outcome(contender, sample, failure=full.failure)
                 else:
-                    outcome = _answered(tokenizer, reader, contender, contender is contenders[0], lacked_room)
+                    outcome = _answered(tokenizer, sample, read, contender, contender is contenders[0], lacked_room)
                 if done is not None:
                     done.add(outcome)
             outcomes.append(outcome)
@@ -380,12 +366,16 @@ def run_tasks(
 
 
 def _answered(
-    tokenizer: Any, reader: ContextReader, contender: Contender, is_reference: bool, lacked_room: dict[str, TaskOutcome]
+    tokenizer: Any,
+    sample: TaskSample,
+    read: Read,
+    contender: Contender,
+    is_reference: bool,
+    lacked_room: dict[str, TaskOutcome],
 ) -> TaskOutcome:
     """The outcome of one sample with one cache, which is noted in `lacked_room` if the cache lacks room for it."""
-    sample = reader.sample
     try:
-        text, logprob = answer(tokenizer, sample, lambda: reader.read(contender))
+        text, logprob = answer(tokenizer, sample, lambda: read(contender))
         if not math.isfinite(logprob):
             raise FloatingPointError(f"the mean log-probability of a right answer is {logprob}")
     except Exception as error:

@@ -10,8 +10,8 @@ to questions about the changed line and about a line after it. `kl` and `tasks`:
 answers are written as they come, so that a second start goes on where the first one stopped. Contenders take turns, and
 seconds are medians over the trials.
 
-The exit code is 1 if a full computation has other tokens than transformers, or if recomputing all that follows the change
-gives other predictions than computing everything.
+The exit code is 1 if a full computation has other tokens than transformers, or if recomputing all that follows the
+change gives other predictions than computing everything.
 """
 
 import json
@@ -109,19 +109,19 @@ def join(run: report.Session) -> dict[str, Any]:
             if name == "transformers":
                 ids = torch.cat([beginning, *order, question])[None]
                 return model.generate(ids, attention_mask=torch.ones_like(ids), **how)  # type: ignore[no-any-return]
-            share: int | str = int(name) if name.isdecimal() else name
+            amount: int | str = int(name) if name.isdecimal() else name
             found: Tensor = kvlayers.generate(
                 model,
                 documents=order,
                 question=question,
                 beginning=beginning,
-                recompute=share,
+                recompute=amount,
                 prefix_store=store,
                 **how,
             )
             return found
 
-        names = ["transformers", *(str(share) for share in AMOUNTS if share != "100%")]
+        names = ["transformers", *(str(amount) for amount in AMOUNTS if amount != "100%")]
         turns = Turns(names)
         with quiet_clock():
             for trial in range(given.trials + 1):
@@ -197,10 +197,10 @@ class Replacing:
         self._subject, self._change = subject, change
         self._old = subject.read(change.old)
 
-    def made(self, share: int | str | None) -> Any:
+    def made(self, amount: int | str | None) -> Any:
         """The cache after `replace`; after computing all of the context for `None`."""
         change = self._change
-        if share is None:
+        if amount is None:
             return self._subject.read(change.new)
         cache = self._old.fork()
         cache.replace(
@@ -208,7 +208,7 @@ class Replacing:
             change.stop,
             torch.tensor(change.new[change.start : change.stop_new]),
             self._subject.model,
-            recompute=share,
+            recompute=amount,
             known_ids=torch.tensor(change.old),
         )
         return cache
@@ -217,7 +217,7 @@ class Replacing:
 def replace(run: report.Session) -> dict[str, Any]:
     """A changed line in the middle of a context: seconds, KL divergence, and answers."""
     subject, given = Subject(run), run.given
-    contenders: dict[str, int | str | None] = {ALL: None, **{str(share): share for share in AMOUNTS}}
+    contenders: dict[str, int | str | None] = {ALL: None, **{str(amount): amount for amount in AMOUNTS}}
     turns = Turns(contenders)
     texts = subject.texts(given.trials + 1, given.context + 64)
     kl: dict[str, list[Tensor]] = {name: [] for name in contenders}
@@ -279,12 +279,12 @@ def answers(
         context = sample.context_ids
         middle = changed_middle(context, context[len(context) // 4 :], len(context) // 2)
         replacing = Replacing(subject, changed_number(sample) if about == "changed" else middle)
-        for name, share in contenders.items():
+        for name, amount in contenders.items():
 
             def read(
-                share: int | str | None = share, of: Replacing = replacing, sample: TaskSample = sample
+                amount: int | str | None = amount, of: Replacing = replacing, sample: TaskSample = sample
             ) -> Decoding:
-                decoding = Decoding(subject.model, of.made(share))
+                decoding = Decoding(subject.model, of.made(amount))
                 decoding.append(sample.question_ids)
                 return decoding
 

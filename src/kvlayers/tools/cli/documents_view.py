@@ -13,8 +13,9 @@ from kvlayers.tools.models import RunFacts
 
 COLUMNS = ("Documents", "Recompute", "KL", "Top-1", "Perplexity", "Time")
 NOTES = (
-    "Each document is computed apart, after one common beginning. kvlayers.concatenate(recompute=...) then takes them. A "
-    "number means the first tokens of each document but the first one. A share is of all tokens after the first document.",
+    "Each document is computed apart, after one common beginning, and kvlayers.concatenate(recompute=...) takes them.",
+    "Recompute: a number means the first tokens of each document but the first one. A share is one of all tokens after "
+    "the first document.",
     "KL: mean KL divergence of the next-token distribution from that after the whole text, in nats. The scored tokens "
     "go on with one of the documents.",
     "Top-1: the share of tokens whose likeliest next token is the same.",

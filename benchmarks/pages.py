@@ -21,8 +21,10 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], align: str = "-
 
 
 def between(page: str, begin: str, end: str, content: str) -> str:
-    """A page with other text between two markers."""
-    before, _, rest = page.partition(begin)
+    """A page with other text between two markers. Raises `ValueError` if the page lacks them."""
+    before, found, rest = page.partition(begin)
+    if not found or end not in rest:
+        raise ValueError(f"The page must have {begin} and {end}, got none.")
     return f"{before}{begin}\n\n{content}\n\n{end}{rest.partition(end)[2]}"
 
 

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache_operations import CacheState, LayerwiseOperations
 from kvlayers.core.description import Argument, DescriptionContext, arguments_of, described_facts
 from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart, SeenTokens, interruption
@@ -143,6 +144,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             "offloading": self.offloading,
             "only_non_sliding": bool(self.only_non_sliding),
             "grows": self.layer_class_to_replicate is not None,
+            **({} if self.exact_tokens is None else {"exact_tokens": self.exact_tokens}),
             **described_facts(self),
         }
 
@@ -166,6 +168,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         Cache.__init__(
             cache, layers, offloading=options["offloading"], offload_only_non_sliding=options["only_non_sliding"]
         )
+        if "exact_tokens" in options:
+            cache.exact_tokens = whole_number(options["exact_tokens"], "exact_tokens")
         for argument in arguments_of(cls):
             setattr(cache, argument.attribute or argument.name, argument.read(options, context))
         make_layer = cache._layer_maker() if options["grows"] else None

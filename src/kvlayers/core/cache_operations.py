@@ -52,6 +52,11 @@ class LayerwiseOperations(LayerList):
     """Ids of the first tokens that the cache has seen, int64 `[batch, tokens]`, as far as they are known. Under
     `install()` the ids of prompts are known, and of sequences that `generate()` has returned. Forks share the tensor.
     """
+    exact_tokens: int | None = None
+    """How many of the first tokens have the states that the model computes for their text; `None` for all of them.
+
+    Documents that were concatenated, what follows a replaced middle, and tokens at other positions may have others.
+    """
     warned_of_prompt: bool = False
     """Whether a `PromptMismatchWarning` was given, which comes only once."""
 
@@ -149,6 +154,8 @@ class LayerwiseOperations(LayerList):
             layer.remove_newest(tokens)
         if self.known_ids is not None:
             self.known_ids = self.known_ids[:, : self._token_count()]
+        if self.exact_tokens is not None and self._token_count() <= self.exact_tokens:
+            self.exact_tokens = None
         self.forget_pass()
 
     def _lacks_recurrent_states(self) -> bool:
@@ -275,7 +282,7 @@ class LayerwiseOperations(LayerList):
         """
         changed: LayerwiseOperations = late.function("replaced")(self, start, stop, ids, model, recompute, known_ids)
         self.replace_layers(changed.adapted_layers())
-        self.known_ids = changed.known_ids
+        self.known_ids, self.exact_tokens = changed.known_ids, changed.exact_tokens
 
     # Rows: sequences of lengths of their own
 
@@ -479,7 +486,7 @@ class LayerwiseOperations(LayerList):
         """Forget all tokens; the memory is kept for the next ones."""
         for layer in self.adapted_layers():
             layer.reset()
-        self.known_ids = None
+        self.known_ids = self.exact_tokens = None
         self.forget_pass()
 
     def activate_past_recording(self) -> None:

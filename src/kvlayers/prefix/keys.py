@@ -267,8 +267,8 @@ def checked_cache(cache: object, ids: Tokens) -> tuple[Cache, int]:
 
     Raises:
         OptionError: it is not a cache of kvlayers, or it is for a model with an encoder, whose input is not in `ids`.
-        StateMismatchError: it has several sequences, is empty, has seen more tokens than `ids` has, or its layers have
-            seen different numbers of tokens.
+        StateMismatchError: it has several sequences, is empty, has seen more tokens than `ids` has, has states that are
+            not those of its text, or its layers have seen different numbers of tokens.
     """
     if not isinstance(cache, Cache) or cache.is_pair:
         raise OptionError(
@@ -282,6 +282,11 @@ def checked_cache(cache: object, ids: Tokens) -> tuple[Cache, int]:
         raise StateMismatchError(
             f"`cache` must have one sequence, got {cache.batch_size}: insert a fork() in which batch_select_indices() "
             "has selected one."
+        )
+    if cache.exact_tokens is not None:
+        raise StateMismatchError(
+            f"`cache` must have the states that the model computes for its tokens, got one in which only the first "
+            f"{cache.exact_tokens} have them, as it was concatenated, changed or moved: insert its documents instead."
         )
     if length > len(ids):
         raise StateMismatchError(

@@ -155,7 +155,8 @@ class PrefixStore:
         Raises:
             OptionError: `input_ids` has another rank or dtype, or is empty; `cache` is not a cache of kvlayers; or
                 neither `config` nor `model` is given.
-            StateMismatchError: the cache has several sequences, is empty, or has seen more tokens than `input_ids` has.
+            StateMismatchError: the cache has several sequences, is empty, has seen more tokens than `input_ids` has, or
+                was concatenated or moved, so that some of its states are not those of its text.
             CapacityError: it is larger than the budget, or than what is left of it by pinned entries and by an entry
                 that is being written.
         """

@@ -169,14 +169,14 @@ def measure_documents(
     """
     found, begin, without_bos = [], beginning_of(tokenizer), len(bos_ids(tokenizer))
     for count in counts:
-        texts = passages_of(tokenizer, text, passages * count, document_tokens + scored)
+        texts = passages_of(tokenizer, text, passages * count, without_bos + document_tokens + scored)
         for ids in texts:
             check_known(model.config, ids)
         rows: dict[int | str | None, list[_Scored]] = {None: [], **{recompute: [] for recompute in recomputes}}
         for passage in range(passages):
             # Neighbours in the text would tell one another too much.
-            chosen = [texts[passage + passages * number][0].tolist() for number in range(count)]
-            context = Apart(model, begin, [own[without_bos:document_tokens] for own in chosen])
+            chosen = [texts[passage + passages * number][0, without_bos:].tolist() for number in range(count)]
+            context = Apart(model, begin, [own[:document_tokens] for own in chosen])
             target = chosen[passage % count][document_tokens:]
             tick(f"{count} documents, set {passage + 1}: computing")
             # The documents are computed now, and not while a clock runs.

@@ -6,6 +6,7 @@ import torch
 
 from kvlayers.documents.joining import recompute_amount
 from kvlayers.errors import OptionError
+from kvlayers.rope.from_config import rotaries
 from kvlayers.tools.cli.console import bar_between_runs, measuring, read_text, results_path
 from kvlayers.tools.cli.documents_view import DocumentsResults
 from kvlayers.tools.cli.fidelity_run import (
@@ -86,6 +87,7 @@ class DocumentsRun:
             content = read_text(common.text)
             target = find_device(common.device)
             found = find(console, common.model, "MODEL")
+            rotaries(found.config)
             needed = len(beginning_of(found.tokenizer)) + max(counts) * length + scored
             most = most_positions(found.config)
             if most is not None and needed > most:
@@ -122,6 +124,7 @@ class DocumentsRun:
             tasks, content = chosen_tasks(asked_tasks), read_text(common.text)
             target = find_device(common.device)
             found = find(console, common.model, "MODEL")
+            rotaries(found.config)
             # The answer stands in the middle of each document in turn.
             depths = {number: [(place + 0.5) / number for place in range(number)] for number in counts}
             samples = [

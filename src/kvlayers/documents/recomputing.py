@@ -1,4 +1,4 @@
-"""Some tokens of a context computed again, by all layers, among states that stay as they are.
+"""Some tokens of a context recomputed, by all layers, among states that stay as they are.
 
 A forward pass over these tokens alone writes their keys and values in the place of the old ones, layer by layer, and
 attends to all of them. What it computes is right if all that it attends to is.
@@ -25,8 +25,8 @@ MASKED_ATTENTION = ("eager", "sdpa")
 """Implementations of attention that take any mask."""
 
 
-class _Written(cache_utils.DynamicLayer):  # type: ignore[misc]
-    """States of all tokens, of which a pass writes some again."""
+class _OverwritingLayer(cache_utils.DynamicLayer):  # type: ignore[misc]
+    """States of all tokens, of which a pass overwrites some."""
 
     def __init__(self, states: KVPair, positions: Tensor) -> None:
         super().__init__()
@@ -42,11 +42,11 @@ class _Written(cache_utils.DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
 
-class _EnoughError(Exception):
+class _StopPassError(Exception):
     """A pass has come as far as it is wanted. It never leaves this file."""
 
 
-class _Last(cache_utils.DynamicLayer):  # type: ignore[misc]
+class _StopAtLayer(cache_utils.DynamicLayer):  # type: ignore[misc]
     """Remembers the first states, and ends the pass."""
 
     states: KVPair
@@ -54,14 +54,14 @@ class _Last(cache_utils.DynamicLayer):  # type: ignore[misc]
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KVPair:
         self.states = (key_states, value_states)
-        raise _EnoughError
+        raise _StopPassError
 
 
 def check_recomputable(model: Any, layers: Sequence[LayerOperations]) -> None:
-    """Raise if tokens cannot be computed again.
+    """Raise if tokens cannot be recomputed.
 
     Raises:
-        UnsupportedLayerError: a layer has left tokens behind.
+        UnsupportedLayerError: a layer has dropped tokens.
         ConfigError: the model takes images as well, attends in another way, or by an implementation that takes no masks
             of its own.
     """
@@ -96,10 +96,10 @@ def deviations(model: Any, ids: Tensor, states: Sequence[KVPair]) -> Tensor:
     """
     if len(states) < 2:
         return torch.zeros(ids.shape[1], device=ids.device)
-    last = _Last()
+    last = _StopAtLayer()
     cache = cache_utils.Cache(layers=[cache_utils.DynamicLayer(), last])
-    with contextlib.suppress(_EnoughError):
-        _pass(model, ids, cache)
+    with contextlib.suppress(_StopPassError):
+        cache_argument.read_tokens(model, ids, cache)
     changes = []
     for new, old in zip(last.states, states[1], strict=True):
         change = (new.float() - old.float()).square().sum((1, 3))
@@ -108,7 +108,7 @@ def deviations(model: Any, ids: Tensor, states: Sequence[KVPair]) -> Tensor:
 
 
 def recompute_tokens(model: Any, ids: Tensor, states: Sequence[KVPair], chosen: Sequence[int]) -> None:
-    """Compute the tokens at `chosen` positions again, in order, and write their states into `states`.
+    """Recompute the tokens at `chosen` positions, in order, and write their states into `states`.
 
     Args:
         model: the model.
@@ -117,14 +117,9 @@ def recompute_tokens(model: Any, ids: Tensor, states: Sequence[KVPair], chosen: 
         chosen: positions.
     """
     positions = torch.tensor(list(chosen), device=ids.device)
-    layers = [_Written(pair, positions.to(pair[0].device)) for pair in states]
-    mask = _mask(model, positions, ids.shape[1])
-    _pass(model, ids[:, positions], cache_utils.Cache(layers=layers), attention_mask=mask, position_ids=positions[None])
-
-
-def _pass(model: Any, ids: Tensor, cache: Any, **arguments: Any) -> None:
-    arguments |= {cache_argument.name_for(model): cache, "use_cache": True, **model_types.newest_logits_only(model)}
-    model(ids, **arguments)
+    layers = [_OverwritingLayer(pair, positions.to(pair[0].device)) for pair in states]
+    arguments = {"attention_mask": _mask(model, positions, ids.shape[1]), "position_ids": positions[None]}
+    cache_argument.read_tokens(model, ids[:, positions], cache_utils.Cache(layers=layers), **arguments)
 
 
 def _mask(model: Any, positions: Tensor, tokens: int) -> Any:

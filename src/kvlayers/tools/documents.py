@@ -17,11 +17,12 @@ from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.documents import concatenate
 from kvlayers.tools.measuring.contenders import Contender
 from kvlayers.tools.measuring.scoring import divergences, newest_logits
-from kvlayers.tools.measuring.text import bos_ids, check_known
+from kvlayers.tools.measuring.text import check_known
 from kvlayers.tools.measuring.text import passages as passages_of
 from kvlayers.tools.names import KVLAYERS
 from kvlayers.tools.tasks.contract import TaskSample, Tick
 from kvlayers.tools.tasks.runner import Decoding
+from kvlayers.upstream.model_types import bos_ids
 
 BEGINNING = "Read the following texts."
 """What all documents of a text have in common before them."""
@@ -56,7 +57,8 @@ class Apart:
     def joined(self, recompute: int | str) -> Cache:
         """A cache of the documents put together, see `kvlayers.concatenate`."""
         ids = [torch.tensor([*self._beginning, *own]) for own in self._documents]
-        return concatenate(self._apart, self._model, recompute=recompute, ids=ids, common=len(self._beginning))
+        beginning_tokens = len(self._beginning)
+        return concatenate(self._apart, self._model, recompute=recompute, ids=ids, beginning_tokens=beginning_tokens)
 
     def read_apart(self) -> None:
         """Compute the documents now, if they were not computed before."""

@@ -445,8 +445,8 @@ def calling(**options: Any) -> Any:
         (calling(prefix_store={}), OptionError, "`prefix_store` must be"),
         (calling(namespace=5), OptionError, "`namespace` must be"),
         (calling(position_ids=torch.arange(47)[None]), OptionError, "as .*position_ids.*: pass recompute='100%'"),
-        (calling(prompt_lookup_num_tokens=3), OptionError, "as .*draft.*: pass recompute='100%'"),
-        (calling(assistant_model=tiny_model("llama", 1)), OptionError, "as .*draft.*: pass recompute='100%'"),
+        (calling(prompt_lookup_num_tokens=3), OptionError, "as .*assisted_generation: pass recompute='100%'"),
+        (calling(assistant_model=tiny_model("llama", 1)), OptionError, "as .*an assistant model.*: pass recompute='100%'"),
         (calling(use_cache=False), OptionError, "as .*use_cache.*: pass recompute='100%'"),
         (
             calling(output_attentions=True, return_dict_in_generate=True),
@@ -459,7 +459,7 @@ def calling(**options: Any) -> Any:
         (
             calling(cache_implementation="static", cache_config={"max_cache_len": 40}),
             CapacityError,
-            "reservation of 40",
+            "reservation has room for at most 40 tokens",
         ),
         (calling(documents=[A, B] * 6), CapacityError, "`max_position_embeddings`"),
         (lambda model, store: store.document(A.float(), model), OptionError, "`ids` must be"),
@@ -468,7 +468,7 @@ def calling(**options: Any) -> Any:
         (lambda model, store: store.document(A, model, beginning=A.expand(2, -1)), OptionError, "`beginning` must be"),
         (lambda model, store: store.document(A, model, namespace=5), OptionError, "`namespace` must be"),
         (lambda model, store: store.document(A.repeat(1, 20), model), CapacityError, "`max_position_embeddings`"),
-        (lambda model, store: store.lookup(A, model=model, leave=-1), OptionError, "`leave` must be"),
+        (lambda model, store: store.lookup(A, model="m", leave=-1), OptionError, "`leave` must be"),
     ],
 )
 def test_wrong_calls_are_named_and_nothing_is_computed(call: Any, error: type[KVLayersError], named: str) -> None:

@@ -141,13 +141,10 @@ def joined(
         begin = shared if number else 0
         pieces.append(Piece(cache, begin, length, end))
         end += length - begin
-    amount = recompute_amount(recompute)
     # The first document is right as it is.
-    amount = amount if len(pieces) > 1 else 0
+    amount = recompute_amount(recompute) * (len(pieces) > 1)
     known = _known_ids(caches, lengths, ids, "ids", amount)
-    tokens = None
-    if known is not None:
-        tokens = torch.cat([own[:, shared:] if number else own for number, own in enumerate(known)], dim=1)
+    tokens = None if known is None else torch.cat([known[0], *(own[:, shared:] for own in known[1:])], dim=1)
     return _joined(pieces, model, lengths[0], amount, tokens, into)
 
 
@@ -161,13 +158,12 @@ def replaced(
     if not 0 <= first <= after <= length:
         raise OptionError(f"`start` and `stop` must be a range of the {length} tokens, got {start} and {stop}.")
     new = _as_rows(ids, cache.batch_size, "ids")
-    amount = recompute_amount(recompute)
     # Without tokens after them, the new ones have seen all that they would see.
-    amount = amount if after < length else 0
+    amount = recompute_amount(recompute) * (after < length)
     known = _known_ids([cache], [length], None if known_ids is None else [known_ids], "known_ids", amount)
-    tokens = None
-    if known is not None:
-        tokens = torch.cat([known[0][:, :first], new.to(known[0].device), known[0][:, after:]], dim=1)
+    tokens = (
+        None if known is None else torch.cat([known[0][:, :first], new.to(known[0].device), known[0][:, after:]], dim=1)
+    )
     middle = first + new.shape[1]
     end, are_moved = middle + length - after, bool(amount) or (middle != after < length)
     check_joinable(model, cache.adapted_layers(), end, amount, are_moved)
@@ -175,9 +171,8 @@ def replaced(
     beginning.crop(first - length)
     if new.shape[1]:
         cache_argument.read_tokens(model, new.to(model.device), beginning)
-    pieces = [Piece(beginning, 0, middle, 0)] if middle else []
-    if after < length:
-        pieces.append(Piece(cache, after, length, middle))
+    pieces = [Piece(beginning, 0, middle, 0), Piece(cache, after, length, middle)]
+    pieces = [piece for piece in pieces if piece.begin < piece.stop]
     if not pieces:
         return beginning
     return _joined(pieces, model, middle, amount, tokens).cache
@@ -246,7 +241,7 @@ def _known_ids(
     if not len(known) == len(ids) == len(caches):
         if given is None and not amount:
             return None
-        got = len(known) if given is not None else f"none, and {len(known)} of the caches know theirs"
+        got = f"{len(known)}{' that the caches know' if given is None else ''}"
         raise OptionError(
             f"`{name}` must be the token ids of each of the {len(caches)} caches, got {got}: pass a tensor for each."
         )

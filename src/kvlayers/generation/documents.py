@@ -54,16 +54,10 @@ class DocumentPrompt:
         ids = torch.cat([self.beginning, *self.documents, self.question], dim=1)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
-    @functools.cached_property
-    def texts(self) -> list[Tensor]:
-        """Each document with what stands before it when it is computed."""
-        return [torch.cat([self.beginning, document], dim=1) for document in self.documents]
-
     @property
     def is_one_text(self) -> bool:
         """Whether all of it is to be computed as one text."""
-        amount = recompute_amount(self.recompute)
-        return isinstance(amount, Fraction) and amount == 1
+        return isinstance(amount := recompute_amount(self.recompute), Fraction) and amount == 1
 
     @classmethod
     def of(
@@ -135,6 +129,7 @@ class DocumentPrompt:
         images = [each for each in model_types.image_arguments(model.config) if arguments.get(each) is not None]
         tokens, shared, are_moved = arguments["input_ids"].shape[1], self.beginning.shape[1], len(self.documents) > 1
         amount = recompute_amount(self.recompute) if are_moved else 0
+        texts = [torch.cat([self.beginning, own], dim=1) for own in self.documents]
         with _refusing(
             "`documents` cannot be concatenated, as {}: pass recompute='100%', which computes them as one prompt."
         ):
@@ -144,8 +139,8 @@ class DocumentPrompt:
             documents = StoredDocuments(model, active, amount, tokens, are_moved)
             into = call.empty()
             check_into(into, model, documents.layers, 1, tokens - self.question.shape[1], "cache_implementation")
-            found = [documents.find(ids, call.config.prefill_chunk_size) for ids in self.texts]
-        cache, recomputed = joined([own for own, _ in found], model, self.recompute, self.texts, shared, into)
+            found = [documents.find(ids, call.config.prefill_chunk_size) for ids in texts]
+        cache, recomputed = joined([own for own, _ in found], model, self.recompute, texts, shared, into)
         stored: set[int] = set()
         begin = end = 0
         for own, covered in found:

@@ -136,17 +136,16 @@ def rotates_keys(config: object) -> bool:
     return _has_own_code(decoder) or _has_rope(decoder)
 
 
-LEAVE = "use a cache that leaves tokens where they are"
 PASS = (
     "pass rotary=kvlayers.rope.rotary.Rotary(inv_freq, layout), with the frequencies and the layout of the model's own "
     "code"
 )
-"""What helps with a cache that moves tokens."""
+"""What helps a cache that moves tokens, if their positions are known."""
 
 
 def _check(decoder: PretrainedConfig, specs: list[LayerSpec], instead: str | None) -> None:
     """Raise `ConfigError` with the most specific reason if keys of the model cannot be moved."""
-    leave = instead or LEAVE
+    leave = instead or "use a cache that leaves tokens where they are"
     model_type = decoder.model_type
     if _has_own_code(decoder):
         raise _unknown(decoder, instead)

@@ -57,8 +57,9 @@ class Apart:
     def joined(self, recompute: int | str) -> Cache:
         """A cache of the documents put together, see `kvlayers.concatenate`."""
         ids = [torch.tensor([*self._beginning, *own]) for own in self._documents]
-        beginning_tokens = len(self._beginning)
-        return concatenate(self._apart, self._model, recompute=recompute, ids=ids, beginning_tokens=beginning_tokens)
+        return concatenate(
+            self._apart, self._model, recompute=recompute, ids=ids, beginning_tokens=len(self._beginning)
+        )
 
     def read_apart(self) -> None:
         """Compute the documents now, if they were not computed before."""

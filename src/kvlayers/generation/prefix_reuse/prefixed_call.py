@@ -171,7 +171,7 @@ def call_with(cache: Cache, plain: Generate, arguments: Mapping[str, Any], cache
         return with_cached_tokens(plain(**arguments), cached_tokens)
 
 
-def pass_counted(model: Any, ids: Tensor, cache: Cache, chunk: int | None, positions: Tensor, **arguments: Any) -> None:
+def pass_counted(model: Any, ids: Tensor, cache: Cache, chunk: int | None, positions: Tensor, **arguments: Any) -> Any:
     """Pass those of the tokens `[1, tokens]` to a model that its cache has not seen.
 
     Args:
@@ -182,6 +182,9 @@ def pass_counted(model: Any, ids: Tensor, cache: Cache, chunk: int | None, posit
         positions: of all tokens, `[1, tokens]` or `[axes, 1, tokens]`.
         arguments: further arguments of the model.
 
+    Returns:
+        The output of the last forward pass.
+
     Raises:
         IneligibleError: the cache has not counted these tokens.
     """
@@ -189,9 +192,10 @@ def pass_counted(model: Any, ids: Tensor, cache: Cache, chunk: int | None, posit
     arguments |= model_types.newest_logits_only(model)
     if "position_ids" in generate_calls.forward_arguments(model):
         arguments["position_ids"] = positions
-    pass_tokens(model, ids, arguments, cache, cache.get_seq_length(), chunk)
+    output = pass_tokens(model, ids, arguments, cache, cache.get_seq_length(), chunk)
     if cache.get_seq_length() != ids.shape[1]:
         raise IneligibleError(f"{type(model).__name__} puts other tokens into its cache than it is given")
+    return output
 
 
 def with_cached_tokens(output: Any, cached_tokens: tuple[int, ...]) -> Any:
@@ -225,7 +229,6 @@ class PrefixedCall:
 
     def __init__(self, active: ActiveStore, model: Any, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
         self._model = model
-        self._cache_name = cache_argument.name_in_generate(model)
         self.unnamed, self._arguments = bind_arguments(model, args, dict(arguments))
         check_model(model, self._arguments)
         self.config, model_kwargs = full_generation_config(model, self._arguments)
@@ -284,7 +287,7 @@ class PrefixedCall:
         arguments = {name: value for name, value in self._arguments.items() if name not in model_types.FOR_ENCODERS}
         if self._positions is not None:
             arguments["position_ids"] = self._positions
-        return cache, {**arguments, **changes, self._cache_name: cache}
+        return cache, {**arguments, **changes, cache_argument.name_in_generate(self._model): cache}
 
     def keep_prompt(self, cache: Cache) -> None:
         """Insert the prompt of a call that failed into the store, if there is one prompt, and it was read to its end.

@@ -171,8 +171,8 @@ def replaced(
     beginning.crop(first - length)
     if new.shape[1]:
         cache_argument.read_tokens(model, new.to(model.device), beginning)
-    pieces = [Piece(beginning, 0, middle, 0), Piece(cache, after, length, middle)]
-    pieces = [piece for piece in pieces if piece.begin < piece.stop]
+    both = (Piece(beginning, 0, middle, 0), Piece(cache, after, length, middle))
+    pieces = [piece for piece in both if piece.begin < piece.stop]
     if not pieces:
         return beginning
     return _joined(pieces, model, middle, amount, tokens).cache
@@ -241,9 +241,9 @@ def _known_ids(
     if not len(known) == len(ids) == len(caches):
         if given is None and not amount:
             return None
-        got = f"{len(known)}{' that the caches know' if given is None else ''}"
         raise OptionError(
-            f"`{name}` must be the token ids of each of the {len(caches)} caches, got {got}: pass a tensor for each."
+            f"`{name}` must be the token ids of each of the {len(caches)} caches, got {len(known)}"
+            f"{' that the caches know' if given is None else ''}: pass a tensor for each."
         )
     found = [_as_rows(own, cache.batch_size, name) for own, cache in zip(known, caches, strict=True)]
     for own, length in zip(found, lengths, strict=True):
@@ -313,13 +313,10 @@ def check_joinable(
             f"positions must be below the `max_position_embeddings` of the model, {most}, got {end - 1} for the last "
             "token: leave tokens out."
         )
-    rotations: list[Rotary | None] = (
-        rotaries(model, "compute all tokens as one prompt") if are_moved else [None] * len(layers)
-    )
     _check_movable(layers, "caches")
     if amount:
         check_recomputable(model, layers)
-    return rotations
+    return rotaries(model, "compute all tokens as one prompt") if are_moved else [None for _ in layers]
 
 
 def check_into(
@@ -376,8 +373,8 @@ def _chosen(
     count = math.ceil(amount * len(positions))
     if not positions or count == len(positions):
         return positions
-    scores = deviations(model, ids, states)[positions]
-    return sorted(positions[index] for index in scores.topk(count).indices.tolist())
+    most = deviations(model, ids, states)[positions].topk(count).indices
+    return sorted(positions[index] for index in most.tolist())
 
 
 def _check_movable(layers: Sequence[LayerOperations], name: str) -> None:

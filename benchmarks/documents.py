@@ -271,7 +271,7 @@ def answers(
         (about, sample)
         for about, depth in (("changed", 0.5), ("after", 0.75))
         for sample in samples_of(
-            ["needle", "keys"], [given.context], [depth], 3 * given.samples, 0, subject.tokenizer, default_text()
+            ["needle", "keys"], [given.context], [depth], given.samples, 0, subject.tokenizer, default_text()
         )
     ]
     tick = run.ticking("questions", len(asked))
@@ -318,7 +318,7 @@ def tasks(run: report.Session) -> dict[str, Any]:
     """Answers to long-context tasks after documents that were concatenated."""
     given = run.given
     again = ",".join(map(str, AMOUNTS[:-1]))
-    name = pathlib.Path(given.model or "none").name
+    name = pathlib.Path(given.model or "none").resolve().name
     file = report.RESULTS / f"documents-tasks-{name}-{given.task_tokens}.jsonl"
     file.parent.mkdir(exist_ok=True)
     arguments = ("--tasks", "all", "--document-tokens", given.task_tokens, "--samples", given.samples)

@@ -36,6 +36,9 @@ from kvlayers.utils import late
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.registry import ClassRegistry
 
+OF_OTHER_STATES = {"exact_tokens": None, "first_position": 0}
+"""What a cache says of states that are not those of its text, and what other caches say."""
+
 
 class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ignore[misc]
     """A list of layers, one for each layer of the model. The cache itself stores nothing.
@@ -144,7 +147,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             "offloading": self.offloading,
             "only_non_sliding": bool(self.only_non_sliding),
             "grows": self.layer_class_to_replicate is not None,
-            **({} if self.exact_tokens is None else {"exact_tokens": self.exact_tokens}),
+            **{name: value for name, usual in OF_OTHER_STATES.items() if (value := getattr(self, name)) != usual},
             **described_facts(self),
         }
 
@@ -168,8 +171,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         Cache.__init__(
             cache, layers, offloading=options["offloading"], offload_only_non_sliding=options["only_non_sliding"]
         )
-        if "exact_tokens" in options:
-            cache.exact_tokens = whole_number(options["exact_tokens"], "exact_tokens")
+        for name in OF_OTHER_STATES.keys() & options.keys():
+            setattr(cache, name, whole_number(options[name], name))
         for argument in arguments_of(cls):
             setattr(cache, argument.attribute or argument.name, argument.read(options, context))
         make_layer = cache._layer_maker() if options["grows"] else None

@@ -57,6 +57,8 @@ class LayerwiseOperations(LayerList):
 
     Documents that were concatenated, what follows a replaced middle, and tokens at other positions may have others.
     """
+    first_position: int = 0
+    """Position of the first token: not 0 in a cache that was moved."""
     warned_of_prompt: bool = False
     """Whether a `PromptMismatchWarning` was given, which comes only once."""
 
@@ -229,7 +231,7 @@ class LayerwiseOperations(LayerList):
         """A cache with the same tokens at the positions from `to` on: keys are rotated by the distance.
 
         The tokens do not see what is before them. Whoever goes on with the cache passes `position_ids`, from
-        `to + cache.get_seq_length()` on: `generate()` would count from 0. To put it behind others, use
+        `to + cache.get_seq_length()` on: `generate()` would count from 0. To put it after others, use
         `kvlayers.concatenate`.
 
         Args:
@@ -260,17 +262,18 @@ class LayerwiseOperations(LayerList):
         recompute: int | str = "100%",
         known_ids: Tensor | None = None,
     ) -> None:
-        """Put other tokens in the place of those from `start` to `stop`. What is behind them moves.
+        """Put other tokens in the place of those from `start` to `stop`. What is after them moves.
 
-        The new tokens are computed, and see all that is before them. The tokens behind them have seen the old ones,
-        and are computed again as far as `recompute` asks.
+        The new tokens are computed, and see all that is before them. The tokens after them have seen the old ones,
+        and are recomputed as far as `recompute` asks.
 
         Args:
             start: the first token to replace.
-            stop: the token behind the last one.
+            stop: the token after the last one.
             ids: the new tokens, int64 `[tokens]` or `[batch, tokens]`. If there are none, the old ones are taken out.
             model: the model.
-            recompute: as for `kvlayers.concatenate`, of the tokens behind `stop`.
+            recompute: how many first tokens after the change to recompute, or a share of the tokens after the change,
+                such as "15%": those that change most. By default, all of them.
             known_ids: the tokens of the cache, `[batch, tokens]`, for `recompute`. Default: those that it knows from
                 `generate()`.
 
@@ -486,7 +489,7 @@ class LayerwiseOperations(LayerList):
         """Forget all tokens; the memory is kept for the next ones."""
         for layer in self.adapted_layers():
             layer.reset()
-        self.known_ids = self.exact_tokens = None
+        self.known_ids, self.exact_tokens, self.first_position = None, None, 0
         self.forget_pass()
 
     def activate_past_recording(self) -> None:

@@ -1,4 +1,4 @@
-"""Contexts that are put together from parts that were computed apart."""
+"""Contexts that are concatenated from parts that were computed apart."""
 
 from kvlayers.documents.joining import concatenate
 

@@ -1,5 +1,7 @@
-"""States at other positions: documents side by side, and a context with another middle."""
+"""States at other positions: concatenated documents, and a context with another middle."""
 
+import itertools
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ from kvlayers.errors import CapacityError, OptionError, StateMismatchError, Unsu
 from kvlayers.rope.from_config import rotaries
 from kvlayers.rope.rotary import Rotary
 from kvlayers.upstream import cache_argument, model_types
+from kvlayers.upstream.model_layers import layer_specs
 from kvlayers.utils.units import share_of
 
 EVERYTHING = "100%"
@@ -29,7 +32,7 @@ class Piece(NamedTuple):
     Attributes:
         cache: the cache.
         begin: its first token that is taken.
-        stop: the token behind the last one.
+        stop: the token after the last one.
         to: the position of the first token in the new context.
     """
 
@@ -40,11 +43,11 @@ class Piece(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """A cache that was put together.
+    """A cache that was concatenated.
 
     Attributes:
         cache: the cache.
-        recomputed: the positions that were computed again.
+        recomputed: the recomputed positions.
     """
 
     cache: Cache
@@ -54,10 +57,13 @@ class Joined(NamedTuple):
 @torch.no_grad()
 def moved(cache: Cache, to: int, model: Any) -> Cache:
     """`Cache.moved`."""
-    position, length = whole_number(to, "`to`"), _checked([cache])[0]
+    position, length = whole_number(to, "`to`"), _checked([cache], model)[0]
     if position < 0:
         raise OptionError(f"`to` must be a position, at least 0, got {to}.")
-    return _joined([Piece(cache, 0, length, position)], model).cache
+    found = _joined([Piece(cache, 0, length, position)], model, length).cache
+    found.known_ids, found.first_position = cache.known_ids, position
+    found.exact_tokens = 0 if position else cache.exact_tokens
+    return found
 
 
 def concatenate(
@@ -66,13 +72,13 @@ def concatenate(
     *,
     recompute: int | str = EVERYTHING,
     ids: Sequence[Tensor] | None = None,
-    common: int = 0,
+    beginning_tokens: int = 0,
     into: Cache | None = None,
 ) -> Cache:
     """One cache with the tokens of several, at consecutive positions, as if they were one text.
 
     Each document was computed without those before it, so its states differ from those of the whole text. Some tokens
-    are computed again: the first ones of each document, or those whose states change most when they see the documents
+    are recomputed: the first ones of each document, or those whose states change most when they see the documents
     before (CacheBlend, Yao et al. 2024, arXiv:2405.16444). Such a token is exact if all tokens that it sees are.
 
     Args:
@@ -80,27 +86,28 @@ def concatenate(
             rows of a batch must not be padded. They do not change. A reservation of the first one must have room for
             all.
         model: the model.
-        recompute: how many first tokens of each document to compute again, or a share of the tokens, such as "15%":
-            those that change most. By default, everything but the first document is computed again. That is exact in
-            full precision, and hardly faster than to read the whole text. Layers must keep every token: for a model
-            with windows, read the documents with a `DynamicCache()` without a config.
+        recompute: how many first tokens of each document after the first to recompute, or a share of the tokens after
+            the first document, such as "15%": those that change most. By default, all tokens after the first document
+            are recomputed. That is exact in full precision, and hardly faster than to read the whole text. Layers must
+            keep every token: for a model with windows, read the documents with a `DynamicCache()` without a config.
         ids: the tokens of each cache, int64 `[tokens]` or `[batch, tokens]`, for `recompute`. Default: those that the
             caches know from `generate()`.
-        common: how many first tokens all documents have in common, such as a system prompt. Only the first document's
-            are taken.
+        beginning_tokens: number of tokens of the common beginning of all documents, such as a system prompt. Only the
+            first document's are taken.
         into: an empty cache for the result, such as `kvlayers.QuantizedCache(config=model)`: documents in full
-            precision are then rounded once. It keeps every token, or the model's windows. Default: a cache of the kind
-            of the first document.
+            precision are then rounded once. It keeps every token, if the documents do, or the model's windows.
+            Default: a cache of the kind of the first document.
 
     Returns:
-        The cache, with `generate()` going on behind the last document.
+        The cache, with `generate()` going on after the last document.
 
     Raises:
         OptionError: no caches, something else, a wrong `recompute`, missing `ids`, or `into` is not an empty cache of
             kvlayers for this model.
         StateMismatchError: caches of different models, kinds or settings, an empty one, or `ids` of another number.
         CapacityError: there are more tokens than positions of the model, or than `into` has room for.
-        ConfigError, UnsupportedLayerError: as for `Cache.moved`; or tokens cannot be recomputed.
+        ConfigError, UnsupportedLayerError: as for `Cache.moved`; tokens cannot be recomputed; or `into` keeps tokens
+            that the documents' windows have left.
 
     Example:
         >>> import kvlayers, torch, transformers
@@ -115,7 +122,7 @@ def concatenate(
         >>> kvlayers.concatenate(documents[::-1], model, recompute="50%", ids=texts[::-1]).get_seq_length()
         5
     """
-    return joined(caches, model, recompute, ids, common, into).cache
+    return joined(caches, model, recompute, ids, beginning_tokens, into).cache
 
 
 @torch.no_grad()
@@ -124,26 +131,29 @@ def joined(
     model: Any,
     recompute: int | str,
     ids: Sequence[Tensor] | None,
-    common: int,
+    beginning_tokens: int,
     into: Cache | None,
 ) -> Joined:
-    """What `concatenate` returns, and which of its tokens were computed again."""
-    lengths, shared = _checked(caches), whole_number(common, "`common`")
+    """What `concatenate` returns, and which of its tokens were recomputed."""
+    lengths, shared = _checked(caches, model), whole_number(beginning_tokens, "`beginning_tokens`")
     if not 0 <= shared < min(lengths) + (len(lengths) == 1):
-        raise OptionError(f"`common` must be from 0 to less than the tokens of each cache, got {common}.")
+        raise OptionError(
+            f"`beginning_tokens` must be from 0 to less than the tokens of each cache, got {beginning_tokens}."
+        )
     pieces, end = [], 0
     for number, (cache, length) in enumerate(zip(caches, lengths, strict=True)):
         begin = shared if number else 0
         pieces.append(Piece(cache, begin, length, end))
         end += length - begin
-    amount = recompute_amount(recompute)
     # The first document is right as it is.
-    amount = amount if len(pieces) > 1 else 0
+    amount = recompute_amount(recompute) * (len(pieces) > 1)
     known = _known_ids(caches, lengths, ids, "ids", amount)
-    tokens = None
-    if known is not None:
-        tokens = torch.cat([own[:, shared:] if number else own for number, own in enumerate(known)], dim=1)
-    return _joined(pieces, model, amount, tokens, into=into)
+    if known is not None and any(bool((own[:, :shared] != known[0][:, :shared]).any()) for own in known):
+        raise StateMismatchError(
+            f"`beginning_tokens` must be tokens that all caches begin with, got {shared}, in which the caches differ."
+        )
+    tokens = None if known is None else torch.cat([known[0], *(own[:, shared:] for own in known[1:])], dim=1)
+    return _joined(pieces, model, lengths[0], amount, tokens, into)
 
 
 @torch.no_grad()
@@ -151,34 +161,38 @@ def replaced(
     cache: Cache, start: int, stop: int, ids: Tensor, model: Any, recompute: int | str, known_ids: Tensor | None
 ) -> Cache:
     """A cache after `Cache.replace`."""
-    (length,) = _checked([cache])
-    first, behind = whole_number(start, "`start`"), whole_number(stop, "`stop`")
-    if not 0 <= first <= behind <= length:
+    (length,) = _checked([cache], model)
+    if cache.first_position:
+        raise StateMismatchError(
+            f"`replace` needs a cache that begins at position 0, got one that was moved to {cache.first_position}: use "
+            "moved(0, model) first."
+        )
+    first, after = whole_number(start, "`start`"), whole_number(stop, "`stop`")
+    if not 0 <= first <= after <= length:
         raise OptionError(f"`start` and `stop` must be a range of the {length} tokens, got {start} and {stop}.")
     new = _as_rows(ids, cache.batch_size, "ids")
-    amount = recompute_amount(recompute)
-    # Without tokens behind them, the new ones have seen all that they would see.
-    amount = amount if behind < length else 0
+    # Without tokens after them, the new ones have seen all that they would see.
+    amount = recompute_amount(recompute) * (after < length)
     known = _known_ids([cache], [length], None if known_ids is None else [known_ids], "known_ids", amount)
-    tokens = None
-    if known is not None:
-        tokens = torch.cat([known[0][:, :first], new.to(known[0].device), known[0][:, behind:]], dim=1)
+    tokens = (
+        None if known is None else torch.cat([known[0][:, :first], new.to(known[0].device), known[0][:, after:]], dim=1)
+    )
+    middle = first + new.shape[1]
+    end, are_moved = middle + length - after, bool(amount) or (middle != after < length)
+    check_joinable(model, cache.adapted_layers(), end, amount, are_moved)
     beginning = cache.fork()
     beginning.crop(first - length)
     if new.shape[1]:
-        arguments: dict[str, Any] = {cache_argument.name_for(model): beginning, "use_cache": True}
-        model(new.to(model.device), **arguments, **model_types.newest_logits_only(model))
-    middle = first + new.shape[1]
-    pieces = [Piece(beginning, 0, middle, 0)] if middle else []
-    if behind < length:
-        pieces.append(Piece(cache, behind, length, middle))
+        cache_argument.read_tokens(model, new.to(model.device), beginning)
+    both = (Piece(beginning, 0, middle, 0), Piece(cache, after, length, middle))
+    pieces = [piece for piece in both if piece.begin < piece.stop]
     if not pieces:
         return beginning
-    return _joined(pieces, model, amount, tokens, exact=middle).cache
+    return _joined(pieces, model, middle, amount, tokens).cache
 
 
-def _checked(caches: Sequence[Cache]) -> list[int]:
-    """The lengths of caches, if they may stand side by side."""
+def _checked(caches: Sequence[Cache], model: Any) -> list[int]:
+    """The lengths of caches, if they may be concatenated."""
     if not isinstance(caches, list | tuple) or not caches or not all(isinstance(cache, Cache) for cache in caches):
         raise OptionError(f"`caches` must be a list of at least one cache of kvlayers, got {caches!r}: pass caches.")
     expected = caches[0].form_of_rows()
@@ -191,11 +205,18 @@ def _checked(caches: Sequence[Cache]) -> list[int]:
             raise StateMismatchError(
                 f"`caches` must be of one model, kind, settings and batch size, got {caches[0]!r} and {cache!r}."
             )
+    count, expected_count = len(caches[0].adapted_layers()), len(layer_specs(model))
+    if count != expected_count:
+        raise StateMismatchError(f"`caches` must have the {expected_count} layers of `model`, got {count}.")
     return [cache.get_seq_length() for cache in caches]
 
 
 def recompute_amount(recompute: int | str) -> int | Fraction:
-    """A number of first tokens of each document, or a share of all tokens. Raises `OptionError` for anything else."""
+    """A number of first tokens of each document, or a share of the tokens after the first one.
+
+    Raises:
+        OptionError: it is anything else.
+    """
     if isinstance(recompute, int) and not isinstance(recompute, bool) and recompute >= 0:
         return recompute
     share = share_of(recompute)
@@ -208,7 +229,10 @@ def recompute_amount(recompute: int | str) -> int | Fraction:
 
 def _as_rows(ids: Tensor, batch: int, name: str) -> Tensor:
     """Ids as `[batch, tokens]`."""
-    found = torch.as_tensor(ids)
+    try:
+        found = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError):
+        raise OptionError(f"`{name}` must be whole numbers [tokens] or [{batch}, tokens], got {ids!r}.") from None
     found = found[None] if found.dim() == 1 else found
     if found.dim() != 2 or found.is_floating_point() or found.shape[0] not in (1, batch):
         raise OptionError(f"`{name}` must be whole numbers [tokens] or [{batch}, tokens], got {list(found.shape)}.")
@@ -231,41 +255,51 @@ def _known_ids(
         name: the argument.
         amount: what is to be recomputed.
     """
+    if not isinstance(given, list | tuple | Tensor | None):
+        raise OptionError(f"`{name}` must be the token ids of each of the {len(caches)} caches, got {given!r}.")
     ids = [cache.known_ids for cache in caches] if given is None else list(given)
-    if len(ids) != len(caches) or any(own is None for own in ids):
+    known = [own for own in ids if own is not None]
+    if not len(known) == len(ids) == len(caches):
         if given is None and not amount:
             return None
-        raise OptionError(f"`{name}` must have the tokens of {len(caches)} caches, which do not know them: pass them.")
-    found = [_as_rows(own, cache.batch_size, name) for own, cache in zip(ids, caches, strict=True) if own is not None]
-    for own, length in zip(found, lengths, strict=True):
+        raise OptionError(
+            f"`{name}` must be the token ids of each of the {len(caches)} caches, got {len(known)}"
+            f"{' that the caches know' if given is None else ''}: pass a tensor for each."
+        )
+    found = [_as_rows(own, cache.batch_size, name) for own, cache in zip(known, caches, strict=True)]
+    for cache, own, length in zip(caches, found, lengths, strict=True):
+        if own.shape[1] != length and given is None:
+            raise StateMismatchError(f"The cache knows {own.shape[1]} of its {length} tokens: pass `{name}`.")
         if own.shape[1] != length:
             raise StateMismatchError(f"`{name}` must be the {length} tokens of the cache, got {own.shape[1]}.")
+        count = 0 if cache.known_ids is None else min(cache.known_ids.shape[1], length)
+        if count and bool((cache.known_ids[:, :count].to(own.device) != own[:, :count]).any()):  # type: ignore[index]
+            raise StateMismatchError(f"`{name}` must be the tokens that the cache has seen, got others.")
     return [own.to(found[0].device) for own in found]
 
 
 def _joined(
     pieces: Sequence[Piece],
     model: Any,
+    exact: int,
     amount: int | Fraction = 0,
     ids: Tensor | None = None,
-    exact: int | None = None,
     into: Cache | None = None,
 ) -> Joined:
-    """A cache with the tokens of pieces. The first `exact` are right; by default, those of the first piece."""
+    """A cache with the tokens of pieces, of which the first `exact` are right."""
     end = pieces[-1].to + pieces[-1].stop - pieces[-1].begin
     by_layer = list(zip(*(piece.cache.adapted_layers() for piece in pieces), strict=True))
-    are_moved = bool(amount) or any(piece.to != piece.begin for piece in pieces)
-    turns = check_joinable(model, [layer for layers in by_layer for layer in layers], end, amount, are_moved)
+    are_moved = bool(amount) or any(map(_distance, pieces))
+    rotations = check_joinable(model, [layer for layers in by_layer for layer in layers], end, amount, are_moved)
     if into is not None:
-        check_into(into, pieces[0].cache, end)
-    states = [_states(layers, pieces, None if turns is None else turns[index]) for index, layers in enumerate(by_layer)]
+        check_into(into, model, [layers[0] for layers in by_layer], pieces[0].cache.batch_size, end)
+    inexact = [range(piece.to, piece.to + piece.stop - piece.begin) for piece in pieces if piece.to >= exact]
+    states = [_states(layers, pieces, rotations[index]) for index, layers in enumerate(by_layer)]
     chosen: list[int] = []
-    if amount and ids is not None:
-        wrong = [range(piece.to, piece.to + piece.stop - piece.begin) for piece in pieces]
-        wrong = [own for own in wrong if own.start >= (len(wrong[0]) if exact is None else exact)]
-        ids = ids.to(model.device)
-        chosen = _chosen(model, ids, states, wrong, amount)
-        if len(chosen):
+    if amount:
+        ids = torch.as_tensor(ids, device=model.device)
+        chosen = _chosen(model, ids, states, inexact, amount)
+        if chosen:
             recompute_tokens(model, ids, states, chosen)
     if into is None:
         into = pieces[0].cache.fork()
@@ -278,23 +312,26 @@ def _joined(
         into.reset()
         raise
     into.known_ids = ids
+    left = set(itertools.chain(*inexact)).difference(chosen)
+    limits = [limit for limit in (pieces[0].cache.exact_tokens, min(left, default=None)) if limit is not None]
+    into.exact_tokens = min(limits, default=None)
     return Joined(into, chosen)
 
 
 def check_joinable(
-    model: Any, layers: Sequence[LayerOperations], end: int, amount: int | Fraction, are_moved: bool = True
-) -> list[Rotary | None] | None:
-    """Raise if a model's states cannot be put together.
+    model: Any, layers: Sequence[LayerOperations], end: int, amount: int | Fraction, are_moved: bool
+) -> list[Rotary | None]:
+    """Raise if a model's states cannot be concatenated.
 
     Args:
         model: the model.
         layers: the layers of its caches.
-        end: the position behind the last token.
-        amount: what is to be computed again.
+        end: the position after the last token.
+        amount: what is to be recomputed.
         are_moved: whether any token gets another position.
 
     Returns:
-        How the keys of each layer turn, `None` if none does.
+        How the keys of each layer rotate, `None` for a layer whose keys do not.
 
     Raises:
         CapacityError, UnsupportedLayerError, ConfigError: as `concatenate`.
@@ -305,48 +342,73 @@ def check_joinable(
             f"positions must be below the `max_position_embeddings` of the model, {most}, got {end - 1} for the last "
             "token: leave tokens out."
         )
-    turns = rotaries(model) if are_moved else None
     _check_movable(layers, "caches")
     if amount:
         check_recomputable(model, layers)
-    return turns
+    return rotaries(model, "compute all tokens as one prompt") if are_moved else [None for _ in layers]
 
 
-def check_into(into: Cache, example: Cache, tokens: int, name: str = "into") -> None:
-    """Raise if a cache cannot take in so many tokens, in as many layers and rows as `example` has.
+def check_into(
+    into: Cache, model: Any, sources: Sequence[LayerOperations], rows: int, tokens: int, name: str = "into"
+) -> None:
+    """Raise if a cache cannot take in the states of other layers.
 
     Args:
         into: the cache.
-        example: a cache of the same model.
-        tokens: how many tokens.
+        model: the model.
+        sources: the layers of a document's cache.
+        rows: how many sequences there are.
+        tokens: how many tokens all documents have.
         name: the argument that asks for the cache.
     """
-    count = len(example.layers)
     is_cache = isinstance(into, Cache) and len(into.parts()) == 1
-    layers = [adapted(layer) for layer in into.layers_for(count)] if is_cache else []
-    fits = len(layers) == count and not any(layer.length for layer in layers)
-    if not fits or into.batch_size not in (-1, example.batch_size):
+    layers = [adapted(layer) for layer in into.layers_for(len(sources))] if is_cache else []
+    windows = [spec.options.get("sliding_window") for spec in layer_specs(model)]
+    fits = len(layers) == len(sources) and all(map(_takes_in, layers, sources, windows))
+    if not fits or into.batch_size not in (-1, rows):
         raise OptionError(
-            f"`{name}` must be an empty cache of kvlayers with {count} layers, for the batch of the documents, got "
-            f"{into!r}: make one with config=model.config."
+            f"`{name}` must be an empty cache of kvlayers for the {len(sources)} layers of this model, and for the "
+            f"batch of the documents, got {into!r}: make one with config=model.config."
         )
     _check_movable(layers, name)
-    for layer in layers:
+    for layer, source in zip(layers, sources, strict=True):
+        if _reach(layer, tokens) > _reach(source, tokens):
+            raise UnsupportedLayerError(
+                f"`{name}` must not keep more tokens than the documents, got {layer.original!r} for documents that "
+                f"keep a window of {source.sliding_window}: compute the documents with a DynamicCache() without a "
+                "config."
+            )
         layer.make_room(tokens)
 
 
+def _takes_in(layer: LayerOperations, source: LayerOperations, window: int | None) -> bool:
+    """Whether a layer is empty and of the same model as `source`, as far as it knows. The model's has this window."""
+    mine, others = ([(form.kv_heads, form.head_dim) for form in each.forms] for each in (layer, source))
+    return not layer.length and layer.sliding_window in (None, window) and (not mine or not others or mine == others)
+
+
+def _reach(layer: LayerOperations, tokens: int) -> int:
+    """How many of the last `tokens` tokens a layer needs, and keeps."""
+    return tokens if layer.sliding_window is None else min(tokens, layer.sliding_window - 1)
+
+
+def _distance(piece: Piece) -> int:
+    """By how many positions its tokens move."""
+    return piece.to - piece.begin - piece.cache.first_position
+
+
 def _chosen(
-    model: Any, ids: Tensor, states: Sequence[KVPair], wrong: Sequence[range], amount: int | Fraction
+    model: Any, ids: Tensor, states: Sequence[KVPair], inexact: Sequence[range], amount: int | Fraction
 ) -> list[int]:
-    """The positions to compute again, in order: none that is right."""
-    positions = [position for own in wrong for position in own]
+    """The positions to recompute, in order."""
+    positions = [position for own in inexact for position in own]
     if isinstance(amount, int):
-        return [position for own in wrong for position in own[:amount]]
-    count = -int(-amount * len(positions) // 1)
+        return [position for own in inexact for position in own[:amount]]
+    count = math.ceil(amount * len(positions))
     if not positions or count == len(positions):
         return positions
-    scores = deviations(model, ids, states)[positions]
-    return sorted(positions[index] for index in scores.topk(count).indices.tolist())
+    most = deviations(model, ids, states)[positions].topk(count).indices
+    return sorted(positions[index] for index in most.tolist())
 
 
 def _check_movable(layers: Sequence[LayerOperations], name: str) -> None:
@@ -369,8 +431,7 @@ def _check_movable(layers: Sequence[LayerOperations], name: str) -> None:
 def _states(layers: Sequence[LayerOperations], pieces: Sequence[Piece], rotary: Rotary | None) -> KVPair:
     """Keys and values of a layer for all tokens. They are zeros for tokens that no window reaches."""
     total = sum(piece.stop - piece.begin for piece in pieces)
-    window = layers[0].sliding_window
-    missing = total if window is None else min(total, window - 1)
+    missing = _reach(layers[0], total)
     parts: list[KVPair] = []
     for layer, piece in zip(reversed(layers), reversed(pieces), strict=True):
         keys, values = layer.peek()
@@ -382,8 +443,8 @@ def _states(layers: Sequence[LayerOperations], pieces: Sequence[Piece], rotary: 
                 "with a DynamicCache() without a config, which keeps all of them."
             )
         keys, values = (states[:, :, begin - first : piece.stop - first] for states in (keys, values))
-        if rotary is not None and piece.to != piece.begin:
-            keys = rotary.rotated(keys, rotary.partner(keys), piece.to - piece.begin)
+        if rotary is not None and (distance := _distance(piece)):
+            keys = rotary.rotated(keys, rotary.partner(keys), distance)
         parts.append((keys, values))
         missing -= piece.stop - begin
         if not missing:

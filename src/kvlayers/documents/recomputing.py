@@ -1,4 +1,4 @@
-"""Some tokens of a context computed again, by all layers, among states that stay as they are.
+"""Some tokens of a context recomputed, by all layers, among states that stay as they are.
 
 A forward pass over these tokens alone writes their keys and values in the place of the old ones, layer by layer, and
 attends to all of them. What it computes is right if all that it attends to is.
@@ -15,18 +15,22 @@ from typing_extensions import override
 
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.token_store import KVPair
-from kvlayers.errors import ConfigError, UnsupportedLayerError
+from kvlayers.errors import ConfigError, OptionError, StateMismatchError, UnsupportedLayerError
 from kvlayers.upstream import cache_argument, model_types
-from kvlayers.upstream.model_layers import layer_specs
+from kvlayers.upstream.model_layers import layer_specs, model_device
+from kvlayers.utils.transforms import autocast_dtype
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+MOST_IN_MASK = 2**24
+"""Entries of a mask, at most: 64 MiB in float32. More tokens are read in parts."""
 
 MASKED_ATTENTION = ("eager", "sdpa")
 """Implementations of attention that take any mask."""
 
 
-class _Written(cache_utils.DynamicLayer):  # type: ignore[misc]
-    """States of all tokens, of which a pass writes some again."""
+class _OverwritingLayer(cache_utils.DynamicLayer):  # type: ignore[misc]
+    """States of all tokens, of which a pass overwrites some."""
 
     def __init__(self, states: KVPair, positions: Tensor) -> None:
         super().__init__()
@@ -42,29 +46,46 @@ class _Written(cache_utils.DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
 
-class _EnoughError(Exception):
+class _StopPassError(Exception):
     """A pass has come as far as it is wanted. It never leaves this file."""
 
 
-class _Last(cache_utils.DynamicLayer):  # type: ignore[misc]
-    """Remembers the first states, and ends the pass."""
+class _StopAtLayer(cache_utils.DynamicLayer):  # type: ignore[misc]
+    """Remembers the states of each pass, and ends it."""
 
-    states: KVPair
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: list[KVPair] = []
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KVPair:
-        self.states = (key_states, value_states)
-        raise _EnoughError
+        self.states.append((key_states, value_states))
+        raise _StopPassError
 
 
 def check_recomputable(model: Any, layers: Sequence[LayerOperations]) -> None:
-    """Raise if tokens cannot be computed again.
+    """Raise if tokens cannot be recomputed.
 
     Raises:
-        UnsupportedLayerError: a layer has left tokens behind.
-        ConfigError: the model takes images as well, attends in another way, or by an implementation that takes no masks
-            of its own.
+        OptionError: it is no model.
+        UnsupportedLayerError: a layer has dropped tokens.
+        StateMismatchError: the states have another dtype than the model would give them.
+        ConfigError: the model takes images as well, is in training mode, attends in another way, or by an
+            implementation that takes no masks of its own.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError(f"`model` must be a model if `recompute` is not 0, got a {type(model).__name__}.")
+    dtypes = {form.dtype for layer in layers for form in layer.forms}
+    expected = autocast_dtype(model_device(model)) or model.dtype
+    if dtypes - {expected}:
+        raise StateMismatchError(
+            f"`recompute` needs states in {expected}, as the model computes them, got {', '.join(map(str, dtypes))}: "
+            "compute the documents with this model, or pass recompute=0."
+        )
+    if causes := {cause for each in model.modules() if (cause := model_types.effect_of_training(each)) is not None}:
+        raise ConfigError(
+            f"`recompute` needs a model in eval mode, got {', '.join(sorted(causes))}: call model.eval()."
+        )
     if any(layer.is_sliding for layer in layers):
         raise UnsupportedLayerError(
             "`recompute` needs layers that keep every token, got windows: compute the documents with a DynamicCache() "
@@ -96,19 +117,21 @@ def deviations(model: Any, ids: Tensor, states: Sequence[KVPair]) -> Tensor:
     """
     if len(states) < 2:
         return torch.zeros(ids.shape[1], device=ids.device)
-    last = _Last()
+    last = _StopAtLayer()
     cache = cache_utils.Cache(layers=[cache_utils.DynamicLayer(), last])
-    with contextlib.suppress(_EnoughError):
-        _pass(model, ids, cache)
+    for part in ids.split(_tokens_at_once(ids.shape[1]), dim=1):  # type: ignore[no-untyped-call]
+        with contextlib.suppress(_StopPassError):
+            cache_argument.read_tokens(model, part, cache)
     changes = []
-    for new, old in zip(last.states, states[1], strict=True):
+    for parts, old in zip(zip(*last.states, strict=True), states[1], strict=True):
+        new = torch.cat(parts, dim=2)
         change = (new.float() - old.float()).square().sum((1, 3))
         changes.append(change / old.float().square().sum((1, 3)).mean())
     return torch.stack(changes).sum((0, 1))
 
 
 def recompute_tokens(model: Any, ids: Tensor, states: Sequence[KVPair], chosen: Sequence[int]) -> None:
-    """Compute the tokens at `chosen` positions again, in order, and write their states into `states`.
+    """Recompute the tokens at `chosen` positions, in order, and write their states into `states`.
 
     Args:
         model: the model.
@@ -116,28 +139,31 @@ def recompute_tokens(model: Any, ids: Tensor, states: Sequence[KVPair], chosen: 
         states: keys and values of each layer, `[batch, kv_heads, tokens, head_dim]`, written in place.
         chosen: positions.
     """
-    positions = torch.tensor(list(chosen), device=ids.device)
-    layers = [_Written(pair, positions.to(pair[0].device)) for pair in states]
-    mask = _mask(model, positions, ids.shape[1])
-    _pass(model, ids[:, positions], cache_utils.Cache(layers=layers), attention_mask=mask, position_ids=positions[None])
+    # A token attends to those before it alone, so that parts give the same.
+    every = torch.tensor(list(chosen), device=ids.device)
+    for positions in every.split(_tokens_at_once(ids.shape[1])):  # type: ignore[no-untyped-call]
+        layers = [_OverwritingLayer(pair, positions.to(pair[0].device)) for pair in states]
+        arguments = {"attention_mask": _mask(model, positions, ids.shape[1]), "position_ids": positions[None]}
+        cache_argument.read_tokens(model, ids[:, positions], cache_utils.Cache(layers=layers), **arguments)
 
 
-def _pass(model: Any, ids: Tensor, cache: Any, **arguments: Any) -> None:
-    arguments |= {cache_argument.name_for(model): cache, "use_cache": True, **model_types.newest_logits_only(model)}
-    model(ids, **arguments)
+def _tokens_at_once(tokens: int) -> int:
+    """How many tokens a pass takes, so that its mask has no more than `MOST_IN_MASK` entries."""
+    return max(MOST_IN_MASK // tokens, 1)
 
 
 def _mask(model: Any, positions: Tensor, tokens: int) -> Any:
     """What the tokens at `positions` attend to: additive masks, one for each type of layer if there are several."""
     decoder = model_types.decoder_config(model.config)
-    distance = positions[:, None] - torch.arange(tokens, device=positions.device)
-    lowest = torch.finfo(model.dtype).min
+    seen = torch.arange(tokens, device=positions.device) <= positions[:, None]
 
     def additive(is_seen: Tensor) -> Tensor:
-        return torch.zeros_like(distance, dtype=model.dtype).masked_fill(~is_seen, lowest)[None, None]
+        hidden = torch.zeros(is_seen.shape, dtype=model.dtype, device=is_seen.device)
+        return hidden.masked_fill_(~is_seen, torch.finfo(model.dtype).min)[None, None]
 
-    masks = {FULL: additive(distance >= 0)}
+    masks = {FULL: additive(seen)}
     windows = {spec.layer_type: int(spec.options.get("sliding_window") or tokens) for spec in layer_specs(decoder)}
     if SLIDING in windows:
-        masks[SLIDING] = additive((distance >= 0) & (distance < windows[SLIDING]))
+        is_near = torch.arange(tokens, device=positions.device) > positions[:, None] - windows[SLIDING]
+        masks[SLIDING] = additive(seen & is_near)
     return masks if len(windows) > 1 else masks[next(iter(windows))]

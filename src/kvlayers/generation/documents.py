@@ -1,7 +1,7 @@
-"""Prompts of documents: each document is computed once, kept in a prefix store, and put beside others in any order.
+"""Prompts of documents: each one is computed once, kept in a prefix store, and concatenated with others in any order.
 
 A document stands in the store as a prompt that was computed, which it is: exact, and found by any call whose prompt
-starts with it. What is put together from documents is not what their text would give, so no store ever gets it.
+starts with it. What is concatenated from documents is not what their text would give, so no store ever gets it.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ from kvlayers.core.from_config import WINDOWED
 from kvlayers.documents.joining import EVERYTHING, check_into, check_joinable, joined, recompute_amount
 from kvlayers.errors import OptionError
 from kvlayers.generation import cache_by_name
-from kvlayers.generation.prefix_reuse import active_store, prefixed_call
+from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart, check_model
-from kvlayers.generation.prefix_reuse.prefixed_call import PrefixedCall, usable_cache
+from kvlayers.generation.prefix_reuse.prefixed_call import PrefixedCall, call_with, pass_counted, usable_cache
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import cache_argument, model_types
 from kvlayers.upstream.model_layers import layer_specs, model_device
@@ -39,7 +39,7 @@ class DocumentPrompt:
     Attributes:
         beginning: what stands before the first document; there may be no tokens.
         documents: the documents.
-        question: what stands behind the last one.
+        question: what stands after the last one.
         recompute: as for `concatenate`.
     """
 
@@ -48,22 +48,16 @@ class DocumentPrompt:
     question: Tensor
     recompute: int | str
 
-    @property
+    @functools.cached_property
     def arguments(self) -> dict[str, Any]:
         """The prompt as arguments of `generate()`."""
         ids = torch.cat([self.beginning, *self.documents, self.question], dim=1)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     @property
-    def texts(self) -> list[Tensor]:
-        """Each document with what stands before it when it is computed."""
-        return [torch.cat([self.beginning, document], dim=1) for document in self.documents]
-
-    @property
     def is_one_text(self) -> bool:
         """Whether all of it is to be computed as one text."""
-        amount = recompute_amount(self.recompute)
-        return len(self.documents) == 1 or (isinstance(amount, Fraction) and amount == 1)
+        return isinstance(amount := recompute_amount(self.recompute), Fraction) and amount == 1
 
     @classmethod
     def of(
@@ -78,15 +72,17 @@ class DocumentPrompt:
     ) -> "DocumentPrompt | None":
         """The prompt that a call of `generate()` gives in parts; `None` if it gives none.
 
-        A token that a tokenizer puts before every text belongs to the beginning, so that documents are the same
-        wherever they stand.
+        A BOS token belongs to the beginning, so that documents are the same wherever they stand. It is added only if
+        the first part is text and does not begin with it.
 
         Raises:
             OptionError: an argument is wrong, is missing, or contradicts another one.
         """
         if documents is None:
             if question is not None or beginning is not None or recompute != EVERYTHING:
-                raise OptionError("`documents` must be given with `question`, `beginning` and `recompute`, got none.")
+                raise OptionError(
+                    "`question`, `beginning` and `recompute` need `documents`, got none: pass documents as well."
+                )
             return None
         recompute_amount(recompute)
         if not isinstance(documents, list | tuple) or not documents:
@@ -95,18 +91,18 @@ class DocumentPrompt:
         others = [name for name in PROMPTS if kwargs.get(name) is not None]
         if args or others or not isinstance(cache, str | None):
             given = ", ".join(others) or ("a cache" if not args else "positional arguments")
-            raise OptionError(f"`documents` must be the whole prompt, got {given} besides: leave one of them out.")
+            raise OptionError(f"`documents` cannot be combined with {given}: leave one of them out.")
         ids_of = functools.partial(_ids, kwargs.get("tokenizer"), model_device(model))
         parts, last = [ids_of("documents", each) for each in documents], ids_of("question", question)
-        before = [parts[0][:, :0]]
+        before = parts[0][:, :0] if beginning is None else ids_of("beginning", beginning)
         if isinstance(documents[0] if beginning is None else beginning, str):
-            before.append(_token_of_texts(kwargs["tokenizer"]).to(last.device))
-        if beginning is not None:
-            before.append(ids_of("beginning", beginning))
-        return cls(torch.cat(before, dim=1), parts, last, recompute)
+            bos = before.new_tensor([model_types.bos_ids(kwargs["tokenizer"])])
+            if not torch.equal(torch.cat([before, parts[0]], dim=1)[:, : bos.shape[1]], bos):
+                before = torch.cat([bos, before], dim=1)
+        return cls(before, parts, last, recompute)
 
     def generate(self, model: Any, active: ActiveStore | None, kwargs: Mapping[str, Any]) -> Any:
-        """Call `model.generate` with states that are put together from those of the documents.
+        """Call `model.generate` with the concatenated states of the documents.
 
         Args:
             model: the model.
@@ -114,7 +110,7 @@ class DocumentPrompt:
             kwargs: arguments of `model.generate` besides the prompt.
 
         Returns:
-            What `model.generate` returns. Its `cached_tokens` counts tokens that were neither computed nor recomputed.
+            What `model.generate` returns. Its `cached_tokens` counts the tokens that were not computed.
 
         Raises:
             OptionError: the states of the call depend on more than tokens, or it does not decode in the usual way.
@@ -126,23 +122,24 @@ class DocumentPrompt:
         cache, cached_tokens = self._put_together(
             model, active or active_store.for_call() or _for_one_call(), arguments
         )
-        with active_store.CURRENT.override(None), prefixed_call.CACHE_FROM_STORE.override(cache):
-            output = model.generate(**arguments, **{name: cache})
-        return prefixed_call.with_cached_tokens(output, (cached_tokens,))
+        return call_with(cache, model.generate, {**arguments, name: cache}, (cached_tokens,))
 
     def _put_together(self, model: Any, active: ActiveStore, arguments: dict[str, Any]) -> tuple[Cache, int]:
-        """The cache of a prompt up to its question, for all of its sequences, and how many tokens a store had of it."""
+        """The cache of a prompt up to its question, for all of its sequences, and how many tokens were not computed."""
         images = [each for each in model_types.image_arguments(model.config) if arguments.get(each) is not None]
-        with _refusing():
+        tokens, shared, are_moved = arguments["input_ids"].shape[1], self.beginning.shape[1], len(self.documents) > 1
+        amount = recompute_amount(self.recompute) if are_moved else 0
+        texts = [torch.cat([self.beginning, own], dim=1) for own in self.documents]
+        with _refusing(
+            "`documents` cannot be concatenated, as {}: pass recompute='100%', which computes them as one prompt."
+        ):
             if images:
-                raise IneligibleError(f"it is given {', '.join(sorted(images))}")
+                raise IneligibleError(f"the call is given {', '.join(sorted(images))}")
             call = PrefixedCall(active, model, (), arguments)
-            documents = StoredDocuments(model, active, self.recompute, arguments["input_ids"].shape[1])
+            documents = StoredDocuments(model, active, amount, tokens, are_moved)
             into = call.empty()
-        tokens = arguments["input_ids"].shape[1] - self.question.shape[1]
-        check_into(into, documents.empty(), tokens, "cache_implementation")
-        texts, shared = self.texts, self.beginning.shape[1]
-        found = [documents.find(ids, call.config.prefill_chunk_size) for ids in texts]
+            check_into(into, model, documents.layers, 1, tokens - self.question.shape[1], "cache_implementation")
+            found = [documents.find(ids, call.config.prefill_chunk_size) for ids in texts]
         cache, recomputed = joined([own for own, _ in found], model, self.recompute, texts, shared, into)
         stored: set[int] = set()
         begin = end = 0
@@ -152,7 +149,7 @@ class DocumentPrompt:
             begin = shared
         cached_tokens = len(stored.difference(recomputed))
         cache = call.repeated(cache)
-        cache.prefix_notes = (f"{cached_tokens} of {end} tokens of documents were stored, and not computed again",)
+        cache.prefix_notes = (f"{cached_tokens} of {end} tokens of documents were not computed",)
         return cache, cached_tokens
 
 
@@ -178,12 +175,6 @@ def _ids(tokenizer: Any, device: torch.device, name: str, given: object) -> Tens
     return given.reshape(1, -1).to(device)
 
 
-def _token_of_texts(tokenizer: Any) -> Tensor:
-    """The token that a tokenizer puts before every text, `[1, 1]`; `[1, 0]` if it puts none there."""
-    first = tokenizer("a").input_ids[:1]
-    return torch.tensor([first if first == [tokenizer.bos_token_id] else []], dtype=torch.int64)
-
-
 def _for_one_call() -> ActiveStore:
     store = PrefixStore(max_bytes=sys.maxsize)
     # Its models are told apart as objects, so that no weights are read.
@@ -194,28 +185,33 @@ def _for_one_call() -> ActiveStore:
 class StoredDocuments:
     """The documents of one model in a store.
 
-    Their caches keep every token, so that tokens can be computed again. Without windows in the model, they are those
-    of ordinary calls.
+    Their caches keep every token, so that tokens can be recomputed. Without windows in the model, they are those of
+    ordinary calls.
 
     Args:
         model: the model.
         active: the store.
-        recompute: what is to be computed again.
+        amount: what is to be recomputed.
         tokens: tokens of the longest context.
+        are_moved: whether documents get other positions.
+
+    Attributes:
+        layers: the layers of the cache of each document.
 
     Raises:
         IneligibleError: the states of the model depend on more than tokens.
-        CapacityError, ConfigError, UnsupportedLayerError: they cannot be put together.
+        CapacityError, ConfigError, UnsupportedLayerError: they cannot be concatenated.
     """
 
-    def __init__(self, model: Any, active: ActiveStore, recompute: int | str, tokens: int) -> None:
+    def __init__(self, model: Any, active: ActiveStore, amount: int | Fraction, tokens: int, are_moved: bool) -> None:
         check_model(model, {})
         has_windows = any(spec.layer_type in WINDOWED for spec in layer_specs(model.config))
         self._model, self._name = model, "dynamic_full" if has_windows else "dynamic"
         self._part = StorePart(model, active, self._name, {})
-        check_joinable(model, self.empty().adapted_layers(), tokens, recompute_amount(recompute))
+        self.layers = self._empty().adapted_layers()
+        check_joinable(model, self.layers, tokens, amount, are_moved)
 
-    def empty(self, tokens: int | None = None) -> Any:
+    def _empty(self, tokens: int | None = None) -> Any:
         """An empty cache for a document of so many tokens."""
         return cache_by_name.make_cache(self._name, self._model, length_hint=tokens)
 
@@ -226,16 +222,15 @@ class StoredDocuments:
         Args:
             ids: int64 `[1, tokens]`, on the device of the model.
             chunk: tokens of one forward pass, `None` for all.
+
+        Raises:
+            IneligibleError: the model puts other tokens into its cache.
         """
-        tokens, empty = ids.shape[1], functools.partial(self.empty, ids.shape[1])
-        # A look-up leaves the last token out, whichever it is.
-        hit = self._part.lookup(torch.cat([ids, ids[:, -1:]], dim=1))
+        tokens, empty = ids.shape[1], functools.partial(self._empty, ids.shape[1])
+        hit = self._part.lookup(ids, leave=0)
         cache = empty() if hit.cache is None else usable_cache(hit.cache, self._part.device, empty)
-        arguments: dict[str, Any] = {cache_argument.name_for(self._model): cache, "use_cache": True}
-        arguments |= model_types.newest_logits_only(self._model)
-        for begin in range(hit.covered, tokens, chunk or tokens):
-            self._model(ids[:, begin : begin + (chunk or tokens)], **arguments)
         if hit.covered < tokens:
+            pass_counted(self._model, ids, cache, chunk, torch.arange(tokens, device=ids.device)[None])
             self._part.insert(ids, cache)
         cache.known_ids = ids
         return cache, hit.covered
@@ -246,16 +241,17 @@ def document(store: PrefixStore, ids: Tensor, model: Any, beginning: Tensor | No
     ids_of = functools.partial(_ids, None, model_device(model))
     before = [] if beginning is None else [ids_of("beginning", beginning)]
     whole = torch.cat([*before, ids_of("ids", ids)], dim=1)
-    with _refusing():
-        documents = StoredDocuments(model, ActiveStore(store, namespace, store.record_bypass), 0, whole.shape[1])
-    return documents.find(whole, model.generation_config.prefill_chunk_size)[0]
+    with _refusing("`ids` cannot be stored as a document, as {}: pass them to generate() as a part of the prompt."):
+        documents = StoredDocuments(
+            model, ActiveStore(store, namespace, store.record_bypass), 0, whole.shape[1], are_moved=True
+        )
+        return documents.find(whole, model.generation_config.prefill_chunk_size)[0]
 
 
 @contextlib.contextmanager
-def _refusing() -> Iterator[None]:
+def _refusing(message: str) -> Iterator[None]:
+    """Raise `OptionError` with a message and the reason in it, if states depend on more than tokens."""
     try:
         yield
     except IneligibleError as reason:
-        raise OptionError(
-            f"this call cannot put `documents` together, as {reason}; with recompute='100%' they are one text."
-        ) from None
+        raise OptionError(message.format(reason)) from None

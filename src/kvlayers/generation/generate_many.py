@@ -16,13 +16,13 @@ from kvlayers.core.named_caches import CacheRequest
 from kvlayers.errors import OptionError
 from kvlayers.generation.batch_drafts import DraftModel, tokens_of_draft
 from kvlayers.generation.cache_by_name import AUTO, make_cache, named_cache, unknown_name
-from kvlayers.generation.prefill import pass_limit, pass_tokens
+from kvlayers.generation.prefill import pass_limit
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore, required_store
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
-from kvlayers.generation.prefix_reuse.prefixed_call import usable_cache
+from kvlayers.generation.prefix_reuse.prefixed_call import pass_counted, usable_cache
 from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, check_positions
 from kvlayers.prefix import PrefixStore
-from kvlayers.upstream import cache_argument, generate_calls, model_types
+from kvlayers.upstream import generate_calls, model_types
 from kvlayers.utils import late
 
 MAX_NEW_TOKENS = 128
@@ -365,12 +365,8 @@ class _Many:
         ids, cache, model = reading.row.ids, self._cache_of(reading), self._model
         seen, end = cache.get_seq_length(), ids.shape[1]
         stop = min(seen + self._chunk_tokens, end)
-        arguments: dict[str, Any] = {cache_argument.name_in_generate(model): cache, "attention_mask": None}
-        arguments |= {"use_cache": True, **model_types.newest_logits_only(model)}
-        if "position_ids" in generate_calls.forward_arguments(model):
-            arguments["position_ids"] = torch.arange(stop, device=model.device)[None]
-        limit = pass_limit(model, cache) if seen else None
-        output = pass_tokens(model, ids[:, :stop], arguments, cache, seen, limit)
+        positions = torch.arange(stop, device=model.device)[None]
+        output = pass_counted(model, ids[:, :stop], cache, pass_limit(model, cache) if seen else None, positions)
         if stop < end:
             return None
         if self._part is not None:

@@ -365,11 +365,11 @@ def generate(
     inserted: with one prompt, those of the prompt and its answer; with several prompts, those of their common prefix,
     or of each prompt.
 
-    Documents and a question may stand in the place of a prompt. The prompt is then `beginning`, `documents` and
-    `question`, one behind the other. With `recompute` below "100%", the states of each document are computed once,
-    behind the beginning, and found in the store in whatever order documents come. What the documents would see in each
-    other is missing from them, as far as `recompute` leaves it out. The store gets the states of single documents, and
-    nothing that was put together.
+    Instead of a prompt, pass `documents` and a `question`. The prompt is `beginning`, the documents in order, then the
+    question. With `recompute` below "100%", the states of each document are computed once, after the beginning, and
+    found in the store in whatever order documents come. A document's states then lack attention to the documents before
+    it, except in the tokens that are recomputed. The store gets the states of single documents, and nothing that was
+    concatenated.
 
     Args:
         model: a model of transformers.
@@ -377,24 +377,26 @@ def generate(
         prefix_store: the store to use. Default: the store that was passed to `install`, if any.
         namespace: the namespace of the store in which the call looks up and inserts. Other namespaces do not see its
             entries. Needs a `prefix_store`.
-        documents: texts, or ids `[tokens]` or `[1, tokens]`, int64. Each text is encoded on its own by `tokenizer`,
-            without special tokens, except for one that the tokenizer puts before every text.
-        question: what stands behind the documents: a text, or ids.
+        documents: texts, or ids `[tokens]` or `[1, tokens]`, int64. Each text is tokenized separately, without special
+            tokens. If the tokenizer begins texts with a BOS token, it is added once, at the start, but only if the
+            first part is text and does not begin with it.
+        question: what stands after the documents: a text, or ids.
         beginning: what stands before the documents, such as a system prompt: a text, or ids.
-        recompute: how much of the documents is computed again once they are put together, as for
-            `kvlayers.concatenate`. By default, all of the prompt is computed as one text.
+        recompute: how many first tokens of each document after the first to recompute, or a share of the tokens after
+            the first document, such as "15%"; see `kvlayers.concatenate`. By default, all of the prompt is computed as
+            one text.
         kwargs: as for `model.generate`, such as the `tokenizer`.
 
     Returns:
         What `model.generate` returns. With a store and `return_dict_in_generate=True`, its attribute `cached_tokens`
-        has for each prompt how many of its tokens came from the store, and were not computed again; it is empty if a
-        call could not use the store of `install()`.
+        has for each prompt how many tokens the call did not have to compute; it is empty if a call could not use the
+        store of `install()`.
 
     Raises:
-        OptionError: `prefix_store` is not a `PrefixStore`; the call cannot use a store, or put documents together, for
+        OptionError: `prefix_store` is not a `PrefixStore`; the call cannot use a store, or concatenate documents, for
             the reason in the message; `namespace` is given without a store; or documents are given without a question,
             beside another prompt or cache, or empty.
-        CapacityError, ConfigError, UnsupportedLayerError: the documents cannot be put together; see
+        CapacityError, ConfigError, UnsupportedLayerError: the documents cannot be concatenated; see
             `kvlayers.concatenate`. Nothing was computed.
 
     Example:

@@ -31,8 +31,8 @@ class Hit:
 
     Attributes:
         cache: a cache that has seen the first `covered` tokens, and belongs to the caller; `None` if nothing was found.
-        covered: number of tokens of the prompt that need not be computed; at least one less than the prompt has.
-        reason: why it is not more; empty if only one token is left.
+        covered: number of tokens of the prompt that need not be computed.
+        reason: why it is not more; empty if only tokens are left that the lookup was to leave.
     """
 
     cache: Cache | None = None
@@ -76,6 +76,7 @@ class Search:
     Args:
         label: model and namespace, as returned by `keys.label_of`.
         ids: the prompt.
+        most_tokens: how many of its first tokens to look for.
 
     Attributes:
         found: the longest prefix.
@@ -84,6 +85,7 @@ class Search:
 
     label: str
     ids: Tokens
+    most_tokens: int
     found: Found = field(default_factory=Found)
     files: list[FileCandidate] = field(default_factory=list)
     _shared: int = 0
@@ -91,7 +93,7 @@ class Search:
 
     def choose(self, index: EntryIndex) -> None:
         """Find the longest prefix in memory, and the files that may have a longer one."""
-        most_tokens, tree = len(self.ids) - 1, index.tree(self.label)
+        most_tokens, tree = self.most_tokens, index.tree(self.label)
         self.found, self.files, self._shared, self._entries = Found(), [], 0, len(tree)
         if not most_tokens or not self._entries:
             return
@@ -149,7 +151,7 @@ class Search:
 
     def hit(self) -> Hit:
         """The longest prefix that was found. It belongs to the caller."""
-        found, most_tokens = self.found, len(self.ids) - 1
+        found, most_tokens = self.found, self.most_tokens
         if found.cache is None or found.entry is None:
             return Hit(reason=self._reason(0, most_tokens, ends=False))
         ends = found.entry.length == found.covered
@@ -277,19 +279,26 @@ class EntryAccess:
                     )
 
     def find(
-        self, label: str, ids: Tokens, config: object | None, device: torch.device | str | None, wait_seconds: float
+        self,
+        label: str,
+        ids: Tokens,
+        most_tokens: int,
+        config: object | None,
+        device: torch.device | str | None,
+        wait_seconds: float,
     ) -> Hit:
         """Find the longest prefix of a prompt.
 
         Args:
             label: model and namespace.
             ids: the prompt.
+            most_tokens: how many of its first tokens to look for.
             config: config of the model, for layers in files that need it.
             device: device for states from files, `None` for the host.
             wait_seconds: how long to wait for files at most.
         """
         deadline = time.monotonic() + wait_seconds
-        search = Search(label, ids)
+        search = Search(label, ids, most_tokens)
         with self._lock:
             announced = self._choose(search, deadline)
         try:

@@ -167,25 +167,34 @@ class PrefixStore:
         return self._access.insert(label, ids[:length].copy(), cache, self.write_wait_seconds)
 
     def lookup(
-        self, input_ids: Tensor, config: object | None = None, namespace: str = "", model: str | None = None
+        self,
+        input_ids: Tensor,
+        config: object | None = None,
+        namespace: str = "",
+        model: str | None = None,
+        leave: int = 1,
     ) -> Hit:
-        """Find a cache that has seen as many of the first tokens as possible, but not all of them.
+        """Find a cache that has seen as many of the first tokens as possible.
 
         Args:
             input_ids: ids of the prompt, int64 `[tokens]` or `[1, tokens]`.
             config: as for `insert`.
             namespace: as for `insert`.
             model: as for `insert`.
+            leave: how many of the last tokens are not looked for, and so are left to compute: 1 for a prompt, as its
+                last logits are needed, and 0 for states alone.
 
         Returns:
-            The cache, which belongs to the caller, and how many tokens it has seen. At least one token is left to
-            compute, since its logits are needed.
+            The cache, which belongs to the caller, and how many tokens it has seen.
 
         Raises:
-            OptionError: `input_ids` has another rank or dtype, or is empty; or neither `config` nor `model` is given.
+            OptionError: `input_ids` has another rank or dtype, or is empty; neither `config` nor `model` is given; or
+                `leave` is not from 0 to the number of tokens.
         """
         ids, label = tokens_of(input_ids), label_of(config, model, namespace)
-        hit = self._access.find(label, ids, config, self.device, self.read_wait_seconds)
+        if leave not in range(len(ids) + 1):
+            raise OptionError(f"`leave` must be from 0 to the number of tokens, {len(ids)}, got {leave!r}.")
+        hit = self._access.find(label, ids, len(ids) - leave, config, self.device, self.read_wait_seconds)
         with self._lock:
             self._hits += hit.cache is not None
             self._misses += hit.cache is None
@@ -194,16 +203,17 @@ class PrefixStore:
         return hit
 
     def document(self, ids: Tensor, model: Any, *, beginning: Tensor | None = None, namespace: str = "") -> Cache:
-        """The states of a document, for `kvlayers.concatenate`. What the store lacks of it is computed, and inserted.
+        """Compute a document's states, or find them in the store.
 
-        Calls of `generate()` with the documents find these entries. So do calls whose prompt starts with the document,
-        unless the model attends within windows: documents keep every token.
+        What the store lacks is computed and inserted. The result is for `kvlayers.concatenate`. Calls of `generate()`
+        with the documents find these entries. So do calls whose prompt starts with the document, unless the model
+        attends within windows: documents keep every token.
 
         Args:
             ids: ids of the document, int64 `[tokens]` or `[1, tokens]`.
             model: the model. Entries of other weights, adapters or settings of autocast are not found.
             beginning: ids of the tokens before it, such as a system prompt, int64 `[tokens]` or `[1, tokens]`. Several
-                documents behind the same beginning hold it once.
+                documents after the same beginning hold it once.
             namespace: as for `insert`.
 
         Returns:
@@ -211,7 +221,8 @@ class PrefixStore:
 
         Raises:
             OptionError: ids are no such tensor, or there are none; or the states of the model depend on more than
-                tokens, or cannot be put together.
+                tokens.
+            CapacityError: there are more tokens than positions of the model.
             ConfigError, UnsupportedLayerError: the model's states cannot be moved; see `Cache.moved`.
 
         Example:

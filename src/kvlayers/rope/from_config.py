@@ -90,7 +90,7 @@ _ROTATES: dict[str, _LayerRule] = {
 """Whether a layer rotates its keys, for model types in which only some layers do."""
 
 
-def rotaries(config: object) -> list[Rotary | None]:
+def rotaries(config: object, instead: str | None = None) -> list[Rotary | None]:
     """How each layer with a cache rotates its keys, in order.
 
     The frequencies equal those of the model's own code, to the last bit of float32. They are computed as for a model
@@ -98,6 +98,7 @@ def rotaries(config: object) -> list[Rotary | None]:
 
     Args:
         config: the model's config, or that of its text model.
+        instead: what an error tells the caller to do. Default: what helps with a cache that moves tokens.
 
     Returns:
         A `Rotary` for each layer that rotates its keys (layers that rotate alike share one), and `None` for a layer
@@ -109,7 +110,7 @@ def rotaries(config: object) -> list[Rotary | None]:
     """
     decoder = decoder_config(config)
     specs = layer_specs(decoder)
-    _check(decoder, specs)
+    _check(decoder, specs, instead)
     sign = -1.0 if decoder.model_type in BACKWARDS else 1.0
     layout: Layout = "halves" if decoder.model_type in HALVES else "pairs"
     found: dict[tuple[float, ...], Rotary] = {}
@@ -135,59 +136,62 @@ def rotates_keys(config: object) -> bool:
     return _has_own_code(decoder) or _has_rope(decoder)
 
 
-def _check(decoder: PretrainedConfig, specs: list[LayerSpec]) -> None:
+PASS = (
+    "pass rotary=kvlayers.rope.rotary.Rotary(inv_freq, layout), with the frequencies and the layout of the model's own "
+    "code"
+)
+"""What helps a cache that moves tokens, if their positions are known."""
+
+
+def _check(decoder: PretrainedConfig, specs: list[LayerSpec], instead: str | None) -> None:
     """Raise `ConfigError` with the most specific reason if keys of the model cannot be moved."""
+    leave = instead or "use a cache that leaves tokens where they are"
     model_type = decoder.model_type
     if _has_own_code(decoder):
-        raise _unknown(decoder)
+        raise _unknown(decoder, instead)
     if not _has_rope(decoder):
-        raise ConfigError(
-            f"'{model_type}' as configured does not rotate its keys by their positions (RoPE): use a cache that leaves "
-            "tokens where they are."
-        )
+        raise ConfigError(f"'{model_type}' as configured does not rotate its keys by their positions (RoPE): {leave}.")
     # A model that supports sections has default ones if its config has none.
     known = [getattr(decoder, "ignore_keys_at_rope_validation", None) or (), *rope_parameters(decoder)]
     if any("mrope_section" in keys for keys in known):
         raise ConfigError(
-            f"Positions of '{model_type}' have several axes (mrope_section) instead of one per token: if it gets only "
-            "text, pass rotary=kvlayers.rope.rotary.Rotary(inv_freq, layout), with the frequencies and the layout of "
-            "the model's own code."
+            f"Positions of '{model_type}' have several axes (mrope_section) instead of one per token: "
+            f"{instead or f'if it gets only text, {PASS}'}."
         )
     for own in rope_parameters(decoder):
         rope_type = own.get("rope_type", "default")
         if own.get("llama_4_scaling_beta") is not None:
-            raise _scaled_by_position(model_type, "llama_4_scaling_beta")
+            raise _scaled_by_position(model_type, leave, "llama_4_scaling_beta")
         if rope_type not in LENGTH_INDEPENDENT:
             raise ConfigError(
                 f"The RoPE type must be the same for every length ({', '.join(LENGTH_INDEPENDENT)}), got "
-                f"'{rope_type}': use a cache that leaves tokens where they are."
+                f"'{rope_type}': {leave}."
             )
     if model_type in SCALED_BY_POSITION:
-        raise _scaled_by_position(model_type, "its code")
+        raise _scaled_by_position(model_type, leave, "its code")
     if model_type in SCALED_AFTER:
         raise ConfigError(
-            f"'{model_type}' scales each dimension of a key after its rotation, so cached keys cannot be moved: use a "
-            "cache that leaves tokens where they are."
+            f"'{model_type}' scales each dimension of a key after its rotation, so cached keys cannot be moved: "
+            f"{leave}."
         )
     # By attribute, because configs have other names for some of these.
     if getattr(decoder, "qk_rope_head_dim", None) is not None:
         raise ConfigError(
-            f"'{model_type}' has multi-head latent attention, which caches the rotated states as values: use a cache "
-            "that leaves tokens where they are."
+            f"'{model_type}' has multi-head latent attention, which caches the rotated states as values: {leave}."
         )
     if model_type not in HALVES | PAIRS:
-        raise _unknown(decoder)
+        raise _unknown(decoder, instead)
     if (
         model_type == "llama4_text"
         and decoder.attn_temperature_tuning
         and not all(listed_per_layer(decoder, "no_rope_layers"))
     ):
-        raise _scaled_by_position(model_type, "attn_temperature_tuning")
+        raise _scaled_by_position(model_type, leave, "attn_temperature_tuning")
     unknown = sorted({spec.layer_type for spec in specs} - {*WITH_KEYS, *WITHOUT_KEYS})
     if unknown:
         raise ConfigError(
             f"Layers must attend to each token ({', '.join(WITH_KEYS)}) or have no keys, but '{model_type}' has "
-            f"{', '.join(unknown)}: use a cache that leaves tokens where they are."
+            f"{', '.join(unknown)}: {leave}."
         )
 
 
@@ -196,18 +200,17 @@ def _has_own_code(decoder: PretrainedConfig) -> bool:
     return not type(decoder).__module__.startswith("transformers.")
 
 
-def _unknown(decoder: PretrainedConfig) -> ConfigError:
+def _unknown(decoder: PretrainedConfig, instead: str | None) -> ConfigError:
     return ConfigError(
-        f"kvlayers does not know the rotary layout of '{decoder.model_type}' ({type(decoder).__name__}): pass "
-        "rotary=kvlayers.rope.rotary.Rotary(inv_freq, layout), with the frequencies and the layout of the model's own "
-        "code."
+        f"kvlayers does not know the rotary layout of '{decoder.model_type}' ({type(decoder).__name__}): "
+        f"{instead or PASS}."
     )
 
 
-def _scaled_by_position(model_type: str, by: str) -> ConfigError:
+def _scaled_by_position(model_type: str, leave: str, by: str) -> ConfigError:
     return ConfigError(
         f"'{model_type}' scales queries by their absolute position ({by}), so tokens cannot be moved: switch that off, "
-        "or use a cache that leaves tokens where they are."
+        f"or {leave}."
     )
 
 

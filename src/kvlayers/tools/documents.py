@@ -18,11 +18,12 @@ from kvlayers.documents.joining import Joined, joined
 from kvlayers.tools.measuring.contenders import Contender
 from kvlayers.tools.measuring.decoding import finish
 from kvlayers.tools.measuring.scoring import divergences, newest_logits
-from kvlayers.tools.measuring.text import bos_ids, check_known
+from kvlayers.tools.measuring.text import check_known
 from kvlayers.tools.measuring.text import passages as passages_of
 from kvlayers.tools.names import KVLAYERS
 from kvlayers.tools.tasks.contract import TaskSample, Tick
 from kvlayers.tools.tasks.runner import Decoding, Read
+from kvlayers.upstream.model_types import bos_ids
 
 BEGINNING = "Read the following texts."
 """What all documents of a text have in common before them."""

@@ -14,6 +14,7 @@ import transformers
 from transformers.utils import ModelOutput
 
 from kvlayers.errors import OptionError
+from kvlayers.upstream import model_types
 
 SPELLINGS = ("cache", "past_key_values", "cache_params")
 """All names of the argument, the newest first."""
@@ -44,6 +45,11 @@ def usual_name() -> str:
     """Name by which the installed transformers passes caches to its own models."""
     usual: str = _usual_name()
     return usual
+
+
+def read_tokens(model: Any, ids: torch.Tensor, cache: Any, **arguments: Any) -> None:
+    """Pass tokens `[batch, tokens]` to a model for the states alone, which it puts into a cache."""
+    model(ids, **{name_for(model): cache, "use_cache": True, **model_types.newest_logits_only(model), **arguments})
 
 
 def is_taken_by(model: Any) -> bool:

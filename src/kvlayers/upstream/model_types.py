@@ -1,4 +1,4 @@
-"""Facts about models and their configs that do not depend on the version of transformers."""
+"""Facts about models, their configs and their tokenizers that do not depend on the version of transformers."""
 
 import copy
 import dis
@@ -193,6 +193,12 @@ def newest_logits_only(model: Any, tokens: int = 1) -> dict[str, int]:
         {'logits_to_keep': 1}
     """
     return {"logits_to_keep": tokens} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+
+
+def bos_ids(tokenizer: Any) -> list[int]:
+    """The BOS token if the tokenizer begins a text with it, else nothing."""
+    first: list[int] = tokenizer("a").input_ids[:1]
+    return first if first == [tokenizer.bos_token_id] else []
 
 
 def replaces_cross_attention_cache(model: Any) -> bool:

@@ -30,7 +30,7 @@ CURRENT: ScopedValue[ActiveStore | None] = ScopedValue("active prefix store", No
 
 
 COVERED: ContextVar[list[int] | None] = ContextVar("tokens that calls in this context took from a store", default=None)
-"""A list to which each call that looks into a store adds how many tokens it found, over all of its prompts."""
+"""A list to which each call that looks into a store adds how many tokens it does not compute, over all its prompts."""
 
 _of_blocks: list[PrefixStore] = []
 """The stores of the `installed` blocks that are open in any thread."""

@@ -330,14 +330,15 @@ class StorePart:
         self._label = f"{identity} {cache_name} {options_as_text(options)}"
         self._key = {"config": model.config, "namespace": active.namespace}
 
-    def lookup(self, ids: Tensor, division: str = "") -> Hit:
-        """The longest stored prefix of tokens, without the last one.
+    def lookup(self, ids: Tensor, division: str = "", leave: int = 1) -> Hit:
+        """The longest stored prefix of tokens.
 
         Args:
             ids: the tokens.
             division: how stored tokens were divided into passes, if their states depend on it.
+            leave: how many of the last tokens are not looked for.
         """
-        return self.active.store.lookup(ids, model=self._label + division, **self._key)
+        return self.active.store.lookup(ids, model=self._label + division, leave=leave, **self._key)
 
     def insert(self, ids: Tensor, cache: Cache, division: str = "") -> None:
         """Insert a cache for the tokens that it has seen, if the store can take it."""

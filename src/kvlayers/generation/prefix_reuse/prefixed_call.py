@@ -13,6 +13,7 @@ ways to make the cache:
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -142,14 +143,59 @@ def generate(active: ActiveStore, plain: Generate, model: Any, args: tuple[Any, 
             with _BYPASS_REASON.override(str(reason)):
                 return with_cached_tokens(plain(*args, **arguments), ())
         try:
-            with CACHE_FROM_STORE.override(cache):
-                output = plain(*call.unnamed, **new_arguments)
+            output = call_with(cache, functools.partial(plain, *call.unnamed), new_arguments, call.cached_tokens)
         except BaseException as error:
             # The caller's code has ended the call: a streamer, a criterion, or a signal.
             if not is_out_of_memory(error):
                 call.keep_prompt(cache)
             raise
         return call.finish(output, cache)
+
+
+def call_with(cache: Cache, plain: Generate, arguments: Mapping[str, Any], cached_tokens: tuple[int, ...]) -> Any:
+    """Call `generate()` with a cache in the place of one by name.
+
+    Args:
+        cache: the cache, which is among the arguments.
+        plain: `generate()` of the model, without a store.
+        arguments: its arguments by name.
+        cached_tokens: for each prompt, how many tokens the call does not have to compute.
+
+    Returns:
+        What `plain` returns, with `cached_tokens`.
+    """
+    covered = active_store.COVERED.get()
+    if covered is not None:
+        covered.append(sum(cached_tokens))
+    with active_store.CURRENT.override(None), CACHE_FROM_STORE.override(cache):
+        return with_cached_tokens(plain(**arguments), cached_tokens)
+
+
+def pass_counted(model: Any, ids: Tensor, cache: Cache, chunk: int | None, positions: Tensor, **arguments: Any) -> Any:
+    """Pass those of the tokens `[1, tokens]` to a model that its cache has not seen.
+
+    Args:
+        model: the model.
+        ids: all tokens.
+        cache: the cache.
+        chunk: tokens of one forward pass. Default: as many as the model can take.
+        positions: of all tokens, `[1, tokens]` or `[axes, 1, tokens]`.
+        arguments: further arguments of the model.
+
+    Returns:
+        The output of the last forward pass.
+
+    Raises:
+        IneligibleError: the cache has not counted these tokens.
+    """
+    arguments |= {cache_argument.name_in_generate(model): cache, "attention_mask": None, "use_cache": True}
+    arguments |= model_types.newest_logits_only(model)
+    if "position_ids" in generate_calls.forward_arguments(model):
+        arguments["position_ids"] = positions
+    output = pass_tokens(model, ids, arguments, cache, cache.get_seq_length(), chunk)
+    if cache.get_seq_length() != ids.shape[1]:
+        raise IneligibleError(f"{type(model).__name__} puts other tokens into its cache than it is given")
+    return output
 
 
 def with_cached_tokens(output: Any, cached_tokens: tuple[int, ...]) -> Any:
@@ -160,7 +206,7 @@ def with_cached_tokens(output: Any, cached_tokens: tuple[int, ...]) -> Any:
 
 
 def is_from_store(cache: object) -> bool:
-    """Whether the cache of the current call is one that this module has passed in place of a cache by name."""
+    """Whether the cache of the current call is one that `call_with` has passed in place of a cache by name."""
     return cache is not None and cache is CACHE_FROM_STORE.get()
 
 
@@ -175,6 +221,7 @@ class PrefixedCall:
 
     Attributes:
         config: the full `GenerationConfig` of the call.
+        cached_tokens: for each prompt, how many of its tokens the store had.
 
     Raises:
         IneligibleError: the call cannot use a store.
@@ -182,7 +229,6 @@ class PrefixedCall:
 
     def __init__(self, active: ActiveStore, model: Any, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
         self._model = model
-        self._cache_name = cache_argument.name_in_generate(model)
         self.unnamed, self._arguments = bind_arguments(model, args, dict(arguments))
         check_model(model, self._arguments)
         self.config, model_kwargs = full_generation_config(model, self._arguments)
@@ -205,7 +251,7 @@ class PrefixedCall:
         self._part = StorePart(model, active, self._name, self._options)
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._device = model_device(model)
-        self._cached_tokens: tuple[int, ...] = ()
+        self.cached_tokens: tuple[int, ...] = ()
         self._notes: list[str] = []
         """What each lookup has found."""
 
@@ -232,19 +278,16 @@ class PrefixedCall:
                     "side by side"
                 )
             hits = [self._lookup(row) for row in range(len(self._prompts))] if stackable else []
-            self._cached_tokens = tuple(hit.covered for hit in hits) or (0,) * len(self._prompts)
+            self.cached_tokens = tuple(hit.covered for hit in hits) or (0,) * len(self._prompts)
             if shareable and all(hit.covered <= common for hit in hits):
                 cache, changes = self._for_shared_prefix(common, hits)
             else:
                 cache = self._for_separate_prompts(common, hits)
         cache.prefix_notes = tuple(self._notes)
-        covered = active_store.COVERED.get()
-        if covered is not None:
-            covered.append(sum(self._cached_tokens))
         arguments = {name: value for name, value in self._arguments.items() if name not in model_types.FOR_ENCODERS}
         if self._positions is not None:
             arguments["position_ids"] = self._positions
-        return cache, {**arguments, **changes, self._cache_name: cache}
+        return cache, {**arguments, **changes, cache_argument.name_in_generate(self._model): cache}
 
     def keep_prompt(self, cache: Cache) -> None:
         """Insert the prompt of a call that failed into the store, if there is one prompt, and it was read to its end.
@@ -272,11 +315,11 @@ class PrefixedCall:
         elif cache.batch_size == sequences.shape[0] == 1:
             keys = self._keys.input_ids.to(sequences.device)
             self._images.insert(self._part, torch.cat([keys, sequences[:, ids.shape[1] :]], dim=1), cache)
-        return with_cached_tokens(output, self._cached_tokens)
+        return output
 
     def _for_one_prompt(self) -> Cache:
         hit = self._lookup(0)
-        self._cached_tokens = (hit.covered,)
+        self.cached_tokens = (hit.covered,)
         cache = self._cache_of(hit)
         end = self._images.end(0)
         if depends_on_chunks(cache):
@@ -300,7 +343,7 @@ class PrefixedCall:
         """A cache that has seen the first `common` tokens, which all prompts start with."""
         usable = [hit for hit in hits if hit.covered <= common]
         hit = max(usable, key=lambda hit: hit.covered) if usable else self._lookup(0, common + 1)
-        self._cached_tokens = tuple(max(hit.covered, own) for own in self._cached_tokens)
+        self.cached_tokens = tuple(max(hit.covered, own) for own in self.cached_tokens)
         cache = self._cache_of(hit)
         self._compute(0, cache, common)
         return cache
@@ -418,14 +461,7 @@ class PrefixedCall:
             # A model that takes tokens one by one does so only behind others. Otherwise chunks are those of generate().
             chunk = self.config.prefill_chunk_size if limit is None else stop if begin == 0 else limit
             chunk = None if of_images else chunk
-            model_kwargs: dict[str, Any] = {self._cache_name: cache, "attention_mask": None, "use_cache": True}
-            model_kwargs |= of_images
-            model_kwargs |= model_types.newest_logits_only(self._model)
-            if self._takes_positions:
-                model_kwargs["position_ids"] = positions[..., :stop]
-            pass_tokens(self._model, ids[:, :stop], model_kwargs, cache, begin, chunk)
-            if cache.get_seq_length() != stop:
-                raise IneligibleError(f"{type(self._model).__name__} puts other tokens into its cache than it is given")
+            pass_counted(self._model, ids[:, :stop], cache, chunk, positions[..., :stop], **of_images)
             self._images.insert(self._part, self._keys.row(row)[:, :stop], cache)
             begin = stop
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.errors import ConfigError, OptionError
-from kvlayers.upstream.model_types import decoder_config, most_positions
+from kvlayers.upstream.model_types import bos_ids, decoder_config, most_positions
 
 CHARACTERS_PER_TOKEN = 12
 """More than any text needs. A longer text is cut before it is tokenized, since tokenizers are slow on long text."""
@@ -99,12 +99,6 @@ def input_ids(tokenizer: Any, prompt: str, context: int) -> Tensor:
     if not ids:
         raise OptionError("Pass a prompt, or a `--context` of at least 1 token: got neither.")
     return torch.tensor([bos_ids(tokenizer) + ids])
-
-
-def bos_ids(tokenizer: Any) -> list[int]:
-    """The BOS token if the tokenizer begins a text with it, else nothing."""
-    first: list[int] = tokenizer("a").input_ids[:1]
-    return first if first == [tokenizer.bos_token_id] else []
 
 
 def check_length(config: Any, tokens: int) -> None:

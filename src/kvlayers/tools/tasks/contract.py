@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from typing_extensions import override
 
 from kvlayers.errors import OptionError, RegistryError
-from kvlayers.tools.measuring.text import bos_ids
+from kvlayers.upstream.model_types import bos_ids
 from kvlayers.utils.registry import Registry
 
 LONGEST_SENTENCE = 60

@@ -451,25 +451,27 @@ def replace_table(records: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def page_tables(records: Sequence[dict[str, Any]]) -> str:
-    first = records[0]
-    given = " ".join(f"--{flag} {first['arguments'][flag]}" for flag in ("threads", "samples", "passages", "trials"))
+def command(record: dict[str, Any]) -> str:
+    given = " ".join(f"--{flag} {record['arguments'][flag]}" for flag in ("threads", "samples", "passages", "trials"))
+    return f"`python benchmarks/documents.py --only {','.join(record['arguments']['only'])} {given}`"
+
+
+def page_tables(joined: dict[str, Any], records: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(
         [
-            join_table(first),
+            join_table(joined),
             kl_table(records),
             *map(task_table, records),
             replace_table(records),
-            f"`python benchmarks/documents.py {given}`, {pages.measured_at(first)}.",
+            f"{command(joined)}, and {command(records[0])} for each model; {pages.measured_at(joined)}.",
         ]
     )
 
 
 def written_pages() -> dict[pathlib.Path, str]:
-    records = pages.records_by_model("documents")
-    # The model of the first table is the one of the command.
-    records.sort(key=lambda record: "join" not in record["results"])
-    return {PAGE: pages.between(PAGE.read_text(), BEGIN, END, page_tables(records))}
+    newest = json.loads(max(pages.RECORDED.glob("documents-join-*.json")).read_text())
+    tables = page_tables(newest, pages.records_by_model("documents-fidelity"))
+    return {PAGE: pages.between(PAGE.read_text(), BEGIN, END, tables)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,6 +16,7 @@ from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.token_store import KVPair
 from kvlayers.documents.recomputing import check_recomputable, deviations, recompute_tokens
 from kvlayers.errors import CapacityError, OptionError, StateMismatchError, UnsupportedLayerError
+from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.rope.from_config import rotaries
 from kvlayers.rope.rotary import Rotary
 from kvlayers.upstream import cache_argument, model_types
@@ -442,7 +443,7 @@ def _states(layers: Sequence[LayerOperations], pieces: Sequence[Piece], rotary: 
                 f"`caches` must hold the tokens from {begin} on, got a window from {first} on: compute the documents "
                 "with a DynamicCache() without a config, which keeps all of them."
             )
-        keys, values = (states[:, :, begin - first : piece.stop - first] for states in (keys, values))
+        keys, values = (as_dense(states)[:, :, begin - first : piece.stop - first] for states in (keys, values))
         if rotary is not None and (distance := _distance(piece)):
             keys = rotary.rotated(keys, rotary.partner(keys), distance)
         parts.append((keys, values))

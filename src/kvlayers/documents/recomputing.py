@@ -30,11 +30,11 @@ MASKED_ATTENTION = ("eager", "sdpa")
 
 
 class _OverwritingLayer(cache_utils.DynamicLayer):  # type: ignore[misc]
-    """States of all tokens, of which a pass overwrites some."""
+    """States of all tokens up to the last position, of which a pass overwrites some."""
 
-    def __init__(self, states: KVPair, positions: Tensor) -> None:
+    def __init__(self, states: KVPair, positions: Tensor, end: int) -> None:
         super().__init__()
-        self.keys, self.values = states
+        self.keys, self.values = (own[:, :, :end] for own in states)
         self.dtype, self.device = self.keys.dtype, self.keys.device
         self.is_initialized = True
         self._positions = positions
@@ -119,7 +119,7 @@ def deviations(model: Any, ids: Tensor, states: Sequence[KVPair]) -> Tensor:
         return torch.zeros(ids.shape[1], device=ids.device)
     last = _StopAtLayer()
     cache = cache_utils.Cache(layers=[cache_utils.DynamicLayer(), last])
-    for part in ids.split(_tokens_at_once(ids.shape[1]), dim=1):  # type: ignore[no-untyped-call]
+    for part in ids.split(max(MOST_IN_MASK // ids.shape[1], 1), dim=1):  # type: ignore[no-untyped-call]
         with contextlib.suppress(_StopPassError):
             cache_argument.read_tokens(model, part, cache)
     changes = []
@@ -139,17 +139,14 @@ def recompute_tokens(model: Any, ids: Tensor, states: Sequence[KVPair], chosen: 
         states: keys and values of each layer, `[batch, kv_heads, tokens, head_dim]`, written in place.
         chosen: positions.
     """
-    # A token attends to those before it alone, so that parts give the same.
-    every = torch.tensor(list(chosen), device=ids.device)
-    for positions in every.split(_tokens_at_once(ids.shape[1])):  # type: ignore[no-untyped-call]
-        layers = [_OverwritingLayer(pair, positions.to(pair[0].device)) for pair in states]
-        arguments = {"attention_mask": _mask(model, positions, ids.shape[1]), "position_ids": positions[None]}
+    size = max(MOST_IN_MASK // ids.shape[1], 1)
+    for begin in range(0, len(chosen), size):
+        # A token attends to none after it: parts give the same, and need no keys after their own.
+        part, end = chosen[begin : begin + size], chosen[min(begin + size, len(chosen)) - 1] + 1
+        positions = torch.tensor(part, device=ids.device)
+        layers = [_OverwritingLayer(pair, positions.to(pair[0].device), end) for pair in states]
+        arguments = {"attention_mask": _mask(model, positions, end), "position_ids": positions[None]}
         cache_argument.read_tokens(model, ids[:, positions], cache_utils.Cache(layers=layers), **arguments)
-
-
-def _tokens_at_once(tokens: int) -> int:
-    """How many tokens a pass takes, so that its mask has no more than `MOST_IN_MASK` entries."""
-    return max(MOST_IN_MASK // tokens, 1)
 
 
 def _mask(model: Any, positions: Tensor, tokens: int) -> Any:

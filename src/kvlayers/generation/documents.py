@@ -85,6 +85,8 @@ class DocumentPrompt:
                 )
             return None
         recompute_amount(recompute)
+        # As from a program whose system prompt may be missing.
+        beginning = None if isinstance(beginning, str) and not beginning else beginning
         if not isinstance(documents, list | tuple) or not documents:
             raise OptionError(f"`documents` must be a list of texts or ids, at least one, got {documents!r}.")
         cache = cache_argument.passed_in(kwargs)
@@ -149,7 +151,8 @@ class DocumentPrompt:
             begin = shared
         cached_tokens = len(stored.difference(recomputed))
         cache = call.repeated(cache)
-        cache.prefix_notes = (f"{cached_tokens} of {end} tokens of documents were not computed",)
+        note = f"{cached_tokens} of {end} tokens were not computed"
+        cache.prefix_notes = (f"documents were concatenated with recompute={self.recompute!r}, {note}",)
         return cache, cached_tokens
 
 

@@ -323,7 +323,14 @@ def tasks(run: report.Session) -> dict[str, Any]:
     file.parent.mkdir(exist_ok=True)
     arguments = ("--tasks", "all", "--document-tokens", given.task_tokens, "--samples", given.samples)
     said = fidelity(run, *arguments, "--recompute", again, "--results", file)
-    return {name: said[name] for name in ("summary", "lengths", "tasks", "samples", "seed") if said}
+    if not said:
+        return {}
+    summary = said["summary"]
+    return {
+        **{name: said[name] for name in ("lengths", "tasks", "samples", "seed")},
+        **{name: summary[name] for name in ("reference", "comparable", "by_length")},
+        "too_weak": [f"{task} at {length} tokens" for task, length in summary["too_weak"]],
+    }
 
 
 SECTIONS: dict[str, Callable[[report.Session], dict[str, Any]]] = {
@@ -402,19 +409,19 @@ def kl_table(records: Sequence[dict[str, Any]]) -> str:
 def task_table(record: dict[str, Any]) -> str:
     """Scores of tasks of each length, and the mean loss."""
     found = record["results"]["tasks"]
-    by_length = {(each["cache"], each["length"], each["task"]): each for each in found["summary"]["by_length"]}
-    overall = {each["cache"]: each for each in found["summary"]["comparable"]}
-    head = ["`recompute`", *(f"{task}, {length}" for length in found["lengths"] for task in found["tasks"]), "loss"]
+    by_length = {(each["cache"], each["length"], each["task"]): each for each in found["by_length"]}
+    overall = {each["cache"]: each for each in found["comparable"]}
+    head = ["`recompute`", *(f"{task}, {length:,}" for length in found["lengths"] for task in found["tasks"]), "loss"]
     rows = []
     for cache, figures in overall.items():
-        is_exact = cache == found["summary"]["reference"]
+        is_exact = cache == found["reference"]
         scores = [by_length[cache, length, task]["score"] for length in found["lengths"] for task in found["tasks"]]
         error = f" ± {percent(figures['loss_error'])}" if figures["loss_error"] is not None else ""
         loss = "" if is_exact else f"{100 * figures['loss']:.1f}{error}"
         rows.append(["all at once" if is_exact else code(cache.rpartition(" ")[2]), *map(percent, scores), loss])
-    samples = max(each["samples"] for each in found["summary"]["by_length"])
-    weak = [f"{task} at {length} tokens" for task, length in found["summary"]["too_weak"]]
-    without = f" Too weak for the model, and left out of the loss: {', '.join(weak)}." if weak else ""
+    samples = max(each["samples"] for each in found["by_length"])
+    weak = ", ".join(found["too_weak"])
+    without = f" The loss leaves out what the model is too weak for: {weak}." if weak else ""
     return "\n".join(
         [
             f"{model_of(record)}: scores in percent at so many tokens, of which a document has "
@@ -443,7 +450,7 @@ def replace_table(records: Sequence[dict[str, Any]]) -> str:
         rows.append(cells)
     return "\n".join(
         [
-            f"{CHANGED_TOKENS} tokens in the middle of {records[0]['arguments']['context']} become {NEW_TOKENS}. "
+            f"{CHANGED_TOKENS} tokens in the middle of {records[0]['arguments']['context']:,} become {NEW_TOKENS}. "
             "Time is a share of computing all of it; scores of questions are in percent:",
             "",
             pages.markdown(head, rows, "---:"),

@@ -335,6 +335,9 @@ class LayerwiseOperations(LayerList):
         joined = [part._rows_with(others) for part, *others in zip(*(cache.parts() for cache in caches), strict=True)]
         for part, layers in zip(self.parts(), joined, strict=True):
             part.replace_layers(layers)
+        self.exact_tokens = min(
+            (cache.exact_tokens for cache in caches if cache.exact_tokens is not None), default=None
+        )
 
     def form_of_rows(self) -> list[Any]:
         """What caches must have in common so that their sequences can be rows of one: kinds, settings, and forms."""

@@ -73,10 +73,9 @@ def test_the_more_is_computed_again_the_less_is_lost(llama: Path) -> None:
 
 def test_a_slow_reference_scores_the_same() -> None:
     model, tokenizer, text = fresh_model("llama").eval(), word_tokenizer(), random_text(600)
-    [_, found] = measure_documents(model, tokenizer, text, [2], LENGTH, SCORED, 1, [0], lambda what: None)
-    encoded = tokenizer(text).input_ids
-    half = text.find("\n", len(text) // 2) + 1
-    first, second = encoded[: LENGTH + SCORED], tokenizer(text[half:]).input_ids[:LENGTH]
+    [_, found] = measure_documents(model, tokenizer, text, [2], LENGTH, SCORED, 2, [0], lambda what: None)
+    places = [0, *(text.find("\n", len(text) * quarter // 4) + 1 for quarter in (1, 2, 3))]
+    encoded = [tokenizer(text[place:]).input_ids[: LENGTH + SCORED] for place in places]
     begin = tokenizer("Read the following texts.").input_ids
 
     @torch.no_grad()
@@ -84,19 +83,22 @@ def test_a_slow_reference_scores_the_same() -> None:
         logits: torch.Tensor = model(torch.tensor([ids]), past_key_values=cache).logits
         return logits[0].double().log_softmax(-1)
 
-    whole, apart = kvlayers.DynamicCache(), kvlayers.DynamicCache()
-    read([*begin, *first[:LENGTH], *second], whole)
-    read([*begin, *first[:LENGTH]], apart)
-    behind = kvlayers.DynamicCache()
-    read([*begin, *second], behind)
-    turned = behind.moved(LENGTH, model)
-    for index, (own, values) in enumerate(zip(turned.layers, behind.layers, strict=True)):
-        apart.update(own.keys[:, :, len(begin) :], values.values[:, :, len(begin) :], index)
-    # It goes on with the first document.
-    expected, seen = (read(first[LENGTH:], cache)[:-1] for cache in (whole, apart))
-    kl = (expected.exp() * (expected - seen)).sum(-1).mean()
-    assert found.kl == pytest.approx(float(kl), rel=1e-3)
-    assert found.agreement == pytest.approx(float((expected.argmax(-1) == seen.argmax(-1)).double().mean()))
+    kl, agrees = [], []
+    # The first set goes on with its first document, the second one with its second.
+    for number, (first, second) in enumerate((encoded[::2], encoded[1::2])):
+        whole, apart, after = (kvlayers.DynamicCache() for _ in range(3))
+        read([*begin, *first[:LENGTH], *second[:LENGTH]], whole)
+        read([*begin, *first[:LENGTH]], apart)
+        read([*begin, *second[:LENGTH]], after)
+        moved = after.moved(LENGTH, model)
+        for index, layer in enumerate(moved.layers):
+            apart.update(layer.keys[:, :, len(begin) :], layer.values[:, :, len(begin) :], index)
+        expected, seen = (read((first, second)[number][LENGTH:], cache)[:-1] for cache in (whole, apart))
+        kl.append((expected.exp() * (expected - seen)).sum(-1))
+        agrees.append(expected.argmax(-1) == seen.argmax(-1))
+    # The log-probabilities of float32 sums in another order differ in their last digits.
+    assert found.kl == pytest.approx(float(torch.cat(kl).mean()), rel=1e-3)
+    assert found.agreement == pytest.approx(float(torch.cat(agrees).double().mean()))
 
 
 def test_a_budget_decides_the_exit_code(llama: Path) -> None:

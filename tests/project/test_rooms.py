@@ -132,7 +132,7 @@ def test_each_class_has_a_name_of_its_own() -> None:
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
-MOST_STATEMENTS = 31_131
+MOST_STATEMENTS = 31_133
 MOST_IN_THE_CORE = 3_733
 MOST_FILES = 282
 LONGEST_CHAIN = 6

@@ -273,9 +273,9 @@ class LayerwiseOperations(LayerList):
             ids: the new tokens, int64 `[tokens]` or `[batch, tokens]`. If there are none, the old ones are taken out.
             model: the model.
             recompute: how many first tokens after the change to recompute, or a share of the tokens after the change,
-                such as "15%": those that change most. By default, all of them.
-            known_ids: the tokens of the cache, `[batch, tokens]`, for `recompute`. Default: those that it knows from
-                `generate()`.
+                such as "15%": the tokens that change most. By default, all of them.
+            known_ids: the tokens of the cache, `[batch, tokens]`, for `recompute`. Default: the ids that it knows
+                from `generate()`.
 
         Raises:
             OptionError: `start` and `stop` are no range of tokens, or another argument is wrong.

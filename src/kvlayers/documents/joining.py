@@ -88,11 +88,11 @@ def concatenate(
             all.
         model: the model.
         recompute: how many first tokens of each document after the first to recompute, or a share of the tokens after
-            the first document, such as "15%": those that change most. By default, all tokens after the first document
-            are recomputed. That is exact in full precision, and hardly faster than to read the whole text. Layers must
-            keep every token: for a model with windows, read the documents with a `DynamicCache()` without a config.
-        ids: the tokens of each cache, int64 `[tokens]` or `[batch, tokens]`, for `recompute`. Default: those that the
-            caches know from `generate()`.
+            the first document, such as "15%": the tokens that change most. By default, all of these are
+            recomputed. That is exact in full precision, and hardly faster than to read the whole text. Layers must keep
+            every token: for a model with windows, read the documents with a `DynamicCache()` without a config.
+        ids: the tokens of each cache, int64 `[tokens]` or `[batch, tokens]`, for `recompute`. Default: the ids that
+            the caches know from `generate()`.
         beginning_tokens: number of tokens of the common beginning of all documents, such as a system prompt. Only the
             first document's are taken.
         into: an empty cache for the result, such as `kvlayers.QuantizedCache(config=model)`: documents in full
@@ -273,7 +273,8 @@ def _known_ids(
             raise StateMismatchError(f"The cache knows {own.shape[1]} of its {length} tokens: pass `{name}`.")
         if own.shape[1] != length:
             raise StateMismatchError(f"`{name}` must be the {length} tokens of the cache, got {own.shape[1]}.")
-        count = 0 if cache.known_ids is None else min(cache.known_ids.shape[1], length)
+        # A comparison waits for the device.
+        count = 0 if given is None or cache.known_ids is None else min(cache.known_ids.shape[1], length)
         if count and bool((cache.known_ids[:, :count].to(own.device) != own[:, :count]).any()):  # type: ignore[index]
             raise StateMismatchError(f"`{name}` must be the tokens that the cache has seen, got others.")
     return [own.to(found[0].device) for own in found]

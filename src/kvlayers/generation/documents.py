@@ -23,7 +23,13 @@ from kvlayers.generation import cache_by_name
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart, check_model
-from kvlayers.generation.prefix_reuse.prefixed_call import PrefixedCall, call_with, pass_counted, usable_cache
+from kvlayers.generation.prefix_reuse.prefixed_call import (
+    PrefixedCall,
+    call_with,
+    check_counted,
+    pass_unseen,
+    usable_cache,
+)
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import cache_argument, model_types
 from kvlayers.upstream.model_layers import layer_specs, model_device
@@ -131,7 +137,6 @@ class DocumentPrompt:
         images = [each for each in model_types.image_arguments(model.config) if arguments.get(each) is not None]
         tokens, shared, are_moved = arguments["input_ids"].shape[1], self.beginning.shape[1], len(self.documents) > 1
         amount = recompute_amount(self.recompute) if are_moved else 0
-        texts = [torch.cat([self.beginning, own], dim=1) for own in self.documents]
         with _refusing(
             "`documents` cannot be concatenated, as {}: pass recompute='100%', which computes them as one prompt."
         ):
@@ -141,8 +146,10 @@ class DocumentPrompt:
             documents = StoredDocuments(model, active, amount, tokens, are_moved)
             into = call.empty()
             check_into(into, model, documents.layers, 1, tokens - self.question.shape[1], "cache_implementation")
+            texts = (torch.cat([self.beginning, own], dim=1) for own in self.documents)
             found = [documents.find(ids, call.config.prefill_chunk_size) for ids in texts]
-        cache, recomputed = joined([own for own, _ in found], model, self.recompute, texts, shared, into)
+        # They know their ids.
+        cache, recomputed = joined([own for own, _ in found], model, self.recompute, None, shared, into)
         stored: set[int] = set()
         begin = end = 0
         for own, covered in found:
@@ -233,7 +240,8 @@ class StoredDocuments:
         hit = self._part.lookup(ids, leave=0)
         cache = empty() if hit.cache is None else usable_cache(hit.cache, self._part.device, empty)
         if hit.covered < tokens:
-            pass_counted(self._model, ids, cache, chunk, torch.arange(tokens, device=ids.device)[None])
+            pass_unseen(self._model, ids, cache, chunk, torch.arange(tokens, device=ids.device)[None])
+            check_counted(self._model, cache, tokens)
             self._part.insert(ids, cache)
         cache.known_ids = ids
         return cache, hit.covered

@@ -19,7 +19,7 @@ from kvlayers.generation.cache_by_name import AUTO, make_cache, named_cache, unk
 from kvlayers.generation.prefill import pass_limit
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore, required_store
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
-from kvlayers.generation.prefix_reuse.prefixed_call import pass_counted, usable_cache
+from kvlayers.generation.prefix_reuse.prefixed_call import pass_unseen, usable_cache
 from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, check_positions
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import generate_calls, model_types
@@ -366,7 +366,7 @@ class _Many:
         seen, end = cache.get_seq_length(), ids.shape[1]
         stop = min(seen + self._chunk_tokens, end)
         positions = torch.arange(stop, device=model.device)[None]
-        output = pass_counted(model, ids[:, :stop], cache, pass_limit(model, cache) if seen else None, positions)
+        output = pass_unseen(model, ids[:, :stop], cache, pass_limit(model, cache) if seen else None, positions)
         if stop < end:
             return None
         if self._part is not None:

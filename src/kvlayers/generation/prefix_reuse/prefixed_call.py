@@ -104,7 +104,7 @@ def _on_device(state: CacheState, device: torch.device) -> CacheState:
     return dataclasses.replace(state, layers=layers)
 
 
-CACHE_FROM_STORE: ScopedValue[Cache | None] = ScopedValue("the cache that the current call starts from", None)
+_CACHE_FROM_STORE: ScopedValue[Cache | None] = ScopedValue("the cache that the current call starts from", None)
 
 _BYPASS_REASON: ScopedValue[str | None] = ScopedValue("why the current call does not use its store", None)
 
@@ -141,7 +141,7 @@ def generate(active: ActiveStore, plain: Generate, model: Any, args: tuple[Any, 
         except IneligibleError as reason:
             active.on_bypass(str(reason))
             with _BYPASS_REASON.override(str(reason)):
-                return with_cached_tokens(plain(*args, **arguments), ())
+                return _with_cached_tokens(plain(*args, **arguments), ())
         try:
             output = call_with(cache, functools.partial(plain, *call.unnamed), new_arguments, call.cached_tokens)
         except BaseException as error:
@@ -167,11 +167,11 @@ def call_with(cache: Cache, plain: Generate, arguments: Mapping[str, Any], cache
     covered = active_store.COVERED.get()
     if covered is not None:
         covered.append(sum(cached_tokens))
-    with active_store.CURRENT.override(None), CACHE_FROM_STORE.override(cache):
-        return with_cached_tokens(plain(**arguments), cached_tokens)
+    with active_store.CURRENT.override(None), _CACHE_FROM_STORE.override(cache):
+        return _with_cached_tokens(plain(**arguments), cached_tokens)
 
 
-def pass_counted(model: Any, ids: Tensor, cache: Cache, chunk: int | None, positions: Tensor, **arguments: Any) -> Any:
+def pass_unseen(model: Any, ids: Tensor, cache: Cache, chunk: int | None, positions: Tensor, **arguments: Any) -> Any:
     """Pass those of the tokens `[1, tokens]` to a model that its cache has not seen.
 
     Args:
@@ -184,21 +184,21 @@ def pass_counted(model: Any, ids: Tensor, cache: Cache, chunk: int | None, posit
 
     Returns:
         The output of the last forward pass.
-
-    Raises:
-        IneligibleError: the cache has not counted these tokens.
     """
     arguments |= {cache_argument.name_in_generate(model): cache, "attention_mask": None, "use_cache": True}
     arguments |= model_types.newest_logits_only(model)
     if "position_ids" in generate_calls.forward_arguments(model):
         arguments["position_ids"] = positions
-    output = pass_tokens(model, ids, arguments, cache, cache.get_seq_length(), chunk)
-    if cache.get_seq_length() != ids.shape[1]:
+    return pass_tokens(model, ids, arguments, cache, cache.get_seq_length(), chunk)
+
+
+def check_counted(model: Any, cache: Cache, tokens: int) -> None:
+    """Raise `IneligibleError` unless a cache has counted the tokens that its model was given."""
+    if cache.get_seq_length() != tokens:
         raise IneligibleError(f"{type(model).__name__} puts other tokens into its cache than it is given")
-    return output
 
 
-def with_cached_tokens(output: Any, cached_tokens: tuple[int, ...]) -> Any:
+def _with_cached_tokens(output: Any, cached_tokens: tuple[int, ...]) -> Any:
     """What `generate()` returns, with the attribute `cached_tokens` unless it is a plain tensor."""
     if isinstance(output, ModelOutput):
         output.cached_tokens = cached_tokens
@@ -207,7 +207,7 @@ def with_cached_tokens(output: Any, cached_tokens: tuple[int, ...]) -> Any:
 
 def is_from_store(cache: object) -> bool:
     """Whether the cache of the current call is one that `call_with` has passed in place of a cache by name."""
-    return cache is not None and cache is CACHE_FROM_STORE.get()
+    return cache is not None and cache is _CACHE_FROM_STORE.get()
 
 
 class PrefixedCall:
@@ -461,7 +461,8 @@ class PrefixedCall:
             # A model that takes tokens one by one does so only behind others. Otherwise chunks are those of generate().
             chunk = self.config.prefill_chunk_size if limit is None else stop if begin == 0 else limit
             chunk = None if of_images else chunk
-            pass_counted(self._model, ids[:, :stop], cache, chunk, positions[..., :stop], **of_images)
+            pass_unseen(self._model, ids[:, :stop], cache, chunk, positions[..., :stop], **of_images)
+            check_counted(self._model, cache, stop)
             self._images.insert(self._part, self._keys.row(row)[:, :stop], cache)
             begin = stop
 

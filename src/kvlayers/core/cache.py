@@ -93,6 +93,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     ) -> None:
         # Now, rather than when a kernel is first needed, which may be in the middle of a generation.
         kernel.LIBRARY.begin()
+        kernel.MANY.begin()
         if (layers is None) == (layer_class_to_replicate is None):
             raise ConfigError(
                 "expected either layers or layer_class_to_replicate, but saw "

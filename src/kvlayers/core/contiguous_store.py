@@ -273,13 +273,14 @@ class ContiguousStore(TokenStore):
     def extend_and_evict(
         self, keys: Tensor, values: Tensor, past: int, kept: int, prefix_states: KVPair | None = None
     ) -> KVPair:
+        tokens = keys.shape[2]
         held = [*([] if prefix_states is None else [prefix_states]), *([self._plain(past)] if past else [])]
         if held:
             keys = torch.cat([*(states[0] for states in held), keys], dim=2)
             values = torch.cat([*(states[1] for states in held), values], dim=2)
         start = keys.shape[2] - kept
         self.replace(keys.narrow(2, start, kept), values.narrow(2, start, kept))
-        return keys, values
+        return marked_for_sdpa(keys, values, tokens)
 
     def _plain(self, count: int) -> KVPair:
         """Keys and values of the newest `count` tokens, as plain tensors."""

@@ -284,7 +284,7 @@ class QuantizedStore(TokenStore):
             return self._attended(self._segments(past + new).with_prefix(DenseSegment(*prefix_states)))
         segments = self._segments_with(keys, values, past, prefix_states)
         self.append(keys, values)
-        return self._attended(segments)
+        return marked_for_sdpa(*self._attended(segments), new)
 
     @override
     def extend_and_evict(
@@ -303,7 +303,7 @@ class QuantizedStore(TokenStore):
         else:
             self.append(keys, values)
             self.drop_oldest(self.length - kept)
-        return self._attended(segments)
+        return marked_for_sdpa(*self._attended(segments), new)
 
     # Reading
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.codes import cpu_packing as pack
 
-LIBRARIES = (kernel.LIBRARY, kernel.WHOLE, pack.LIBRARY, kernel.OTHER)
+LIBRARIES = (kernel.LIBRARY, kernel.MANY, kernel.WHOLE, pack.LIBRARY, kernel.OTHER)
 
 
 def compile_kernels() -> dict[str, Path]:
@@ -22,6 +22,6 @@ def compile_kernels() -> dict[str, Path]:
     Example:
         >>> import kvlayers
         >>> sorted(kvlayers.compile_kernels())
-        ['attention', 'codes of 4 and 8 bits', 'other codes', 'packing']
+        ['attention', 'codes of 4 and 8 bits', 'other codes', 'packing', 'prompts']
     """
     return {library.purpose: library.compile() for library in LIBRARIES}

@@ -14,6 +14,7 @@ NATIVE = "-march=native"
 
 SOURCES = (
     "kernels/attention/cpu/kernel.cpp",
+    "kernels/attention/cpu/many_queries.cpp",
     "kernels/attention/cpu/whole_products.cpp",
     "kernels/codes/pack.cpp",
     "kernels/attention/cpu/other_products.cpp",

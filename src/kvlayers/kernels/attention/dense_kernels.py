@@ -1,6 +1,7 @@
 """Attention of few queries to states in full precision, by the kernel that takes less time than torch's own choice.
 
-On a CPU that is the compiled kernel (`cpu/kernel.py`). On a GPU there are two cases:
+On a CPU that is a compiled kernel (`cpu/kernel.py`), one for the few queries of a step and one for the many of a
+prompt. Without a compiler, a prompt's queries attend block by block to what they see, if that is a small part. On a GPU there are two cases:
 
 - One query without a mask is flash attention's. On some GPUs (Hopper, from torch 2.11 on) torch prefers cuDNN, which
   prepares a plan for shapes and strides that it has not seen before. That takes the host some 30 ms, and a cache has
@@ -15,24 +16,32 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.kernels.attention import fused
 from kvlayers.kernels.attention.cpu import kernel as cpu_kernel
-from kvlayers.kernels.attention.cpu.kernel import DTYPES
+from kvlayers.kernels.attention.cpu.kernel import CPU_MAXIMUM_QUERIES, DTYPES
 from kvlayers.kernels.attention.cuda import kernel as cuda_kernel
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.utils.transforms import is_changed_by_torch
 from kvlayers.utils.triton_support import runs_triton
 
-CPU_MAXIMUM_QUERIES = 16
-"""Queries of a sequence up to which the compiled kernel takes less time than torch's attention, measured on a CPU."""
-
 CPU_MAXIMUM_FLOAT32_QUERIES = 4
-"""As `CPU_MAXIMUM_QUERIES`, in float32 and if no query heads share a KV head."""
+"""Queries up to which the kernel for few takes less time than torch's attention, in float32 and if no query heads share
+a KV head. Measured on a CPU."""
 
 CPU_MINIMUM_STATES = 1 << 18
-"""Numbers in the keys from which the compiled kernel takes less time than torch's attention, measured on a CPU."""
+"""Numbers in the keys from which the kernel for few queries takes less time than torch's attention, measured on a CPU."""
+
+CPU_MINIMUM_PRODUCTS = 1 << 20
+"""Products of queries and numbers of keys from which many queries take less time than in torch's attention."""
+
+CPU_BLOCK_QUERIES = 256
+"""Queries that attend at once where there is no kernel for many."""
+
+MOST_SEEN = 0.4
+"""Share of the tokens up to which it pays to cut those that a block of queries sees: torch's attention skips nothing."""
 
 GPU_MAXIMUM_QUERIES = 16
 """Queries of a sequence that are few: those of a step, or of a draft."""
@@ -40,12 +49,17 @@ GPU_MAXIMUM_QUERIES = 16
 GPU_MAXIMUM_ROWS = 64
 """Queries of one KV head, over the heads that share it, up to which results were compared with torch's on a GPU."""
 
+LOWEST_VISIBLE = -1e30
+"""Numbers of additive masks that hide a token are lower: `-inf`, or the lowest of a dtype."""
+
 _GPU_DTYPES = (torch.float16, torch.bfloat16)
 
 _settings: Any = torch.backends.cuda
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None:
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor | None:
     """Softmax attention, `[batch, heads, queries, value_head_dim]`, or `None` if it is left to torch.
 
     Args:
@@ -53,14 +67,18 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sca
         keys: `[batch, kv_heads, tokens, head_dim]`.
         values: `[batch, kv_heads, tokens, value_head_dim]`.
         mask: bool or additive, broadcast to `[batch, heads, queries, tokens]`, or `None`.
+        is_causal: whether a query attends to the tokens up to its own number alone.
         scale: factor of the scores, `1 / sqrt(head_dim)` if `None`.
     """
     if keys.is_cpu:
-        if not takes_on_cpu(query, keys, values, mask):
+        if not _serves_on_cpu(query, keys, values, mask, is_causal):
             return None
-        return attend_on_cpu(query, keys, values, mask, scale)
+        if _library_for(query.size(2)) is not None:
+            return attend_on_cpu(query, keys, values, mask, is_causal, scale)
+        is_prompt = mask is not None and query.size(2) > CPU_BLOCK_QUERIES
+        return attend_in_blocks(query, keys, values, mask, scale) if is_prompt else None
     # First, because a tracer would specialize a program on the sizes that are compared.
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_causal:
         return None
     if mask is None and replaces_cudnn(keys) and query.size(2) == 1:
         strided = query.stride(3) == keys.stride(3) == values.stride(3) == 1
@@ -108,18 +126,36 @@ def _is_mask_of(mask: Tensor, query: Tensor, keys: Tensor) -> bool:
     return all(given in (1, size) for given, size in zip(mask.size(), wanted, strict=True))
 
 
-def takes_on_cpu(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> bool:
-    """Whether the compiled kernel can compute this attention, and is expected to take less time than torch's.
+def takes_on_cpu(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool = False) -> bool:
+    """Whether a compiled kernel can compute this attention, and is expected to take less time than torch's.
 
     Arguments are those of `attend`.
     """
+    return _serves_on_cpu(query, keys, values, mask, is_causal) and _library_for(query.size(2)) is not None
+
+
+def _serves_on_cpu(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
     # First, because a tracer would specialize a program on the sizes that are compared.
-    if torch.compiler.is_compiling() or not keys.is_cpu or keys.numel() < CPU_MINIMUM_STATES:
+    if torch.compiler.is_compiling() or not keys.is_cpu or query.dtype not in DTYPES:
+        return False
+    queries = query.size(-2)
+    if not is_worth_a_kernel(keys, queries) or (is_causal and (mask is not None or queries <= CPU_MAXIMUM_QUERIES)):
         return False
     alone = query.dtype == torch.float32 and query.size(1) == keys.size(1)
-    if query.dtype not in DTYPES or query.size(-2) > (CPU_MAXIMUM_FLOAT32_QUERIES if alone else CPU_MAXIMUM_QUERIES):
+    if alone and CPU_MAXIMUM_FLOAT32_QUERIES < queries <= CPU_MAXIMUM_QUERIES:
         return False
-    return _belong_together(query, keys, values, mask) and cpu_kernel.library() is not None
+    return _belong_together(query, keys, values, mask)
+
+
+def is_worth_a_kernel(keys: Tensor, queries: int) -> bool:
+    """Whether so many queries and keys `[batch, kv_heads, tokens, head_dim]` on a CPU are not over before a kernel runs."""
+    if queries <= CPU_MAXIMUM_QUERIES:
+        return keys.numel() >= CPU_MINIMUM_STATES
+    return keys.numel() * queries >= CPU_MINIMUM_PRODUCTS
+
+
+def _library_for(queries: int) -> Any:
+    return (cpu_kernel.LIBRARY if queries <= CPU_MAXIMUM_QUERIES else cpu_kernel.MANY).get()
 
 
 def attend_on_cpu(
@@ -127,6 +163,7 @@ def attend_on_cpu(
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
+    is_causal: bool,
     scale: float | None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -138,6 +175,7 @@ def attend_on_cpu(
         keys: as of `attend`.
         values: as of `attend`.
         mask: as of `attend`.
+        is_causal: as of `attend`.
         scale: as of `attend`.
         softcap: limit of the scores, `None` for no limit.
         sinks: `[heads]`, the score of each head's learned sink, a key without a value; `None` for no sinks.
@@ -145,7 +183,40 @@ def attend_on_cpu(
     if mask is not None:
         mask = mask.expand(*query.size()[:3], keys.size(2))
     scale = query.size(3) ** -0.5 if scale is None else float(scale)
-    return cpu_kernel.attend_dense(query, keys, values, mask, scale, softcap, sinks)
+    return cpu_kernel.attend_dense(query, keys, values, mask, is_causal, scale, softcap, sinks)
+
+
+def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None) -> Tensor | None:
+    """As `attend`, by torch's attention of some queries at a time to the tokens between the first and the last they see.
+
+    It is `None` if they see so many that torch's attention at once takes no more time.
+    """
+    batch, heads, queries, head_dim = query.shape
+    kv_heads, tokens = keys.size(1), keys.size(2)
+    mask = mask.expand(*mask.shape[:-2], queries, tokens)[(None,) * (4 - mask.dim())]
+    blocks = mask.split(CPU_BLOCK_QUERIES, dim=2)
+    seen = [_seen_columns(block) for block in blocks]
+    if sum(end - begin for begin, end in seen) > MOST_SEEN * len(blocks) * tokens:
+        return None
+    attended = []
+    for rows, block, (begin, end) in zip(query.split(CPU_BLOCK_QUERIES, dim=2), blocks, seen, strict=True):
+        # The query heads that share a KV head are rows of one product, so that keys are read once for all of them.
+        part = block[..., begin:end].unflatten(1, (kv_heads, -1) if block.size(1) > 1 else (1, -1))
+        part = part.expand(-1, -1, heads // kv_heads, -1, -1).flatten(2, 3)
+        grouped = rows.reshape(batch, kv_heads, -1, head_dim)
+        out = scaled_dot_product_attention(grouped, keys[:, :, begin:end], values[:, :, begin:end], part, scale=scale)
+        attended.append(out.reshape(batch, heads, rows.size(2), values.size(3)).transpose(1, 2))
+    return torch.cat(attended, dim=1).transpose(1, 2)
+
+
+def _seen_columns(mask: Tensor) -> tuple[int, int]:
+    """The first column that a row of a mask `[..., queries, tokens]` sees, and the one behind the last."""
+    visible = mask if mask.dtype == torch.bool else mask > LOWEST_VISIBLE
+    # A row that an additive mask hides wholly with finite numbers sees all tokens alike.
+    if mask.dtype != torch.bool and not visible.any(-1).all():
+        return 0, mask.size(-1)
+    columns = visible.flatten(0, -2).any(0).nonzero()
+    return (int(columns[0]), int(columns[-1]) + 1) if len(columns) else (0, 1)
 
 
 def serves_few_queries(states: Tensor) -> bool:

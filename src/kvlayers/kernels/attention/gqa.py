@@ -1,4 +1,4 @@
-"""Attention of few query tokens in which the query heads of a group read the keys together.
+"""Attention in which the query heads of a group read the keys together.
 
 transformers leaves grouped-query attention of one query to `scaled_dot_product_attention(..., enable_gqa=True)`, which
 on a CPU walks through the keys once for every query head. The query heads of a group attend to the same keys, so a
@@ -199,7 +199,7 @@ def marking_pays(keys: Tensor, queries: int) -> bool:
     if queries == 1:
         return keys.shape[2] >= first_grouped_length(keys)
     if keys.is_cpu:
-        return queries <= dense_kernels.CPU_MAXIMUM_QUERIES and keys.numel() >= dense_kernels.CPU_MINIMUM_STATES
+        return dense_kernels.is_worth_a_kernel(keys, queries)
     return queries <= dense_kernels.GPU_MAXIMUM_QUERIES and dense_kernels.serves_few_queries(keys)
 
 
@@ -260,11 +260,11 @@ def attend(
     values = value[:, :, 0] if isinstance(value, RepeatedStates) else value
     repeats_wait = keys is not key
     shares_heads = enable_gqa or repeats_wait or query.size(1) == keys.size(1)
-    if shares_heads and not is_causal and not dropout_p:
-        attended = dense_kernels.attend(query, keys, values, attn_mask, scale)
+    if shares_heads and not dropout_p:
+        attended = dense_kernels.attend(query, keys, values, attn_mask, is_causal, scale)
         if attended is not None:
             return attended
-        group = _group_of_one_query(query.size(), keys.size(), values.size()) if keys.is_cpu else 0
+        group = _group_of_one_query(query.size(), keys.size(), values.size()) if keys.is_cpu and not is_causal else 0
         # In float32, torch's own order takes less time for small groups, unless keys would be copied for it.
         if group >= CPU_MINIMUM_FLOAT32_GROUP or (group and (repeats_wait or query.dtype.itemsize <= 2)):
             if group == 1 and attn_mask is None:

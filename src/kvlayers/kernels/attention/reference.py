@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.kernels.attention import fused
+from kvlayers.kernels.attention.gqa import attend_dense
 from kvlayers.kernels.attention.pieces import CPU_SCORES_AT_ONCE, SegmentPiece, pieces_for, slabs
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, is_packed
@@ -36,20 +36,17 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
 
 
 def copying_pays(query: Tensor, segments: KVSegments) -> bool:
-    """Whether `attend_to_copy` takes less time than `attend`, as measured on a CPU.
-
-    Torch's attention is slow for a single query of bfloat16, and for any number of queries of float16.
-    """
-    return query.shape[2] > 1 and query.dtype != torch.float16 and segments.are_dense and not segments.shares_rows
+    """Whether `attend_to_copy` takes less time than `attend`, as measured on a CPU."""
+    return query.shape[2] > 1 and not segments.holds_gathered and not segments.shares_rows
 
 
 def attend_to_copy(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
-    """As `attend`, by torch's own attention on a copy of the states, for many queries.
+    """As `attend`, on a copy of the states in full precision, for many queries.
 
     The copy costs about as much as one query, and lives as long as the call.
     """
     keys, values = segments.dense("keys", query.dtype), segments.dense("values", query.dtype)
-    return scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=True)
+    return attend_dense(query, keys, values, None if mask is None else fused.unexpanded(mask), False, scale)
 
 
 def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -263,9 +260,7 @@ def attend_by_head(query: Tensor, segments: KVSegments, mask: Tensor | None, sca
             seen = None
             if own_mask is not None:
                 seen = (own_mask if own_mask.shape[1] == 1 else own_mask[:, own]).index_select(3, columns)
-            # The queries of a KV head are heads that read the same memory.
-            keys, values = (states.expand(1, group, -1, -1) for states in (keys, values))
-            out[one, own] = scaled_dot_product_attention(query[one, own].to(dtype), keys, values, seen, scale=scale)
+            out[one, own] = attend_dense(query[one, own].to(dtype), keys, values, seen, False, scale)
     return out
 
 

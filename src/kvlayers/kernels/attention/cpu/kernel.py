@@ -26,9 +26,13 @@ from kvlayers.utils.native_library import NativeLibrary
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernel takes, in the order of its `Dtype`."""
 
+_MASK_DTYPES = (torch.float32, torch.bool, torch.bfloat16, torch.float16)
+"""Dtypes of masks, in the order of the kernel's `MaskKind`. Only attention of many queries reads the last two."""
+
 _FOLDER = pathlib.Path(__file__).parent
 WHOLE = NativeLibrary(_FOLDER / "whole_products.cpp", "kvlayers_multiply", purpose="codes of 4 and 8 bits")
 OTHER = NativeLibrary(_FOLDER / "other_products.cpp", "kvlayers_multiply", purpose="other codes")
+MANY = NativeLibrary(_FOLDER / "many_queries.cpp", "kvlayers_attend_many", purpose="prompts")
 
 COMMON_BITS = (4, 8)
 
@@ -79,8 +83,8 @@ def readable(states: Tensor) -> Tensor:
 
 
 def of_mask(mask: Tensor) -> bytes:
-    """A mask, bool or float32, `[batch, heads, queries, tokens]`."""
-    return _MASK.pack(mask.data_ptr(), *mask.stride(), mask.dtype == torch.bool)
+    """A mask, bool or additive, `[batch, heads, queries, tokens]`."""
+    return _MASK.pack(mask.data_ptr(), *mask.stride(), _MASK_DTYPES.index(mask.dtype))
 
 
 def of_call(
@@ -221,6 +225,9 @@ LIBRARY = NativeLibrary(
     purpose="attention",
 )
 
+CPU_MAXIMUM_QUERIES = 16
+"""Queries of a sequence up to which `LIBRARY` attends to states in full precision, and above which `MANY` does."""
+
 CPU_MAXIMUM_ROWS = 128
 """Queries of one kv head, over all heads and sequences that share it, up to which the kernel beats matrix products on
 packed blocks. Measured on a CPU."""
@@ -260,9 +267,14 @@ def _maximum_rows(segments: KVSegments) -> int:
 
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention; arguments and result are those of `reference.attend`. States have the dtype of the query."""
-    described, smoothing = of_segments(segments, query.device), of_smoothing(segments)
-    count = len(segments.in_order)
-    return _attend(query, segments.kv_heads, segments.head_dims, mask, scale, described, count, smoothing=smoothing)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.float()
+    smoothing, count = of_smoothing(segments), len(segments.in_order)
+    query, out, numbers = _called(
+        query, segments.kv_heads, segments.head_dims, count, scale, mask, smoothing=smoothing
+    )
+    _loaded().kvlayers_attend(numbers, *of_segments(segments, query.device))
+    return out
 
 
 def attend_dense(
@@ -270,17 +282,19 @@ def attend_dense(
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
+    is_causal: bool,
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `attend`, for states in full precision, one per token.
+    """As `attend`, for states in full precision, one per token. `MANY` computes more than `CPU_MAXIMUM_QUERIES`.
 
     Args:
         query: `[batch, heads, queries, head_dim]`, of one of `DTYPES`.
         keys: `[batch, kv_heads, tokens, head_dim]`, of the same dtype.
         values: `[batch, kv_heads, tokens, value_head_dim]`, of the same dtype.
         mask: bool or additive, `[batch, heads, queries, tokens]`, or `None`.
+        is_causal: whether a query attends to the tokens up to its own number alone; only for `MANY`, without a mask.
         scale: factor of the scores.
         softcap: limit of the scores, `None` for no limit.
         sinks: `[heads]`, scores of keys without a value, or `None`.
@@ -289,36 +303,37 @@ def attend_dense(
     segment, _kept = of_dense(keys, values, 0, keys.shape[2])
     sinks = None if sinks is None else sinks.float().contiguous()
     address = 0 if sinks is None else sinks.data_ptr()
+    many = query.shape[2] > CPU_MAXIMUM_QUERIES
+    if mask is not None and mask.dtype != torch.bool and not many:
+        mask = mask.float()
     head_dims = keys.shape[3], values.shape[3]
-    return _attend(
-        query, keys.shape[1], head_dims, mask, scale, (segment, NO_ROWS), 1, softcap=softcap or 0.0, sinks=address
-    )
+    query, out, numbers = _called(query, keys.shape[1], head_dims, 1, scale, mask, softcap or 0.0, address)
+    if many:
+        _loaded(MANY).kvlayers_attend_many(numbers, segment, ctypes.c_int64(is_causal))
+    else:
+        _loaded().kvlayers_attend(numbers, segment, NO_ROWS)
+    return out
 
 
-def _attend(
+def _called(
     query: Tensor,
     kv_heads: int,
     head_dims: tuple[int, int],
-    mask: Tensor | None,
+    segments: int,
     scale: float,
-    segments: tuple[bytes, bytes],
-    count: int,
+    mask: Tensor | None,
     softcap: float = 0.0,
     sinks: int = 0,
     smoothing: tuple[int, int] = (0, 0),
-) -> Tensor:
-    """Attention to `count` segments; the arguments are those of `of_call`."""
+) -> tuple[Tensor, Tensor, bytes]:
+    """The query as the kernels read it, memory for the result, and the arguments, which are those of `of_call`."""
     query = readable(query)
     batch, heads, queries, _ = query.shape
     # In the layout of torch's own result: the transpose after it costs nothing.
     strides = (heads * queries * head_dims[1], head_dims[1], heads * head_dims[1], 1)
     out = query.new_empty_strided((batch, heads, queries, head_dims[1]), strides)
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.float()
     described = NO_MASK if mask is None else of_mask(mask)
-    numbers = of_call(query, out, kv_heads, head_dims, count, scale, described, softcap, sinks, smoothing)
-    _loaded().kvlayers_attend(numbers, *segments)
-    return out
+    return query, out, of_call(query, out, kv_heads, head_dims, segments, scale, described, softcap, sinks, smoothing)
 
 
 def scores(query: Tensor, segments: KVSegments) -> Tensor:
@@ -346,8 +361,8 @@ def _call_without_mask(query: Tensor, out: Tensor, segments: KVSegments) -> tupl
     return numbers, *of_segments(segments, query.device)
 
 
-def _loaded() -> ctypes.CDLL:
-    kernel = library()
+def _loaded(of: NativeLibrary = LIBRARY) -> ctypes.CDLL:
+    kernel = of.get()
     if kernel is None:
         raise RuntimeError("The CPU kernel is not loaded: call obstacle() first.")
     return kernel

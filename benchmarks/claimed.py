@@ -401,6 +401,12 @@ COMPARED = (
 """The rows of the table in README.md, with the names of their rows in the record."""
 
 
+BESIDE_STATIC = (
+    "transformers' `StaticCache` gets exactly the length that it needs. It must know that length and the batch size in "
+    "advance: [what else it asks for]({docs}choosing.md#beside-transformers-staticcache)"
+)
+
+
 def readme_table(record: Mapping[str, Any], docs: str) -> str:
     """The table in README.md and on the home page: bytes, step time and fidelity, beside transformers' `DynamicCache`.
 
@@ -424,6 +430,7 @@ def readme_table(record: Mapping[str, Any], docs: str) -> str:
             f"At 16,384 tokens, relative to transformers' `DynamicCache`. {LLAMA}. {_where(record.get('step'))} \"Same "
             'top token": how often the most likely next token stays the same, for SmolLM2-135M-Instruct in float32 on '
             f"1,024 tokens of real text after 2,048. [More figures]({docs}choosing.md#what-was-measured)",
+            *([BESIDE_STATIC.format(docs=docs)] if baseline else []),
         ]
     )
 

@@ -1,5 +1,7 @@
 """generate_many: every answer is that of its prompt alone, whatever joins and leaves beside it."""
 
+import io
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -349,3 +351,48 @@ def test_rows_that_a_hook_may_tell_apart_are_computed_each() -> None:
     with kvlayers.installed():
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
     assert seen[0] == 3
+
+
+class _Terminal(io.StringIO):
+    """A terminal for stdout and stderr."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def lines(self) -> list[str]:
+        """What each line shows at last: a carriage return overwrites it from its start."""
+        shown = []
+        for line in self.getvalue().split("\n"):
+            cells: list[str] = []
+            for part in line.split("\r"):
+                cells[: len(part)] = part
+            shown.append("".join(cells).rstrip())
+        return shown
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_what_is_printed_between_answers_stands_above_the_bar(in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    for answer in kvlayers.generate_many(tiny_model("llama"), PROMPTS, max_new_tokens=3, max_rows=2, in_order=in_order):
+        print("answer", answer.index)
+    *printed, last, after = terminal.lines()
+    assert sorted(printed) == sorted(f"answer {index}" for index in range(len(PROMPTS)))
+    assert "answers: 100%" in last
+    assert after == ""
+
+
+def test_there_is_no_bar_without_a_terminal_or_beside_on_token(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    assert len([*kvlayers.generate_many(model, PROMPTS[:2], max_new_tokens=2)]) == 2
+    assert capsys.readouterr().err == ""
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    seen = []
+    answers = kvlayers.generate_many(model, PROMPTS[:2], max_new_tokens=2, on_token=lambda *each: seen.append(each))
+    assert len([*answers]) == 2
+    assert len(seen) == 4
+    assert terminal.getvalue() == ""

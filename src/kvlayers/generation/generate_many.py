@@ -1,7 +1,7 @@
 """Many prompts through a few rows: rows join as others leave."""
 
 import copy
-import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,7 +111,8 @@ def generate_many(
         assistant_model: a smaller model with the same vocabulary that makes drafts, as in transformers.
         on_token: called with the number of a prompt and each new token of its answer, which ends there if it returns
             `True`.
-        progress: show a progress bar.
+        progress: show a progress bar on stderr, if that is a terminal or a notebook and there is no `on_token`. What is
+            printed between the answers stands above it.
         options: options of a `GenerationConfig`, a `generation_config`, a `logits_processor`, `stopping_criteria`, or a
             `prefix_allowed_tokens_fn`, as for `model.generate` with one prompt at a time, which is number 0 to them.
             Beams and several answers to a prompt are not among them.
@@ -188,10 +189,9 @@ def generate_many(
         room_for_drafts=tokens_of_drafts,
         on_token=on_token,
     )
-    answers = many.answers(prompts)
-    if in_order:
-        answers = _in_order(answers)
-    return _with_progress(answers, prompts) if progress else answers
+    answers = _in_order(many.answers(prompts)) if in_order else many.answers(prompts)
+    # Beside `on_token`, which shows its own progress, a bar would stand in the middle of its lines.
+    return _with_progress(answers, prompts) if progress and on_token is None else answers
 
 
 def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> tuple[Drafter | None, int]:
@@ -383,17 +383,27 @@ class _Many:
 
 def _in_order(answers: Iterator[Generated]) -> Iterator[Generated]:
     waiting: dict[int, Generated] = {}
-    for number in itertools.count():
-        while number not in waiting:
-            answer = next(answers, None)
-            if answer is None:
-                return
-            waiting[answer.index] = answer
-        yield waiting.pop(number)
+    number = 0
+    for answer in answers:
+        waiting[answer.index] = answer
+        while number in waiting:
+            yield waiting.pop(number)
+            number += 1
 
 
 def _with_progress(answers: Iterator[Generated], prompts: Iterable[Any]) -> Iterator[Generated]:
     from tqdm.auto import tqdm
 
-    total = len(prompts) if isinstance(prompts, Sequence) else None
-    yield from tqdm(answers, total=total, desc="answers", unit="prompt")
+    bar = tqdm(
+        answers,
+        total=len(prompts) if isinstance(prompts, Sequence) else None,
+        desc="answers",
+        unit="prompt",
+        # A file would get a line for each drawing. In a notebook the bar is no text.
+        disable=not sys.stderr.isatty() and "ipykernel" not in sys.modules,
+    )
+    for answer in bar:
+        # While the caller has the answer, what it prints takes the place of the bar, which comes again below.
+        bar.clear()
+        yield answer
+        bar.refresh()

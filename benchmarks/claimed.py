@@ -153,7 +153,9 @@ GROUPS = (
         "written in place, without any checks.",
         (
             at_least(DYNAMIC, TIMES_AS_FAST, 4, said="at least {} times as fast as with transformers' `DynamicCache`"),
-            at_least(DYNAMIC, OF_PREALLOCATED, 0.9, ".2f", said="at least {} of the speed of preallocated memory"),
+            at_least(
+                DYNAMIC, OF_PREALLOCATED, 0.9, ".2f", said="at least {} of the speed of an ideal preallocated cache"
+            ),
             at_most(DYNAMIC, OF_DENSE, 1.13),
             at_least(INT8, TIMES_AS_FAST, 5),
             at_most(INT8, OF_DENSE, 0.55),

@@ -31,7 +31,7 @@ def run() -> dict[str, Any]:
 
     command = [sys.executable, "-m", "kvlayers", "demo"]
     environment = {**os.environ, "COLUMNS": "80", "KVLAYERS_COMPILE": "wait"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return {**report.environment(), "results": {"demo": shown_of(done.stdout)}}
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from rich.console import Console
+from safetensors import safe_open
 from transformers.utils import logging
 
 import command_line
@@ -354,6 +355,30 @@ def test_an_export_that_fails_leaves_nothing_behind(nowhere: Path, monkeypatch: 
     with pytest.raises(demo_model.ModelError, match="the disk is full"):
         demo_model.export_bundled_model(nowhere / "models" / "target")
     assert list((nowhere / "models").iterdir()) == []
+
+
+def test_the_export_takes_16_bits_and_is_read_in_float32(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weights.gguf").touch()
+    target = tmp_path / "target"
+    target.mkdir()
+    of_llama = {
+        name: types.SimpleNamespace(from_pretrained=lambda source, auto=auto, gguf_file=None, **how: auto(llama, **how))
+        for name, auto in (
+            (
+                "AutoModelForCausalLM",
+                lambda place, dtype: transformers.LlamaForCausalLM.from_pretrained(place, dtype=dtype),
+            ),
+            ("AutoTokenizer", transformers.AutoTokenizer.from_pretrained),
+        )
+    }
+    monkeypatch.setattr(demo_model, "transformers", types.SimpleNamespace(**of_llama))
+    monkeypatch.setattr(demo_model.compat, "dequantizing_gguf", dict)
+    demo_model._export(tmp_path, target)
+    with safe_open(target / "model.safetensors", "pt") as weights:
+        assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
+    assert transformers.AutoConfig.from_pretrained(target).dtype is torch.float32
 
 
 def test_an_export_that_is_there_is_not_made_again(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -424,7 +424,7 @@ def _sample(console: Console, model: Any, ids: Tensor, tokens: int) -> tuple[Sam
         for library, call in zip(LIBRARIES, (model.generate, functools.partial(generate, model)), strict=True):
             begin(f"{SAMPLES} samples of the prompt, {library}")
             found.append(sample(call, ids.to(model.device), tokens, SAMPLES))
-    console.print(table_of_samples(*found, ids.shape[1]))
+    console.print(table_of_samples(found[0], found[1], ids.shape[1]))
     return found[0], found[1]
 
 

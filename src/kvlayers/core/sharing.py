@@ -110,6 +110,11 @@ class CopyOnWrite:
         with self._lock:
             return len(self._holders) <= 1
 
+    def grows_for_nobody_but(self, holder: BufferHolder) -> bool:
+        """Whether all other holders are segments."""
+        with self._lock:
+            return all(other is holder or other.fixed_slots is not None for other in self._holders)
+
     def trim(self, divisor: int) -> None:
         """Move to smaller buffers if segments alone are left, and more than one slot in `divisor` is not read."""
         with self._lock:

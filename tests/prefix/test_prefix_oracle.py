@@ -1,19 +1,25 @@
 """What a prefix store finds, against an ideal tree of tokens from which the token goes first that was used longest ago."""
 
 import heapq
-import itertools
 import pathlib
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
 
+import families
 import kvlayers
 from kvlayers import CapacityError, PrefixStore
+from kvlayers.errors import PrefixError
+from models import tiny_model
 
 HEADS, HEAD_DIM, LAYERS = 2, 4, 2
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 4
+
+STEPS = 150
+"""Prompts of a simulation."""
 
 Ids = tuple[int, ...]
 
@@ -36,9 +42,10 @@ class IdealTree:
             self.used[ids[:length]] = self.now
         return found
 
-    def add(self, ids: Ids) -> None:
+    def add(self, ids: Ids) -> bool:
+        """Hold a prompt, and return whether there is room for it beside what is pinned."""
         if len({*(ids[:n] for n in range(1, len(ids) + 1)), *self.pinned}) > self.most:
-            return
+            return False
         for length in range(1, len(ids) + 1):
             if ids[:length] not in self.used:
                 self.children[ids[:length]] = 0
@@ -53,26 +60,32 @@ class IdealTree:
             self.children[above] -= 1
             if above in self.used and not self.children[above] and above not in self.pinned:
                 heapq.heappush(leaves, (self.used[above], above))
+        return True
 
     def pin(self, ids: Ids) -> None:
         self.pinned |= {ids[:n] for n in range(1, len(ids) + 1)}
 
 
-def passed(cache: kvlayers.DynamicCache, ids: Iterable[int]) -> None:
+def passed(cache: Any, ids: Iterable[int]) -> None:
     states = torch.tensor(list(ids), dtype=torch.float32)[None, None, :, None].expand(1, HEADS, -1, HEAD_DIM)
     for layer in range(LAYERS):
         cache.update(states, -states, layer)
 
 
-def ask(store: PrefixStore, ids: Ids) -> tuple[int, kvlayers.Cache]:
-    """Look a prompt up, compute the rest, and insert it, as `generate()` does."""
+def ask(store: PrefixStore, ids: Ids, is_room: bool = True) -> tuple[int, kvlayers.Cache]:
+    """Look a prompt up, compute the rest, and insert it, as `generate()` does. Then all of it is found."""
     hit = store.lookup(torch.tensor(ids), model="m")
     cache = kvlayers.DynamicCache() if hit.cache is None else hit.cache
     passed(cache, ids[hit.covered :])
     try:
         store.insert(torch.tensor(ids), cache, model="m")
     except CapacityError:
-        assert len(ids) > store.max_tokens
+        if is_room:
+            raise
+    else:
+        held = store.lookup(torch.tensor((*ids, 0)), model="m")
+        assert held.covered == len(ids)
+        assert held.cache.layers[1].keys[0, 0, :, 0].tolist() == list(map(float, ids))
     return hit.covered, cache
 
 
@@ -105,36 +118,162 @@ class Prompts:
         return ids
 
 
-def simulate(seed, most, longest, steps=250, retain=0, spare=0):
-    prompts, ideal, store = Prompts(seed, longest), IdealTree(most), PrefixStore(most * TOKEN_BYTES + spare)
-    held, found, of_ideal, total = [], 0, 0, 0
-    refused=0
-    for step in range(steps):
+def simulate(seed: int, most: int, longest: int, pins: int = 0, held: int = 0, **options: Any) -> tuple[int, int]:
+    """Tokens that a store of `most` tokens finds in random prompts, and those that the ideal tree finds.
+
+    Args:
+        seed: which prompts.
+        most: tokens for which there is memory.
+        longest: most tokens of a part of a prompt.
+        pins: prompts that are pinned.
+        held: how many of the last caches the caller goes on holding.
+        options: of the store.
+    """
+    prompts, ideal = Prompts(seed, longest), IdealTree(most)
+    store = PrefixStore(most * TOKEN_BYTES, **options)
+    caches: list[kvlayers.Cache] = []
+    found = of_ideal = 0
+    for step in range(STEPS):
         ids = prompts.next()
         of_ideal += ideal.find(ids)
-        ideal.add(ids)
-        hit = store.lookup(torch.tensor(ids), model="m")
-        cache = kvlayers.DynamicCache() if hit.cache is None else hit.cache
-        passed(cache, ids[hit.covered:])
-        try:
-            store.insert(torch.tensor(ids), cache, model="m")
-            assert store.lookup(torch.tensor((*ids,0)), model="m").covered == len(ids)
-        except CapacityError as e:
-            refused+=1
-            assert len(ids) > most, (len(ids), most, e)
-        assert store.statistics.bytes <= most*TOKEN_BYTES
-        found += hit.covered
-        total += len(ids)
-        held = [*held, cache][-retain:] if retain else []
-        del hit, cache
-    return found, of_ideal, total, refused, store
+        is_room = ideal.add(ids)
+        covered, cache = ask(store, ids, is_room)
+        found += covered
+        if step in range(20, 20 + pins) and is_room:
+            beginning = ids[: max(len(ids) // 3, 1)]
+            store.pin(torch.tensor(beginning), model="m")
+            ideal.pin(beginning)
+        assert store.statistics.bytes <= most * TOKEN_BYTES
+        caches = [*caches, cache][-held:] if held else []
+        del cache
+    return found, of_ideal
 
-if __name__ == "__main__":
-    import time
-    for seed in range(40):
-        c = random.Random(seed)
-        longest = c.choice([20, 100, 150, 400]); most = c.choice([longest+5, 2*longest, 4*longest, 10*longest, 30*longest])
-        retain = c.choice([0,1,10])
-        t=time.time()
-        f, i, total, refused, store = simulate(seed, most, longest, retain=retain)
-        print(seed, longest, most, retain, f, i, total, round(f/max(i,1),3), "refused", refused, "entries", len(store), "bytes", round(store.statistics.bytes/most/TOKEN_BYTES,3), "ev", store.statistics.evictions, round(time.time()-t,1), flush=True)
+
+@pytest.mark.parametrize(
+    ("seed", "longest", "most", "held"),
+    [
+        *((1, 20, 25, 0), (2, 20, 80, 0), (3, 20, 200, 1), (4, 100, 105, 0), (5, 100, 400, 1)),
+        *((6, 150, 600, 1), (7, 400, 1600, 0), (8, 400, 4000, 1), (9, 400, 4000, 10)),
+    ],
+)
+def test_as_many_tokens_are_found_as_in_an_ideal_tree(seed: int, longest: int, most: int, held: int) -> None:
+    found, of_ideal = simulate(seed, most, longest, held=held)
+    assert of_ideal > 0
+    assert found >= 0.97 * of_ideal
+
+
+@pytest.mark.parametrize(("seed", "longest", "most"), [(1, 20, 200), (2, 100, 600), (3, 150, 1500)])
+def test_what_is_pinned_takes_no_more_than_its_own_tokens(seed: int, longest: int, most: int) -> None:
+    found, of_ideal = simulate(seed, most, longest, pins=3)
+    assert found >= 0.97 * of_ideal
+
+
+def test_a_long_prompt_leaves_from_behind() -> None:
+    store, long = PrefixStore(1075 * TOKEN_BYTES), tuple(range(1024))
+    ask(store, long)
+    ask(store, tuple(range(5000, 5128)))
+    assert 0.95 * (1075 - 128) <= store.lookup(torch.tensor(long), model="m").covered <= 1075 - 128
+    assert store.lookup(torch.arange(5000, 5129), model="m").covered == 128
+
+
+def test_what_was_used_last_stays_though_its_entry_has_older_tokens() -> None:
+    store = PrefixStore(300 * TOKEN_BYTES)
+    long, other = tuple(range(200)), tuple(range(1000, 1100))
+    ask(store, long)
+    ask(store, other)
+    # The beginning alone is used.
+    assert store.lookup(torch.arange(51), model="m").covered == 50
+    ask(store, tuple(range(2000, 2200)))
+    assert store.lookup(torch.tensor(long), model="m").covered == 50
+    assert 45 <= store.lookup(torch.tensor(other), model="m").covered <= 50
+
+
+def test_a_pin_keeps_its_tokens_alone() -> None:
+    store = PrefixStore(1100 * TOKEN_BYTES)
+    ids = torch.arange(1024)
+    ask(store, tuple(range(1024)))
+    store.pin(ids[:32], model="m")
+    store.pin(ids[:32], model="m")
+    ask(store, tuple(range(5000, 6060)))
+    assert store.lookup(ids, model="m").covered == 32
+    assert store.lookup(torch.arange(5000, 6061), model="m").covered == 1060
+    with pytest.raises(CapacityError, match="are pinned"):
+        ask(store, tuple(range(7000, 8080)))
+    assert store.lookup(torch.arange(5000, 6061), model="m").covered == 1060
+    store.unpin(ids[:32], model="m")
+    store.unpin(ids[:32], model="m")
+    with pytest.raises(PrefixError, match="not pinned"):
+        store.unpin(ids[:32], model="m")
+    ask(store, tuple(range(7000, 8080)))
+    assert store.lookup(ids, model="m").covered == 0
+
+
+def test_what_does_not_fit_alone_is_refused_and_evicts_nothing() -> None:
+    store = PrefixStore(300 * TOKEN_BYTES)
+    ask(store, tuple(range(250)))
+    before = store.statistics
+    for shared in (0, 1, 249):
+        with pytest.raises(CapacityError, match="max_bytes"):
+            ask(store, (*range(shared), *range(9000, 9301 - shared)))
+    assert store.lookup(torch.arange(251), model="m").covered == 250
+    assert (store.statistics.bytes, store.statistics.evictions) == (before.bytes, 0)
+
+
+# Caches of other kinds, and of several tenants
+
+
+KINDS: dict[str, Callable[[], kvlayers.Cache]] = {
+    "dynamic": kvlayers.DynamicCache,
+    "int4": lambda: kvlayers.QuantizedCache(nbits=4, q_group_size=8, residual_length=8),
+    "static": lambda: kvlayers.StaticCache(config=tiny_model("llama").config, max_cache_len=160),
+    "offloaded": kvlayers.OffloadedCache,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_kind_stops_learning(kind: str) -> None:
+    make, chance = KINDS[kind], random.Random(0)
+    whole = make()
+    passed(whole, range(150))
+    store = PrefixStore(int(1.5 * whole.nbytes))
+    for turn in range(8):
+        ids = torch.tensor([1, *(chance.randrange(2, 90) for _ in range(149))])
+        namespace = str(turn % 2)
+        for again in range(2):
+            hit = store.lookup(ids, model="m", namespace=namespace)
+            assert not again or hit.covered >= 141
+            cache = make() if hit.cache is None else hit.cache
+            passed(cache, ids[hit.covered :].tolist())
+            store.insert(ids, cache, model="m", namespace=namespace)
+            assert store.statistics.bytes <= 1.5 * whole.nbytes
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mamba", "jamba", "qwen3_next"])
+def test_no_model_stops_learning(family: str) -> None:
+    model = families.model_and_inputs(family)[0] if family in families.FAMILIES else tiny_model(family)
+    asked = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    generator, store = torch.Generator().manual_seed(0), PrefixStore("1GiB", snapshot_tokens=16)
+
+    def prompt() -> torch.Tensor:
+        ids = torch.randint(3, 90, (1, 48), generator=generator)
+        ids[0, 0] = 1
+        return ids
+
+    kvlayers.generate(model, prompt(), prefix_store=store, **asked)
+    store = PrefixStore(int(1.3 * store.statistics.bytes), snapshot_tokens=16)
+    outputs = []
+    for _ in range(5):
+        ids = prompt()
+        first, second = (kvlayers.generate(model, ids, prefix_store=store, **asked) for _ in range(2))
+        assert torch.equal(first.sequences, second.sequences)
+        assert second.cached_tokens[0] == 47
+        outputs.append(second)
+    assert store.statistics.refused == 0
+
+
+# Directories
+
+
+def test_what_leaves_memory_for_files_is_found_there(tmp_path: pathlib.Path) -> None:
+    found, of_ideal = simulate(5, 400, 100, directory=tmp_path)
+    assert found >= of_ideal

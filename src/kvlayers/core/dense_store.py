@@ -428,13 +428,14 @@ class DenseStore(ContiguousStore):
         spare = self._capacity - self.prefix_room - self.tail_length
         divisor = TAIL_TRIM_DIVISOR if self._shared_tokens else GROWTH_DIVISOR
         if spare * divisor > self._capacity and self._can_share():
-            is_read = not self._may_write(0, self._capacity)
-            if is_read and self._sharing().grows_for_nobody_but(self):
+            is_own = self._may_write(0, self._capacity)
+            others = [] if is_own else self._sharing().segments_beside(self)
+            # A short tail is copied even if others hold it: they may let go of it soon, or go on in its spare room.
+            if is_own or (self.tail_length * 2 <= self._shared_tokens and not any(others)):
+                self._allocate(self.tail_length)
+            elif all(others):
                 # Memory that is read by segments alone can be given back in part.
                 self._hold(self._as_segments(self.length))
-            elif self._shared_tokens or not is_read:
-                # A tail is copied even if others hold it: they may let go of it soon, or go on in its spare room.
-                self._allocate(self.tail_length)
         for segment in self._segments:
             segment.sharing.trim(SEGMENT_TRIM_DIVISOR)
 

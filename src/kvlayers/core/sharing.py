@@ -110,10 +110,10 @@ class CopyOnWrite:
         with self._lock:
             return len(self._holders) <= 1
 
-    def grows_for_nobody_but(self, holder: BufferHolder) -> bool:
-        """Whether all other holders are segments."""
+    def segments_beside(self, holder: BufferHolder) -> list[bool]:
+        """For each other holder, whether it is a segment."""
         with self._lock:
-            return all(other is holder or other.fixed_slots is not None for other in self._holders)
+            return [other.fixed_slots is not None for other in self._holders if other is not holder]
 
     def trim(self, divisor: int) -> None:
         """Move to smaller buffers if segments alone are left, and more than one slot in `divisor` is not read."""

@@ -142,10 +142,12 @@ def packed(cache: Cache, length: int, beside: PrefixMatch[Cache] | None) -> Cach
         beside: another cache, in whose memory the fork has the tokens that are equal; `None` for memory of its own.
     """
     fork = fork_at(cache, length)
-    if beside is None or not beside.tokens or cache.rotates_keys:
+    shared = 0 if beside is None or cache.rotates_keys else min(beside.tokens, length)
+    if shared * 3 < length * 2:
+        # Without a long shared part, all is copied: a caller may hold what others do not.
         fork.compact()
-    else:
-        fork.share_prefix(beside.value.fork(), min(beside.tokens, length))
+    if beside is not None and shared:
+        fork.share_prefix(beside.value.fork(), shared)
     return fork
 
 

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from kvlayers.core.cache import Cache
 from kvlayers.errors import CapacityError, KVLayersError
-from kvlayers.prefix.entry import EvictionPolicy, MemoryAccount, PrefixEntry, can_restore, eviction_order, fork_at, packed, shares_memory
+from kvlayers.prefix.entry import (
+    EvictionPolicy,
+    MemoryAccount,
+    PrefixEntry,
+    can_restore,
+    eviction_order,
+    fork_at,
+    packed,
+    shares_memory,
+)
 from kvlayers.prefix.keys import PrefixMatch, RadixTree, Tokens
 from kvlayers.utils.tensor_memory import Storages
 from kvlayers.utils.units import exact_bytes
@@ -345,8 +354,10 @@ class EntryIndex:
         entry, others = exchange.entry, self._unaffected(exchange)
         staying, is_new = [old for old in exchange.replaced if not old.is_leaving], exchange.entry not in self
         try:
-            # Held like all others from the beginning, since to evict may move what it shares with them.
-            self.add(entry)
+            # Held like all others from the beginning, since to evict may move what it shares with them. If it has to
+            # wait for files, nobody else may read its memory meanwhile.
+            if not self.has_directory:
+                self.add(entry)
             self.set_cache(entry, exchange.cache)
             for old in staying:
                 self.leave(old)
@@ -370,8 +381,6 @@ class EntryIndex:
             self._complete(exchange)
             return True, leaving
         self.drop_cache(entry)
-        if is_new:
-            self.remove(entry)
         for old in staying:
             self._stay(old)
         return False, leaving
@@ -398,6 +407,7 @@ class EntryIndex:
             else:
                 # Its file stays until the new entry is in a file.
                 self.drop_cache(old)
+        self.add(entry)
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:

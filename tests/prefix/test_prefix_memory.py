@@ -83,7 +83,7 @@ def test_what_is_pinned_is_counted_once_too() -> None:
     assert len(store) == 3
     before = store.statistics
     # What is spare behind those that are pinned has room for fewer tokens.
-    ids, cache = snapshots(8)[-1]
+    ids, cache = snapshots(14)[-1]
     with pytest.raises(CapacityError, match="pinned"):
         store.insert(ids + 1000, cache, model="m")
     assert store.statistics == before

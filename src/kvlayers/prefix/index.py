@@ -492,6 +492,10 @@ class EntryIndex:
     def _pack(self, entry: PrefixEntry, length: int) -> None:
         """Hold the first tokens of an entry alone: where another entry has them, the others in memory of their own."""
         self._unpacked.pop(entry, None)
+        if self.has_directory:
+            # Copies would take memory until what is leaving is in files.
+            self._trim(entry)
+            return
         if entry.cache is None or not shares_memory(entry.cache):
             return
         ids = entry.ids[:length]

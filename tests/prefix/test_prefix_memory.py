@@ -81,11 +81,12 @@ def test_what_is_pinned_is_counted_once_too() -> None:
         store.insert(ids, cache, model="m")
         store.pin(ids, model="m")
     assert len(store) == 3
-    before = store.statistics
-    # What is spare behind those that are pinned has room for fewer tokens.
-    ids, cache = snapshots(14)[-1]
+    # Spare room behind those that are pinned serves others, until there is none.
     with pytest.raises(CapacityError, match="pinned"):
-        store.insert(ids + 1000, cache, model="m")
+        for count in range(1, 60):
+            before = store.statistics
+            ids, cache = snapshots(count)[-1]
+            store.insert(ids + 1000 * count, cache, model="m")
     assert store.statistics == before
 
 

@@ -1,4 +1,4 @@
-"""What a prefix store finds, against an ideal tree of tokens from which the token goes first that was used longest ago."""
+"""What a prefix store finds, against an ideal tree of tokens, from which the least recently used leaf goes first."""
 
 import heapq
 import pathlib

@@ -500,7 +500,8 @@ class EntryIndex:
             return
         ids = entry.ids[:length]
         closest = self.closest_in_memory(entry.label, ids, besides=entry)
-        beside = None if closest is None else PrefixMatch(closest.value.cache, closest.tokens)
+        other = None if closest is None else closest.value.cache
+        beside = None if closest is None or other is None else PrefixMatch(other, closest.tokens)
         before, cache = self.nbytes, entry.cache
         self.set_cache(entry, packed(cache, length, beside))
         if self.nbytes > before:

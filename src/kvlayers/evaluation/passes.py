@@ -61,7 +61,7 @@ def exact_division(model: Any, chunk: int | None) -> Division:
     """
     specs = model_layers.layer_specs(model.config) if compat.INDEXERS_DEPEND_ON_CHUNKS else []
     # Whatever its cache does, the model computes other states if the same tokens come in other passes.
-    if depends_on_length(model.config) or any(spec.layer_type == model_layers.INDEXED for spec in specs):
+    if depends_on_length(model.config) or any(spec.layer_type in model_layers.INDEXED for spec in specs):
         return Division(None, math.inf, None, None, None, may_pad=False, may_split=False)
     limit = model_types.tokens_at_once(model)
     step = chunk if limit is None else None

@@ -18,7 +18,7 @@ from kvlayers.generation.batch_drafts import DraftModel, tokens_of_draft
 from kvlayers.generation.cache_by_name import AUTO, make_cache, named_cache, unknown_name
 from kvlayers.generation.prefill import pass_limit
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore, required_store
-from kvlayers.generation.prefix_reuse.eligibility import StorePart
+from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import pass_unseen, usable_cache
 from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, check_positions
 from kvlayers.prefix import PrefixStore
@@ -241,7 +241,12 @@ class _Many:
         self._room_for_drafts = room_for_drafts
         self._model, self._config, self._given = model, config, given
         self._name, self._options = named
-        self._part = None if active is None else StorePart(model, active, *named)
+        self._part = None
+        if active is not None:
+            try:
+                self._part = StorePart(model, active, *named)
+            except IneligibleError as error:
+                active.on_bypass(str(error))
         self._max_rows, self._room, self._chunk_tokens = max_rows, room, chunk_tokens
         self._on_token = on_token
         self._decoder = RowDecoder(model, None if on_token is None else self._show, drafter)

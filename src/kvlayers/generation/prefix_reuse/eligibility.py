@@ -17,7 +17,7 @@ from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.persistence.format import canonical
 from kvlayers.prefix import Hit
 from kvlayers.rope.from_config import depends_on_length
-from kvlayers.upstream import cache_argument, compat, generate_calls, model_layers, model_types
+from kvlayers.upstream import cache_argument, generate_calls, model_layers, model_types
 from kvlayers.upstream.generate_calls import uses_transformers_generate
 from kvlayers.upstream.model_types import kept_states
 from kvlayers.utils.transforms import autocast_dtype
@@ -183,9 +183,10 @@ def check_cache(model: Any, name: str) -> None:
     if not named_caches.is_registered(name) or generate_calls.makes_own_static_cache(model, name):
         raise IneligibleError(f"the cache '{name}' of {type(model).__name__} is not one of kvlayers")
     specs = model_layers.layer_specs(model.config)
-    if compat.INDEXERS_DEPEND_ON_CHUNKS and any(spec.layer_type == model_layers.INDEXED for spec in specs):
+    if any(spec.layer_type in model_layers.INDEXED for spec in specs):
+        # Of equal scores, topk() takes others if there are others to choose from.
         raise IneligibleError(
-            f"on transformers {compat.TRANSFORMERS}, what its indexers choose depends on which tokens came at once"
+            f"what the indexers of {type(model).__name__} choose depends on which tokens came at once"
         )
 
 
@@ -325,7 +326,7 @@ class StorePart:
         try:
             identity = model_identity(model, active.store.weights_id(model))
         except ConfigError as error:
-            raise IneligibleError(f"its weights cannot be identified: {error}") from error
+            raise IneligibleError(f"its weights cannot be identified ({str(error).partition(': ')[0]})") from error
         self.active, self.device = active, model_layers.model_device(model)
         self._label = f"{identity} {cache_name} {options_as_text(options)}"
         self._key = {"config": model.config, "namespace": active.namespace}

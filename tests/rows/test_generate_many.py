@@ -61,6 +61,44 @@ def test_each_answer_is_that_of_the_prompt_alone(family: str, how: dict[str, Any
         assert answer.ids.tolist() == alone(model, ids, how.get("cache", "dynamic"), **asked)
 
 
+@pytest.mark.parametrize(
+    ("cache", "options"),
+    [
+        ("snapkv", {"budget": 24, "sink_tokens": 2, "recent_tokens": 8}),
+        ("streaming", {"budget": 24, "sink_tokens": 2, "recent_tokens": 8}),
+        ("quantized", {"nbits": 2, "residual_length": 8}),
+        ("sink", {"window_length": 24}),
+    ],
+)
+def test_a_chunk_does_not_change_what_is_kept(cache: str, options: dict[str, Any]) -> None:
+    """An evicting cache would evict between chunks, and later chunks would attend to what is left."""
+    model = tiny_model("llama")
+    prompts = [prompt(1, tokens, tokens)[0] for tokens in (90, 61, 75)]
+    how = {"cache_config": options, "max_new_tokens": 8}
+    for chunk in ({"chunk_tokens": 16}, {"prefill_chunk_size": 16}):
+        asked = {name: value for name, value in chunk.items() if name != "chunk_tokens"}
+        answers = many(model, prompts, cache=cache, in_order=True, **how, **chunk)
+        for answer, ids in zip(answers, prompts, strict=True):
+            assert answer.ids.tolist() == alone(model, ids, cache, **how, **asked)
+
+
+def test_wrapped_models_are_taken() -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(fresh_model("llama"), lora).eval()
+    expected = [alone(model, ids) for ids in PROMPTS]
+    assert expected != [alone(tiny_model("llama"), ids) for ids in PROMPTS]
+    for wrapped in (model, torch.compile(model, backend="eager")):
+        answers = many(wrapped, in_order=True)
+        assert [answer.ids.tolist() for answer in answers] == expected
+    drafted = many(model, in_order=True, assistant_model=torch.compile(tiny_model("llama"), backend="eager"))
+    assert [answer.ids.tolist() for answer in drafted] == expected
+    tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(OptionError, match="learned prompt"):
+        many(peft.get_peft_model(fresh_model("llama"), tuning))
+
+
 @pytest.mark.parametrize("drafts", ["looked up", "of the model itself", "of another model"])
 def test_drafts_change_no_token(drafts: str) -> None:
     model = tiny_model("llama")
@@ -206,6 +244,14 @@ def test_no_prompts() -> None:
         ({"misspelt": 1}, "misspelt"),
         ({"assistant_model": 1}, "assistant_model"),
         ({"output_scores": True}, "output_scores"),
+        ({"token_healing": True}, "token_healing"),
+        ({"use_cache": False}, "use_cache"),
+        ({"max_length": 20}, "max_length"),
+        ({"generation_config": transformers.GenerationConfig(token_healing=True)}, "token_healing"),
+        (
+            {"generation_config": transformers.GenerationConfig(max_length=33), "max_new_tokens": None},
+            "`max_length` alone",
+        ),
         ({"cache": "auto"}, "`cache` must be one cache"),
         ({"memory": "much"}, "`memory`"),
         ({"memory": 0}, "`memory`"),

@@ -92,11 +92,22 @@ def cache_for(name: str, request: CacheRequest) -> transformers.Cache:
         raise RegistryError(
             f"the factory of '{name}' must return a cache, but returned a {type(cache).__name__}: correct the factory."
         )
-    if request.config.is_encoder_decoder and not isinstance(cache, transformers.EncoderDecoderCache):
-        if isinstance(cache, Cache):
-            return EncoderDecoderCache(cache, cache.for_cross_attention(request.encoder_length))
-        return transformers.EncoderDecoderCache(cache, DynamicCache())
-    return cache
+    has_cross_attention = request.config.is_encoder_decoder or request.encoder_length is not None
+    return paired(cache, request.encoder_length) if has_cross_attention else cache
+
+
+def paired(cache: transformers.Cache, encoder_length: int | None) -> transformers.Cache:
+    """A cache with another one for cross-attention beside it, unless it is a pair.
+
+    Args:
+        cache: the cache of self-attention, or a pair.
+        encoder_length: tokens of the encoder's output, if known.
+    """
+    if isinstance(cache, transformers.EncoderDecoderCache):
+        return cache
+    if isinstance(cache, Cache):
+        return EncoderDecoderCache(cache, cache.for_cross_attention(encoder_length))
+    return transformers.EncoderDecoderCache(cache, DynamicCache())
 
 
 def move_name_to_option(argument: str, arguments: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from kvlayers.prefix import PrefixStore
 from kvlayers.upstream.cache_argument import SPELLINGS, name_in_generate
 from kvlayers.upstream.generate_calls import full_generation_config, sequences_per_prompt
 from kvlayers.upstream.model_layers import layer_devices
-from kvlayers.upstream.model_types import config_of
+from kvlayers.upstream.model_types import config_of, kept_states
 
 Message = dict[str, Any]
 
@@ -182,8 +182,9 @@ class Chat:
             output = generate(self._model, prompt, prefix_store=self._store, namespace=self._namespace, **options)
             self.cached_tokens = output.cached_tokens[0]
             return output
-        if sequences_per_prompt(config) > 1:
-            # Beams cannot start from one row, and what they leave in the cache cannot be continued.
+        if sequences_per_prompt(config) > 1 or kept_states(self._model) is not None:
+            # Beams cannot start from one row, and what they leave in the cache cannot be continued. Neither can a
+            # cache that has only some of the states.
             self._cache.reset()
         held = _rolled_back(self._cache, _common_length(self._held_ids(self._cache), ids))
         self._seen = ids

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.named_caches import CacheRequest
@@ -27,7 +27,7 @@ from kvlayers.utils import late
 
 MAX_NEW_TOKENS = 128
 
-NOT_HERE = ("max_length", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
+NOT_HERE = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "token_healing")
 """Options of a `GenerationConfig` that would change nothing."""
 
 SEEN_BY_IDS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
@@ -91,7 +91,9 @@ def generate_many(
     Every answer has the tokens that `model.generate` would give its prompt alone.
 
     Args:
-        model: a decoder-only model of transformers.
+        model: a decoder-only model of transformers, also within a `PeftModel` or as `torch.compile` returns it. Rows
+            are decoded by the model itself, without the compiled code. A model that keeps states in its modules, such
+            as RecurrentGemma, answers one prompt after another, whatever `max_rows` says.
         prompts: texts, messages of a chat (lists of dicts, by the tokenizer's chat template), or ids: lists of numbers,
             or int64 `[tokens]` or `[1, tokens]`. They are asked for one by one, as rows become free.
         tokenizer: for texts, chats and stop strings.
@@ -105,7 +107,9 @@ def generate_many(
         prefix_store: a store in which prompts are looked up, and into which they are inserted.
         namespace: the namespace in the store.
         in_order: answers come in the order of the prompts, rather than as they end.
-        chunk_tokens: most tokens of a prompt that are read between two steps of the other rows.
+        chunk_tokens: most tokens of a prompt that are read between two steps of the other rows. A prompt is read
+            whole if what its cache holds would depend on it (caches that evict or round), or in chunks of
+            `prefill_chunk_size`, as `model.generate` does.
         prompt_lookup_num_tokens: tokens of drafts that are looked up in the row itself, as in transformers; `None` for
             no drafts.
         assistant_model: a smaller model with the same vocabulary that makes drafts, as in transformers.
@@ -142,18 +146,28 @@ def generate_many(
     """
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise OptionError(f"`prompts` must be a list or an iterator of prompts, got a {type(prompts).__name__}.")
-    of_config = vars(options.get("generation_config") or model.generation_config).get("max_new_tokens")
-    max_new_tokens = (of_config or MAX_NEW_TOKENS) if max_new_tokens is None else max_new_tokens
+    of_config = vars(options.get("generation_config") or model.generation_config)
+    ends_by_length = of_config.get("max_length") not in (
+        None,
+        GenerationConfig().max_length,
+        model.generation_config.max_length,
+    )
+    if max_new_tokens is None and of_config.get("max_new_tokens") is None and ends_by_length:
+        raise OptionError("`generation_config` must have `max_new_tokens`, got `max_length` alone.")
+    max_new_tokens = (of_config.get("max_new_tokens") or MAX_NEW_TOKENS) if max_new_tokens is None else max_new_tokens
     for name, number in {"max_new_tokens": max_new_tokens, "max_rows": max_rows, "chunk_tokens": chunk_tokens}.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise OptionError(f"`{name}` must be a whole number of at least 1, got {number!r}.")
+    model = model_types.unwrapped(model)
     if model.config.is_encoder_decoder:
         raise OptionError(f"`model` must be a decoder-only model, got a {type(model).__name__}: use model.generate().")
     check_positions(model)
     given = {name: options.pop(name) for name in SEEN_BY_IDS if name in options}
-    if refused := sorted(options.keys() & {*generate_calls.arguments_of_generate(), *NOT_HERE} - {"generation_config"}):
-        raise OptionError(f"`options` must not have what generate_many does not do, got {', '.join(refused)}.")
     config, left = generate_calls.full_generation_config(model, {"max_new_tokens": max_new_tokens, **options})
+    of_generate = options.keys() & {*generate_calls.arguments_of_generate(), "max_length"} - {"generation_config"}
+    without_cache = {"use_cache"} if options.get("use_cache") is False else set()
+    if refused := sorted(of_generate | without_cache | {name for name in NOT_HERE if vars(config).get(name)}):
+        raise OptionError(f"`options` must not have what generate_many does not do, got {', '.join(refused)}.")
     if left:
         raise OptionError(f"`options` must be options of a GenerationConfig, got {', '.join(sorted(left))}.")
     mode = config.get_generation_mode().value
@@ -168,11 +182,17 @@ def generate_many(
     cache_options = {**named.options, **(cache_config or {})}
     # Now, so that wrong options are refused before the first prompt.
     example = _empty(model, named.name, cache_options, 1 + max_new_tokens)
+    is_kept_elsewhere = model_types.kept_states(model) is not None
+    if is_kept_elsewhere:
+        # Its modules have states of one sequence, and a pass of several tokens begins another one.
+        max_rows, chunk_tokens = 1, sys.maxsize
+    elif any(layer.is_upstream or layer.fidelity != "exact" for layer in example.adapted_layers()):
+        chunk_tokens = config.prefill_chunk_size or sys.maxsize
     drafter, tokens_of_drafts = _drafter(model, config, prompt_lookup_num_tokens, assistant_model)
-    if drafter is not None and example.recurrent_parts():
+    if drafter is not None and (is_kept_elsewhere or example.recurrent_parts()):
         raise OptionError(
-            "`prompt_lookup_num_tokens` and `assistant_model` must be left out for a model whose recurrent states "
-            f"cannot be taken back, got a {type(model).__name__}."
+            "`prompt_lookup_num_tokens` and `assistant_model` must be left out for a model whose states cannot be "
+            f"taken back, got a {type(model).__name__}."
         )
     many = _Many(
         model=model,
@@ -202,6 +222,7 @@ def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> 
         return LookedUp(generate_calls.prompt_lookup(config, looked_up)), looked_up
     if assistant is None:
         return None, 0
+    assistant = model_types.unwrapped(assistant)
     if not isinstance(assistant, PreTrainedModel):
         raise OptionError(f"`assistant_model` must be a model of transformers, got a {type(assistant).__name__}.")
     own, smaller = (model_types.decoder_config(each.config).vocab_size for each in (model, assistant))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
+import transformers
 from torch import Tensor
 from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
@@ -33,6 +34,7 @@ from kvlayers.generation.patching import Method, Patch, ScopedValue
 from kvlayers.generation.prefill import prefill_in_chunks, prefill_once
 from kvlayers.generation.prefix_reuse import active_store, prefixed_call
 from kvlayers.upstream import cache_argument, compat, generate_calls
+from kvlayers.upstream.model_types import kept_states
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +162,10 @@ def prepare_cache_for_generation(original: Method) -> Method:
         past = model_kwargs.get(argument)
         saved_names.resolve_name(self, generation_config, saved_names.REQUESTED_NAME.get(), past is not None)
         name = generation_config.cache_implementation or "dynamic"
+        if isinstance(past, transformers.Cache) and not generation_config.is_assistant:
+            encoded = generate_calls.encoded_for(self, model_kwargs)
+            if encoded is not None and not self.config.is_encoder_decoder:
+                past = model_kwargs[argument] = cache_by_name.paired(past, encoded.shape[1])
         _prepare_passed_cache(self, past, generation_config, model_kwargs, max_cache_length)
         mask_mode = make_cache.mask_mode(past)
         # A cache of transformers does not say whether it is compiled around, and no cache whether its masks are right.
@@ -204,8 +210,7 @@ def _prepare_passed_cache(
         generation_config.use_cache = model_kwargs["use_cache"] = True
     attention_mask = passed_caches.padding_mask(model_kwargs)
     # A draft model gets its own cache several times within one call.
-    outputs = None if generation_config.is_assistant else model_kwargs.get("encoder_outputs")
-    encoded = None if outputs is None else outputs[0]
+    encoded = None if generation_config.is_assistant else generate_calls.encoded_for(model, model_kwargs)
     record = known_ids.CURRENT.get()
     total_tokens = None if record is None else record.total_tokens
     if attention_mask is not None:
@@ -218,7 +223,8 @@ def _prepare_passed_cache(
     make_cache.check_room(past, generation_config, max_cache_length)
     if record is not None:
         record.begin(past, generation_config, attention_mask)
-    if compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.get_seq_length():
+    begins_at_zero = compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.get_seq_length()
+    if generation_config.prefill_chunk_size is not None and (begins_at_zero or kept_states(model) is not None):
         # The new tokens are read in one pass instead.
         generation_config.prefill_chunk_size = None
 

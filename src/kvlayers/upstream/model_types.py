@@ -5,8 +5,9 @@ import dis
 import inspect
 import math
 import re
+import sys
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 # Transformers 5 spells it PreTrainedConfig, and keeps this name as well.
 from transformers import PretrainedConfig
 
-from kvlayers.errors import ConfigError
+from kvlayers.errors import ConfigError, OptionError
 from kvlayers.upstream import compat
 
 SCANS_FROM_ZERO = ("falcon_mamba", "jamba", "mamba", "zamba")
@@ -87,6 +88,31 @@ def config_of(model_or_config: object) -> PretrainedConfig:
             "model.config."
         )
     return found
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether PEFT has wrapped a model."""
+    peft: Any = sys.modules.get("peft")
+    # No model can be of a class that nobody has imported.
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def unwrapped(model: Any) -> Any:
+    """The model of transformers that PEFT or `torch.compile` has wrapped, with the adapters that are within it.
+
+    Raises:
+        OptionError: PEFT puts a learned prompt before each text, which only its wrapper does.
+    """
+    if is_peft_model(model):
+        if model.active_peft_config.is_prompt_learning:
+            raise OptionError(
+                "`model` must not put a learned prompt before each text, got one with such an adapter "
+                f"({model.peft_type.value}): use model.generate()."
+            )
+        return unwrapped(model.get_base_model())
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    is_compiled = dynamo is not None and isinstance(model, dynamo.OptimizedModule)
+    return unwrapped(model._orig_mod) if is_compiled else model
 
 
 def decoder_config(model_or_config: object) -> PretrainedConfig:
@@ -360,18 +386,15 @@ PASS_METHODS = ("forward", "prepare_inputs_for_generation")
 """Methods of a module that `generate()` calls for each pass."""
 
 
-def kept_states(model: nn.Module, besides: Collection[str] = ()) -> str | None:
+def kept_states(model: nn.Module) -> str | None:
     """Where a module of `model` keeps a tensor between forward passes: "layers.0.conv_state"; `None` for nowhere.
 
-    Buffers and parameters are not meant, which modules assign when they move them to another device.
-
-    Args:
-        model: the model.
-        besides: names of tensors that are not meant either.
+    Such a model must read each prompt whole, and finish it before it reads another one. Buffers and parameters are not
+    meant, which modules assign when they move them to another device, nor what is `MADE_ANEW`.
     """
     for path, module in model.named_modules():
         for name in _assigned_in_a_pass(module.__class__):
-            is_meant = name not in besides and not _is_registered(module, name)
+            is_meant = name not in MADE_ANEW and not _is_registered(module, name)
             if is_meant and isinstance(vars(module).get(name), Tensor | None):
                 return f"{path}.{name}" if path else name
     return None

@@ -132,7 +132,7 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
         raise IneligibleError(f"the states of {name} depend on an encoder's input")
     has_parts = model_types.decoder_config(model.config) is not model.config or type(model.config).sub_configs
     may_depend = has_parts and not model_types.image_arguments(model.config)
-    kept, depends = kept_states(model, besides=model_types.MADE_ANEW), depends_on_length(model.config)
+    kept, depends = kept_states(model), depends_on_length(model.config)
     one_by_one = model_types.decodes_one_token(model.config)
     # Neither a file nor a config says which device the states of a layer belong to.
     is_spread = len({parameter.device for parameter in model.parameters() if not parameter.is_meta}) > 1

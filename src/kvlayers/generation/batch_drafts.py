@@ -12,6 +12,7 @@ from kvlayers.core.preparation import left_padding_of
 from kvlayers.errors import OptionError, RollbackError
 from kvlayers.generation.prefill import PER_TOKEN_ARGUMENTS, pass_tokens
 from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, check_positions, pass_rows
+from kvlayers.rope.from_config import frequencies_within
 from kvlayers.rows import Rows, merge
 from kvlayers.upstream import cache_argument, generate_calls, model_types
 
@@ -146,6 +147,13 @@ def _check(
             f"{input_ids.shape[0]}: leave out the drafts, or pass the prompts one by one."
         )
     check_positions(model)
+    lengths = [input_ids.shape[1] - each for each in padding]
+    last = kwargs["generation_config"].max_length - min(padding)
+    if frequencies_within(model.config, min(lengths), last) is None:
+        raise OptionError(
+            f"`input_ids` must be of one prompt for drafts with {name}, the frequencies of whose RoPE change between "
+            f"{min(lengths)} and {last} tokens, got {len(lengths)}: leave out the drafts, or pass the prompts one by one."
+        )
     mask, own = kwargs.get("attention_mask"), cache_argument.name_in_generate(model)
     known = {*OF_LOOPS, *OF_DRAFTS, *OF_PASSES, own}
     # What the caller has not given, such as positions, follows from the mask.

@@ -119,6 +119,10 @@ ID_READERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn
 """Arguments that see the ids of a prompt, and may do anything with them."""
 
 
+ROTATES_BY_LENGTH = "the rotation of the keys of {} depends on the length of the prompt (its rope_type)"
+"""Why a model has other states for a prefix in a longer prompt."""
+
+
 class IneligibleError(Exception):
     """A call cannot use a store, for the reason in the message. It never leaves kvlayers."""
 
@@ -144,7 +148,7 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
             f"{name} makes its own cache": not model._supports_default_dynamic_cache(),
             f"{name} keeps states outside its cache, in {kept}": kept is not None,
             f"{name} computes other states for tokens that come one by one": one_by_one,
-            f"the rotation of the keys of {name} depends on the length of the prompt (its rope_type)": depends,
+            ROTATES_BY_LENGTH.format(name): depends,
             f"the weights of {name} are on several devices": is_spread,
             "it is given a cache": cache_argument.passed_in(arguments) is not None,
         }

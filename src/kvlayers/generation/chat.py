@@ -189,7 +189,7 @@ class Chat:
             # Beams cannot start from one row, and what they leave in the cache cannot be continued.
             self._cache.reset()
         frequencies = frequencies_within(self._model.config, len(ids), len(ids))
-        if frequencies != self._frequencies and depends_on_length(self._model.config):
+        if frequencies not in {self._frequencies} - {None} and depends_on_length(self._model.config):
             # The keys of this prompt are rotated otherwise.
             self._cache.reset()
         held = _rolled_back(self._cache, _common_length(self._held_ids(self._cache), ids))

@@ -222,7 +222,9 @@ class RowDecoder:
         if cache is None:
             return
         drafts = [[] for _ in self.rows] if self._drafter is None else self._drafter.drafts(self.rows)
-        drafts = [draft[: max(0, row.most - row.ids.shape[1] - 1)] for row, draft in zip(self.rows, drafts, strict=True)]
+        drafts = [
+            draft[: max(0, row.most - row.ids.shape[1] - 1)] for row, draft in zip(self.rows, drafts, strict=True)
+        ]
         new = 1 + max(map(len, drafts))
         # A shorter draft is filled up by its last token, which nobody looks at.
         passed = [[row.last, *draft] for row, draft in zip(self.rows, drafts, strict=True)]

@@ -258,7 +258,7 @@ def frequencies_within(config: object, first: int, last: int) -> str | None:
         if last > border and not (rope_type == "longrope" and first > border):
             return None
         names.append("long" if last > border else "short")
-    return " ".join(names)
+    return " ".join(names) or "all"
 
 
 def remembers_lengths(config: object) -> bool:

@@ -236,7 +236,9 @@ def decode(
     name = cache_argument.name_in_generate(model)
     cache = kwargs.get(name)
     check_rollback(model, cache)
-    if input_ids.shape[0] > 1 and isinstance(cache, Cache) and not model.config.is_encoder_decoder:
+    # transformers' loop would rotate tokens by the frequencies of a draft's length.
+    is_apart = input_ids.shape[0] > 1 or batch_drafts.frequencies_of(model, input_ids, kwargs) is None
+    if is_apart and isinstance(cache, Cache) and not model.config.is_encoder_decoder:
         return batch_drafts.decode(model, cache, input_ids, kwargs, given)
     if isinstance(cache, Cache) and not compat.RECORDS_BEFORE_DRAFTS:
         cache.activate_past_recording()

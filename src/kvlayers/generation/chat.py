@@ -17,6 +17,7 @@ from kvlayers.generation.install import generate
 from kvlayers.generation.prefix_reuse.active_store import required_store
 from kvlayers.persistence import inspect_cache, load_cache, save_cache
 from kvlayers.prefix import PrefixStore
+from kvlayers.rope.from_config import depends_on_length, frequencies_within
 from kvlayers.upstream.cache_argument import SPELLINGS, name_in_generate
 from kvlayers.upstream.generate_calls import full_generation_config, sequences_per_prompt
 from kvlayers.upstream.model_layers import layer_devices
@@ -101,6 +102,8 @@ class Chat:
         self._cache = self._checked_cache(cache)
         self._seen: list[int] = []
         """Ids of the tokens of the newest turn and its answer. The cache has seen the first ones of them."""
+        self._frequencies: str | None = None
+        """By which frequencies the keys in the cache are rotated, `None` if several, or none, are known."""
 
     def _checked_cache(self, cache: Cache | str | None) -> Cache | None:
         """The cache of the chat's own, `None` with a store, which has one for each turn."""
@@ -186,8 +189,12 @@ class Chat:
             # Beams cannot start from one row, and what they leave in the cache cannot be continued. Neither can a
             # cache that has only some of the states.
             self._cache.reset()
+        frequencies = frequencies_within(self._model.config, len(ids), len(ids))
+        if frequencies not in {self._frequencies} - {None} and depends_on_length(self._model.config):
+            # The keys of this prompt are rotated otherwise.
+            self._cache.reset()
         held = _rolled_back(self._cache, _common_length(self._held_ids(self._cache), ids))
-        self._seen = ids
+        self._seen, self._frequencies = ids, None
         options[name_in_generate(self._model)] = self._cache
         try:
             output = generate(self._model, prompt, **options)
@@ -196,6 +203,7 @@ class Chat:
             raise
         self.cached_tokens = held
         self._seen = output.sequences[0].tolist()
+        self._frequencies = frequencies_within(self._model.config, len(ids), len(self._seen))
         if self._cache.batch_size != 1:
             # Which of the beams in it is the answer is not known.
             self._cache.reset()

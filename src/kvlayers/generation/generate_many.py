@@ -22,6 +22,7 @@ from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StoreP
 from kvlayers.generation.prefix_reuse.prefixed_call import pass_unseen, usable_cache
 from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, check_positions
 from kvlayers.prefix import PrefixStore
+from kvlayers.rope.from_config import frequencies_within, remembers_lengths
 from kvlayers.upstream import generate_calls, model_types
 from kvlayers.utils import late
 
@@ -62,6 +63,7 @@ class _Reading:
     index: int
     row: DecodedRow
     most_tokens: int
+    frequencies: str | None
     cache: Cache | None = None
     cached_tokens: int = 0
 
@@ -290,7 +292,10 @@ class _Many:
                         break
                 try:
                     waiting = self._ids_of(prompt) if waiting is None else waiting
-                    if not self._room.fits(self._most_tokens(waiting), [each.most_tokens for each in self._held]):
+                    is_beside = self._may_join(waiting)
+                    if not is_beside or not self._room.fits(
+                        self._most_tokens(waiting), [each.most_tokens for each in self._held]
+                    ):
                         break
                     self._reading.append(self._begin(number, waiting))
                 except Exception as error:
@@ -308,6 +313,14 @@ class _Many:
         """The prompts whose states are held."""
         return [*self._of.values(), *self._reading]
 
+    def _frequencies(self, ids: Tensor) -> str | None:
+        """By which frequencies all keys of a row are rotated, `None` if these change with its length."""
+        return frequencies_within(self._model.config, ids.shape[1], self._most_tokens(ids))
+
+    def _may_join(self, ids: Tensor) -> bool:
+        """Whether a row may be passed beside those that are held: one pass has one set of frequencies."""
+        return not self._held or self._frequencies(ids) in {each.frequencies for each in self._held} - {None}
+
     def _most_tokens(self, ids: Tensor) -> int:
         return ids.shape[1] + int(self._config.max_new_tokens) + self._room_for_drafts
 
@@ -316,9 +329,11 @@ class _Many:
         own.max_length = ids.shape[1] + own.max_new_tokens
         processors = generate_calls.logits_processors(self._model, own, ids, self._given)
         criteria = generate_calls.stopping_criteria(self._model, own, self._given)
-        row = DecodedRow(ids, processors, criteria, bool(own.do_sample), own.max_length)
-        most = self._most_tokens(ids)
-        return _Reading(number, row, most)
+        frequencies = self._frequencies(ids)
+        # A draft would be rotated by the frequencies of a longer sequence.
+        most = 0 if frequencies is None else own.max_length
+        row = DecodedRow(ids, processors, criteria, bool(own.do_sample), most)
+        return _Reading(number, row, self._most_tokens(ids), frequencies)
 
     def _cache_of(self, reading: _Reading) -> Cache:
         """The cache of a prompt, which has seen what the store has: also what the prompts before have inserted."""
@@ -390,7 +405,11 @@ class _Many:
         """The logits after the last token of a prompt, `[1, vocab]`, or `None` if there is more to read."""
         ids, cache, model = reading.row.ids, self._cache_of(reading), self._model
         seen, end = cache.get_seq_length(), ids.shape[1]
-        stop = min(seen + self._chunk_tokens, end)
+        if seen == 0 and remembers_lengths(model.config):
+            # By a pass over a short sequence, so that the answer does not depend on those before it.
+            model(ids[:, :1], use_cache=False)
+        is_whole = frequencies_within(model.config, 1, end) is None
+        stop = end if is_whole else min(seen + self._chunk_tokens, end)
         positions = torch.arange(stop, device=model.device)[None]
         output = pass_unseen(model, ids[:, :stop], cache, pass_limit(model, cache) if seen else None, positions)
         if stop < end:

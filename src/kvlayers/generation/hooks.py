@@ -33,8 +33,9 @@ from kvlayers.generation import (
 from kvlayers.generation.patching import Method, Patch, ScopedValue
 from kvlayers.generation.prefill import prefill_in_chunks, prefill_once
 from kvlayers.generation.prefix_reuse import active_store, prefixed_call
+from kvlayers.rope.from_config import frequencies_within
 from kvlayers.upstream import cache_argument, compat, generate_calls
-from kvlayers.upstream.model_types import kept_states
+from kvlayers.upstream.model_types import kept_states, reads_again_behind
 
 logger = logging.getLogger(__name__)
 
@@ -238,6 +239,9 @@ def prefill(original: Method) -> Method:
         def transformers_prefill(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
             return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
+        if frequencies_within(self.config, 1, input_ids.shape[1]) is None:
+            # Parts of the prompt would be rotated by the frequencies of shorter prompts.
+            generation_config.prefill_chunk_size = None
         output = prefill_in_chunks(self, input_ids, generation_config, model_kwargs)
         if output is None:
             output = prefill_once(transformers_prefill, input_ids, generation_config, model_kwargs, self)
@@ -261,9 +265,10 @@ _handing_over: dict[type, Patch] = {}
 
 
 def hand_over_cache(model: Any) -> None:
-    """Let a model that keeps an old name get the cache of `generate()`, until `take_cache_back`."""
+    """Let a model that keeps an old name, or gives the cache up, get that of `generate()`, until `take_cache_back`."""
     owner = type(model)
-    if not cache_argument.keeps_an_old_name(model) or getattr(owner, METHOD) is getattr(GenerationMixin, METHOD):
+    keeps_it = not cache_argument.keeps_an_old_name(model) and reads_again_behind(model) is None
+    if keeps_it or getattr(owner, METHOD) is getattr(GenerationMixin, METHOD):
         return
     with _handing_lock:
         if owner not in _handing_over:
@@ -282,7 +287,9 @@ def take_cache_back() -> None:
 def _respelling(old: str, original: Method) -> Method:
     @functools.wraps(original)
     def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **cache_argument.respelled(self, kwargs))
+        inputs = original(self, *args, **cache_argument.respelled(self, kwargs))
+        is_own = isinstance(kwargs.get(cache_argument.name_in_generate(self)), Cache)
+        return generate_calls.with_cache(self, inputs, kwargs) if is_own else inputs
 
     # transformers reads in the signature what a call of generate() may pass.
     signature = inspect.signature(original)

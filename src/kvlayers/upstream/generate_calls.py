@@ -16,6 +16,7 @@ from transformers.generation import configuration_utils, utils
 from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
+from kvlayers.upstream import cache_argument, model_types
 from kvlayers.upstream.compat import (
     BLOOM_MASKS_RESERVATION,
     KNOWS_FIRST_ITERATION,
@@ -118,6 +119,25 @@ def model_inputs(
     else:
         arguments["next_sequence_length"] = new_tokens
     inputs: dict[str, Any] = type(model).prepare_inputs_for_generation(model, input_ids, **arguments, **model_kwargs)
+    return with_cache(model, inputs, model_kwargs)
+
+
+def with_cache(model: Any, inputs: dict[str, Any], model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What `prepare_inputs_for_generation` has returned, with the cache that it was given.
+
+    A model that reads the whole sequence again, with other factors of its RoPE, gives up the cache, so that a pass
+    makes one of transformers. It gets its own cache, emptied.
+
+    Args:
+        model: the model.
+        inputs: what was returned.
+        model_kwargs: what was passed.
+    """
+    name = cache_argument.name_in_generate(model)
+    given = model_kwargs.get(name)
+    if given is not None and inputs.get(name) is None and model_types.reads_again_behind(model) is not None:
+        given.reset()
+        return {**inputs, name: given}
     return inputs
 
 

@@ -167,7 +167,7 @@ def check_accepted(dtype: object, device: object) -> None:
     is_index = isinstance(device, int) and not isinstance(device, bool) and device >= 0
     if device is not None and not is_index:
         try:
-            torch.device(device)  # type: ignore[arg-type]
+            torch.device(device)  # type: ignore[call-overload]
         except (RuntimeError, TypeError) as error:
             raise OptionError(
                 f"`device` must be a device of torch, got {device!r}: pass for example 'cpu' or 'cuda:0', or leave it "

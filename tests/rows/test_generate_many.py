@@ -181,17 +181,36 @@ def test_what_is_free_does_not_keep_a_prompt_from_being_tried_alone(monkeypatch:
 def test_an_error_ends_one_answer_alone() -> None:
     model = tiny_model("llama")
 
-    def on_token(number: int, token: int) -> None:
-        if number == 2:
-            raise ValueError("not this one")
-
-    prompts = [*PROMPTS[:4], "a text without a tokenizer", torch.empty(0, dtype=torch.int64), *PROMPTS[4:]]
-    answers = many(model, prompts, on_token=on_token, in_order=True)
-    failed = {answer.index: type(answer.error) for answer in answers if answer.error is not None}
-    assert failed == {2: ValueError, 4: OptionError, 5: OptionError}
+    meta, flags = torch.ones(3, dtype=torch.int64, device="meta"), torch.ones(3, dtype=torch.bool)
+    bad = [None, [], {"role": "user"}, [["a"]], 5, torch.empty(0, dtype=torch.int64), meta, flags]
+    answers = many(model, [*PROMPTS[:4], *bad, *PROMPTS[4:]], in_order=True)
+    failed = {answer.index: answer.error for answer in answers if answer.error is not None}
+    assert list(failed) == list(range(4, 4 + len(bad)))
+    for error in failed.values():
+        assert isinstance(error, OptionError)
+        assert "`prompts` must each be a text, a chat" in str(error)
     good = [answer for answer in answers if answer.error is None]
-    expected = [ids for number, ids in enumerate(PROMPTS) if number != 2]
-    assert [answer.ids.tolist() for answer in good] == [alone(model, ids) for ids in expected]
+    assert [answer.ids.tolist() for answer in good] == [alone(model, ids) for ids in PROMPTS]
+
+
+def test_a_wrong_call_is_no_error_of_one_prompt() -> None:
+    model = tiny_model("llama")
+
+    def on_token(number: int, token: int) -> None:
+        raise ZeroDivisionError(f"prompt {number}")
+
+    with pytest.raises(ZeroDivisionError, match="prompt 0"):
+        many(model, on_token=on_token)
+    with pytest.raises(OptionError, match="`tokenizer` must be given for prompts that are texts"):
+        many(model, [*PROMPTS[:1], "a text"])
+
+
+def test_both_names_of_the_argument_for_a_cache_are_taken() -> None:
+    model = tiny_model("llama")
+    named = [answer.ids.tolist() for answer in many(model, cache="int8", in_order=True)]
+    assert [answer.ids.tolist() for answer in many(model, cache_implementation="int8", in_order=True)] == named
+    with pytest.raises(OptionError, match="ask for different caches"):
+        many(model, cache="int8", cache_implementation="int4")
 
 
 def test_tokens_are_streamed() -> None:

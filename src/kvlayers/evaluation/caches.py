@@ -126,13 +126,10 @@ def empty_cache(model: Any, cache: object, cache_config: Mapping[str, Any] | Non
         StateMismatchError: the cache holds states.
         ConfigError: the cache was made for another model, or does not work with this one.
     """
-    if cache_config is not None and not isinstance(cache_config, Mapping):
-        raise OptionError(
-            f"`cache_config` must be a mapping from names to values, got a {type(cache_config).__name__}."
-        )
     if isinstance(cache, str):
+        named = cache_by_name.requested_cache(cache, cache_config)
         given = cache_by_name.make_cache(
-            cache, model, length_hint=tokens, device=model.device, dtype=model.dtype, **(cache_config or {})
+            named.name, model, length_hint=tokens, device=model.device, dtype=model.dtype, **named.options
         )
     elif cache_config is not None:
         raise OptionError("`cache_config` has options for a cache by name, got a cache: leave it out, or pass a name.")

@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.utils import GenerationMixin
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.named_caches import is_registered
 from kvlayers.errors import CacheFileError, KVLayersError, OptionError
-from kvlayers.generation.cache_by_name import make_cache, unknown_name
+from kvlayers.generation.cache_by_name import either, make_cache, requested_cache
 from kvlayers.generation.install import generate
 from kvlayers.generation.prefix_reuse.active_store import required_store
 from kvlayers.persistence import inspect_cache, load_cache, save_cache
@@ -32,6 +31,9 @@ _SET_IN_TURNS = frozenset(
     ("attention_mask", "inputs", "input_ids", "inputs_embeds", "namespace", "prefix_store", "return_dict_in_generate")
 ) | frozenset(SPELLINGS)
 
+_SET_WITH_CACHES = frozenset(("cache_implementation", "cache_config"))
+"""Options of a call that a chat with a cache of its own does not pass on: its turns have one cache."""
+
 _SAVED = "chat"
 """The name of the messages in the metadata of a saved chat."""
 
@@ -48,6 +50,7 @@ class Chat:
         tokenizer: its tokenizer, with a chat template.
         cache: name of a cache, one of `cache_names()`, or an empty cache, which this chat then uses alone. Default:
             `"dynamic"`.
+        cache_implementation: the same as `cache` for a name, by the name that `generate()` has for it.
         messages: the conversation so far, for example `[{"role": "system", "content": "Answer briefly."}]`.
         prefix_store: a store that the chat shares with others. It takes the place of a cache of the chat's own: `cache`
             is then a name.
@@ -81,6 +84,7 @@ class Chat:
         tokenizer: Any,
         cache: Cache | str | None = None,
         *,
+        cache_implementation: str | None = None,
         messages: Iterable[Mapping[str, Any]] = (),
         prefix_store: PrefixStore | None = None,
         namespace: str = "",
@@ -88,9 +92,14 @@ class Chat:
     ) -> None:
         _check_model(model)
         _check_tokenizer(tokenizer)
+        cache = either(cache, cache_implementation)
         required_store(prefix_store, namespace)
         for name in _SET_BY_CHATS & set(chat_template_kwargs or ()):
             raise OptionError(f"`chat_template_kwargs` must not have `{name}`: a chat sets it.")
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+            raise OptionError(f"`messages` must be a list of messages, got a {type(messages).__name__}.")
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise OptionError(f"`chat_template_kwargs` must be a mapping, got a {type(chat_template_kwargs).__name__}.")
         self.messages: list[Message] = [_checked(message) for message in messages]
         self.cached_tokens = self.prompt_tokens = 0
         self._model = model
@@ -115,8 +124,8 @@ class Chat:
                     "`cache` must be a name if a `prefix_store` is given, because the store has a cache for each turn, "
                     f"got a {type(cache).__name__}: pass for example cache='int4', or leave out the store."
                 )
-            if cache is not None and not is_registered(cache):
-                raise unknown_name(cache)
+            if cache is not None:
+                requested_cache(cache, None)
             return None
         if not isinstance(cache, Cache):
             made = make_cache(cache or "dynamic", self._model, batch_size=1, device=self._model.device)
@@ -153,7 +162,8 @@ class Chat:
             OptionError: the message or an option is invalid, or the options ask for several answers.
         """
         asked = _checked({"role": "user", "content": message} if isinstance(message, str) else message)
-        for name in _SET_IN_TURNS & set(options):
+        taken = _SET_IN_TURNS if self._cache is None and self._name is None else _SET_IN_TURNS | _SET_WITH_CACHES
+        for name in taken & set(options):
             raise OptionError(f"`{name}` cannot be an option of a turn: a chat sets it.")
         ids = self._prompt_ids([*self.messages, asked])
         output = self._generate(ids, options)

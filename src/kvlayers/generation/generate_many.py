@@ -15,7 +15,8 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.named_caches import CacheRequest
 from kvlayers.errors import OptionError
 from kvlayers.generation.batch_drafts import DraftModel, tokens_of_draft
-from kvlayers.generation.cache_by_name import AUTO, make_cache, named_cache, unknown_name
+from kvlayers.generation.cache_by_name import AUTO, NamedCache, either, make_cache, requested_cache
+from kvlayers.generation.call_arguments import check_generation_config, check_model
 from kvlayers.generation.prefill import pass_limit
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore, required_store
 from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart
@@ -25,6 +26,7 @@ from kvlayers.prefix import PrefixStore
 from kvlayers.rope.from_config import frequencies_within, remembers_lengths
 from kvlayers.upstream import generate_calls, model_types
 from kvlayers.utils import late
+from kvlayers.utils.options import check_whole_number
 
 MAX_NEW_TOKENS = 128
 
@@ -76,8 +78,9 @@ def generate_many(
     max_new_tokens: int | None = None,
     max_rows: int = 32,
     memory: int | str | None = None,
-    cache: str = "dynamic",
+    cache: str | None = None,
     cache_config: Mapping[str, Any] | None = None,
+    cache_implementation: str | None = None,
     prefix_store: PrefixStore | None = None,
     namespace: str = "",
     in_order: bool = False,
@@ -104,8 +107,9 @@ def generate_many(
         memory: bytes of the device that the rows may take, such as "4GiB": a prompt waits until it fits beside the
             others. To let a row join takes as much once more for a moment, and forward passes and an `assistant_model`
             need memory of their own. Default: half of what is free, or one row.
-        cache: name of the cache, such as "int4"; one of `cache_names()`.
+        cache: name of the cache, such as "int4"; one of `cache_names()`. Default: "dynamic".
         cache_config: options of the cache.
+        cache_implementation: the same as `cache`, by the name that `generate()` has for it.
         prefix_store: a store in which prompts are looked up, and into which they are inserted.
         namespace: the namespace in the store.
         in_order: answers come in the order of the prompts, rather than as they end.
@@ -116,7 +120,7 @@ def generate_many(
             no drafts.
         assistant_model: a smaller model with the same vocabulary that makes drafts, as in transformers.
         on_token: called with the number of a prompt and each new token of its answer, which ends there if it returns
-            `True`.
+            `True`. What it raises ends all answers.
         progress: show a progress bar on stderr, if that is a terminal or a notebook and there is no `on_token`. What is
             printed between the answers stands above it.
         options: options of a `GenerationConfig`, a `generation_config`, a `logits_processor`, `stopping_criteria`, or a
@@ -126,7 +130,7 @@ def generate_many(
     Yields:
         Answers. What goes wrong with one prompt is in its `error`, and the others go on: a `CapacityError`, say, if the
         prompt does not fit into the `memory` that was given. What a forward pass of all rows raises, or the iterator of
-        prompts, ends them all.
+        prompts, or `on_token`, ends them all, as does a text without a `tokenizer`.
 
     Raises:
         OptionError: a wrong option.
@@ -148,6 +152,9 @@ def generate_many(
     """
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise OptionError(f"`prompts` must be a list or an iterator of prompts, got a {type(prompts).__name__}.")
+    check_model(model)
+    check_generation_config(options.get("generation_config"))
+    _check_callables(tokenizer, on_token, options)
     of_config = vars(options.get("generation_config") or model.generation_config)
     ends_by_length = of_config.get("max_length") not in (
         None,
@@ -158,8 +165,7 @@ def generate_many(
         raise OptionError("`generation_config` must have `max_new_tokens`, got `max_length` alone.")
     max_new_tokens = (of_config.get("max_new_tokens") or MAX_NEW_TOKENS) if max_new_tokens is None else max_new_tokens
     for name, number in {"max_new_tokens": max_new_tokens, "max_rows": max_rows, "chunk_tokens": chunk_tokens}.items():
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise OptionError(f"`{name}` must be a whole number of at least 1, got {number!r}.")
+        check_whole_number(number, f"`{name}`", 1)
     model = model_types.unwrapped(model)
     if model.config.is_encoder_decoder:
         raise OptionError(f"`model` must be a decoder-only model, got a {type(model).__name__}: use model.generate().")
@@ -175,15 +181,14 @@ def generate_many(
     mode = config.get_generation_mode().value
     if mode not in ("greedy_search", "sample") or (config.num_return_sequences or 1) > 1:
         raise OptionError(f"`options` must ask for one answer, by greedy search or by samples, got {mode}.")
+    if config.stop_strings is not None and tokenizer is None:
+        raise OptionError("`tokenizer` must be given for stop strings, got none.")
     generate_calls.prepare_special_tokens(model, config)
-    named = named_cache(cache)
-    if named is None:
-        raise unknown_name(cache)
+    named = requested_cache(either(cache, cache_implementation) or "dynamic", cache_config)
     if named.name == AUTO:
         raise OptionError(f"`cache` must be one cache for all rows, got {AUTO!r}: name it, and pass `memory`.")
-    cache_options = {**named.options, **(cache_config or {})}
     # Now, so that wrong options are refused before the first prompt.
-    example = _empty(model, named.name, cache_options, 1 + max_new_tokens)
+    example = _empty(model, named.name, named.options, 1 + max_new_tokens)
     is_kept_elsewhere = model_types.kept_states(model) is not None
     if is_kept_elsewhere:
         # Its modules have states of one sequence, and a pass of several tokens begins another one.
@@ -200,11 +205,11 @@ def generate_many(
         model=model,
         config=config,
         given={**given, "tokenizer": tokenizer},
-        named=(named.name, cache_options),
+        named=named,
         active=required_store(prefix_store, namespace),
         max_rows=max_rows,
         room=late.function("room for rows")(
-            named.name, CacheRequest(model.config, cache_options, 1, device=model.device, dtype=model.dtype), memory
+            named.name, CacheRequest(model.config, named.options, 1, device=model.device, dtype=model.dtype), memory
         ),
         chunk_tokens=chunk_tokens,
         drafter=drafter,
@@ -216,11 +221,23 @@ def generate_many(
     return _with_progress(answers, prompts) if progress and on_token is None else answers
 
 
+def _check_callables(tokenizer: object, on_token: object, options: Mapping[str, Any]) -> None:
+    """Raise `OptionError` if one of the objects that rows call cannot be called."""
+    if tokenizer is not None and not callable(tokenizer):
+        raise OptionError(f"`tokenizer` must be a tokenizer, got a {type(tokenizer).__name__}: load it first.")
+    if on_token is not None and not callable(on_token):
+        raise OptionError(f"`on_token` must be a function of a prompt's number and a token, got {on_token!r}.")
+    for name in ("logits_processor", "stopping_criteria"):
+        if not isinstance(options.get(name), list | None):
+            raise OptionError(f"`{name}` must be a list, got a {type(options[name]).__name__}: pass [{name}].")
+
+
 def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> tuple[Drafter | None, int]:
     """What makes drafts, and of how many tokens."""
     if looked_up is not None and assistant is not None:
         raise OptionError("`prompt_lookup_num_tokens` must be left out beside an `assistant_model`, got both.")
     if looked_up is not None:
+        check_whole_number(looked_up, "`prompt_lookup_num_tokens`", 1, of="tokens")
         return LookedUp(generate_calls.prompt_lookup(config, looked_up)), looked_up
     if assistant is None:
         return None, 0
@@ -252,7 +269,7 @@ class _Many:
         model: Any,
         config: Any,
         given: dict[str, Any],
-        named: tuple[str, dict[str, Any]],
+        named: NamedCache,
         active: ActiveStore | None,
         max_rows: int,
         room: Any,
@@ -263,11 +280,11 @@ class _Many:
     ) -> None:
         self._room_for_drafts = room_for_drafts
         self._model, self._config, self._given = model, config, given
-        self._name, self._options = named
+        self._name, self._options = named.name, dict(named.options)
         self._part = None
         if active is not None:
             try:
-                self._part = StorePart(model, active, *named)
+                self._part = StorePart(model, active, named.name, self._options)
             except IneligibleError as error:
                 active.on_bypass(str(error))
         self._max_rows, self._room, self._chunk_tokens = max_rows, room, chunk_tokens
@@ -290,6 +307,8 @@ class _Many:
                     number, prompt = next(given, (-1, None))
                     if is_over := number < 0:
                         break
+                if self._given["tokenizer"] is None and _is_text_or_chat(prompt):
+                    raise OptionError("`tokenizer` must be given for prompts that are texts or chats, got none.")
                 try:
                     waiting = self._ids_of(prompt) if waiting is None else waiting
                     is_beside = self._may_join(waiting)
@@ -352,22 +371,24 @@ class _Many:
 
     def _ids_of(self, prompt: Any) -> Tensor:
         tokenizer = self._given["tokenizer"]
-        if isinstance(prompt, str | list) and (isinstance(prompt, str) or (prompt and isinstance(prompt[0], dict))):
-            if tokenizer is None:
-                raise OptionError("`tokenizer` must be given for prompts that are texts or chats, got none.")
+        given = prompt
+        if _is_text_or_chat(prompt):
             prompt = (
                 tokenizer(prompt).input_ids
                 if isinstance(prompt, str)
                 else tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
             )
-        ids = torch.as_tensor(prompt, device=self._model.device)
+        if isinstance(prompt, Mapping):
+            prompt = prompt.get("input_ids")
+        try:
+            ids = torch.as_tensor(prompt)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise _no_prompt(given) from error
         ids = ids[None] if ids.dim() == 1 else ids
-        if ids.dim() != 2 or ids.shape[0] != 1 or not ids.numel() or ids.is_floating_point():
-            raise OptionError(
-                "`prompts` must each be a text, a chat, or ids [tokens] of at least one token, got "
-                f"{list(ids.shape)} of {ids.dtype}."
-            )
-        return ids.to(torch.int64)
+        is_whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+        if ids.dim() != 2 or ids.shape[0] != 1 or not ids.numel() or not is_whole or ids.is_meta:
+            raise _no_prompt(given)
+        return ids.to(self._model.device, torch.int64)
 
     def _read(self) -> Iterator[Generated]:
         """Read a chunk of the first prompt that is being read, and let it join if that was the last one.
@@ -424,6 +445,19 @@ class _Many:
         tokenizer = self._given["tokenizer"]
         text = None if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=True)
         return Generated(reading.index, ids, text, reading.row.prompt_tokens, reading.cached_tokens, error)
+
+
+def _is_text_or_chat(prompt: object) -> bool:
+    return isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict))
+
+
+def _no_prompt(given: object) -> OptionError:
+    """The error for one of the prompts that has no tokens, or is none."""
+    shown = f"{given.dtype} of shape {list(given.shape)}" if isinstance(given, Tensor) else f"{given!r:.80}"
+    return OptionError(
+        "`prompts` must each be a text, a chat (a list of messages), or ids [tokens] of at least one token, got "
+        f"{shown}: leave it out, or begin it with the BOS token."
+    )
 
 
 def _in_order(answers: Iterator[Generated]) -> Iterator[Generated]:

@@ -24,6 +24,7 @@ from kvlayers.errors import LegacyFormatError
 from kvlayers.generation import (
     assisted,
     cache_by_name,
+    call_arguments,
     known_ids,
     legacy_tuples,
     make_cache,
@@ -51,8 +52,12 @@ def generate(original: Method) -> Method:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs = cache_argument.respelled(self, kwargs, cache_argument.name_in_generate(self))
         hand_over_cache(self)
-        cache_by_name.move_name_to_option(cache_argument.name_in_generate(self), kwargs)
-        with saved_names.REQUESTED_NAME.override(saved_names.requested_name(by_name(args, kwargs))):
+        args, kwargs = call_arguments.with_prompt_by_name(args, kwargs)
+        cache_name = cache_argument.name_in_generate(self)
+        cache_by_name.move_name_to_option(cache_name, kwargs)
+        given = by_name(args, kwargs)
+        call_arguments.check_call(self, given, cache_name)
+        with saved_names.REQUESTED_NAME.override(saved_names.requested_name(given)):
             active = active_store.for_call()
             if active is None:
                 return generate_without_store(self, *args, **kwargs)

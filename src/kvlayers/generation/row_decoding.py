@@ -146,8 +146,8 @@ class RowDecoder:
 
     Args:
         model: the model.
-        on_token: called with a row and each of its new tokens; says whether the row ends there. What it raises ends the
-            row alone.
+        on_token: called with a row and each of its new tokens; says whether the row ends there. What it raises is
+            raised by `step`: it is no fault of one row.
         drafter: makes drafts, `None` to decode token by token.
 
     Attributes:
@@ -255,16 +255,17 @@ class RowDecoder:
             logits: after the last token and after each of the draft, `[1 + draft, vocab]`.
             greatest: the greatest of each.
         """
-        try:
-            for place in range(len(draft) + 1):
-                if row.chooses_the_greatest:
-                    token = greatest[place]
-                    row.append(token)
-                else:
+        for place in range(len(draft) + 1):
+            token = greatest[place]
+            if row.chooses_the_greatest:
+                row.append(token)
+            else:
+                try:
                     token = row.choose(logits[place : place + 1])
-                if self._on_token is not None:
-                    row.is_stopped = self._on_token(row, token)
-                if place == len(draft) or token != draft[place] or row.has_ended:
-                    break
-        except Exception as error:
-            self.errors[row] = error
+                except Exception as error:
+                    self.errors[row] = error
+                    return
+            if self._on_token is not None:
+                row.is_stopped = self._on_token(row, token)
+            if place == len(draft) or token != draft[place] or self.has_ended(row):
+                return

@@ -388,7 +388,7 @@ def _reads_again(model_class: type) -> bool:
     return any("original_max_position_embeddings" in code.co_names for code in _codes(model_class, method))
 
 
-def reads_again_behind(model: nn.Module) -> int | None:
+def reads_again_behind(model: Any) -> int | None:
     """The length behind which `generate()` reads a sequence again, as the factors of its RoPE change (phi3).
 
     Such a model's `prepare_inputs_for_generation` gives up the cache there. `None` for other models.

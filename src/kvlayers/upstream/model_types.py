@@ -382,19 +382,14 @@ def remembers_positions(model: nn.Module) -> bool:
     return any(name in vars(module) for module in model.modules() for name in MADE_ANEW)
 
 
-@cache
-def _reads_again(model_class: type) -> bool:
-    method = "prepare_inputs_for_generation"
-    return any("original_max_position_embeddings" in code.co_names for code in _codes(model_class, method))
-
-
 def reads_again_behind(model: nn.Module) -> int | None:
     """The length behind which `generate()` reads a sequence again, as the factors of its RoPE change (phi3).
 
     Such a model's `prepare_inputs_for_generation` gives up the cache there. `None` for other models.
     """
     border = getattr(config_of(model), "original_max_position_embeddings", None)
-    return border if _reads_again(model.__class__) else None
+    codes = () if border is None else _codes(model.__class__, "prepare_inputs_for_generation")
+    return border if any("original_max_position_embeddings" in code.co_names for code in codes) else None
 
 
 PASS_METHODS = ("forward", "prepare_inputs_for_generation")

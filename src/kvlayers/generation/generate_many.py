@@ -63,6 +63,7 @@ class _Reading:
     row: DecodedRow
     most_tokens: int
     cache: Cache | None = None
+    part: StorePart | None = None
     cached_tokens: int = 0
 
 
@@ -241,7 +242,9 @@ class _Many:
         self._room_for_drafts = room_for_drafts
         self._model, self._config, self._given = model, config, given
         self._name, self._options = named
-        self._part = None if active is None else StorePart(model, active, *named)
+        self._active = active
+        # Raises before the first prompt.
+        StorePart.if_usable(model, active, *named)
         self._max_rows, self._room, self._chunk_tokens = max_rows, room, chunk_tokens
         self._on_token = on_token
         self._decoder = RowDecoder(model, None if on_token is None else self._show, drafter)
@@ -301,7 +304,9 @@ class _Many:
             return _empty(self._model, self._name, self._options, reading.most_tokens)
 
         if reading.cache is None:
-            found = None if self._part is None else self._part.lookup(reading.row.ids)
+            # The model may have changed since the prompts before.
+            reading.part = StorePart.if_usable(self._model, self._active, self._name, self._options)
+            found = None if reading.part is None else reading.part.lookup(reading.row.ids)
             if found is None or found.cache is None:
                 reading.cache = empty()
             else:
@@ -369,8 +374,10 @@ class _Many:
         output = pass_unseen(model, ids[:, :stop], cache, pass_limit(model, cache) if seen else None, positions)
         if stop < end:
             return None
-        if self._part is not None:
-            self._part.insert(ids, cache)
+        if reading.part is not None:
+            now = StorePart.if_usable(model, self._active, self._name, self._options)
+            if now is not None and now.is_of_same_states(reading.part):
+                now.insert(ids, cache)
         logits: Tensor = output.logits[:, -1]
         return logits
 

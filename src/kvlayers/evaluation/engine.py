@@ -31,7 +31,6 @@ from kvlayers.evaluation.contexts import (
     ScoredRow,
     SharedPrefix,
     plan_prefixes,
-    stored_contexts,
 )
 from kvlayers.evaluation.passes import (
     LOGITS_AT_ONCE,
@@ -355,7 +354,8 @@ def score(
     longest = max((len(request.context) + len(request.continuation) for request in requests), default=1)
     template = empty_cache(model, cache, cache_config, longest)
     check_tokens(model, groups, template)
-    store = stored_contexts(model, active, str(cache), cache_config or {})
+    # As `generate()` labels its entries.
+    store = StorePart.if_usable(model, active, str(cache), cache_config or {})
     with logging.tqdm(
         total=len(requests), desc="Scoring", unit="continuation", delay=BAR_DELAY, disable=not progress
     ) as bar:

@@ -19,7 +19,7 @@ from kvlayers.generation.cache_by_name import AUTO, NamedCache, either, make_cac
 from kvlayers.generation.call_arguments import check_generation_config, check_model
 from kvlayers.generation.prefill import pass_limit
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore, required_store
-from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart
+from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import pass_unseen, usable_cache
 from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, check_positions
 from kvlayers.prefix import PrefixStore
@@ -67,6 +67,7 @@ class _Reading:
     most_tokens: int
     frequencies: str | None
     cache: Cache | None = None
+    part: StorePart | None = None
     cached_tokens: int = 0
 
 
@@ -281,12 +282,9 @@ class _Many:
         self._room_for_drafts = room_for_drafts
         self._model, self._config, self._given = model, config, given
         self._name, self._options = named.name, dict(named.options)
-        self._part = None
-        if active is not None:
-            try:
-                self._part = StorePart(model, active, named.name, self._options)
-            except IneligibleError as error:
-                active.on_bypass(str(error))
+        self._active = active
+        # Raises before the first prompt.
+        StorePart.if_usable(model, active, named.name, self._options)
         self._max_rows, self._room, self._chunk_tokens = max_rows, room, chunk_tokens
         self._on_token = on_token
         self._decoder = RowDecoder(model, None if on_token is None else self._show, drafter)
@@ -361,7 +359,9 @@ class _Many:
             return _empty(self._model, self._name, self._options, reading.most_tokens)
 
         if reading.cache is None:
-            found = None if self._part is None else self._part.lookup(reading.row.ids)
+            # The model may have changed since the prompts before.
+            reading.part = StorePart.if_usable(self._model, self._active, self._name, self._options)
+            found = None if reading.part is None else reading.part.lookup(reading.row.ids)
             if found is None or found.cache is None:
                 reading.cache = empty()
             else:
@@ -435,8 +435,10 @@ class _Many:
         output = pass_unseen(model, ids[:, :stop], cache, pass_limit(model, cache) if seen else None, positions)
         if stop < end:
             return None
-        if self._part is not None:
-            self._part.insert(ids, cache)
+        if reading.part is not None:
+            now = StorePart.if_usable(model, self._active, self._name, self._options)
+            if now is not None and now.is_of_same_states(reading.part):
+                now.insert(ids, cache)
         logits: Tensor = output.logits[:, -1]
         return logits
 

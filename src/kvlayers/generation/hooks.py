@@ -35,7 +35,7 @@ from kvlayers.generation.patching import Method, Patch, ScopedValue
 from kvlayers.generation.prefill import prefill_in_chunks, prefill_once
 from kvlayers.generation.prefix_reuse import active_store, prefixed_call
 from kvlayers.rope.from_config import frequencies_within
-from kvlayers.upstream import cache_argument, compat, generate_calls
+from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
 from kvlayers.upstream.model_types import kept_states, reads_again_behind
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ def generate(original: Method) -> Method:
             passed_caches.check_whole_sequence(past, input_ids)
         if isinstance(past, Cache) and not is_assistant and not self.config.is_encoder_decoder:
             passed_caches.check_rows(past, kwargs.get("attention_mask"))
+            _forget_images(self, past, input_ids, kwargs.get("attention_mask"))
         if not is_assistant:
             kwargs.update(passed_caches.decoder_mask(self, past, kwargs))
         if type(past) in passed_caches.CLASSES:
@@ -121,6 +122,16 @@ def generate(original: Method) -> Method:
         return output
 
     return generate
+
+
+def _forget_images(model: Any, past: Cache, input_ids: Any, mask: Any) -> None:
+    """Let a model forget the images of an earlier call before it goes on with a cache that has seen text alone."""
+    if not model.config.sub_configs or not past.get_seq_length() or not isinstance(input_ids, Tensor):
+        return
+    is_whole = not isinstance(mask, Tensor) or mask.shape[-1] == input_ids.shape[1]
+    before = input_ids[:, :0] if is_whole else past.known_ids
+    if before is not None:
+        model_types.forget_images(model, torch.cat([before.to(input_ids.device), input_ids], dim=1))
 
 
 def _total_tokens(model: Any, input_ids: Any, kwargs: dict[str, Any]) -> int | None:

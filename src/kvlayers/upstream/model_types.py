@@ -392,6 +392,27 @@ def reads_again_behind(model: nn.Module) -> int | None:
     return border if any("original_max_position_embeddings" in code.co_names for code in codes) else None
 
 
+_PLACEHOLDER = re.compile("(image|video|audio|vision).*_token_(id|index)$")
+"""Names of fields of configs that hold the id of a token in whose place something else than text stands."""
+
+
+def forget_images(model: nn.Module, ids: Tensor) -> None:
+    """Let a model forget the positions of an earlier call's images, if `ids` are of text alone.
+
+    It would otherwise take them for those of a sequence that goes on behind a cache.
+
+    Args:
+        model: the model.
+        ids: the whole sequence, `[batch, tokens]`.
+    """
+    fields = vars(model.config).items()
+    placeholders = [value for name, value in fields if _PLACEHOLDER.search(name) and value is not None]
+    if placeholders and not torch.isin(ids, torch.tensor(placeholders, device=ids.device)).any():
+        for module in model.modules():
+            for name in vars(module).keys() & MADE_ANEW:
+                setattr(module, name, None)
+
+
 PASS_METHODS = ("forward", "prepare_inputs_for_generation")
 """Methods of a module that `generate()` calls for each pass."""
 
@@ -403,11 +424,18 @@ def kept_states(model: nn.Module) -> str | None:
     meant, which modules assign when they move them to another device, nor what is `MADE_ANEW`.
     """
     for path, module in model.named_modules():
-        for name in _assigned_in_a_pass(module.__class__):
+        for name in assigned_in_a_pass(module.__class__):
             is_meant = name not in MADE_ANEW and not _is_registered(module, name)
             if is_meant and isinstance(vars(module).get(name), Tensor | None):
                 return f"{path}.{name}" if path else name
     return None
+
+
+@cache
+def is_of_its_class(forward: Callable[..., Any], module_class: type[nn.Module]) -> bool:
+    """Whether `forward`, which modules of a class have, was defined with the class, rather than put there later."""
+    owner = next(each for each in module_class.__mro__ if "forward" in vars(each))
+    return forward.__module__ == owner.__module__
 
 
 def _is_registered(module: nn.Module, name: str) -> bool:
@@ -420,7 +448,7 @@ def _is_registered(module: nn.Module, name: str) -> bool:
 
 
 @cache
-def _assigned_in_a_pass(module_class: type[nn.Module]) -> tuple[str, ...]:
+def assigned_in_a_pass(module_class: type[nn.Module]) -> tuple[str, ...]:
     """Attributes of `self` that a pass assigns, in `PASS_METHODS` or in methods of `self` that they use."""
     assigned: set[str] = set()
     seen: set[str] = set()

@@ -1,7 +1,9 @@
 """An id of weights is another one where a single element differs, anywhere, and is made once."""
 
 import copy
+import functools
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -173,3 +175,97 @@ def test_weights_of_a_class_of_their_own_are_read_by_their_parts() -> None:
         return two.TwoTensor(torch.ones(4), torch.tensor([1.0, 2.0, 3.0, last]))
 
     assert id_of(weight(4.0)) == id_of(weight(4.0)) != id_of(weight(5.0))
+
+
+class Scaled(torch.nn.Module):
+    """A module that reads an attribute."""
+
+    def __init__(self, scale: Any) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2, bias=False)
+        torch.nn.init.ones_(self.linear.weight)
+        self.scale = scale
+
+
+def twice(states: torch.Tensor) -> torch.Tensor:
+    return states * 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (0.5, 0.25),
+        (True, False),
+        ((1, 2), (1, 3)),
+        ([1.0], [2.0]),
+        ({"default": 2.0}, {"default": 4.0}),
+        ({1, 2}, {1, 3}),
+        (torch.ones(3), torch.tensor([1.0, 1.0, 2.0])),
+        ([torch.ones(3)], [torch.zeros(3)]),
+        (torch.nn.functional.gelu, torch.nn.functional.silu),
+        (torch.tanh, torch.sin),
+        (functools.partial(torch.clamp, min=0), functools.partial(torch.clamp, min=1)),
+        (types.SimpleNamespace(absmax=torch.ones(2)), types.SimpleNamespace(absmax=torch.zeros(2))),
+    ],
+    ids=str,
+)
+def test_attributes_that_a_pass_may_read_count(one: Any, other: Any) -> None:
+    assert kvlayers.weights_id(Scaled(one)) == kvlayers.weights_id(Scaled(copy.deepcopy(one)))
+    assert kvlayers.weights_id(Scaled(one)) != kvlayers.weights_id(Scaled(other))
+    model = Scaled(one)
+    before = kvlayers.weights_id(model)
+    model.scale = other
+    assert kvlayers.weights_id(model) == kvlayers.weights_id(Scaled(other)) != before
+
+
+def test_buffers_that_are_not_saved_count() -> None:
+    model = fresh_model("llama")
+    before = kvlayers.weights_id(model)
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    assert kvlayers.weights_id(model) != before == kvlayers.weights_id(fresh_model("llama"))
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda states: states,
+        twice.__get__(torch.ones(1)),
+        threading.Lock(),
+        torch.ones(2, 2).to_sparse(),
+        [torch.nn.Linear(2, 2).share_memory],
+    ],
+    ids=["lambda", "method", "lock", "sparse", "methods"],
+)
+def test_what_cannot_be_compared_is_refused(held: Any) -> None:
+    with pytest.raises(kvlayers.errors.ConfigError, match=r"must be comparable, but scale is or holds a .* own `weig"):
+        kvlayers.weights_id(Scaled(held))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_packed_weights_are_refused() -> None:
+    model = fresh_model("llama")
+    torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8, inplace=True)
+    with pytest.raises(kvlayers.errors.ConfigError, match="must be comparable"):
+        kvlayers.weights_id(model)
+
+
+def test_objects_that_hold_one_another_are_read_once() -> None:
+    def ring(number: int) -> Any:
+        first, second = types.SimpleNamespace(number=number), types.SimpleNamespace()
+        first.next, second.next = second, first
+        return first
+
+    assert kvlayers.weights_id(Scaled(ring(1))) == kvlayers.weights_id(Scaled(ring(1)))
+    assert kvlayers.weights_id(Scaled(ring(1))) != kvlayers.weights_id(Scaled(ring(2)))
+
+
+def test_codes_and_scales_of_other_packages_count() -> None:
+    quanto = pytest.importorskip("optimum.quanto", reason="quanto is not installed")
+
+    def quantized(seed: int) -> Any:
+        model = fresh_model("llama", seed=seed)
+        quanto.quantize(model, weights=quanto.qint8)
+        quanto.freeze(model)
+        return kvlayers.weights_id(model)
+
+    assert quantized(0) == quantized(0) != quantized(1)

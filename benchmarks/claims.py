@@ -150,6 +150,26 @@ def measure_steps(run: Run) -> Mapping[str, Cells]:
     return {"step": cells}
 
 
+def measure_baseline(run: Run) -> Mapping[str, Cells]:
+    """Steps of transformers' static cache of exactly the length that is needed, beside kvlayers' caches."""
+    steps, trials = (4, 1) if run.quick else (16, 3)
+    length = claimed.LENGTHS[-1] // 64 if run.quick else claimed.LENGTHS[-1]
+    names = {claimed.DYNAMIC: KVLAYERS, claimed.INT4: KVLAYERS_4_BITS}
+    makers = {name: QUANTIZED[name] for name in (REFERENCE, *names.values())}
+    makers[TRANSFORMERS_STATIC] = CONTENDERS[TRANSFORMERS_STATIC]
+    asked = Trials(steps, trials, run.ticking)
+    measured = summarise(measure_decode(run.llama, makers, length, asked))
+    # Its mask makes attention add in the order of kvlayers' caches.
+    check_tokens(without_shared(asked.disagreements, TRANSFORMERS_STATIC), (KVLAYERS,))
+    rival = measured[TRANSFORMERS_STATIC]
+    cells = {
+        row: {claimed.OVER_EXACT_STATIC: times_as_fast(measured, name, TRANSFORMERS_STATIC)}
+        for row, name in names.items()
+    }
+    of_rival = {claimed.TIMES_AS_FAST: rival["speed"], claimed.OF_DENSE: rival["held"] / measured[REFERENCE]["held"]}
+    return {"baseline": {claimed.EXACT_STATIC: of_rival, **cells}}
+
+
 def measure_batches(run: Run) -> Mapping[str, Cells]:
     workload, cells = run.needed(torch.bfloat16), {}
     for batch, length in claimed.BATCHES:
@@ -334,6 +354,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Mapping[str, Cells]]] = {
     "update": measure_updates,
     "graphs": measure_graphs,
     "step": measure_steps,
+    "baseline": measure_baseline,
     "batches": measure_batches,
     "static": measure_reservations,
     "prefix": measure_prefix,

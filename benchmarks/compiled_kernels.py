@@ -87,7 +87,6 @@ FEW = {
         "attend_split: native 4, head_dim 128",
         "attend_split: native 4, head_dim 128, bfloat16, 1 query, 4 readers",
         "pack_block: native 4, head_dim 128",
-        "find_vectors: native 4, head_dim 128",
     ),
     86: ("attend_split: native 4, head_dim 128", "attend_split: native 4, head_dim 128, bfloat16, 1 query, pieces"),
     89: ("attend_split: native 4, head_dim 128",),
@@ -95,7 +94,7 @@ FEW = {
         *(f"attend_split: native {bits}, head_dim {head_dim}" for bits in (4, 8) for head_dim in (64, 128)),
         *(
             f"{kernel}: native 4, head_dim 128"
-            for kernel in ("merge_splits", "pack_block", "find_vectors", "read_block", "merge_parts")
+            for kernel in ("merge_splits", "pack_block", "read_block", "merge_parts")
         ),
         "attend_split: native 4, head_dim 128, bfloat16, 1 query, 8 readers",
         "attend_split: native 4, head_dim 128, bfloat16, 1 query, pieces",

@@ -366,10 +366,12 @@ def join_table(record: dict[str, Any]) -> str:
     ]
     for row, entry in zip(rows, found["seconds"].values(), strict=True):
         row.append(f"{entry['share']:.3f}")
+    least, most = (found["seconds"][share]["share"] for share in ("0", "30%"))
     return "\n".join(
         [
-            f"{DOCUMENTS} documents of {record['arguments']['document_tokens']} tokens from a store, each time in a "
-            f"new order, {model_of(record)} in float32:",
+            f"**The first token comes after {least:.0%} of the time if nothing is recomputed, after {most:.0%} with "
+            f'`"30%"`.** {DOCUMENTS} documents of {record["arguments"]["document_tokens"]} tokens from a store, each '
+            f"time in a new order, {model_of(record)} in float32:",
             "",
             pages.markdown(["`recompute`", "s to the first token", "share"], rows, "---:"),
             "",
@@ -396,10 +398,17 @@ def kl_table(records: Sequence[dict[str, Any]]) -> str:
     again = dict.fromkeys(each["recompute"] for each in first["documents"] if each["recompute"] is not None)
     head = ["`recompute`", *(f"{model_of(record)}, {count} documents" for record, count in columns)]
     rows = [[code(str(each)), *(cell(*column, each) for column in columns)] for each in again]
+    by_case = {
+        (model_of(record), each["documents"], each["recompute"]): each["kl"]
+        for record in records
+        for each in record["results"]["kl"]["documents"]
+    }
+    left = [by_case[model_of(record), count, "30%"] / by_case[model_of(record), count, 0] for record, count in columns]
     return "\n".join(
         [
-            f"KL divergence in nats, and equal top tokens, of {first['scored']} tokens that go on with one of the "
-            f"documents of {first['document_tokens']} tokens ({first['passages']} sets):",
+            f'**`"30%"` leaves {min(left):.0%} to {max(left):.0%} of the divergence.** KL divergence in nats, and '
+            f"equal top tokens, of {first['scored']} tokens that go on with one of the documents of "
+            f"{first['document_tokens']} tokens ({first['passages']} sets):",
             "",
             pages.markdown(head, rows, "---:"),
         ]
@@ -422,9 +431,17 @@ def task_table(record: dict[str, Any]) -> str:
     samples = max(each["samples"] for each in found["by_length"])
     weak = ", ".join(found["too_weak"])
     without = f" The loss leaves out what the model is too weak for: {weak}." if weak else ""
+    least, most = (
+        f"{100 * figures['loss']:.1f} ± {percent(figures['loss_error'])} points with {code(again)}"
+        for cache, figures in overall.items()
+        if (again := cache.rpartition(" ")[2]) in ("0", "30%")
+    )
+    # Twice the standard error is the usual bound.
+    is_shown = any(each["loss"] > 2 * each["loss_error"] for each in overall.values() if each["loss_error"] is not None)
+    loss = f"loses {least}, and {most}" if is_shown else "loses less than twice the error of these samples"
     return "\n".join(
         [
-            f"{model_of(record)}: scores in percent at so many tokens, of which a document has "
+            f"**{model_of(record)} {loss}.** Scores in percent at so many tokens, of which a document has "
             f"{record['arguments']['task_tokens']}; up to {samples} samples each.{without}",
             "",
             pages.markdown(head, rows, "---:"),
@@ -448,10 +465,15 @@ def replace_table(records: Sequence[dict[str, Any]]) -> str:
                 percent(entry["after"]),
             ]
         rows.append(cells)
+    answers = [
+        {(entry["changed"], entry["after"]) for entry in record["results"]["replace"].values()} for record in records
+    ]
+    changed = "No score changes" if all(len(each) == 1 for each in answers) else "Some scores change"
     return "\n".join(
         [
-            f"{CHANGED_TOKENS} tokens in the middle of {records[0]['arguments']['context']:,} become {NEW_TOKENS}. "
-            "Time is a share of computing all of it; scores of questions are in percent:",
+            f"**{changed}, however little is recomputed.** {CHANGED_TOKENS} tokens in the middle of "
+            f"{records[0]['arguments']['context']:,} become {NEW_TOKENS}. Time is a share of computing all of it; "
+            "scores of questions are in percent:",
             "",
             pages.markdown(head, rows, "---:"),
         ]

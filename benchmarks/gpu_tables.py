@@ -154,12 +154,14 @@ def in_readme() -> str:
         return short(found[name][shape])
 
     return (
-        f"With the shape of an 8B model and 32,768 tokens ({where(read('first'))}), a step of `generate()` takes "
-        f"{at(steps, REFERENCE)} ms with transformers' `DynamicCache`, and {at(steps, WITHOUT_CUDNN)} ms if cuDNN's "
-        f"attention, which torch prefers there and which plans anew for each length, is turned off. It takes "
-        f"{at(steps, DYNAMIC)} ms with kvlayers' `DynamicCache` and no setting, and {at(steps, INT4)} ms with `int4`, "
-        f"in {at(peaks, INT4)} GB instead of {at(peaks, REFERENCE)} GB. Most of that is time of the host: in a CUDA "
-        f"graph, `int4` takes {at(in_graph, INT4)} ms, and {at(in_graph, INT4, LARGEST)} ms for eight such sequences."
+        f"A step of `generate()` with the shape of an 8B model and 32,768 tokens ({where(read('first'))}):\n\n"
+        f"- transformers' `DynamicCache` takes {at(steps, REFERENCE)} ms in {at(peaks, REFERENCE)} GB. With cuDNN's "
+        f"attention turned off, which torch prefers there, this cache takes {at(steps, WITHOUT_CUDNN)} ms: cuDNN plans "
+        "anew for each length.\n"
+        f"- kvlayers' `DynamicCache` takes {at(steps, DYNAMIC)} ms without any setting.\n"
+        f"- kvlayers' `int4` takes {at(steps, INT4)} ms in {at(peaks, INT4)} GB. In a CUDA graph, where the host does "
+        f"not launch each kernel, `int4` takes {at(in_graph, INT4)} ms, and {at(in_graph, INT4, LARGEST)} ms for eight "
+        "such sequences."
     )
 
 

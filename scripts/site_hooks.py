@@ -1,7 +1,10 @@
-"""Hooks of mkdocs: the version and the repository on each page, and a page for each notebook of the docs.
+"""Hooks of mkdocs: the version and the repository on each page, pages of notebooks, drawings in the site's colours.
 
 The pages of notebooks are Markdown with the stored outputs, so mkdocs checks their links as on any other page. None
 of them is run.
+
+A drawing has rules for dark pages, which an image applies by the reader's system and not by the site's switch. So the
+site has two files of each such drawing, one for light pages and one for dark ones, and shows the one that fits.
 """
 
 import json
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 LINK_TO_A_NOTEBOOK = re.compile(r"(\]\((?!\w+:)[^)#]*)\.ipynb(?=[)#])")
 
 
+IF_DARK = re.compile(r"@media\s*\(prefers-color-scheme:\s*dark\)\s*\{((?:[^{}]*\{[^{}]*\})*)\s*\}")
+DRAWING = re.compile(r'<img ([^>]*)src="([^"#]*)\.svg"([^>]*)>')
+
 VERSION = pathlib.Path(__file__).parents[1] / "src" / "kvlayers" / "version.py"
 
 
@@ -32,8 +38,13 @@ def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
 
 
 def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
-    """Replace each notebook by a page."""
+    """Replace each notebook by a page, and add the light and the dark file of each drawing."""
     from mkdocs.structure.files import File
+
+    for file in [file for file in files if file.src_uri.endswith(".svg")]:
+        for scheme, drawing in schemes_of(file.content_string).items():
+            name = f"{file.src_uri.removesuffix('.svg')}.{scheme}.svg"
+            files.append(File.generated(config, name, content=drawing))
 
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         files.remove(file)
@@ -45,6 +56,28 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Change links to notebooks into links to their pages. On a forge they still lead to the notebooks."""
     return LINK_TO_A_NOTEBOOK.sub(r"\1.md", markdown)
+
+
+def on_page_content(html: str, files: "Files", **_: object) -> str:
+    """Show of each drawing with two files the one for the site's colours."""
+    names = {file.src_uri for file in files}
+
+    def both(found: re.Match[str]) -> str:
+        before, path, after = found.groups()
+        if f"plots/{pathlib.PurePosixPath(path).name}.light.svg" not in names:
+            return found[0]
+        # The theme hides an image by the end of its address.
+        shown = (f'<img {before}src="{path}.{scheme}.svg#only-{scheme}"{after}>' for scheme in ("light", "dark"))
+        return "".join(shown)
+
+    return DRAWING.sub(both, html)
+
+
+def schemes_of(drawing: str) -> dict[str, str]:
+    """A drawing for light pages and one for dark pages; nothing if it has no rules for dark pages."""
+    if not IF_DARK.search(drawing):
+        return {}
+    return {"light": IF_DARK.sub("", drawing), "dark": IF_DARK.sub(r"\1", drawing)}
 
 
 def page_of(notebook: Mapping[str, Any]) -> str:

@@ -28,7 +28,6 @@ Importing kvlayers changes nothing in transformers. `install()` does, and `unins
 import importlib
 import importlib.util
 import threading
-import warnings
 from typing import Any
 
 import lazy_loader
@@ -45,122 +44,13 @@ if not is_command():
 
 _public, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
-_MOVED = {
-    "caches": (
-        "CacheState",
-        "CacheSummary",
-        "Explanation",
-        "LayerSummary",
-        "cache_class_names",
-        "register_cache_class",
-        "unregister_cache_class",
-    ),
-    "errors": (
-        "BatchIndexError",
-        "CacheFileError",
-        "CachePathError",
-        "ConfigError",
-        "InterruptedPassError",
-        "KernelError",
-        "LayerIndexError",
-        "LegacyFormatError",
-        "ModelMismatchError",
-        "PrefixError",
-        "PromptMismatchError",
-        "ReadOnlyStatesError",
-        "RegistryError",
-        "RollbackError",
-        "StaleStatesError",
-        "StateMismatchError",
-        "UnsupportedLayerError",
-        "UnusedCacheError",
-    ),
-    "evaluation.requests": ("ContinuationScore",),
-    "eviction": (
-        "EvictionRule",
-        "eviction_rule_names",
-        "register_eviction_rule",
-        "unregister_eviction_rule",
-    ),
-    "generation.ladder": (
-        "DEFAULT_LADDER",
-        "Rung",
-    ),
-    "layers": (
-        "Checkpoints",
-        "LayerOperations",
-        "LayerState",
-        "Recall",
-        "TokenLayer",
-        "layer_names",
-        "register_layer",
-        "unregister_layer",
-    ),
-    "offload": (
-        "DiskMemory",
-        "HomeMemory",
-        "HostMemory",
-        "Prefetcher",
-        "Traffic",
-        "TrafficMeter",
-    ),
-    "persistence": ("CacheFile",),
-    "planning": (
-        "Plan",
-        "PlannedCache",
-    ),
-    "prefix": (
-        "EvictionPolicy",
-        "Hit",
-        "LeastRecentlyUsed",
-        "PrefixNode",
-        "PrefixStatistics",
-        "PrefixTree",
-    ),
-    "quantizers": (
-        "quantizer_names",
-        "register_quantizer",
-        "unregister_quantizer",
-    ),
-    "rope.rotary": ("Rotary",),
-    "stores": (
-        "Buckets",
-        "DenseStore",
-        "DescriptionContext",
-        "QuantizedStore",
-        "StateForm",
-        "StaticStore",
-        "TokenStore",
-        "register_store",
-        "store_names",
-        "unregister_store",
-    ),
-    "tools.calibration": (
-        "MeasuredSetting",
-        "Sensitivity",
-    ),
-}
-"""Names that were in `kvlayers` itself, by the module where they are now. They keep working, with a warning."""
-
-_FORMER_NAMES = {"FixedStore": "StaticStore"}
-"""Names of earlier versions, which keep working."""
-
-_NEW_HOMES = {name: module for module, names in _MOVED.items() for name in names}
-
 _importing = threading.RLock()
 
 
 def __getattr__(name: str) -> Any:
-    new = _FORMER_NAMES.get(name, name)
     # One thread at a time: transformers imports its own modules lazily, and fails where two threads meet in them. No
     # module of this package asks for a public name while it is imported, so nobody waits for ever.
     with _importing:
-        if new in _NEW_HOMES:
-            home = f"{__name__}.{_NEW_HOMES[new]}"
-            warnings.warn(
-                f"`kvlayers.{name}` has moved: write `from {home} import {new}`.", DeprecationWarning, stacklevel=2
-            )
-            return getattr(importlib.import_module(home), new)
         if name in __all__:
             value = _public(name)
         elif name.isidentifier() and importlib.util.find_spec(f"{__name__}.{name}"):

@@ -41,7 +41,9 @@ def make_app() -> "typer.Typer":
             print(f"kvlayers {__version__}")
             raise typer.Exit
 
-    app = typer.Typer(name="kvlayers", no_args_is_help=True, pretty_exceptions_show_locals=False)
+    app = typer.Typer(
+        name="kvlayers", no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_show_locals=False
+    )
 
     @app.callback()
     def kvlayers(

@@ -36,8 +36,6 @@ def test_kernels_compile_for_every_architecture(compiled: list[dict[str, Any]]) 
     assert {
         (80, "pack_block"),
         (90, "pack_block"),
-        (80, "find_vectors"),
-        (90, "find_vectors"),
         (90, "read_block"),
         (90, "merge_splits"),
         (120, "read_block"),

@@ -74,13 +74,15 @@ def test_a_changed_middle_and_decoding_stay_inexact(tmp_path: Path) -> None:
     assert exact.exact_tokens is None
 
 
-def test_rows_are_no_more_exact_than_the_least_exact() -> None:
+def test_each_row_knows_which_of_its_tokens_are_exact() -> None:
     model = tiny_model("llama")
-    rows = kvlayers.merge([read(model, QUESTION)[0], joined(model, 0), joined(model, "100%")])
+    rows = kvlayers.merge([read(model, WHOLE)[0], joined(model, 0), joined(model, "100%")])
     assert rows.exact_tokens == 9
-    for row in range(3):
-        with pytest.raises(StateMismatchError, match="insert its documents"):
-            kvlayers.PrefixStore("1MiB").insert(WHOLE[0], rows.extract(row), model.config)
+    assert [rows.extract(row).exact_tokens for row in range(3)] == [None, 9, None]
+    with pytest.raises(StateMismatchError, match="insert its documents"):
+        kvlayers.PrefixStore("1MiB").insert(WHOLE[0], rows.extract(1), model.config)
+    for row in (0, 2):
+        kvlayers.PrefixStore("1MiB").insert(WHOLE[0], rows.extract(row), model.config)
     assert kvlayers.merge([read(model, ids)[0] for ids in (FIRST, SECOND)]).exact_tokens is None
 
 

@@ -8,10 +8,10 @@ import pytest
 import kvlayers
 from families import model_and_inputs
 from kvlayers.errors import OptionError
-from kvlayers.evaluation.contexts import stored_contexts
 from kvlayers.evaluation.engine import score_tokens
 from kvlayers.evaluation.requests import ScoringRequest
 from kvlayers.generation.prefix_reuse.active_store import optional_store, required_store
+from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from models import fresh_model, tiny_model
 from score_reference import alone, difference, in_chunks, passes_of
 
@@ -31,7 +31,7 @@ def tokens_of(passes: list[tuple[int, int]]) -> int:
 def test_stored_contexts_are_not_computed_again(family: str, name: str) -> None:
     model: Any = model_and_inputs(family)[0] if family == "mamba2" else tiny_model(family)
     store = kvlayers.PrefixStore("1GiB")
-    contexts = stored_contexts(model, optional_store(store, ""), name, {})
+    contexts = StorePart.if_usable(model, optional_store(store, ""), name, {})
     make = functools.partial(kvlayers.make_cache, name, model, length_hint=128)
     found = []
     computed = []
@@ -51,7 +51,7 @@ def test_stored_contexts_are_not_computed_again(family: str, name: str) -> None:
 def test_entries_of_lossy_caches_serve_the_same_chunks_alone() -> None:
     model, store = tiny_model("llama"), kvlayers.PrefixStore("1GiB")
     make = functools.partial(kvlayers.make_cache, "int2", model, **OPTIONS)
-    contexts = stored_contexts(model, optional_store(store, ""), "int2", OPTIONS)
+    contexts = StorePart.if_usable(model, optional_store(store, ""), "int2", OPTIONS)
     expected = [in_chunks(model, request, make(), 8, 8) for request in REQUESTS]
     longer = [ScoringRequest((*context, *range(20, 40)), continuation) for context, continuation in REQUESTS]
     # The entries of these are longer, and must not be rolled back for others.
@@ -72,10 +72,10 @@ def test_entries_of_lossy_caches_serve_the_same_chunks_alone() -> None:
 def test_a_lossy_cache_without_chunks_bypasses_the_store() -> None:
     model, store = tiny_model("llama"), kvlayers.PrefixStore("1GiB")
     make = functools.partial(kvlayers.make_cache, "int2", model, **OPTIONS)
-    contexts = stored_contexts(model, optional_store(store, ""), "int2", OPTIONS)
+    contexts = StorePart.if_usable(model, optional_store(store, ""), "int2", OPTIONS)
     score_tokens(model, REQUESTS, make, store=contexts)
     assert store.statistics.bypassed == 1
-    strict = stored_contexts(model, required_store(store, ""), "int2", OPTIONS)
+    strict = StorePart.if_usable(model, required_store(store, ""), "int2", OPTIONS)
     with passes_of(model) as passes, pytest.raises(OptionError, match="unless `chunk` is given"):
         score_tokens(model, REQUESTS, make, store=strict)
     assert passes == []
@@ -84,16 +84,16 @@ def test_a_lossy_cache_without_chunks_bypasses_the_store() -> None:
 def test_a_model_whose_states_depend_on_more_than_tokens_bypasses_the_store() -> None:
     model, store = fresh_model("llama").train(), kvlayers.PrefixStore("1GiB")
     model.model.layers[0].self_attn.attention_dropout = 0.1
-    assert stored_contexts(model, optional_store(store, ""), "dynamic", {}) is None
+    assert StorePart.if_usable(model, optional_store(store, ""), "dynamic", {}) is None
     assert store.statistics.bypassed == 1
     with pytest.raises(OptionError, match="training mode"):
-        stored_contexts(model, required_store(store, ""), "dynamic", {})
-    assert stored_contexts(model, None, "dynamic", {}) is None
+        StorePart.if_usable(model, required_store(store, ""), "dynamic", {})
+    assert StorePart.if_usable(model, None, "dynamic", {}) is None
 
 
 def test_scores_are_computed_even_if_the_store_has_no_room() -> None:
     model, store = tiny_model("llama"), kvlayers.PrefixStore(1000)
-    contexts = stored_contexts(model, optional_store(store, ""), "dynamic", {})
+    contexts = StorePart.if_usable(model, optional_store(store, ""), "dynamic", {})
     found = score_tokens(model, REQUESTS, lambda: kvlayers.make_cache("dynamic", model), store=contexts)
     assert difference(found, [alone(model, request) for request in REQUESTS]) < 1e-5
     assert store.statistics.refused > 0

@@ -11,6 +11,7 @@ import tokenizers
 import torch
 import transformers
 
+import every_causal_model
 import kvlayers
 import models
 from kvlayers import Chat
@@ -307,3 +308,15 @@ def test_an_empty_chat_can_be_saved(tokenizer: Any, tmp_path: pathlib.Path) -> N
     Chat(model, tokenizer, messages=[{"role": "system", "content": "Be short."}]).save(tmp_path / "chat.safetensors")
     chat = Chat.load(tmp_path / "chat.safetensors", model, tokenizer)
     checked_turns(chat, model, tokenizer, "Name a bird.")
+
+
+def test_a_model_that_keeps_states_in_its_modules_reads_each_turn_whole(tokenizer: Any) -> None:
+    """Its second turn began from zero behind what the cache holds."""
+    model = every_causal_model.model_of("recurrent_gemma")
+    chat = Chat(model, tokenizer)
+    for text in ("Name a bird.", "And another one?"):
+        messages = [*chat.messages, {"role": "user", "content": text}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        expected = model.generate(**ids, **written())[0, ids["input_ids"].shape[1] :]
+        assert chat.ask(text, **written()) == tokenizer.decode(expected, skip_special_tokens=True)
+        assert chat.cached_tokens == 0

@@ -76,6 +76,68 @@ def test_samples_of_a_model_that_keeps_states_in_its_modules() -> None:
         assert torch.equal(generated(model, ids, **how), expected)
 
 
+def by_full_passes(model: Any, ids: Tensor, tokens: int = 6) -> list[int]:
+    """Greedy answer by one full pass for each token, without a cache."""
+    for _ in range(tokens):
+        with torch.no_grad():
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    return [int(token) for token in ids[0, -tokens:]]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("chunk", [4, 512])
+def test_many_prompts_of_a_model_that_keeps_states_in_its_modules(rows: int, chunk: int) -> None:
+    """Chunks of a prompt each began from zero, and rows had the states of one of them."""
+    model = every_causal_model.model_of("recurrent_gemma")
+    prompts = [ids_of(tokens, tokens) for tokens in (14, 9, 20, 11)]
+    answers = kvlayers.generate_many(
+        model, prompts, max_new_tokens=6, max_rows=rows, chunk_tokens=chunk, in_order=True, progress=False,
+        do_sample=False, eos_token_id=None,
+    )  # fmt: skip
+    expected = [by_full_passes(model, ids) for ids in prompts]
+    assert [answer.ids.tolist() for answer in answers] == expected
+    with pytest.raises(kvlayers.OptionError, match="cannot be taken back"):
+        kvlayers.generate_many(model, prompts, prompt_lookup_num_tokens=2)
+
+
+def test_a_prompt_in_chunks_is_read_whole_if_states_are_in_modules() -> None:
+    model, ids = every_causal_model.model_of("recurrent_gemma"), ids_of(20)
+    with kvlayers.installed():
+        found = generated(model, ids, max_new_tokens=6, prefill_chunk_size=7, eos_token_id=None)
+    assert found[0, 20:].tolist() == by_full_passes(model, ids)
+
+
+def test_a_filled_cache_of_a_model_that_keeps_states_in_its_modules_is_refused() -> None:
+    model, ids = every_causal_model.model_of("recurrent_gemma"), ids_of(12)
+    cache = kvlayers.DynamicCache(config=model.config)
+    with kvlayers.installed():
+        first = generated(model, ids, past_key_values=cache)
+        longer, seen = torch.cat([first, ids], dim=1), cache.get_seq_length()
+        with pytest.raises(kvlayers.errors.StateMismatchError, match="conv1d_state"):
+            generated(model, longer, past_key_values=cache)
+        assert cache.get_seq_length() == seen
+        cache.reset()
+        found = generated(model, longer, past_key_values=cache, max_new_tokens=6, eos_token_id=None)
+    assert found[0, -6:].tolist() == by_full_passes(model, longer)
+
+
+def test_drafts_of_any_model_that_keeps_states_in_its_modules_are_refused() -> None:
+    """Also of one whose class says nothing of states."""
+    model = every_causal_model.model_of("llama")
+    model.model.norm = nn.Sequential(model.model.norm, Remembering())
+    assert not model._is_stateful
+    with kvlayers.installed(), pytest.raises(kvlayers.errors.RollbackError, match="1.last"):
+        generated(model, ids_of(12), prompt_lookup_num_tokens=2)
+
+
+def test_documents_and_scores_of_a_model_that_keeps_states_in_its_modules_are_refused() -> None:
+    model, ids = every_causal_model.model_of("recurrent_gemma"), ids_of(12)
+    with pytest.raises(kvlayers.OptionError, match="conv1d_state"):
+        kvlayers.generate(model, documents=[ids, ids_of(9)], question=ids_of(4), recompute=0, max_new_tokens=2)
+    with pytest.raises(kvlayers.errors.ConfigError, match="keep all of its states"):
+        kvlayers.score(model, [ids[0].tolist()], [[[3, 4]]])
+
+
 def test_a_cache_without_the_states_of_its_model_is_not_copied() -> None:
     model = every_causal_model.model_of("recurrent_gemma")
     cache = kvlayers.DynamicCache(config=model.config)

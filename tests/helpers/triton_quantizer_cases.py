@@ -21,13 +21,12 @@ from kvlayers.kernels.codes import packed_side as side_module
 from kvlayers.kernels.codes.cuda_packing import read_blocks
 from kvlayers.kernels.codes.groups import BlockLayout
 from kvlayers.kernels.codes.packed_side import PackedSide, pack_side
-from kvlayers.kernels.codes.smoothing import KeySmoothing, smoothing_for
 from kvlayers.quantized import packed_blocks as blocks_module
 from kvlayers.quantized.packed_blocks import SIDES
 from kvlayers.quantizers import CodeFormat, QuantizedGroups
 from kvlayers.utils.triton_support import TritonKernel
 from matrix import to_run
-from packing_cases import PACKINGS, Packing, codes_of, packed, quantizers_of, smoothing_of, squared_error, states_of
+from packing_cases import PACKINGS, Packing, codes_of, packed, smoothing_of, squared_error, states_of
 
 
 @contextlib.contextmanager
@@ -42,18 +41,6 @@ def without_kernels() -> Iterator[None]:
         mock.patch.object(side_module, "read_obstacle", obstacle),
     ):
         yield
-
-
-def check_vectors(case: Packing) -> dict[str, float]:
-    """The largest relative difference between the vectors that the kernel finds and those that torch does."""
-    keys, values = states_of(case)
-    quantizer = quantizers_of(case, keys, values)["keys"]
-    found, expected = smoothing_for(keys, quantizer).state(), KeySmoothing.for_keys(keys, quantizer).state()
-    assert found.keys() == expected.keys()
-    return {
-        name: float((found[name].double() - vectors.double()).abs().amax() / vectors.double().abs().amax())
-        for name, vectors in expected.items()
-    }
 
 
 def check_packing(case: Packing) -> dict[str, Any]:
@@ -205,7 +192,6 @@ if __name__ == "__main__":
     json.dump(
         {
             "packings": {name: tried(check_packing, PACKINGS[name]) for name in to_run(PACKINGS)},
-            "vectors": {name: tried(check_vectors, PACKINGS[name]) for name in PACKINGS if "smoothed" in name},
             "readings": {name: tried(check_reading, *case) for name, case in READINGS.items()},
             "nan of a gpu": check_nan_of_a_gpu(),
             "caches": {

@@ -95,3 +95,5 @@ def test_weights_on_disk_are_not_on_another_device_but_cannot_be_identified(mode
     _, split = models
     with pytest.raises(kvlayers.OptionError, match=r"weights cannot be identified.*meta tensor"):
         kvlayers.generate(split, prompt(1), prefix_store=kvlayers.PrefixStore(2**20), max_new_tokens=2)
+    with pytest.raises(kvlayers.OptionError, match=r"weights cannot be identified.*meta tensor"):
+        list(kvlayers.generate_many(split, list(prompt(1)), prefix_store=kvlayers.PrefixStore(2**20), max_new_tokens=2))

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 import kvlayers
-import versions
 from kvlayers import inspect_cache, load_cache, save_cache
 from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.core.named_caches import cache_class_names, register_cache_class, unregister_cache_class
 from kvlayers.errors import CacheFileError, RegistryError, StateMismatchError
-from kvlayers.persistence.format import CacheRecord, Description, LayerRecord, ModelRecord, read_description
 from kvlayers.persistence.rebuild import check_remakeable
-from models import CONFIGS, prompt, tiny_model
+from models import prompt, tiny_model
 from other_package import HalvesBackend, RecentLayer, SteppedStore
 
 NEW = 6
@@ -339,59 +337,6 @@ def test_facts_that_are_not_plain_are_refused_before_anything_is_written(most: A
     with pytest.raises(StateMismatchError, match="plain facts"):
         save_cache(cache, path)
     assert not path.exists()
-
-
-# Files of the first version of the format
-
-VERSION_1 = pathlib.Path(__file__).parent / "version_1"
-
-
-@pytest.mark.parametrize("name", [file.stem for file in sorted(VERSION_1.iterdir())])
-def test_files_of_the_first_version_are_read(name: str) -> None:
-    path = VERSION_1 / f"{name}.safetensors"
-    if name == "recurrent":
-        versions.need_recurrent_layers("jamba")
-        with pytest.raises(CacheFileError, match=r"pass config=model\.config"):
-            load_cache(path)
-        loaded = load_cache(path, config=CONFIGS["jamba"]())
-    else:
-        loaded = load_cache(path)
-    generator = torch.Generator().manual_seed(0)
-    tokens = 80 if name == "quantized" else 12
-    keys = torch.randn((1, 1, tokens, 8), generator=generator)
-    assert loaded.get_seq_length() == tokens
-    held = loaded.layers[1 if name == "recurrent" else 0].peek()[0]
-    if name == "recurrent":
-        keys = torch.randn((1, 1, tokens, 8), generator=torch.Generator().manual_seed(1))
-    if name not in ("quantized", "sink"):
-        assert torch.equal(held, keys[:, :, tokens - held.shape[2] :])
-    static = {"static": (40, 2, False), "static-growing": (15, None, True), "static-sliding": (8, None, False)}
-    if name in static:
-        layer = loaded.layers[0]
-        assert (layer.max_cache_len, layer.store.max_batch_size, layer.store.grow) == static[name]
-        assert layer.store.buckets == (
-            kvlayers.stores.Buckets(8, 1.5) if name == "static" else kvlayers.stores.Buckets()
-        )
-    for _ in range(3):
-        for part in [loaded.self_attention_cache] if name == "pair" else [loaded]:
-            part.update(torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8), 1)
-
-
-def _read(version: str, kind: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts of a layer, as they are read from a file of a version."""
-    options = {"max_cache_len": 64, "buckets": None, "grow": False, "max_batch_size": None}
-    record = CacheRecord("StaticCache", 0, 1, options, (LayerRecord(kind, facts),))
-    text = Description({}, record, ModelRecord(), {}, ()).to_json()
-    return dict(read_description("it", text, version).cache.layers[0].facts)
-
-
-@pytest.mark.parametrize("kind", ["StaticIndexedLayer", "transformers.cache_utils.StaticIndexedLayer", "pkg.Mine"])
-@pytest.mark.parametrize("facts", [{"max_cache_len": 64, "is_initialized": True}, {"backend": "mine"}])
-def test_only_facts_of_kvlayers_change_with_the_version(kind: str, facts: dict[str, Any]) -> None:
-    assert _read("1", kind, facts) == facts
-    assert _read("1", "StaticLayer", {"max_cache_len": None})["max_cache_len"] == 64
-    assert _read("1", "HybridLayer", {"attention": "StaticLayer", "max_cache_len": 40})["grow"] is False
-    assert _read("1", "SlidingLayer", {"backend": "native"})["store"] == "QuantizedStore"
 
 
 @pytest.mark.parametrize("within", ["hybrid", "offloaded"])

@@ -758,11 +758,6 @@ def test_other_weights_are_refused_where_they_have_a_name(path: pathlib.Path) ->
         load_cache(path, weights_id=one)
     with pytest.raises(OptionError):
         save_cache(cache, path, weights_id="")
-    old = "0123456789abcdef" * 4
-    save_cache(cache, path, weights_id=old)
-    with pytest.raises(ModelMismatchError, match="a few elements of each weight"):
-        load_cache(path, weights_id=one)
-    assert load_cache(path, weights_id=old).get_seq_length() == 12
 
 
 def test_where_a_model_was_loaded_from_is_noted_unless_it_is_a_directory(path: pathlib.Path) -> None:

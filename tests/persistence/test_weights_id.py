@@ -1,7 +1,9 @@
 """An id of weights is another one where a single element differs, anywhere, and is made once."""
 
 import copy
+import functools
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -116,14 +118,16 @@ def test_tied_weights_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sums = fingerprint._block_sums
     monkeypatch.setattr(fingerprint, "_block_sums", lambda weight: read.append(weight) or sums(weight))
     expected = kvlayers.weights_id(model)
-    assert len(read) == len(model.state_dict()) - 1
+    # The frequencies of RoPE are no part of its state_dict().
+    different = len(model.state_dict()) - 1 + len(list(model.model.rotary_emb.buffers()))
+    assert len(read) == different
     for _ in range(3):
         assert kvlayers.weights_id(model) == expected
-    assert len(read) == len(model.state_dict()) - 1
+    assert len(read) == different
     with torch.no_grad():
         model.lm_head.weight[5, 5] += 1
     assert kvlayers.weights_id(model) != expected
-    assert len(read) == 2 * (len(model.state_dict()) - 1)
+    assert len(read) == 2 * different
 
 
 def test_steps_of_training_and_their_undoing_are_noticed() -> None:
@@ -143,7 +147,7 @@ def test_steps_of_training_and_their_undoing_are_noticed() -> None:
 def test_threads_make_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, made, found = fresh_model("llama"), [], []
     digest = fingerprint._digest
-    monkeypatch.setattr(fingerprint, "_digest", lambda read: made.append(0) or digest(read))
+    monkeypatch.setattr(fingerprint, "_digest", lambda *read: made.append(0) or digest(*read))
     threads = [threading.Thread(target=lambda: found.append(kvlayers.weights_id(model))) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -171,3 +175,97 @@ def test_weights_of_a_class_of_their_own_are_read_by_their_parts() -> None:
         return two.TwoTensor(torch.ones(4), torch.tensor([1.0, 2.0, 3.0, last]))
 
     assert id_of(weight(4.0)) == id_of(weight(4.0)) != id_of(weight(5.0))
+
+
+class Scaled(torch.nn.Module):
+    """A module that reads an attribute."""
+
+    def __init__(self, scale: Any) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2, bias=False)
+        torch.nn.init.ones_(self.linear.weight)
+        self.scale = scale
+
+
+def twice(states: torch.Tensor) -> torch.Tensor:
+    return states * 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (0.5, 0.25),
+        (True, False),
+        ((1, 2), (1, 3)),
+        ([1.0], [2.0]),
+        ({"default": 2.0}, {"default": 4.0}),
+        ({1, 2}, {1, 3}),
+        (torch.ones(3), torch.tensor([1.0, 1.0, 2.0])),
+        ([torch.ones(3)], [torch.zeros(3)]),
+        (torch.nn.functional.gelu, torch.nn.functional.silu),
+        (torch.tanh, torch.sin),
+        (functools.partial(torch.clamp, min=0), functools.partial(torch.clamp, min=1)),
+        (types.SimpleNamespace(absmax=torch.ones(2)), types.SimpleNamespace(absmax=torch.zeros(2))),
+    ],
+    ids=str,
+)
+def test_attributes_that_a_pass_may_read_count(one: Any, other: Any) -> None:
+    assert kvlayers.weights_id(Scaled(one)) == kvlayers.weights_id(Scaled(copy.deepcopy(one)))
+    assert kvlayers.weights_id(Scaled(one)) != kvlayers.weights_id(Scaled(other))
+    model = Scaled(one)
+    before = kvlayers.weights_id(model)
+    model.scale = other
+    assert kvlayers.weights_id(model) == kvlayers.weights_id(Scaled(other)) != before
+
+
+def test_buffers_that_are_not_saved_count() -> None:
+    model = fresh_model("llama")
+    before = kvlayers.weights_id(model)
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    assert kvlayers.weights_id(model) != before == kvlayers.weights_id(fresh_model("llama"))
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda states: states,
+        twice.__get__(torch.ones(1)),
+        threading.Lock(),
+        torch.ones(2, 2).to_sparse(),
+        [torch.nn.Linear(2, 2).share_memory],
+    ],
+    ids=["lambda", "method", "lock", "sparse", "methods"],
+)
+def test_what_cannot_be_compared_is_refused(held: Any) -> None:
+    with pytest.raises(kvlayers.errors.ConfigError, match=r"must be comparable, but scale is or holds a .* own `weig"):
+        kvlayers.weights_id(Scaled(held))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_packed_weights_are_refused() -> None:
+    model = fresh_model("llama")
+    torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8, inplace=True)
+    with pytest.raises(kvlayers.errors.ConfigError, match="must be comparable"):
+        kvlayers.weights_id(model)
+
+
+def test_objects_that_hold_one_another_are_read_once() -> None:
+    def ring(number: int) -> Any:
+        first, second = types.SimpleNamespace(number=number), types.SimpleNamespace()
+        first.next, second.next = second, first
+        return first
+
+    assert kvlayers.weights_id(Scaled(ring(1))) == kvlayers.weights_id(Scaled(ring(1)))
+    assert kvlayers.weights_id(Scaled(ring(1))) != kvlayers.weights_id(Scaled(ring(2)))
+
+
+def test_codes_and_scales_of_other_packages_count() -> None:
+    quanto = pytest.importorskip("optimum.quanto", reason="quanto is not installed")
+
+    def quantized(seed: int) -> Any:
+        model = fresh_model("llama", seed=seed)
+        quanto.quantize(model, weights=quanto.qint8)
+        quanto.freeze(model)
+        return kvlayers.weights_id(model)
+
+    assert quantized(0) == quantized(0) != quantized(1)

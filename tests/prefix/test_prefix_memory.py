@@ -81,10 +81,16 @@ def test_what_is_pinned_is_counted_once_too() -> None:
         store.insert(ids, cache, model="m")
         store.pin(ids, model="m")
     assert len(store) == 3
-    before = store.statistics
-    ids, cache = snapshots(1)[0]
-    with pytest.raises(CapacityError, match="pinned"):
-        store.insert(ids + 1000, cache, model="m")
+    # Spare room behind those that are pinned serves others, until there is none.
+    reason, count = "", 0
+    while not reason and count < 60:
+        count, before = count + 1, store.statistics
+        ids, cache = snapshots(count)[-1]
+        try:
+            store.insert(ids + 1000 * count, cache, model="m")
+        except CapacityError as error:
+            reason = str(error)
+    assert "pinned" in reason
     assert store.statistics == before
 
 
@@ -248,10 +254,10 @@ def test_memory_that_only_a_gone_entry_has_read_is_given_back() -> None:
     del hit
     assert store.statistics.tokens == 4200
     # The long one was used before the branch. When it goes, the branch reads a quarter of its memory.
-    assert store.evict(1) >= 2000 * TOKEN_BYTES
+    assert store.evict(store.statistics.bytes - 1230 * TOKEN_BYTES) >= 2900 * TOKEN_BYTES
     now = store.statistics
-    assert (now.entries, now.tokens) == (1, 1200)
-    assert now.bytes == union_of(store) <= 1.125 * 1200 * TOKEN_BYTES
+    assert 1200 <= now.tokens <= 1230
+    assert now.bytes == union_of(store) <= 1230 * TOKEN_BYTES
     kept = store.lookup(torch.cat([branch, branch[:1]]), model="m")
     assert kept.covered == 1200
 
@@ -268,10 +274,11 @@ def test_memory_that_moves_while_a_branch_enters_is_counted_where_it_is() -> Non
         read(hit.cache, tokens)  # type: ignore[arg-type]
         assert store.insert(branch, hit.cache, model="m")  # type: ignore[arg-type]
         del hit
-    # The long one has gone for the second branch, so the first thousand tokens have moved.
+    # The long one has lost its end for the second branch, so the first thousand tokens have moved.
     now = store.statistics
-    assert (now.entries, now.tokens, now.evictions) == (2, 2000, 1)
-    assert now.bytes == union_of(store) <= 1.125 * 2000 * TOKEN_BYTES
+    assert (now.entries, now.evictions) == (3, 1)
+    assert 4800 <= now.tokens <= 5000
+    assert now.bytes == union_of(store) <= 5400 * TOKEN_BYTES
     assert store.evict() == now.bytes
     assert store.statistics.bytes == 0
 

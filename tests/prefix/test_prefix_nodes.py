@@ -26,7 +26,6 @@ from kvlayers.prefix.nodes import Node
 from kvlayers.prefix.states import MOST_PIECES, NODE_TOKENS
 from matrix import once
 from prefix_caches import KINDS, Ids, Kind, check, extend
-from whole_entries import whole_entry
 
 LABEL = label_of(None, "m", "")
 OLD_NS = time.time_ns() - 10**9 * 10**5
@@ -390,13 +389,6 @@ def test_a_user_cannot_load_an_entry_as_a_file(tmp_path: pathlib.Path) -> None:
         kvlayers.inspect_cache(entry.path)
 
 
-def test_a_node_of_before_they_held_rows_alone_is_refused_with_what_to_do(tmp_path: pathlib.Path) -> None:
-    path = pathlib.Path(write(Directory(LocalBackend(str(tmp_path))), DOCUMENT).path)
-    path.write_bytes(path.read_bytes().replace(b'"format_version":"5"', b'"format_version":"4"'))
-    with pytest.raises(CachePathError, match="name another directory"):
-        kvlayers.PrefixStore(2**20, tmp_path)
-
-
 def forged(content: bytes, change: Any) -> tuple[str, bytes]:
     """Name and content of a node that somebody changed who knows how names and digests are made."""
     length = int.from_bytes(content[:8], "little")
@@ -497,33 +489,6 @@ def test_a_saved_cache_in_a_node_is_checked_like_a_file(tmp_path: pathlib.Path) 
         with pytest.raises(CacheFileError):
             load(directory, str(tmp_path / name), ids)
         (tmp_path / name).unlink()
-
-
-# Directories as they were before
-
-
-@pytest.mark.parametrize("kind", ["full", "window", "quantized"])
-def test_whole_caches_are_read_and_written_as_nodes_next_time(kind: str, tmp_path: pathlib.Path) -> None:
-    made = KINDS[kind]
-    name, content = whole_entry(DOCUMENT, filled(made, DOCUMENT))
-    (tmp_path / name).write_bytes(content)
-    directory = Directory(LocalBackend(str(tmp_path)))
-    (found,) = directory.changes(()).added
-    assert (found.path, directory.nbytes) == (str(tmp_path / name), len(content))
-    check_and_continue(made, load(directory, str(found.path), DOCUMENT), DOCUMENT)
-    if kind != "window":
-        check_and_continue(made, load(directory, str(found.path), DOCUMENT, 300), DOCUMENT[:300])
-    again = write(directory, DOCUMENT, [(str(found.path), 700)], made)
-    assert again.path != found.path
-    assert directory.nbytes == du(tmp_path)
-    check_and_continue(made, load(directory, again.path, DOCUMENT), DOCUMENT)
-
-
-def test_entries_with_blocks_beside_them_are_refused_with_what_to_do(tmp_path: pathlib.Path) -> None:
-    name, content = whole_entry([1, 2], filled(KINDS["full"], [1, 2]))
-    (tmp_path / name).write_bytes(content.replace(b'"format_version":"2"', b'"format_version":"3"'))
-    with pytest.raises(CachePathError, match=r"delete the \*\.safetensors and \*\.block files of its directory"):
-        kvlayers.PrefixStore(2**20, tmp_path)
 
 
 # Writers and those who delete

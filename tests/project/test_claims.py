@@ -59,12 +59,32 @@ def test_every_claim_in_the_readme_is_checked(claimed: Any, gpu_tables: Any) -> 
 
 
 def test_every_claim_holds_for_the_record(claimed: Any, record: Any) -> None:
-    for group in claimed.GROUPS:
+    # What was never measured is on no page, as a test of `tables` says.
+    for group in (each for each in claimed.GROUPS if each.name in record):
         for claim in group.claims:
             value = claimed.value_of(record, group, claim)
             where = f"{group.name}: {claim.row}, {claim.column}, asked {claim.asked}, recorded {value}"
             assert value is not None, where
             assert claim.holds(value), where
+
+
+def test_only_what_was_measured_is_claimed(claimed: Any, record: Any) -> None:
+    without_baseline = {name: found for name, found in record.items() if name != "baseline"}
+    cells = {
+        claimed.EXACT_STATIC: {claimed.TIMES_AS_FAST: 2.5, claimed.OF_DENSE: 1.0},
+        claimed.DYNAMIC: {claimed.OVER_EXACT_STATIC: 1.5},
+        claimed.INT4: {claimed.OVER_EXACT_STATIC: 1.75},
+    }
+    measured = {**without_baseline, "baseline": {**record["step"], "cells": cells}}
+    row = f"| {claimed.EXACT_STATIC} | 1.00x | 2.5x faster | exact |"
+    assert (row in claimed.readme_table(without_baseline, "")) is False
+    assert (row in claimed.readme_table(measured, "")) is True
+    assert "≥ 1.2 (1.50)" in claimed.tables(measured)
+    titles = [group.title for group in claimed.GROUPS]
+    assert claimed.tables(measured).count("### ") == len(titles)
+    assert claimed.tables(without_baseline).count("### ") == len(titles) - 1
+    # A sentence of README.md may give a bound only if it was measured.
+    assert not any(claim.said for group in claimed.GROUPS if group.name not in record for claim in group.claims)
 
 
 def test_the_section_for_choosing_claims_only_what_is_recorded(claimed: Any) -> None:

@@ -1,7 +1,6 @@
 """What an import of kvlayers imports: next to nothing, and what is asked for when it is asked for."""
 
 import ast
-import importlib
 import json
 import pathlib
 import subprocess
@@ -69,14 +68,3 @@ def test_every_public_name_is_there_and_no_other() -> None:
         assert not hasattr(kvlayers, name)
     with pytest.raises(AttributeError, match="module 'kvlayers' has no attribute 'DynamicCash'"):
         kvlayers.DynamicCash  # noqa: B018
-
-
-@pytest.mark.parametrize("name", [*kvlayers._NEW_HOMES, "FixedStore"])
-def test_a_name_that_has_moved_is_the_new_one_and_says_where_that_is(name: str) -> None:
-    with pytest.warns(DeprecationWarning, match="has moved: write `from kvlayers") as caught:
-        found = getattr(kvlayers, name)
-    (warning,) = caught
-    assert warning.filename == __file__
-    module, _, new = str(warning.message).partition("write `from ")[2].rstrip("`.").partition(" import ")
-    assert getattr(importlib.import_module(module), new) is found
-    assert name not in dir(kvlayers)

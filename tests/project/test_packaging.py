@@ -7,11 +7,13 @@ import os
 import pathlib
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -288,3 +290,25 @@ def test_zig_gives_the_same_wheels_everywhere(tmp_path: pathlib.Path) -> None:
     (name,) = (name for name in files[0] if name.endswith(f"{PLATFORM}.whl"))
     (tmp_path / name).write_bytes(files[0][name])
     assert len(found_in(tmp_path / name, tmp_path)) == len(SOURCES)
+
+
+@pytest.mark.parametrize("compiler", ["none", "broken"])
+def test_a_wheel_without_kernels_says_why(
+    compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    hatch_build = SimpleNamespace(**runpy.run_path(str(ROOT / "hatch_build.py")))
+    said: list[str] = []
+    app = SimpleNamespace(display_warning=said.append, display_info=lambda message: None)
+    monkeypatch.delenv("KVLAYERS_WHEEL", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    if compiler == "broken":
+        monkeypatch.setenv("CXX", "false-compiler")
+    hook = hatch_build.KernelHook(str(ROOT), {}, None, None, str(tmp_path), "wheel", app)
+    data: dict[str, object] = {"force_include": {}}
+    hook.initialize("standard", data)
+    hook.finalize("standard", data, "")
+    assert data == {"force_include": {}}
+    [line] = said
+    assert "are not in the wheel" in line
+    assert {"none": "install g++ or clang++", "broken": "false-compiler"}[compiler] in line

@@ -27,6 +27,7 @@ BY_BENCHMARKS = ("outliers", "long_decode", "rows", "documents")
     "writer",
     [
         "claimed",
+        "demo",
         "gpu_tables",
         *(pytest.param(name, marks=versions.benchmarks_of_transformers) for name in BY_BENCHMARKS),
     ],
@@ -54,7 +55,7 @@ def test_other_figures_make_another_page(gpu_tables: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(gpu_tables, "read", {"first": record, "speed": speed}.__getitem__)
     pages = gpu_tables.written_pages()
     assert "| 1.23 |" in pages[gpu_tables.PAGE]
-    assert "1.23 ms with `int4`" in pages[gpu_tables.README]
+    assert "kvlayers' `int4` takes 1.23 ms" in pages[gpu_tables.README]
 
 
 def test_of_a_stage_figures_and_what_is_wrong_are_recorded(
@@ -73,3 +74,37 @@ def test_of_a_stage_figures_and_what_is_wrong_are_recorded(
     record.main()
     kept = {**step, "wrong": [step["wrong"][0][: record.LONGEST_TEXT]]}  # type: ignore[index]
     assert json.loads((tmp_path / "recorded.json").read_text()) == {**found, "results": {"gpu": {"decoding": kept}}}
+
+
+PRINTED = """
+SmolLM2-135M-Instruct in bfloat16 on cpu, torch threads: 2. Prompt: 4105 tokens,
+4096 of them from the Python documentation.
+
+...what follows from it.
+
+ Library       Cache    Predictions         Prompt         Step      Held
+ ────────────────────────────────────────────────────────────────────────
+ transformers  dynamic  reference           5.52 s  81.1 ms ±1%  90.9 MiB
+
+Prompt: the forward pass over 4105 tokens.
+│ transformers │ 5.1 s │
+{summary}Next: `kvlayers bench` and more.
+"""
+SUMMARY = "With kvlayers, dynamic decodes 3.0 times as fast\nas transformers' DynamicCache.\n"
+
+
+@pytest.mark.parametrize("summary", ["", SUMMARY])
+def test_of_the_demo_the_table_and_the_summary_are_shown(summary: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    demo = importlib.import_module("demo")
+    shown = demo.shown_of(PRINTED.format(summary=summary))
+    at = {"date": "2026-11-29T01", "hardware": {"cpu": "CPU", "threads": 2}, "versions": {"transformers": "5.24.0"}}
+    block = demo.block({**at, "results": {"demo": shown}})
+    assert block.startswith("```\n Library       Cache ")
+    assert "│" not in block
+    assert summary.rstrip() in block
+    assert ("With kvlayers" in block) == bool(summary)
+    assert block.endswith(
+        "```\n\nThat was SmolLM2-135M-Instruct in bfloat16 after 4,105 tokens (CPU, 2 threads, transformers 5.24.0, "
+        "2026-11-29)."
+    )

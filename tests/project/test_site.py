@@ -6,7 +6,10 @@
 import importlib
 import pathlib
 import re
+import runpy
+from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -70,3 +73,26 @@ def test_mkdocs_takes_the_configuration() -> None:
     config = pytest.importorskip("mkdocs.config", reason="no mkdocs here: `make docs` installs it")
     pytest.importorskip("mkdocstrings", reason="no mkdocstrings here: `make docs` installs it")
     assert config.load_config(str(ROOT / "mkdocs.yml")).site_name == "kvlayers"
+
+
+def test_drawings_follow_the_colours_of_the_site() -> None:
+    hooks = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "site_hooks.py")))
+    drawings = sorted((DOCS / "plots").glob("*.svg"))
+    assert drawings
+    for drawing in drawings:
+        source = drawing.read_text()
+        light, dark = hooks.schemes_of(source)["light"], hooks.schemes_of(source)["dark"]
+        for made in (light, dark):
+            assert "@media" not in made
+            assert ElementTree.fromstring(made).tag.endswith("svg")
+        assert "#e6edf3" in dark
+        assert "#e6edf3" not in light
+        files = [SimpleNamespace(src_uri=f"plots/{drawing.stem}.{scheme}.svg") for scheme in ("light", "dark")]
+        shown = hooks.on_page_content(f'<p><img alt="what" src="../plots/{drawing.name}"></p>', files=files)
+        assert shown == (
+            f'<p><img alt="what" src="../plots/{drawing.stem}.light.svg#only-light">'
+            f'<img alt="what" src="../plots/{drawing.stem}.dark.svg#only-dark"></p>'
+        )
+    assert hooks.schemes_of("<svg></svg>") == {}
+    plain = '<img src="other.svg">'
+    assert hooks.on_page_content(plain, files=[]) == plain

@@ -51,15 +51,6 @@ def test_kernels_pack_the_codes_that_the_cpu_packs(interpreted: dict[str, Any], 
 
 @pytest.mark.slow
 @with_triton
-def test_the_kernel_finds_the_vectors_that_torch_finds(interpreted: dict[str, Any]) -> None:
-    assert len(interpreted["vectors"]) >= 4
-    for found in interpreted["vectors"].values():
-        # Sums of 64 numbers in another order, rounded to the dtype.
-        assert all(difference < 0.008 for difference in found.values()), found
-
-
-@pytest.mark.slow
-@with_triton
 @pytest.mark.parametrize("name", of_cases(PACKINGS))
 def test_kernels_read_the_states_of_blocks_that_they_packed(interpreted: dict[str, Any], name: str) -> None:
     found = interpreted["packings"][name]

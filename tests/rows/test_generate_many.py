@@ -1,5 +1,7 @@
 """generate_many: every answer is that of its prompt alone, whatever joins and leaves beside it."""
 
+import io
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,6 +59,44 @@ def test_each_answer_is_that_of_the_prompt_alone(family: str, how: dict[str, Any
     for answer, ids in zip(answers, PROMPTS, strict=True):
         assert answer.error is None
         assert answer.ids.tolist() == alone(model, ids, how.get("cache", "dynamic"), **asked)
+
+
+@pytest.mark.parametrize(
+    ("cache", "options"),
+    [
+        ("snapkv", {"budget": 24, "sink_tokens": 2, "recent_tokens": 8}),
+        ("streaming", {"budget": 24, "sink_tokens": 2, "recent_tokens": 8}),
+        ("quantized", {"nbits": 2, "residual_length": 8}),
+        ("sink", {"window_length": 24}),
+    ],
+)
+def test_a_chunk_does_not_change_what_is_kept(cache: str, options: dict[str, Any]) -> None:
+    """An evicting cache would evict between chunks, and later chunks would attend to what is left."""
+    model = tiny_model("llama")
+    prompts = [prompt(1, tokens, tokens)[0] for tokens in (90, 61, 75)]
+    how = {"cache_config": options, "max_new_tokens": 8}
+    for chunk in ({"chunk_tokens": 16}, {"prefill_chunk_size": 16}):
+        asked = {name: value for name, value in chunk.items() if name != "chunk_tokens"}
+        answers = many(model, prompts, cache=cache, in_order=True, **how, **chunk)
+        for answer, ids in zip(answers, prompts, strict=True):
+            assert answer.ids.tolist() == alone(model, ids, cache, **how, **asked)
+
+
+def test_wrapped_models_are_taken() -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(fresh_model("llama"), lora).eval()
+    expected = [alone(model, ids) for ids in PROMPTS]
+    assert expected != [alone(tiny_model("llama"), ids) for ids in PROMPTS]
+    for wrapped in (model, torch.compile(model, backend="eager")):
+        answers = many(wrapped, in_order=True)
+        assert [answer.ids.tolist() for answer in answers] == expected
+    drafted = many(model, in_order=True, assistant_model=torch.compile(tiny_model("llama"), backend="eager"))
+    assert [answer.ids.tolist() for answer in drafted] == expected
+    tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(OptionError, match="learned prompt"):
+        many(peft.get_peft_model(fresh_model("llama"), tuning))
 
 
 @pytest.mark.parametrize("drafts", ["looked up", "of the model itself", "of another model"])
@@ -141,17 +181,36 @@ def test_what_is_free_does_not_keep_a_prompt_from_being_tried_alone(monkeypatch:
 def test_an_error_ends_one_answer_alone() -> None:
     model = tiny_model("llama")
 
-    def on_token(number: int, token: int) -> None:
-        if number == 2:
-            raise ValueError("not this one")
-
-    prompts = [*PROMPTS[:4], "a text without a tokenizer", torch.empty(0, dtype=torch.int64), *PROMPTS[4:]]
-    answers = many(model, prompts, on_token=on_token, in_order=True)
-    failed = {answer.index: type(answer.error) for answer in answers if answer.error is not None}
-    assert failed == {2: ValueError, 4: OptionError, 5: OptionError}
+    meta, flags = torch.ones(3, dtype=torch.int64, device="meta"), torch.ones(3, dtype=torch.bool)
+    bad = [None, [], {"role": "user"}, [["a"]], 5, torch.empty(0, dtype=torch.int64), meta, flags]
+    answers = many(model, [*PROMPTS[:4], *bad, *PROMPTS[4:]], in_order=True)
+    failed = {answer.index: answer.error for answer in answers if answer.error is not None}
+    assert list(failed) == list(range(4, 4 + len(bad)))
+    for error in failed.values():
+        assert isinstance(error, OptionError)
+        assert "`prompts` must each be a text, a chat" in str(error)
     good = [answer for answer in answers if answer.error is None]
-    expected = [ids for number, ids in enumerate(PROMPTS) if number != 2]
-    assert [answer.ids.tolist() for answer in good] == [alone(model, ids) for ids in expected]
+    assert [answer.ids.tolist() for answer in good] == [alone(model, ids) for ids in PROMPTS]
+
+
+def test_a_wrong_call_is_no_error_of_one_prompt() -> None:
+    model = tiny_model("llama")
+
+    def on_token(number: int, token: int) -> None:
+        raise ZeroDivisionError(f"prompt {number}")
+
+    with pytest.raises(ZeroDivisionError, match="prompt 0"):
+        many(model, on_token=on_token)
+    with pytest.raises(OptionError, match="`tokenizer` must be given for prompts that are texts"):
+        many(model, [*PROMPTS[:1], "a text"])
+
+
+def test_both_names_of_the_argument_for_a_cache_are_taken() -> None:
+    model = tiny_model("llama")
+    named = [answer.ids.tolist() for answer in many(model, cache="int8", in_order=True)]
+    assert [answer.ids.tolist() for answer in many(model, cache_implementation="int8", in_order=True)] == named
+    with pytest.raises(OptionError, match="ask for different caches"):
+        many(model, cache="int8", cache_implementation="int4")
 
 
 def test_tokens_are_streamed() -> None:
@@ -204,6 +263,14 @@ def test_no_prompts() -> None:
         ({"misspelt": 1}, "misspelt"),
         ({"assistant_model": 1}, "assistant_model"),
         ({"output_scores": True}, "output_scores"),
+        ({"token_healing": True}, "token_healing"),
+        ({"use_cache": False}, "use_cache"),
+        ({"max_length": 20}, "max_length"),
+        ({"generation_config": transformers.GenerationConfig(token_healing=True)}, "token_healing"),
+        (
+            {"generation_config": transformers.GenerationConfig(max_length=33), "max_new_tokens": None},
+            "`max_length` alone",
+        ),
         ({"cache": "auto"}, "`cache` must be one cache"),
         ({"memory": "much"}, "`memory`"),
         ({"memory": 0}, "`memory`"),
@@ -349,3 +416,48 @@ def test_rows_that_a_hook_may_tell_apart_are_computed_each() -> None:
     with kvlayers.installed():
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
     assert seen[0] == 3
+
+
+class _Terminal(io.StringIO):
+    """A terminal for stdout and stderr."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def lines(self) -> list[str]:
+        """What each line shows at last: a carriage return overwrites it from its start."""
+        shown = []
+        for line in self.getvalue().split("\n"):
+            cells: list[str] = []
+            for part in line.split("\r"):
+                cells[: len(part)] = part
+            shown.append("".join(cells).rstrip())
+        return shown
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_what_is_printed_between_answers_stands_above_the_bar(in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    for answer in kvlayers.generate_many(tiny_model("llama"), PROMPTS, max_new_tokens=3, max_rows=2, in_order=in_order):
+        print("answer", answer.index)
+    *printed, last, after = terminal.lines()
+    assert sorted(printed) == sorted(f"answer {index}" for index in range(len(PROMPTS)))
+    assert "answers: 100%" in last
+    assert after == ""
+
+
+def test_there_is_no_bar_without_a_terminal_or_beside_on_token(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    assert len([*kvlayers.generate_many(model, PROMPTS[:2], max_new_tokens=2)]) == 2
+    assert capsys.readouterr().err == ""
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    seen = []
+    answers = kvlayers.generate_many(model, PROMPTS[:2], max_new_tokens=2, on_token=lambda *each: seen.append(each))
+    assert len([*answers]) == 2
+    assert len(seen) == 4
+    assert terminal.getvalue() == ""

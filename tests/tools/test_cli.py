@@ -14,6 +14,7 @@ import transformers as tf
 
 import command_line
 import kvlayers
+from kvlayers.__main__ import make_app
 from kvlayers.utils.units import amount_of_bytes, tokens
 from models import COMMON
 
@@ -139,6 +140,8 @@ def test_a_saved_cache_in_full_precision_says_so(run: Any, saved: Path) -> None:
     assert kvlayers.inspect_cache(saved).bits == (None,) * CONFIG.num_hidden_layers
 
 
+COMMANDS = ("plan", "bench", "fidelity", "calibrate", "inspect", "demo", "run", "compile", "lm-eval")
+
 HELP = """
 import sys
 from kvlayers.__main__ import make_app
@@ -156,6 +159,19 @@ def started_as_command(directory: Path, content: str) -> list[str]:
     """A script of the name that the command has once it is installed."""
     (directory / "kvlayers").write_text(content)
     return [sys.executable, str(directory / "kvlayers")]
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_on_a_narrow_terminal_cuts_no_name(name: str) -> None:
+    group: Any = command_line.typer_main.get_command(make_app())
+    assert {*COMMANDS} == {*group.commands}
+    command = group.commands[name] if name else group
+    shown = command_line.typer_testing.CliRunner().invoke(make_app(), [*name.split(), "--help"], env={"COLUMNS": "80"})
+    assert shown.exit_code == 0
+    assert all(len(line) <= 80 for line in shown.output.splitlines())
+    assert "…" not in shown.output
+    for option in command.params:
+        assert all(written in shown.output for written in option.opts if written.startswith("--"))
 
 
 def test_help_imports_nothing_that_takes_long(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from rich.console import Console
+from safetensors import safe_open
 from transformers.utils import logging
 
 import command_line
@@ -71,6 +72,7 @@ def test_the_demo_shows_every_cache_samples_and_a_second_turn(llama: Path) -> No
     caches = _cache_rows(result.output)
     assert [row[:3] for row in caches if row[1] not in ("int8", "int4", "sink")] == [
         ["transformers", "dynamic", "reference"],
+        ["transformers", "static", "same tokens"],
         ["kvlayers", "dynamic", "same tokens"],
         ["kvlayers", "static", "same tokens"],
     ]
@@ -81,9 +83,12 @@ def test_the_demo_shows_every_cache_samples_and_a_second_turn(llama: Path) -> No
     for *_, prompt, step, held in caches:
         assert prompt.endswith(" s")
         assert all(float(figure.split()[0]) > 0 for figure in (step, held))
-    [samples] = [row for row in rows if row[1] == "8 of 8"]
-    assert samples[0] == "kvlayers"
-    assert [row[:2] for row in rows][-1] == ["kvlayers.PrefixStore", "same"]
+    assert [row[0] for row in rows[:2]] == ["transformers", "kvlayers"]
+    assert [row[:2] for row in rows[2:]] == [
+        ["transformers, the whole chat again", "reference"],
+        ["transformers, its cache kept", ""],
+        ["kvlayers.PrefixStore", "same"],
+    ]
     assert "Next: `kvlayers bench`" in result.output
 
 
@@ -100,11 +105,14 @@ def test_the_tables_as_json_are_all_of_stdout(llama: Path) -> None:
     exact = [row for row in said["caches"] if row["failure"] is None and row["fidelity"] == "exact"]
     assert [(row["library"], row["cache"]) for row in exact] == [
         ("transformers", "dynamic"),
+        ("transformers", "static"),
         *(("kvlayers", name) for name in ("dynamic", "static")),
     ]
     assert all(row["same_tokens"] and row["nbytes"] > 0 for row in exact)
     assert said["samples"]["kvlayers"]["samples"] == 8
-    assert len(said["second_turn"]["kvlayers"]["tokens"]) == 6
+    # transformers' own cache, kept, has what the first turn left: from it comes the same answer.
+    assert said["second_turn"]["kept"]["tokens"] == said["second_turn"]["alone"]["tokens"]
+    assert len(said["second_turn"]["stored"]["tokens"]) == 6
     assert "Held" in result.stderr
 
 
@@ -158,16 +166,17 @@ def test_other_tokens_are_reported_and_the_demo_fails(llama: Path, monkeypatch: 
     monkeypatch.setattr(demo_run, "measure", one_wrong_token)
     result = _demo("the sea is", "--model", llama, "--tokens", 6)
     assert result.exit_code == 1
-    assert [row[2] for row in _cache_rows(result.output) if row[1] == "static"] == ["1 other tokens"]
+    assert [row[2] for row in _cache_rows(result.output) if row[:2] == ["kvlayers", "static"]] == ["1 other tokens"]
 
 
 def test_another_answer_in_the_second_turn_is_a_failure(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     second_turn = demo_run.second_turn
 
     def another_answer(*arguments: Any) -> Any:
-        chat, alone, stored = second_turn(*arguments)
-        tokens = [*stored.tokens[:2], stored.tokens[2] + 1, *stored.tokens[3:]]
-        return chat, alone, demo_run.Answer(stored.seconds, tokens)
+        chat, answers = second_turn(*arguments)
+        first, second, third, *rest = answers.stored.tokens
+        other = demo_run.Answer(answers.stored.seconds, [first, second, third + 1, *rest])
+        return chat, dataclasses.replace(answers, stored=other)
 
     monkeypatch.setattr(demo_run, "second_turn", another_answer)
     result = _demo("the sea is", "--model", llama, "--tokens", 6)
@@ -186,20 +195,26 @@ def test_a_tie_is_no_other_answer(llama: Path) -> None:
 
 
 def test_the_summary_has_what_the_figures_of_this_run_support() -> None:
-    sequences = torch.zeros(8, 5, dtype=torch.int64)
-    slow, fast = demo_run.Samples(8.0, 8, sequences), demo_run.Samples(2.0, 1, sequences)
-    answers = demo_run.Answer(3.0, [1]), demo_run.Answer(0.1, [1])
-    rows = [_row("dynamic", seconds=0.4, nbytes=100), _row("int4", seconds=0.2, nbytes=30)]
-    assert demo_run.summary(rows, (slow, fast), answers) == (
-        "With kvlayers, int4 holds 30% of the bytes of DynamicCache and decodes 2.0 times as fast, 8 samples of one "
-        "prompt come 4.0 times as fast and the first token of a second turn comes 30 times as fast."
+    slow, fast = demo_run.Samples(8.0, 8), demo_run.Samples(2.0, 1)
+    answers = demo_run.Answers(*(demo_run.Answer(seconds, [1]) for seconds in (3.0, 0.12, 0.1)))
+    reference = _row("dynamic", seconds=0.4, nbytes=100, library="transformers")
+    static = _row("static", seconds=0.25, nbytes=100, library="transformers")
+    rows = [reference, _row("dynamic", seconds=0.2, nbytes=110), _row("int4", seconds=0.1, nbytes=30)]
+    int4 = "int4 holds 30% of the bytes of DynamicCache and decodes 4.0 times as fast."
+    assert demo_run.summary([*rows, static], (slow, fast), answers) == (
+        "With kvlayers, dynamic decodes 2.0 times as fast as transformers' DynamicCache, and 1.2 times as fast as its "
+        f"StaticCache of this length. {int4} 8 samples of one prompt come 4.0 times as fast. The first token of a "
+        "second turn comes after 0.10 s: transformers takes 3.00 s to read the chat again, or 0.12 s with its cache "
+        "kept."
     )
-    same = [_row("dynamic", seconds=0.2, nbytes=30), _row("int4", seconds=0.2, nbytes=30)]
+    dynamic = "dynamic decodes 2.0 times as fast as transformers' DynamicCache."
+    assert demo_run.summary(rows, None, None) == f"With kvlayers, {dynamic} {int4}"
+    same = [reference, _row("int4", seconds=0.4, nbytes=100)]
     assert "changes little" in demo_run.summary(same, (fast, fast), None)
 
 
 def test_a_busy_machine_is_said_and_no_speed_is_claimed() -> None:
-    rows = [_row("dynamic", seconds=0.4, nbytes=100), _row("int4", seconds=0.2, nbytes=30)]
+    rows = [_row("dynamic", seconds=0.4, nbytes=100, library="transformers"), _row("int4", seconds=0.2, nbytes=30)]
     assert not demo_run.is_noisy(rows)
     rows[1].trials[0] = dataclasses.replace(rows[1].trials[0], step_seconds=[0.1, 0.2, 0.4, 0.5])
     assert demo_run.is_noisy(rows)
@@ -233,9 +248,9 @@ class _Following(kvlayers.DynamicCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-def _row(cache: str, seconds: float, nbytes: int) -> decoding.ContenderResult:
+def _row(cache: str, seconds: float, nbytes: int, library: str = "kvlayers") -> decoding.ContenderResult:
     trial = decoding.Trial(1.0, [seconds], nbytes, torch.zeros(1, 2), 0.0)
-    return decoding.ContenderResult(contenders.Contender("kvlayers", cache, dict), [trial])
+    return decoding.ContenderResult(contenders.Contender(library, cache, dict), [trial])
 
 
 def test_bytes_of_transformers_include_what_views_keep_alive() -> None:
@@ -340,6 +355,30 @@ def test_an_export_that_fails_leaves_nothing_behind(nowhere: Path, monkeypatch: 
     with pytest.raises(demo_model.ModelError, match="the disk is full"):
         demo_model.export_bundled_model(nowhere / "models" / "target")
     assert list((nowhere / "models").iterdir()) == []
+
+
+def test_the_export_takes_16_bits_and_is_read_in_float32(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weights.gguf").touch()
+    target = tmp_path / "target"
+    target.mkdir()
+    of_llama = {
+        name: types.SimpleNamespace(from_pretrained=lambda source, auto=auto, gguf_file=None, **how: auto(llama, **how))
+        for name, auto in (
+            (
+                "AutoModelForCausalLM",
+                lambda place, dtype: transformers.LlamaForCausalLM.from_pretrained(place, dtype=dtype),
+            ),
+            ("AutoTokenizer", transformers.AutoTokenizer.from_pretrained),
+        )
+    }
+    monkeypatch.setattr(demo_model, "transformers", types.SimpleNamespace(**of_llama))
+    monkeypatch.setattr(demo_model.compat, "dequantizing_gguf", dict)
+    demo_model._export(tmp_path, target)
+    with safe_open(target / "model.safetensors", "pt") as weights:
+        assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
+    assert transformers.AutoConfig.from_pretrained(target).dtype is torch.float32
 
 
 def test_an_export_that_is_there_is_not_made_again(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:

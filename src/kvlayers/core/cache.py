@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
-from kvlayers.core.cache_operations import CacheState, LayerwiseOperations
+from kvlayers.core.cache_operations import AS_TEXT, CacheState, LayerwiseOperations, Origin
 from kvlayers.core.description import Argument, DescriptionContext, arguments_of, described_facts
 from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart, SeenTokens, interruption
 from kvlayers.core.from_config import dynamic_layers
@@ -35,9 +35,6 @@ from kvlayers.upstream import compat
 from kvlayers.utils import late
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.registry import ClassRegistry
-
-OF_OTHER_STATES = {"exact_tokens": None, "first_position": 0}
-"""What a cache says of states that are not those of its text, and what other caches say."""
 
 
 class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ignore[misc]
@@ -148,7 +145,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             "offloading": self.offloading,
             "only_non_sliding": bool(self.only_non_sliding),
             "grows": self.layer_class_to_replicate is not None,
-            **{name: value for name, usual in OF_OTHER_STATES.items() if (value := getattr(self, name)) != usual},
+            # Rows of different origins are not saved together.
+            **({} if self.origins == (AS_TEXT,) else self.origins[0]._asdict()),
             **described_facts(self),
         }
 
@@ -172,8 +170,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         Cache.__init__(
             cache, layers, offloading=options["offloading"], offload_only_non_sliding=options["only_non_sliding"]
         )
-        for name in OF_OTHER_STATES.keys() & options.keys():
-            setattr(cache, name, whole_number(options[name], name))
+        cache.origins = (described_origin(options),)
         for argument in arguments_of(cls):
             setattr(cache, argument.attribute or argument.name, argument.read(options, context))
         make_layer = cache._layer_maker() if options["grows"] else None
@@ -526,6 +523,19 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     def _repr_html_(self) -> str:
         """The summary, for notebooks."""
         return self.summary()._repr_html_()
+
+
+def described_origin(options: Mapping[str, Any]) -> Origin:
+    """The origin of the states of a cache, by what `Cache.describe` returned.
+
+    Raises:
+        OptionError: a number is none.
+    """
+    exact = options.get("exact_tokens")
+    return Origin(
+        whole_number(options.get("first_position", 0), "first_position"),
+        None if exact is None else whole_number(exact, "exact_tokens"),
+    )
 
 
 CACHE_CLASSES = ClassRegistry("cache", "kvlayers.cache_classes", "unregister_cache_class", Cache)

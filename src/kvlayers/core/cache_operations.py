@@ -4,7 +4,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 from torch import Tensor
 from typing_extensions import Self
@@ -26,6 +26,26 @@ from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.tensor_memory import Storages, storages_of
 
 
+class Origin(NamedTuple):
+    """How the states of a sequence differ from those that the model computes for its text from position 0 on.
+
+    Attributes:
+        first_position: position of the first token.
+        exact_tokens: how many of the first tokens have the states of the text, `None` for all of them.
+    """
+
+    first_position: int = 0
+    exact_tokens: int | None = None
+
+    def cut(self, length: int) -> "Origin":
+        """The origin of the first `length` tokens. A sequence without tokens may begin anywhere."""
+        exact = self.exact_tokens
+        return Origin(self.first_position if length else 0, None if exact is None or length <= exact else exact)
+
+
+AS_TEXT = Origin()
+
+
 @sent_by_value
 @dataclass(frozen=True)
 class CacheState:
@@ -35,11 +55,13 @@ class CacheState:
         kind: name of the cache's class.
         layers: the state of each layer.
         parts: for a cache that consists of other caches, the state of each of them.
+        origins: `LayerwiseOperations.origins`.
     """
 
     kind: str
     layers: tuple[LayerState, ...] = ()
     parts: tuple["CacheState", ...] = ()
+    origins: tuple[Origin, ...] = (AS_TEXT,)
 
 
 class LayerwiseOperations(LayerList):
@@ -52,19 +74,32 @@ class LayerwiseOperations(LayerList):
     """Ids of the first tokens that the cache has seen, int64 `[batch, tokens]`, as far as they are known. Under
     `install()` the ids of prompts are known, and of sequences that `generate()` has returned. Forks share the tensor.
     """
-    exact_tokens: int | None = None
-    """How many of the first tokens have the states that the model computes for their text; `None` for all of them.
+    origins: tuple[Origin, ...] = (AS_TEXT,)
+    """Where the states of each sequence come from, `[batch]`; one for all of them if they have the same.
 
-    Documents that were concatenated, what follows a replaced middle, and tokens at other positions may have others.
+    It goes wherever the states go, and only `moved`, `concatenate` and `replace` make another one.
     """
-    first_position: int = 0
-    """Position of the first token: not 0 in a cache that was moved."""
     warned_of_prompt: bool = False
     """Whether a `PromptMismatchWarning` was given, which comes only once."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         sent_by_value(cls)
+
+    @property
+    def exact_tokens(self) -> int | None:
+        """How many of the first tokens have the states that the model computes for their text; `None` for all of them.
+
+        Documents that were concatenated, what follows a replaced middle, and tokens at other positions may have others.
+        Of rows it is the least.
+        """
+        exact = [origin.exact_tokens for origin in self.origins if origin.exact_tokens is not None]
+        return min(exact, default=None)
+
+    @property
+    def first_position(self) -> int:
+        """Position of the first token: not 0 in a cache that was moved. Of rows it is the greatest."""
+        return max(origin.first_position for origin in self.origins)
 
     @abstractmethod
     def layers_for(self, count: int) -> list[Any]:
@@ -156,9 +191,18 @@ class LayerwiseOperations(LayerList):
             layer.remove_newest(tokens)
         if self.known_ids is not None:
             self.known_ids = self.known_ids[:, : self._token_count()]
-        if self.exact_tokens is not None and self._token_count() <= self.exact_tokens:
-            self.exact_tokens = None
+        self._cut_origins()
         self.forget_pass()
+
+    def _cut_origins(self) -> None:
+        """Forget of the origins what belongs to tokens that are gone."""
+        if self.origins != (AS_TEXT,):
+            lengths = self.row_lengths or (self._token_count(),)
+            left = zip(self._origin_of_each(len(lengths)), lengths, strict=True)
+            self.origins = _one_if_equal([origin.cut(length) for origin, length in left])
+
+    def _origin_of_each(self, rows: int) -> tuple[Origin, ...]:
+        return self.origins * rows if len(self.origins) == 1 else self.origins
 
     def _lacks_recurrent_states(self) -> bool:
         """Whether a recurrent layer has seen nothing, while others have: the model may keep its states elsewhere."""
@@ -285,7 +329,7 @@ class LayerwiseOperations(LayerList):
         """
         changed: LayerwiseOperations = late.function("replaced")(self, start, stop, ids, model, recompute, known_ids)
         self.replace_layers(changed.adapted_layers())
-        self.known_ids, self.exact_tokens = changed.known_ids, changed.exact_tokens
+        self.known_ids, self.origins = changed.known_ids, changed.origins
 
     # Rows: sequences of lengths of their own
 
@@ -333,11 +377,10 @@ class LayerwiseOperations(LayerList):
                     "caches that were made with the same arguments for the same model."
                 )
         joined = [part._rows_with(others) for part, *others in zip(*(cache.parts() for cache in caches), strict=True)]
+        origins = [origin for cache in caches for origin in cache._origin_of_each(len(cache.row_lengths))]
         for part, layers in zip(self.parts(), joined, strict=True):
             part.replace_layers(layers)
-        self.exact_tokens = min(
-            (cache.exact_tokens for cache in caches if cache.exact_tokens is not None), default=None
-        )
+        self.origins = _one_if_equal(origins)
 
     def form_of_rows(self) -> list[Any]:
         """What caches must have in common so that their sequences can be rows of one: kinds, settings, and forms."""
@@ -372,7 +415,7 @@ class LayerwiseOperations(LayerList):
             raise BatchIndexError(f"`row` must be from {-rows} to {rows - 1}, got {row}: pass the index of a row.")
         layers = self.adapted_layers()
         alone = self._twin_with([layer.row(index % rows) if layer.batch_size else layer.fork() for layer in layers])
-        alone.known_ids = None
+        alone.known_ids, alone.origins = None, (self._origin_of_each(rows)[index],)
         alone.forget_pass()
         return alone
 
@@ -412,6 +455,7 @@ class LayerwiseOperations(LayerList):
         for layer in filled:
             layer.truncate_rows(wanted)
         part.replace_layers(layers)
+        self._cut_origins()
 
     def expand(self, repeats: int) -> None:
         """Let `repeats` sequences go on from each sequence.
@@ -431,7 +475,7 @@ class LayerwiseOperations(LayerList):
                 self.check_select(rows.shape[0])
                 for layer in self.adapted_layers():
                     layer.expand(repeats)
-                self._select_known_ids(rows)
+                self._select_facts(rows)
 
     def share_prefix(self, other: Self, tokens: int) -> None:
         """Hold the first `tokens` tokens in the memory in which another cache holds them, layer by layer.
@@ -469,9 +513,12 @@ class LayerwiseOperations(LayerList):
         self.check_select(rows.shape[0])
         for layer in self.adapted_layers():
             layer.select(rows)
-        self._select_known_ids(rows)
+        self._select_facts(rows)
 
-    def _select_known_ids(self, rows: Tensor) -> None:
+    def _select_facts(self, rows: Tensor) -> None:
+        """Know of the selected sequences what was known of them."""
+        if len(self.origins) > 1:
+            self.origins = _one_if_equal([self.origins[row] for row in rows.tolist()])
         # On the device of the rows, so that nobody waits for an accelerator.
         if self.known_ids is not None:
             self.known_ids = self.known_ids.to(rows.device).index_select(0, rows)
@@ -492,7 +539,7 @@ class LayerwiseOperations(LayerList):
         """Forget all tokens; the memory is kept for the next ones."""
         for layer in self.adapted_layers():
             layer.reset()
-        self.known_ids, self.exact_tokens, self.first_position = None, None, 0
+        self.known_ids, self.origins = None, (AS_TEXT,)
         self.forget_pass()
 
     def activate_past_recording(self) -> None:
@@ -563,7 +610,8 @@ class LayerwiseOperations(LayerList):
             UnsupportedLayerError: a recurrent layer has seen nothing, while others have: its states are elsewhere.
         """
         self._check_holds_states()
-        return CacheState(self.kind, tuple(layer.state() for layer in self.adapted_layers()))
+        layers = tuple(layer.state() for layer in self.adapted_layers())
+        return CacheState(self.kind, layers, origins=self.origins)
 
     def load_state(self, state: CacheState) -> None:
         """Become what the cache was when `state` was taken.
@@ -589,7 +637,13 @@ class LayerwiseOperations(LayerList):
         self._adapted = adapters
         for layer, layer_state in pairs:
             layer.load_state(layer_state)
+        self.origins = state.origins
         self.forget_pass()
+
+
+def _one_if_equal(origins: Sequence[Origin]) -> tuple[Origin, ...]:
+    """The origins of sequences as `LayerwiseOperations.origins` has them."""
+    return tuple(origins) if len(set(origins)) > 1 else tuple(origins[:1])
 
 
 def _batch_of(state: LayerState) -> int | None:

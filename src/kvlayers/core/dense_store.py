@@ -27,6 +27,9 @@ MAXIMUM_SEGMENTS = 8
 TAIL_TRIM_DIVISOR = 20
 """A tail behind segments is short, so that moving it costs little. It is moved if more than this part is spare."""
 
+SEGMENT_TRIM_DIVISOR = 64
+"""Segments do not grow, so that their memory is moved once for tokens that are gone, and then has no spare room."""
+
 MINIMUM_GROWTH = 128
 """Fewest tokens by which a buffer grows, so that short sequences are not moved every few tokens."""
 
@@ -425,12 +428,16 @@ class DenseStore(ContiguousStore):
         spare = self._capacity - self.prefix_room - self.tail_length
         divisor = TAIL_TRIM_DIVISOR if self._shared_tokens else GROWTH_DIVISOR
         if spare * divisor > self._capacity and self._can_share():
+            is_own = self._may_write(0, self._capacity)
+            others = [] if is_own else self._sharing().segments_beside(self)
             # A short tail is copied even if others hold it: they may let go of it soon, or go on in its spare room.
-            is_short = self.tail_length * 2 <= self._shared_tokens
-            if is_short or self._may_write(0, self._capacity):
+            if is_own or (self.tail_length * 2 <= self._shared_tokens and not any(others)):
                 self._allocate(self.tail_length)
+            elif all(others):
+                # Memory that is read by segments alone can be given back in part.
+                self._hold(self._as_segments(self.length))
         for segment in self._segments:
-            segment.sharing.trim(GROWTH_DIVISOR)
+            segment.sharing.trim(SEGMENT_TRIM_DIVISOR)
 
     @override
     def compact(self) -> None:
@@ -442,7 +449,7 @@ class DenseStore(ContiguousStore):
             self._hold((), *self._gathered(length, free), free, length)
             self._returned.invalidate()
         elif self._copy_on_write is not None and not self._copy_on_write.has_one_holder:
-            self._allocate(self._capacity_of_copy(0))
+            self._allocate(self.tail_length)
 
     # Growth
 

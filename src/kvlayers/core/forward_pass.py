@@ -279,7 +279,9 @@ class GivenToGenerate:
             raise UnusedCacheError(
                 "`generate()` must be given a cache that the model updates, got one that "
                 f"{type(module).__name__} ignores, so that no token would see those before it: call "
-                "kvlayers.install(), by which models written for another version of transformers get their cache."
+                "kvlayers.install(), by which models get their cache that were written for another version of "
+                "transformers, or that read a prompt again because the frequencies of their RoPE change with its "
+                "length (Phi-3)."
             )
 
 

@@ -110,6 +110,11 @@ class CopyOnWrite:
         with self._lock:
             return len(self._holders) <= 1
 
+    def segments_beside(self, holder: BufferHolder) -> list[bool]:
+        """For each other holder, whether it is a segment."""
+        with self._lock:
+            return [other.fixed_slots is not None for other in self._holders if other is not holder]
+
     def trim(self, divisor: int) -> None:
         """Move to smaller buffers if segments alone are left, and more than one slot in `divisor` is not read."""
         with self._lock:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache import Cache
+from kvlayers.core.cache_operations import Origin
 from kvlayers.core.layer_list import adapted
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.token_store import KVPair
@@ -62,8 +63,8 @@ def moved(cache: Cache, to: int, model: Any) -> Cache:
     if position < 0:
         raise OptionError(f"`to` must be a position, at least 0, got {to}.")
     found = _joined([Piece(cache, 0, length, position)], model, length).cache
-    found.known_ids, found.first_position = cache.known_ids, position
-    found.exact_tokens = 0 if position else cache.exact_tokens
+    found.known_ids = cache.known_ids
+    found.origins = (Origin(position, 0 if position else cache.exact_tokens),)
     return found
 
 
@@ -316,7 +317,7 @@ def _joined(
     into.known_ids = ids
     left = set(itertools.chain(*inexact)).difference(chosen)
     limits = [limit for limit in (pieces[0].cache.exact_tokens, min(left, default=None)) if limit is not None]
-    into.exact_tokens = min(limits, default=None)
+    into.origins = (Origin(exact_tokens=min(limits, default=None)),)
     return Joined(into, chosen)
 
 

@@ -121,6 +121,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         return self.self_attention_cache.layers
 
     # What is asked of one cache is asked of the one of self-attention.
+    origins = forwarded("self_attention_cache")
     adapted_layers = forwarded("self_attention_cache")
     adapted_layer = forwarded("self_attention_cache")
     layers_for = forwarded("self_attention_cache")

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from kvlayers.generation.passed_caches import validate
 from kvlayers.planning.cache_bytes import fidelity_of
 from kvlayers.upstream import cache_argument, model_layers, model_types
 from kvlayers.upstream.model_layers import layer_specs
-from kvlayers.upstream.model_types import kept_states
+from kvlayers.upstream.model_types import is_peft_model, kept_states
 
 
 def check_model(model: Any) -> None:
@@ -46,9 +45,7 @@ def check_model(model: Any) -> None:
     if not model.can_generate():
         raise ConfigError(f"`model` must predict next tokens, got {name}: pass a causal language model.")
     decoder = model_types.decoder_config(config)
-    # A model of several modalities keeps offsets of positions, which it does not read if it is given positions.
-    keeps_states = decoder is config and kept_states(model) is not None
-    if keeps_states or decoder.model_type in model_layers.MODELS_WITH_OWN_CACHE:
+    if kept_states(model) is not None or decoder.model_type in model_layers.MODELS_WITH_OWN_CACHE:
         raise ConfigError(f"`model` must keep all of its states in the cache that it is given, got {name}.")
     # PEFT then passes virtual tokens, or their states, before each context.
     if is_peft_model(model) and model.active_peft_config.is_prompt_learning:
@@ -111,13 +108,6 @@ def _takes(model: Any, argument: str) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
-def is_peft_model(model: Any) -> bool:
-    """Whether PEFT has wrapped a model."""
-    peft: Any = sys.modules.get("peft")
-    # No model can be of a class that nobody has imported.
-    return peft is not None and isinstance(model, peft.PeftModel)
-
-
 def empty_cache(model: Any, cache: object, cache_config: Mapping[str, Any] | None, tokens: int) -> transformers.Cache:
     """An empty cache for a model that can be copied for each sequence.
 
@@ -136,13 +126,10 @@ def empty_cache(model: Any, cache: object, cache_config: Mapping[str, Any] | Non
         StateMismatchError: the cache holds states.
         ConfigError: the cache was made for another model, or does not work with this one.
     """
-    if cache_config is not None and not isinstance(cache_config, Mapping):
-        raise OptionError(
-            f"`cache_config` must be a mapping from names to values, got a {type(cache_config).__name__}."
-        )
     if isinstance(cache, str):
+        named = cache_by_name.requested_cache(cache, cache_config)
         given = cache_by_name.make_cache(
-            cache, model, length_hint=tokens, device=model.device, dtype=model.dtype, **(cache_config or {})
+            named.name, model, length_hint=tokens, device=model.device, dtype=model.dtype, **named.options
         )
     elif cache_config is not None:
         raise OptionError("`cache_config` has options for a cache by name, got a cache: leave it out, or pass a name.")

@@ -1,6 +1,6 @@
 """Which prefixes of scored requests are read once, and the caches that have seen them: stored ones, or computed."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +10,7 @@ from torch import Tensor
 from kvlayers.evaluation.caches import SharedCache
 from kvlayers.evaluation.passes import Division, scored_logits
 from kvlayers.evaluation.requests import ScoringRequest
-from kvlayers.generation.prefix_reuse.active_store import ActiveStore
-from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart, check_model
+from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import usable_cache
 
 
@@ -156,24 +155,6 @@ def _common_tokens(one: tuple[int, ...], other: tuple[int, ...]) -> int:
         else:
             high = middle - 1
     return low
-
-
-def stored_contexts(
-    model: Any, active: ActiveStore | None, cache_name: str, options: Mapping[str, Any]
-) -> StorePart | None:
-    """The part of a store for `score_tokens`; `None` if there is no store, or if it cannot be used.
-
-    The store is told why it is bypassed, and may raise.
-    """
-    if active is None:
-        return None
-    try:
-        check_model(model, {})
-        # As `generate()` labels its entries.
-        return StorePart(model, active, cache_name, options)
-    except IneligibleError as error:
-        active.on_bypass(str(error))
-        return None
 
 
 class ContextEntries:

@@ -31,7 +31,6 @@ from kvlayers.evaluation.contexts import (
     ScoredRow,
     SharedPrefix,
     plan_prefixes,
-    stored_contexts,
 )
 from kvlayers.evaluation.passes import (
     LOGITS_AT_ONCE,
@@ -43,6 +42,7 @@ from kvlayers.evaluation.passes import (
     scored_logits,
 )
 from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest, TokenIds, encoded
+from kvlayers.generation.cache_by_name import either, requested_cache
 from kvlayers.generation.prefill import MIN_TOKENS
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
@@ -273,9 +273,10 @@ def score(
     model: Any,
     contexts: Sequence[str | TokenIds],
     continuations: Sequence[Sequence[str | TokenIds]],
-    cache: str | transformers.Cache = "dynamic",
+    cache: str | transformers.Cache | None = None,
     *,
     cache_config: Mapping[str, Any] | None = None,
+    cache_implementation: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     prefix_store: PrefixStore | None = None,
     namespace: str = "",
@@ -300,8 +301,9 @@ def score(
         continuations: for each context a list of continuations, texts or token ids as the context is. Texts are encoded
             with the context, as lm-evaluation-harness does; docs/scoring.md has the rules.
         cache: name of a cache (`kvlayers.cache_names()`), or an empty cache of kvlayers or of transformers. The cache
-            itself is never changed: copies of it are.
+            itself is never changed: copies of it are. Default: "dynamic".
         cache_config: options of the cache that `cache` names.
+        cache_implementation: the same as `cache`, by the name that `generate()` has for it.
         tokenizer: the tokenizer of the model. Needed for texts.
         prefix_store: a store to find contexts in, and to insert them into. `cache` must be a name.
         namespace: the namespace of the store. Needs a `prefix_store`.
@@ -338,6 +340,10 @@ def score(
     if chunk is not None:
         check_count("chunk", chunk)
     active = active_store.required_store(prefix_store, namespace)
+    cache = "dynamic" if (given := either(cache, cache_implementation)) is None else given
+    if isinstance(cache, str):
+        named = requested_cache(cache, cache_config)
+        cache, cache_config = named.name, named.options
     if active is not None and not isinstance(cache, str):
         raise OptionError(
             f"`prefix_store` needs the name of a cache, by which its entries are found, got a {type(cache).__name__}: "
@@ -348,7 +354,8 @@ def score(
     longest = max((len(request.context) + len(request.continuation) for request in requests), default=1)
     template = empty_cache(model, cache, cache_config, longest)
     check_tokens(model, groups, template)
-    store = stored_contexts(model, active, str(cache), cache_config or {})
+    # As `generate()` labels its entries.
+    store = StorePart.if_usable(model, active, str(cache), cache_config or {})
     with logging.tqdm(
         total=len(requests), desc="Scoring", unit="continuation", delay=BAR_DELAY, disable=not progress
     ) as bar:

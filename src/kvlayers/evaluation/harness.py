@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from kvlayers.core.named_caches import is_registered
 from kvlayers.errors import ConfigError, OptionError
-from kvlayers.evaluation.caches import check_count, is_exact, is_peft_model
+from kvlayers.evaluation.caches import check_count, is_exact
 from kvlayers.evaluation.engine import score_tokens
 from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest
 from kvlayers.generation.cache_by_name import NamedCache, make_cache, unknown_name
@@ -41,7 +41,7 @@ from kvlayers.generation.generate_many import generate_many
 from kvlayers.generation.install import call_with_kvlayers
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.prefix import PrefixStore
-from kvlayers.upstream.model_types import most_positions
+from kvlayers.upstream.model_types import is_peft_model, most_positions, unwrapped
 from kvlayers.utils.units import amount_of_bytes
 from kvlayers.version import __version__
 
@@ -246,7 +246,7 @@ class KVLayersLM(HFLM):  # type: ignore[misc]
     def _score(self, requests: list[ScoringRequest], on_scored: Any) -> list[ContinuationScore]:
         longest = max(len(context) + len(continuation) for context, continuation in requests)
         # PEFT's own tuners are modules within the model of transformers.
-        model = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        model = unwrapped(self.model)
         dtype = self.mixed_precision_dtype
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             return score_tokens(
@@ -290,10 +290,9 @@ class KVLayersLM(HFLM):  # type: ignore[misc]
         prompts = [self._encoded(request.args[0], self.max_length - most) for request in requests]
         order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
         ends = _Ends(self.tokenizer, until)
-        model = self.model.get_base_model() if is_peft_model(self.model) else self.model
         try:
             answers = generate_many(
-                model,
+                self.model,
                 [prompts[index] for index in order],
                 tokenizer=self.tokenizer,
                 max_new_tokens=most,
@@ -305,7 +304,7 @@ class KVLayersLM(HFLM):  # type: ignore[misc]
                 on_token=ends,
                 progress=False,
                 pad_token_id=self.tokenizer.pad_token_id,
-                **options,
+                **{"prefill_chunk_size": self._chunk, **options},
             )
         except OptionError as error:
             # Beams, for example.

@@ -61,7 +61,7 @@ def exact_division(model: Any, chunk: int | None) -> Division:
     """
     specs = model_layers.layer_specs(model.config) if compat.INDEXERS_DEPEND_ON_CHUNKS else []
     # Whatever its cache does, the model computes other states if the same tokens come in other passes.
-    if depends_on_length(model.config) or any(spec.layer_type == model_layers.INDEXED for spec in specs):
+    if depends_on_length(model.config) or any(spec.layer_type in model_layers.INDEXED for spec in specs):
         return Division(None, math.inf, None, None, None, may_pad=False, may_split=False)
     limit = model_types.tokens_at_once(model)
     step = chunk if limit is None else None
@@ -78,8 +78,10 @@ def lossy_division(model: Any, chunk: int | None) -> Division:
         chunk: tokens in one pass, of the context and of the continuation. `None`: the context in one pass and the
             continuation token by token, as `generate()` does.
     """
-    step = chunk or 1
-    return Division(chunk, 0, chunk, step, model_types.tokens_at_once(model), may_pad=step == 1, may_split=False)
+    depends = depends_on_length(model.config)
+    chunk = None if depends else chunk
+    step, limit = chunk or 1, model_types.tokens_at_once(model)
+    return Division(chunk, 0, chunk, step, limit, may_pad=step == 1 and not depends, may_split=False)
 
 
 LOGITS_AT_ONCE = 2**27

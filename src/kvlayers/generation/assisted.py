@@ -174,9 +174,14 @@ def _check_mode(model: Any, mode: Any, generation_config: Any, *args: Any, **kwa
 
 def check_rollback(model: Any, cache: Any) -> None:
     """Raise `RollbackError` if drafts for a model with recurrent states could not be rolled back."""
+    name, kept = type(model).__name__, kept_states(model)
+    if kept is not None:
+        raise RollbackError(
+            f"`model` must keep all of its states in its cache, so that drafts can be rolled back, but {name} keeps "
+            f"some in {kept}: leave out the assistance."
+        )
     if not model._is_stateful:
         return
-    name = type(model).__name__
     if cache_argument.is_lost_by_drafting(model):
         raise RollbackError(
             f"expected a model to which transformers' loop over drafts passes its cache, but {name} calls it "
@@ -184,11 +189,10 @@ def check_rollback(model: Any, cache: Any) -> None:
         )
     layers = cache.adapted_layers() if isinstance(cache, Cache) else []
     holds_all = not any(layer.is_upstream and (layer.attends or layer.is_recurrent) for layer in layers)
-    if kept_states(model) is not None or not holds_all or not isinstance(cache, Cache) or not cache.recurrent_parts():
+    if not holds_all or not isinstance(cache, Cache) or not cache.recurrent_parts():
         raise RollbackError(
             f"expected a cache of kvlayers that holds the states of {name}, so that drafts can be rolled back, but saw "
-            f"{cache!r}: leave out the cache, or make it from the config of the model. A model that keeps states "
-            "outside its cache cannot be assisted."
+            f"{cache!r}: leave out the cache, or make it from the config of the model."
         )
     if pass_limit(model, cache) is not None:
         raise RollbackError(
@@ -232,7 +236,9 @@ def decode(
     name = cache_argument.name_in_generate(model)
     cache = kwargs.get(name)
     check_rollback(model, cache)
-    if input_ids.shape[0] > 1 and isinstance(cache, Cache) and not model.config.is_encoder_decoder:
+    # transformers' loop would rotate tokens by the frequencies of a draft's length.
+    is_apart = input_ids.shape[0] > 1 or batch_drafts.frequencies_of(model, input_ids, kwargs) is None
+    if is_apart and isinstance(cache, Cache) and not model.config.is_encoder_decoder:
         return batch_drafts.decode(model, cache, input_ids, kwargs, given)
     if isinstance(cache, Cache) and not compat.RECORDS_BEFORE_DRAFTS:
         cache.activate_past_recording()

@@ -12,6 +12,7 @@ from kvlayers.core.preparation import left_padding_of
 from kvlayers.errors import OptionError, RollbackError
 from kvlayers.generation.prefill import PER_TOKEN_ARGUMENTS, pass_tokens
 from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, check_positions, pass_rows
+from kvlayers.rope.from_config import frequencies_within
 from kvlayers.rows import Rows, merge
 from kvlayers.upstream import cache_argument, generate_calls, model_types
 
@@ -101,7 +102,8 @@ def decode(model: Any, cache: Cache, input_ids: Tensor, kwargs: dict[str, Any], 
     padding = _padding(kwargs.get("attention_mask"), input_ids)
     _check(model, cache, input_ids, padding, kwargs, given)
     first = _prefill(model, cache, input_ids, padding, kwargs)
-    decoder = RowDecoder(model, drafter=drafter)
+    # Where the frequencies change, every token has those of its own pass.
+    decoder = RowDecoder(model, drafter=drafter if frequencies_of(model, input_ids, kwargs, padding) else None)
     rows = [
         DecodedRow(
             ids,
@@ -130,6 +132,16 @@ def decode(model: Any, cache: Cache, input_ids: Tensor, kwargs: dict[str, Any], 
     return _output(rows, cache, config)
 
 
+def frequencies_of(
+    model: Any, input_ids: Tensor, kwargs: Mapping[str, Any], padding: Sequence[int] = (0,)
+) -> str | None:
+    """By which frequencies all keys of a call are rotated, drafts included; `None` if there are several."""
+    config = kwargs["generation_config"]
+    # transformers does not end a draft that was looked up where the answer ends.
+    longest = config.max_length + (config.prompt_lookup_num_tokens or 0)
+    return frequencies_within(model.config, input_ids.shape[1] - max(padding), longest - min(padding))
+
+
 def _check(
     model: Any,
     cache: Cache,
@@ -146,6 +158,11 @@ def _check(
             f"{input_ids.shape[0]}: leave out the drafts, or pass the prompts one by one."
         )
     check_positions(model)
+    if len(padding) > 1 and frequencies_of(model, input_ids, kwargs, padding) is None:
+        raise OptionError(
+            f"`input_ids` must be of one prompt for drafts with {name}, as the frequencies of its RoPE change within "
+            f"these lengths, got {len(padding)}: leave out the drafts, or pass the prompts one by one."
+        )
     mask, own = kwargs.get("attention_mask"), cache_argument.name_in_generate(model)
     known = {*OF_LOOPS, *OF_DRAFTS, *OF_PASSES, own}
     # What the caller has not given, such as positions, follows from the mask.

@@ -1,5 +1,6 @@
 """Names of caches: which factory makes the cache that `cache_implementation="..."` asks for."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -78,29 +79,37 @@ def make_cache(
 
 def cache_for(name: str, request: CacheRequest) -> transformers.Cache:
     """Make the cache called `name` for a request. Raises as `make_cache`."""
-    options = request.options
-    if not isinstance(options, Mapping) or "config" in options or not all(isinstance(key, str) for key in options):
-        raise OptionError(
-            "the options of a cache must be a mapping from names to values, without the config of the model, got "
-            f"{options!r}."
-        )
-    factory = factory_of(name)
+    named = requested_cache(name, request.options)
+    factory = factory_of(named.name)
     if factory is None:
         raise unknown_name(name)
-    cache = factory(request)
+    cache = factory(dataclasses.replace(request, options=named.options))
     if not isinstance(cache, transformers.Cache):
         raise RegistryError(
             f"the factory of '{name}' must return a cache, but returned a {type(cache).__name__}: correct the factory."
         )
-    if request.config.is_encoder_decoder and not isinstance(cache, transformers.EncoderDecoderCache):
-        if isinstance(cache, Cache):
-            return EncoderDecoderCache(cache, cache.for_cross_attention(request.encoder_length))
-        return transformers.EncoderDecoderCache(cache, DynamicCache())
-    return cache
+    has_cross_attention = request.config.is_encoder_decoder or request.encoder_length is not None
+    return paired(cache, request.encoder_length) if has_cross_attention else cache
+
+
+def paired(cache: transformers.Cache, encoder_length: int | None) -> transformers.Cache:
+    """A cache with another one for cross-attention beside it, unless it is a pair.
+
+    Args:
+        cache: the cache of self-attention, or a pair.
+        encoder_length: tokens of the encoder's output, if known.
+    """
+    if isinstance(cache, transformers.EncoderDecoderCache):
+        return cache
+    if isinstance(cache, Cache):
+        return EncoderDecoderCache(cache, cache.for_cross_attention(encoder_length))
+    return transformers.EncoderDecoderCache(cache, DynamicCache())
 
 
 def move_name_to_option(argument: str, arguments: dict[str, Any]) -> None:
     """If a call of `generate()` has a name in the place of a cache, make it the `cache_implementation`.
+
+    Options that stand behind a name become its `cache_config`.
 
     Args:
         argument: name of the argument that takes a cache.
@@ -109,20 +118,40 @@ def move_name_to_option(argument: str, arguments: dict[str, Any]) -> None:
     Raises:
         OptionError: `cache_implementation` is another name.
     """
-    name = arguments.get(argument)
-    if not isinstance(name, str):
-        return
-    other = arguments.get("cache_implementation")
-    if other not in (None, name):
-        raise OptionError(
-            f"{argument}={name!r} and cache_implementation={other!r} ask for different caches: pass one of them."
+    if isinstance(arguments.get(argument), str):
+        arguments["cache_implementation"] = either(
+            arguments.pop(argument), arguments.get("cache_implementation"), argument
         )
-    arguments["cache_implementation"] = name
-    del arguments[argument]
+    name = arguments.get("cache_implementation")
+    named = named_cache(name)
+    if named is not None and named.options:
+        arguments.update(requested_cache(name, arguments.get("cache_config")).generate_options)
 
 
-def unknown_name(name: object) -> RegistryError:
-    """The error for a name that is not registered, which lists the names that are."""
+def either(cache: Any, cache_implementation: str | None, argument: str = "cache") -> Any:
+    """The cache of a call that may name it by either of two arguments.
+
+    Raises:
+        OptionError: both are given, and they differ.
+    """
+    if cache_implementation is None:
+        return cache
+    if cache is not None and cache != cache_implementation:
+        raise OptionError(
+            f"{argument}={cache!r} and cache_implementation={cache_implementation!r} ask for different caches: pass "
+            "one of them."
+        )
+    return cache_implementation
+
+
+def unknown_name(name: object) -> OptionError | RegistryError:
+    """The error for a name that is not registered, which lists the names that are, or for what is no name."""
+    if not isinstance(name, str):
+        what = f"the class {name.__name__}" if isinstance(name, type) else f"a {type(name).__name__}"
+        return OptionError(
+            f"`cache` must be the name of a cache here, such as 'int4', got {what}: pass its name, and its options as "
+            "`cache_config`; generate() takes a cache that you made as its argument `cache`."
+        )
     if str(name).lower() in quantizer_names():
         return RegistryError(
             f"{name!r} is no cache name but a backend of quantized caches: use the name 'quantized' with "
@@ -166,8 +195,8 @@ class NamedCache:
         return {"cache_implementation": self.name, **config}
 
 
-def named_cache(text: str) -> NamedCache | None:
-    """The name and the options in a text, `None` if the text does not begin with a registered name.
+def named_cache(text: object) -> NamedCache | None:
+    """The name and the options in a text, `None` if it is no text, or does not begin with a registered name.
 
     A name with a colon that is registered as it stands has no options.
 
@@ -184,12 +213,33 @@ def named_cache(text: str) -> NamedCache | None:
         >>> named_cache("dynamic").generate_options
         {'cache_implementation': 'dynamic'}
     """
+    if not isinstance(text, str):
+        return None
     if is_registered(text):
         return NamedCache(text)
     name, colon, written = text.partition(":")
     if not colon or not is_registered(name):
         return None
     return NamedCache(name, options_after(name, written, text))
+
+
+def requested_cache(text: object, options: object) -> NamedCache:
+    """The cache that a text names, with further options, which have precedence over those in the text.
+
+    Raises:
+        RegistryError: the text does not begin with a registered name.
+        OptionError: `text` is no text, or `options` are no mapping from names to values.
+    """
+    named = named_cache(text)
+    if named is None:
+        raise unknown_name(text)
+    given = {} if options is None else options
+    if not isinstance(given, Mapping) or "config" in given or not all(isinstance(key, str) for key in given):
+        raise OptionError(
+            "`cache_config` must be a mapping from names to values, without the config of the model, got "
+            f"{options!r}: pass for example cache_config={{'nbits': 4}}."
+        )
+    return NamedCache(named.name, {**named.options, **given})
 
 
 def options_after(name: str, written: str, text: str) -> dict[str, Any]:

@@ -10,17 +10,17 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.utils import GenerationMixin
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.named_caches import is_registered
 from kvlayers.errors import CacheFileError, KVLayersError, OptionError
-from kvlayers.generation.cache_by_name import make_cache, unknown_name
+from kvlayers.generation.cache_by_name import either, make_cache, requested_cache
 from kvlayers.generation.install import generate
 from kvlayers.generation.prefix_reuse.active_store import required_store
 from kvlayers.persistence import inspect_cache, load_cache, save_cache
 from kvlayers.prefix import PrefixStore
+from kvlayers.rope.from_config import depends_on_length, frequencies_within
 from kvlayers.upstream.cache_argument import SPELLINGS, name_in_generate
 from kvlayers.upstream.generate_calls import full_generation_config, sequences_per_prompt
 from kvlayers.upstream.model_layers import layer_devices
-from kvlayers.upstream.model_types import config_of
+from kvlayers.upstream.model_types import config_of, kept_states
 
 Message = dict[str, Any]
 
@@ -30,6 +30,9 @@ _SET_BY_CHATS = frozenset(
 _SET_IN_TURNS = frozenset(
     ("attention_mask", "inputs", "input_ids", "inputs_embeds", "namespace", "prefix_store", "return_dict_in_generate")
 ) | frozenset(SPELLINGS)
+
+_SET_WITH_CACHES = frozenset(("cache_implementation", "cache_config"))
+"""Options of a call that a chat with a cache of its own does not pass on: its turns have one cache."""
 
 _SAVED = "chat"
 """The name of the messages in the metadata of a saved chat."""
@@ -47,6 +50,7 @@ class Chat:
         tokenizer: its tokenizer, with a chat template.
         cache: name of a cache, one of `cache_names()`, or an empty cache, which this chat then uses alone. Default:
             `"dynamic"`.
+        cache_implementation: the same as `cache` for a name, by the name that `generate()` has for it.
         messages: the conversation so far, for example `[{"role": "system", "content": "Answer briefly."}]`.
         prefix_store: a store that the chat shares with others. It takes the place of a cache of the chat's own: `cache`
             is then a name.
@@ -80,6 +84,7 @@ class Chat:
         tokenizer: Any,
         cache: Cache | str | None = None,
         *,
+        cache_implementation: str | None = None,
         messages: Iterable[Mapping[str, Any]] = (),
         prefix_store: PrefixStore | None = None,
         namespace: str = "",
@@ -87,9 +92,14 @@ class Chat:
     ) -> None:
         _check_model(model)
         _check_tokenizer(tokenizer)
+        cache = either(cache, cache_implementation)
         required_store(prefix_store, namespace)
         for name in _SET_BY_CHATS & set(chat_template_kwargs or ()):
             raise OptionError(f"`chat_template_kwargs` must not have `{name}`: a chat sets it.")
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+            raise OptionError(f"`messages` must be a list of messages, got a {type(messages).__name__}.")
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise OptionError(f"`chat_template_kwargs` must be a mapping, got a {type(chat_template_kwargs).__name__}.")
         self.messages: list[Message] = [_checked(message) for message in messages]
         self.cached_tokens = self.prompt_tokens = 0
         self._model = model
@@ -101,6 +111,8 @@ class Chat:
         self._cache = self._checked_cache(cache)
         self._seen: list[int] = []
         """Ids of the tokens of the newest turn and its answer. The cache has seen the first ones of them."""
+        self._frequencies: str | None = None
+        """By which frequencies the keys in the cache are rotated, `None` if several, or none, are known."""
 
     def _checked_cache(self, cache: Cache | str | None) -> Cache | None:
         """The cache of the chat's own, `None` with a store, which has one for each turn."""
@@ -112,8 +124,8 @@ class Chat:
                     "`cache` must be a name if a `prefix_store` is given, because the store has a cache for each turn, "
                     f"got a {type(cache).__name__}: pass for example cache='int4', or leave out the store."
                 )
-            if cache is not None and not is_registered(cache):
-                raise unknown_name(cache)
+            if cache is not None:
+                requested_cache(cache, None)
             return None
         if not isinstance(cache, Cache):
             made = make_cache(cache or "dynamic", self._model, batch_size=1, device=self._model.device)
@@ -150,7 +162,8 @@ class Chat:
             OptionError: the message or an option is invalid, or the options ask for several answers.
         """
         asked = _checked({"role": "user", "content": message} if isinstance(message, str) else message)
-        for name in _SET_IN_TURNS & set(options):
+        taken = _SET_IN_TURNS if self._cache is None and self._name is None else _SET_IN_TURNS | _SET_WITH_CACHES
+        for name in taken & set(options):
             raise OptionError(f"`{name}` cannot be an option of a turn: a chat sets it.")
         ids = self._prompt_ids([*self.messages, asked])
         output = self._generate(ids, options)
@@ -182,11 +195,16 @@ class Chat:
             output = generate(self._model, prompt, prefix_store=self._store, namespace=self._namespace, **options)
             self.cached_tokens = output.cached_tokens[0]
             return output
-        if sequences_per_prompt(config) > 1:
-            # Beams cannot start from one row, and what they leave in the cache cannot be continued.
+        if sequences_per_prompt(config) > 1 or kept_states(self._model) is not None:
+            # Beams cannot start from one row, and what they leave in the cache cannot be continued. Neither can a
+            # cache that has only some of the states.
+            self._cache.reset()
+        frequencies = frequencies_within(self._model.config, len(ids), len(ids))
+        if frequencies not in {self._frequencies} - {None} and depends_on_length(self._model.config):
+            # The keys of this prompt are rotated otherwise.
             self._cache.reset()
         held = _rolled_back(self._cache, _common_length(self._held_ids(self._cache), ids))
-        self._seen = ids
+        self._seen, self._frequencies = ids, None
         options[name_in_generate(self._model)] = self._cache
         try:
             output = generate(self._model, prompt, **options)
@@ -195,6 +213,7 @@ class Chat:
             raise
         self.cached_tokens = held
         self._seen = output.sequences[0].tolist()
+        self._frequencies = frequencies_within(self._model.config, len(ids), len(self._seen))
         if self._cache.batch_size != 1:
             # Which of the beams in it is the answer is not known.
             self._cache.reset()

@@ -9,7 +9,7 @@ import transformers
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.named_caches import CacheRequest
-from kvlayers.errors import ConfigError, KVLayersError, OptionError
+from kvlayers.errors import ConfigError, KVLayersError
 from kvlayers.generation import cache_by_name
 from kvlayers.generation.passed_caches import check_rope_dtype
 from kvlayers.generation.patching import ScopedValue
@@ -30,12 +30,7 @@ class DefaultCache:
     """
 
     def __init__(self, text: str) -> None:
-        if not isinstance(text, str):
-            raise OptionError(f"`cache` must be the name of a cache, got a {type(text).__name__}.")
-        named = cache_by_name.named_cache(text)
-        if named is None:
-            raise cache_by_name.unknown_name(text)
-        self.named = named
+        self.named = named = cache_by_name.requested_cache(text, None)
         self._suits: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         # An option that does not exist is an error now. Another model may suit the cache better than this one.
         with contextlib.suppress(ConfigError):

@@ -22,7 +22,7 @@ from kvlayers.errors import OptionError
 from kvlayers.generation import cache_by_name
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
-from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart, check_model
+from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import (
     PrefixedCall,
     call_with,
@@ -214,7 +214,6 @@ class StoredDocuments:
     """
 
     def __init__(self, model: Any, active: ActiveStore, amount: int | Fraction, tokens: int, are_moved: bool) -> None:
-        check_model(model, {})
         has_windows = any(spec.layer_type in WINDOWED for spec in layer_specs(model.config))
         self._model, self._name = model, "dynamic_full" if has_windows else "dynamic"
         self._part = StorePart(model, active, self._name, {})

@@ -1,7 +1,7 @@
 """Many prompts through a few rows: rows join as others leave."""
 
 import copy
-import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,25 +9,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.named_caches import CacheRequest
 from kvlayers.errors import OptionError
 from kvlayers.generation.batch_drafts import DraftModel, tokens_of_draft
-from kvlayers.generation.cache_by_name import AUTO, make_cache, named_cache, unknown_name
+from kvlayers.generation.cache_by_name import AUTO, NamedCache, either, make_cache, requested_cache
+from kvlayers.generation.call_arguments import check_generation_config, check_model
 from kvlayers.generation.prefill import pass_limit
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore, required_store
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import pass_unseen, usable_cache
 from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, check_positions
 from kvlayers.prefix import PrefixStore
+from kvlayers.rope.from_config import frequencies_within, remembers_lengths
 from kvlayers.upstream import generate_calls, model_types
 from kvlayers.utils import late
+from kvlayers.utils.options import check_whole_number
 
 MAX_NEW_TOKENS = 128
 
-NOT_HERE = ("max_length", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
+NOT_HERE = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "token_healing")
 """Options of a `GenerationConfig` that would change nothing."""
 
 SEEN_BY_IDS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
@@ -62,7 +65,9 @@ class _Reading:
     index: int
     row: DecodedRow
     most_tokens: int
+    frequencies: str | None
     cache: Cache | None = None
+    part: StorePart | None = None
     cached_tokens: int = 0
 
 
@@ -74,8 +79,9 @@ def generate_many(
     max_new_tokens: int | None = None,
     max_rows: int = 32,
     memory: int | str | None = None,
-    cache: str = "dynamic",
+    cache: str | None = None,
     cache_config: Mapping[str, Any] | None = None,
+    cache_implementation: str | None = None,
     prefix_store: PrefixStore | None = None,
     namespace: str = "",
     in_order: bool = False,
@@ -91,7 +97,9 @@ def generate_many(
     Every answer has the tokens that `model.generate` would give its prompt alone.
 
     Args:
-        model: a decoder-only model of transformers.
+        model: a decoder-only model of transformers, also within a `PeftModel` or as `torch.compile` returns it. Rows
+            are decoded by the model itself, without the compiled code. A model that keeps states in its modules, such
+            as RecurrentGemma, answers one prompt after another, whatever `max_rows` says.
         prompts: texts, messages of a chat (lists of dicts, by the tokenizer's chat template), or ids: lists of numbers,
             or int64 `[tokens]` or `[1, tokens]`. They are asked for one by one, as rows become free.
         tokenizer: for texts, chats and stop strings.
@@ -100,18 +108,22 @@ def generate_many(
         memory: bytes of the device that the rows may take, such as "4GiB": a prompt waits until it fits beside the
             others. To let a row join takes as much once more for a moment, and forward passes and an `assistant_model`
             need memory of their own. Default: half of what is free, or one row.
-        cache: name of the cache, such as "int4"; one of `cache_names()`.
+        cache: name of the cache, such as "int4"; one of `cache_names()`. Default: "dynamic".
         cache_config: options of the cache.
+        cache_implementation: the same as `cache`, by the name that `generate()` has for it.
         prefix_store: a store in which prompts are looked up, and into which they are inserted.
         namespace: the namespace in the store.
         in_order: answers come in the order of the prompts, rather than as they end.
-        chunk_tokens: most tokens of a prompt that are read between two steps of the other rows.
+        chunk_tokens: most tokens of a prompt that are read between two steps of the other rows. A prompt is read
+            whole if what its cache holds would depend on it (caches that evict or round), or in chunks of
+            `prefill_chunk_size`, as `model.generate` does.
         prompt_lookup_num_tokens: tokens of drafts that are looked up in the row itself, as in transformers; `None` for
             no drafts.
         assistant_model: a smaller model with the same vocabulary that makes drafts, as in transformers.
         on_token: called with the number of a prompt and each new token of its answer, which ends there if it returns
-            `True`.
-        progress: show a progress bar.
+            `True`. What it raises ends all answers.
+        progress: show a progress bar on stderr, if that is a terminal or a notebook and there is no `on_token`. What is
+            printed between the answers stands above it.
         options: options of a `GenerationConfig`, a `generation_config`, a `logits_processor`, `stopping_criteria`, or a
             `prefix_allowed_tokens_fn`, as for `model.generate` with one prompt at a time, which is number 0 to them.
             Beams and several answers to a prompt are not among them.
@@ -119,7 +131,7 @@ def generate_many(
     Yields:
         Answers. What goes wrong with one prompt is in its `error`, and the others go on: a `CapacityError`, say, if the
         prompt does not fit into the `memory` that was given. What a forward pass of all rows raises, or the iterator of
-        prompts, ends them all.
+        prompts, or `on_token`, ends them all, as does a text without a `tokenizer`.
 
     Raises:
         OptionError: a wrong option.
@@ -141,57 +153,84 @@ def generate_many(
     """
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise OptionError(f"`prompts` must be a list or an iterator of prompts, got a {type(prompts).__name__}.")
-    of_config = vars(options.get("generation_config") or model.generation_config).get("max_new_tokens")
-    max_new_tokens = (of_config or MAX_NEW_TOKENS) if max_new_tokens is None else max_new_tokens
+    check_model(model)
+    check_generation_config(options.get("generation_config"))
+    _check_callables(tokenizer, on_token, options)
+    of_config = vars(options.get("generation_config") or model.generation_config)
+    ends_by_length = of_config.get("max_length") not in (
+        None,
+        GenerationConfig().max_length,
+        model.generation_config.max_length,
+    )
+    if max_new_tokens is None and of_config.get("max_new_tokens") is None and ends_by_length:
+        raise OptionError("`generation_config` must have `max_new_tokens`, got `max_length` alone.")
+    max_new_tokens = (of_config.get("max_new_tokens") or MAX_NEW_TOKENS) if max_new_tokens is None else max_new_tokens
     for name, number in {"max_new_tokens": max_new_tokens, "max_rows": max_rows, "chunk_tokens": chunk_tokens}.items():
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise OptionError(f"`{name}` must be a whole number of at least 1, got {number!r}.")
+        check_whole_number(number, f"`{name}`", 1)
+    model = model_types.unwrapped(model)
     if model.config.is_encoder_decoder:
         raise OptionError(f"`model` must be a decoder-only model, got a {type(model).__name__}: use model.generate().")
     check_positions(model)
     given = {name: options.pop(name) for name in SEEN_BY_IDS if name in options}
-    if refused := sorted(options.keys() & {*generate_calls.arguments_of_generate(), *NOT_HERE} - {"generation_config"}):
-        raise OptionError(f"`options` must not have what generate_many does not do, got {', '.join(refused)}.")
     config, left = generate_calls.full_generation_config(model, {"max_new_tokens": max_new_tokens, **options})
+    of_generate = options.keys() & {*generate_calls.arguments_of_generate(), "max_length"} - {"generation_config"}
+    without_cache = {"use_cache"} if options.get("use_cache") is False else set()
+    if refused := sorted(of_generate | without_cache | {name for name in NOT_HERE if vars(config).get(name)}):
+        raise OptionError(f"`options` must not have what generate_many does not do, got {', '.join(refused)}.")
     if left:
         raise OptionError(f"`options` must be options of a GenerationConfig, got {', '.join(sorted(left))}.")
     mode = config.get_generation_mode().value
     if mode not in ("greedy_search", "sample") or (config.num_return_sequences or 1) > 1:
         raise OptionError(f"`options` must ask for one answer, by greedy search or by samples, got {mode}.")
+    if config.stop_strings is not None and tokenizer is None:
+        raise OptionError("`tokenizer` must be given for stop strings, got none.")
     generate_calls.prepare_special_tokens(model, config)
-    named = named_cache(cache)
-    if named is None:
-        raise unknown_name(cache)
+    named = requested_cache(either(cache, cache_implementation) or "dynamic", cache_config)
     if named.name == AUTO:
         raise OptionError(f"`cache` must be one cache for all rows, got {AUTO!r}: name it, and pass `memory`.")
-    cache_options = {**named.options, **(cache_config or {})}
     # Now, so that wrong options are refused before the first prompt.
-    example = _empty(model, named.name, cache_options, 1 + max_new_tokens)
+    example = _empty(model, named.name, named.options, 1 + max_new_tokens)
+    is_kept_elsewhere = model_types.kept_states(model) is not None
+    if is_kept_elsewhere:
+        # Its modules have states of one sequence, and a pass of several tokens begins another one.
+        max_rows, chunk_tokens = 1, sys.maxsize
+    elif any(layer.is_upstream or layer.fidelity != "exact" for layer in example.adapted_layers()):
+        chunk_tokens = config.prefill_chunk_size or sys.maxsize
     drafter, tokens_of_drafts = _drafter(model, config, prompt_lookup_num_tokens, assistant_model)
-    if drafter is not None and example.recurrent_parts():
+    if drafter is not None and (is_kept_elsewhere or example.recurrent_parts()):
         raise OptionError(
-            "`prompt_lookup_num_tokens` and `assistant_model` must be left out for a model whose recurrent states "
-            f"cannot be taken back, got a {type(model).__name__}."
+            "`prompt_lookup_num_tokens` and `assistant_model` must be left out for a model whose states cannot be "
+            f"taken back, got a {type(model).__name__}."
         )
     many = _Many(
         model=model,
         config=config,
         given={**given, "tokenizer": tokenizer},
-        named=(named.name, cache_options),
+        named=named,
         active=required_store(prefix_store, namespace),
         max_rows=max_rows,
         room=late.function("room for rows")(
-            named.name, CacheRequest(model.config, cache_options, 1, device=model.device, dtype=model.dtype), memory
+            named.name, CacheRequest(model.config, named.options, 1, device=model.device, dtype=model.dtype), memory
         ),
         chunk_tokens=chunk_tokens,
         drafter=drafter,
         room_for_drafts=tokens_of_drafts,
         on_token=on_token,
     )
-    answers = many.answers(prompts)
-    if in_order:
-        answers = _in_order(answers)
-    return _with_progress(answers, prompts) if progress else answers
+    answers = _in_order(many.answers(prompts)) if in_order else many.answers(prompts)
+    # Beside `on_token`, which shows its own progress, a bar would stand in the middle of its lines.
+    return _with_progress(answers, prompts) if progress and on_token is None else answers
+
+
+def _check_callables(tokenizer: object, on_token: object, options: Mapping[str, Any]) -> None:
+    """Raise `OptionError` if one of the objects that rows call cannot be called."""
+    if tokenizer is not None and not callable(tokenizer):
+        raise OptionError(f"`tokenizer` must be a tokenizer, got a {type(tokenizer).__name__}: load it first.")
+    if on_token is not None and not callable(on_token):
+        raise OptionError(f"`on_token` must be a function of a prompt's number and a token, got {on_token!r}.")
+    for name in ("logits_processor", "stopping_criteria"):
+        if not isinstance(options.get(name), list | None):
+            raise OptionError(f"`{name}` must be a list, got a {type(options[name]).__name__}: pass [{name}].")
 
 
 def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> tuple[Drafter | None, int]:
@@ -199,9 +238,11 @@ def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> 
     if looked_up is not None and assistant is not None:
         raise OptionError("`prompt_lookup_num_tokens` must be left out beside an `assistant_model`, got both.")
     if looked_up is not None:
+        check_whole_number(looked_up, "`prompt_lookup_num_tokens`", 1, of="tokens")
         return LookedUp(generate_calls.prompt_lookup(config, looked_up)), looked_up
     if assistant is None:
         return None, 0
+    assistant = model_types.unwrapped(assistant)
     if not isinstance(assistant, PreTrainedModel):
         raise OptionError(f"`assistant_model` must be a model of transformers, got a {type(assistant).__name__}.")
     own, smaller = (model_types.decoder_config(each.config).vocab_size for each in (model, assistant))
@@ -229,7 +270,7 @@ class _Many:
         model: Any,
         config: Any,
         given: dict[str, Any],
-        named: tuple[str, dict[str, Any]],
+        named: NamedCache,
         active: ActiveStore | None,
         max_rows: int,
         room: Any,
@@ -240,8 +281,10 @@ class _Many:
     ) -> None:
         self._room_for_drafts = room_for_drafts
         self._model, self._config, self._given = model, config, given
-        self._name, self._options = named
-        self._part = None if active is None else StorePart(model, active, *named)
+        self._name, self._options = named.name, dict(named.options)
+        self._active = active
+        # Raises before the first prompt.
+        StorePart.if_usable(model, active, named.name, self._options)
         self._max_rows, self._room, self._chunk_tokens = max_rows, room, chunk_tokens
         self._on_token = on_token
         self._decoder = RowDecoder(model, None if on_token is None else self._show, drafter)
@@ -262,9 +305,14 @@ class _Many:
                     number, prompt = next(given, (-1, None))
                     if is_over := number < 0:
                         break
+                if self._given["tokenizer"] is None and _is_text_or_chat(prompt):
+                    raise OptionError("`tokenizer` must be given for prompts that are texts or chats, got none.")
                 try:
                     waiting = self._ids_of(prompt) if waiting is None else waiting
-                    if not self._room.fits(self._most_tokens(waiting), [each.most_tokens for each in self._held]):
+                    is_beside = self._may_join(waiting)
+                    if not is_beside or not self._room.fits(
+                        self._most_tokens(waiting), [each.most_tokens for each in self._held]
+                    ):
                         break
                     self._reading.append(self._begin(number, waiting))
                 except Exception as error:
@@ -282,6 +330,14 @@ class _Many:
         """The prompts whose states are held."""
         return [*self._of.values(), *self._reading]
 
+    def _frequencies(self, ids: Tensor) -> str | None:
+        """By which frequencies all keys of a row are rotated, `None` if these change with its length."""
+        return frequencies_within(self._model.config, ids.shape[1], self._most_tokens(ids))
+
+    def _may_join(self, ids: Tensor) -> bool:
+        """Whether a row may be passed beside those that are held: one pass has one set of frequencies."""
+        return not self._held or self._frequencies(ids) in {each.frequencies for each in self._held} - {None}
+
     def _most_tokens(self, ids: Tensor) -> int:
         return ids.shape[1] + int(self._config.max_new_tokens) + self._room_for_drafts
 
@@ -290,9 +346,11 @@ class _Many:
         own.max_length = ids.shape[1] + own.max_new_tokens
         processors = generate_calls.logits_processors(self._model, own, ids, self._given)
         criteria = generate_calls.stopping_criteria(self._model, own, self._given)
-        row = DecodedRow(ids, processors, criteria, bool(own.do_sample), own.max_length)
-        most = self._most_tokens(ids)
-        return _Reading(number, row, most)
+        frequencies = self._frequencies(ids)
+        # A draft would be rotated by the frequencies of a longer sequence.
+        most = 0 if frequencies is None else own.max_length
+        row = DecodedRow(ids, processors, criteria, bool(own.do_sample), most)
+        return _Reading(number, row, self._most_tokens(ids), frequencies)
 
     def _cache_of(self, reading: _Reading) -> Cache:
         """The cache of a prompt, which has seen what the store has: also what the prompts before have inserted."""
@@ -301,7 +359,9 @@ class _Many:
             return _empty(self._model, self._name, self._options, reading.most_tokens)
 
         if reading.cache is None:
-            found = None if self._part is None else self._part.lookup(reading.row.ids)
+            # The model may have changed since the prompts before.
+            reading.part = StorePart.if_usable(self._model, self._active, self._name, self._options)
+            found = None if reading.part is None else reading.part.lookup(reading.row.ids)
             if found is None or found.cache is None:
                 reading.cache = empty()
             else:
@@ -311,22 +371,24 @@ class _Many:
 
     def _ids_of(self, prompt: Any) -> Tensor:
         tokenizer = self._given["tokenizer"]
-        if isinstance(prompt, str | list) and (isinstance(prompt, str) or (prompt and isinstance(prompt[0], dict))):
-            if tokenizer is None:
-                raise OptionError("`tokenizer` must be given for prompts that are texts or chats, got none.")
+        given = prompt
+        if _is_text_or_chat(prompt):
             prompt = (
                 tokenizer(prompt).input_ids
                 if isinstance(prompt, str)
                 else tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
             )
-        ids = torch.as_tensor(prompt, device=self._model.device)
+        if isinstance(prompt, Mapping):
+            prompt = prompt.get("input_ids")
+        try:
+            ids = torch.as_tensor(prompt)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise _no_prompt(given) from error
         ids = ids[None] if ids.dim() == 1 else ids
-        if ids.dim() != 2 or ids.shape[0] != 1 or not ids.numel() or ids.is_floating_point():
-            raise OptionError(
-                "`prompts` must each be a text, a chat, or ids [tokens] of at least one token, got "
-                f"{list(ids.shape)} of {ids.dtype}."
-            )
-        return ids.to(torch.int64)
+        is_whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+        if ids.dim() != 2 or ids.shape[0] != 1 or not ids.numel() or not is_whole or ids.is_meta:
+            raise _no_prompt(given)
+        return ids.to(self._model.device, torch.int64)
 
     def _read(self) -> Iterator[Generated]:
         """Read a chunk of the first prompt that is being read, and let it join if that was the last one.
@@ -364,13 +426,19 @@ class _Many:
         """The logits after the last token of a prompt, `[1, vocab]`, or `None` if there is more to read."""
         ids, cache, model = reading.row.ids, self._cache_of(reading), self._model
         seen, end = cache.get_seq_length(), ids.shape[1]
-        stop = min(seen + self._chunk_tokens, end)
+        if seen == 0 and remembers_lengths(model.config):
+            # By a pass over a short sequence, so that the answer does not depend on those before it.
+            model(ids[:, :1], use_cache=False)
+        is_whole = frequencies_within(model.config, 1, end) is None
+        stop = end if is_whole else min(seen + self._chunk_tokens, end)
         positions = torch.arange(stop, device=model.device)[None]
         output = pass_unseen(model, ids[:, :stop], cache, pass_limit(model, cache) if seen else None, positions)
         if stop < end:
             return None
-        if self._part is not None:
-            self._part.insert(ids, cache)
+        if reading.part is not None:
+            now = StorePart.if_usable(model, self._active, self._name, self._options)
+            if now is not None and now.is_of_same_states(reading.part):
+                now.insert(ids, cache)
         logits: Tensor = output.logits[:, -1]
         return logits
 
@@ -381,19 +449,42 @@ class _Many:
         return Generated(reading.index, ids, text, reading.row.prompt_tokens, reading.cached_tokens, error)
 
 
+def _is_text_or_chat(prompt: object) -> bool:
+    return isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict))
+
+
+def _no_prompt(given: object) -> OptionError:
+    """The error for one of the prompts that has no tokens, or is none."""
+    shown = f"{given.dtype} of shape {list(given.shape)}" if isinstance(given, Tensor) else f"{given!r:.80}"
+    return OptionError(
+        "`prompts` must each be a text, a chat (a list of messages), or ids [tokens] of at least one token, got "
+        f"{shown}: leave it out, or begin it with the BOS token."
+    )
+
+
 def _in_order(answers: Iterator[Generated]) -> Iterator[Generated]:
     waiting: dict[int, Generated] = {}
-    for number in itertools.count():
-        while number not in waiting:
-            answer = next(answers, None)
-            if answer is None:
-                return
-            waiting[answer.index] = answer
-        yield waiting.pop(number)
+    number = 0
+    for answer in answers:
+        waiting[answer.index] = answer
+        while number in waiting:
+            yield waiting.pop(number)
+            number += 1
 
 
 def _with_progress(answers: Iterator[Generated], prompts: Iterable[Any]) -> Iterator[Generated]:
     from tqdm.auto import tqdm
 
-    total = len(prompts) if isinstance(prompts, Sequence) else None
-    yield from tqdm(answers, total=total, desc="answers", unit="prompt")
+    bar = tqdm(
+        answers,
+        total=len(prompts) if isinstance(prompts, Sequence) else None,
+        desc="answers",
+        unit="prompt",
+        # A file would get a line for each drawing. In a notebook the bar is no text.
+        disable=not sys.stderr.isatty() and "ipykernel" not in sys.modules,
+    )
+    for answer in bar:
+        # While the caller has the answer, what it prints takes the place of the bar, which comes again below.
+        bar.clear()
+        yield answer
+        bar.refresh()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
+import transformers
 from torch import Tensor
 from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
@@ -23,6 +24,7 @@ from kvlayers.errors import LegacyFormatError
 from kvlayers.generation import (
     assisted,
     cache_by_name,
+    call_arguments,
     known_ids,
     legacy_tuples,
     make_cache,
@@ -32,7 +34,9 @@ from kvlayers.generation import (
 from kvlayers.generation.patching import Method, Patch, ScopedValue
 from kvlayers.generation.prefill import prefill_in_chunks, prefill_once
 from kvlayers.generation.prefix_reuse import active_store, prefixed_call
-from kvlayers.upstream import cache_argument, compat, generate_calls
+from kvlayers.rope.from_config import frequencies_within
+from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
+from kvlayers.upstream.model_types import kept_states, reads_again_behind
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +52,12 @@ def generate(original: Method) -> Method:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs = cache_argument.respelled(self, kwargs, cache_argument.name_in_generate(self))
         hand_over_cache(self)
-        cache_by_name.move_name_to_option(cache_argument.name_in_generate(self), kwargs)
-        with saved_names.REQUESTED_NAME.override(saved_names.requested_name(by_name(args, kwargs))):
+        args, kwargs = call_arguments.with_prompt_by_name(args, kwargs)
+        cache_name = cache_argument.name_in_generate(self)
+        cache_by_name.move_name_to_option(cache_name, kwargs)
+        given = by_name(args, kwargs)
+        call_arguments.check_call(self, given, cache_name)
+        with saved_names.REQUESTED_NAME.override(saved_names.requested_name(given)):
             active = active_store.for_call()
             if active is None:
                 return generate_without_store(self, *args, **kwargs)
@@ -70,6 +78,7 @@ def generate(original: Method) -> Method:
             passed_caches.check_whole_sequence(past, input_ids)
         if isinstance(past, Cache) and not is_assistant and not self.config.is_encoder_decoder:
             passed_caches.check_rows(past, kwargs.get("attention_mask"))
+            _forget_images(self, past, input_ids, kwargs.get("attention_mask"))
         if not is_assistant:
             kwargs.update(passed_caches.decoder_mask(self, past, kwargs))
         if type(past) in passed_caches.CLASSES:
@@ -113,6 +122,16 @@ def generate(original: Method) -> Method:
         return output
 
     return generate
+
+
+def _forget_images(model: Any, past: Cache, input_ids: Any, mask: Any) -> None:
+    """Let a model forget the images of an earlier call before it goes on with a cache that has seen text alone."""
+    if not model.config.sub_configs or not past.get_seq_length() or not isinstance(input_ids, Tensor):
+        return
+    is_whole = not isinstance(mask, Tensor) or mask.shape[-1] == input_ids.shape[1]
+    before = input_ids[:, :0] if is_whole else past.known_ids
+    if before is not None:
+        model_types.forget_images(model, torch.cat([before.to(input_ids.device), input_ids], dim=1))
 
 
 def _total_tokens(model: Any, input_ids: Any, kwargs: dict[str, Any]) -> int | None:
@@ -160,6 +179,10 @@ def prepare_cache_for_generation(original: Method) -> Method:
         past = model_kwargs.get(argument)
         saved_names.resolve_name(self, generation_config, saved_names.REQUESTED_NAME.get(), past is not None)
         name = generation_config.cache_implementation or "dynamic"
+        if isinstance(past, transformers.Cache) and not generation_config.is_assistant:
+            encoded = generate_calls.encoded_for(self, model_kwargs)
+            if encoded is not None and not self.config.is_encoder_decoder:
+                past = model_kwargs[argument] = cache_by_name.paired(past, encoded.shape[1])
         _prepare_passed_cache(self, past, generation_config, model_kwargs, max_cache_length)
         mask_mode = make_cache.mask_mode(past)
         # A cache of transformers does not say whether it is compiled around, and no cache whether its masks are right.
@@ -204,8 +227,7 @@ def _prepare_passed_cache(
         generation_config.use_cache = model_kwargs["use_cache"] = True
     attention_mask = passed_caches.padding_mask(model_kwargs)
     # A draft model gets its own cache several times within one call.
-    outputs = None if generation_config.is_assistant else model_kwargs.get("encoder_outputs")
-    encoded = None if outputs is None else outputs[0]
+    encoded = None if generation_config.is_assistant else generate_calls.encoded_for(model, model_kwargs)
     record = known_ids.CURRENT.get()
     total_tokens = None if record is None else record.total_tokens
     if attention_mask is not None:
@@ -218,7 +240,8 @@ def _prepare_passed_cache(
     make_cache.check_room(past, generation_config, max_cache_length)
     if record is not None:
         record.begin(past, generation_config, attention_mask)
-    if compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.get_seq_length():
+    begins_at_zero = compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.get_seq_length()
+    if generation_config.prefill_chunk_size is not None and (begins_at_zero or kept_states(model) is not None):
         # The new tokens are read in one pass instead.
         generation_config.prefill_chunk_size = None
 
@@ -232,6 +255,9 @@ def prefill(original: Method) -> Method:
         def transformers_prefill(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
             return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
+        if frequencies_within(self.config, 1, input_ids.shape[1]) is None:
+            # Parts of the prompt would be rotated by the frequencies of shorter prompts.
+            generation_config.prefill_chunk_size = None
         output = prefill_in_chunks(self, input_ids, generation_config, model_kwargs)
         if output is None:
             output = prefill_once(transformers_prefill, input_ids, generation_config, model_kwargs, self)
@@ -255,9 +281,10 @@ _handing_over: dict[type, Patch] = {}
 
 
 def hand_over_cache(model: Any) -> None:
-    """Let a model that keeps an old name get the cache of `generate()`, until `take_cache_back`."""
+    """Let a model that keeps an old name, or gives the cache up, get that of `generate()`, until `take_cache_back`."""
     owner = type(model)
-    if not cache_argument.keeps_an_old_name(model) or getattr(owner, METHOD) is getattr(GenerationMixin, METHOD):
+    keeps_it = not cache_argument.keeps_an_old_name(model) and reads_again_behind(model) is None
+    if keeps_it or getattr(owner, METHOD) is getattr(GenerationMixin, METHOD):
         return
     with _handing_lock:
         if owner not in _handing_over:
@@ -276,7 +303,9 @@ def take_cache_back() -> None:
 def _respelling(old: str, original: Method) -> Method:
     @functools.wraps(original)
     def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **cache_argument.respelled(self, kwargs))
+        inputs = original(self, *args, **cache_argument.respelled(self, kwargs))
+        is_own = isinstance(kwargs.get(cache_argument.name_in_generate(self)), Cache)
+        return generate_calls.with_cache(self, inputs, kwargs) if is_own else inputs
 
     # transformers reads in the signature what a call of generate() may pass.
     signature = inspect.signature(original)

@@ -45,6 +45,8 @@ from kvlayers.core import named_caches
 from kvlayers.documents.joining import EVERYTHING
 from kvlayers.errors import OptionError
 from kvlayers.generation import (
+    cache_by_name,
+    call_arguments,
     default_cache,
     hooks,
     known_ids,
@@ -72,6 +74,7 @@ def install(
     replace_empty_caches: bool | None = None,
     strict_prompts: bool | None = None,
     cache: str | None = None,
+    cache_implementation: str | None = None,
 ) -> None:
     """Make every call of `generate()` use kvlayers' caches, until `uninstall()`.
 
@@ -92,13 +95,15 @@ def install(
             `PromptMismatchError`. Otherwise it is a `PromptMismatchWarning`, once per cache. Default: `False`.
         cache: the name of the cache of calls that neither name nor pass one, such as "int4", also with options:
             "sink:window_length=512". Models that cannot have it go on without it, and the log says so once.
+        cache_implementation: the same as `cache`, by the name that `generate()` has for it.
 
     Raises:
         OptionError: `prefix_store` is not a `PrefixStore`, `namespace` is given without a store, the cache has no such
             option, or another option is not a bool. Nothing is changed.
         RegistryError: no cache has this name. Nothing is changed.
     """
-    given = _given(prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts, cache)
+    name = cache_by_name.either(cache, cache_implementation)
+    given = _given(prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts, name)
     with _lock:
         if legacy_names:
             transformers4_names.ACTIVATION.activate()
@@ -135,6 +140,7 @@ def installed(
     replace_empty_caches: bool | None = None,
     strict_prompts: bool | None = None,
     cache: str | None = None,
+    cache_implementation: str | None = None,
 ) -> Iterator[None]:
     """`install()` for the length of a `with` block. Blocks nest and overlap: the last one to end uninstalls.
 
@@ -149,6 +155,7 @@ def installed(
         replace_empty_caches: as for `install`.
         strict_prompts: as for `install`.
         cache: as for `install`.
+        cache_implementation: as for `install`.
 
     Raises:
         OptionError: as `install`.
@@ -168,7 +175,8 @@ def installed(
         >>> type(cache).__name__, kvlayers.is_installed()
         ('QuantizedCache', False)
     """
-    given = _given(prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts, cache)
+    name = cache_by_name.either(cache, cache_implementation)
+    given = _given(prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts, name)
     with contextlib.ExitStack() as stack:
         with _lock:
             stack.enter_context(_activation.block())
@@ -373,7 +381,8 @@ def generate(
 
     Args:
         model: a model of transformers.
-        args: as for `model.generate`.
+        args: as for `model.generate`. In the place of ids, what a tokenizer or a processor returns may stand, as in
+            `generate(model, tokenizer(text, return_tensors="pt"))`.
         prefix_store: the store to use. Default: the store that was passed to `install`, if any.
         namespace: the namespace of the store in which the call looks up and inserts. Other namespaces do not see its
             entries. Needs a `prefix_store`.
@@ -393,9 +402,9 @@ def generate(
         store of `install()`.
 
     Raises:
-        OptionError: `prefix_store` is not a `PrefixStore`; the call cannot use a store, or concatenate documents, for
-            the reason in the message; `namespace` is given without a store; or documents are given without a question,
-            beside another prompt or cache, or empty.
+        OptionError: the model, the prompt or the cache is not one; `prefix_store` is not a `PrefixStore`; the call
+            cannot use a store, or concatenate documents, for the reason in the message; `namespace` is given without a
+            store; or documents are given without a question, beside another prompt or cache, or empty.
         CapacityError, ConfigError, UnsupportedLayerError: the documents cannot be concatenated; see
             `kvlayers.concatenate`. Nothing was computed.
 
@@ -418,6 +427,7 @@ def generate(
         ... ).cached_tokens
         (7,)
     """
+    call_arguments.check_model(model)
     active = active_store.required_store(prefix_store, namespace)
     prompt = DocumentPrompt.of(model, documents, question, beginning, recompute, args, kwargs)
     if prompt is not None and not prompt.is_one_text:

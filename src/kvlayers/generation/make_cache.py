@@ -57,7 +57,8 @@ def for_call(
         CapacityError: the options reserve fewer tokens than the call needs.
         KVLayersError: as `cache_by_name.make_cache` and `passed_caches.check_rope_dtype`.
     """
-    encoder = None if model_types.replaces_cross_attention_cache(model) else model_kwargs.get("encoder_outputs")
+    replaces = model_types.replaces_cross_attention_cache(model)
+    encoded = None if replaces else generate_calls.encoded_for(model, model_kwargs)
     # The config of a draft model has the options of the main model's cache, but not the name that they belong to.
     own_name = generation_config.cache_implementation
     foreign_options = generation_config.is_assistant and own_name in (None, compat.NAME_FOR_DRAFTS)
@@ -73,7 +74,7 @@ def for_call(
         length_hint=most,
         device=model_device(model),
         dtype=model.dtype,
-        encoder_length=None if encoder is None else encoder[0].shape[1],
+        encoder_length=None if encoded is None else encoded.shape[1],
         attention_mask=passed_caches.padding_mask(model_kwargs),
         layer_devices=layer_devices(model),
     )

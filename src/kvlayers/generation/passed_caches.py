@@ -62,7 +62,8 @@ def validate(
 
     Raises:
         StateMismatchError: the sequence is no longer than what the cache has seen, its embeddings are not those of all
-            tokens, or cross-attention has states of another encoder output.
+            tokens, cross-attention has states of another encoder output, or the model keeps states outside a filled
+            cache.
         CapacityError: too little is reserved for cross-attention.
         OptionError: the model has cross-attention, but the cache does not.
         ConfigError: as `check_windows`, `check_rope_dtype` and `SinkCache.prepare`; or the cache is static, and the
@@ -79,6 +80,12 @@ def validate(
         )
     if not isinstance(cache, Cache):
         return
+    if cache.get_seq_length() and (kept := model_types.kept_states(model)) is not None:
+        raise StateMismatchError(
+            f"`{cache_argument.name_in_generate(model)}` must be an empty cache, as {type(model).__name__} keeps "
+            f"states of its newest sequence outside of it, in {kept}, got one with {cache.get_seq_length()} tokens: "
+            "reset() the cache, and pass the whole text."
+        )
     if cache.is_pair and encoded is not None:
         pair: Any = cache
         pair.check_encoded(encoded)

@@ -145,7 +145,8 @@ def pass_tokens(
     for begin in range(start, end, step):
         stop = min(begin + step, end)
         arguments = without_last(model_kwargs, end - stop)
-        inputs = generate_calls.model_inputs(model, input_ids[:, :stop], stop - begin, arguments)
+        is_first = begin == 0 == cache.get_seq_length()
+        inputs = generate_calls.model_inputs(model, input_ids[:, :stop], stop - begin, arguments, is_first)
         output = model(**inputs, return_dict=True)
     if any(layer.is_recording for layer in cache.adapted_layers()):
         # The next tokens may be rolled back to this length.
@@ -188,11 +189,11 @@ def prefill_in_chunks(model: Any, input_ids: Tensor, generation_config: Any, mod
         if chunk is not None and isinstance(mask, Tensor):
             # These models ignore the mask for single tokens, so the first pass must contain all padding.
             chunk = max(chunk, int(mask.ne(0).to(torch.int8).argmax(dim=1).max()) + 1)
-        if chunk is None or limit is None or chunk >= tokens or cache.is_recurrent:
+        if chunk is None or chunk >= tokens:
             return None
         check_no_padding(mask, tokens - chunk)
         pass_tokens(model, input_ids[:, :chunk], without_last(model_kwargs, tokens - chunk), cache, 0, chunk)
-        return pass_tokens(model, input_ids, model_kwargs, cache, chunk)
+        return pass_tokens(model, input_ids, model_kwargs, cache, chunk, limit or chunk)
     is_whole = mask is None or mask.shape[1] == tokens
     start = seen if is_whole else 0
     if limit is not None or cache.is_recurrent:

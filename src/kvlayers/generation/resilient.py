@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvlayers.generation.call_arguments import check_model, with_prompt_by_name
 from kvlayers.generation.ladder import DEFAULT_LADDER, GenerateCall, Rung, RungLike, first_line, suitable_rungs
 from kvlayers.generation.make_cache import free_reservations
 from kvlayers.upstream import cache_argument
@@ -61,6 +62,8 @@ def resilient_generate(
         >>> output.shape
         torch.Size([1, 7])
     """
+    check_model(model)
+    args, kwargs = with_prompt_by_name(args, kwargs)
     rungs, unsuitable = suitable_rungs(ladder, model)
     # Nothing else may hold a cache that the call leaves behind.
     kwargs = cache_argument.respelled(model, kwargs, cache_argument.name_in_generate(model))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvlayers.core.cache import Cache
 from kvlayers.errors import OptionError
+from kvlayers.generation.prefix_reuse.prefixed_call import pass_unseen
 from kvlayers.rows import Rows, merge
 from kvlayers.upstream import cache_argument, generate_calls, model_types
 
@@ -59,7 +60,7 @@ class DecodedRow:
         processors: change the scores of the next token, given the ids; transformers' `LogitsProcessorList`.
         criteria: say whether the row has ended, given the ids; transformers' `StoppingCriteriaList`.
         samples: whether the next token is a sample of the scores, rather than the one with the greatest.
-        most: most ids, padding included, beyond which no draft goes.
+        most: most ids, padding included, beyond which no draft goes; 0 for no drafts.
         padding: how many of the first ids are padding, which the cache has not seen.
 
     Attributes:
@@ -145,8 +146,8 @@ class RowDecoder:
 
     Args:
         model: the model.
-        on_token: called with a row and each of its new tokens; says whether the row ends there. What it raises ends the
-            row alone.
+        on_token: called with a row and each of its new tokens; says whether the row ends there. What it raises is
+            raised by `step`: it is no fault of one row.
         drafter: makes drafts, `None` to decode token by token.
 
     Attributes:
@@ -158,6 +159,7 @@ class RowDecoder:
         self, model: Any, on_token: Callable[[DecodedRow, int], bool] | None = None, drafter: Drafter | None = None
     ) -> None:
         self._model, self._drafter, self._on_token = model, drafter, on_token
+        self._border = model_types.reads_again_behind(model)
         self._cache: Cache | None = None
         self.rows: list[DecodedRow] = []
         self.errors: dict[DecodedRow, Exception] = {}
@@ -220,17 +222,29 @@ class RowDecoder:
         if cache is None:
             return
         drafts = [[] for _ in self.rows] if self._drafter is None else self._drafter.drafts(self.rows)
-        drafts = [draft[: row.most - row.ids.shape[1] - 1] for row, draft in zip(self.rows, drafts, strict=True)]
+        drafts = [
+            draft[: max(0, row.most - row.ids.shape[1] - 1)] for row, draft in zip(self.rows, drafts, strict=True)
+        ]
         new = 1 + max(map(len, drafts))
         # A shorter draft is filled up by its last token, which nobody looks at.
         passed = [[row.last, *draft] for row, draft in zip(self.rows, drafts, strict=True)]
         tokens = torch.tensor([own + own[-1:] * (new - len(own)) for own in passed], device=self._model.device)
-        logits = pass_rows(self._model, tokens, cache)
+        logits = self._pass(tokens, cache)
         greatest = logits.argmax(-1).tolist()
         for index, (row, draft) in enumerate(zip(self.rows, drafts, strict=True)):
             self._take(row, draft, logits[index], greatest[index])
         if self._drafter is not None:
             cache.crop_rows([row.tokens - 1 for row in self.rows])
+
+    def _pass(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """Logits of the next tokens; of a row alone as `generate()` computes them, which may read it all again."""
+        row, border = self.rows[0], self._border
+        if border is not None and tokens.numel() == 1 and cache.get_seq_length() <= border < row.tokens:
+            ids = row.ids[:, row.padding :]
+            positions = torch.arange(row.tokens, device=ids.device)[None]
+            logits: Tensor = pass_unseen(self._model, ids, cache, None, positions).logits
+            return logits
+        return pass_rows(self._model, tokens, cache)
 
     def _take(self, row: DecodedRow, draft: Sequence[int], logits: Tensor, greatest: Sequence[int]) -> None:
         """Append the tokens that a row chooses, as far as its draft goes along with them.
@@ -241,16 +255,17 @@ class RowDecoder:
             logits: after the last token and after each of the draft, `[1 + draft, vocab]`.
             greatest: the greatest of each.
         """
-        try:
-            for place in range(len(draft) + 1):
-                if row.chooses_the_greatest:
-                    token = greatest[place]
-                    row.append(token)
-                else:
+        for place in range(len(draft) + 1):
+            token = greatest[place]
+            if row.chooses_the_greatest:
+                row.append(token)
+            else:
+                try:
                     token = row.choose(logits[place : place + 1])
-                if self._on_token is not None:
-                    row.is_stopped = self._on_token(row, token)
-                if place == len(draft) or token != draft[place] or row.has_ended:
-                    break
-        except Exception as error:
-            self.errors[row] = error
+                except Exception as error:
+                    self.errors[row] = error
+                    return
+            if self._on_token is not None:
+                row.is_stopped = self._on_token(row, token)
+            if place == len(draft) or token != draft[place] or self.has_ended(row):
+                return

@@ -120,13 +120,13 @@ class DiskMemory(HomeMemory):
     """The process that has made files."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory).expanduser()
         try:
+            self.directory = Path(directory).expanduser()
             with tempfile.TemporaryFile(dir=self.directory):
                 pass
-        except OSError as error:
+        except (OSError, TypeError, RuntimeError) as error:
             raise OptionError(
-                f"`offload_directory` must be a directory in which files can be made, got {self.directory} ({error}): "
+                f"`offload_directory` must be a directory in which files can be made, got {directory!s} ({error}): "
                 "make it, or pass another directory."
             ) from error
 

@@ -1,26 +1,33 @@
 """Which model made the states: the fields of its config that states depend on, and an id of its weights."""
 
+import contextlib
 import functools
 import hashlib
 import math
 import os
-import re
+import pkgutil
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from operator import attrgetter
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# Transformers 5 spells it PreTrainedConfig, and keeps this name as well.
+from transformers import PretrainedConfig, PreTrainedModel
 
 from kvlayers.errors import ConfigError, ModelMismatchError, OptionError
 from kvlayers.persistence.format import Description, ModelRecord
 from kvlayers.rope.from_config import config_fields
-from kvlayers.upstream.model_types import config_of, decoder_config
+from kvlayers.upstream.model_types import assigned_in_a_pass, config_of, decoder_config
 
 INSTALLED = transformers.__version__
 """The version of transformers whose configs are compared with those in files."""
@@ -48,7 +55,7 @@ DIMENSIONS = ("head_dim", "hidden_size", "model_type", "num_hidden_layers", "num
 """Fields by which people tell models apart."""
 
 SCHEME = "all:"
-"""Prefix of ids that are made of all bytes. Ids of earlier versions, made of a few elements, have no prefix."""
+"""Prefix of ids that are made of all bytes."""
 
 BLOCK = 4096
 """Words of 8 bytes in a block. Each block has one sum."""
@@ -59,8 +66,39 @@ BLOCKS_AT_ONCE = 64
 PROBED = 3
 """Elements that are probed in each dimension of a weight, to detect a change."""
 
+SIMPLE = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
+"""Types of attributes that are compared as they are."""
+
+TENSORS = frozenset((Tensor, nn.Parameter, nn.Buffer))
+"""Types of tensors that hold nothing but their elements."""
+
+HOUSEKEEPING = (
+    frozenset(vars(nn.Module()))
+    # How models are loaded, saved and divided.
+    | frozenset(name for name, value in vars(PreTrainedModel).items() if not callable(value))
+    | frozenset((
+        "_compiled_call_impl", "_ep_plan", "_fsdp_plan", "_hf_hook", "_hf_peft_config_loaded", "_is_hf_initialized",
+        "_old_forward", "_pp_plan", "_tp_plan",
+        "all_tied_weights_keys", "config", "forward", "generate", "generation_config", "gradient_checkpointing",
+        "hf_device_map", "hf_quantizer", "kernel_config", "loss_type", "name_or_path", "prepare_inputs_for_generation",
+        "warnings_issued",
+    ))
+)  # fmt: skip
+"""Attributes of modules that no state depends on, or that are compared elsewhere, as parameters and configs are."""
+
+CHANGES_WITH_LENGTH = ("dynamic", "longrope")
+"""Types of RoPE whose frequencies a pass replaces."""
+
+
+class _Plain:
+    """An object that has attributes, and nothing else."""
+
+
 Mark = tuple[str, int, int | None, torch.Size, torch.dtype]
 """Name, address, count of writes, shape and dtype of a weight. Nearly every change of a weight changes one of them."""
+
+Facts = list[tuple[str, str, object]]
+"""Path of a module, and name and value of an attribute."""
 
 _IRRELEVANT_ENDS = ("dropout", "dropout_prob", "drop_rate", "pdrop", "layerdrop")
 
@@ -130,7 +168,7 @@ def check_model(path: str, description: Description, config: object | None, weig
     if weights_id is not None and weights_id != model.weights_id:
         raise ModelMismatchError(
             f"`weights_id` is {weights_id!r}, but {path} was made with the weights {model.weights_id!r}{made_by}: "
-            f"{_what_to_do(weights_id, model.weights_id)}."
+            "load it for the weights that made it."
         )
 
 
@@ -138,17 +176,6 @@ def _listed(differences: list[tuple[str, Any, Any]]) -> str:
     """Some of the differences between two configs: the dimensions of the model if they differ, else the first ones."""
     telling = [found for found in differences if found[0] in DIMENSIONS] or differences
     return ", ".join(f"{name} {saved} rather than {own}" for name, own, saved in telling[:3])
-
-
-def _what_to_do(asked: str, saved: str | None) -> str:
-    of_few = saved is not None and re.fullmatch("[0-9a-f]{64}", saved)
-    if asked.startswith(SCHEME) and of_few:
-        return (
-            "the id in the file looks like one of an earlier kvlayers, made of a few elements of each weight, which is "
-            f"not enough to identify weights: save the states again, or pass weights_id={saved!r} if you know that "
-            "they are of this model"
-        )
-    return "load it for the weights that made it"
 
 
 def _differences(
@@ -180,7 +207,11 @@ def _plain(value: Any) -> Any:
     """A value as JSON types, without irrelevant fields; a float that is a whole number becomes an int."""
     if isinstance(value, Mapping):
         named = {str(name): own for name, own in value.items()}
-        return {name: _plain(named[name]) for name in sorted(named) if not _is_irrelevant(name)}
+        return {
+            name: _plain(named[name])
+            for name in sorted(named)
+            if name not in IRRELEVANT and not name.startswith("_") and not name.endswith(_IRRELEVANT_ENDS)
+        }
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, set | frozenset):
@@ -196,23 +227,19 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, torch.dtype) else type(value).__name__
 
 
-def _is_irrelevant(name: str) -> bool:
-    return name in IRRELEVANT or name.startswith("_") or name.endswith(_IRRELEVANT_ENDS)
-
-
 # Weights
 
 
 @dataclass
 class _Known:
-    """The id of a living model, with the marks and the probe of its weights when it was made.
+    """The id of a living model, with what was read of it when the id was made.
 
     Attributes:
+        read: the facts, and the marks and the probe of the weights.
         lock: held while the id is made, so that no id is made twice.
     """
 
-    marks: tuple[Mark, ...] | None = None
-    probe: bytes = b""
+    read: tuple[Facts, list[Mark], bytes] | None = None
     text: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -227,15 +254,19 @@ def weights_id(model: torch.nn.Module) -> str:
     """An id of a model's weights: equal for equal weights, different if a single element differs.
 
     Two models with equal configs may have different weights, and one cannot use the states of the other. The id is made
-    of every byte of every weight, computed on the weight's device, once for a model. A second call only compares the
-    addresses of the weights, torch's counts of writes to them, and a few elements of each. (It may miss a write through
-    `.data` to single elements.) The id depends on the dtype that the model is loaded in, as states do.
+    of every byte of every weight, computed on the weight's device, once for a model, and of the attributes of its
+    modules, such as a scale. Buffers that are not saved and tensors that are not registered are weights too. A second
+    call only compares the attributes, the addresses of the weights, torch's counts of writes to them, and a few
+    elements of each. (It may miss a write through `.data` to single elements.) The id depends on the dtype that the
+    model is loaded in, as states do. It may be another one on a version of transformers whose modules have other
+    attributes.
 
     Args:
         model: the model, with its weights in memory.
 
     Raises:
-        ConfigError: a weight is not in memory (a meta tensor, such as a weight that accelerate has offloaded).
+        ConfigError: a weight is not in memory (a meta tensor, such as a weight that accelerate has offloaded), or a
+            module has something that cannot be compared, such as the packed weights of `torch.ao`.
 
     Example:
         >>> import torch, kvlayers
@@ -243,49 +274,167 @@ def weights_id(model: torch.nn.Module) -> str:
         >>> kvlayers.weights_id(one) == kvlayers.weights_id(other)
         False
     """
-    weights = list(_weights(model))
-    marks, probe = tuple(_mark(name, weight) for name, weight in weights), _probe(weights)
+    weights, facts = _weights_and_facts(model)
+    marks: list[Mark] = [
+        (name, weight.data_ptr(), None if weight.is_inference() else weight._version, weight.shape, weight.dtype)
+        for name, weight in weights
+    ]
+    read = facts, marks, _probe(weights)
     with _entering:
         known = _known.setdefault(model, _Known())
     with known.lock:
-        if (known.marks, known.probe) != (marks, probe):
-            known.marks, known.probe, known.text = marks, probe, SCHEME + _digest(weights)
+        if known.read != read:
+            known.read, known.text = read, SCHEME + _digest(weights, facts)
         return known.text
 
 
-def _weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights. Non-persistent buffers are left out, since some buffers of RoPE change with the length."""
-    for name, weight in model.state_dict().items():
-        if isinstance(weight, Tensor):
-            yield from _plain_tensors(name, weight.detach())
+def _weights_and_facts(model: torch.nn.Module) -> tuple[list[tuple[str, Tensor]], Facts]:
+    """All tensors of a model by name, and the attributes of its modules that are no tensors.
+
+    What a pass assigns is left out: it follows from the tokens. Every call of `generate()` with a store comes here, so
+    there is no call for an attribute or a weight of an ordinary type.
+    """
+    weights: list[tuple[str, Tensor]] = []
+    facts: Facts = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = vars(module)
+        dot = path and f"{path}."
+        transient = own["_non_persistent_buffers_set"]
+        # Frequencies that follow the length are those of the newest pass.
+        left_out = transient if transient and _frequencies_change(own.get("rope_type")) else ()
+        for registered in (own["_parameters"], own["_buffers"]):
+            for name, weight in registered.items():
+                if weight is None or name in left_out:
+                    continue
+                is_elsewhere = weight.is_meta or weight.is_quantized or weight.layout is not torch.strided
+                if type(weight) in TENSORS and not is_elsewhere:
+                    weights.append((dot + name, weight.detach()))
+                else:
+                    _Reader(dot + name, weights, facts).read("", weight)
+        for name, value in own.items():
+            if name in HOUSEKEEPING or name in assigned_in_a_pass(module.__class__):
+                continue
+            if type(value) in SIMPLE or (type(value) is tuple and SIMPLE.issuperset(map(type, value))):
+                facts.append((path, name, value))
+            else:
+                _Reader(dot + name, weights, facts).read("", value)
+    return weights, facts
 
 
-def _plain_tensors(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors of a weight: for example the codes and scales of a quantized weight."""
-    if is_traceable_wrapper_subclass(weight):
-        for part in weight.__tensor_flatten__()[0]:
-            yield from _plain_tensors(f"{name}.{part}", attrgetter(part)(weight))
-    elif weight.is_meta:
-        raise ConfigError(f"The weights must be in memory, but {name} is a meta tensor: pass your own `weights_id`.")
-    else:
-        yield name, weight
+def _frequencies_change(rope_type: object) -> bool:
+    types = rope_type.values() if isinstance(rope_type, Mapping) else (rope_type,)
+    return not set(types).isdisjoint(CHANGES_WITH_LENGTH)
 
 
-def _mark(name: str, weight: Tensor) -> Mark:
-    writes = None if weight.is_inference() else weight._version
-    return name, weight.data_ptr(), writes, weight.shape, weight.dtype
+class _Reader:
+    """Reads an attribute of a module of whatever type.
+
+    Args:
+        path: path of the attribute.
+        weights: tensors are added here.
+        facts: all else is added here.
+    """
+
+    def __init__(self, path: str, weights: list[tuple[str, Tensor]], facts: Facts) -> None:
+        self._path, self._weights, self._facts = path, weights, facts
+        self._within: set[int] = set()
+        """Identities of the objects that are being read, which may hold one another."""
+
+    def read(self, name: str, value: object) -> None:
+        """Add a value to what is read, under a name within the attribute.
+
+        Raises:
+            ConfigError: it cannot be compared.
+        """
+        kind = type(value)
+        if kind in SIMPLE:
+            self._facts.append((self._path, name, value))
+        elif id(value) in self._within or isinstance(value, PretrainedConfig | nn.Module):
+            # Configs are compared as configs, and modules of the model are read as such.
+            self._facts.append((self._path, name, kind.__qualname__))
+            if isinstance(value, nn.Module) and not self._within:
+                raise self._incomparable(value)
+        else:
+            self._within.add(id(value))
+            self._facts.append((self._path, name, f"{kind.__module__}.{kind.__qualname__}"))
+            self._read_parts(name, value)
+            self._within.remove(id(value))
+
+    def _read_parts(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._read_tensor(name, value)
+        elif isinstance(value, Enum):
+            self.read(f"{name}.value", value.value)
+        elif isinstance(value, set | frozenset):
+            self.read(name, tuple(sorted(map(repr, value))))
+        elif isinstance(value, Mapping):
+            for key, each in value.items():
+                self.read(f"{name}[{key!r}]", each)
+        elif isinstance(value, list | tuple | deque):
+            for index, each in enumerate(value):
+                self.read(f"{name}[{index}]", each)
+        elif isinstance(value, functools.partial):
+            self.read(name, (value.func, value.args, value.keywords))
+        elif isinstance(value, type | FunctionType | BuiltinFunctionType):
+            self._read_name(name, value)
+        elif type(value).__basicsize__ <= _Plain.__basicsize__:
+            for key, each in vars(value).items():
+                self.read(f"{name}.{key}", each)
+        else:
+            raise self._incomparable(value)
+
+    def _read_name(self, name: str, value: Any) -> None:
+        """A function or a class of a package is what its name says; that of a program may be another one each time."""
+        full_name, is_named = f"{value.__module__}:{value.__qualname__}", False
+        if isinstance(value, BuiltinFunctionType):
+            is_named = isinstance(value.__self__, type | ModuleType | None)
+        else:
+            with contextlib.suppress(AttributeError, ImportError, ValueError):
+                is_named = value.__module__ != "__main__" and pkgutil.resolve_name(full_name) is value
+        if not is_named:
+            raise self._incomparable(value)
+        self._facts.append((self._path, name, full_name))
+
+    def _read_tensor(self, name: str, weight: Tensor) -> None:
+        """The plain tensors of a tensor: for example the codes and scales of a quantized weight."""
+        if weight.is_meta:
+            raise ConfigError(
+                f"The weights must be in memory, but {self._path} is a meta tensor: pass your own `weights_id`."
+            )
+        if is_traceable_wrapper_subclass(weight):
+            parts, context = weight.__tensor_flatten__()
+            self.read(f"{name}:", context)
+            for part in parts:
+                self.read(f"{name}.{part}", attrgetter(part)(weight))
+            return
+        if weight.is_quantized or weight.layout is not torch.strided:
+            raise self._incomparable(weight)
+        if type(weight) not in TENSORS:
+            self.read(f"{name}:", dict(vars(weight)))
+        self._weights.append((self._path + name, weight.detach()))
+
+    def _incomparable(self, value: object) -> ConfigError:
+        return ConfigError(
+            f"The weights must be comparable, but {self._path} is or holds a {type(value).__name__}: pass your own "
+            "`weights_id`."
+        )
+
+
+@functools.cache
+def _places(shape: torch.Size) -> tuple[slice, ...]:
+    """Where a weight is probed."""
+    return tuple(slice(None, None, max(-(-size // PROBED), 1)) for size in shape)
 
 
 def _probe(weights: list[tuple[str, Tensor]]) -> bytes:
     """A few elements of each weight, with one transfer for each device and without copying a whole weight."""
     probes: dict[torch.device, list[Tensor]] = {}
     for _, weight in weights:
-        places = tuple(slice(None, None, max(-(-size // PROBED), 1)) for size in weight.shape)
-        probes.setdefault(weight.device, []).append(weight[places].reshape(-1).double())
-    return b"".join(torch.cat(each).cpu().numpy().tobytes() for each in probes.values())
+        probes.setdefault(weight.device, []).append(weight[_places(weight.shape)].reshape(-1).double())
+    return b"".join([torch.cat(each).cpu().numpy().tobytes() for each in probes.values()])
 
 
-def _digest(weights: list[tuple[str, Tensor]]) -> str:
+def _digest(weights: list[tuple[str, Tensor]], facts: Facts) -> str:
     total = hashlib.sha256()
     seen: dict[tuple[Any, ...], bytes] = {}
     for name, weight in weights:
@@ -295,6 +444,8 @@ def _digest(weights: list[tuple[str, Tensor]]) -> str:
         if place not in seen:
             seen[place] = _block_sums(weight).cpu().numpy().tobytes()
         total.update(seen[place])
+    for path, name, value in facts:
+        total.update(f"\n{path} {name} = {value!r}".encode())
     return total.hexdigest()
 
 

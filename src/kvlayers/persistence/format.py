@@ -5,34 +5,23 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
 from kvlayers.core.description import Fact
 from kvlayers.errors import OptionError
 from kvlayers.persistence.safetensors_header import parse_json, refuse, shown
-from kvlayers.static.slots import Buckets
 
 FORMAT = "kvlayers.cache"
 FORMAT_VERSION = 2
-"""The version that is written for whole caches."""
+"""The version of whole caches, the only one that is read and written."""
 
 NODE_VERSION = 5
 """The version of a node of a prefix store, which has a part of the states."""
 
-READ_VERSIONS = ("1", "2")
-"""The versions of whole caches."""
-
-EARLIER_VERSIONS = ("3", "4")
-"""Entries of a prefix store with blocks beside them, and nodes, each of which described all layers of the cache."""
-
 MAX_TOKENS = 2**40
 """Far more than anybody will ever decode. A count of tokens beyond this is refused."""
-
-_STORED_IN_VERSION_1 = ("DynamicLayer", "QuantizedLayer", "SinkLayer", "SlidingLayer")
-_RESERVED_IN_VERSION_1 = ("StaticLayer", "StaticSlidingLayer")
-"""The kinds of layers whose facts were others in version 1: with quantized states, and with a reservation."""
 
 MAX_METADATA_BYTES, MAX_METADATA_BRACKETS = 2**20, 50_000
 """Of a caller's own texts, which are in the header of a file: a quarter of what a header may have."""
@@ -178,7 +167,7 @@ def rotary_name(fingerprint: str) -> str:
     return f"rotary.{fingerprint}"
 
 
-def read_description(path: str, text: str, version: str = str(FORMAT_VERSION)) -> Description:
+def read_description(path: str, text: str) -> Description:
     """The description in a file.
 
     Raises:
@@ -192,36 +181,11 @@ def read_description(path: str, text: str, version: str = str(FORMAT_VERSION)) -
         if not (isinstance(rotary, list) and len(rotary) == 2 and isinstance(rotary[0], str) and _is_count(rotary[1])):
             refuse(path, "the layout and the first dimension of a rotation", shown(rotary))
         rotaries[fingerprint] = rotary[0], rotary[1]
-    cache = _cache_record(path, content["cache"], version)
+    cache = _cache_record(path, content["cache"])
     description = Description(content["versions"], cache, model, rotaries, tuple(content["dtypes"]))
     if description.fingerprint != content["fingerprint"]:
         refuse(path, f"the fingerprint {description.fingerprint}", shown(content["fingerprint"]))
     return description
-
-
-def _as_described(layer: LayerRecord, options: Options) -> dict[str, Fact]:
-    """The facts of a layer in a file of version 1, as the layer would describe itself.
-
-    In that version a layer did not name its store, and what all layers of a static cache reserve stood once, in the
-    options of the cache. Recurrent layers said too little: they can only be made from the config of the model. Layers
-    of transformers and of other packages are not changed.
-    """
-    facts = layer.facts
-    kind = facts.get("attention") if layer.kind == "HybridLayer" else layer.kind
-    if kind in _STORED_IN_VERSION_1 and "backend" in facts:
-        return {**facts, "store": "QuantizedStore"}
-    if kind not in _RESERVED_IN_VERSION_1 or "max_cache_len" not in facts:
-        return facts
-    buckets = options.get("buckets")
-    sizes = buckets if isinstance(buckets, dict) else Buckets().facts()
-    reserved = {
-        "max_batch_size": options.get("max_batch_size"),
-        "smallest_bucket": sizes.get("minimum", sizes.get("smallest_bucket")),
-        "bucket_factor": sizes.get("factor", sizes.get("bucket_factor")),
-        "grow": options.get("grow", False),
-    }
-    own = facts["max_cache_len"]
-    return {**facts, **reserved, "max_cache_len": options.get("max_cache_len") if own is None else own}
 
 
 def _is_count(value: object) -> bool:
@@ -288,14 +252,12 @@ def _record(path: str, content: object, checks: _Checks) -> dict[str, Any]:
     return content
 
 
-def _cache_record(path: str, content: object, version: str, may_have_parts: bool = True) -> CacheRecord:
+def _cache_record(path: str, content: object, may_have_parts: bool = True) -> CacheRecord:
     found = _record(path, content, _CACHE)
-    parts = tuple(_cache_record(path, part, version, may_have_parts=False) for part in found["parts"])
+    parts = tuple(_cache_record(path, part, may_have_parts=False) for part in found["parts"])
     if parts and (not may_have_parts or len(parts) != 2 or found["layers"]):
         refuse(path, "two parts and no other layers, or layers alone", f"{len(parts)} parts")
     layers = tuple(_layer_record(path, layer) for layer in found["layers"])
-    if version == "1":
-        layers = tuple(replace(layer, facts=_as_described(layer, found["options"])) for layer in layers)
     return CacheRecord(**{**found, "layers": layers, "parts": parts})
 
 

@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from kvlayers.core.cache import Cache
+from kvlayers.core.cache import Cache, described_origin
 from kvlayers.core.cache_operations import CacheState
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.layer_list import adapted
@@ -185,7 +185,7 @@ class StateReader:
                 )
             pairs = enumerate(zip(map(adapted, layers), record.layers, strict=True))
             found = tuple(self._rehearsed(layer, own, part, index) for index, (layer, own) in pairs)
-            states.append(CacheState(record.kind, found))
+            states.append(CacheState(record.kind, found, origins=(described_origin(record.options),)))
         state = CacheState(description.cache.kind, parts=tuple(states)) if description.cache.parts else states[0]
         if self.length is not None:
             # On a fork first: only loaded layers know which tokens have left their windows.

@@ -10,11 +10,10 @@ from kvlayers.errors import CacheFileError
 from kvlayers.persistence.checksums import DIGEST_BYTES, checksum, digest_of, first_rows, runs
 from kvlayers.persistence.format import (
     DIGESTS,
-    EARLIER_VERSIONS,
     FORMAT,
+    FORMAT_VERSION,
     NODE_VERSION,
     OWN_METADATA,
-    READ_VERSIONS,
     TOKEN_IDS,
     Description,
     read_description,
@@ -34,10 +33,6 @@ METADATA = ("format", "format_version", "description", "checksum")
 
 class UnknownVersionError(CacheFileError):
     """A file has a version of the format that this kvlayers does not know."""
-
-
-class EarlierEntryError(UnknownVersionError):
-    """A file is of an entry that an earlier kvlayers has written, and that is not read any more."""
 
 
 class SavedFile:
@@ -127,12 +122,6 @@ def _described(path: str, header: Header) -> Description:
     if metadata.get("format") != FORMAT:
         refuse(path, f"the format {FORMAT!r}", shown(metadata.get("format")), "it was not made by save_cache()")
     version = metadata.get("format_version")
-    if version in EARLIER_VERSIONS:
-        raise EarlierEntryError(
-            f"{path} must be of this version of kvlayers, got an entry of an earlier one, whose states are in files "
-            "that are not read any more: delete the *.safetensors and *.block files of its directory, or name "
-            "another directory. What they held is computed and written again."
-        )
     if version == str(NODE_VERSION):
         refuse(
             path,
@@ -140,14 +129,14 @@ def _described(path: str, header: Header) -> Description:
             "a node of a prefix store, which has a part of them",
             "open its directory with PrefixStore(directory=...)",
         )
-    if version not in READ_VERSIONS:
+    if version != str(FORMAT_VERSION):
         raise UnknownVersionError(
-            f"{path} must have version {' or '.join(READ_VERSIONS)} of the format, got version {shown(version)}: it is "
-            "damaged, or of a later kvlayers: update kvlayers, or save it again."
+            f"{path} must have version {FORMAT_VERSION} of the format, got version {shown(version)}: it is damaged, or "
+            "of another kvlayers: save it again with this one."
         )
     if set(metadata) - {OWN_METADATA} != set(METADATA):
         refuse(path, f"metadata of {', '.join(METADATA)}", shown(sorted(metadata)))
-    description = read_description(path, metadata["description"], metadata["format_version"])
+    description = read_description(path, metadata["description"])
     names = [prefix + name for prefix, layer in description.layers() for name in layer.tensors]
     names += [rotary_name(fingerprint) for fingerprint in description.rotaries]
     names += [DIGESTS]

@@ -9,11 +9,8 @@ from kvlayers.core.buffer import LayerShape, RecurrentShape, TokenShape
 from kvlayers.core.from_config import HYBRID, RECURRENT, WINDOWED
 from kvlayers.errors import ConfigError
 from kvlayers.upstream import compat, model_layers, model_types
-from kvlayers.upstream.model_layers import LayerSpec
+from kvlayers.upstream.model_layers import INDEXED, LayerSpec
 from kvlayers.upstream.model_types import ConfigNumbers, kv_heads
-
-INDEXED = ("indexed_attention", "deepseek_sparse_attention")
-"""Layer types that cache the key of an indexer besides, by the names of all versions."""
 
 HOLD_NOTHING = ("dummy", "moe", "mlp")
 """Layer types without a cache of their own."""

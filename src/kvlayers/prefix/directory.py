@@ -19,13 +19,12 @@ from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.load import StateReader
 from kvlayers.persistence.node_file import NodeFile
 from kvlayers.persistence.rebuild import check_remakeable
-from kvlayers.persistence.safetensors_header import Content, FileTensors, parse_header, ranges_of
-from kvlayers.persistence.saved_file import EarlierEntryError, SavedFile
+from kvlayers.persistence.safetensors_header import Content, FileTensors, ranges_of
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
 from kvlayers.prefix.backends.contract import ABANDONED_SECONDS
 from kvlayers.prefix.entry import PrefixEntry, fork_at, restorable_length
 from kvlayers.prefix.keys import Tokens
-from kvlayers.prefix.nodes import Node, NodeTree, read_nodes, whole_cache
+from kvlayers.prefix.nodes import Node, NodeTree, read_nodes
 from kvlayers.prefix.states import MOST_PIECES, NODE_TOKENS, EntryStates, NodesFile, span_needed
 from kvlayers.utils.options import checked_device
 
@@ -191,7 +190,7 @@ class Directory:
             known: paths of known entries.
 
         Raises:
-            CachePathError: the files cannot be listed now, or are those of an earlier version.
+            CachePathError: the files cannot be listed now.
         """
         self._refresh()
         with self._lock:
@@ -221,8 +220,6 @@ class Directory:
         ]
         found = []
         for file, node in read_nodes(self.backend, new):
-            if isinstance(node, EarlierEntryError):
-                raise CachePathError(str(node))
             if isinstance(node, UnreachableError):
                 self.reports.unreachable(node)
             elif isinstance(node, KVLayersError):
@@ -353,9 +350,7 @@ class Directory:
         place = torch.device("cpu") if device is None else checked_device(device)
         cut = length if end.entry.cuttable else None
         try:
-            nodes = [file for file in read if isinstance(file, NodeFile)]
-            whole = [file for file in read if isinstance(file, SavedFile)]
-            saved = whole[0] if whole else NodesFile(nodes, end.stop if cut is None else cut)
+            saved = NodesFile(read, end.stop if cut is None else cut)
             cache = StateReader(saved, place, cut, verify=True).new(config)
         except CachePathError:
             raise
@@ -369,9 +364,9 @@ class Directory:
 
     def _read(
         self, path: str, chain: Sequence[Node], length: int, cuttable: bool, deadline: float | None
-    ) -> tuple[list[NodeFile | SavedFile], int]:
+    ) -> tuple[list[NodeFile], int]:
         """The files of these nodes up to the first that cannot be used, and how many tokens they serve."""
-        read: list[NodeFile | SavedFile] = []
+        read: list[NodeFile] = []
         for node, found in zip(chain, self._opened(chain, deadline), strict=True):
             if not isinstance(found, KVLayersError):
                 read.append(found)
@@ -392,11 +387,11 @@ class Directory:
             break
         return read, length
 
-    def _opened(self, chain: Sequence[Node], deadline: float | None) -> Iterator[NodeFile | SavedFile | KVLayersError]:
+    def _opened(self, chain: Sequence[Node], deadline: float | None) -> Iterator[NodeFile | KVLayersError]:
         """The file of each node, or what is wrong with it, in order. Digests are compared while others arrive."""
         files = [StoredFile(node.name, node.nbytes) for node in chain]
         wait_seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        coming: deque[Future[NodeFile | SavedFile | KVLayersError]] = deque()
+        coming: deque[Future[NodeFile | KVLayersError]] = deque()
         with ThreadPoolExecutor(CHECKING_THREADS, thread_name_prefix="kvlayers-check") as threads:
             contents = zip(chain, self.backend.read(files, wait_seconds), strict=True)
             while True:
@@ -406,7 +401,7 @@ class Directory:
                     return
                 yield coming.popleft().result()
 
-    def _checked(self, node: Node, content: Content | KVLayersError) -> NodeFile | SavedFile | KVLayersError:
+    def _checked(self, node: Node, content: Content | KVLayersError) -> NodeFile | KVLayersError:
         """The file of a node, all bytes of which were compared with their digest, or what is wrong with it."""
         if isinstance(content, KVLayersError):
             return content
@@ -415,15 +410,10 @@ class Directory:
         try:
             # Compared now, and not only when the store was opened, since other processes may write to the directory.
             read = ranges_of(content)
-            if head is not None:
-                is_same = read(0, len(head.content)) == head.content
-                return NodeFile(FileTensors(path, head.header, read), head) if is_same else replaced
-            saved = SavedFile(FileTensors(path, parse_header(path, len(content), read), read))
-            found = whole_cache(saved, StoredFile(node.name, len(content)))
+            is_same = read(0, len(head.content)) == head.content
+            return NodeFile(FileTensors(path, head.header, read), head) if is_same else replaced
         except KVLayersError as error:
             return error
-        is_same = found is not None and found.label == node.label and found.ids.tobytes() == node.ids.tobytes()
-        return saved if is_same else replaced
 
     def delete_all(self, paths: Collection[str]) -> bool:
         """Delete entries, and the nodes before them that no other entry needs.

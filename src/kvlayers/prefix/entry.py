@@ -1,6 +1,5 @@
 """An entry of a prefix store: its tokens and its cache, what memory it takes, and when it leaves."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -10,7 +9,7 @@ from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.errors import RollbackError
 from kvlayers.eviction.evicting_layer import EvictingLayer
 from kvlayers.offload.offloaded_layer import OffloadedLayer
-from kvlayers.prefix.keys import RadixTree, Tokens
+from kvlayers.prefix.keys import PrefixMatch, RadixTree, Tokens
 from kvlayers.utils.tensor_memory import Storages
 
 
@@ -25,10 +24,11 @@ class PrefixEntry:
         storages: size in bytes of each piece of memory of the cache, by address. Other caches may share them.
         path: path of its file, or URL without credentials; `None` without a file.
         file_bytes: size of the file in bytes; 0 without one.
-        last_use: a counter that grows with each use of the store.
+        uses: when its first tokens were last used, by how many they are: a counter that grows with each use of the
+            store. More tokens have an earlier use; all of them have one.
         used: time of the last use in seconds since 1970; `None` if it was not used since the store was made.
         hits: look-ups that it has served.
-        pins: how many calls of `pin` no `unpin` has undone, by the number of tokens that they were for.
+        pins: how many calls of `pin` no `unpin` has undone.
         boundaries: lengths that the entry serves: its own, and those of the entries that it has replaced.
         is_leaving: whether it has been evicted, and leaves memory as soon as it is in a file.
         is_being_written: whether it is being written to a file, which holds its memory.
@@ -40,10 +40,10 @@ class PrefixEntry:
     storages: Storages = field(default_factory=dict)
     path: str | None = None
     file_bytes: int = 0
-    last_use: int = 0
+    uses: dict[int, int] = field(default_factory=dict)
     used: float | None = None
     hits: int = 0
-    pins: Counter[int] = field(default_factory=Counter)
+    pins: int = 0
     boundaries: set[int] = field(default_factory=set)
     is_leaving: bool = False
     is_being_written: bool = False
@@ -55,6 +55,26 @@ class PrefixEntry:
     def length(self) -> int:
         """Number of tokens."""
         return len(self.ids)
+
+    @property
+    def last_use(self) -> int:
+        """When all of its tokens were last used, by a counter that grows with each use of the store."""
+        return self.uses.get(self.length, 0)
+
+    def use(self, tokens: int, time: int) -> None:
+        """Note that the first tokens were used at some time."""
+        older = {length: used for length, used in self.uses.items() if length > tokens or used > time}
+        if all(used < time for length, used in older.items() if length >= tokens):
+            older[tokens] = time
+        self.uses = older
+
+    def cut(self, length: int) -> None:
+        """Be an entry of the first tokens alone."""
+        self.ids = self.ids[:length].copy()
+        self.boundaries = {boundary for boundary in self.boundaries if boundary < length} | {length}
+        uses, self.uses = self.uses, {}
+        for tokens, time in uses.items():
+            self.use(min(tokens, length), time)
 
     @property
     def nbytes(self) -> int:
@@ -110,6 +130,24 @@ def fork_at(cache: Cache, length: int) -> Cache:
     fork = cache.fork()
     if length < cache.get_seq_length():
         fork.truncate(length)
+    return fork
+
+
+def packed(cache: Cache, length: int, beside: PrefixMatch[Cache] | None) -> Cache:
+    """A fork of the first tokens of `cache`, which has no more memory than they need.
+
+    Args:
+        cache: the cache.
+        length: a length that `restorable_length` has returned.
+        beside: another cache, in whose memory the fork has the tokens that are equal; `None` for memory of its own.
+    """
+    fork = fork_at(cache, length)
+    shared = 0 if beside is None or cache.rotates_keys else min(beside.tokens, length)
+    if shared * 3 < length * 2:
+        # Without a long shared part, all is copied: a caller may hold what others do not.
+        fork.compact()
+    if beside is not None and shared:
+        fork.share_prefix(beside.value.fork(), shared)
     return fork
 
 

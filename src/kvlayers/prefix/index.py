@@ -1,24 +1,34 @@
 """The entries of a store, and the memory that they take. Not thread-safe by itself, and it reads and writes no file."""
 
 import contextlib
-import itertools
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvlayers.core.cache import Cache
 from kvlayers.errors import CapacityError, KVLayersError
-from kvlayers.prefix.entry import EvictionPolicy, MemoryAccount, PrefixEntry, can_restore, eviction_order
-from kvlayers.prefix.keys import RadixTree, Tokens
+from kvlayers.prefix.entry import (
+    EvictionPolicy,
+    MemoryAccount,
+    PrefixEntry,
+    can_restore,
+    eviction_order,
+    fork_at,
+    packed,
+    shares_memory,
+)
+from kvlayers.prefix.keys import PrefixMatch, RadixTree, Tokens
 from kvlayers.utils.tensor_memory import Storages
 from kvlayers.utils.units import exact_bytes
 
 MOST_NEIGHBOURS = 4
 """Entries in files whose blocks a new file may refer to."""
 
-MOST_MOVED_BYTES = 2**28
-"""A larger cache is not moved to give back spare room, since the lock of the store is held meanwhile."""
+MOST_APART = 3
+"""Caches that hold more than so many times the budget do not fit in, whatever they share."""
+
+LEAST_PART = 32
+"""At least one token in so many leaves an entry at a time, since what stays of its own memory is copied."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class EntryIndex:
         has_directory: whether evicted entries are to be written before they leave memory.
 
     Attributes:
-        evictions: entries that left memory, or are leaving it.
+        evictions: how often an entry left memory, is leaving it, or lost its last tokens.
     """
 
     def __init__(self, max_bytes: int, policy: EvictionPolicy, has_directory: bool) -> None:
@@ -58,7 +68,7 @@ class EntryIndex:
         self._memory = MemoryAccount()
         self._staying = MemoryAccount()
         self._holders: dict[int, set[PrefixEntry]] = {}
-        self._untrimmed: set[PrefixEntry] = set()
+        self._unpacked: dict[PrefixEntry, None] = {}
         self._stuck: PrefixEntry | None = None
 
     def __iter__(self) -> Iterator[PrefixEntry]:
@@ -110,13 +120,15 @@ class EntryIndex:
                 return found.value
         return None
 
-    def closest_in_memory(self, label: str, ids: Tokens) -> tuple[Cache, int] | None:
-        """A fork of the cache that begins with most of these tokens, and how many they are; `None` without one."""
+    def closest_in_memory(
+        self, label: str, ids: Tokens, besides: PrefixEntry | None = None
+    ) -> PrefixMatch[PrefixEntry] | None:
+        """The entry in memory that begins with most of these tokens, and how many they are; `None` without one."""
         for found in self.tree(label).nearest(ids):
             if not found.tokens:
                 return None
-            if found.value.cache is not None:
-                return found.value.cache.fork(), found.tokens
+            if found.value.cache is not None and found.value is not besides:
+                return found
         return None
 
     def neighbours_in_files(self, entry: PrefixEntry) -> list[tuple[str, int]]:
@@ -139,12 +151,12 @@ class EntryIndex:
     def add(self, entry: PrefixEntry) -> None:
         """Add an entry, or note that it is used now."""
         self._trees.setdefault(entry.label, RadixTree()).insert(entry.ids, entry)
-        self.touch(entry)
+        self.touch(entry, entry.length)
 
-    def touch(self, entry: PrefixEntry) -> None:
-        """Record that an entry is used now. If it was leaving memory, it stays."""
+    def touch(self, entry: PrefixEntry, tokens: int) -> None:
+        """Record that the first tokens of an entry are used now. If it was leaving memory, it stays."""
         self._uses += 1
-        entry.last_use = self._uses
+        entry.use(tokens, self._uses)
         self._stay(entry)
 
     def _stay(self, entry: PrefixEntry) -> None:
@@ -152,19 +164,10 @@ class EntryIndex:
             entry.is_leaving = False
             self._staying.add(entry.storages)
 
-    def entries_with(self, label: str, ids: Tokens) -> Iterator[PrefixEntry]:
-        """All entries that begin with these tokens, in memory or not; that of exactly these tokens first."""
-        nearest = itertools.takewhile(lambda found: found.tokens == len(ids), self.tree(label).nearest(ids))
-        return (found.value for found in nearest)
-
-    def pin(self, entry: PrefixEntry, tokens: int) -> None:
-        """Pin an entry for the sake of its first tokens. If it was leaving memory, it stays."""
-        entry.pins[tokens] += 1
+    def pin(self, entry: PrefixEntry) -> None:
+        """Pin an entry. If it was leaving memory, it stays."""
+        entry.pins += 1
         self._stay(entry)
-
-    def unpin(self, entry: PrefixEntry, tokens: int) -> None:
-        """Undo one `pin`."""
-        entry.pins -= Counter({tokens: 1})
 
     def set_stuck(self, entry: PrefixEntry) -> None:
         """Make room elsewhere from now on, since writing this entry takes too long."""
@@ -176,9 +179,9 @@ class EntryIndex:
         if entry is self._stuck:
             self._stuck = None
 
-    def hit(self, entry: PrefixEntry) -> None:
-        """Record that an entry serves a look-up."""
-        self.touch(entry)
+    def hit(self, entry: PrefixEntry, tokens: int) -> None:
+        """Record that the first tokens of an entry serve a look-up."""
+        self.touch(entry, tokens)
         entry.hits += 1
         entry.used = time.time()
 
@@ -195,7 +198,7 @@ class EntryIndex:
         self.drop_cache(entry)
         entry.cache = cache
         self._count(entry, cache.storages())
-        self._untrimmed.add(entry)
+        self._unpacked[entry] = None
 
     def _count(self, entry: PrefixEntry, storages: Storages) -> None:
         """Count the memory of an entry, in place of what was counted for it before."""
@@ -218,7 +221,7 @@ class EntryIndex:
         self.unset_stuck(entry)
         self._count(entry, {})
         entry.is_leaving = False
-        self._untrimmed.discard(entry)
+        self._unpacked.pop(entry, None)
         self._trim_holders(before)
 
     def _trim_holders(self, storages: Iterable[int]) -> None:
@@ -233,7 +236,7 @@ class EntryIndex:
 
     def _trim(self, entry: PrefixEntry) -> None:
         before = entry.storages
-        if entry.cache is not None and entry.nbytes <= MOST_MOVED_BYTES:
+        if entry.cache is not None:
             entry.cache.trim()
             self._count(entry, entry.cache.storages())
             self.note_moves(before.keys() - entry.storages.keys())
@@ -285,7 +288,7 @@ class EntryIndex:
         """Remove all entries, pinned or not, and return the paths of their files."""
         entries = list(self)
         # At once, or memory would be moved for entries that go next.
-        self._trees, self._holders, self._untrimmed, self._stuck = {}, {}, set(), None
+        self._trees, self._holders, self._unpacked, self._stuck = {}, {}, {}, None
         self._memory, self._staying = MemoryAccount(), MemoryAccount()
         for entry in entries:
             entry.cache, entry.storages, entry.is_leaving = None, {}, False
@@ -298,7 +301,7 @@ class EntryIndex:
         covering = self.entry_covering(label, ids)
         if covering is not None:
             covering.boundaries.add(len(ids))
-            self.touch(covering)
+            self.touch(covering, len(ids))
         return covering is not None
 
     def exchange(self, label: str, ids: Tokens, cache: Cache) -> Exchange | None:
@@ -314,22 +317,28 @@ class EntryIndex:
 
     def check_room(self, exchange: Exchange) -> None:
         """Raise `CapacityError` unless there is room for an exchange besides the pinned entries."""
-        storages = exchange.cache.storages()
-        nbytes = sum(storages.values())
+        new = exchange.entry, exchange.cache
+        nbytes = self._bytes_of([new])
         if nbytes > self.max_bytes:
             raise CapacityError(
                 f"the cache must fit into the store's max_bytes of {exact_bytes(self.max_bytes)}, got one of "
                 f"{exact_bytes(nbytes)}: make the store with a larger max_bytes."
             )
         others = self._unaffected(exchange)
-        pinned = MemoryAccount(entry.storages for entry in others if entry.pins)
-        already = pinned.nbytes
-        pinned.add(storages)
-        if pinned.nbytes > self.max_bytes:
+        pinned = [(entry, entry.cache) for entry in others if entry.pins and entry.cache is not None]
+        if pinned and self._bytes_of([*pinned, new]) > self.max_bytes:
             raise CapacityError(
-                f"there is no room for {exact_bytes(nbytes)}, as {exact_bytes(already)} of "
+                f"there is no room for {exact_bytes(nbytes)}, as {exact_bytes(self._bytes_of(pinned))} of "
                 f"{exact_bytes(self.max_bytes)} are pinned: unpin() entries, or make the store with a larger max_bytes."
             )
+
+    def _bytes_of(self, held: Sequence[tuple[PrefixEntry, Cache]]) -> int:
+        """Bytes that caches need by themselves. If all that they hold fits, it is counted, whoever reads it."""
+        nbytes = MemoryAccount(cache.storages() for _, cache in held).nbytes
+        # What others hold too is part of the budget, and spare room is less than what is held.
+        if not self.max_bytes < nbytes <= MOST_APART * self.max_bytes:
+            return nbytes
+        return MemoryAccount(cache.storages() for cache in _packed_together(held)).nbytes
 
     def _unaffected(self, exchange: Exchange) -> list[PrefixEntry]:
         """The other entries in memory."""
@@ -342,27 +351,39 @@ class EntryIndex:
         Returns:
             Whether it was made, and entries that must be written before they leave.
         """
-        others = self._unaffected(exchange)
-        staying = [old for old in exchange.replaced if not old.is_leaving]
+        entry, others = exchange.entry, self._unaffected(exchange)
+        staying, is_new = [old for old in exchange.replaced if not old.is_leaving], exchange.entry not in self
         try:
-            # Counted like all others from the beginning, since to evict may move what it shares with them.
-            self.set_cache(exchange.entry, exchange.cache)
+            # Held like all others from the beginning, since to evict may move what it shares with them. If it has to
+            # wait for files, nobody else may read its memory meanwhile.
+            if not self.has_directory:
+                self.add(entry)
+            self.set_cache(entry, exchange.cache)
             for old in staying:
                 self.leave(old)
             leaving = self._evict(others, self.max_bytes)
-            is_made = self._fits_without([old for old in exchange.replaced if not old.is_being_written])
+            gone = [old for old in exchange.replaced if not old.is_being_written]
+            is_settled = not any(each.is_leaving or each.is_being_written for each in others)
+            if is_settled and len(gone) == len(exchange.replaced) and self._staying.nbytes > self.max_bytes:
+                # All that can leave has left, but these hold memory that it has shared with them.
+                kept = [(each, each.cache) for each in (entry, *others) if each.cache is not None]
+                for (each, _), cache in zip(kept, _packed_together(kept), strict=True):
+                    self.set_cache(each, cache)
+            is_made = self._fits_without(gone)
         except BaseException:
-            exchange.entry.cache = None
+            entry.cache = None
+            if is_new:
+                self.tree(entry.label).remove(entry.ids)
             for old in staying:
                 old.is_leaving = False
             raise
         if is_made:
             self._complete(exchange)
-        else:
-            self.drop_cache(exchange.entry)
-            for old in staying:
-                self._stay(old)
-        return is_made, leaving
+            return True, leaving
+        self.drop_cache(entry)
+        for old in staying:
+            self._stay(old)
+        return False, leaving
 
     def _fits_without(self, leaving: Sequence[PrefixEntry]) -> bool:
         """Whether all that is in memory fits into it without these entries."""
@@ -401,7 +422,7 @@ class EntryIndex:
 
     def _recount(self) -> None:
         self._memory, self._staying, self._holders = MemoryAccount(), MemoryAccount(), {}
-        self._untrimmed = {entry for entry in self if entry.cache is not None}
+        self._unpacked = dict.fromkeys(entry for entry in self if entry.cache is not None)
         for entry in self:
             entry.storages = {}
             self._count(entry, {} if entry.cache is None else entry.cache.storages())
@@ -419,24 +440,88 @@ class EntryIndex:
         """Evict entries until the staying entries take at most `most` bytes, or only pinned entries are left."""
         must_be_written: list[PrefixEntry] = []
         # If everything goes, nothing has to be moved.
-        for entry in [entry for entry in self._untrimmed if not entry.is_leaving] if most > 0 else ():
+        for entry in [entry for entry in self._unpacked if not entry.is_leaving] if most > 0 else ():
             if self._staying.nbytes <= most:
                 break
-            self._untrimmed.discard(entry)
-            self._trim(entry)
-        if self._staying.nbytes <= most:
-            return must_be_written
-        staying = (entry for entry in candidates if not entry.pins and not entry.is_leaving)
-        evictable = [entry for entry in staying if entry is not self._stuck]
-        for entry in eviction_order(self.policy, evictable, self._trees.values()):
-            if self._staying.nbytes <= most:
+            self._pack(entry, entry.length)
+        pending: list[PrefixEntry] = []
+        while self._staying.nbytes > most:
+            if not pending:
+                staying = (entry for entry in candidates if entry.cache is not None and not entry.is_leaving)
+                evictable = [entry for entry in staying if not entry.pins and entry is not self._stuck]
+                # The first one last, as the list gets shorter from there.
+                pending = eviction_order(self.policy, evictable, self._trees.values())[::-1]
+            if not pending:
                 break
+            entry = pending.pop()
             self.evictions += 1
             if entry.path is not None:
                 self.drop_cache(entry)
             elif self.has_directory:
                 self.leave(entry)
                 must_be_written.append(entry)
-            else:
-                self.remove(entry)
+            elif self._shorten(entry, most):
+                # The tokens that stay may have been used later than those of other entries.
+                pending = []
         return must_be_written
+
+    def _shorten(self, entry: PrefixEntry, most: int) -> bool:
+        """Drop the last tokens of an entry: as many as needed of those that no other entry has, and of the oldest use.
+
+        Returns:
+            Whether some of them stay. If not, the entry is removed.
+        """
+        closest = self.closest_in_memory(entry.label, entry.ids, besides=entry)
+        shared = 0 if closest is None else closest.tokens
+        least = max([shared, *(length for length in entry.uses if length < entry.length)])
+        step = entry.length // LEAST_PART + 1
+        stays = most > 0 and entry.cache is not None and shares_memory(entry.cache)
+        while stays and entry.length > least and (surplus := self._staying.nbytes - most) > 0:
+            length = max(entry.length - max(surplus * entry.length // entry.nbytes, step), least)
+            stays = length > shared and entry.can_restore((length,))
+            if stays:
+                self._pack(entry, length)
+        if stays and entry.length > shared:
+            return True
+        if closest is not None:
+            for tokens, time in entry.uses.items():
+                closest.value.use(min(tokens, shared), time)
+        self.remove(entry)
+        return False
+
+    def _pack(self, entry: PrefixEntry, length: int) -> None:
+        """Hold the first tokens of an entry alone: where another entry has them, the others in memory of their own."""
+        self._unpacked.pop(entry, None)
+        if self.has_directory:
+            # Copies would take memory until what is leaving is in files.
+            self._trim(entry)
+            return
+        if entry.cache is None or not shares_memory(entry.cache):
+            return
+        ids = entry.ids[:length]
+        closest = self.closest_in_memory(entry.label, ids, besides=entry)
+        other = None if closest is None else closest.value.cache
+        beside = None if closest is None or other is None else PrefixMatch(other, closest.tokens)
+        before, cache = self.nbytes, entry.cache
+        self.set_cache(entry, packed(cache, length, beside))
+        if self.nbytes > before:
+            # What it held stays, as a caller goes on with what others share with it.
+            self.set_cache(entry, fork_at(cache, length))
+        del cache
+        if length < entry.length:
+            self.tree(entry.label).remove(entry.ids)
+            entry.cut(length)
+            self.tree(entry.label).insert(entry.ids, entry)
+        self._trim(entry)
+        self._unpacked.pop(entry, None)
+
+
+def _packed_together(held: Sequence[tuple[PrefixEntry, Cache]]) -> list[Cache]:
+    """Forks of the caches of entries, which have the memory that they need together, and share it with nobody else."""
+    trees: dict[str, RadixTree[Cache]] = {}
+    forks = []
+    for entry, cache in held:
+        tree = trees.setdefault(entry.label, RadixTree())
+        forks.append(packed(cache, entry.length, next(tree.nearest(entry.ids), None)))
+        tree.insert(entry.ids, forks[-1])
+    return forks

@@ -278,6 +278,25 @@ class EntryAccess:
                         f"{wait_seconds} s: insert it later, or make the store with a larger write_wait_seconds."
                     )
 
+    def pin(self, label: str, ids: Tokens) -> bool:
+        """Pin the entry of exactly these tokens. If a longer one in memory serves them, they get an entry first.
+
+        Returns:
+            Whether there is such an entry.
+
+        Raises:
+            CapacityError: the longer one shares no memory, and there is no room for a copy of it.
+        """
+        with self._lock, self._index.counted():
+            entry, covering = self._index.tree(label).get(ids), self._index.entry_covering(label, ids)
+            if entry is None and covering is not None and covering.cache is not None:
+                entry = PrefixEntry(label, ids)
+                if not self._take(Exchange(entry, fork_at(covering.cache, len(ids)))):
+                    raise CapacityError("there is no room until an entry has been written to the directory: pin later.")
+            if entry is not None:
+                self._index.pin(entry)
+            return entry is not None
+
     def find(
         self,
         label: str,
@@ -323,10 +342,11 @@ class EntryAccess:
         with self._lock:
             can_share = shares_memory(cache) and not cache.rotates_keys
             closest = self._index.closest_in_memory(label, ids) if can_share else None
-        if closest is not None:
-            cache.share_prefix(*closest)
+            other = None if closest is None or closest.value.cache is None else closest.value.cache.fork()
+        if closest is not None and other is not None:
+            cache.share_prefix(other, closest.tokens)
             # Of the other cache's holders, the entry alone is left.
-            del closest
+            del other
         before = cache.storages()
         # This may move what it shares with entries.
         cache.trim()
@@ -371,4 +391,4 @@ class EntryAccess:
             found.cache = cache.fork()
             with contextlib.suppress(CapacityError):
                 self._take(Exchange(entry, cache))
-        index.hit(entry)
+        index.hit(entry, found.covered)

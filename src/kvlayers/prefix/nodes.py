@@ -10,31 +10,28 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.errors import CacheFileError, KVLayersError
-from kvlayers.persistence.format import TOKEN_IDS
-from kvlayers.persistence.node_file import MAX_RANGE_BYTES, EntryFacts, NodeHead, NodeRecord, is_node, read_head
-from kvlayers.persistence.rebuild import loads_prefixes
+from kvlayers.persistence.node_file import MAX_RANGE_BYTES, NodeHead, NodeRecord, is_node, read_head
 from kvlayers.persistence.safetensors_header import FileTensors, ReadRange, parse_header
 from kvlayers.persistence.saved_file import SavedFile
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile
 from kvlayers.prefix.backends.contract import SUFFIX
 from kvlayers.prefix.entry import PrefixEntry
-from kvlayers.prefix.keys import LABEL_PREFIX, RadixTree, Tokens
+from kvlayers.prefix.keys import RadixTree, Tokens
 
 
 @dataclass(eq=False)
 class Node:
-    """A node of a directory. Files that earlier versions wrote with a whole cache are nodes without parents.
+    """A node of a directory.
 
     Attributes:
         name: name of its file.
         nbytes: bytes of the file.
         record: its place, and which rows it has.
         ids: its tokens, from `record.start` on, int64 `[tokens]`. There may be more than it has rows for.
-        head: the beginning of the file; `None` for a whole cache.
+        head: the beginning of the file.
         file: the file in the last listing, `None` if it was written since.
     """
 
@@ -42,7 +39,7 @@ class Node:
     nbytes: int
     record: NodeRecord
     ids: Tokens
-    head: NodeHead | None = None
+    head: NodeHead
     file: StoredFile | None = None
 
     @property
@@ -90,28 +87,13 @@ def look(path: str, file: StoredFile, read: ReadRange) -> Node | None:
     """
     header = parse_header(path, file.nbytes, read)
     if not is_node(header):
-        return whole_cache(SavedFile(FileTensors(path, header, read, MAX_RANGE_BYTES)), file)
+        # Somebody may have saved a cache there. Whatever else it is, this says.
+        SavedFile(FileTensors(path, header, read, MAX_RANGE_BYTES))
+        return None
     head = read_head(path, header, read)
     if head.digest + SUFFIX != file.name:
         raise CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
     return Node(file.name, file.nbytes, head.record, head.ids, head, file)
-
-
-def whole_cache(saved: SavedFile, file: StoredFile) -> Node | None:
-    """The node that stands for a whole cache, as earlier versions wrote it, `None` for a file of somebody else."""
-    weights_id, cache = saved.description.model.weights_id, saved.description.cache
-    if weights_id is None or not weights_id.startswith(LABEL_PREFIX):
-        return None
-    found = saved.tensor(TOKEN_IDS) if saved.has_token_ids else torch.empty(0)
-    if found.dtype != torch.int64 or found.dim() != 2 or len(found) != 1 or found.shape[1] < cache.length:
-        raise CacheFileError(f"{saved.path} is damaged: it does not have one id for each of its {cache.length} tokens.")
-    label, _, texts = weights_id.partition(" ")
-    numbers = [int(text) for text in texts.split(",") if text.isascii() and text.isdigit()]
-    layers = [layer for _, layer in saved.description.layers()]
-    facts = EntryFacts(label, tuple({layer.kind for layer in layers}), cuttable=all(map(loads_prefixes, layers)))
-    lengths = tuple(number for number in numbers if number <= cache.length)
-    record = NodeRecord(facts, parent="", start=0, stop=cache.length, lengths=lengths)
-    return Node(file.name, file.nbytes, record, found[0].numpy().copy(), file=file)
 
 
 def read_nodes(

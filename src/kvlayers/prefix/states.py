@@ -175,8 +175,6 @@ class EntryStates:
                 found = [source.read(first, held.rows) for source in self._sources[number]]
                 for form in group.tensors:
                     tensors[rows_name(number, form.name)] = [each[form.name] for each in found]
-        if node.head is None:
-            raise ValueError("A whole cache is no node that is written.")
         return content_of(node.head, tensors, self._saved)
 
 

@@ -241,21 +241,20 @@ class PrefixStore:
     def pin(
         self, input_ids: Tensor, config: object | None = None, namespace: str = "", model: str | None = None
     ) -> None:
-        """Do not evict the entry for exactly these tokens, until `unpin` has been called as often as `pin`.
+        """Do not evict these tokens, until `unpin` has been called as often as `pin`.
 
-        If the tokens are a prefix of a longer entry that can be rolled back to them, that entry is pinned.
+        The entry for exactly these tokens is pinned. If a longer entry in memory can be rolled back to them, they get
+        an entry first, and what the longer one has beyond them may be evicted.
 
         Raises:
             PrefixError: there is no such entry.
+            CapacityError: the longer entry shares no memory (static and offloaded caches), and there is no room for a
+                copy of it.
             OptionError: as `lookup`.
         """
-        label, ids = label_of(config, model, namespace), tokens_of(input_ids)
-        with self._lock:
-            exact = self._index.tree(label).get(ids)
-            entry = exact if exact is not None else self._index.entry_covering(label, ids)
-            if entry is None:
-                raise _no_entry(ids)
-            self._index.pin(entry, len(ids))
+        ids = tokens_of(input_ids)
+        if not self._access.pin(label_of(config, model, namespace), ids):
+            raise _no_entry(ids)
 
     def unpin(
         self, input_ids: Tensor, config: object | None = None, namespace: str = "", model: str | None = None
@@ -268,16 +267,14 @@ class PrefixStore:
         """
         label, ids = label_of(config, model, namespace), tokens_of(input_ids)
         with self._lock:
-            # Another entry may have come since that begins with these tokens too.
-            entries = list(self._index.entries_with(label, ids))
-            pinned = next((entry for entry in entries if entry.pins[len(ids)]), None)
-            if not entries:
+            entry = self._index.tree(label).get(ids)
+            if entry is None:
                 raise _no_entry(ids)
-            if pinned is None:
+            if not entry.pins:
                 raise PrefixError(
                     f"the entry for these {len(ids)} tokens is not pinned: call unpin() once for each pin()."
                 )
-            self._index.unpin(pinned, len(ids))
+            entry.pins -= 1
 
     def evict(self, nbytes: int | str | None = None) -> int:
         """Evict entries until at least `nbytes` bytes of memory are free, or all that are not pinned.

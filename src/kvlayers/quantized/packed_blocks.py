@@ -19,7 +19,7 @@ from kvlayers.kernels.codes.cuda_packing import pack_obstacle
 from kvlayers.kernels.codes.groups import BlockLayout
 from kvlayers.kernels.codes.packed_side import PackedSide, pack_side, side_bytes
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Quantizer, Side, check_groups
-from kvlayers.kernels.codes.smoothing import KeySmoothing, smoothing_for, vectors_for
+from kvlayers.kernels.codes.smoothing import KeySmoothing, vectors_for
 from kvlayers.utils.transforms import without_autocast
 
 GROWTH_DIVISOR = 128
@@ -107,8 +107,8 @@ class PackedBlocks:
 
     @torch.no_grad()
     def smoothing_for(self, keys: Tensor) -> KeySmoothing:
-        """How keys are to be smoothed before they are written, found in those of the first block."""
-        return smoothing_for(keys[:, :, : self.block_tokens], self._quantizers["keys"])
+        """How keys are to be smoothed before they are written, found in those of whole blocks, the first one first."""
+        return KeySmoothing.for_keys(keys, self._quantizers["keys"], self.block_tokens)
 
     @torch.no_grad()
     def write(self, skipped: int, keys: Tensor, values: Tensor, smoothing: KeySmoothing | None = None) -> None:

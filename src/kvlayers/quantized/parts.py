@@ -12,7 +12,7 @@ from kvlayers.core.token_store import BufferSwap, KVPair
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments, Segment
-from kvlayers.kernels.codes.smoothing import KeySmoothing
+from kvlayers.kernels.codes.smoothing import BLOCKS_ASKED, KeySmoothing
 from kvlayers.quantized.packed_blocks import PackedBlocks
 
 RESIDUAL_GROWTH_DIVISOR = 16
@@ -71,7 +71,7 @@ class QuantizedParts:
 
     @property
     def smoothing(self) -> KeySmoothing | None:
-        """How all packed keys were smoothed, found in the first block; `None` before one is packed."""
+        """How all packed keys were smoothed, found in those that were packed first; `None` before one is packed."""
         vectors = self._vectors
         return None if vectors is None else KeySmoothing.of_state({name: vectors[name].tensor for name in vectors})
 
@@ -121,11 +121,12 @@ class QuantizedParts:
         # Everything that can fail comes first, and goes where nobody reads: held and returned states stay valid.
         blocks.prepare(count)
         smoothing = self.smoothing
+        if smoothing is None:
+            asked = range(sinks, packed, size * -(-count // BLOCKS_ASKED))
+            smoothing = blocks.smoothing_for(torch.cat([_tokens_of(states, start, size)[0] for start in asked], 2))
         at_once = blocks.blocks_at_once
         for done in range(0, count, at_once):
             some = _tokens_of(states, sinks + done * size, min(at_once, count - done) * size)
-            if smoothing is None:
-                smoothing = blocks.smoothing_for(some[0])
             blocks.write(done, *some, smoothing)
         new_sinks = self.sinks
         if sinks:
@@ -146,7 +147,7 @@ class QuantizedParts:
             _copy_tokens(states, packed, rest, residual.slots_ahead(0, rest))
             residual.hold(rest)
         before, vectors = blocks.tokens, self._vectors
-        if vectors is None and smoothing is not None:
+        if vectors is None:
             self.smoothing = smoothing
         try:
             blocks.hold(count)

@@ -4,6 +4,7 @@ import copy
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -228,8 +229,45 @@ def depends_on_length(config: object) -> bool:
     Raises:
         ConfigError: `config` is not a model config.
     """
-    parameters = rope_parameters(decoder_config(config))
-    return any(own.get("rope_type", "default") not in LENGTH_INDEPENDENT for own in parameters)
+    return frequencies_within(config, 1, sys.maxsize) is None
+
+
+def frequencies_within(config: object, first: int, last: int) -> str | None:
+    """A name of the frequencies by which keys are rotated while a sequence grows from `first` to `last` tokens.
+
+    Sequences with the same name may be read in parts, and may be passed side by side: a pass has one set of
+    frequencies, which follows from the longest sequence in it.
+
+    Returns:
+        The name; `None` if the frequencies change meanwhile, or might.
+
+    Raises:
+        ConfigError: `config` is not a model config.
+    """
+    decoder, names = decoder_config(config), []
+    for own in rope_parameters(decoder):
+        rope_type = own.get("rope_type", "default")
+        if rope_type in LENGTH_INDEPENDENT:
+            continue
+        # The rope type decides between lengths that the model was trained on, and lengths beyond them.
+        border = decoder.max_position_embeddings if rope_type in ("dynamic", "longrope") else 0
+        if rope_type == "longrope":
+            of_model = getattr(decoder, "original_max_position_embeddings", None)
+            border = own.get("original_max_position_embeddings") or of_model or border
+        # Beyond the border, dynamic NTK has other frequencies for every length.
+        if last > border and not (rope_type == "longrope" and first > border):
+            return None
+        names.append("long" if last > border else "short")
+    return " ".join(names) or "all"
+
+
+def remembers_lengths(config: object) -> bool:
+    """Whether the model's code goes on with the frequencies of a longer sequence, until it sees a short one.
+
+    Raises:
+        ConfigError: `config` is not a model config.
+    """
+    return any("dynamic" in own.get("rope_type", "default") for own in rope_parameters(decoder_config(config)))
 
 
 def _layer_frequencies(decoder: PretrainedConfig, specs: list[LayerSpec]) -> Iterator[Tensor | None]:

@@ -110,7 +110,10 @@ class Rows:
     def position_ids(self, new_tokens: int = 1, device: torch.device | str | None = None) -> Tensor:
         """Positions of the next tokens of each row, int64 `[batch, new_tokens]`; arguments as of `attention_mask`."""
         device = self._device if device is None else device
-        return torch.tensor(self.lengths, device=device)[:, None] + torch.arange(new_tokens, device=device)
+        lengths, origins = self.lengths, self.cache.origins
+        each = origins * len(lengths) if len(origins) == 1 else origins
+        next_ones = [origin.first_position + length for origin, length in zip(each, lengths, strict=True)]
+        return torch.tensor(next_ones, device=device)[:, None] + torch.arange(new_tokens, device=device)
 
     @property
     def _device(self) -> Any:

@@ -1,5 +1,6 @@
 """Rows of a layer with recurrent states."""
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.layer_operations import LayerOperations, LayerState
-from kvlayers.errors import UnsupportedLayerError
+from kvlayers.errors import InterruptedPassError, UnsupportedLayerError
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer
 from kvlayers.recurrent.states import LinearStates
 from kvlayers.rows.rows_layer import check_followed, not_saved
@@ -32,6 +33,7 @@ class RecurrentRows(LinearAttentionLayer):
             raise UnsupportedLayerError(f"`rows` must be LinearAttentionLayers, got a {type(first).__name__}.")
         super().__init__(first.number_of_states, first.checkpoints, first.tokens_at_once)
         self.rows: list[Any] = list(rows)
+        self._is_torn = False
         self._join()
 
     def _join(self) -> None:
@@ -51,6 +53,11 @@ class RecurrentRows(LinearAttentionLayer):
             self._states.kernel[index] = next((own.kernel[index] for own in filled if own.kernel[index]), None)
             self._states.has_conv[index] = any(own.has_conv[index] for own in filled)
             self._states.has_recurrent[index] = any(own.has_recurrent[index] for own in filled)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # A copy of each tensor has memory of its own.
+        self._join()
 
     @property
     @override
@@ -80,23 +87,38 @@ class RecurrentRows(LinearAttentionLayer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None) -> Tensor:
         check_followed(conv_states)
-        own = zip(self.rows, torch.split(conv_states, 1), strict=True)
-        full = [row.update_conv_state(columns, state_idx, conv_kernel_size) for row, columns in own]
+        self._check_whole()
+        full = []
+        for row, columns in zip(self.rows, torch.split(conv_states, 1), strict=True):
+            full.append(row.update_conv_state(columns, state_idx, conv_kernel_size))
+            self._is_torn = True
         # A row without tokens has no columns before its first ones: to its convolution, they are zeros.
         widest = max(columns.shape[-1] for columns in full)
         full = [torch.nn.functional.pad(columns, (widest - columns.shape[-1], 0)) for columns in full]
         self._note_update("conv", state_idx)
+        self._is_torn = False
         return torch.cat(full)
 
     @override
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0) -> Tensor:
         check_followed(recurrent_states)
+        self._check_whole()
         for row, states in zip(self.rows, torch.split(recurrent_states, 1), strict=True):
             row.update_recurrent_state(states, state_idx)
+            self._is_torn = True
         self._note_update("recurrent", state_idx)
+        self._is_torn = False
         held = self._states.recurrent[state_idx]
         return recurrent_states if held is None else held
+
+    def _check_whole(self) -> None:
+        """Raise `InterruptedPassError` if an update has reached some rows alone: their states are one token ahead."""
+        if self._is_torn:
+            raise InterruptedPassError(
+                "All rows must have seen the tokens of the last forward pass, but it was interrupted between two rows: "
+                "reset() the cache, and pass all tokens again."
+            )
 
     def _note_update(self, name: str, state_idx: int) -> None:
         """Hold what the rows hold: their states are filled now, and the first ones may be tensors of their own."""
@@ -120,6 +142,7 @@ class RecurrentRows(LinearAttentionLayer):
 
     @override
     def truncate_rows(self, lengths: Sequence[int]) -> None:
+        self._is_torn = self._is_torn and any(map(operator.eq, lengths, self.row_lengths))
         for row, length in zip(self.rows, lengths, strict=True):
             if length != row.length:
                 row.truncate(length)
@@ -156,11 +179,13 @@ class RecurrentRows(LinearAttentionLayer):
 
     @override
     def row(self, index: int) -> LayerOperations:
+        self._check_whole()
         row: LayerOperations = self.rows[index].fork()
         return row
 
     @override
     def select(self, indices: Tensor) -> None:
+        self._check_whole()
         chosen = indices.tolist()
         self.rows = [
             self.rows[index].fork() if index in chosen[:place] else self.rows[index]
@@ -172,11 +197,14 @@ class RecurrentRows(LinearAttentionLayer):
     def reset(self) -> None:
         for row in self.rows:
             row.reset()
+        self._is_torn = False
         self._join()
 
     @override
     def fork(self) -> Self:
-        return type(self)([row.fork() for row in self.rows])
+        twin = type(self)([row.fork() for row in self.rows])
+        twin._is_torn = self._is_torn
+        return twin
 
     @override
     def held_tensors(self) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.token_store import Fidelity, least_faithful
-from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers.errors import InterruptedPassError, RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.kernels.attention.row_states import RowStates
 
 
@@ -135,6 +135,7 @@ class SeparateRows(RowsLayer):
                 "kvlayers."
             )
         self.rows = list(rows)
+        self._before: tuple[int, ...] | None = None
 
     # What it holds
 
@@ -155,7 +156,8 @@ class SeparateRows(RowsLayer):
     @property
     @override
     def row_lengths(self) -> tuple[int, ...]:
-        return tuple([row.length for row in self.rows])
+        # An update that has not reached every row has not happened.
+        return self._before or tuple([row.length for row in self.rows])
 
     @property
     @override
@@ -266,7 +268,11 @@ class SeparateRows(RowsLayer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         self.check_new(key_states)
+        self._take_back()
         new = key_states.shape[2]
+        # A row that is full refuses the tokens here, before any row has taken them in.
+        self.make_room(new)
+        self._before = self.row_lengths
         keys, values = [], []
         # If the states do not fit, the first row refuses them: all rows have one form.
         for row, own_keys, own_values in zip(
@@ -276,7 +282,28 @@ class SeparateRows(RowsLayer):
             row_keys, row_values = row.update(own_keys, own_values)
             keys.append(row_keys if row_keys.shape[2] == tokens else row_keys.narrow(2, 0, tokens))
             values.append(row_values if row_values.shape[2] == tokens else row_values.narrow(2, 0, tokens))
+        self._before = None
         return RowStates(keys), RowStates(values)
+
+    def _take_back(self) -> None:
+        """Take back what some rows have seen of an update that was interrupted before the others.
+
+        Raises:
+            InterruptedPassError: a row cannot be put back.
+        """
+        before, self._before = self._before, None
+        if before in (None, self.row_lengths):
+            return
+        try:
+            self.check_truncate_rows(before)
+        except RollbackError as error:
+            self._before = before
+            raise InterruptedPassError(
+                "All rows must have seen the tokens of the last forward pass, but it was interrupted between two rows, "
+                f"and not every row can be put back to {list(before)} tokens: crop_rows() the cache to fewer "
+                "tokens, or reset() it, and pass the tokens from there on again."
+            ) from error
+        self.truncate_rows(before)
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -305,6 +332,7 @@ class SeparateRows(RowsLayer):
         for row, length in zip(self.rows, lengths, strict=True):
             # Windows forget what they have recorded, also if nothing is taken back.
             row.truncate(length)
+        self._before = None
 
     @override
     def nearest_restorable(self, length: int) -> int:
@@ -330,10 +358,12 @@ class SeparateRows(RowsLayer):
 
     @override
     def row(self, index: int) -> LayerOperations:
+        self._take_back()
         return self.rows[index].fork()
 
     @override
     def select(self, indices: Tensor) -> None:
+        self._take_back()
         rows: dict[int, list[CacheLayer]] = {}
         chosen = []
         for index in indices.tolist():
@@ -346,6 +376,7 @@ class SeparateRows(RowsLayer):
     def reset(self) -> None:
         for row in self.rows:
             row.reset()
+        self._before = None
 
     @override
     def fork(self) -> Self:

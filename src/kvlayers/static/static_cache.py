@@ -189,7 +189,7 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         if compiled is None:
             return None if torch.accelerator.is_available() and not of_all else False
         if not isinstance(compiled, bool):
-            raise OptionError(f"expected compiled to be True, False or None, but saw {compiled!r}.")
+            raise OptionError(f"`compiled` must be True, False or None, got {compiled!r}.")
         if compiled and of_all:
             raise ConfigError(
                 f"expected a model that attends to as many slots as its cache returns, but the alibi of "

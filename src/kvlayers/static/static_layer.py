@@ -32,9 +32,9 @@ def check_reservation(
 ) -> None:
     """Raise `OptionError` if an option of a reservation has a value that it cannot have."""
     if not isinstance(grow, bool):
-        raise OptionError(f"expected grow to be True or False, but saw {grow!r}.")
+        raise OptionError(f"`grow` must be True or False, got {grow!r}.")
     if buckets is not None and not isinstance(buckets, Buckets):
-        raise OptionError(f"expected buckets to be kvlayers.stores.Buckets(minimum, factor), but saw {buckets!r}.")
+        raise OptionError(f"`buckets` must be kvlayers.stores.Buckets(minimum, factor), got {buckets!r}.")
     check_reserved(max_cache_len, "max_cache_len", "tokens")
     if max_batch_size is not None:
         check_reserved(max_batch_size, "max_batch_size", "sequences")

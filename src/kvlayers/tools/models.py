@@ -23,6 +23,7 @@ from kvlayers.errors import KVLayersError
 from kvlayers.rope.from_config import rope_parameters
 from kvlayers.tools.cli.console import plain
 from kvlayers.tools.measuring.environment import environment
+from kvlayers.tools.measuring.text import first_line
 from kvlayers.tools.names import DEMO_MODEL, HUB_NAME
 from kvlayers.upstream import compat
 from kvlayers.utils.units import readable_bytes
@@ -75,7 +76,8 @@ def find_model(name: str | None = None, option: str = "--model") -> str:
     if checkout.is_dir():
         return str(checkout)
     if is_bundled():
-        return str(export_bundled_model(user_cache_dir() / DEMO_MODEL))
+        user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return str(export_bundled_model(user_cache / "kvlayers" / DEMO_MODEL))
     return HUB_NAME
 
 
@@ -87,11 +89,6 @@ def _checked(name: str, option: str) -> str:
     if option == VARIABLE or name.startswith((".", "~", os.sep)) or len(path.parts) > 2:
         raise ModelError(f"`{option}` must be a model directory, but there is no directory at {path}.")
     return name
-
-
-def user_cache_dir() -> Path:
-    """Directory for files that kvlayers can make again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvlayers"
 
 
 def is_bundled() -> bool:
@@ -126,7 +123,7 @@ def export_bundled_model(target: Path) -> Path:
     except _LOADING_ERRORS as error:
         # Another process may have finished the same export a moment before.
         if not (target / "config.json").is_file():
-            raise ModelError(f"The demo model cannot be written to {target} ({_first_line(error)}).") from error
+            raise ModelError(f"The demo model cannot be written to {target} ({first_line(error)}).") from error
     return target
 
 
@@ -148,10 +145,12 @@ def _export(source: Path, target: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
     options |= compat.dequantizing_gguf()
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
-    model.save_pretrained(target)
+    # The package's weights have 8 bits, and the demo runs in bfloat16: float32 would take twice the disk for nothing.
+    model.to(torch.bfloat16).save_pretrained(target)
     tokenizer.save_pretrained(target)
-    # Transformers 4 reads only these names; transformers 5 reads them as well.
-    _add_to_json(target / "config.json", rope_theta=rope_parameters(model.config)[0]["rope_theta"])
+    # Transformers 4 reads only the name `rope_theta`; transformers 5 reads it as well. Who names no dtype gets float32,
+    # in which every CPU computes.
+    _add_to_json(target / "config.json", rope_theta=rope_parameters(model.config)[0]["rope_theta"], dtype="float32")
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
     _add_to_json(target / "tokenizer_config.json", **names)
 
@@ -240,7 +239,7 @@ def _loading(name: str) -> Iterator[None]:
     except Exception as error:
         raise ModelError(
             f"The model must be a causal language model, a directory or a name on the hub, but {name} cannot be loaded "
-            f"({_first_line(error)}): check the name, or pass a directory."
+            f"({first_line(error)}): check the name, or pass a directory."
         ) from error
 
 
@@ -257,14 +256,8 @@ def find_device(name: str | None = None) -> torch.device:
             raise RuntimeError("it has no memory")
     # A torch build without CUDA raises an AssertionError.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ModelError(
-            f"`--device` must be a device of this machine, got '{name}' ({_first_line(error)})."
-        ) from error
+        raise ModelError(f"`--device` must be a device of this machine, got '{name}' ({first_line(error)}).") from error
     return device
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from transformers.generation import configuration_utils, utils
 from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
+from kvlayers.upstream import cache_argument, model_types
 from kvlayers.upstream.compat import (
     BLOOM_MASKS_RESERVATION,
     KNOWS_FIRST_ITERATION,
@@ -102,10 +103,15 @@ def static_shape(model: Any) -> tuple[list[int], list[int]] | None:
     return heads, dims
 
 
-def model_inputs(model: Any, input_ids: torch.Tensor, new_tokens: int, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a model's `prepare_inputs_for_generation` returns for the last `new_tokens` of `input_ids`."""
+def model_inputs(
+    model: Any, input_ids: torch.Tensor, new_tokens: int, model_kwargs: dict[str, Any], is_first: bool = False
+) -> dict[str, Any]:
+    """What a model's `prepare_inputs_for_generation` returns for the last `new_tokens` of `input_ids`.
+
+    `is_first` says that its cache has seen nothing: Mamba models read a mask then only.
+    """
     # Only for the first pass, it returns images.
-    is_first = model_kwargs.get("pixel_values") is not None
+    is_first = is_first or model_kwargs.get("pixel_values") is not None
     arguments: dict[str, Any] = {"is_first_iteration": is_first} if KNOWS_FIRST_ITERATION else {}
     if SLICES_BY_CACHE_POSITION:
         end = input_ids.shape[1]
@@ -113,7 +119,43 @@ def model_inputs(model: Any, input_ids: torch.Tensor, new_tokens: int, model_kwa
     else:
         arguments["next_sequence_length"] = new_tokens
     inputs: dict[str, Any] = type(model).prepare_inputs_for_generation(model, input_ids, **arguments, **model_kwargs)
+    return with_cache(model, inputs, model_kwargs)
+
+
+def with_cache(model: Any, inputs: dict[str, Any], model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What `prepare_inputs_for_generation` has returned, with the cache that it was given.
+
+    A model that reads the whole sequence again, with other factors of its RoPE, gives up the cache, so that a pass
+    makes one of transformers. It gets its own cache, emptied.
+
+    Args:
+        model: the model.
+        inputs: what was returned.
+        model_kwargs: what was passed.
+    """
+    name = cache_argument.name_in_generate(model)
+    given = model_kwargs.get(name)
+    if given is not None and inputs.get(name) is None and model_types.reads_again_behind(model) is not None:
+        given.reset()
+        return {**inputs, name: given}
     return inputs
+
+
+def encoded_for(model: Any, model_kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The output of an encoder `[batch, tokens, hidden]` that a call's cross-attention reads; `None` without it.
+
+    A decoder alone (BLIP's for texts, BERT's, Whisper's) may be given one as well. Its code then reads its cache as a
+    pair, which it makes of transformers' DynamicCache at most.
+    """
+    outputs = model_kwargs.get("encoder_outputs")
+    given = model_kwargs.get("encoder_hidden_states") if outputs is None else outputs
+    # Whisper's decoder may be given the tensor itself.
+    encoded: torch.Tensor | None = given if isinstance(given, torch.Tensor | None) else given[0]
+    if encoded is None or model.config.is_encoder_decoder:
+        return encoded
+    modules = {type(module).__module__ for module in model.modules()}
+    knows_pairs = any("EncoderDecoderCache" in vars(sys.modules[name]) for name in modules)
+    return encoded if knows_pairs else None
 
 
 def own_positions(model: Any, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> torch.Tensor | None:

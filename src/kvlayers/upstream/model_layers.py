@@ -24,8 +24,8 @@ from kvlayers.upstream.compat import (
 )
 from kvlayers.upstream.model_types import decoder_config, listed_per_layer
 
-INDEXED = "deepseek_sparse_attention"
-"""The layer type with an indexer."""
+INDEXED = ("indexed_attention", "deepseek_sparse_attention")
+"""The layer type with an indexer, by the names of all versions."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _layer_makers(spec: LayerSpec, max_cache_len: int | None) -> dict[str, Calla
     size = {"max_cache_len": max_cache_len} if is_static else {}
     if STATES_BY_INDEX:
         classes = upstream.STATIC_LAYER_TYPE_MAPPING if is_static else upstream.DYNAMIC_LAYER_TYPE_MAPPING
-        wrong = {INDEXED} if is_static and INDEXERS_DEPEND_ON_CHUNKS else set()
+        wrong = INDEXED if is_static and INDEXERS_DEPEND_ON_CHUNKS else ()
         return {
             name: functools.partial(layer_class, **size, **spec.options)
             for name, layer_class in classes.items()

@@ -5,8 +5,9 @@ import dis
 import inspect
 import math
 import re
+import sys
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 # Transformers 5 spells it PreTrainedConfig, and keeps this name as well.
 from transformers import PretrainedConfig
 
-from kvlayers.errors import ConfigError
+from kvlayers.errors import ConfigError, OptionError
 from kvlayers.upstream import compat
 
 SCANS_FROM_ZERO = ("falcon_mamba", "jamba", "mamba", "zamba")
@@ -87,6 +88,31 @@ def config_of(model_or_config: object) -> PretrainedConfig:
             "model.config."
         )
     return found
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether PEFT has wrapped a model."""
+    peft: Any = sys.modules.get("peft")
+    # No model can be of a class that nobody has imported.
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def unwrapped(model: Any) -> Any:
+    """The model of transformers that PEFT or `torch.compile` has wrapped, with the adapters that are within it.
+
+    Raises:
+        OptionError: PEFT puts a learned prompt before each text, which only its wrapper does.
+    """
+    if is_peft_model(model):
+        if model.active_peft_config.is_prompt_learning:
+            raise OptionError(
+                "`model` must not put a learned prompt before each text, got one with such an adapter "
+                f"({model.peft_type.value}): use model.generate()."
+            )
+        return unwrapped(model.get_base_model())
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    is_compiled = dynamo is not None and isinstance(model, dynamo.OptimizedModule)
+    return unwrapped(model._orig_mod) if is_compiled else model
 
 
 def decoder_config(model_or_config: object) -> PretrainedConfig:
@@ -356,25 +382,60 @@ def remembers_positions(model: nn.Module) -> bool:
     return any(name in vars(module) for module in model.modules() for name in MADE_ANEW)
 
 
+def reads_again_behind(model: nn.Module) -> int | None:
+    """The length behind which `generate()` reads a sequence again, as the factors of its RoPE change (phi3).
+
+    Such a model's `prepare_inputs_for_generation` gives up the cache there. `None` for other models.
+    """
+    border = getattr(config_of(model), "original_max_position_embeddings", None)
+    codes = () if border is None else _codes(model.__class__, "prepare_inputs_for_generation")
+    return border if any("original_max_position_embeddings" in code.co_names for code in codes) else None
+
+
+_PLACEHOLDER = re.compile("(image|video|audio|vision).*_token_(id|index)$")
+"""Names of fields of configs that hold the id of a token in whose place something else than text stands."""
+
+
+def forget_images(model: nn.Module, ids: Tensor) -> None:
+    """Let a model forget the positions of an earlier call's images, if `ids` are of text alone.
+
+    It would otherwise take them for those of a sequence that goes on behind a cache.
+
+    Args:
+        model: the model.
+        ids: the whole sequence, `[batch, tokens]`.
+    """
+    fields = vars(model.config).items()
+    placeholders = [value for name, value in fields if _PLACEHOLDER.search(name) and value is not None]
+    if placeholders and not torch.isin(ids, torch.tensor(placeholders, device=ids.device)).any():
+        for module in model.modules():
+            for name in vars(module).keys() & MADE_ANEW:
+                setattr(module, name, None)
+
+
 PASS_METHODS = ("forward", "prepare_inputs_for_generation")
 """Methods of a module that `generate()` calls for each pass."""
 
 
-def kept_states(model: nn.Module, besides: Collection[str] = ()) -> str | None:
+def kept_states(model: nn.Module) -> str | None:
     """Where a module of `model` keeps a tensor between forward passes: "layers.0.conv_state"; `None` for nowhere.
 
-    Buffers and parameters are not meant, which modules assign when they move them to another device.
-
-    Args:
-        model: the model.
-        besides: names of tensors that are not meant either.
+    Such a model must read each prompt whole, and finish it before it reads another one. Buffers and parameters are not
+    meant, which modules assign when they move them to another device, nor what is `MADE_ANEW`.
     """
     for path, module in model.named_modules():
-        for name in _assigned_in_a_pass(module.__class__):
-            is_meant = name not in besides and not _is_registered(module, name)
+        for name in assigned_in_a_pass(module.__class__):
+            is_meant = name not in MADE_ANEW and not _is_registered(module, name)
             if is_meant and isinstance(vars(module).get(name), Tensor | None):
                 return f"{path}.{name}" if path else name
     return None
+
+
+@cache
+def is_of_its_class(forward: Callable[..., Any], module_class: type[nn.Module]) -> bool:
+    """Whether `forward`, which modules of a class have, was defined with the class, rather than put there later."""
+    owner = next(each for each in module_class.__mro__ if "forward" in vars(each))
+    return forward.__module__ == owner.__module__
 
 
 def _is_registered(module: nn.Module, name: str) -> bool:
@@ -387,7 +448,7 @@ def _is_registered(module: nn.Module, name: str) -> bool:
 
 
 @cache
-def _assigned_in_a_pass(module_class: type[nn.Module]) -> tuple[str, ...]:
+def assigned_in_a_pass(module_class: type[nn.Module]) -> tuple[str, ...]:
     """Attributes of `self` that a pass assigns, in `PASS_METHODS` or in methods of `self` that they use."""
     assigned: set[str] = set()
     seen: set[str] = set()

@@ -156,10 +156,20 @@ def checked_dtype(given: object) -> torch.dtype:
 
 
 def check_accepted(dtype: object, device: object) -> None:
-    """Raise `OptionError` if a dtype or device is wrong. Old code passes them to caches, which ignore them."""
+    """Raise `OptionError` if a dtype or device is wrong. Old code passes them to caches, which ignore them.
+
+    A device that this machine lacks is none the less one of torch.
+    """
     if isinstance(dtype, str):
         checked_dtype(dtype)
     elif dtype is not None and not isinstance(dtype, torch.dtype):
         raise OptionError(f"`dtype` must be a torch.dtype, got {dtype!r}.")
-    if device is not None and not isinstance(device, str | int | torch.device):
-        raise OptionError(f"`device` must be a device of torch, got {device!r}.")
+    is_index = isinstance(device, int) and not isinstance(device, bool) and device >= 0
+    if device is not None and not is_index:
+        try:
+            torch.device(device)  # type: ignore[call-overload]
+        except (RuntimeError, TypeError) as error:
+            raise OptionError(
+                f"`device` must be a device of torch, got {device!r}: pass for example 'cpu' or 'cuda:0', or leave it "
+                "out."
+            ) from error

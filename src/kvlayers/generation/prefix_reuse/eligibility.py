@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as torch_modules
 from transformers.generation.utils import GenerationMode
 
 from kvlayers.core import named_caches
@@ -17,7 +18,7 @@ from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.persistence.format import canonical
 from kvlayers.prefix import Hit
 from kvlayers.rope.from_config import depends_on_length
-from kvlayers.upstream import cache_argument, compat, generate_calls, model_layers, model_types
+from kvlayers.upstream import cache_argument, generate_calls, implementations, model_layers, model_types
 from kvlayers.upstream.generate_calls import uses_transformers_generate
 from kvlayers.upstream.model_types import kept_states
 from kvlayers.utils.transforms import autocast_dtype
@@ -123,16 +124,23 @@ class IneligibleError(Exception):
     """A call cannot use a store, for the reason in the message. It never leaves kvlayers."""
 
 
-def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise `IneligibleError` if the states of a model depend on more than tokens, or are not in its cache."""
-    name = type(model).__name__
+def check_call(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise `IneligibleError` if a call is not for the `generate()` of transformers, or is given a cache."""
     if not uses_transformers_generate(model, arguments):
-        raise IneligibleError(f"{name} has its own generate(), or was given one (custom_generate)")
+        raise IneligibleError(f"{type(model).__name__} has its own generate(), or was given one (custom_generate)")
+    if cache_argument.passed_in(arguments) is not None:
+        raise IneligibleError("it is given a cache")
+
+
+def _check_model(model: Any) -> None:
+    """Raise `IneligibleError` if the states of a model depend on more than tokens, or are not in its cache."""
+    check_call(model, {})
+    name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise IneligibleError(f"the states of {name} depend on an encoder's input")
     has_parts = model_types.decoder_config(model.config) is not model.config or type(model.config).sub_configs
     may_depend = has_parts and not model_types.image_arguments(model.config)
-    kept, depends = kept_states(model, besides=model_types.MADE_ANEW), depends_on_length(model.config)
+    kept, depends = kept_states(model), depends_on_length(model.config)
     one_by_one = model_types.decodes_one_token(model.config)
     # Neither a file nor a config says which device the states of a layer belong to.
     is_spread = len({parameter.device for parameter in model.parameters() if not parameter.is_meta}) > 1
@@ -146,7 +154,6 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
             f"{name} computes other states for tokens that come one by one": one_by_one,
             f"the rotation of the keys of {name} depends on the length of the prompt (its rope_type)": depends,
             f"the weights of {name} are on several devices": is_spread,
-            "it is given a cache": cache_argument.passed_in(arguments) is not None,
         }
     )
     _check_modules(model)
@@ -170,12 +177,16 @@ def _check_modules(model: Any) -> None:
         if (cause := model_types.effect_of_training(module)) is not None:
             raise IneligibleError(f"{path or 'the model'} is in training mode, with {cause}: call model.eval()")
         # accelerate replaces forward() to load weights, and sets `_hf_hook`.
-        if "forward" in attributes and "_hf_hook" not in attributes:
+        is_replaced = "forward" in attributes and "_hf_hook" not in attributes
+        if is_replaced or not model_types.is_of_its_class(module.__class__.forward, module.__class__):
             raise IneligibleError(f"forward() of {path or 'the model'} is not the one of its class")
         # Hooks of the model as a whole do not change its states, and hooks that only take outputs do not either.
         hooks = [] if module is model else [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if not all(map(generate_calls.leaves_states_as_they_are, hooks)):
             raise IneligibleError(f"{path} has hooks, on which states may depend")
+    hooks = [*torch_modules._global_forward_hooks.values(), *torch_modules._global_forward_pre_hooks.values()]
+    if not all(map(generate_calls.leaves_states_as_they_are, hooks)):
+        raise IneligibleError("all modules have hooks, on which states may depend")
 
 
 def check_cache(model: Any, name: str) -> None:
@@ -183,9 +194,10 @@ def check_cache(model: Any, name: str) -> None:
     if not named_caches.is_registered(name) or generate_calls.makes_own_static_cache(model, name):
         raise IneligibleError(f"the cache '{name}' of {type(model).__name__} is not one of kvlayers")
     specs = model_layers.layer_specs(model.config)
-    if compat.INDEXERS_DEPEND_ON_CHUNKS and any(spec.layer_type == model_layers.INDEXED for spec in specs):
+    if any(spec.layer_type in model_layers.INDEXED for spec in specs):
+        # Of equal scores, topk() takes others if there are others to choose from.
         raise IneligibleError(
-            f"on transformers {compat.TRANSFORMERS}, what its indexers choose depends on which tokens came at once"
+            f"what the indexers of {type(model).__name__} choose depends on which tokens came at once"
         )
 
 
@@ -277,12 +289,19 @@ def model_identity(model: torch.nn.Module, weights: str) -> str:
     """A text that differs between models that compute different states.
 
     Args:
-        model: the model. The text depends on its active adapters, and on autocast.
+        model: the model. The text depends on its active adapters, on autocast, and on the implementations of attention
+            and of experts.
         weights: the id of its weights.
+
+    Raises:
+        IneligibleError: an implementation cannot be compared.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     autocast = autocast_dtype(device)
-    return canonical([weights, None if autocast is None else str(autocast), list(_adapters(model))])
+    named = implementations.of(model)
+    if own := named.incomparable:
+        raise IneligibleError(f"{own} is no function of transformers, and cannot be compared")
+    return canonical([weights, None if autocast is None else str(autocast), named.names, list(_adapters(model))])
 
 
 def _adapters(model: torch.nn.Module) -> Iterator[list[Any]]:
@@ -306,6 +325,8 @@ def _adapters(model: torch.nn.Module) -> Iterator[list[Any]]:
 class StorePart:
     """The part of a prefix store that belongs to one model and one cache.
 
+    Whatever uses a store makes one first, which decides whether it can.
+
     Args:
         model: the model.
         active: the store.
@@ -317,18 +338,41 @@ class StorePart:
         device: device of the model.
 
     Raises:
-        IneligibleError: the cache is not one of kvlayers, its options are no text, or the model cannot be identified.
+        IneligibleError: the states depend on more than tokens and the weights of the model, the cache is not one of
+            kvlayers, its options are no text, or the model cannot be identified.
     """
 
     def __init__(self, model: Any, active: ActiveStore, cache_name: str, options: Mapping[str, Any]) -> None:
+        _check_model(model)
         check_cache(model, cache_name)
         try:
             identity = model_identity(model, active.store.weights_id(model))
         except ConfigError as error:
-            raise IneligibleError(f"its weights cannot be identified: {error}") from error
+            raise IneligibleError(f"its weights cannot be identified ({str(error).partition(': ')[0]})") from error
         self.active, self.device = active, model_layers.model_device(model)
         self._label = f"{identity} {cache_name} {options_as_text(options)}"
         self._key = {"config": model.config, "namespace": active.namespace}
+
+    @classmethod
+    def if_usable(
+        cls, model: Any, active: ActiveStore | None, cache_name: str, options: Mapping[str, Any]
+    ) -> "StorePart | None":
+        """The part; `None` without a store, and if it cannot be used, after the store was told why.
+
+        Raises:
+            OptionError: the store is required, and cannot be used.
+        """
+        if active is None:
+            return None
+        try:
+            return cls(model, active, cache_name, options)
+        except IneligibleError as reason:
+            active.on_bypass(str(reason))
+            return None
+
+    def is_of_same_states(self, other: "StorePart") -> bool:
+        """Whether both are of the same model in the same condition, so that what one has computed is for the other."""
+        return self._label == other._label
 
     def lookup(self, ids: Tensor, division: str = "", leave: int = 1) -> Hit:
         """The longest stored prefix of tokens.

@@ -39,7 +39,7 @@ from kvlayers.generation.prefix_reuse.eligibility import (
     IneligibleError,
     PromptBatch,
     StorePart,
-    check_model,
+    check_call,
     check_options,
     ids_name,
     options_of,
@@ -230,7 +230,7 @@ class PrefixedCall:
     def __init__(self, active: ActiveStore, model: Any, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
         self._model = model
         self.unnamed, self._arguments = bind_arguments(model, args, dict(arguments))
-        check_model(model, self._arguments)
+        check_call(model, self._arguments)
         self.config, model_kwargs = full_generation_config(model, self._arguments)
         resolve_name(model, self.config, requested_name(self._arguments), is_given_a_cache=False)
         check_options(model, self.config, self._arguments, model_kwargs)

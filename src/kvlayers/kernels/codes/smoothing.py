@@ -8,10 +8,13 @@ group. A rotation spreads a channel that varies over all others. Two vectors men
 - Each channel is divided by a factor. The query is multiplied by it, as in QServe's SmoothAttention (Lin et al. 2024,
   https://arxiv.org/abs/2405.04532).
 
-Both are found in the first block that is packed, and hold for all packed tokens of a sequence.
+Both are found in the first block that is packed, and hold for all packed tokens of a sequence. So they must not cost
+where that block is unusual. Its statistics are those of most of its tokens, which a few large ones do not move. The
+blocks that are packed with it are asked too: a factor that one of them finds much too large becomes the least that any
+asks for, and the mean of a channel that costs one of them is left out. Blocks that agree change nothing, so that how a
+prompt is cut into chunks does not change its vectors then. Blocks that are packed later are not asked.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,8 +23,6 @@ from torch import Tensor
 from typing_extensions import Self
 
 from kvlayers.kernels.codes.quantizer_contract import Quantizer
-from kvlayers.utils import triton_support
-from kvlayers.utils.triton_support import DTYPES, DeviceFacts, TritonKernel, power_of_two
 
 UNEVEN = 24.0
 """How many times the median variance of a head's channels the largest must be before its channels get factors.
@@ -49,6 +50,34 @@ LARGEST_VARIANCE = 2.0
 LARGEST_FACTOR = 512.0
 """The largest factor of a channel: queries below 128 times it stay within float16."""
 
+PIECES = 8
+"""Parts of a block whose statistics are compared. The middle ones are taken, so three tokens may be of any size."""
+
+LEAST_TOKENS = 32
+"""A block of fewer tokens is one piece: variances of fewer than four tokens say little."""
+
+LARGEST_EXACT = 1e15
+"""Times the largest key of most pieces that a key counts: its square is far from overflow."""
+
+SILENT = 1e-3
+"""Of the largest spread of a block, the spread below which a block of zeros or of equal padding is not asked."""
+
+LARGEST_EXCESS = 2.0
+"""Times the factor that a block finds for itself that a factor may be.
+
+The factors of blocks with the same distribution differ by less. A channel with twice its factor has four times its
+error, which is a twentieth more for all of 64 channels.
+"""
+
+LARGEST_MEAN_COST = 1.0
+"""Of the variance of a channel of a block, by how much a mean may raise its mean square.
+
+Means of noise over 64 tokens raise it by a few hundredths. In one of some thousand channels it was by half.
+"""
+
+BLOCKS_ASKED = 16
+"""Blocks of a prompt that are asked, spread over it: their statistics take memory as one call of a quantizer does."""
+
 NAMES = ("smoothing_factor", "smoothing_mean")
 """Names of the vectors in the state of a store."""
 
@@ -66,12 +95,15 @@ class KeySmoothing:
     mean: Tensor | None = None
 
     @classmethod
-    def for_keys(cls, keys: Tensor, quantizer: Quantizer) -> Self:
-        """What suits keys and their quantizer. Tokens that are not finite do not count.
+    def for_keys(cls, keys: Tensor, quantizer: Quantizer, block_tokens: int | None = None) -> Self:
+        """What suits the first block of keys and their quantizer, and costs no other one.
+
+        Tokens that are not finite do not count.
 
         Args:
-            keys: `[batch, kv_heads, tokens, head_dim]`, as many as a block has.
+            keys: `[batch, kv_heads, tokens, head_dim]`, a whole number of blocks.
             quantizer: the quantizer of the keys.
+            block_tokens: tokens of a block; by default, all are one block.
         """
         factors, means = vectors_for(quantizer)
         if not keys.numel() or not (factors or means):
@@ -80,19 +112,24 @@ class KeySmoothing:
             # A plan asks for bytes alone.
             shape = (*keys.shape[:2], 1, keys.shape[3])
             return cls(*(keys.new_empty(shape) if wanted else None for wanted in (factors, means)))
-        finite = keys.isfinite().all(-1, keepdim=True)
-        exact = torch.where(finite, keys.float(), 0.0)
-        # Squares of the largest keys would overflow.
-        largest = exact.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        exact, tokens = exact / largest, finite.sum(-2, keepdim=True).clamp(min=1)
-        mean = exact.sum(-2, keepdim=True) / tokens
-        variance = torch.where(finite, (exact - mean).square(), 0.0).sum(-2, keepdim=True) / tokens
+        unit, mean, variance = _statistics(torch.unflatten(keys, 2, (-1, block_tokens or keys.shape[2])))
         uneven, large_mean = thresholds(quantizer)
-        is_large = mean.square().sum(-1, keepdim=True) >= large_mean * variance.sum(-1, keepdim=True)
-        return cls(
-            _factors(variance, uneven).to(keys.dtype) if factors else None,
-            torch.where(is_large, mean * largest, 0.0).to(keys.dtype) if means else None,
-        )
+        spread = variance.median(-1, keepdim=True).values.sqrt() * unit
+        asked = spread >= SILENT * spread.amax(2, keepdim=True)
+        # The first block that is asked.
+        first = (asked.cumsum(2) == 0).sum(2, keepdim=True).expand(-1, -1, -1, keys.shape[3])
+        factor = subtracted = None
+        if factors:
+            of_blocks = _factors(variance, uneven)
+            factor, least = of_blocks.gather(2, first), torch.where(asked, of_blocks, torch.inf).amin(2, keepdim=True)
+            factor = torch.where(factor > LARGEST_EXCESS * least, least, factor).to(keys.dtype)
+        if means:
+            is_large = mean.square().sum(-1, keepdim=True) >= large_mean * variance.sum(-1, keepdim=True)
+            subtracted = torch.where(is_large, mean * unit, 0.0).gather(2, first)
+            cost = (mean - subtracted / unit).square() - mean.square()
+            costs = (asked & (cost > LARGEST_MEAN_COST * variance)).any(2, keepdim=True)
+            subtracted = torch.where(costs, 0.0, subtracted).to(keys.dtype)
+        return cls(factor, subtracted)
 
     @classmethod
     def of_state(cls, tensors: dict[str, Tensor]) -> Self:
@@ -178,7 +215,7 @@ def thresholds(quantizer: Quantizer) -> tuple[float, float]:
 
 
 def _factors(variance: Tensor, uneven: float) -> Tensor:
-    """Factors of channels, from their variances `[batch, kv_heads, 1, head_dim]` in any unit.
+    """Factors of channels, from their variances `[..., head_dim]` in any unit.
 
     The exponents are half those of the variances, because a factor divides a standard deviation.
     """
@@ -189,63 +226,34 @@ def _factors(variance: Tensor, uneven: float) -> Tensor:
     return factors.clamp(max=LARGEST_FACTOR)
 
 
-FIND = TritonKernel("kvlayers.kernels.codes.triton_blocks", "find_vectors")
+def _statistics(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Unit, mean and variance of the channels of each block, by most of its tokens; both in that unit and its square.
 
-# Fused multiply-add is not the default of every version of triton.
-OPTIONS = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": True}
+    Pieces take turns, token by token, so that each has the whole block's drift.
 
-LARGEST_TILE = 64 * 256
-"""Keys that one program holds at most."""
+    Args:
+        blocks: `[batch, kv_heads, blocks, tokens, head_dim]`.
 
-
-@dataclass(frozen=True)
-class _Constants:
-    """Compile-time constants of `find_vectors`."""
-
-    BLOCK_TOKENS: int
-    HEAD_DIM: int
-    TOKENS: int
-    CHANNELS: int
-    FACTORS: bool
-    MEANS: bool
-    UNEVEN: float
-    LARGE_MEAN: float
-    SMALLEST: float
-    MOST: float
-    POWER: float
-    LARGEST_VARIANCE: float
-    LARGEST_FACTOR: float
+    Returns:
+        Float32 `[batch, kv_heads, blocks, 1 or head_dim]`.
+    """
+    pieces = PIECES if blocks.shape[3] >= LEAST_TOKENS else 1
+    whole = blocks.shape[3] // pieces * pieces
+    exact = torch.unflatten(blocks[:, :, :, :whole], 3, (-1, pieces))
+    finite = exact.isfinite().all(-1, keepdim=True)
+    exact = torch.where(finite, exact.float(), 0.0)
+    # Squares of the largest keys would overflow.
+    unit = _middle(exact.abs().amax((3, 5)).unsqueeze(-1)).clamp(min=torch.finfo(torch.float32).tiny)
+    exact = (exact / unit[:, :, :, None, None]).clamp(-LARGEST_EXACT, LARGEST_EXACT)
+    tokens = finite.sum(3, keepdim=True).clamp(min=1)
+    mean = exact.sum(3, keepdim=True) / tokens
+    variance = torch.where(finite, (exact - mean).square(), 0.0).sum(3, keepdim=True) / tokens
+    return unit, _middle(mean.squeeze(3)), _middle(variance.squeeze(3))
 
 
-def smoothing_for(keys: Tensor, quantizer: Quantizer) -> KeySmoothing:
-    """As `KeySmoothing.for_keys`, which serves where the kernel does not run, in one launch."""
-    factors, means = vectors_for(quantizer)
-    batch, kv_heads, tokens, head_dim = keys.shape
-    wanted = (factors or means) and keys.numel()
-    constants = _constants(tokens, head_dim, factors, means, *thresholds(quantizer))
-    facts = triton_support.device_facts(keys.device)
-    if not wanted or _obstacle(keys.device, keys.dtype, constants, facts) is not None:
-        return KeySmoothing.for_keys(keys, quantizer)
-    shape = batch, kv_heads, 1, head_dim
-    factor, mean = (keys.new_empty(shape) if is_wanted else None for is_wanted in (factors, means))
-    # Any pointer stands for what is not written.
-    arguments = (keys, *(keys if vectors is None else vectors for vectors in (factor, mean)), *keys.stride())
-    FIND.launch(keys.device, (kv_heads, batch), arguments, {"C": constants, **OPTIONS})
-    return KeySmoothing(factor, mean)
-
-
-@functools.lru_cache(maxsize=64)
-def _constants(tokens: int, head_dim: int, factors: bool, means: bool, uneven: float, large_mean: float) -> _Constants:
-    padded_tokens, channels = power_of_two(tokens), power_of_two(head_dim)
-    found_by = torch.finfo(torch.float32).tiny, LARGEST_FACTOR**4, POWER, LARGEST_VARIANCE, LARGEST_FACTOR
-    return _Constants(tokens, head_dim, padded_tokens, channels, factors, means, uneven, large_mean, *found_by)
-
-
-@functools.lru_cache(maxsize=64)
-def _obstacle(device: torch.device, dtype: torch.dtype, constants: _Constants, facts: DeviceFacts) -> str | None:
-    if facts.obstacle is not None:
-        return facts.obstacle
-    if dtype not in DTYPES or constants.TOKENS * constants.CHANNELS > LARGEST_TILE:
-        return f"the kernel does not take {constants.BLOCK_TOKENS} tokens of {constants.HEAD_DIM} channels of {dtype}"
-    # Dtypes stand for tensors, and 16 for strides: the kernel is compiled, not launched.
-    return FIND.obstacle(device, (1,), (dtype, dtype, dtype, 16, 16, 16, 1), {"C": constants, **OPTIONS})
+def _middle(of_pieces: Tensor) -> Tensor:
+    """The median over pieces `[batch, kv_heads, blocks, pieces, any]`."""
+    count = of_pieces.shape[3]
+    middle = of_pieces.sort(3).values[:, :, :, (count - 1) // 2 : count // 2 + 1]
+    # Halved first: the sum of two of the largest numbers would overflow.
+    return (middle / middle.shape[3]).sum(3)

@@ -36,7 +36,12 @@ def plan(
             help="Device memory for the cache, weights not included: 24GiB, 80GB, or 50% of what full precision takes."
         ),
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype of the model; auto: that of its config.")] = Dtype.auto,
+    dtype: Annotated[
+        Dtype,
+        typer.Option(
+            metavar="DTYPE", help="Dtype of the model: float32, bfloat16, float16, or auto, that of its config."
+        ),
+    ] = Dtype.auto,
     encoder_length: Annotated[
         str | None, typer.Option(help="Tokens of the encoder's output, if the model has an encoder.")
     ] = None,
@@ -94,9 +99,9 @@ def bench(
     lengths: Annotated[
         str, typer.Option(help="Prompt lengths in tokens, separated by commas, cut to the model's positions.")
     ] = "128,1k,4k",
-    steps: Annotated[int, typer.Option(min=1, help="Decode steps after each prompt.")] = 32,
-    trials: Annotated[int, typer.Option(min=1, help="Runs of each cache; the tables show medians.")] = 3,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in the batch.")] = 1,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Decode steps after each prompt.")] = 32,
+    trials: Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each cache; the tables show medians.")] = 3,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Sequences in the batch.")] = 1,
     text: Annotated[Path | None, typer.Option(help="File with the prompt text. Default: Python's help.")] = None,
     name: Annotated[
         list[str] | None,
@@ -113,10 +118,16 @@ def bench(
         ),
     ] = None,
     dtype: Annotated[
-        Dtype, typer.Option(help="auto: bfloat16, or float32 on a CPU without bfloat16 instructions.")
+        Dtype,
+        typer.Option(
+            metavar="DTYPE",
+            help="float32, bfloat16, float16, or auto: bfloat16, but float32 on a CPU without bfloat16 instructions.",
+        ),
     ] = Dtype.auto,
     device: Annotated[str | None, typer.Option(help="Default: cuda if available, else cpu.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads. Default: torch's choice.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=1024, help="CPU threads. Default: torch's choice.")
+    ] = None,
     report: Annotated[Path | None, typer.Option(help=f"HTML file to write. Default: {BENCH_REPORT}.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout, everything else on stderr.")] = False,
 ) -> None:
@@ -165,13 +176,27 @@ def calibrate(
     backend: Annotated[str, typer.Option(help="Quantization backend.")] = "native",
     context: Annotated[str, typer.Option(help="Tokens of each passage before the scored ones.")] = "1024",
     scored: Annotated[str, typer.Option(help="Tokens of each passage to score.")] = "64",
-    passages: Annotated[int, typer.Option(min=1, help="Passages, spread over the text.")] = 4,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype that the model computes in.")] = Dtype.float32,
+    passages: Annotated[int, typer.Option(metavar="N", min=1, help="Passages, spread over the text.")] = 4,
+    dtype: Annotated[
+        Dtype,
+        typer.Option(
+            metavar="DTYPE",
+            help="Dtype that the model computes in: float32, bfloat16, float16, or auto: bfloat16, but float32 on a "
+            "CPU without bfloat16 instructions.",
+        ),
+    ] = Dtype.float32,
     states: Annotated[
-        Dtype, typer.Option(help="Dtype of the states in use, for which bytes are counted; auto: as --dtype.")
+        Dtype,
+        typer.Option(
+            metavar="DTYPE",
+            help="Dtype of the states in use, for which bytes are counted: float32, bfloat16, float16, or auto, as "
+            "--dtype.",
+        ),
     ] = Dtype.bfloat16,
     device: Annotated[str | None, typer.Option(help="Default: cuda if available, else cpu.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads. Default: torch's choice.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=1024, help="CPU threads. Default: torch's choice.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout, everything else on stderr.")] = False,
 ) -> None:
     """Choose bits for the keys and values of each layer, within a budget of bytes or of KL divergence.
@@ -218,16 +243,23 @@ def demo(
     context: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=0,
             help="Tokens of Python's documentation before the prompt. "
             f"Default: 0 with a prompt, {DEFAULT_CONTEXT} without.",
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 32,
-    trials: Annotated[int, typer.Option(min=1, help="Runs of each cache; the table shows medians.")] = 1,
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads. Default: torch's choice.")] = None,
+    tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens to generate.")] = 32,
+    trials: Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each cache; the table shows medians.")] = 1,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=1024, help="CPU threads. Default: torch's choice.")
+    ] = None,
     dtype: Annotated[
-        Dtype, typer.Option(help="auto: bfloat16, or float32 on a CPU without bfloat16 instructions.")
+        Dtype,
+        typer.Option(
+            metavar="DTYPE",
+            help="float32, bfloat16, float16, or auto: bfloat16, but float32 on a CPU without bfloat16 instructions.",
+        ),
     ] = Dtype.auto,
     device: Annotated[str | None, typer.Option(help="Default: cuda if available, else cpu.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout, everything else on stderr.")] = False,

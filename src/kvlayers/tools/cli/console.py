@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvlayers.errors import ConfigError, KVLayersError
 from kvlayers.tools.cli.common import one_line_errors
-from kvlayers.tools.measuring.text import default_text
+from kvlayers.tools.measuring.text import default_text, first_line
 
 
 def plain(value: Any) -> Any:
@@ -294,8 +294,7 @@ def config_of(name: str) -> PretrainedConfig:
         return transformers.AutoConfig.from_pretrained(str(path) if path.exists() else name, trust_remote_code=False)
     # A broken config raises any error, from whichever code reads it first.
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
         raise ConfigError(
             f"`MODEL` must be a model's directory, its config.json, or its name on the hub, but {name} cannot be read "
-            f"({reason}): check the name, or download the config and name the file."
+            f"({first_line(error)}): check the name, or download the config and name the file."
         ) from error

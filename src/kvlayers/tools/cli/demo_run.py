@@ -27,11 +27,13 @@ from kvlayers.tools.measuring import text
 from kvlayers.tools.measuring.contenders import Contender, exact_names, is_supported, make_contender
 from kvlayers.tools.measuring.decoding import ContenderResult, measure, warm_up
 from kvlayers.tools.measuring.nbytes import cache_nbytes
-from kvlayers.tools.measuring.scoring import ReadingError, is_tie
+from kvlayers.tools.measuring.scoring import ReadingError, is_tie, newest_logits
 from kvlayers.tools.models import LoadedModel, find, find_device, load
 from kvlayers.tools.names import KVLAYERS, TRANSFORMERS
 from kvlayers.upstream import cache_argument
 from kvlayers.utils.units import readable_bytes
+
+INT4, TRANSFORMERS_STATIC = (KVLAYERS, "int4"), (TRANSFORMERS, "static")
 
 LEAST_GAIN = 1.1
 """The least speedup that the summary mentions, since a smaller one may be noise."""
@@ -47,12 +49,10 @@ class Samples:
     Attributes:
         seconds: seconds of the whole call.
         nbytes: bytes that the cache held at the end.
-        sequences: int64 `[samples, prompt + new]`.
     """
 
     seconds: float
     nbytes: int
-    sequences: Tensor
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,21 @@ class Answer:
 
     seconds: float
     tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The second answer of one chat, computed in three ways.
+
+    Attributes:
+        alone: by transformers, which reads the whole chat again.
+        kept: by transformers, with the cache of the first turn.
+        stored: by kvlayers, with a prefix store that has the first turn.
+    """
+
+    alone: Answer
+    kept: Answer
+    stored: Answer
 
 
 def table_of_caches(results: Sequence[ContenderResult]) -> Table:
@@ -110,24 +125,23 @@ def verdict(result: ContenderResult, is_reference: bool) -> str:
 
 def table_of_samples(alone: Samples, shared: Samples, prompt_tokens: int) -> Table:
     """A table of samples of one prompt, by transformers and by kvlayers."""
-    count = alone.sequences.shape[0]
-    same = int((alone.sequences == shared.sequences).all(1).sum())
-    table = Table(f"{count} samples of {prompt_tokens:,} tokens", "Same samples")
+    table = Table(f"{SAMPLES} samples of a prompt of {prompt_tokens:,} tokens")
     for column in ("Whole call", "Held"):
         table.add_column(column, justify="right")
-    table.add_row("transformers", "reference", f"{alone.seconds:.1f} s", readable_bytes(alone.nbytes))
-    figures = f"{shared.seconds:.1f} s", readable_bytes(shared.nbytes)
-    table.add_row("kvlayers", f"{same} of {count}", *figures, style="bold")
+    for library, each, style in ((TRANSFORMERS, alone, None), (KVLAYERS, shared, "bold")):
+        table.add_row(library, f"{each.seconds:.1f} s", readable_bytes(each.nbytes), style=style)
     return table
 
 
-def table_of_answers(alone: Answer, stored: Answer, is_other: bool) -> Table:
+def table_of_answers(answers: Answers, is_other: bool) -> Table:
     """A table of the second turn of a chat, answered by transformers and with a prefix store."""
     table = Table("Second turn of a chat", "Answer")
     table.add_column("First token after", justify="right")
-    table.add_row("transformers, the whole chat again", "reference", f"{alone.seconds:.2f} s")
-    answer = "[red]another[/red]" if is_other else "same" if alone.tokens == stored.tokens else "same, except for ties"
-    table.add_row("kvlayers.PrefixStore", answer, f"{stored.seconds:.2f} s", style="bold")
+    table.add_row("transformers, the whole chat again", "reference", f"{answers.alone.seconds:.2f} s")
+    table.add_row("transformers, its cache kept", "", f"{answers.kept.seconds:.2f} s")
+    is_same = answers.alone.tokens == answers.stored.tokens
+    answer = "[red]another[/red]" if is_other else "same" if is_same else "same, except for ties"
+    table.add_row("kvlayers.PrefixStore", answer, f"{answers.stored.seconds:.2f} s", style="bold")
     return table
 
 
@@ -151,33 +165,37 @@ def plain_result(result: ContenderResult) -> dict[str, Any]:
 
 
 def summary(
-    results: Sequence[ContenderResult],
-    samples: tuple[Samples, Samples] | None,
-    answers: tuple[Answer, Answer] | None,
+    results: Sequence[ContenderResult], samples: tuple[Samples, Samples] | None, answers: Answers | None
 ) -> str:
-    """What the demo has shown, in a sentence. A part appears only if the figures of this run support it."""
-    parts = []
-    reference = results[0]
-    int4 = next((result for result in results if result.contender.cache == "int4" and not result.failure), None)
-    if int4 is not None and int4.nbytes < reference.nbytes:
-        speed = reference.step_seconds / int4.step_seconds
-        faster = f" and decodes {speed:.1f} times as fast" if speed >= LEAST_GAIN and not is_noisy(results) else ""
-        parts.append(f"int4 holds {int4.nbytes / reference.nbytes:.0%} of the bytes of DynamicCache{faster}")
-    if samples is not None and samples[0].seconds / samples[1].seconds >= LEAST_GAIN:
-        count, gain = samples[0].sequences.shape[0], samples[0].seconds / samples[1].seconds
-        parts.append(f"{count} samples of one prompt come {gain:.1f} times as fast")
-    if answers is not None and answers[0].seconds / answers[1].seconds >= LEAST_GAIN:
-        parts.append(
-            f"the first token of a second turn comes {answers[0].seconds / answers[1].seconds:.0f} times as fast"
+    """What the demo has shown. A sentence appears only if the figures of this run support it."""
+    reference, sentences = results[0], []
+    ran = {result.contender.key: result for result in results if not result.failure}
+    speeds = {} if is_noisy(results) else {key: reference.step_seconds / each.step_seconds for key, each in ran.items()}
+    dynamic, static, int4 = (speeds.get(key, 0.0) for key in ((KVLAYERS, "dynamic"), TRANSFORMERS_STATIC, INT4))
+    if dynamic >= LEAST_GAIN:
+        beside = f", and {dynamic / static:.1f} times as fast as its StaticCache of this length" if static else ""
+        sentences.append(f"dynamic decodes {dynamic:.1f} times as fast as transformers' DynamicCache{beside}.")
+    if INT4 in ran and ran[INT4].nbytes < reference.nbytes:
+        sentences.append(
+            f"int4 holds {ran[INT4].nbytes / reference.nbytes:.0%} of the bytes of DynamicCache"
+            f"{f' and decodes {int4:.1f} times as fast' if int4 >= LEAST_GAIN else ''}."
         )
-    if not parts:
+    if samples is not None and samples[0].seconds / samples[1].seconds >= LEAST_GAIN:
+        sentences.append(
+            f"{SAMPLES} samples of one prompt come {samples[0].seconds / samples[1].seconds:.1f} times as fast."
+        )
+    if answers is not None and answers.alone.seconds / answers.stored.seconds >= LEAST_GAIN:
+        sentences.append(
+            f"The first token of a second turn comes after {answers.stored.seconds:.2f} s: transformers takes "
+            f"{answers.alone.seconds:.2f} s to read the chat again, or {answers.kept.seconds:.2f} s with its cache "
+            "kept."
+        )
+    if not sentences:
         return "At this length kvlayers changes little: try a longer --context."
-    *most, last = parts
-    return f"With kvlayers, {', '.join(most) + ' and ' if most else ''}{last}."
+    return f"With kvlayers, {' '.join(sentences)}"
 
 
 ROUNDED_OR_EVICTING = ("int8", "int4", "sink")
-STORE_BYTES = 4 * 2**30
 LIBRARIES = (TRANSFORMERS, KVLAYERS)
 SAMPLES = 8
 TOKENS_OF_SAMPLES = 16
@@ -185,6 +203,10 @@ PROMPT_OF_SAMPLES = 1024
 """Tokens: transformers reads them once for each sample, which would take minutes at 4k."""
 
 QUESTION = "\n\nWhat is this text about? It is about"
+STORE_BESIDE_A_KEPT_CACHE = (
+    "A cache that is kept serves one chat of one process. A store also serves other chats that begin alike, several "
+    "continuations of one chat, and from files, other processes and later runs."
+)
 NEXT = (
     "Next: `kvlayers bench` and `kvlayers fidelity` measure your own model, `kvlayers plan` shows how many bytes each "
     "cache will take, and docs/choosing.md helps to choose one."
@@ -196,11 +218,12 @@ def demo_contenders(model: Any, length: int) -> list[Contender]:
 
     Args:
         model: a causal language model.
-        length: the most tokens that a cache will hold.
+        length: the most tokens that a cache will hold. transformers' `StaticCache` reserves exactly as many.
     """
     names = [*exact_names(model.config), *ROUNDED_OR_EVICTING]
-    kvlayers_contenders = [make_contender(KVLAYERS, name, model, length) for name in names]
-    return [make_contender(TRANSFORMERS, "dynamic", model, length), *filter(is_supported, kvlayers_contenders)]
+    others = [TRANSFORMERS_STATIC, *((KVLAYERS, name) for name in names)]
+    contenders = [make_contender(library, name, model, length) for library, name in others]
+    return [make_contender(TRANSFORMERS, "dynamic", model, length), *filter(is_supported, contenders)]
 
 
 class TokenClock(BaseStreamer):  # type: ignore[misc]
@@ -231,11 +254,11 @@ def sample(call: Callable[..., Any], ids: Tensor, tokens: int, count: int) -> Sa
     begin = time.perf_counter()
     output = call(ids, **options, return_dict_in_generate=True)
     seconds = time.perf_counter() - begin
-    return Samples(seconds, cache_nbytes(cache_argument.in_output(output)), output.sequences.cpu())
+    return Samples(seconds, cache_nbytes(cache_argument.in_output(output)))
 
 
-def second_turn(model: Any, first: Tensor, question: Tensor, tokens: int) -> tuple[Tensor, Answer, Answer]:
-    """Answer the second turn of a chat with transformers, and with a prefix store that has the first turn.
+def second_turn(model: Any, first: Tensor, question: Tensor, tokens: int) -> tuple[Tensor, Answers]:
+    """Answer the second turn of a chat: again from its start, with transformers' cache of the first turn, from a store.
 
     Args:
         model: a causal language model.
@@ -244,15 +267,19 @@ def second_turn(model: Any, first: Tensor, question: Tensor, tokens: int) -> tup
         tokens: tokens of each answer.
 
     Returns:
-        The chat up to the second answer, int64 `[1, tokens]`, and the second answer of transformers and of kvlayers.
+        The chat up to the second answer, int64 `[1, tokens]`, and the second answers.
     """
-    store = PrefixStore(max_bytes=STORE_BYTES)
     first = first.to(model.device)
-    with_kvlayers = functools.partial(generate, model, prefix_store=store)
+    with_kvlayers = functools.partial(generate, model, prefix_store=PrefixStore(max_bytes="4GiB"))
     answered = with_kvlayers(first, **_options(first, tokens), do_sample=False)
     chat = torch.cat([answered, question.to(model.device)], dim=1)
     options = {**_options(chat, tokens), "min_new_tokens": tokens, "do_sample": False}
-    return chat, _answer(model.generate, chat, options), _answer(with_kvlayers, chat, options)
+    kept = make_contender(TRANSFORMERS, "dynamic", model, chat.shape[1] + tokens).make()
+    # As a call of generate() leaves it: its newest token was never fed back.
+    newest_logits(model, answered[:, :-1], kept, 1)
+    from_kept = {**options, cache_argument.name_in_generate(model): kept}
+    alone = _answer(model.generate, chat, options)
+    return chat, Answers(alone, _answer(model.generate, chat, from_kept), _answer(with_kvlayers, chat, options))
 
 
 def differs(model: Any, chat: Tensor, expected: list[int], seen: list[int]) -> bool:
@@ -317,14 +344,13 @@ def run_demo(
                 "tokens": tokens,
                 "caches": [plain_result(result) for result in results],
                 "samples": {
-                    library: {"seconds": each.seconds, "nbytes": each.nbytes, "samples": each.sequences.shape[0]}
+                    library: {"seconds": each.seconds, "nbytes": each.nbytes, "samples": SAMPLES}
                     for library, each in zip(LIBRARIES, samples, strict=True)
                 },
-                "second_turn": None if answers is None else dict(zip(LIBRARIES, answers, strict=True)),
+                "second_turn": answers,
             }
         )
-    kvlayers_results = [result for result in results if result.contender.library == KVLAYERS]
-    exact = [result for result in kvlayers_results if result.contender.fidelity() == "exact"]
+    exact = [each for each in results if each.contender.library == KVLAYERS and each.contender.fidelity() == "exact"]
     if is_other or not all(result.failure is None and result.same_tokens for result in exact):
         raise typer.Exit(CHECK_FAILED)
 
@@ -337,8 +363,14 @@ def _stream(console: Console, loaded: LoadedModel, ids: Tensor, prompt: str, con
         f"Prompt: {ids.shape[1]} tokens{f', {context} of them from the Python documentation' if context else ''}.\n",
         highlight=False,
     )
-    shown = prompt or "..." + loaded.tokenizer.decode(ids[0, -40:])
-    console.print(shown, end="", style="dim", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        prompt or "..." + loaded.tokenizer.decode(ids[0, -40:]),
+        end="",
+        style="dim",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
     streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
     ids = ids.to(model.device)
     cache = {cache_argument.name_in_generate(model): DynamicCache(config=model.config)}
@@ -368,8 +400,8 @@ def _compare(console: Console, loaded: LoadedModel, ids: Tensor, tokens: int, tr
     console.print(
         f"Prompt: the forward pass over {ids.shape[1]} tokens. Step: the forward pass over one more token, median of "
         f"{tokens - 1}{f', of {trials} trials' if trials > 1 else ''}, and half of the range of the middle ones; the "
-        "caches take turns. Held: bytes that the cache keeps alive. KL: mean KL divergence of the predictions from "
-        "DynamicCache's, in nats.",
+        "caches take turns. transformers' static cache is given exactly the length that it needs. Held: bytes that the "
+        "cache keeps alive. KL: mean KL divergence of the predictions from DynamicCache's, in nats.",
         highlight=False,
     )
     if is_noisy(results):
@@ -392,27 +424,22 @@ def _sample(console: Console, model: Any, ids: Tensor, tokens: int) -> tuple[Sam
         for library, call in zip(LIBRARIES, (model.generate, functools.partial(generate, model)), strict=True):
             begin(f"{SAMPLES} samples of the prompt, {library}")
             found.append(sample(call, ids.to(model.device), tokens, SAMPLES))
-    alone, shared = found
-    console.print(table_of_samples(alone, shared, ids.shape[1]))
-    if not torch.equal(alone.sequences, shared.sequences):
-        reason = (
-            "Both use one seed. Sums in another order can change a draw between two tokens of nearly equal probability."
-        )
-        console.print(reason, highlight=False)
-    return alone, shared
+    console.print(table_of_samples(found[0], found[1], ids.shape[1]))
+    return found[0], found[1]
 
 
 def _second_turn(
     console: Console, model: Any, ids: Tensor, question: Tensor, tokens: int
-) -> tuple[tuple[Answer, Answer] | None, bool]:
+) -> tuple[Answers | None, bool]:
     """The answers of both libraries, and whether they differ by more than a tie."""
     try:
         with bar_between_runs(console, 1, "A second turn") as begin:
             begin("A second turn")
-            chat, alone, stored = second_turn(model, ids, question, tokens)
+            chat, answers = second_turn(model, ids, question, tokens)
     except KVLayersError as error:
         console.print(f"No second turn: {error}", markup=False, highlight=False)
         return None, False
-    is_other = differs(model, chat, alone.tokens, stored.tokens)
-    console.print(table_of_answers(alone, stored, is_other))
-    return (alone, stored), is_other
+    is_other = differs(model, chat, answers.alone.tokens, answers.stored.tokens)
+    console.print(table_of_answers(answers, is_other))
+    console.print(STORE_BESIDE_A_KEPT_CACHE, highlight=False)
+    return answers, is_other

@@ -97,7 +97,7 @@ def fidelity(
         ),
     ] = None,
     passages: Annotated[
-        int, typer.Option(min=1, help="Passages, spread over the text.", rich_help_panel=TEXT_PANEL)
+        int, typer.Option(metavar="N", min=1, help="Passages, spread over the text.", rich_help_panel=TEXT_PANEL)
     ] = 4,
     lengths: Annotated[
         str | None,
@@ -114,12 +114,13 @@ def fidelity(
         ),
     ] = TASK_DEPTHS,
     samples: Annotated[
-        int, typer.Option(min=1, help="Samples for each length and depth.", rich_help_panel=TASKS_PANEL)
+        int, typer.Option(metavar="N", min=1, help="Samples for each length and depth.", rich_help_panel=TASKS_PANEL)
     ] = 1,
     seed: Annotated[int, typer.Option(help="Seed of all random choices.", rich_help_panel=TASKS_PANEL)] = 0,
     chunk: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=1,
             help=f"Tokens of a forward pass. Default: {FIDELITY_CHUNK}; with --tasks: the whole context, which every "
             "cache then sees in full precision.",
@@ -128,6 +129,7 @@ def fidelity(
     question_chunk: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=1,
             help="Tokens of a forward pass while the question is read. Default: as `--chunk`. With 1, a cache that "
             "leaves tokens out for single queries (recall) does so for the question too.",
@@ -136,11 +138,15 @@ def fidelity(
     ] = None,
     max_kl: Annotated[
         float | None,
-        typer.Option(min=0, help="Budget: mean KL divergence, in nats a token.", rich_help_panel=TEXT_PANEL),
+        typer.Option(
+            metavar="N", min=0, help="Budget: mean KL divergence, in nats a token.", rich_help_panel=TEXT_PANEL
+        ),
     ] = None,
     max_perplexity_increase: Annotated[
         float | None,
-        typer.Option(min=0, help="Budget: increase of perplexity, in percent.", rich_help_panel=TEXT_PANEL),
+        typer.Option(
+            metavar="N", min=0, help="Budget: increase of perplexity, in percent.", rich_help_panel=TEXT_PANEL
+        ),
     ] = None,
     max_bytes: Annotated[
         str | None,
@@ -153,6 +159,7 @@ def fidelity(
     budget: Annotated[
         float | None,
         typer.Option(
+            metavar="N",
             min=0,
             help="Budget: percentage points of the mean score that a cache may lose.",
             rich_help_panel=TASKS_PANEL,
@@ -177,9 +184,18 @@ def fidelity(
             rich_help_panel=DOCUMENTS_PANEL,
         ),
     ] = RECOMPUTES,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype that the model computes in.")] = Dtype.float32,
+    dtype: Annotated[
+        Dtype,
+        typer.Option(
+            metavar="DTYPE",
+            help="Dtype that the model computes in: float32, bfloat16, float16, or auto: bfloat16, but float32 on a "
+            "CPU without bfloat16 instructions.",
+        ),
+    ] = Dtype.float32,
     device: Annotated[str | None, typer.Option(help="Default: cuda if available, else cpu.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads. Default: torch's choice.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=1024, help="CPU threads. Default: torch's choice.")
+    ] = None,
     results: Annotated[
         Path | None,
         typer.Option(help="File (JSON Lines) that results are added to as they come; a stopped run goes on from it."),

@@ -27,6 +27,7 @@ from kvlayers.eviction.rule import EvictionRule
 from kvlayers.generation.cache_by_name import NamedCache, cache_for, named_cache, options_after
 from kvlayers.kernels.codes.quantizer_contract import quantizer_names
 from kvlayers.planning.cache_bytes import fidelity_of
+from kvlayers.tools.measuring.text import first_line
 from kvlayers.tools.names import KVLAYERS, TRANSFORMERS
 from kvlayers.upstream import model_layers
 from kvlayers.upstream.model_layers import layer_devices
@@ -303,7 +304,7 @@ def _made(name: str, factory: Callable[[Any], Any], model: Any) -> Any:
     # `SystemExit` is no `Exception`, and would end the command without a word.
     except (Exception, SystemExit) as error:
         raise OptionError(
-            f"{name} cannot make a cache for this model, {type(error).__name__} ({_first_line(error)}): choose another "
+            f"{name} cannot make a cache for this model, {type(error).__name__} ({first_line(error)}): choose another "
             "cache, or another model."
         ) from error
     if not isinstance(cache, transformers.Cache):
@@ -328,7 +329,7 @@ def _imported(name: str, module: str, attribute: str) -> object:
     except (Exception, SystemExit) as error:
         raise OptionError(
             f"`name` must be a callable that can be imported, got {name!r}, {type(error).__name__} "
-            f"({_first_line(error)}): correct the name, or install its package."
+            f"({first_line(error)}): correct the name, or install its package."
         ) from error
 
 
@@ -362,7 +363,3 @@ def _unknown(name: str) -> OptionError:
         "`name` must be the name of a cache, or a callable or an eviction rule (package.module:callable, "
         f"file.py:Rule), got {name!r}.{suggestion} Known names are {', '.join(known)}."
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvlayers.tools.measuring.contenders import Contender
 from kvlayers.tools.measuring.nbytes import cache_nbytes
 from kvlayers.tools.measuring.scoring import ReadingError, divergences, is_tie
+from kvlayers.tools.measuring.text import first_line
 from kvlayers.upstream import cache_argument, model_types
 
 WARM_UP_TOKENS = 512
@@ -193,7 +194,7 @@ def measure(
     try:
         sequence, logits = _greedy(model, prompt.to(model.device), steps, reference.contender)
     except Exception as error:
-        reference.failure = _first_line(error)
+        reference.failure = _named_line(error)
         return results[:1]
     for trial in range(trials):
         ordered = there_and_back(results, trial)
@@ -244,7 +245,7 @@ def _failing_alone(result: ContenderResult) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        result.failure = _first_line(error)
+        result.failure = _named_line(error)
     if result.failure is not None:
         # An error keeps tensors alive in its traceback, and the next cache may need their memory.
         gc.collect()
@@ -330,6 +331,5 @@ def _compare(result: ContenderResult, logits: Tensor, dtype: torch.dtype) -> Non
             result.ties += is_tie(logits[step, index].float(), wanted, seen, dtype)
 
 
-def _first_line(error: Exception) -> str:
-    first = (str(error).strip() or "no message").splitlines()[0]
-    return f"{type(error).__name__}: {first}"
+def _named_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvlayers.core.cache import Cache
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
+from kvlayers.tools.measuring.text import first_line
 from kvlayers.upstream import cache_argument, model_types
 
 
@@ -327,10 +328,9 @@ class _Reader:
             return action(*arguments)
         except Exception as error:
             if self._is_reference:
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise ReadingError(
-                    f"The model cannot read the text in full precision, {type(error).__name__} ({reason}): check the "
-                    "model, or read fewer tokens at once."
+                    f"The model cannot read the text in full precision, {type(error).__name__} ({first_line(error)}): "
+                    "check the model, or read fewer tokens at once."
                 ) from error
             self._failure = f"{type(error).__name__}: {error}"
             return None

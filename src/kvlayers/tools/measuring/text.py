@@ -1,4 +1,4 @@
-"""The text that measurements read, and its token ids."""
+"""The text that measurements read, and its token ids; the line of an error that they show."""
 
 import itertools
 from pydoc_data.topics import topics
@@ -17,6 +17,11 @@ CHARACTERS_PER_TOKEN = 12
 def default_text() -> str:
     """The topics of Python's help: 700 kB of English that every Python has."""
     return "\n\n".join(text for _, text in sorted(topics.items()))
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error without its full stop, or its class if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
 
 
 def check_known(config: object, ids: Tensor) -> None:

@@ -132,9 +132,13 @@ class SampleReader:
 
     Raises:
         OptionError: `chunk` or `question_chunk` is not positive.
+        ConfigError: the model keeps states outside its cache, which go on from one part of the sample to the next only
+            if they come token by token.
     """
 
     def __init__(self, model: Any, sample: TaskSample, chunk: int | None, question_chunk: int | None = None) -> None:
+        if (kept := kept_states(model)) is not None:
+            raise ConfigError(f"`model` must keep all of its states in its cache, got one that keeps some in {kept}.")
         for name, size in (("chunk", chunk), ("question_chunk", question_chunk)):
             if size is not None and size < 1:
                 raise OptionError(f"`{name}` must be at least 1 token, got {size}.")
@@ -167,7 +171,7 @@ class SampleReader:
 def has_only_keys_and_values(model: Any) -> bool:
     """Whether a pass changes a cache by `update(keys, values, layer)` only, and nothing else that later passes read."""
     config = config_of(model)
-    if config.is_encoder_decoder or kept_states(model) is not None:
+    if config.is_encoder_decoder:
         return False
     try:
         specs = model_layers.layer_specs(config)

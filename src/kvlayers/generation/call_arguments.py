@@ -1,0 +1,110 @@
+"""Checks of what a call of `generate()` is given, before transformers looks at it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, GenerationConfig
+from transformers.generation.utils import GenerationMixin
+
+from kvlayers.errors import OptionError
+
+PROMPTS = ("inputs", "input_ids")
+"""Names by which `generate()` takes its prompts."""
+
+_TOKENIZE = "pass ids as tokenizer(texts, return_tensors='pt') returns them"
+
+
+def check_model(model: object) -> None:
+    """Raise `OptionError` if what should be a model is none: a config, a name, or the prompt."""
+    if not isinstance(model, torch.nn.Module | GenerationMixin):
+        raise OptionError(
+            f"`model` must be a model of transformers, got a {type(model).__name__}: pass the model first, then the "
+            "prompt."
+        )
+
+
+def check_generation_config(given: object) -> None:
+    """Raise `OptionError` if a `generation_config` is another object, such as the second of two positional ones."""
+    if given is not None and not isinstance(given, GenerationConfig):
+        raise OptionError(
+            f"`generation_config` must be a GenerationConfig, got a {type(given).__name__}: pass options by their "
+            "names, as in generate(model, input_ids, max_new_tokens=20)."
+        )
+
+
+def with_prompt_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, with what a tokenizer or a processor returns in the place of a prompt taken apart.
+
+    Args:
+        args: positional arguments, the prompt first.
+        kwargs: arguments by name, which are not changed.
+
+    Raises:
+        OptionError: it has no `input_ids`, or an argument is given twice.
+    """
+    places = [name for name in PROMPTS if isinstance(kwargs.get(name), Mapping)]
+    is_first = bool(args) and isinstance(args[0], Mapping)
+    if not places and not is_first:
+        return args, kwargs
+    encoded = args[0] if is_first else kwargs[places[0]]
+    others = {name: value for name, value in kwargs.items() if name not in places}
+    if twice := sorted(encoded.keys() & others.keys()):
+        raise OptionError(f"`{twice[0]}` must be given once, got it in the encoded prompt as well: leave one out.")
+    if encoded.keys().isdisjoint({"input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values"}):
+        raise OptionError(
+            f"`input_ids` must be in the encoded prompt, got {', '.join(map(str, encoded)) or 'nothing'}: {_TOKENIZE}."
+        )
+    return (None, *args[1:]) if is_first else args, {**others, **encoded}
+
+
+def check_call(model: Any, given: Mapping[str, Any], cache_name: str) -> None:
+    """Raise `OptionError` if the prompt, its mask, the cache or the config of a call is not of its kind.
+
+    Args:
+        model: the model.
+        given: arguments of `generate()` by their names.
+        cache_name: the name by which the call passes a cache.
+    """
+    check_generation_config(given.get("generation_config"))
+    past = given.get(cache_name)
+    # Models with a cache of their own may take any class.
+    if past is not None and not isinstance(past, Cache | tuple | list) and model._supports_default_dynamic_cache():
+        what = f"the class {past.__name__}" if isinstance(past, type) else f"a {type(past).__name__}"
+        raise OptionError(
+            f"`{cache_name}` must be a cache or the name of one, got {what}: pass for example "
+            "kvlayers.DynamicCache(config=model.config), or cache_implementation='int4'."
+        )
+    if isinstance(given.get("max_new_tokens"), str):
+        raise OptionError(f"`max_new_tokens` must be a whole number, got {given['max_new_tokens']!r}.")
+    if model.main_input_name == "input_ids":
+        _check_ids(given, takes_features=model.config.is_encoder_decoder)
+
+
+def _check_ids(given: Mapping[str, Any], takes_features: bool) -> None:
+    name = next((name for name in PROMPTS if given.get(name) is not None), None)
+    if name is None:
+        return
+    ids, mask = given[name], given.get("attention_mask")
+    if not isinstance(ids, Tensor):
+        raise OptionError(
+            f"`{name}` must be token ids, an integer tensor [prompts, tokens], got a {type(ids).__name__}: {_TOKENIZE}."
+        )
+    is_whole = ids.dtype in (torch.int32, torch.int64)
+    # Beside embeddings, ids may be those of no token.
+    is_empty = ids.numel() == 0 and given.get("inputs_embeds") is None
+    if not (is_whole or takes_features) or ids.dim() < 2 or is_empty or ids.is_meta:
+        where = ", on the meta device" if ids.is_meta else ""
+        advice = "add the dimension of prompts, as in ids[None]" if ids.dim() == 1 and is_whole else _TOKENIZE
+        raise OptionError(
+            f"`{name}` must be token ids, an integer tensor [prompts, tokens] of at least one token, got {ids.dtype} "
+            f"of shape {list(ids.shape)}{where}: {advice}."
+        )
+    if mask is not None and not isinstance(mask, Tensor):
+        raise OptionError(f"`attention_mask` must be a tensor [prompts, tokens], got a {type(mask).__name__}.")
+    if mask is not None and mask.dim() == 2 == ids.dim() and mask.shape[1] < ids.shape[1]:
+        raise OptionError(
+            f"`attention_mask` must have an entry for each of the {ids.shape[1]} tokens of `{name}`, got "
+            f"{mask.shape[1]}: pass the mask that the tokenizer returns with the ids."
+        )

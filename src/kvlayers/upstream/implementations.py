@@ -1,0 +1,63 @@
+"""The functions that a model's modules call by a name in their configs: of attention, of its masks, and of experts."""
+
+import sys
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PretrainedConfig, masking_utils, modeling_utils
+
+KNOWN = ("transformers", "kvlayers")
+"""Packages whose functions are what their names say."""
+
+
+class Implementations(NamedTuple):
+    """What the modules of a model call.
+
+    Attributes:
+        names: of the functions, as the configs have them, without repeats.
+        incomparable: one that may be any function, as the caller's own; `None` for none.
+    """
+
+    names: list[str]
+    incomparable: str | None
+
+
+def of(model: nn.Module) -> Implementations:
+    """The implementations that the modules of a model go by. Each part of a model may have its own."""
+    # Modules share a few configs.
+    configs = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
+    names = {
+        (field, str(name)): None
+        for config in configs.values()
+        if isinstance(config, PretrainedConfig)
+        for field in _TABLES
+        if (name := vars(config).get(field)) is not None
+    }
+    own = (
+        f"{field[1:].removesuffix('_internal')}={name!r}"
+        for field, name in names
+        for table in _TABLES[field]
+        if not _is_known(table.get(name))
+    )
+    return Implementations([f"{field}={name}" for field, name in names], next(own, None))
+
+
+def _is_known(function: Any) -> bool:
+    while isinstance(function, partial):
+        function = function.func
+    # Without a function, a module has its own, "eager".
+    return function is None or function.__module__.partition(".")[0] in KNOWN
+
+
+_EXPERTS: Any = vars(sys.modules.get("transformers.integrations.moe", object)).get("ALL_EXPERTS_FUNCTIONS", {})
+"""Before transformers 5, there are none."""
+
+_TABLES: dict[str, tuple[Any, ...]] = {
+    "_attn_implementation_internal": (
+        modeling_utils.ALL_ATTENTION_FUNCTIONS,
+        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS,
+    ),
+    "_experts_implementation_internal": (_EXPERTS,),
+}
+"""Where functions are found, by the fields of configs that name them."""

@@ -1,0 +1,147 @@
+"""What a call of generate() is given in the wrong place, or of the wrong kind, has an error that says what to pass."""
+
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import kvlayers
+from kvlayers.errors import OptionError, RegistryError
+from models import prompt, tiny_model
+
+IDS = prompt(1, 5)
+HOW: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+
+
+def installed(model: Any, *args: Any, **how: Any) -> Any:
+    with kvlayers.installed():
+        return model.generate(*args, **how)
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "generate": kvlayers.generate,
+    "installed": installed,
+    "resilient": kvlayers.resilient_generate,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_prompt_may_be_what_a_tokenizer_returns(way: str) -> None:
+    model, ids = tiny_model("llama"), prompt(2, 6)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    expected = model.generate(ids, attention_mask=mask, **HOW)
+    # The class of what tokenizers return, BatchEncoding, is a UserDict.
+    encoded = UserDict(input_ids=ids, attention_mask=mask)
+    for seen in (
+        WAYS[way](model, encoded, **HOW),
+        WAYS[way](model, inputs=dict(encoded), **HOW),
+        WAYS[way](model, input_ids=encoded, **HOW),
+    ):
+        assert torch.equal(seen, expected)
+    with pytest.raises(OptionError, match="`attention_mask` must be given once"):
+        WAYS[way](model, encoded, attention_mask=mask, **HOW)
+    with pytest.raises(OptionError, match="`input_ids` must be in the encoded prompt, got ids"):
+        WAYS[way](model, {"ids": ids}, **HOW)
+
+
+@pytest.mark.parametrize("way", ["generate", "installed"])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("a text", "got a str"),
+        (["a text"], "got a list"),
+        ([[5, 6]], "got a list"),
+        (object(), "got a object"),
+        (IDS[0], r"got torch.int64 of shape \[5\]: add the dimension"),
+        (IDS.float(), "got torch.float32"),
+        (IDS > 3, "got torch.bool"),
+        (IDS[:, :0], r"of shape \[1, 0\]"),
+        (IDS[:0], r"of shape \[0, 5\]"),
+        (IDS.to("meta"), "on the meta device"),
+    ],
+)
+def test_a_prompt_that_is_none_is_refused(way: str, given: Any, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        WAYS[way](tiny_model("llama"), given, **HOW)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"attention_mask": [[1] * 5]}, "`attention_mask` must be a tensor"),
+        ({"attention_mask": torch.ones(1, 3)}, "`attention_mask` must have an entry for each of the 5 tokens"),
+        ({"generation_config": IDS}, "`generation_config` must be a GenerationConfig, got a Tensor"),
+        ({"max_new_tokens": "2"}, "`max_new_tokens` must be a whole number, got '2'"),
+        ({"past_key_values": kvlayers.QuantizedCache}, "or the name of one, got the class QuantizedCache"),
+        ({"past_key_values": {}}, "or the name of one, got a dict"),
+        ({"cache_implementation": kvlayers.DynamicCache}, "got the class DynamicCache"),
+        ({"cache_implementation": "int4", "cache_config": "nbits=4"}, "`cache_config` must be a mapping"),
+        ({"cache_implementation": "sink:window=1", "past_key_values": "int4"}, "ask for different caches"),
+    ],
+)
+def test_another_argument_of_the_wrong_kind_is_refused(how: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        kvlayers.generate(tiny_model("llama"), IDS, **{**HOW, **how})
+
+
+@pytest.mark.parametrize("given", ["a name", IDS, None])
+def test_what_is_no_model_is_refused(given: Any) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: kvlayers.generate(given, IDS),
+        lambda: kvlayers.resilient_generate(given, IDS),
+        lambda: kvlayers.generate_many(given, [IDS]),
+    ]
+    for call in calls:
+        with pytest.raises(OptionError, match="`model` must be a model of transformers, got a"):
+            call()
+
+
+def test_options_may_stand_behind_a_name_wherever_a_cache_is_named() -> None:
+    model, text = tiny_model("llama"), "sink:window_length=8,num_sink_tokens=2"
+    options = {"window_length": 8, "num_sink_tokens": 2}
+    ids = prompt(1, 20)
+    expected = kvlayers.generate(model, ids, cache_implementation="sink", cache_config=options, **HOW)
+    for name in ("cache_implementation", "past_key_values"):
+        assert torch.equal(kvlayers.generate(model, ids, **{name: text}, **HOW), expected)
+    assert repr(kvlayers.make_cache(text, model)) == repr(kvlayers.make_cache("sink", model, **options))
+    scores = [
+        kvlayers.score(model, [ids[0]], [[[5, 6]]], **how, progress=False)[0][0].token_logprobs
+        for how in ({"cache": text}, {"cache_implementation": text}, {"cache": "sink", "cache_config": options})
+    ]
+    assert scores[0] == scores[1] == scores[2]
+
+
+def test_the_default_cache_may_be_named_by_either_argument() -> None:
+    with kvlayers.installed(cache_implementation="int8"):
+        output = tiny_model("llama").generate(IDS, return_dict_in_generate=True, **HOW)
+    assert type(output.past_key_values).__name__ == "QuantizedCache"
+    with pytest.raises(OptionError, match="ask for different caches"):
+        kvlayers.install(cache="int4", cache_implementation="int8")
+    with pytest.raises(RegistryError, match="did you mean 'int4'"):
+        kvlayers.install(cache_implementation="int44")
+    assert not kvlayers.is_installed()
+
+
+@pytest.mark.parametrize("given", [{"device": "cdua"}, {"device": 1.5}, {"device": -1}, {"dtype": "flot"}])
+def test_a_device_or_a_dtype_that_does_not_exist_is_refused(given: dict[str, Any]) -> None:
+    config = tiny_model("llama").config
+    with pytest.raises(OptionError, match=f"`{next(iter(given))}` must be a"):
+        kvlayers.StaticCache(config, max_cache_len=8, **given)
+    with pytest.raises(OptionError, match=f"`{next(iter(given))}` must be a"):
+        kvlayers.SlidingWindowCache(config, max_cache_len=8, **given)
+    # A device of another machine is none the less one.
+    kvlayers.StaticCache(config, max_cache_len=8, device="cuda:7", dtype="bfloat16")
+
+
+def test_a_directory_that_is_no_path_is_refused() -> None:
+    with pytest.raises(OptionError, match="`offload_directory` must be a directory"):
+        kvlayers.StaticCache(
+            tiny_model("llama").config,
+            8,
+            offloading=True,
+            offload_device="disk",
+            offload_directory=3,  # type: ignore[arg-type]
+        )

@@ -1,0 +1,260 @@
+"""Models whose RoPE depends on the length: each answer is the one that transformers gives to its prompt alone.
+
+The reference is a model that nobody has called before, with transformers' own cache, and one prompt.
+"""
+
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers as tf
+
+import kvlayers
+import versions
+from kvlayers import PrefixStore
+from kvlayers.errors import OptionError, UnusedCacheError
+from kvlayers.evaluation.engine import score_tokens
+from kvlayers.evaluation.requests import ScoringRequest
+
+pytestmark = pytest.mark.skipif(
+    not versions.compat.ROPE_HAS_ONE_DICT, reason="before 5.0, configs say RoPE in other fields"
+)
+
+BORDER = 24
+"""Longer sequences have other frequencies."""
+
+LENGTHS = (8, 12, 20, 24, 25, 40, 60, 10)
+"""Of prompts: some answers end before the border or at it, some cross it, and some begin behind it."""
+
+ANSWER: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+SIZES: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [1.0, 3.0, 9.0, 30.0], "factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": BORDER, **FACTORS}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+
+CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
+    # These two read a sequence again where they cross the border.
+    "phi3": (tf.Phi3Config, {"original_max_position_embeddings": BORDER, "rope_parameters": LONGROPE}),
+    "phimoe": (
+        tf.PhimoeConfig,
+        {"num_local_experts": 2, "rope_parameters": {**LONGROPE, "short_mscale": 1.0, "long_mscale": 1.2}},
+    ),
+    # So does this one, although nothing changes there.
+    "phi3 default": (tf.Phi3Config, {"original_max_position_embeddings": BORDER, "rope_parameters": DEFAULT}),
+    "llama longrope": (tf.LlamaConfig, {"rope_parameters": LONGROPE}),
+    "llama dynamic": (tf.LlamaConfig, {"rope_parameters": DYNAMIC, "max_position_embeddings": BORDER}),
+    "gemma3 by layer type": (
+        tf.Gemma3TextConfig,
+        {
+            "head_dim": 8,
+            "sliding_window": 16,
+            "max_position_embeddings": BORDER,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": DEFAULT},
+        },
+    ),
+}
+DEPENDING = [name for name in CONFIGS if name != "phi3 default"]
+READING_AGAIN = ["phi3", "phimoe", "phi3 default"]
+
+
+def model_of(name: str) -> Any:
+    config_class, changes = CONFIGS[name]
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(
+        config_class(**{**SIZES, "max_position_embeddings": 128, **changes})
+    ).eval()
+    # So that a token says something about the logits.
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.mul_(12)
+    return model
+
+
+def prompt(tokens: int) -> torch.Tensor:
+    return torch.randint(3, 97, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+def answer(model: Any, ids: torch.Tensor, **options: Any) -> list[int]:
+    sequences = model.generate(ids, attention_mask=torch.ones_like(ids), **{**ANSWER, **options})
+    found: list[int] = sequences[0, ids.shape[1] :].tolist()
+    return found
+
+
+_alone: dict[tuple[str, int], list[int]] = {}
+
+
+def alone(name: str, tokens: int) -> list[int]:
+    """The answer of transformers to one prompt, with its own cache, by a model that has seen no other."""
+    if (name, tokens) not in _alone:
+        _alone[name, tokens] = answer(model_of(name), prompt(tokens))
+    return _alone[name, tokens]
+
+
+def given(model: Any, ids: torch.Tensor, cache: Any, **options: Any) -> list[int]:
+    argument = kvlayers.upstream.cache_argument.name_in_generate(model)
+    return answer(model, ids, **{argument: cache}, **options)
+
+
+MANY: dict[str, dict[str, Any]] = {
+    "side by side": {},
+    "in chunks": {"chunk_tokens": 8},
+    "two rows": {"max_rows": 2},
+    "drafts that are looked up": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("options", MANY.values(), ids=MANY.keys())
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_answer_as_alone(name: str, options: dict[str, Any]) -> None:
+    model = model_of(name)
+    prompts = [prompt(tokens)[0] for tokens in LENGTHS]
+    answers = list(kvlayers.generate_many(model, prompts, in_order=True, progress=False, **ANSWER, **options))
+    assert [each.error for each in answers] == [None] * len(LENGTHS)
+    assert [each.ids.tolist() for each in answers] == [alone(name, tokens) for tokens in LENGTHS]
+
+
+@pytest.mark.parametrize("name", ["phi3", "llama dynamic"])
+def test_rows_with_a_draft_model_answer_as_alone(name: str) -> None:
+    prompts = [prompt(tokens)[0] for tokens in LENGTHS]
+    answers = kvlayers.generate_many(
+        model_of(name), prompts, assistant_model=model_of(name), in_order=True, progress=False, **ANSWER
+    )
+    assert [each.ids.tolist() for each in answers] == [alone(name, tokens) for tokens in LENGTHS]
+
+
+@pytest.mark.parametrize("name", DEPENDING)
+def test_a_store_of_rows_is_passed_by(name: str) -> None:
+    model, store = model_of(name), PrefixStore()
+    prompts = [prompt(20)[0], torch.cat([prompt(20)[0], prompt(8)[0]])]
+    for _ in range(2):
+        answers = list(
+            kvlayers.generate_many(model, prompts, in_order=True, progress=False, prefix_store=store, **ANSWER)
+        )
+        assert [each.cached_tokens for each in answers] == [0, 0]
+        assert answers[0].ids.tolist() == alone(name, 20)
+        assert answers[1].ids.tolist() == answer(model_of(name), prompts[1][None])
+    assert len(store) == 0
+
+
+@pytest.mark.parametrize("name", READING_AGAIN)
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_a_cache_that_the_model_gives_up_is_filled_again(name: str, tokens: int) -> None:
+    model = model_of(name)
+    cache = kvlayers.DynamicCache(config=model.config)
+    with kvlayers.installed():
+        assert given(model, prompt(tokens), cache) == alone(name, tokens)
+        # The last token that was chosen has not been read.
+        assert cache.get_seq_length() == tokens + 11
+        whole = torch.cat([prompt(tokens), torch.tensor([alone(name, tokens)])], dim=1)
+        own = tf.DynamicCache(config=model.config)
+        expected = given(model_of(name), prompt(tokens), own) + given(model_of(name), whole, own)
+        assert given(model, whole, cache) == expected[12:]
+
+
+@pytest.mark.parametrize("name", READING_AGAIN)
+def test_the_cache_stays_the_one_that_was_named(name: str) -> None:
+    model = model_of(name)
+    for cache in ("int4", "dynamic"):
+        output = kvlayers.generate(
+            model, prompt(20), cache_implementation=cache, return_dict_in_generate=True, **ANSWER
+        )
+        held = kvlayers.upstream.cache_argument.in_output(output)
+        assert isinstance(held, type(kvlayers.make_cache(cache, model)))
+        assert held.get_seq_length() == 31
+
+
+@pytest.mark.parametrize("name", ["phi3", "phimoe"])
+def test_without_install_the_error_says_what_to_do(name: str) -> None:
+    model = model_of(name)
+    with pytest.raises(UnusedCacheError, match=r"kvlayers\.install\(\).*read a prompt again"):
+        given(model, prompt(60), kvlayers.DynamicCache(config=model.config))
+    assert given(model, prompt(20), kvlayers.DynamicCache(config=model.config)) == alone(name, 20)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"prefill_chunk_size": 8}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": True}],
+    ids=["chunks", "look-up", "draft model"],
+)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_options_change_no_answer(name: str, options: dict[str, Any]) -> None:
+    if "assistant_model" in options:
+        options = {"assistant_model": model_of(name)}
+    for tokens in LENGTHS:
+        found = kvlayers.generate(
+            model_of(name), prompt(tokens), attention_mask=torch.ones(1, tokens), **ANSWER, **options
+        )
+        assert found[0, tokens:].tolist() == alone(name, tokens), tokens
+
+
+@pytest.mark.parametrize("name", ["phi3", "llama dynamic"])
+def test_drafts_for_several_prompts_over_the_border_are_refused(name: str) -> None:
+    model, ids = model_of(name), torch.cat([prompt(8), prompt(8) + 1])
+    mask = torch.ones_like(ids)
+    kept = kvlayers.generate(model, ids, attention_mask=mask, prompt_lookup_num_tokens=3, **ANSWER)
+    assert kept[0, 8:].tolist() == alone(name, 8)
+    with pytest.raises(OptionError, match="frequencies of its RoPE"):
+        kvlayers.generate(
+            model, ids, attention_mask=mask, prompt_lookup_num_tokens=3, do_sample=False, max_new_tokens=20
+        )
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz .:"
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}.{% endfor %}"
+
+
+def letters() -> Any:
+    """A tokenizer of single characters."""
+    vocabulary = {token: number for number, token in enumerate(["<pad>", *LETTERS, *map(chr, range(200, 267))])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("[\\s\\S]"), "isolated")
+    inner.decoder = tokenizers.decoders.Fuse()
+    found = tf.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>")
+    found.chat_template = TEMPLATE
+    return found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_turns_of_a_chat_answer_as_whole_prompts(name: str) -> None:
+    tokenizer = letters()
+    chat, reused = kvlayers.Chat(model_of(name), tokenizer), []
+    # The third turn is behind the border, as are those after it, and then the conversation is short again.
+    for text in ("hello", "yes", "and what is that", "no", "so", None, "bird"):
+        if text is None:
+            del chat.messages[2:]
+            continue
+        asked = tokenizer.apply_chat_template(
+            [*chat.messages, {"role": "user", "content": text}], return_tensors="pt", return_dict=True
+        )["input_ids"]
+        expected = answer(model_of(name), asked, max_new_tokens=4)
+        assert chat.ask(text, max_new_tokens=4, do_sample=False) == tokenizer.decode(expected, skip_special_tokens=True)
+        reused.append(chat.cached_tokens > 0)
+    # Between keys of the same frequencies, nothing is computed again.
+    assert reused[1]
+    assert reused[4] == ("dynamic" not in name and "gemma3" not in name)
+
+
+# A model with dynamic NTK has no positions behind the border, as far as scores are concerned.
+@pytest.mark.parametrize("cache", ["int4", "snapkv"])
+@pytest.mark.parametrize("name", ["phi3", "phimoe", "llama longrope"])
+def test_scores_of_lossy_caches_do_not_depend_on_other_requests(name: str, cache: str) -> None:
+    model = model_of(name)
+    requests = [
+        ScoringRequest(tuple(prompt(tokens)[0].tolist()), tuple(prompt(more)[0].tolist()))
+        for tokens, more in ((8, 4), (30, 6), (12, 5), (40, 3))
+    ]
+
+    def scores(own: Any, some: Any, **options: Any) -> list[float]:
+        found = score_tokens(own, some, lambda: kvlayers.make_cache(cache, own), **options)
+        return [value for score in found for value in score.token_logprobs]
+
+    expected = [value for request in requests for value in scores(model_of(name), [request])]
+    # float32, and another order of sums: nothing is padded, so the passes are the same.
+    assert scores(model, requests, batch_size=4) == pytest.approx(expected, abs=1e-4)

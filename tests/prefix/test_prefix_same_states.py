@@ -1,0 +1,155 @@
+"""Whatever uses a store asks the same: whether states depend on tokens, weights and settings that are compared."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+import kvlayers
+from kvlayers.errors import OptionError
+from models import fresh_model
+
+IDS = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(3))
+HOW: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+
+
+def generate(model: Any, ids: torch.Tensor, store: Any) -> list[int]:
+    found: list[int] = kvlayers.generate(model, ids, prefix_store=store, **HOW)[0, ids.shape[1] :].tolist()
+    return found
+
+
+def generate_many(model: Any, ids: torch.Tensor, store: Any) -> list[int]:
+    (answer,) = kvlayers.generate_many(model, [ids[0].tolist()], prefix_store=store, progress=False, **HOW)
+    found: list[int] = answer.ids.tolist()
+    return found
+
+
+def documents(model: Any, ids: torch.Tensor, store: Any) -> list[int]:
+    found: list[int] = kvlayers.generate(
+        model, documents=[ids[0, :-1]], question=ids[0, -1:], recompute=0, prefix_store=store, **HOW
+    )[0, ids.shape[1] :].tolist()
+    return found
+
+
+def document(model: Any, ids: torch.Tensor, store: Any) -> None:
+    store.document(ids, model)
+
+
+def score(model: Any, ids: torch.Tensor, store: Any) -> None:
+    kvlayers.score(model, [ids[0].tolist()], [[[5]]], prefix_store=store, progress=False)
+
+
+USES: tuple[Callable[..., Any], ...] = (generate, generate_many, documents, document, score)
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output + 3.0)
+
+
+def replaced(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda states, forward=mlp.forward: forward(states) + 3.0
+
+
+def attends_otherwise(model: Any) -> None:
+    model.set_attn_implementation("mine")
+
+
+def has_a_function(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = torch.nn.Identity().eval()
+    model.model.layers[0].mlp.act_fn.scale = lambda: 3.0
+
+
+def of_its_class(model: Any) -> None:
+    mlp = type(model.model.layers[0].mlp)
+    mlp.forward = lambda self, states: states * 0.5
+
+
+CHANGES = (hooked, replaced, attends_otherwise, has_a_function, of_its_class)
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    def mine(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        return sdpa_attention_forward(module, query, key, value * 0.2, mask, **options)
+
+    transformers.AttentionInterface.register("mine", mine)
+    AttentionMaskInterface.register("mine", sdpa_mask)
+    mlp = transformers.models.llama.modeling_llama.LlamaMLP
+    forward = mlp.forward
+    yield
+    mlp.forward = forward
+    del transformers.AttentionInterface._global_mapping["mine"], AttentionMaskInterface._global_mapping["mine"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("use", USES)
+def test_states_that_cannot_be_compared_reach_no_store(use: Callable[..., Any], change: Callable[[Any], None]) -> None:
+    model, store = fresh_model("llama"), kvlayers.PrefixStore("64MiB")
+    change(model)
+    with pytest.raises(OptionError):
+        use(model, IDS, store)
+    assert len(store) == 0
+
+
+def test_a_store_of_install_says_why_and_goes_on_without() -> None:
+    model, store = fresh_model("llama"), kvlayers.PrefixStore("64MiB")
+    attends_otherwise(model)
+    right = model.generate(IDS, attention_mask=torch.ones_like(IDS), **HOW)
+    with kvlayers.installed(prefix_store=store):
+        found = model.generate(IDS, attention_mask=torch.ones_like(IDS), **HOW)
+    assert torch.equal(found, right)
+    (reason,) = store.statistics.bypasses
+    assert "attn_implementation='mine' is no function of transformers" in reason
+    assert reason in store.explain()
+
+
+@pytest.mark.parametrize("first", [generate, generate_many])
+@pytest.mark.parametrize("then", [generate, generate_many])
+def test_other_implementations_of_attention_do_not_share(first: Callable[..., Any], then: Callable[..., Any]) -> None:
+    model, store = fresh_model("llama"), kvlayers.PrefixStore("64MiB")
+    first(model, IDS[:, :35], store)
+    model.set_attn_implementation("eager")
+    then(model, IDS, store)
+    assert (store.statistics.hits, len(store)) == (0, 2)
+    model.set_attn_implementation("sdpa")
+    then(model, IDS, store)
+    assert store.statistics.hits == 1
+
+
+def test_a_function_in_the_place_of_one_of_transformers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, store = fresh_model("llama"), kvlayers.PrefixStore("64MiB")
+    table = transformers.AttentionInterface._global_mapping
+    monkeypatch.setitem(table, "sdpa", table["mine"])
+    with pytest.raises(OptionError, match="attn_implementation='sdpa'"):
+        generate(model, IDS, store)
+
+
+def test_a_model_that_changes_between_two_prompts_is_noticed() -> None:
+    model, store = fresh_model("llama"), kvlayers.PrefixStore("64MiB")
+    prompts = [IDS[0].tolist()] * 3
+    answers = kvlayers.generate_many(model, prompts, prefix_store=store, max_rows=1, progress=False, **HOW)
+    assert next(answers).error is None
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    right = model.generate(IDS, attention_mask=torch.ones_like(IDS), **HOW)[0, 40:].tolist()
+    second = next(answers)
+    assert (second.ids.tolist(), second.cached_tokens) == (right, 0)
+    hooked(model)
+    assert isinstance(next(answers).error, OptionError)
+    assert len(store) == 2
+
+
+def test_a_hook_of_all_modules_is_noticed() -> None:
+    model, store = fresh_model("llama"), kvlayers.PrefixStore("64MiB")
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    try:
+        with pytest.raises(OptionError, match="all modules have hooks"):
+            generate_many(model, IDS, store)
+    finally:
+        hook.remove()
+    assert generate_many(model, IDS, store) == generate(model, IDS, store)

@@ -1,0 +1,178 @@
+"""An update of rows that stops between two rows has not happened, or is refused by name; copies go on like the rows."""
+
+import copy
+import io
+import multiprocessing.reduction
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvlayers
+from kvlayers.errors import CapacityError, InterruptedPassError
+from models import given, prompt, tiny_model
+
+PROMPTS = (prompt(1, 5, 0), prompt(1, 10, 1))
+CACHES: dict[str, Callable[[Any], Any]] = {
+    "dynamic": lambda config: kvlayers.DynamicCache(config=config),
+    "static": lambda config: kvlayers.StaticCache(config, max_cache_len=40),
+    "int4": lambda config: kvlayers.QuantizedCache(config=config, nbits=4, residual_length=32),
+    "offloaded": lambda config: kvlayers.OffloadedCache(config=config),
+}
+TOLERANCE = {"rtol": 0, "atol": 2e-4}
+"""The same sums in another order of float32."""
+
+
+def merged(model: Any, cache: str) -> Any:
+    caches = [CACHES[cache](model.config) for _ in PROMPTS]
+    with torch.no_grad():
+        for ids, own in zip(PROMPTS, caches, strict=True):
+            model(ids, **given(own))
+    return kvlayers.merge(caches)
+
+
+@torch.no_grad()
+def step(model: Any, cache: Any, ids: Tensor) -> Tensor:
+    rows = kvlayers.Rows(cache)
+    attends = any(layer.attends for layer in cache.layers)
+    positions = {"position_ids": rows.position_ids()} if attends else {}
+    logits: Tensor = model(ids, attention_mask=rows.attention_mask(), **positions, **given(cache)).logits
+    return logits[:, -1]
+
+
+def check_steps(model: Any, cache: Any, steps: int = 4) -> None:
+    """Decode, and compare with the model without a cache."""
+    texts = [ids[0] for ids in PROMPTS]
+    for number in range(steps):
+        new = prompt(2, 1, 10 + number)
+        texts = [torch.cat([text, own]) for text, own in zip(texts, new, strict=True)]
+        got = step(model, cache, new)
+        with torch.no_grad():
+            expected = torch.stack([model(text[None], use_cache=False).logits[0, -1] for text in texts])
+        torch.testing.assert_close(got, expected, **TOLERANCE)
+
+
+def interrupted(*args: object, **kwargs: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("cache", ["static", "int4", "offloaded"])
+@pytest.mark.parametrize("row", [0, 1])
+def test_an_update_that_stops_in_the_first_layer_has_not_happened(cache: str, row: int) -> None:
+    model = tiny_model("llama")
+    rows = merged(model, cache)
+    rows.layers[0].rows[row].update = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        step(model, rows, prompt(2, 1, 9))
+    del rows.layers[0].rows[row].update
+    assert rows.interruption() is None
+    assert all(layer.row_lengths == (5, 10) for layer in rows.layers)
+    fork, kept, alone = rows.fork(), rows.fork(), rows.extract(0)
+    kept.keep_rows([0, 1])
+    assert alone.get_seq_length() == 5
+    for own in (rows, fork, kept):
+        check_steps(model, own)
+
+
+@pytest.mark.parametrize("cache", ["static", "int4", "offloaded"])
+def test_one_that_stops_in_the_last_layer_is_noticed(cache: str) -> None:
+    model = tiny_model("llama")
+    rows = merged(model, cache)
+    last = rows.layers[-1].rows[1]
+    last.update = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        step(model, rows, prompt(2, 1, 9))
+    del last.update
+    assert rows.interruption() is not None
+    with pytest.raises(InterruptedPassError):
+        rows.get_seq_length()
+    rows.crop_rows([5, 10])
+    check_steps(model, rows)
+
+
+def test_a_row_that_cannot_be_put_back_is_refused_by_name() -> None:
+    model = tiny_model("mistral")
+    window = model.config.sliding_window
+    caches = [kvlayers.QuantizedCache(config=model.config, nbits=4, residual_length=4) for _ in PROMPTS]
+    with torch.no_grad():
+        for number, cache in enumerate(caches):
+            model(prompt(1, window + 4, number), **given(cache))
+    rows = kvlayers.merge(caches)
+    rows.layers[0].rows[1].update = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        step(model, rows, prompt(2, 1, 9))
+    del rows.layers[0].rows[1].update
+    for use in (lambda: step(model, rows, prompt(2, 1, 9)), lambda: rows.extract(0), lambda: rows.keep_rows([1])):
+        with pytest.raises(InterruptedPassError, match="between two rows"):
+            use()
+    rows.reset()
+    assert rows.interruption() is None
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba"])
+def test_recurrent_rows_that_were_interrupted_are_refused_by_name(family: str) -> None:
+    model = tiny_model(family)
+    rows = merged(model, "dynamic")
+    layer = next(layer for layer in rows.layers if layer.is_recurrent)
+    layer.rows[1].update_conv_state = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        step(model, rows, prompt(2, 1, 9))
+    del layer.rows[1].update_conv_state
+    for own in (rows, rows.fork(), pickle.loads(pickle.dumps(rows))):
+        with pytest.raises(InterruptedPassError, match="between two rows"):
+            step(model, own, prompt(2, 1, 9))
+        with pytest.raises(InterruptedPassError):
+            own.extract(0)
+
+
+@pytest.mark.parametrize("offloading", [False, True])
+def test_a_full_row_leaves_all_rows_as_they_were(offloading: bool) -> None:
+    model = tiny_model("llama")
+    caches = [kvlayers.StaticCache(model.config, max_cache_len=most, offloading=offloading) for most in (40, 10)]
+    with torch.no_grad():
+        for ids, cache in zip(PROMPTS, caches, strict=True):
+            model(ids, **given(cache))
+    rows = kvlayers.merge(caches)
+    states = torch.randn(2, model.config.num_key_value_heads, 1, model.config.head_dim)
+    with pytest.raises(CapacityError):
+        rows.update(states, states, 0)
+    assert all([row.length for row in layer.rows] == [5, 10] for layer in rows.layers)
+    rows.keep_rows([0])
+    ids = prompt(1, 1, 9)
+    with torch.no_grad():
+        expected = model(torch.cat([PROMPTS[0], ids], dim=1), use_cache=False).logits[:, -1]
+    torch.testing.assert_close(step(model, rows, ids), expected, **TOLERANCE)
+
+
+def saved(cache: Any) -> Any:
+    memory = io.BytesIO()
+    torch.save(cache, memory)
+    memory.seek(0)
+    return torch.load(memory, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
+    "torch.save": saved,
+    "deepcopy": copy.deepcopy,
+    "process": lambda cache: pickle.loads(multiprocessing.reduction.ForkingPickler.dumps(cache)),
+    "extracted": lambda cache: kvlayers.merge([COPIES["pickle"](cache.extract(row)) for row in range(2)]),
+    "with its fork": lambda cache: pickle.loads(pickle.dumps([cache, cache.fork()]))[1],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "cache"),
+    [*(("llama", cache) for cache in CACHES), ("mamba", "dynamic"), ("jamba", "dynamic")],
+)
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_goes_on_as_the_rows_do(family: str, cache: str, how: str) -> None:
+    model = tiny_model(family)
+    rows = merged(model, cache)
+    copied = COPIES[how](rows)
+    check_steps(model, copied)
+    # What the copy has read does not show in the original.
+    check_steps(model, rows)

@@ -192,7 +192,16 @@ def test_many_queries_are_computed_as_on_a_contiguous_cache(with_kernel: bool, d
     seen = dispatch.attend(query, held.segments, mask, 0.2, paths)
     keys, values = held.keys.to(dtype), held.values.to(dtype)
     wanted = scaled_dot_product_attention(query, keys, values, mask, scale=0.2, enable_gqa=True)
-    assert torch.equal(seen, wanted)
+    exact = scaled_dot_product_attention(
+        query.double(),
+        held.keys,
+        held.values,
+        mask if mask is None or mask.dtype == torch.bool else mask.double(),
+        scale=0.2,
+        enable_gqa=True,
+    )
+    # The kernel for many queries adds up in another order than torch's attention.
+    assert (seen - exact).abs().max() <= 2 * (wanted - exact).abs().max() + 1e-6
     assert [path.startswith(dispatch.COPY) for path in paths.counts] == [True]
 
 

@@ -202,7 +202,9 @@ def test_keys_of_a_few_queries_are_repeated_no_earlier(
     called: list[tuple[int, int]] = []
     attend = dense_kernels.attend_on_cpu
     monkeypatch.setattr(
-        dense_kernels, "attend_on_cpu", lambda *given: called.append(given[1].shape[1]) or attend(*given)
+        dense_kernels,
+        "attend_on_cpu",
+        lambda *given, **options: called.append(given[1].shape[1]) or attend(*given, **options),
     )
     model, ids = fresh_model("llama"), prompt(2, sum(PARTS))
     model.set_attn_implementation(implementation)

@@ -1,7 +1,8 @@
 """Attention of few queries to states in full precision, by the kernel that takes less time than torch's own choice.
 
 On a CPU that is a compiled kernel (`cpu/kernel.py`), one for the few queries of a step and one for the many of a
-prompt. Without a compiler, a prompt's queries attend block by block to what they see, if that is a small part. On a GPU there are two cases:
+prompt. Without a compiler, a prompt's queries attend block by block to what they see, if that is a small part. On a GPU
+there are two cases:
 
 - One query without a mask is flash attention's. On some GPUs (Hopper, from torch 2.11 on) torch prefers cuDNN, which
   prepares a plan for shapes and strides that it has not seen before. That takes the host some 30 ms, and a cache has
@@ -32,16 +33,16 @@ CPU_MAXIMUM_FLOAT32_QUERIES = 4
 a KV head. Measured on a CPU."""
 
 CPU_MINIMUM_STATES = 1 << 18
-"""Numbers in the keys from which the kernel for few queries takes less time than torch's attention, measured on a CPU."""
+"""Numbers in the keys from which the kernel for few queries takes less time than torch's attention, on a CPU."""
 
-CPU_MINIMUM_PRODUCTS = 1 << 20
+CPU_MINIMUM_PRODUCTS = 1 << 22
 """Products of queries and numbers of keys from which many queries take less time than in torch's attention."""
 
 CPU_BLOCK_QUERIES = 256
 """Queries that attend at once where there is no kernel for many."""
 
 MOST_SEEN = 0.4
-"""Share of the tokens up to which it pays to cut those that a block of queries sees: torch's attention skips nothing."""
+"""Share of the tokens that a block of queries sees up to which cutting them pays: torch's attention skips nothing."""
 
 GPU_MAXIMUM_QUERIES = 16
 """Queries of a sequence that are few: those of a step, or of a draft."""
@@ -58,7 +59,12 @@ _settings: Any = torch.backends.cuda
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    is_causal: bool = False,
 ) -> Tensor | None:
     """Softmax attention, `[batch, heads, queries, value_head_dim]`, or `None` if it is left to torch.
 
@@ -67,16 +73,17 @@ def attend(
         keys: `[batch, kv_heads, tokens, head_dim]`.
         values: `[batch, kv_heads, tokens, value_head_dim]`.
         mask: bool or additive, broadcast to `[batch, heads, queries, tokens]`, or `None`.
-        is_causal: whether a query attends to the tokens up to its own number alone.
         scale: factor of the scores, `1 / sqrt(head_dim)` if `None`.
+        is_causal: whether a query attends to the tokens up to its own number alone.
     """
     if keys.is_cpu:
         if not _serves_on_cpu(query, keys, values, mask, is_causal):
             return None
         if _library_for(query.size(2)) is not None:
-            return attend_on_cpu(query, keys, values, mask, is_causal, scale)
-        is_prompt = mask is not None and query.size(2) > CPU_BLOCK_QUERIES
-        return attend_in_blocks(query, keys, values, mask, scale) if is_prompt else None
+            return attend_on_cpu(query, keys, values, mask, scale, is_causal=is_causal)
+        if mask is None or query.size(2) <= CPU_BLOCK_QUERIES:
+            return None
+        return attend_in_blocks(query, keys, values, mask, scale)
     # First, because a tracer would specialize a program on the sizes that are compared.
     if torch.compiler.is_compiling() or is_causal:
         return None
@@ -148,7 +155,7 @@ def _serves_on_cpu(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
 
 
 def is_worth_a_kernel(keys: Tensor, queries: int) -> bool:
-    """Whether so many queries and keys `[batch, kv_heads, tokens, head_dim]` on a CPU are not over before a kernel runs."""
+    """Whether attention to keys `[batch, kv_heads, tokens, head_dim]` is long enough on a CPU for a kernel to pay."""
     if queries <= CPU_MAXIMUM_QUERIES:
         return keys.numel() >= CPU_MINIMUM_STATES
     return keys.numel() * queries >= CPU_MINIMUM_PRODUCTS
@@ -163,10 +170,10 @@ def attend_on_cpu(
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
-    is_causal: bool,
     scale: float | None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    is_causal: bool = False,
 ) -> Tensor:
     """As `attend`, of what the compiled kernel takes.
 
@@ -175,33 +182,33 @@ def attend_on_cpu(
         keys: as of `attend`.
         values: as of `attend`.
         mask: as of `attend`.
-        is_causal: as of `attend`.
         scale: as of `attend`.
         softcap: limit of the scores, `None` for no limit.
         sinks: `[heads]`, the score of each head's learned sink, a key without a value; `None` for no sinks.
+        is_causal: as of `attend`.
     """
     if mask is not None:
         mask = mask.expand(*query.size()[:3], keys.size(2))
     scale = query.size(3) ** -0.5 if scale is None else float(scale)
-    return cpu_kernel.attend_dense(query, keys, values, mask, is_causal, scale, softcap, sinks)
+    return cpu_kernel.attend_dense(query, keys, values, mask, scale, softcap, sinks, is_causal)
 
 
 def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None) -> Tensor | None:
-    """As `attend`, by torch's attention of some queries at a time to the tokens between the first and the last they see.
+    """As `attend`, by torch's attention of some queries at a time to the tokens from the first to the last they see.
 
     It is `None` if they see so many that torch's attention at once takes no more time.
     """
     batch, heads, queries, head_dim = query.shape
     kv_heads, tokens = keys.size(1), keys.size(2)
-    mask = mask.expand(*mask.shape[:-2], queries, tokens)[(None,) * (4 - mask.dim())]
-    blocks = mask.split(CPU_BLOCK_QUERIES, dim=2)
+    mask = mask[(None,) * (4 - mask.dim())].expand(-1, -1, queries, tokens)
+    blocks = torch.split(mask, CPU_BLOCK_QUERIES, dim=2)
     seen = [_seen_columns(block) for block in blocks]
     if sum(end - begin for begin, end in seen) > MOST_SEEN * len(blocks) * tokens:
         return None
     attended = []
-    for rows, block, (begin, end) in zip(query.split(CPU_BLOCK_QUERIES, dim=2), blocks, seen, strict=True):
+    for rows, block, (begin, end) in zip(torch.split(query, CPU_BLOCK_QUERIES, dim=2), blocks, seen, strict=True):
         # The query heads that share a KV head are rows of one product, so that keys are read once for all of them.
-        part = block[..., begin:end].unflatten(1, (kv_heads, -1) if block.size(1) > 1 else (1, -1))
+        part = torch.unflatten(block[..., begin:end], 1, (kv_heads if block.size(1) > 1 else 1, -1))
         part = part.expand(-1, -1, heads // kv_heads, -1, -1).flatten(2, 3)
         grouped = rows.reshape(batch, kv_heads, -1, head_dim)
         out = scaled_dot_product_attention(grouped, keys[:, :, begin:end], values[:, :, begin:end], part, scale=scale)

@@ -261,7 +261,7 @@ def attend(
     repeats_wait = keys is not key
     shares_heads = enable_gqa or repeats_wait or query.size(1) == keys.size(1)
     if shares_heads and not dropout_p:
-        attended = dense_kernels.attend(query, keys, values, attn_mask, is_causal, scale)
+        attended = dense_kernels.attend(query, keys, values, attn_mask, scale, is_causal)
         if attended is not None:
             return attended
         group = _group_of_one_query(query.size(), keys.size(), values.size()) if keys.is_cpu and not is_causal else 0

@@ -92,7 +92,7 @@ def attention(
     if not dropout and not isinstance(key, StateTensor) and not isinstance(value, StateTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if dense_kernels.takes_on_cpu(query, key, value, attention_mask):
-                out = dense_kernels.attend_on_cpu(query, key, value, attention_mask, False, scale, softcap, s_aux)
+                out = dense_kernels.attend_on_cpu(query, key, value, attention_mask, scale, softcap, s_aux)
                 return out.transpose(1, 2), None
     return _by_products(query, key, value, attention_mask, dropout, scale, softcap, s_aux), None
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.kernels.attention import fused
+from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.gqa import attend_dense
 from kvlayers.kernels.attention.pieces import CPU_SCORES_AT_ONCE, SegmentPiece, pieces_for, slabs
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
@@ -36,8 +37,16 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
 
 
 def copying_pays(query: Tensor, segments: KVSegments) -> bool:
-    """Whether `attend_to_copy` takes less time than `attend`, as measured on a CPU."""
-    return query.shape[2] > 1 and not segments.holds_gathered and not segments.shares_rows
+    """Whether `attend_to_copy` takes less time than `attend`, as measured on a CPU.
+
+    Torch's attention is slow for a single query of bfloat16, and for any number of queries of float16.
+    """
+    if segments.holds_gathered or segments.shares_rows:
+        return False
+    queries = query.shape[2]
+    if queries > kernel.CPU_MAXIMUM_QUERIES and kernel.MANY.get() is not None:
+        return True
+    return queries > 1 and query.dtype != torch.float16 and segments.are_dense
 
 
 def attend_to_copy(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
@@ -46,7 +55,7 @@ def attend_to_copy(query: Tensor, segments: KVSegments, mask: Tensor | None, sca
     The copy costs about as much as one query, and lives as long as the call.
     """
     keys, values = segments.dense("keys", query.dtype), segments.dense("values", query.dtype)
-    return attend_dense(query, keys, values, None if mask is None else fused.unexpanded(mask), False, scale)
+    return attend_dense(query, keys, values, mask, False, scale)
 
 
 def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -260,7 +269,9 @@ def attend_by_head(query: Tensor, segments: KVSegments, mask: Tensor | None, sca
             seen = None
             if own_mask is not None:
                 seen = (own_mask if own_mask.shape[1] == 1 else own_mask[:, own]).index_select(3, columns)
-            out[one, own] = attend_dense(query[one, own].to(dtype), keys, values, seen, False, scale)
+            out[one, own] = attend_dense(
+                query[one, own].to(dtype), keys[None, None], values[None, None], seen, False, scale
+            )
     return out
 
 

@@ -270,9 +270,7 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.float()
     smoothing, count = of_smoothing(segments), len(segments.in_order)
-    query, out, numbers = _called(
-        query, segments.kv_heads, segments.head_dims, count, scale, mask, smoothing=smoothing
-    )
+    query, out, numbers = _called(query, segments.kv_heads, segments.head_dims, count, scale, mask, smoothing=smoothing)
     _loaded().kvlayers_attend(numbers, *of_segments(segments, query.device))
     return out
 
@@ -282,10 +280,10 @@ def attend_dense(
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
-    is_causal: bool,
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    is_causal: bool = False,
 ) -> Tensor:
     """As `attend`, for states in full precision, one per token. `MANY` computes more than `CPU_MAXIMUM_QUERIES`.
 
@@ -294,10 +292,10 @@ def attend_dense(
         keys: `[batch, kv_heads, tokens, head_dim]`, of the same dtype.
         values: `[batch, kv_heads, tokens, value_head_dim]`, of the same dtype.
         mask: bool or additive, `[batch, heads, queries, tokens]`, or `None`.
-        is_causal: whether a query attends to the tokens up to its own number alone; only for `MANY`, without a mask.
         scale: factor of the scores.
         softcap: limit of the scores, `None` for no limit.
         sinks: `[heads]`, scores of keys without a value, or `None`.
+        is_causal: whether a query attends to the tokens up to its own number alone; only for `MANY`, without a mask.
     """
     # What is kept, and the sinks, must live until the kernel returns.
     segment, _kept = of_dense(keys, values, 0, keys.shape[2])

@@ -134,9 +134,8 @@ def test_a_store_of_rows_is_passed_by(name: str) -> None:
     model, store = model_of(name), PrefixStore()
     prompts = [prompt(20)[0], torch.cat([prompt(20)[0], prompt(8)[0]])]
     for _ in range(2):
-        answers = list(
-            kvlayers.generate_many(model, prompts, in_order=True, progress=False, prefix_store=store, **ANSWER)
-        )
+        with kvlayers.installed(prefix_store=store):
+            answers = list(kvlayers.generate_many(model, prompts, in_order=True, progress=False, **ANSWER))
         assert [each.cached_tokens for each in answers] == [0, 0]
         assert answers[0].ids.tolist() == alone(name, 20)
         assert answers[1].ids.tolist() == answer(model_of(name), prompts[1][None])

@@ -166,7 +166,8 @@ def test_the_cache_stays_the_one_that_was_named(name: str) -> None:
             model, prompt(20), cache_implementation=cache, return_dict_in_generate=True, **ANSWER
         )
         held = kvlayers.upstream.cache_argument.in_output(output)
-        assert isinstance(held, type(kvlayers.make_cache(cache, model))) and held.get_seq_length() == 31
+        assert isinstance(held, type(kvlayers.make_cache(cache, model)))
+        assert held.get_seq_length() == 31
 
 
 @pytest.mark.parametrize("name", ["phi3", "phimoe"])

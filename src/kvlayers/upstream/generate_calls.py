@@ -120,8 +120,8 @@ def model_inputs(model: Any, input_ids: torch.Tensor, new_tokens: int, model_kwa
 def with_cache(model: Any, inputs: dict[str, Any], model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What `prepare_inputs_for_generation` has returned, with the cache that it was given.
 
-    A model that reads the whole sequence again, with other factors of its RoPE, gives up the cache, so that a pass makes
-    one of transformers. It gets its own cache, emptied.
+    A model that reads the whole sequence again, with other factors of its RoPE, gives up the cache, so that a pass
+    makes one of transformers. It gets its own cache, emptied.
 
     Args:
         model: the model.

@@ -356,7 +356,6 @@ def remembers_positions(model: nn.Module) -> bool:
     return any(name in vars(module) for module in model.modules() for name in MADE_ANEW)
 
 
-@cache
 def _reads_again(model_class: type) -> bool:
     method = "prepare_inputs_for_generation"
     return any("original_max_position_embeddings" in code.co_names for code in _codes(model_class, method))
@@ -367,8 +366,9 @@ def reads_again_behind(model: nn.Module) -> int | None:
 
     Such a model's `prepare_inputs_for_generation` gives up the cache there. `None` for other models.
     """
+    # By attribute, since only some configs have the field.
     border = getattr(config_of(model), "original_max_position_embeddings", None)
-    return border if _reads_again(type(model)) else None
+    return border if border is not None and _reads_again(model.__class__) else None
 
 
 PASS_METHODS = ("forward", "prepare_inputs_for_generation")

@@ -247,7 +247,7 @@ def test_scores_of_lossy_caches_do_not_depend_on_other_requests(name: str, cache
     model = model_of(name)
     requests = [
         ScoringRequest(tuple(prompt(tokens)[0].tolist()), tuple(prompt(more)[0].tolist()))
-        for tokens, more in ((8, 4), (30, 6), (12, 5), (40, 3))
+        for tokens, more in ((8, 4), (30, 6), (12, 5), (12, 16), (40, 3))
     ]
 
     def scores(own: Any, some: Any, **options: Any) -> list[float]:
@@ -257,3 +257,5 @@ def test_scores_of_lossy_caches_do_not_depend_on_other_requests(name: str, cache
     expected = [value for request in requests for value in scores(model_of(name), [request])]
     # float32, and another order of sums: nothing is padded, so the passes are the same.
     assert scores(model, requests, batch_size=4) == pytest.approx(expected, abs=1e-4)
+    # Chunks of a context would be rotated by the frequencies of a shorter one.
+    assert scores(model, requests, batch_size=4, chunk=8) == pytest.approx(expected, abs=1e-4)

@@ -125,7 +125,7 @@ class IneligibleError(Exception):
 
 
 def check_call(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise `IneligibleError` if a call is not for the `generate()` of transformers, is given a cache, or looks ahead."""
+    """Raise `IneligibleError` if a call is not for the `generate()` of transformers, has a cache, or looks ahead."""
     if not uses_transformers_generate(model, arguments):
         raise IneligibleError(f"{type(model).__name__} has its own generate(), or was given one (custom_generate)")
     if cache_argument.passed_in(arguments) is not None:

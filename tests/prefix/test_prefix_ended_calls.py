@@ -1,9 +1,9 @@
 """A call that is cancelled, or fails, after its prefill has its prompt in the store, and nothing that is not true."""
 
-from collections.abc import functools
+import functools
+from collections.abc import Callable
 from typing import Any
 
-import Callable
 import pytest
 import torch
 import transformers as tf

@@ -61,7 +61,6 @@ def refused(model: Any, error: type[KVLayersError], message: str, **changes: Any
         ("'nbit'.*did you mean 'nbits'", {"cache": "int4", "cache_config": {"nbit": 4}}),
         ("`cache_config` must be a mapping", {"cache": "int4", "cache_config": [4]}),
         ("`cache_config` has options for a cache by name", {"cache": kvlayers.DynamicCache(), "cache_config": {}}),
-        ("`cache` must be the name of a cache, .* NoneType", {"cache": None}),
         ("`cache` must be the name of a cache, .* class DynamicCache", {"cache": kvlayers.DynamicCache}),
         ("`cache` must be the name .* EncoderDecoderCache", {"cache": PAIR}),
         ("`prefix_store` must be", {"prefix_store": {}}),

@@ -529,7 +529,7 @@ def described_origin(options: Mapping[str, Any]) -> Origin:
     """The origin of the states of a cache, by what `Cache.describe` returned.
 
     Raises:
-        OptionError: a number is none.
+        OptionError: what should be a number is something else.
     """
     exact = options.get("exact_tokens")
     return Origin(

@@ -280,8 +280,7 @@ class GivenToGenerate:
                 "`generate()` must be given a cache that the model updates, got one that "
                 f"{type(module).__name__} ignores, so that no token would see those before it: call "
                 "kvlayers.install(), by which models get their cache that were written for another version of "
-                "transformers, or that read a prompt again because the frequencies of their RoPE change with its "
-                "length (Phi-3)."
+                "transformers, or that read a prompt again as their RoPE changes with its length (Phi-3)."
             )
 
 

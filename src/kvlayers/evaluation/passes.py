@@ -78,10 +78,10 @@ def lossy_division(model: Any, chunk: int | None) -> Division:
         chunk: tokens in one pass, of the context and of the continuation. `None`: the context in one pass and the
             continuation token by token, as `generate()` does.
     """
-    depends = depends_on_length(model.config)
-    chunk = None if depends else chunk
-    step, limit = chunk or 1, model_types.tokens_at_once(model)
-    return Division(chunk, 0, chunk, step, limit, may_pad=step == 1 and not depends, may_split=False)
+    # Chunks of a context would be rotated by the frequencies of a shorter one.
+    chunk = None if depends_on_length(model.config) else chunk
+    step = chunk or 1
+    return Division(chunk, 0, chunk, step, model_types.tokens_at_once(model), may_pad=step == 1, may_split=False)
 
 
 LOGITS_AT_ONCE = 2**27

@@ -17,7 +17,7 @@ _TOKENIZE = "pass ids as tokenizer(texts, return_tensors='pt') returns them"
 
 
 def check_model(model: object) -> None:
-    """Raise `OptionError` if what should be a model is none: a config, a name, or the prompt."""
+    """Raise `OptionError` if what should be a model is something else: a config, a name, or the prompt."""
     if not isinstance(model, torch.nn.Module | GenerationMixin):
         raise OptionError(
             f"`model` must be a model of transformers, got a {type(model).__name__}: pass the model first, then the "

@@ -454,7 +454,7 @@ def _is_text_or_chat(prompt: object) -> bool:
 
 
 def _no_prompt(given: object) -> OptionError:
-    """The error for one of the prompts that has no tokens, or is none."""
+    """The error for something that is no prompt, or has no tokens."""
     shown = f"{given.dtype} of shape {list(given.shape)}" if isinstance(given, Tensor) else f"{given!r:.80}"
     return OptionError(
         "`prompts` must each be a text, a chat (a list of messages), or ids [tokens] of at least one token, got "

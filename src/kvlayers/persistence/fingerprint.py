@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import pkgutil
+import re
 import threading
 import weakref
 from collections import deque
@@ -77,14 +78,18 @@ HOUSEKEEPING = (
     # How models are loaded, saved and divided.
     | frozenset(name for name, value in vars(PreTrainedModel).items() if not callable(value))
     | frozenset((
-        "_compiled_call_impl", "_ep_plan", "_fsdp_plan", "_hf_hook", "_hf_peft_config_loaded", "_is_hf_initialized",
-        "_old_forward", "_pp_plan", "_tp_plan",
+        "_compiled_call_impl", "_old_forward",
+        # accelerate puts functions that warn in the place of these.
+        "to", "cuda", "npu", "xpu", "mlu", "musa", "sdaa",
         "all_tied_weights_keys", "config", "forward", "generate", "generation_config", "gradient_checkpointing",
         "hf_device_map", "hf_quantizer", "kernel_config", "loss_type", "name_or_path", "prepare_inputs_for_generation",
         "warnings_issued",
     ))
 )  # fmt: skip
 """Attributes of modules that no state depends on, or that are compared elsewhere, as parameters and configs are."""
+
+OF_LOADING = re.compile(r"_(is_)?hf_\w+|_\w+_(plan|installed)")
+"""Further ones, by their names: what loading, dividing and watching a model note in it."""
 
 CHANGES_WITH_LENGTH = ("dynamic", "longrope")
 """Types of RoPE whose frequencies a pass replaces."""
@@ -310,14 +315,14 @@ def _weights_and_facts(model: torch.nn.Module) -> tuple[list[tuple[str, Tensor]]
                 if type(weight) in TENSORS and not is_elsewhere:
                     weights.append((dot + name, weight.detach()))
                 else:
-                    _Reader(dot + name, weights, facts).read("", weight)
+                    _ModuleReader(dot + name, weights, facts).read("", weight)
         for name, value in own.items():
-            if name in HOUSEKEEPING or name in assigned_in_a_pass(module.__class__):
+            if name in HOUSEKEEPING or OF_LOADING.fullmatch(name) or name in assigned_in_a_pass(module.__class__):
                 continue
             if type(value) in SIMPLE or (type(value) is tuple and SIMPLE.issuperset(map(type, value))):
                 facts.append((path, name, value))
             else:
-                _Reader(dot + name, weights, facts).read("", value)
+                _ModuleReader(dot + name, weights, facts).read("", value)
     return weights, facts
 
 
@@ -326,7 +331,7 @@ def _frequencies_change(rope_type: object) -> bool:
     return not set(types).isdisjoint(CHANGES_WITH_LENGTH)
 
 
-class _Reader:
+class _ModuleReader:
     """Reads an attribute of a module of whatever type.
 
     Args:

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PretrainedConfig, masking_utils, modeling_utils
 
+FIELD = "_implementation_internal"
+"""The end of the fields of configs that name functions, behind what these compute."""
+
 KNOWN = ("transformers", "kvlayers")
 """Packages whose functions are what their names say."""
 
@@ -28,19 +31,19 @@ def of(model: nn.Module) -> Implementations:
     # Modules share a few configs.
     configs = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
     names = {
-        (field, str(name)): None
+        (field[1:].removesuffix(FIELD), str(name)): None
         for config in configs.values()
         if isinstance(config, PretrainedConfig)
-        for field in _TABLES
-        if (name := vars(config).get(field)) is not None
+        for field, name in vars(config).items()
+        if field.endswith(FIELD) and name is not None
     }
     own = (
-        f"{field[1:].removesuffix('_internal')}={name!r}"
-        for field, name in names
-        for table in _TABLES[field]
+        f"{part}_implementation={name!r}"
+        for part, name in names
+        for table in _TABLES.get(part, ())
         if not _is_known(table.get(name))
     )
-    return Implementations([f"{field}={name}" for field, name in names], next(own, None))
+    return Implementations([f"{part}={name}" for part, name in names], next(own, None))
 
 
 def _is_known(function: Any) -> bool:
@@ -54,10 +57,7 @@ _EXPERTS: Any = vars(sys.modules.get("transformers.integrations.moe", object)).g
 """Before transformers 5, there are none."""
 
 _TABLES: dict[str, tuple[Any, ...]] = {
-    "_attn_implementation_internal": (
-        modeling_utils.ALL_ATTENTION_FUNCTIONS,
-        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS,
-    ),
-    "_experts_implementation_internal": (_EXPERTS,),
+    "attn": (modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS),
+    "experts": (_EXPERTS,),
 }
-"""Where functions are found, by the fields of configs that name them."""
+"""Where functions are found, by what they compute."""

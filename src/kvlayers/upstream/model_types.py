@@ -387,6 +387,7 @@ def reads_again_behind(model: nn.Module) -> int | None:
 
     Such a model's `prepare_inputs_for_generation` gives up the cache there. `None` for other models.
     """
+    # By attribute, since only some configs have the field.
     border = getattr(config_of(model), "original_max_position_embeddings", None)
     codes = () if border is None else _codes(model.__class__, "prepare_inputs_for_generation")
     return border if any("original_max_position_embeddings" in code.co_names for code in codes) else None

@@ -158,7 +158,7 @@ def checked_dtype(given: object) -> torch.dtype:
 def check_accepted(dtype: object, device: object) -> None:
     """Raise `OptionError` if a dtype or device is wrong. Old code passes them to caches, which ignore them.
 
-    A device that this machine lacks is none the less one of torch.
+    A device that this machine lacks is nevertheless one of torch.
     """
     if isinstance(dtype, str):
         checked_dtype(dtype)

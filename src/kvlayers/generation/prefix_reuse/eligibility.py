@@ -125,11 +125,13 @@ class IneligibleError(Exception):
 
 
 def check_call(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise `IneligibleError` if a call is not for the `generate()` of transformers, or is given a cache."""
+    """Raise `IneligibleError` if a call is not for the `generate()` of transformers, has a cache, or looks ahead."""
     if not uses_transformers_generate(model, arguments):
         raise IneligibleError(f"{type(model).__name__} has its own generate(), or was given one (custom_generate)")
     if cache_argument.passed_in(arguments) is not None:
         raise IneligibleError("it is given a cache")
+    if model.config.model_type in model_types.ATTENDS_AHEAD:
+        raise IneligibleError(f"the tokens of {type(model).__name__} attend to those behind them")
 
 
 def _check_model(model: Any) -> None:
@@ -146,7 +148,6 @@ def _check_model(model: Any) -> None:
     is_spread = len({parameter.device for parameter in model.parameters() if not parameter.is_meta}) > 1
     _refuse(
         {
-            f"the tokens of {name} attend to those behind them": model.config.model_type in model_types.ATTENDS_AHEAD,
             f"the states of {name} may depend on more than tokens": may_depend,
             f"{name} takes no cache": not cache_argument.is_taken_by(model),
             f"{name} makes its own cache": not model._supports_default_dynamic_cache(),

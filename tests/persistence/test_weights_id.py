@@ -207,7 +207,6 @@ def twice(states: torch.Tensor) -> torch.Tensor:
         (functools.partial(torch.clamp, min=0), functools.partial(torch.clamp, min=1)),
         (types.SimpleNamespace(absmax=torch.ones(2)), types.SimpleNamespace(absmax=torch.zeros(2))),
     ],
-    ids=str,
 )
 def test_attributes_that_a_pass_may_read_count(one: Any, other: Any) -> None:
     assert kvlayers.weights_id(Scaled(one)) == kvlayers.weights_id(Scaled(copy.deepcopy(one)))

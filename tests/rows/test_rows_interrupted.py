@@ -78,6 +78,21 @@ def test_an_update_that_stops_in_the_first_layer_has_not_happened(cache: str, ro
 
 
 @pytest.mark.parametrize("cache", ["static", "int4", "offloaded"])
+def test_the_longest_row_may_be_the_one_ahead(cache: str) -> None:
+    model = tiny_model("llama")
+    rows = merged(model, cache)
+    rows.keep_rows([1, 0])
+    rows.layers[0].rows[1].update = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        step(model, rows, prompt(2, 1, 9))
+    del rows.layers[0].rows[1].update
+    # The model asks for the size of its mask before it updates the layer.
+    assert rows.get_mask_sizes(1, 0) == (11, 0)
+    rows.keep_rows([1, 0])
+    check_steps(model, rows)
+
+
+@pytest.mark.parametrize("cache", ["static", "int4", "offloaded"])
 def test_one_that_stops_in_the_last_layer_is_noticed(cache: str) -> None:
     model = tiny_model("llama")
     rows = merged(model, cache)

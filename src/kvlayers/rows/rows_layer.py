@@ -271,14 +271,13 @@ class SeparateRows(RowsLayer):
         self._take_back()
         new = key_states.shape[2]
         # A row that is full refuses the tokens here, before any row has taken them in.
-        self.make_room(new)
+        attended = [_attended(row, new) for row in self.rows]
         self._before = self.row_lengths
         keys, values = [], []
         # If the states do not fit, the first row refuses them: all rows have one form.
-        for row, own_keys, own_values in zip(
-            self.rows, torch.split(key_states, 1), torch.split(value_states, 1), strict=True
+        for row, tokens, own_keys, own_values in zip(
+            self.rows, attended, torch.split(key_states, 1), torch.split(value_states, 1), strict=True
         ):
-            tokens = _attended(row, new)
             row_keys, row_values = row.update(own_keys, own_values)
             keys.append(row_keys if row_keys.shape[2] == tokens else row_keys.narrow(2, 0, tokens))
             values.append(row_values if row_values.shape[2] == tokens else row_values.narrow(2, 0, tokens))
@@ -307,6 +306,7 @@ class SeparateRows(RowsLayer):
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        self._take_back()
         columns = max(_attended(row, query_length) for row in self.rows)
         return columns, self.length + query_length - columns
 

@@ -789,8 +789,8 @@ def test_without_the_kernel_the_results_are_the_same(no_kernel: None, attention:
     keys, values = some_handles(3, dtype)
     query = some_query(2, 3, dtype)
     seen, expected = (ATTENTIONS[attention](query, *pair) for pair in ((keys, values), (keys.dense(), values.dense())))
-    if dtype == torch.bfloat16 and attention.startswith("eager"):
-        # A score of up to 16 that is rounded the other way is a sixteenth larger, and so is its weight.
+    if dtype == torch.bfloat16 and (attention.startswith("eager") or "scale" in attention):
+        # Dense keys are rounded once more, after smoothing. A score of up to 16 that is rounded the other way is a sixteenth larger, and so is its weight.
         torch.testing.assert_close(seen, expected, rtol=0.0625, atol=0.0625)
     else:
         close(seen, expected)
@@ -904,6 +904,7 @@ def test_attention_allocates_no_tensor_as_large_as_the_held_states(
 ) -> None:
     if not with_kernel:
         monkeypatch.setattr(kernel, "library", lambda: None)
+        monkeypatch.setattr(kernel.MANY, "get", lambda: None)
     dense_keys = KV_HEADS * LONG * KEY_DIM * 4
     # Of a cache that is as many times longer than this one.
     monkeypatch.setattr(pieces, "CPU_CODES_AT_ONCE", KV_HEADS * LONG * KEY_DIM // 4)
@@ -912,6 +913,11 @@ def test_attention_allocates_no_tensor_as_large_as_the_held_states(
         # The largest are scores: as many as pieces.py says at once, for each kv head, or those of one block.
         at_once = 4 * max(KV_HEADS * max(pieces.CPU_SCORES_AT_ONCE, 2 * tokens * 64), pieces.CPU_CODES_AT_ONCE)
         codes_that_moved = LONG * STATE_BYTES // 3
+        if with_kernel and tokens > kernel.CPU_MAXIMUM_QUERIES:
+            # Many queries are given a copy of the layer's states, with the residual and the new tokens, for one call:
+            # each block is unpacked once. No scores are written to memory.
+            assert max(sizes) <= 1.1 * dense_keys
+            continue
         assert max(sizes) <= max(at_once, codes_that_moved) < dense_keys
 
 

@@ -790,7 +790,8 @@ def test_without_the_kernel_the_results_are_the_same(no_kernel: None, attention:
     query = some_query(2, 3, dtype)
     seen, expected = (ATTENTIONS[attention](query, *pair) for pair in ((keys, values), (keys.dense(), values.dense())))
     if dtype == torch.bfloat16 and (attention.startswith("eager") or "scale" in attention):
-        # Dense keys are rounded once more, after smoothing. A score of up to 16 that is rounded the other way is a sixteenth larger, and so is its weight.
+        # Dense keys are rounded once more, after smoothing. A score of up to 16 that is rounded the other way is a
+        # sixteenth larger, and so is its weight.
         torch.testing.assert_close(seen, expected, rtol=0.0625, atol=0.0625)
     else:
         close(seen, expected)

@@ -149,7 +149,9 @@ def test_quantizers_are_compared_with_the_reference_beside_them(benchmark: Any, 
     makers = {key: quantizers.MAKERS[key], key._replace(bits=8): lambda config: kvlayers.DynamicCache(config=config)}
     assert quantizers.main(["--quick", "--output", str(output)], makers) == 0
     reference, packed, exact = json.loads(output.read_text())["results"]["quantizers"]
-    assert (reference["kl"], reference["step_ratio"], exact["kl"], exact["kl_outliers"]) == (0, 1, 0, 0)
+    assert (reference["kl"], reference["step_ratio"]) == (0, 1)
+    # The kernel for prompts adds up in another order than torch's attention.
+    assert max(abs(exact["kl"]), abs(exact["kl_outliers"])) < 1e-9
     assert packed["bytes"] < reference["bytes"] <= exact["bytes"]
     assert 0 < packed["kl"] < 0.01
 

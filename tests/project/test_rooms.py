@@ -132,7 +132,7 @@ def test_each_class_has_a_name_of_its_own() -> None:
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
-MOST_STATEMENTS = 31_619
+MOST_STATEMENTS = 31_620
 MOST_IN_THE_CORE = 3_769
 MOST_FILES = 284
 LONGEST_CHAIN = 6

@@ -30,6 +30,7 @@ from kvlayers.eviction.ragged_state import is_ragged
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.rule import EvictionRule
 from kvlayers.eviction.settings import STEP, EvictionSettings
+from kvlayers.kernels.attention.gqa import marked_for_sdpa
 from kvlayers.kernels.attention.packed_ops import observed
 from kvlayers.kernels.codes.quantizer_contract import Side
 from kvlayers.quantized.quantized_store import QuantizedStore
@@ -151,7 +152,7 @@ class EvictingLayer(TokenLayer):
         if not self.settings.rule.queries:
             self._evict((keys, values), self._progress.queries, seen)
             self._announced = 0
-            return states
+            return marked_for_sdpa(*states, tokens)
         self._announced, self._seen = 0, seen
         self._awaited = AwaitedQueries(tokens, (keys, values))
         return observed(*states, functools.partial(self._observe, seen))

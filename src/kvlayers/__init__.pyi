@@ -1,12 +1,12 @@
 """The public names of kvlayers, each imported when it is first asked for, as torch takes seconds to import."""
 
+from .commands.kernels import compile_kernels
 from .core.cache import Cache
 from .core.dynamic_cache import DynamicCache
 from .core.named_caches import CacheRequest, cache_names, register, unregister
 from .documents import concatenate
 from .encoder_decoder.encoder_decoder_cache import EncoderDecoderCache
 from .errors import CapacityError, KVLayersError, OptionError
-from .evaluation.engine import score
 from .eviction.evicting_cache import EvictingCache
 from .generation.cache_by_name import make_cache
 from .generation.chat import Chat
@@ -49,19 +49,14 @@ from .rows import Rows, merge
 from .sinks.sink_cache import SinkCache
 from .static.static_cache import StaticCache
 from .stores import Quantization
-from .tools.calibration import BytesBudget, Calibration, DivergenceBudget, calibrate
-from .tools.kernels import compile_kernels
 from .version import __version__
 
 __all__ = [
-    "BytesBudget",
     "Cache",
     "CacheLayer",
     "CacheRequest",
-    "Calibration",
     "CapacityError",
     "Chat",
-    "DivergenceBudget",
     "DynamicCache",
     "DynamicLayer",
     "EncoderDecoderCache",
@@ -100,7 +95,6 @@ __all__ = [
     "StaticSlidingLayer",
     "__version__",
     "cache_names",
-    "calibrate",
     "compile_kernels",
     "concatenate",
     "free_reservations",
@@ -118,7 +112,6 @@ __all__ = [
     "register_export_support",
     "resilient_generate",
     "save_cache",
-    "score",
     "uninstall",
     "unregister",
     "weights_id",

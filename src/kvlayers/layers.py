@@ -3,12 +3,15 @@
 from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.from_config import Checkpoints
+from kvlayers.core.layer_list import adapted
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.layer_registry import layer_names, register_layer, unregister_layer
 from kvlayers.core.sliding_layer import SlidingLayer
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.eviction.evicting_layer import EvictingLayer
 from kvlayers.interop.adapter import TransformersLayer
+from kvlayers.kernels.attention.packed_ops import observed, observer_of
+from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.offload.offloaded_layer import OffloadedLayer
 from kvlayers.quantized.quantized_layer import QuantizedLayer
 from kvlayers.recall.recall_layer import Recall, RecallLayer
@@ -36,7 +39,11 @@ __all__ = [
     "StaticSlidingLayer",
     "TokenLayer",
     "TransformersLayer",
+    "adapted",
+    "as_dense",
     "layer_names",
+    "observed",
+    "observer_of",
     "register_layer",
     "unregister_layer",
 ]

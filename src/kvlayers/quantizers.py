@@ -14,12 +14,15 @@ from kvlayers.kernels.codes.quantizer_contract import (
     register_quantizer,
     unregister_quantizer,
 )
+from kvlayers.quantized.packed_blocks import SIDES, block_nbytes
+from kvlayers.quantized.quantization import block_tokens
 from kvlayers.quantized.quantizers.codebook import NF4Backend, NF4Quantizer, TurboQuantBackend, TurboQuantizer
 from kvlayers.quantized.quantizers.fp8 import Fp8Backend, Fp8Quantizer
 from kvlayers.quantized.quantizers.native import KiviBackend, KiviQuantizer, NativeBackend, NativeQuantizer
 from kvlayers.quantized.quantizers.other_packages import HQQBackend, HQQQuantizer, QuantoBackend, QuantoQuantizer
 
 __all__ = [
+    "SIDES",
     "Backend",
     "CodeFormat",
     "Fp8Backend",
@@ -41,6 +44,8 @@ __all__ = [
     "TurboQuantBackend",
     "TurboQuantizer",
     "backend",
+    "block_nbytes",
+    "block_tokens",
     "channel_group",
     "dequantize",
     "quantizer_names",

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for GPUs that are not there, and fit them (`benchmarks/compiled_kernels.py`)."""
+"""The Triton kernels compile for GPUs that are not there, and fit them (`lab/benchmarks/compiled_kernels.py`)."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 
 import versions
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "lab" / "benchmarks"
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, versions.compiles_kernels]
 

@@ -20,7 +20,7 @@ from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes.packed_side import PackedSide
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Side
 
-BENCHMARKS = str(pathlib.Path(__file__).parents[2] / "benchmarks")
+BENCHMARKS = str(pathlib.Path(__file__).parents[2] / "lab" / "benchmarks")
 sys.path.insert(0, BENCHMARKS)
 counting: Any = importlib.import_module("lib.counting")
 sys.path.remove(BENCHMARKS)

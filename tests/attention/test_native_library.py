@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 import kvlayers
 from kvlayers.__main__ import make_app
+from kvlayers.commands import kernels
 from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments
-from kvlayers.tools import kernels
 from kvlayers.utils import native_library
 from kvlayers.utils.native_builds import BUILDS, best_build, cpu_features, headers
 from kvlayers.utils.native_library import NativeLibrary

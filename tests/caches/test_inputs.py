@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 
 import kvlayers
+import kvlayers_lab
 import versions
 from kvlayers.planning import planner
 from kvlayers.upstream import model_types
@@ -156,7 +157,7 @@ def test_dtypes_go_by_their_names() -> None:
 
 
 def test_budgets_are_bytes_as_people_write_them() -> None:
-    assert kvlayers.BytesBudget("4.5KiB") == kvlayers.BytesBudget(4608)
+    assert kvlayers_lab.BytesBudget("4.5KiB") == kvlayers_lab.BytesBudget(4608)
     store = kvlayers.PrefixStore("1.5 GiB")
     assert repr(store) == "PrefixStore(0 entries, 0 B of 1.50 GiB)"
     assert store.evict("1k") == 0
@@ -173,7 +174,7 @@ def test_budgets_are_bytes_as_people_write_them() -> None:
         ("max_bytes` must be a number of bytes", lambda: kvlayers.PrefixStore("lots")),
         ("directory_max_bytes` must be a number of bytes", lambda: kvlayers.PrefixStore(1, directory_max_bytes="-1k")),
         ("nbytes` must be a number of bytes", lambda: kvlayers.PrefixStore(1).evict("all")),
-        ("bytes_per_token` must be a number of bytes", lambda: kvlayers.BytesBudget("4 kay")),
+        ("bytes_per_token` must be a number of bytes", lambda: kvlayers_lab.BytesBudget("4 kay")),
         ("memory` must be a number of bytes", lambda: kvlayers.make_cache("auto", MISTRAL, length_hint=8, memory="x")),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvlayers
+import kvlayers_lab
 from kvlayers.errors import OptionError, RegistryError
 from models import prompt, tiny_model
 
@@ -108,7 +109,7 @@ def test_options_may_stand_behind_a_name_wherever_a_cache_is_named() -> None:
         assert torch.equal(kvlayers.generate(model, ids, **{name: text}, **HOW), expected)
     assert repr(kvlayers.make_cache(text, model)) == repr(kvlayers.make_cache("sink", model, **options))
     scores = [
-        kvlayers.score(model, [ids[0]], [[[5, 6]]], **how, progress=False)[0][0].token_logprobs
+        kvlayers_lab.score(model, [ids[0]], [[[5, 6]]], **how, progress=False)[0][0].token_logprobs
         for how in ({"cache": text}, {"cache_implementation": text}, {"cache": "sink", "cache_config": options})
     ]
     assert scores[0] == scores[1] == scores[2]

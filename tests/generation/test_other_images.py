@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kvlayers
+import kvlayers_lab
 from vision_models import inputs, seeing_model
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -64,7 +65,7 @@ def test_rows_and_scores_have_their_own_positions(family: str) -> None:
         answers = kvlayers.generate_many(
             model, [prompt, FIRST], max_new_tokens=5, do_sample=False, chunk_tokens=4, in_order=True, progress=False
         )
-        scores = kvlayers.score(model, [FIRST], [[SECOND]], progress=False)
+        scores = kvlayers_lab.score(model, [FIRST], [[SECOND]], progress=False)
         return [answer.ids.tolist() for answer in answers], scores[0][0].token_logprobs
 
     ids = torch.tensor([prompt])

@@ -11,7 +11,7 @@ import transformers
 
 import kvlayers
 import versions
-from kvlayers.tools.measuring.scoring import is_tie
+from kvlayers_lab.measuring.scoring import is_tie
 
 DIRECTORY = pathlib.Path(
     os.environ.get("KVLAYERS_DEMO_MODEL", pathlib.Path(__file__).parents[2] / ".models" / "SmolLM2-135M-Instruct")

@@ -14,8 +14,8 @@ import kvlayers
 import versions
 from kvlayers import PrefixStore
 from kvlayers.errors import OptionError, UnusedCacheError
-from kvlayers.evaluation.engine import score_tokens
-from kvlayers.evaluation.requests import ScoringRequest
+from kvlayers_lab.evaluation.engine import score_tokens
+from kvlayers_lab.evaluation.requests import ScoringRequest
 
 pytestmark = pytest.mark.skipif(
     not versions.compat.ROPE_HAS_ONE_DICT, reason="before 5.0, configs say RoPE in other fields"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import every_causal_model
 import kvlayers
+import kvlayers_lab
 import versions
 from families import FAMILIES, any_model_and_inputs
 from kvlayers.interop.adapter import TransformersLayer
@@ -135,7 +136,7 @@ def test_documents_and_scores_of_a_model_that_keeps_states_in_its_modules_are_re
     with pytest.raises(kvlayers.OptionError, match="conv1d_state"):
         kvlayers.generate(model, documents=[ids, ids_of(9)], question=ids_of(4), recompute=0, max_new_tokens=2)
     with pytest.raises(kvlayers.errors.ConfigError, match="keep all of its states"):
-        kvlayers.score(model, [ids[0].tolist()], [[[3, 4]]])
+        kvlayers_lab.score(model, [ids[0].tolist()], [[[3, 4]]])
 
 
 def test_a_cache_without_the_states_of_its_model_is_not_copied() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.evaluation.requests import ContinuationScore, ScoringRequest
 from kvlayers.upstream import cache_argument
+from kvlayers_lab.evaluation.requests import ContinuationScore, ScoringRequest
 
 
 def alone(model: Any, request: ScoringRequest) -> ContinuationScore:

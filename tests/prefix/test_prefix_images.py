@@ -12,6 +12,7 @@ import torch
 import transformers as tf
 
 import kvlayers
+import kvlayers_lab
 import versions
 from kvlayers import OptionError, PrefixStore
 from kvlayers.generation.prefix_reuse.active_store import CURRENT
@@ -531,7 +532,8 @@ def test_scores_do_not_depend_on_the_image_of_an_earlier_call(family: str) -> No
     for seed in (1, None, 2):
         if seed is not None:
             plain(model, inputs(family, [[5, 6], (seed, WIDE), [7, 8]]))
-        scores += [kvlayers.score(model, [DOCUMENT], [[[5, 6]]], prefix_store=each) for each in (None, store, store)]
+        for each in (None, store, store):
+            scores.append(kvlayers_lab.score(model, [DOCUMENT], [[[5, 6]]], prefix_store=each))
     logprobs = [score[0][0].logprob for score in scores]
     reference = fresh_scores(model)
     assert logprobs == pytest.approx([reference] * len(logprobs), abs=1e-5)

@@ -10,6 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import kvlayers
+import kvlayers_lab
 from kvlayers.errors import OptionError
 from models import fresh_model
 
@@ -40,7 +41,7 @@ def document(model: Any, ids: torch.Tensor, store: Any) -> None:
 
 
 def score(model: Any, ids: torch.Tensor, store: Any) -> None:
-    kvlayers.score(model, [ids[0].tolist()], [[[5]]], prefix_store=store, progress=False)
+    kvlayers_lab.score(model, [ids[0].tolist()], [[[5]]], prefix_store=store, progress=False)
 
 
 USES: tuple[Callable[..., Any], ...] = (generate, generate_many, documents, document, score)

@@ -13,7 +13,7 @@ from torch import Tensor
 import kvlayers
 import versions
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "lab" / "benchmarks"
 TINY = ["--quick", "--lengths", "32,64", "--trials", "1", "--steps", "4", "--stations", "40,80", "--skip", "static"]
 ONLY_STATIC = ["--quick", "--skip", "decode,update,peak,sliding", "--trials", "1", "--steps", "16"]
 

@@ -19,7 +19,7 @@ FIGURE = re.compile(r"\d[\d.,]*\s?(?:times|%|ms\b|us\b|of\s(?:the|their|its)\b|g
 
 @pytest.fixture
 def claimed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "lab" / "benchmarks"))
     return importlib.import_module("claimed")
 
 
@@ -100,10 +100,10 @@ def test_tables_link_to_sections_that_there_are(claimed: Any) -> None:
 
 
 def test_the_readme_of_the_benchmarks_has_a_command_for_every_figure(claimed: Any) -> None:
-    directory = ROOT / "benchmarks"
+    directory = ROOT / "lab" / "benchmarks"
     readme = (directory / "README.md").read_text()
     for group in claimed.GROUPS:
-        assert f"`python benchmarks/claims.py --only {group.measurement}`" in readme
+        assert f"`python lab/benchmarks/claims.py --only {group.measurement}`" in readme
     for script in directory.glob("*.py"):
         if "__main__" in script.read_text():
             assert f"{script.name}" in readme, f"benchmarks/README.md lacks {script.name}"

@@ -12,7 +12,7 @@ from torch import Tensor
 import kvlayers
 import versions
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "lab" / "benchmarks"
 
 pytestmark = [pytest.mark.slow, versions.benchmarks_of_transformers]
 

@@ -14,7 +14,7 @@ import torch
 
 import versions
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "lab" / "benchmarks"
 ON_CPU = ["--device", "cpu", "--quick"]
 
 pytestmark = [pytest.mark.slow, versions.benchmarks_of_transformers]

@@ -12,7 +12,7 @@ from kvlayers.eviction import eviction_rule
 from kvlayers.eviction.budgets import AdaptiveHeads, EvenHeads
 from kvlayers.eviction.selection import select
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "lab" / "benchmarks"
 
 pytestmark = [pytest.mark.slow, versions.benchmarks_of_transformers]
 

@@ -25,7 +25,7 @@ from kvlayers.utils.triton_support import TritonKernel
 from matrix import once
 from models import fresh_model
 
-BENCHMARKS = str(pathlib.Path(__file__).parents[2] / "benchmarks")
+BENCHMARKS = str(pathlib.Path(__file__).parents[2] / "lab" / "benchmarks")
 sys.path.insert(0, BENCHMARKS)
 launches: Any = importlib.import_module("launches")
 counting: Any = importlib.import_module("lib.counting")

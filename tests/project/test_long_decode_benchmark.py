@@ -1,4 +1,4 @@
-"""`benchmarks/long_decode.py` counts what it says."""
+"""`lab/benchmarks/long_decode.py` counts what it says."""
 
 import json
 import pathlib
@@ -11,7 +11,7 @@ import transformers as tf
 import versions
 from models import fresh_model
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "lab" / "benchmarks"
 
 pytestmark = versions.benchmarks_of_transformers
 

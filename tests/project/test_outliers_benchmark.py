@@ -1,4 +1,4 @@
-"""The outliers of `benchmarks/outliers.py` are what they are called."""
+"""The outliers of `lab/benchmarks/outliers.py` are what they are called."""
 
 import json
 import pathlib
@@ -10,7 +10,7 @@ import transformers as tf
 
 import versions
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "lab" / "benchmarks"
 
 pytestmark = versions.benchmarks_of_transformers
 

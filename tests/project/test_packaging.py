@@ -185,8 +185,9 @@ def test_the_sdist_has_what_its_tests_need(files: dict[str, bytes], tmp_path: pa
     with tarfile.open(tmp_path / name) as archive:
         there = {member.name.partition("/")[2] for member in archive.getmembers()}
     needed = ("src/kvlayers/py.typed", "tests/conftest.py", "docs/tour.ipynb", "scripts/site_hooks.py", "Makefile")
-    more = (".ci/run", ".github/workflows/ci.yml", "constraints.txt", "noxfile.py", "mkdocs.yml", "benchmarks/plots.py")
-    assert {*needed, *more} <= there
+    more = (".ci/run", ".github/workflows/ci.yml", "constraints.txt", "noxfile.py", "mkdocs.yml")
+    lab = ("lab/pyproject.toml", "lab/src/kvlayers_lab/py.typed", "lab/benchmarks/plots.py")
+    assert {*needed, *more, *lab} <= there
 
 
 # With compiled kernels

@@ -20,9 +20,9 @@ OLD_STYLE = re.compile(
 """Plain English has a better word for each. "Ours" and "theirs" are "kvlayers' caches" and "transformers' caches"."""
 
 TREES = {
-    "README": [ROOT / "README.md", ROOT / "benchmarks" / "README.md"],
+    "README": [ROOT / "README.md", ROOT / "lab" / "benchmarks" / "README.md"],
     "docs": sorted((ROOT / "docs").rglob("*.md")),
-    "benchmarks": sorted((ROOT / "benchmarks").rglob("*.py")),
+    "lab": sorted((ROOT / "lab").rglob("*.py")),
     "src": sorted((ROOT / "src").rglob("*.py")),
 }
 

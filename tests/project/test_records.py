@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture
 def gpu_tables(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "lab" / "benchmarks"))
     return importlib.import_module("gpu_tables")
 
 
@@ -33,7 +33,7 @@ BY_BENCHMARKS = ("outliers", "long_decode", "rows", "documents")
     ],
 )
 def test_pages_have_what_is_recorded(writer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "lab" / "benchmarks"))
     if writer in BY_BENCHMARKS:
         pytest.importorskip("rich")
     for path, due in importlib.import_module(writer).written_pages().items():
@@ -61,7 +61,7 @@ def test_other_figures_make_another_page(gpu_tables: Any, monkeypatch: pytest.Mo
 def test_of_a_stage_figures_and_what_is_wrong_are_recorded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "lab" / "benchmarks"))
     record = importlib.import_module("record")
     figures = {"ms a step": {"int4": {"8 x 1": 12.35}}, "GB/s": {"a copy": 3.0}}
     step = {"status": "wrong", "figures": figures, "wrong": ["int4: an error " + 500 * "."]}
@@ -95,7 +95,7 @@ SUMMARY = "With kvlayers, dynamic decodes 3.0 times as fast\nas transformers' Dy
 
 @pytest.mark.parametrize("summary", ["", SUMMARY])
 def test_of_the_demo_the_table_and_the_summary_are_shown(summary: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "lab" / "benchmarks"))
     demo = importlib.import_module("demo")
     shown = demo.shown_of(PRINTED.format(summary=summary))
     at = {"date": "2026-11-29T01", "hardware": {"cpu": "CPU", "threads": 2}, "versions": {"transformers": "5.24.0"}}

@@ -23,7 +23,7 @@ from kvlayers.errors import RegistryError
 
 room = sys.argv[1]
 for module in pkgutil.walk_packages(kvlayers.__path__, "kvlayers."):
-    if not module.name.startswith(("kvlayers.tools", "kvlayers.evaluation", "kvlayers.__main__", "kvlayers.kernels")):
+    if not module.name.startswith(("kvlayers.commands", "kvlayers.__main__", "kvlayers.kernels")):
         importlib.import_module(module.name)
 for name in kvlayers.__all__:
     getattr(kvlayers, name)
@@ -104,7 +104,7 @@ def test_everything_else_works_without_a_room(room: str, tmp_path: pathlib.Path)
 @pytest.mark.parametrize("room", ["recall"])
 def test_all_other_tests_pass_without_a_room(room: str, tmp_path: pathlib.Path) -> None:
     tree = removed(room, tmp_path)
-    for name in ("tests", "docs", "benchmarks", "README.md", "pyproject.toml", "CONTRIBUTING.md"):
+    for name in ("tests", "docs", "lab", "README.md", "pyproject.toml", "CONTRIBUTING.md"):
         source = ROOT / name
         copy = shutil.copytree if source.is_dir() else shutil.copy
         copy(source, tree / name)

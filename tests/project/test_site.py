@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import kvlayers
+import kvlayers_lab
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -58,6 +59,7 @@ def test_nothing_of_a_page_comes_from_the_network(site: dict[str, Any]) -> None:
 def test_every_public_name_is_in_the_reference_once() -> None:
     listed = [name for page in (DOCS / "reference").glob("*.md") for name in objects_of(page)]
     public = [f"kvlayers.{name}" for name in kvlayers.__all__ if name != "__version__"]
+    public += [f"kvlayers_lab.{name}" for name in kvlayers_lab.__all__]
     assert sorted(name for name in listed if name.count(".") == 1) == sorted(public)
     assert len(set(listed)) == len(listed)
 

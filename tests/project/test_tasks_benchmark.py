@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "lab" / "benchmarks"
 
 
 def test_caches_that_fail_and_tasks_that_are_too_hard_leave_cells_empty(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 import kvlayers
+import kvlayers_lab
 import versions
 from kvlayers.upstream import cache_argument, compat
 from models import CONFIGS, prompt, tiny_model
@@ -86,7 +87,7 @@ def test_the_calls_of_kvlayers_itself_use_the_name_of_today() -> None:
     model, ids = tiny_model("llama"), prompt(1, 40)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        kvlayers.score(model, ids.tolist(), [[[1, 2, 3]]])
+        kvlayers_lab.score(model, ids.tolist(), [[[1, 2, 3]]])
         for options in ({}, {"num_return_sequences": 3, "do_sample": True}, {"prompt_lookup_num_tokens": 3}):
             kvlayers.generate(model, ids, cache_implementation="int8", max_new_tokens=4, **options)
         kvlayers.generate(model, ids, prefix_store=kvlayers.PrefixStore(1 << 20), max_new_tokens=4)

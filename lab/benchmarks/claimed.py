@@ -1,0 +1,471 @@
+"""The claims in README.md and docs/choosing.md: the text of each claim, its bound, and the recorded measurement.
+
+`claims.py` measures them. This module imports only the standard library, so that a test can compare the pages with the
+record.
+"""
+
+import json
+import math
+import pathlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pages import DOCS, RECORDED, ROOT, between, markdown
+
+README = ROOT / "README.md"
+HOME, CHOOSING, BENCHMARKS = (DOCS / f"{name}.md" for name in ("index", "choosing", "benchmarks"))
+BEGIN, END = "<!-- claims: written by lab/benchmarks/claims.py -->", "<!-- end of claims -->"
+BEGIN_TABLE, END_TABLE = "<!-- table: written by lab/benchmarks/claims.py -->", "<!-- end of table -->"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One figure and the bound that the pages give for it.
+
+    Args:
+        row: the row of the group's table, usually a cache.
+        column: the column of the group's table: the quantity.
+        bound: the figure that the pages give. It is conservative, so that a rerun on the same machine stays within it.
+        at_most: whether the bound is an upper one. It is a lower one otherwise.
+        form: the format specification for the bound and the figure.
+        said: the phrase in README.md that gives the bound, with `{}` where the bound stands; empty if README.md
+            does not give it.
+    """
+
+    row: str
+    column: str
+    bound: float
+    at_most: bool = False
+    form: str = "g"
+    said: str = ""
+
+    def holds(self, value: float) -> bool:
+        return math.isfinite(value) and (value <= self.bound if self.at_most else value >= self.bound)
+
+    @property
+    def asked(self) -> str:
+        """The bound as the tables write it."""
+        return f"{'≤' if self.at_most else '≥'} {self.bound:{self.form}}"
+
+    @property
+    def phrase(self) -> str:
+        return self.said.format(f"{self.bound:{self.form}}")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Claims that come from one measurement.
+
+    Args:
+        name: its key in the record and, unless `also_by` is given, the name of its measurement on the command line.
+        title: the heading of its table.
+        conditions: model, dtype, tokens, batch size, and what is compared.
+        claims: in the order of the table, row by row.
+        figures: the anchor in docs/benchmarks.md of the section with more figures.
+        also_by: the measurement that answers it, if that is named after another group.
+    """
+
+    name: str
+    title: str
+    conditions: str
+    claims: tuple[Claim, ...]
+    figures: str
+    also_by: str = ""
+
+    @property
+    def measurement(self) -> str:
+        return self.also_by or self.name
+
+
+def at_least(row: str, column: str, bound: float, form: str = ".1f", said: str = "") -> Claim:
+    return Claim(row, column, bound, form=form, said=said)
+
+
+def at_most(row: str, column: str, bound: float, form: str = ".2f", said: str = "") -> Claim:
+    return Claim(row, column, bound, at_most=True, form=form, said=said)
+
+
+# Names of rows and columns. The record uses them as keys.
+DYNAMIC, STATIC, INT8, FP8, INT4, INT2 = "`dynamic`", "`static`", "`int8`", "`fp8`", "`int4`", "`int2`"
+OFFLOADED, OFFLOADED_PACKED = "`offloaded`", "`offloaded_quantized`"
+QUANTO_4, QUANTO_2 = "transformers quanto, 4 bits", "transformers quanto, 2 bits"
+FINE_4, FINE_2 = (f"{name}, groups of 16" for name in (QUANTO_4, QUANTO_2))
+TIMES_AS_FAST = "times as fast as transformers' `DynamicCache`"
+OF_PREALLOCATED = "speed relative to preallocated memory"
+OF_DENSE = "bytes relative to dense"
+OVER_QUANTO = "times as fast as quanto at 4 bits"
+OVER_DYNAMIC = "times as fast as `dynamic`"
+TIMES_STATIC = "times as fast as transformers' `StaticCache`"
+EXACT_STATIC = "transformers `StaticCache` of the exact length"
+OVER_EXACT_STATIC = f"times as fast as {EXACT_STATIC}"
+TIME_OF_SMALL = "time relative to the smallest reservation"
+SINK = "`sink`, 64 tokens held"
+COMPILED_STATIC, EAGER_STATIC = f"{STATIC}, compiled", f"{STATIC}, eager"
+FIRST_CALL, LATER_CALLS = "graphs, first call", "graphs, later calls"
+UPDATES = (64, 1024)
+BATCHES = ((8, 128), (32, 128), (8, 1024))
+OVER_BETTER = "times as fast as the faster of transformers' dynamic and static"
+KL, AGREEMENT = "KL", "agreement"
+BYTES_A_TOKEN = "bytes a token"
+TIMES_LESS = "times less KL than quanto"
+BYTES_OF_QUANTO = "bytes relative to quanto"
+LESS_THAN_FINE = "times less KL than quanto with groups of 16"
+BYTES_OF_FINE = "bytes relative to quanto with groups of 16"
+TIME_OF_TRANSFORMERS = "time relative to transformers' `DynamicCache`"
+BYTES_OF_TRANSFORMERS = "bytes relative to transformers' `DynamicCache`"
+TIMES_PERPLEXITY = "times lower perplexity than a window without sinks"
+NEW_BYTES = "bytes a step to the host, relative to the new token"
+MOST_ON_DEVICE = "peak bytes on the device, relative to the cache"
+SENT_OF_OFFLOADED = "bytes a step to the device, relative to `offloaded`"
+FROM_MEMORY, FROM_DISK = "`PrefixStore` in memory", "`PrefixStore` on disk"
+TIME_OF_COLD = "time to the first token, relative to no store"
+
+
+def batch_row(batch: int, tokens: int) -> str:
+    return f"{batch} sequences of {tokens:,} tokens"
+
+
+LENGTHS = (1024, 4096, 8192, 16384)
+"""Tokens held in the picture of README.md and in the table of docs/benchmarks.md."""
+
+TRANSFORMERS = "transformers `DynamicCache`"
+MILLISECONDS, MEGABYTES = "ms a step", "MB held"
+
+
+def length_row(row: str, tokens: int) -> str:
+    return f"{row}, {tokens:,} tokens"
+
+
+def update_row(tokens: int) -> str:
+    return f"{tokens:,} tokens held"
+
+
+LLAMA = "Random llama of 8 layers with 16 heads and 8 KV heads of 64, bfloat16, batch 1"
+SMOLLM2 = "SmolLM2-135M-Instruct (30 layers, 9 heads, 3 KV heads of 64) on real text"
+
+GROUPS = (
+    Group(
+        "step",
+        "A decode step at 16,384 tokens",
+        f'{LLAMA}, 16,384 tokens in the cache. "Preallocated memory" is a cache of the exact final length that is '
+        "written in place, without any checks.",
+        (
+            at_least(DYNAMIC, TIMES_AS_FAST, 4, said="at least {} times as fast as with transformers' `DynamicCache`"),
+            at_least(
+                DYNAMIC, OF_PREALLOCATED, 0.9, ".2f", said="at least {} of the speed of an ideal preallocated cache"
+            ),
+            at_most(DYNAMIC, OF_DENSE, 1.13),
+            at_least(INT8, TIMES_AS_FAST, 5),
+            at_most(INT8, OF_DENSE, 0.55),
+            at_least(FP8, TIMES_AS_FAST, 4.5),
+            at_most(FP8, OF_DENSE, 0.53),
+            at_least(INT4, TIMES_AS_FAST, 5),
+            at_least(INT4, OVER_DYNAMIC, 1.05, ".2f", said="at least {} times as fast as kvlayers' `DynamicCache`"),
+            at_least(INT4, OVER_QUANTO, 6, ".0f", said="at least {} times as fast as transformers' quanto cache"),
+            at_most(INT4, OF_DENSE, 0.3, said="at most {} of the dense bytes"),
+            at_least(INT2, TIMES_AS_FAST, 5),
+            at_most(INT2, OF_DENSE, 0.18, said="or {} at 2 bits"),
+            at_most(QUANTO_4, TIMES_AS_FAST, 0.9),
+            at_most(QUANTO_4, OF_DENSE, 0.29),
+        ),
+        "a-decode-step",
+    ),
+    Group(
+        "baseline",
+        "The best that transformers can do",
+        f"{LLAMA}, 16,384 tokens in the cache, eager. transformers' `StaticCache` reserves exactly as many tokens as "
+        "the cache will hold.",
+        (
+            at_least(EXACT_STATIC, TIMES_AS_FAST, 1.5),
+            at_most(EXACT_STATIC, OF_DENSE, 1.01),
+            at_least(DYNAMIC, OVER_EXACT_STATIC, 1.2),
+            at_least(INT4, OVER_EXACT_STATIC, 1.4),
+        ),
+        "a-decode-step",
+    ),
+    Group(
+        "batches",
+        "A decode step of a batch",
+        f"{SMOLLM2}, bfloat16. `dynamic` and transformers' caches take turns.",
+        (
+            at_least(batch_row(8, 128), TIMES_AS_FAST, 1.2),
+            at_least(batch_row(8, 128), OVER_BETTER, 0.93, ".2f"),
+            at_least(batch_row(32, 128), TIMES_AS_FAST, 1.6, said="at least {} times as fast (SmolLM2-135M)"),
+            at_least(batch_row(32, 128), OVER_BETTER, 0.93, ".2f"),
+            at_least(batch_row(8, 1024), TIMES_AS_FAST, 1.5),
+            at_least(batch_row(8, 1024), OVER_BETTER, 0.93, ".2f"),
+        ),
+        "batches",
+    ),
+    Group(
+        "static",
+        "A decode step with a large reservation",
+        f"{LLAMA}, 1,024 tokens in the cache. Both libraries reserve 32,768 tokens; the smallest reservation is 1,088 "
+        "tokens.",
+        (
+            at_least(
+                COMPILED_STATIC, TIMES_STATIC, 10, ".0f", said="at least {} times as fast as with transformers' static"
+            ),
+            at_most(COMPILED_STATIC, TIME_OF_SMALL, 1.3),
+            at_least(EAGER_STATIC, TIMES_STATIC, 2.5),
+            at_most(EAGER_STATIC, TIME_OF_SMALL, 1.15),
+        ),
+        "static-caches",
+    ),
+    Group(
+        "graphs",
+        "Graphs that `generate()` compiles",
+        "`static` with 4,096 tokens reserved: 512 tokens after a prompt of 200, so that decode steps reach three "
+        "buckets. Random llama of 2 layers: the number of graphs depends on neither the size nor the backend.",
+        (
+            at_most(STATIC, FIRST_CALL, 2, ".0f", said="compiles at most {} graphs"),
+            at_most(STATIC, LATER_CALLS, 0, ".0f"),
+        ),
+        "static-caches",
+    ),
+    Group(
+        "fidelity",
+        "How rounding changes predictions",
+        f"{SMOLLM2}, float32, one passage: 2,048 tokens of context and 1,024 scored tokens, read 64 at a time. KL is "
+        "the mean divergence of the next-token distribution from the one with transformers' `DynamicCache`, in "
+        "nats. Agreement is how often the most likely token is the same. Bytes are for states in bfloat16, for which a "
+        "dense cache takes 23,040 bytes a token.",
+        (
+            at_most(INT8, KL, 0.00001, ".5f"),
+            at_least(INT8, AGREEMENT, 0.995, ".1%"),
+            at_most(INT8, BYTES_A_TOKEN, 13_700, ",.0f"),
+            at_most(FP8, KL, 0.0012, ".4f"),
+            at_least(FP8, AGREEMENT, 0.97, ".1%"),
+            at_most(FP8, BYTES_A_TOKEN, 13_400, ",.0f"),
+            at_most(INT4, KL, 0.002, ".4f"),
+            at_least(INT4, AGREEMENT, 0.97, ".1%"),
+            at_most(INT4, BYTES_A_TOKEN, 8_100, ",.0f"),
+            at_most(INT2, KL, 0.06, ".3f"),
+            at_least(INT2, AGREEMENT, 0.85, ".1%"),
+            at_most(INT2, BYTES_A_TOKEN, 5_400, ",.0f"),
+            at_least(QUANTO_4, KL, 0.015, ".4f"),
+            at_most(QUANTO_4, AGREEMENT, 0.94, ".1%"),
+            at_most(QUANTO_4, BYTES_A_TOKEN, 6_900, ",.0f"),
+            at_least(FINE_4, KL, 0.007, ".4f"),
+            at_most(FINE_4, AGREEMENT, 0.96, ".1%"),
+            at_most(FINE_4, BYTES_A_TOKEN, 9_000, ",.0f"),
+            at_least(QUANTO_2, KL, 2, ".3f"),
+            at_most(QUANTO_2, AGREEMENT, 0.3, ".1%"),
+            at_most(QUANTO_2, BYTES_A_TOKEN, 4_000, ",.0f"),
+            at_least(FINE_2, KL, 0.4, ".3f"),
+            at_most(FINE_2, AGREEMENT, 0.7, ".1%"),
+            at_most(FINE_2, BYTES_A_TOKEN, 6_200, ",.0f"),
+        ),
+        "fidelity-of-quantized-caches",
+    ),
+    Group(
+        "ratios",
+        "Rounding compared with quanto",
+        "The same run. At 3,072 tokens and with the defaults, `int4` and `int2` hold more bytes than quanto, because "
+        "they keep the sinks and more of the newest tokens in full precision. With groups of 16 numbers instead of "
+        "64, quanto holds more bytes.",
+        (
+            at_least(INT4, TIMES_LESS, 10, ".0f", said="at least {} times less than quanto does"),
+            at_most(INT4, BYTES_OF_QUANTO, 1.2, said="at most {} and"),
+            at_least(INT4, LESS_THAN_FINE, 5, ".0f", said="at least {} times as much at 4 bits"),
+            at_most(INT4, BYTES_OF_FINE, 1),
+            at_least(INT2, TIMES_LESS, 40, ".0f", said="2 bits at least {} times less"),
+            at_most(INT2, BYTES_OF_QUANTO, 1.4, said="{} times quanto's bytes"),
+            at_least(INT2, LESS_THAN_FINE, 8, ".0f", said="at least {} times as much at 2 bits"),
+            at_most(INT2, BYTES_OF_FINE, 1),
+        ),
+        "fidelity-at-equal-bytes",
+        also_by="fidelity",
+    ),
+    Group(
+        "update",
+        "An update of one layer by one token",
+        "3 KV heads of 64, bfloat16, one thread, Python included. `dynamic` checks its input and writes in place; "
+        "transformers' cache copies all earlier tokens. So `dynamic` is slower until there are many of them.",
+        (
+            at_most(update_row(UPDATES[0]), TIME_OF_TRANSFORMERS, 3, ".1f"),
+            at_most(update_row(UPDATES[1]), TIME_OF_TRANSFORMERS, 0.8, ".1f"),
+        ),
+        "an-update",
+    ),
+    Group(
+        "window",
+        "Memory of a model with sliding windows",
+        "Random mistral of 8 layers with 8 KV heads of 64, sliding window 512, bfloat16, after a prefill of 4,096 "
+        "tokens.",
+        (at_most(DYNAMIC, BYTES_OF_TRANSFORMERS, 0.2, said="at most {} of the bytes"),),
+        "bytes",
+    ),
+    Group(
+        "sinks",
+        "A text of several windows with sinks",
+        "SmolLM2-135M-Instruct, float32. A text of 8 windows of 64 tokens is read token by token; its second half "
+        "is scored.",
+        (at_least(SINK, TIMES_PERPLEXITY, 1.5),),
+        "sinks",
+    ),
+    Group(
+        "offload",
+        "Offloading traffic",
+        "Random llama of 4 layers with 2 KV heads of 32, bfloat16, 2,048 tokens. Two pools of host memory stand for "
+        "a device and its host.",
+        (
+            at_most(OFFLOADED, NEW_BYTES, 1),
+            at_most(OFFLOADED, MOST_ON_DEVICE, 0.5),
+            at_most(OFFLOADED_PACKED, NEW_BYTES, 1),
+            at_most(OFFLOADED_PACKED, MOST_ON_DEVICE, 0.5),
+            at_most(OFFLOADED_PACKED, SENT_OF_OFFLOADED, 0.4),
+        ),
+        "what-offloading-moves",
+    ),
+    Group(
+        "prefix",
+        "A prompt with a stored prefix",
+        f"{SMOLLM2}, float32. The store holds 2,048 tokens, and the prompt has 16 more. The time is of a whole call of "
+        "`generate()`.",
+        (
+            at_most(FROM_MEMORY, TIME_OF_COLD, 0.1, ".0%"),
+            at_most(FROM_DISK, TIME_OF_COLD, 0.15, ".0%"),
+        ),
+        "prefixes",
+    ),
+)
+
+Cells = Mapping[str, Mapping[str, float]]
+"""The figures of a measurement, by row and column."""
+
+
+def recorded_path() -> pathlib.Path | None:
+    return max(RECORDED.glob("claims-*.json"), default=None)
+
+
+def read_record(path: pathlib.Path | None) -> dict[str, Any]:
+    """The record by group: `cells`, `seconds`, `threads` and `at`, where it ran. Empty if there is no record."""
+    if path is None:
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text())["results"]["claims"]
+    return found
+
+
+def value_of(record: Mapping[str, Any], group: Group, claim: Claim) -> float | None:
+    """The figure of a claim in a record, or `None` if the record lacks it."""
+    value: float | None = record.get(group.name, {}).get("cells", {}).get(claim.row, {}).get(claim.column)
+    return value
+
+
+def tables(record: Mapping[str, Any]) -> str:
+    """The section in docs/choosing.md: a table for each group, with the bound and the recorded figure in each cell.
+
+    What was never measured is not claimed.
+    """
+    return "\n\n".join(_table(record, group) for group in GROUPS if group.name in record)
+
+
+def _table(record: Mapping[str, Any], group: Group) -> str:
+    columns = list(dict.fromkeys(claim.column for claim in group.claims))
+    cells: dict[str, dict[str, str]] = {}
+    for claim in group.claims:
+        value = value_of(record, group, claim)
+        seen = "not recorded" if value is None else written(value, claim.form)
+        cells.setdefault(claim.row, {})[claim.column] = f"{claim.asked} ({seen})"
+    where = f"{group.conditions} {_where(record.get(group.name))} [More figures](benchmarks.md#{group.figures})."
+    rows = [[row, *(own.get(column, "") for column in columns)] for row, own in cells.items()]
+    return "\n\n".join([f"### {group.title}", where, markdown(["", *columns], rows)])
+
+
+def written(value: float, form: str) -> str:
+    """A measured figure, with one digit more than its bound if the format gives a number of digits."""
+    more = re.fullmatch(r"\.(\d)([f%])", form)
+    return f"{value:.{int(more[1]) + 1}{more[2]}}" if more else f"{value:{form}}"
+
+
+def _where(found: Mapping[str, Any] | None) -> str:
+    if not found:
+        return ""
+    at = found["at"]
+    threads = found["threads"]
+    return (
+        f"{at['date'][:10]}, {at['hardware']['cpu']}, {threads} {'thread' if threads == 1 else 'threads'}, torch "
+        f"{at['versions']['torch']}, transformers {at['versions']['transformers']}."
+    )
+
+
+COMPARED = (
+    (EXACT_STATIC, EXACT_STATIC),
+    ("transformers `QuantizedCache`, quanto, 4 bits", QUANTO_4),
+    ("kvlayers `DynamicCache`", DYNAMIC),
+    ("kvlayers `int8`", INT8),
+    ("kvlayers `int4`", INT4),
+    ("kvlayers `int2`", INT2),
+)
+"""The rows of the table in README.md, with the names of their rows in the record."""
+
+
+BESIDE_STATIC = (
+    "transformers' `StaticCache` gets exactly the length that it needs. It must know that length and the batch size in "
+    "advance: [what else it asks for]({docs}choosing.md#beside-transformers-staticcache)"
+)
+
+
+def readme_table(record: Mapping[str, Any], docs: str) -> str:
+    """The table in README.md and on the home page: bytes, step time and fidelity, beside transformers' `DynamicCache`.
+
+    Args:
+        record: what was measured.
+        docs: path of the other pages, as links have it.
+    """
+    found = ({} if name not in record else record[name]["cells"] for name in ("step", "fidelity", "baseline"))
+    steps, rounding, baseline = found
+    steps = {EXACT_STATIC: baseline[EXACT_STATIC], **steps} if baseline else steps
+    rows = [["transformers `DynamicCache`", "1", "1", "reference"]]
+    for title, row in COMPARED:
+        if row in steps:
+            speed = steps[row][TIMES_AS_FAST]
+            step = f"{speed:.1f}x faster" if speed >= 1 else f"{1 / speed:.1f}x slower"
+            kept = f"rounded, {rounding[row][AGREEMENT]:.1%} same top token" if row in rounding else "exact"
+            rows.append([title, f"{steps[row][OF_DENSE]:.2f}x", step, kept])
+    return "\n\n".join(
+        [
+            markdown(["cache", "memory", "decode step", "predictions"], rows),
+            f"At 16,384 tokens, relative to transformers' `DynamicCache`. {LLAMA}. {_where(record.get('step'))} \"Same "
+            'top token": how often the most likely next token stays the same, for SmolLM2-135M-Instruct in float32 on '
+            f"1,024 tokens of real text after 2,048. [More figures]({docs}choosing.md#what-was-measured)",
+            *([BESIDE_STATIC.format(docs=docs)] if baseline else []),
+        ]
+    )
+
+
+DRAWN = ((TRANSFORMERS, TRANSFORMERS), ("kvlayers `DynamicCache`", DYNAMIC), ("kvlayers `int4`", INT4))
+"""The caches whose steps are shown by length, with the names of their rows in the record."""
+
+
+def has_steps(record: Mapping[str, Any]) -> bool:
+    """Whether a record has decode steps by length."""
+    return length_row(TRANSFORMERS, LENGTHS[-1]) in record.get("step", {}).get("cells", {})
+
+
+def steps_table(record: Mapping[str, Any]) -> str:
+    """The table of decode steps in docs/benchmarks.md, from the record of the picture and the table in README.md."""
+    cells = record["step"]["cells"]
+    titles = [title for title, _ in DRAWN]
+    rows = []
+    for tokens in LENGTHS:
+        found = [cells[length_row(row, tokens)] for _, row in DRAWN]
+        times = [f"{each[MILLISECONDS]:.1f} ms" for each in found]
+        held = [f"{each[MEGABYTES]:.0f}" for each in found]
+        ratios = ", ".join(f"{each[TIMES_AS_FAST]:.1f}" for each in found[1:])
+        rows.append([f"{tokens:,}", *times, ratios, *held])
+    head = ["tokens held", *titles, "times as fast", *(f"{title}, MB" for title in titles)]
+    return f"{LLAMA}. {_where(record['step'])}\n\n{markdown(head, rows)}"
+
+
+def written_pages(record: Mapping[str, Any] | None = None) -> dict[pathlib.Path, str]:
+    """The pages with the tables of a record; the newest one if none is given."""
+    record = read_record(recorded_path()) if record is None else record
+    of_pages = {README: readme_table(record, "docs/"), HOME: readme_table(record, "")}
+    if has_steps(record):
+        of_pages[BENCHMARKS] = steps_table(record)
+    made = {path: between(path.read_text(), BEGIN_TABLE, END_TABLE, table) for path, table in of_pages.items()}
+    return {**made, CHOOSING: between(CHOOSING.read_text(), BEGIN, END, tables(record))}

@@ -1,0 +1,473 @@
+"""Measures every claim in README.md and docs/choosing.md again, and says whether it holds.
+
+    python lab/benchmarks/claims.py                     # all of them, about ten minutes on two idle cores
+    python lab/benchmarks/claims.py --only step,update  # some of the measurements
+    python lab/benchmarks/claims.py --record            # record them in lab/benchmarks/recorded/claims-<date>.json
+    python lab/benchmarks/claims.py --write             # write the record into the pages, and measure nothing
+    python lab/benchmarks/claims.py --quick             # a small random model, to see that it runs
+
+The pages give bounds, which `claimed.py` lists. A claim holds if its measurement is within the bound. The bounds are
+ratios, bytes and counts, set for an AMD EPYC with two cores; on other machines, ratios of time may be outside them.
+
+The measurements are independent: if one raises, the others continue, and its claims count as not measured. `--record`
+keeps the earlier record of measurements that did not run or that raised. The exit code is 1 if a claim does not hold or
+was not measured.
+"""
+
+import contextlib
+import datetime
+import functools
+import json
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+import claimed
+import fidelity
+import offload
+import ordinary
+import pages
+import plots
+import prefix
+import sinks
+from claimed import GROUPS, Cells
+from lib import report
+from lib.compiled import (
+    GENERATORS,
+    INDUCTOR,
+    Job,
+    measure_generate,
+    measure_static,
+    nothing_in_memory,
+    reservations,
+    with_reservation,
+)
+from lib.contenders import (
+    CONTENDERS,
+    FLOOR,
+    KVLAYERS,
+    KVLAYERS_4_BITS,
+    KVLAYERS_STATIC,
+    QUANTIZED,
+    QUANTO_4_BITS,
+    REFERENCE,
+    TRANSFORMERS_STATIC,
+    compiled,
+    transformers_packed,
+)
+from lib.internals import CacheMaker, cache_nbytes
+from lib.quantized import FULL, RANDOM, Contender
+from lib.quantized import REFERENCE as IN_FULL
+from lib.timing import Disagreements, Trials, measure_decode, measure_update, summarise, times_as_fast
+from lib.workload import QUICK_SHAPE, RandomModel, RealModel, Shape
+
+FINE = 16
+"""Numbers of a group with which quanto holds more bytes than kvlayers' native backend with its groups of 64. A longer
+residual would take as many bytes, and leave quanto with more divergence."""
+
+
+class OtherTokensError(Exception):
+    """A cache that is exact gave other tokens than transformers' DynamicCache: its times mean nothing."""
+
+
+class Run(report.Session):
+    """A session whose real model is a small random one in a quick run."""
+
+    @functools.cached_property
+    def llama(self) -> RandomModel:
+        """The random llama, in bfloat16.
+
+        Caches are filled at once: transformers' quantized ones would quantize all that they hold with every chunk.
+        """
+        return self.random(chunk=1 << 16)
+
+    def needed(self, dtype: torch.dtype) -> RandomModel | RealModel:
+        workload = self.random(dtype=dtype) if self.quick else self.real(dtype)
+        if workload is None:
+            raise FileNotFoundError(report.NO_MODEL)
+        return workload
+
+
+def check_tokens(disagreements: Disagreements, exact: Iterable[str]) -> None:
+    """Raise if a cache that computes the reference's sums predicted other tokens."""
+    failures = [entry for entry in disagreements.found if not entry["tie"] and entry["cache"] in exact]
+    if failures:
+        raise OtherTokensError(f"{len(failures)} other tokens, the first: {failures[0]}")
+
+
+def without_shared(disagreements: Disagreements, cache: str) -> Disagreements:
+    """The tokens in which another cache than `cache` differs, and `cache` does not.
+
+    A random model in bfloat16 decides some tokens by how sums are rounded, which differs where a cache keeps its states
+    elsewhere than transformers' does, whatever it is.
+    """
+    shared = {(entry["tokens"], entry["trial"]) for entry in disagreements.found if entry["cache"] == cache}
+    left = Disagreements()
+    left.found = [entry for entry in disagreements.found if (entry["tokens"], entry["trial"]) not in shared]
+    return left
+
+
+def measure_steps(run: Run) -> Mapping[str, Cells]:
+    """Decode steps of caches in full precision and of quantized ones, all of them at the greatest length."""
+    steps, trials = (4, 1) if run.quick else (16, 3)
+    names = {
+        claimed.DYNAMIC: KVLAYERS,
+        claimed.INT4: KVLAYERS_4_BITS,
+        claimed.INT8: "kvlayers 8 bits",
+        claimed.FP8: "kvlayers fp8",
+        claimed.INT2: "kvlayers 2 bits",
+        claimed.QUANTO_4: QUANTO_4_BITS,
+    }
+    by_length = {claimed.TRANSFORMERS: REFERENCE, claimed.DYNAMIC: KVLAYERS, claimed.INT4: KVLAYERS_4_BITS}
+    cells: dict[str, dict[str, float]] = {}
+    for length in claimed.LENGTHS:
+        held = length // 64 if run.quick else length
+        makers = {REFERENCE: QUANTIZED[REFERENCE], FLOOR: CONTENDERS[FLOOR]}
+        of_length = names if length == claimed.LENGTHS[-1] else by_length
+        makers |= {name: QUANTIZED[name] for name in of_length.values()}
+        asked = Trials(steps, trials, run.ticking)
+        measured = summarise(measure_decode(run.llama, makers, held, asked))
+        check_tokens(without_shared(asked.disagreements, FLOOR), (KVLAYERS,))
+        for row, name in by_length.items():
+            cells[claimed.length_row(row, length)] = {
+                claimed.MILLISECONDS: measured[name]["median"] * 1e3,
+                claimed.MEGABYTES: measured[name]["held"] / 1e6,
+                claimed.TIMES_AS_FAST: measured[name]["speed"],
+            }
+    for row, name in names.items():
+        cells[row] = {
+            claimed.TIMES_AS_FAST: measured[name]["speed"],
+            claimed.OF_PREALLOCATED: times_as_fast(measured, name, FLOOR),
+            claimed.OVER_DYNAMIC: times_as_fast(measured, name, KVLAYERS),
+            claimed.OVER_QUANTO: times_as_fast(measured, name, QUANTO_4_BITS),
+            claimed.OF_DENSE: measured[name]["held"] / measured[REFERENCE]["held"],
+        }
+    return {"step": cells}
+
+
+def measure_baseline(run: Run) -> Mapping[str, Cells]:
+    """Steps of transformers' static cache of exactly the length that is needed, beside kvlayers' caches."""
+    steps, trials = (4, 1) if run.quick else (16, 3)
+    length = claimed.LENGTHS[-1] // 64 if run.quick else claimed.LENGTHS[-1]
+    names = {claimed.DYNAMIC: KVLAYERS, claimed.INT4: KVLAYERS_4_BITS}
+    makers = {name: QUANTIZED[name] for name in (REFERENCE, *names.values())}
+    makers[TRANSFORMERS_STATIC] = CONTENDERS[TRANSFORMERS_STATIC]
+    asked = Trials(steps, trials, run.ticking)
+    measured = summarise(measure_decode(run.llama, makers, length, asked))
+    # Its mask makes attention add in the order of kvlayers' caches.
+    check_tokens(without_shared(asked.disagreements, TRANSFORMERS_STATIC), (KVLAYERS,))
+    rival = measured[TRANSFORMERS_STATIC]
+    cells = {
+        row: {claimed.OVER_EXACT_STATIC: times_as_fast(measured, name, TRANSFORMERS_STATIC)}
+        for row, name in names.items()
+    }
+    of_rival = {claimed.TIMES_AS_FAST: rival["speed"], claimed.OF_DENSE: rival["held"] / measured[REFERENCE]["held"]}
+    return {"baseline": {claimed.EXACT_STATIC: of_rival, **cells}}
+
+
+def measure_batches(run: Run) -> Mapping[str, Cells]:
+    workload, cells = run.needed(torch.bfloat16), {}
+    for batch, length in claimed.BATCHES:
+        case = (2, 64) if run.quick else (batch, length)
+        steps, trials = (3, 1) if run.quick else (16, 2 if batch * length < 8192 else 1)
+        asked = Trials(steps, trials, run.ticking, block=1)
+        measured = ordinary.measure_batch(workload, *case, asked)
+        check_tokens(asked.disagreements, ordinary.IN_BATCHES)
+        over = {name: times_as_fast(measured, KVLAYERS, name) for name in (REFERENCE, TRANSFORMERS_STATIC)}
+        row = claimed.batch_row(batch, length)
+        cells[row] = {claimed.TIMES_AS_FAST: over[REFERENCE], claimed.OVER_BETTER: min(over.values())}
+    return {"batches": cells}
+
+
+def measure_reservations(run: Run) -> Mapping[str, Cells]:
+    length, most, backend = (64, 512, "eager") if run.quick else (1024, 32768, INDUCTOR)
+    trials = Trials(3 if run.quick else 12, 1 if run.quick else 2, run.ticking)
+    makers = {name: CONTENDERS[name] for name in (REFERENCE, KVLAYERS, KVLAYERS_STATIC, TRANSFORMERS_STATIC)}
+    times = most // length
+    reserved = reservations(length, [1, times], most, trials.steps)
+    with nothing_in_memory(backend):
+        eager, in_graphs = measure_static(run.llama, makers, length, reserved, trials, backend)
+    check_tokens(trials.disagreements, (*eager, *in_graphs))
+    small = with_reservation(KVLAYERS_STATIC, 1)
+    large, baseline = (with_reservation(name, times) for name in (KVLAYERS_STATIC, TRANSFORMERS_STATIC))
+    cells = {}
+    for row, measured, named in (
+        (claimed.EAGER_STATIC, eager, str),
+        (claimed.COMPILED_STATIC, in_graphs, compiled),
+    ):
+        cells[row] = {
+            claimed.TIMES_STATIC: times_as_fast(measured, named(large), named(baseline)),
+            claimed.TIME_OF_SMALL: times_as_fast(measured, named(small), named(large)),
+        }
+    return {"static": cells}
+
+
+def measure_graphs(run: Run) -> Mapping[str, Cells]:
+    """Graphs that `generate()` compiles, counted with a backend that compiles no kernels."""
+    prompt, new, reserve = (250, 16, 1024) if run.quick else (200, 512, 4096)
+    workload = RandomModel(QUICK_SHAPE)
+    job = Job(workload.name, workload.model, workload.prompt(prompt), new, reserve, "eager")
+    arguments = {name: GENERATORS[name] for name in (REFERENCE, compiled(KVLAYERS_STATIC))}
+    disagreements = Disagreements()
+    tick = run.ticking(f"graphs of {new} tokens", len(arguments) + 1)
+    with nothing_in_memory(job.backend):
+        calls = measure_generate(job, arguments, 1, disagreements, tick)
+    check_tokens(disagreements, arguments)
+    entry = calls[compiled(KVLAYERS_STATIC)]
+    return {"graphs": {claimed.STATIC: {claimed.FIRST_CALL: entry["graphs"], claimed.LATER_CALLS: entry["recompiles"]}}}
+
+
+def measure_fidelity(run: Run) -> Mapping[str, Cells]:
+    """What quantized caches change in predictions, and their bytes; quanto also with more than kvlayers."""
+    rows = {
+        claimed.INT8: Contender("kvlayers", "native", 8),
+        claimed.FP8: Contender("kvlayers", "fp8", 8),
+        claimed.INT4: Contender("kvlayers", "native", 4),
+        claimed.INT2: Contender("kvlayers", "native", 2),
+        claimed.QUANTO_4: Contender("transformers", "quanto", 4),
+        claimed.QUANTO_2: Contender("transformers", "quanto", 2),
+        claimed.FINE_4: Contender("transformers", f"quanto, groups of {FINE}", 4),
+        claimed.FINE_2: Contender("transformers", f"quanto, groups of {FINE}", 2),
+    }
+    makers: dict[Contender, CacheMaker] = {IN_FULL: FULL[IN_FULL], **{each: each.make for each in rows.values()}}
+    for row, nbits in ((claimed.FINE_4, 4), (claimed.FINE_2, 2)):
+        make = transformers_packed("quanto", nbits, q_group_size=FINE)
+        makers[rows[row]] = functools.partial(make, length=0)
+    source = RANDOM if run.quick else str(run.given.model)
+    sizes = ["--context", "640", "--scored", "64"] if run.quick else ["--context", "2048", "--scored", "1024"]
+    given = fidelity.parse(["--model", source, *sizes, "--passages", "1", "--chunk", "64", "--outlier", "0"])
+    measured = fidelity.measure(run, source, makers, given)
+    cells: dict[str, dict[str, float]] = {}
+    for row, contender in rows.items():
+        entry = measured["plain"][contender.name]
+        if "failure" not in entry:
+            cells[row] = {
+                claimed.KL: entry["kl"],
+                claimed.AGREEMENT: entry["agreement"],
+                claimed.BYTES_A_TOKEN: measured["bytes"][contender.name]["bytes"],
+            }
+    ratios = {}
+    for row, baseline, fine in (
+        (claimed.INT4, claimed.QUANTO_4, claimed.FINE_4),
+        (claimed.INT2, claimed.QUANTO_2, claimed.FINE_2),
+    ):
+        if {row, baseline, fine} <= cells.keys():
+            ratios[row] = {
+                claimed.TIMES_LESS: cells[baseline][claimed.KL] / cells[row][claimed.KL],
+                claimed.BYTES_OF_QUANTO: cells[row][claimed.BYTES_A_TOKEN] / cells[baseline][claimed.BYTES_A_TOKEN],
+                claimed.LESS_THAN_FINE: cells[fine][claimed.KL] / cells[row][claimed.KL],
+                claimed.BYTES_OF_FINE: cells[row][claimed.BYTES_A_TOKEN] / cells[fine][claimed.BYTES_A_TOKEN],
+            }
+    return {"fidelity": cells, "ratios": ratios}
+
+
+def measure_updates(run: Run) -> Mapping[str, Cells]:
+    shape = QUICK_SHAPE if run.quick else Shape(layers=1, heads=9, kv_heads=3)
+    steps, trials = (8, 1) if run.quick else (64, 5)
+    config = RandomModel(shape).model.config
+    makers = {name: CONTENDERS[name] for name in (REFERENCE, KVLAYERS)}
+    cells = {}
+    with threads(1):
+        for tokens in claimed.UPDATES:
+            asked = Trials(steps, trials, run.ticking)
+            measured = measure_update(config, shape, makers, tokens, asked)
+            check_tokens(asked.disagreements, makers)
+            of_transformers = times_as_fast(measured, REFERENCE, KVLAYERS)
+            cells[claimed.update_row(tokens)] = {claimed.TIME_OF_TRANSFORMERS: of_transformers}
+    return {"update": cells}
+
+
+def measure_window(run: Run) -> Mapping[str, Cells]:
+    """Bytes that caches hold after a prefill that is longer than the window."""
+    window, tokens = (32, 256) if run.quick else (512, 4096)
+    workload, held = run.random(sliding_window=window, chunk=tokens), {}
+    for name in (REFERENCE, KVLAYERS):
+        # Each has states of its own: what one holds must not be seen through the other.
+        workload.prepare(tokens)
+        cache = CONTENDERS[name](workload.model.config, tokens)
+        workload.fill(cache)
+        workload.states = []
+        held[name] = cache_nbytes(cache)
+    return {"window": {claimed.DYNAMIC: {claimed.BYTES_OF_TRANSFORMERS: held[KVLAYERS] / held[REFERENCE]}}}
+
+
+def measure_sinks(run: Run) -> Mapping[str, Cells]:
+    window, windows = (16, 4) if run.quick else (64, 8)
+    workload = run.needed(torch.float32)
+    found = sinks.stream_both(workload.model, workload.prompt(windows * window + 1), window, run.ticking)
+    times = found[sinks.WINDOW]["perplexity"] / found[sinks.SINKS]["perplexity"]
+    return {"sinks": {claimed.SINK: {claimed.TIMES_PERPLEXITY: times}}}
+
+
+def measure_offload(run: Run) -> Mapping[str, Cells]:
+    tokens, new = (128, 4) if run.quick else (2048, 16)
+    shape = offload.TRAFFIC_SHAPE
+    workload = RandomModel(shape)
+    traffic = offload.count_traffic(workload.model, workload.prompt(tokens), new)
+    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * torch.bfloat16.itemsize
+    rows = {claimed.OFFLOADED: traffic[offload.KVLAYERS], claimed.OFFLOADED_PACKED: traffic[offload.KVLAYERS_PACKED]}
+    cells = {
+        row: {
+            claimed.NEW_BYTES: entry["to_host"] / token,
+            claimed.MOST_ON_DEVICE: entry["peak_on_device"] / entry["held"],
+            claimed.SENT_OF_OFFLOADED: entry["to_device"] / traffic[offload.KVLAYERS]["to_device"],
+        }
+        for row, entry in rows.items()
+    }
+    return {"offload": cells}
+
+
+def measure_prefix(run: Run) -> Mapping[str, Cells]:
+    tokens, question = (128, 16) if run.quick else (2048, 16)
+    workload = prefix.padded(run.needed(torch.float32))
+    text = workload.prompt(tokens + question)
+    ways = (prefix.COLD, prefix.MEMORY, prefix.DISK)
+    disagreements = Disagreements(torch.float32)
+    with tempfile.TemporaryDirectory() as place:
+        directory = prefix.stored_in(place, workload.model, text[:, :tokens])
+        first = prefix.FirstTokens(workload.model, text[:, :tokens], text[:, tokens:], directory)
+        found = first.measure(1, ways, disagreements, run.ticking("a prefix", 1))
+    check_tokens(disagreements, ways)
+    cold = found["medians"][prefix.COLD]
+    rows = {claimed.FROM_MEMORY: prefix.MEMORY, claimed.FROM_DISK: prefix.DISK}
+    return {"prefix": {row: {claimed.TIME_OF_COLD: found["medians"][way] / cold} for row, way in rows.items()}}
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+MEASUREMENTS: dict[str, Callable[[Run], Mapping[str, Cells]]] = {
+    "window": measure_window,
+    "offload": measure_offload,
+    "update": measure_updates,
+    "graphs": measure_graphs,
+    "step": measure_steps,
+    "baseline": measure_baseline,
+    "batches": measure_batches,
+    "static": measure_reservations,
+    "prefix": measure_prefix,
+    "sinks": measure_sinks,
+    "fidelity": measure_fidelity,
+}
+"""By name, what answers the claims of the groups that it returns."""
+
+
+def measure(
+    run: Run, names: Sequence[str], keeping: Callable[[Mapping[str, Any]], object]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Run measurements, and call `keeping` with what is found so far whenever one has ended.
+
+    Returns:
+        For each group `cells`, `seconds` that the measurement took, `threads`, and `at`, where it ran; and what the
+        measurements raised that failed, by their names.
+    """
+    found: dict[str, Any] = {}
+    failures = {}
+    tick = run.ticking("measurements", len(names))
+    for name in names:
+        at, begin = report.environment(), time.perf_counter()
+        try:
+            answered = MEASUREMENTS[name](run)
+        except Exception as error:
+            # What the others find is worth more than an early end.
+            failures[name] = f"{type(error).__name__}: {error}"
+        else:
+            seconds = round(time.perf_counter() - begin, 1)
+            used = 1 if name == "update" else torch.get_num_threads()
+            for group, cells in answered.items():
+                found[group] = {"cells": cells, "seconds": seconds, "threads": used, "at": at}
+            keeping(found)
+        tick()
+    return found, failures
+
+
+def table(found: Mapping[str, Any], record: Mapping[str, Any], names: Sequence[str], bounds: bool) -> tuple[Any, int]:
+    """A table of what was recorded and what is found now, and how many claims do not hold.
+
+    With `bounds`, a bound decides; a figure of any size is enough otherwise.
+    """
+    made = report.new_table("Claims", "claim", "asked", "recorded", "now", "verdict")
+    failed = 0
+    for group in GROUPS:
+        if group.measurement not in names:
+            continue
+        for claim in group.claims:
+            before, now = (claimed.value_of(values, group, claim) for values in (record, found))
+            holds = now is not None and (claim.holds(now) or not bounds)
+            failed += not holds
+            verdict = "not measured" if now is None else "holds" if claim.holds(now) else "does not hold"
+            shown = ("" if value is None else claimed.written(value, claim.form) for value in (before, now))
+            row = (f"{group.name}: {claim.row}, {claim.column}", claim.asked, *shown)
+            made.add_row(*row, verdict, style="" if holds else "red")
+        made.add_section()
+    return made, failed
+
+
+def keep(found: Mapping[str, Any], content: Mapping[str, Any]) -> pathlib.Path:
+    """Record what was found, with what was recorded before of groups that were not measured; return the file."""
+    old = claimed.recorded_path()
+    kept = {**claimed.read_record(old), **found}
+    path = claimed.RECORDED / f"claims-{datetime.date.today()}.json"
+    in_order = {group.name: kept[group.name] for group in GROUPS if group.name in kept}
+    path.write_text(json.dumps({**content, "results": {"claims": in_order}}, indent=1) + "\n")
+    if old not in (None, path):
+        old.unlink()
+    return path
+
+
+def write_pages() -> None:
+    record = claimed.read_record(claimed.recorded_path())
+    pages.write_pages(claimed.written_pages(record))
+    if claimed.has_steps(record):
+        plots.draw_picture(record["step"], plots.PICTURE)
+
+
+def parse(arguments: Sequence[str] | None) -> Any:
+    made = report.Options("claims", __doc__, quick="a small random model and few tokens, under a minute")
+    made.some_of("--only", list(MEASUREMENTS), "measurements")
+    made.real_model(report.default_model())
+    made.add("--record", action="store_true", help="record the measurements, and write them into the pages")
+    made.add("--write", action="store_true", help="write the record into README.md and docs/choosing.md, and stop")
+    given = made.parse(arguments)
+    if given.quick and given.record:
+        made.parser.error("--record needs the full models, and --quick uses small ones: pass only one of the two")
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = parse(arguments)
+    if given.write:
+        write_pages()
+        return 0
+    # Before what is recorded is replaced.
+    before = claimed.read_record(claimed.recorded_path())
+    with report.session(given, Run) as run:
+        content = {**run.environment, "arguments": {"only": given.only, "threads": given.threads}}
+        keeping = functools.partial(keep, content=content) if given.record else len
+        found, failures = measure(run, given.only, keeping)
+    made, failed = table(found, before, given.only, not given.quick)
+    say = run.console.print
+    say(made)
+    for name, failure in failures.items():
+        say(f"{name} failed: {failure}", markup=False)
+    say(f"{failed} claims do not hold or were not measured")
+    run.finish({"claims": found}, failures=failures)
+    if given.record:
+        write_pages()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Runs the demo, and shows what it prints in README.md.
+
+python lab/benchmarks/demo.py            # run it, as `make demo` does, and print what README.md would show
+python lab/benchmarks/demo.py --record   # keep it in lab/benchmarks/recorded/demo-<date>.json, and write README.md
+python lab/benchmarks/demo.py --write    # write the newest record into README.md, and run nothing
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pages import RECORDED, ROOT, between, write_pages
+
+README = ROOT / "README.md"
+BEGIN, END = "<!-- demo: written by lab/benchmarks/demo.py -->", "<!-- end of demo -->"
+FIRST, NOTE, SUMMARY, NEXT = " Library", "Prompt: the forward pass", "With kvlayers, ", "Next: "
+ABOUT = re.compile(r"(?P<model>\S+) in (?P<dtype>\w+) on .*? Prompt: (?P<tokens>\d+) tokens")
+
+
+def run() -> dict[str, Any]:
+    """Run the demo on a terminal of 80 columns; return its record. Raises `CalledProcessError` if the demo fails."""
+    # Imported late: a test that compares the page with the record needs no torch.
+    from lib import report
+
+    command = [sys.executable, "-m", "kvlayers", "demo"]
+    environment = {**os.environ, "COLUMNS": "80", "KVLAYERS_COMPILE": "wait"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return {**report.environment(), "results": {"demo": shown_of(done.stdout)}}
+
+
+def shown_of(output: str) -> dict[str, Any]:
+    """Of all that the demo prints: what it ran, the table of caches, and the summary."""
+    about = ABOUT.search(" ".join(output[: output.index(FIRST)].split()))
+    if about is None:
+        raise ValueError("The demo must say its model, its dtype and its tokens first.")
+    table = output[output.index(FIRST) : output.index(NOTE)].rstrip()
+    summary = output[output.index(SUMMARY) : output.rindex(NEXT)].rstrip() if SUMMARY in output else ""
+    lines = [line.rstrip() for line in f"{table}\n\n{summary}".rstrip().splitlines()]
+    return {**about.groupdict(), "lines": lines}
+
+
+def block(record: Mapping[str, Any]) -> str:
+    """What README.md shows of a record."""
+    hardware, versions, shown = record["hardware"], record["versions"], record["results"]["demo"]
+    lines = "\n".join(shown["lines"])
+    return (
+        f"```\n{lines}\n```\n\nThat was {shown['model']} in {shown['dtype']} after {int(shown['tokens']):,} tokens "
+        f"({hardware['cpu']}, {hardware['threads']} threads, transformers {versions['transformers']}, "
+        f"{record['date'][:10]})."
+    )
+
+
+def written_pages() -> dict[pathlib.Path, str]:
+    newest = json.loads(max(RECORDED.glob("demo-*.json")).read_text())
+    return {README: between(README.read_text(), BEGIN, END, block(newest))}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="record what the demo prints, and write README.md")
+    parser.add_argument("--write", action="store_true", help="write the newest record into README.md, and run nothing")
+    given = parser.parse_args(arguments)
+    if given.write:
+        return write_pages(written_pages())
+    record = run()
+    print(block(record))
+    if given.record:
+        old = sorted(RECORDED.glob("demo-*.json"))
+        path = RECORDED / f"demo-{datetime.date.today()}.json"
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        for each in old:
+            if each != path:
+                each.unlink()
+        return write_pages(written_pages())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

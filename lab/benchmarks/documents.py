@@ -1,0 +1,514 @@
+"""Documents that are computed once, and a changed middle, beside computing everything again, in one run.
+
+    python lab/benchmarks/documents.py            # SmolLM2, or the model of --model
+    python lab/benchmarks/documents.py --quick    # a random model and few tokens, to see that it runs
+    python lab/benchmarks/documents.py --write    # the recorded figures, into docs/documents.md
+
+`join`: seconds to the first token after six documents in a new order, which a store has, and the bytes of the store in
+memory and in files. `replace`: a changed line in the middle of a context: seconds, KL divergence after it, and answers
+to questions about the changed line and about a line after it. `kl` and `tasks`: `kvlayers fidelity --documents`. The
+answers are written as they come, so that a second start goes on where the first one stopped. Contenders take turns, and
+seconds are medians over the trials.
+
+The exit code is 1 if a full computation has other tokens than transformers, or if recomputing all that follows the
+change gives other predictions than computing everything.
+"""
+
+import json
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+
+import kvlayers
+import pages
+from lib import report
+from lib.internals import (
+    Decoding,
+    TaskSample,
+    answer,
+    answer_score,
+    default_text,
+    divergences,
+    newest_logits,
+    passages,
+    quiet_clock,
+    samples_of,
+)
+from lib.timing import Turns
+
+PAGE = pages.DOCS / "documents.md"
+BEGIN, END = "<!-- documents: written by lab/benchmarks/documents.py -->", "<!-- end of documents -->"
+DOCUMENTS = 6
+AMOUNTS: tuple[int | str, ...] = (0, "5%", "15%", "30%", "100%")
+CHANGED_TOKENS, NEW_TOKENS = 24, 16
+ALL = "all of it"
+
+
+def options() -> report.Options:
+    made = report.Options("documents", __doc__, threads=2, quick="a random model and few tokens")
+    made.some_of("--only", ("join", "replace", "kl", "tasks"), "sections")
+    made.real_model(in_quick="none")
+    made.sized("--document-tokens", 512, 48, "tokens of each document of `join` and `kl`")
+    made.sized("--task-tokens", 256, 0, "tokens of each document of `tasks`")
+    made.sized("--samples", 2, 1, "samples of each task and document, and of each question of `replace`")
+    made.sized("--context", 4096, 128, "tokens of the context whose middle changes")
+    made.sized("--passages", 6, 1, "sets of documents of `kl`")
+    made.sized("--trials", 3, 1, "trials of `join`, and contexts of `replace`")
+    made.add("--write", action="store_true", help="write the recorded figures into docs/documents.md, and stop")
+    return made
+
+
+class Subject:
+    """A model in float32, and texts for it."""
+
+    def __init__(self, run: report.Session) -> None:
+        real = run.real(torch.float32)
+        chosen: Any = run.random(dtype=torch.float32) if real is None else real
+        self.model, self.name = chosen.model.eval(), run.given.model or "a random model"
+        self.tokenizer = None if real is None else transformers.AutoTokenizer.from_pretrained(run.given.model)
+        self._generator = torch.Generator().manual_seed(0)
+
+    def texts(self, count: int, tokens: int) -> list[Tensor]:
+        """Passages of a text, int64 `[tokens]` each."""
+        if self.tokenizer is None:
+            most = min(self.model.config.vocab_size, 2000)
+            return [torch.randint(3, most, (tokens,), generator=self._generator) for _ in range(count)]
+        return [ids[0] for ids in passages(self.tokenizer, default_text(), count, tokens)]
+
+    def read(self, ids: Sequence[int] | Tensor, cache: Any = None) -> Any:
+        """A cache that keeps every token, after these tokens."""
+        cache = kvlayers.DynamicCache() if cache is None else cache
+        newest_logits(self.model, torch.as_tensor(ids)[None], cache, 1)
+        return cache
+
+
+def join(run: report.Session) -> dict[str, Any]:
+    """Seconds to the first token after documents in a new order, and the bytes of a store."""
+    subject, given = Subject(run), run.given
+    model, length = subject.model, given.document_tokens
+    beginning, question, *documents = subject.texts(DOCUMENTS + 2, length)
+    beginning, question = beginning[:16], question[:16]
+    how = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    orders = random.Random(0)
+
+    with tempfile.TemporaryDirectory() as directory:
+        store = kvlayers.PrefixStore("4GiB", directory=directory)
+        for ids in documents:
+            store.document(ids, model, beginning=beginning)
+        order: list[Tensor] = []
+
+        def first_token(name: str) -> Tensor:
+            if name == "transformers":
+                ids = torch.cat([beginning, *order, question])[None]
+                return model.generate(ids, attention_mask=torch.ones_like(ids), **how)  # type: ignore[no-any-return]
+            amount: int | str = int(name) if name.isdecimal() else name
+            found: Tensor = kvlayers.generate(
+                model,
+                documents=order,
+                question=question,
+                beginning=beginning,
+                recompute=amount,
+                prefix_store=store,
+                **how,
+            )
+            return found
+
+        names = ["transformers", *(str(amount) for amount in AMOUNTS if amount != "100%")]
+        turns = Turns(names)
+        with quiet_clock():
+            for trial in range(given.trials + 1):
+                order[:] = orders.sample(documents, len(documents))
+                turns.take(first_token, is_counted=trial > 0)
+        store.flush()
+        statistics = store.statistics
+        held = subject.read(torch.cat([beginning, *documents]))
+        states = sum(layer.keys.nbytes + layer.values.nbytes for layer in held.layers)
+        store.close()
+    ids = torch.cat([beginning, *order, question])[None]
+    how["max_new_tokens"] = 8
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+    exact = kvlayers.generate(model, documents=order, question=question, beginning=beginning, **how)
+    run.expect(bool((exact == expected).all()), "a full computation has other tokens than transformers")
+    found = {name: {"seconds": turns.median(name), "share": turns.ratio(name, "transformers")} for name in names}
+    columns = {"s": report.shown("seconds", ".2f"), "of computing all": report.shown("share", ".3f")}
+    run.table(f"First token after {DOCUMENTS} documents of {length} tokens, {subject.name}", "", {"": found}, columns)
+    nbytes = {"states": states, "memory": statistics.bytes, "files": statistics.file_bytes}
+    run.console.print({name: f"{value / states:.3f} of the states" for name, value in nbytes.items()})
+    run.target("recompute 15%", found["15%"]["share"], at_most=0.25)
+    run.target("recompute 0", found["0"]["share"], at_most=0.1)
+    run.target("bytes in memory", statistics.bytes / states, at_most=1.05)
+    run.target("bytes in files", statistics.file_bytes / states, at_most=1.1)
+    return {"tokens": ids.shape[1], "seconds": found, "bytes": nbytes}
+
+
+class Change(NamedTuple):
+    """A context whose middle changes.
+
+    Attributes:
+        old: the context before.
+        new: the context after.
+        start: the first token that changes.
+        stop: the token of `old` after the last one.
+        stop_new: that of `new`.
+    """
+
+    old: list[int]
+    new: list[int]
+    start: int
+    stop: int
+    stop_new: int
+
+
+def changed_middle(new: Sequence[int], other: Sequence[int], start: int) -> Change:
+    """Before, there were other tokens where the new context has `NEW_TOKENS` tokens from `start` on."""
+    old = [*new[:start], *other[:CHANGED_TOKENS], *new[start + NEW_TOKENS :]]
+    return Change(old, list(new), start, start + CHANGED_TOKENS, start + NEW_TOKENS)
+
+
+def changed_number(sample: TaskSample) -> Change:
+    """Before, the context had another number where it has the answer now."""
+    new, wanted = list(sample.context_ids), list(sample.answer_ids)
+    if len(wanted) < 2:
+        raise ValueError("The answer must have two tokens, so that one can go.")
+    start = next(place for place in range(len(new)) if new[place : place + len(wanted)] == wanted)
+    stop = start + len(wanted)
+    # The digits in another order, and one of them less, so that all that follows them moves.
+    digits = new[start:stop]
+    return Change([*new[:start], *digits[:1], *digits[:0:-1][1:], *new[stop:]], new, start, stop - 1, stop)
+
+
+class Replacing:
+    """Caches of a context after its change.
+
+    Args:
+        subject: the model.
+        change: the context.
+    """
+
+    def __init__(self, subject: Subject, change: Change) -> None:
+        self._subject, self._change = subject, change
+        self._old = subject.read(change.old)
+
+    def made(self, amount: int | str | None) -> Any:
+        """The cache after `replace`; after computing all of the context for `None`."""
+        change = self._change
+        if amount is None:
+            return self._subject.read(change.new)
+        cache = self._old.fork()
+        cache.replace(
+            change.start,
+            change.stop,
+            torch.tensor(change.new[change.start : change.stop_new]),
+            self._subject.model,
+            recompute=amount,
+            known_ids=torch.tensor(change.old),
+        )
+        return cache
+
+
+def replace(run: report.Session) -> dict[str, Any]:
+    """A changed line in the middle of a context: seconds, KL divergence, and answers."""
+    subject, given = Subject(run), run.given
+    contenders: dict[str, int | str | None] = {ALL: None, **{str(amount): amount for amount in AMOUNTS}}
+    turns = Turns(contenders)
+    texts = subject.texts(given.trials + 1, given.context + 64)
+    kl: dict[str, list[Tensor]] = {name: [] for name in contenders}
+    agrees: dict[str, list[Tensor]] = {name: [] for name in contenders}
+    with torch.no_grad(), quiet_clock():
+        tick = run.ticking("contexts", given.trials)
+        for text in texts[: given.trials]:
+            ids = text.tolist()
+            replacing = Replacing(subject, changed_middle(ids[: given.context], texts[-1].tolist(), given.context // 2))
+            made = turns.take(lambda name, of=replacing: of.made(contenders[name]))
+            target = torch.tensor([ids[given.context :]])
+            seen = {
+                name: newest_logits(subject.model, target, cache, target.shape[1]).double().log_softmax(-1)
+                for name, cache in made.items()
+            }
+            for name, logprobs in seen.items():
+                kl[name].append(divergences(seen[ALL], logprobs))
+                agrees[name].append(logprobs.argmax(-1) == seen[ALL].argmax(-1))
+            tick()
+    found: dict[str, Any] = {
+        name: {
+            "seconds": turns.median(name),
+            "share": turns.ratio(name, ALL),
+            "kl": float(torch.cat(kl[name]).mean()),
+            "agreement": float(torch.cat(agrees[name]).double().mean()),
+        }
+        for name in contenders
+    }
+    run.expect(found["100%"]["kl"] < 1e-6, "recomputing all that follows the change differs from computing all")
+    if subject.tokenizer is not None:
+        for name, scores in answers(run, subject, contenders).items():
+            found[name] |= scores
+    columns = {
+        "s": report.shown("seconds", ".2f"),
+        "of computing all": report.shown("share", ".3f"),
+        "KL": report.shown("kl", ".2g"),
+        "same top-1": report.shown("agreement", ".1%"),
+        "changed line": report.shown("changed", ".2f"),
+        "line after it": report.shown("after", ".2f"),
+    }
+    run.table(f"A changed line in the middle of {given.context} tokens, {subject.name}", "", {"": found}, columns)
+    return found
+
+
+def answers(
+    run: report.Session, subject: Subject, contenders: dict[str, int | str | None]
+) -> dict[str, dict[str, float]]:
+    """Mean scores of questions about the changed line, and about a line after it."""
+    given, scores = run.given, dict[str, dict[str, list[float]]]()
+    asked = [
+        (about, sample)
+        for about, depth in (("changed", 0.5), ("after", 0.75))
+        for sample in samples_of(
+            ["needle", "keys"], [given.context], [depth], given.samples, 0, subject.tokenizer, default_text()
+        )
+    ]
+    tick = run.ticking("questions", len(asked))
+    for about, sample in asked:
+        context = sample.context_ids
+        middle = changed_middle(context, context[len(context) // 4 :], len(context) // 2)
+        replacing = Replacing(subject, changed_number(sample) if about == "changed" else middle)
+        for name, amount in contenders.items():
+
+            def read(
+                amount: int | str | None = amount, of: Replacing = replacing, sample: TaskSample = sample
+            ) -> Decoding:
+                decoding = Decoding(subject.model, of.made(amount))
+                decoding.append(sample.question_ids)
+                return decoding
+
+            said, _ = answer(subject.tokenizer, sample, read)
+            scores.setdefault(name, {}).setdefault(about, []).append(answer_score(said, sample.answers))
+        tick()
+    return {name: {about: sum(own) / len(own) for about, own in each.items()} for name, each in scores.items()}
+
+
+def fidelity(run: report.Session, *arguments: object) -> dict[str, Any]:
+    """What `kvlayers fidelity --documents` finds for the model; nothing for a random one."""
+    if run.given.model in (None, "none"):
+        run.console.print(report.NO_MODEL)
+        return {}
+    asked = ["--documents", f"2,{DOCUMENTS}", "--threads", run.given.threads, *arguments]
+    command = [sys.executable, "-m", "kvlayers", "fidelity", run.given.model, *map(str, asked), "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+def kl(run: report.Session) -> dict[str, Any]:
+    """KL divergence after documents that were concatenated."""
+    given = run.given
+    again = ",".join(map(str, (0, 8, *AMOUNTS[1:-1])))
+    said = fidelity(run, "--document-tokens", given.document_tokens, "--passages", given.passages, "--recompute", again)
+    return {name: said[name] for name in ("documents", "document_tokens", "scored", "passages") if said}
+
+
+def tasks(run: report.Session) -> dict[str, Any]:
+    """Answers to long-context tasks after documents that were concatenated."""
+    given = run.given
+    again = ",".join(map(str, AMOUNTS[:-1]))
+    name = pathlib.Path(given.model or "none").resolve().name
+    file = report.RESULTS / f"documents-tasks-{name}-{given.task_tokens}.jsonl"
+    file.parent.mkdir(exist_ok=True)
+    arguments = ("--tasks", "all", "--document-tokens", given.task_tokens, "--samples", given.samples)
+    said = fidelity(run, *arguments, "--recompute", again, "--results", file)
+    if not said:
+        return {}
+    summary = said["summary"]
+    return {
+        **{name: said[name] for name in ("lengths", "tasks", "samples", "seed")},
+        **{name: summary[name] for name in ("reference", "comparable", "by_length")},
+        "too_weak": [f"{task} at {length} tokens" for task, length in summary["too_weak"]],
+    }
+
+
+SECTIONS: dict[str, Callable[[report.Session], dict[str, Any]]] = {
+    "join": join,
+    "replace": replace,
+    "kl": kl,
+    "tasks": tasks,
+}
+
+NAMES = {"SmolLM2-135M-Instruct": "SmolLM2", "gemma-3-270m": "Gemma"}
+
+
+def model_of(record: dict[str, Any]) -> str:
+    name = pathlib.Path(record["arguments"]["model"]).name
+    return NAMES.get(name, name)
+
+
+def code(recompute: str) -> str:
+    """What `recompute=` is given, as code."""
+    return f"`{recompute}`" if recompute.isdecimal() else f'`"{recompute}"`'
+
+
+def percent(figure: float | None) -> str:
+    return "" if figure is None else f"{100 * figure:.0f}"
+
+
+def join_table(record: dict[str, Any]) -> str:
+    """Seconds to the first token, and bytes."""
+    found, nbytes = record["results"]["join"], record["results"]["join"]["bytes"]
+    rows = [
+        ["all of it, by transformers" if name == "transformers" else code(name), f"{entry['seconds']:.2f}"]
+        for name, entry in found["seconds"].items()
+    ]
+    for row, entry in zip(rows, found["seconds"].values(), strict=True):
+        row.append(f"{entry['share']:.3f}")
+    least, most = (found["seconds"][share]["share"] for share in ("0", "30%"))
+    return "\n".join(
+        [
+            f"**The first token comes after {least:.0%} of the time if nothing is recomputed, after {most:.0%} with "
+            f'`"30%"`.** {DOCUMENTS} documents of {record["arguments"]["document_tokens"]} tokens from a store, each '
+            f"time in a new order, {model_of(record)} in float32:",
+            "",
+            pages.markdown(["`recompute`", "s to the first token", "share"], rows, "---:"),
+            "",
+            f"In memory, the store takes {nbytes['memory'] / nbytes['states']:.3f} of the bytes of all states, in "
+            f"files {nbytes['files'] / nbytes['states']:.3f}.",
+        ]
+    )
+
+
+def kl_table(records: Sequence[dict[str, Any]]) -> str:
+    """KL divergence and top-1 after documents, by model and number of documents."""
+    columns = [
+        (record, count)
+        for record in records
+        for count in dict.fromkeys(each["documents"] for each in record["results"]["kl"]["documents"])
+    ]
+
+    def cell(record: dict[str, Any], count: int, again: object) -> str:
+        found = record["results"]["kl"]["documents"]
+        [entry] = [each for each in found if (each["documents"], each["recompute"]) == (count, again)]
+        return f"{entry['kl']:.3f} ({entry['agreement']:.0%})"
+
+    first = records[0]["results"]["kl"]
+    again = dict.fromkeys(each["recompute"] for each in first["documents"] if each["recompute"] is not None)
+    head = ["`recompute`", *(f"{model_of(record)}, {count} documents" for record, count in columns)]
+    rows = [[code(str(each)), *(cell(*column, each) for column in columns)] for each in again]
+    by_case = {
+        (model_of(record), each["documents"], each["recompute"]): each["kl"]
+        for record in records
+        for each in record["results"]["kl"]["documents"]
+    }
+    left = [by_case[model_of(record), count, "30%"] / by_case[model_of(record), count, 0] for record, count in columns]
+    return "\n".join(
+        [
+            f'**`"30%"` leaves {min(left):.0%} to {max(left):.0%} of the divergence.** KL divergence in nats, and '
+            f"equal top tokens, of {first['scored']} tokens that go on with one of the documents of "
+            f"{first['document_tokens']} tokens ({first['passages']} sets):",
+            "",
+            pages.markdown(head, rows, "---:"),
+        ]
+    )
+
+
+def task_table(record: dict[str, Any]) -> str:
+    """Scores of tasks of each length, and the mean loss."""
+    found = record["results"]["tasks"]
+    by_length = {(each["cache"], each["length"], each["task"]): each for each in found["by_length"]}
+    overall = {each["cache"]: each for each in found["comparable"]}
+    head = ["`recompute`", *(f"{task}, {length:,}" for length in found["lengths"] for task in found["tasks"]), "loss"]
+    rows = []
+    for cache, figures in overall.items():
+        is_exact = cache == found["reference"]
+        scores = [by_length[cache, length, task]["score"] for length in found["lengths"] for task in found["tasks"]]
+        error = f" ± {percent(figures['loss_error'])}" if figures["loss_error"] is not None else ""
+        loss = "" if is_exact else f"{100 * figures['loss']:.1f}{error}"
+        rows.append(["all at once" if is_exact else code(cache.rpartition(" ")[2]), *map(percent, scores), loss])
+    samples = max(each["samples"] for each in found["by_length"])
+    weak = ", ".join(found["too_weak"])
+    without = f" The loss leaves out what the model is too weak for: {weak}." if weak else ""
+    least, most = (
+        f"{100 * figures['loss']:.1f} ± {percent(figures['loss_error'])} points with {code(again)}"
+        for cache, figures in overall.items()
+        if (again := cache.rpartition(" ")[2]) in ("0", "30%")
+    )
+    # Twice the standard error is the usual bound.
+    is_shown = any(each["loss"] > 2 * each["loss_error"] for each in overall.values() if each["loss_error"] is not None)
+    loss = f"loses {least}, and {most}" if is_shown else "loses less than twice the error of these samples"
+    return "\n".join(
+        [
+            f"**{model_of(record)} {loss}.** Scores in percent at so many tokens, of which a document has "
+            f"{record['arguments']['task_tokens']}; up to {samples} samples each.{without}",
+            "",
+            pages.markdown(head, rows, "---:"),
+        ]
+    )
+
+
+def replace_table(records: Sequence[dict[str, Any]]) -> str:
+    """A changed line: time, KL divergence and scores, by model."""
+    columns = ("time", "KL", "changed line", "line after it")
+    head = ["`recompute`", *(f"{model_of(record)}, {column}" for record in records for column in columns)]
+    rows = []
+    for name in records[0]["results"]["replace"]:
+        cells = [name if name == ALL else code(name)]
+        for record in records:
+            entry = record["results"]["replace"][name]
+            cells += [
+                f"{entry['share']:.3f}",
+                f"{entry['kl']:.2g}",
+                percent(entry["changed"]),
+                percent(entry["after"]),
+            ]
+        rows.append(cells)
+    answers = [
+        {(entry["changed"], entry["after"]) for entry in record["results"]["replace"].values()} for record in records
+    ]
+    changed = "No score changes" if all(len(each) == 1 for each in answers) else "Some scores change"
+    return "\n".join(
+        [
+            f"**{changed}, however little is recomputed.** {CHANGED_TOKENS} tokens in the middle of "
+            f"{records[0]['arguments']['context']:,} become {NEW_TOKENS}. Time is a share of computing all of it; "
+            "scores of questions are in percent:",
+            "",
+            pages.markdown(head, rows, "---:"),
+        ]
+    )
+
+
+def command(record: dict[str, Any]) -> str:
+    given = " ".join(f"--{flag} {record['arguments'][flag]}" for flag in ("threads", "samples", "passages", "trials"))
+    return f"`python lab/benchmarks/documents.py --only {','.join(record['arguments']['only'])} {given}`"
+
+
+def page_tables(joined: dict[str, Any], records: Sequence[dict[str, Any]]) -> str:
+    return "\n\n".join(
+        [
+            join_table(joined),
+            kl_table(records),
+            *map(task_table, records),
+            replace_table(records),
+            f"{command(joined)}, and {command(records[0])} for each model; {pages.measured_at(joined)}.",
+        ]
+    )
+
+
+def written_pages() -> dict[pathlib.Path, str]:
+    newest = json.loads(max(pages.RECORDED.glob("documents-join-*.json")).read_text())
+    tables = page_tables(newest, pages.records_by_model("documents-fidelity"))
+    return {PAGE: pages.between(PAGE.read_text(), BEGIN, END, tables)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = options().parse(arguments)
+    if given.write:
+        return pages.write_pages(written_pages())
+    return report.run(given, SECTIONS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

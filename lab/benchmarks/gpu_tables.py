@@ -1,0 +1,193 @@
+"""Writes what was measured on a GPU into README.md and docs/gpu.md, from the newest records of `gpu.py`.
+
+    python lab/benchmarks/gpu_tables.py --write
+
+It imports only the standard library, so that a test can compare the pages with the records.
+"""
+
+import argparse
+import json
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pages import DOCS, RECORDED, ROOT, between, markdown, write_pages
+
+PAGE, README = DOCS / "gpu.md", ROOT / "README.md"
+BEGIN, END = "<!-- gpu: {}, written by lab/benchmarks/gpu_tables.py -->", "<!-- end of gpu -->"
+
+SHAPES = ("2,048 x 1", "8,192 x 1", "32,768 x 1", "8,192 x 8", "32,768 x 8")
+LONGEST, LARGEST = "32,768 x 1", "32,768 x 8"
+REFERENCE, WITHOUT_CUDNN = "transformers dynamic", "transformers dynamic, no cuDNN"
+DYNAMIC, INT4 = "kvlayers dynamic", "kvlayers int4"
+STEPS, IN_GRAPH, PEAK = "ms a step", "ms a step in a graph", "GB peak beyond the model"
+SPEED_LENGTHS = (8192, 32768, 131072)
+GATHERED_LENGTHS = (8192, 16384, 32768)
+HOW = ("in a graph", "eager")
+WIDE = 1.2
+"""How many times the lower quartile the upper one is, where a table gives both."""
+
+Record = Mapping[str, Any]
+Figures = Mapping[str, Any]
+
+
+def read(stage: str) -> Record:
+    found: Record = json.loads(max(RECORDED.glob(f"gpu-{stage}-*.json")).read_text())
+    return found
+
+
+def where(record: Record) -> str:
+    names = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "triton", "transformers"))
+    return f"{record['date'][:10]}, {record['hardware']['gpu']}, {names}"
+
+
+def figures(stage: str, step: str, unit: str) -> Figures:
+    """The figures of a step in a unit, by what was measured and, where there are columns, by column."""
+    found: Figures = read(stage)["results"]["gpu"][step]["figures"][unit]
+    return found
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose columns but the first are numbers."""
+    return markdown(head, rows, "---:").replace("|  ", "| ")
+
+
+def short(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.1f}" if 10 <= value < 100 else f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+
+
+def by_shape(step: str, unit: str) -> str:
+    """A table with a row for each cache and a column for each shape; slow halves of noisy times in brackets."""
+    found = figures("first", step, unit)
+
+    def cell(name: str, shape: str) -> str:
+        if unit != STEPS:
+            return short(found[name][shape])
+        low, high = (figures("first", step, f"ms, {end} quartile")[name][shape] for end in ("lower", "upper"))
+        return short(found[name][shape]) + (f" ({short(low)} to {short(high)})" if high > WIDE * low else "")
+
+    return table(["", *SHAPES], [[name, *(cell(name, shape) for shape in SHAPES)] for name in found])
+
+
+def first_token() -> str:
+    found = figures("first", "first token of 8k", "ms")
+    rows = [[what.partition(":")[0], short(value)] for what, value in found.items()]
+    return table(["cache", "ms to the first token of 8,192"], rows)
+
+
+def offloading() -> str:
+    """Offloaded steps beside what the bus allows."""
+    found = figures("first", "offloading", "ms")
+    rows = []
+    for what, step in found.items():
+        name, _, measured = what.partition(": ")
+        if measured == "a step":
+            copies = [value for other, value in found.items() if other.startswith(f"{name}: copying")]
+            rows.append([name, short(step), *([short(copies[0]), f"{copies[0] / step:.0%}"] if copies else ["", ""])])
+    return table(["cache", "ms a step", "ms to copy its states", "share of the rate of the bus"], rows)
+
+
+def kernels() -> str:
+    rows = []
+    for batch, step in ((1, "attention, int4, one sequence"), (8, "attention, int4, eight sequences")):
+        found = figures("speed", step, "us")
+        for tokens in SPEED_LENGTHS:
+            timed = [(flash, how) for how, flash in zip(HOW, ("flash SDPA", "SDPA"), strict=True)]
+            names = [name for flash, how in timed for name in ((flash, how), ("int4", how))]
+            cells = (short(found[f"{name}, batch {batch}, {tokens:,} tokens, {how}"]) for name, how in names)
+            rows.append([f"{tokens:,} x {batch}", *cells])
+    return table(["us", "flash, in a graph", "int4, in a graph", "torch's choice, eager", "int4, eager"], rows)
+
+
+OTHERS = (
+    ("eight samples of a prompt of 32,768: a step, ms", "eight samples of 32k", "ms", "a step"),
+    ("and the peak of memory, GB", "eight samples of 32k", "GB", "peak beyond the model"),
+    ("a step behind 131,072 tokens, ms", "decoding behind 128k", "ms", "a step"),
+    ("and the peak of memory, GB", "decoding behind 128k", "GB", "peak beyond the model"),
+    ("a step behind 8,192 tokens, ms", "packing", "ms", "a step"),
+    ("and the slowest of 64, in which `int4` packs a block", "packing", "ms", "the slowest step of 64"),
+    ("a turn of 512 tokens behind 32,768, ms", "second turn behind 32k", "ms", "512 tokens behind 32,768"),
+)
+"""Rows of what was measured before the mends, and not since: title, step, unit, and what it is called there."""
+
+
+def others() -> str:
+    caches = (REFERENCE, DYNAMIC, INT4)
+    rows = [
+        [title, *(short(figures("speed", step, unit).get(f"{name}: {what}")) for name in caches)]
+        for title, step, unit, what in OTHERS
+    ]
+    return table(["", *caches], rows)
+
+
+def gathered() -> str:
+    """Attention of layers that evict tokens or recall pages."""
+    steps = ("attention to evicted tokens", "attention to recalled pages")
+    found: dict[str, float] = {}
+    for step in steps:
+        found |= figures("speed", step, "us")
+    rows = []
+    for tokens in GATHERED_LENGTHS:
+        kept = f"{tokens // 4:,}"
+        whats = (f"SDPA, all tokens, {tokens:,}", f"even budgets, {kept}", f"budgets of heads, {kept}")
+        whats = (*whats, f"recall of 64 pages, {tokens:,}")
+        rows += [[f"{tokens:,}, {how}", *(short(found.get(f"{what}, {how}")) for what in whats)] for how in HOW]
+    return table(
+        ["us", "all tokens, torch", "a quarter kept", "a quarter kept, budgets of heads", "64 pages recalled"], rows
+    )
+
+
+def measured() -> str:
+    """Where the tables of the page were measured."""
+    return f"`first`: {where(read('first'))}.\n`speed`: {where(read('speed'))}, an hour earlier."
+
+
+def in_readme() -> str:
+    steps, in_graph, peaks = (
+        figures("first", step, unit)
+        for step, unit in (("decoding", STEPS), ("steps in graphs", IN_GRAPH), ("decoding", PEAK))
+    )
+
+    def at(found: Figures, name: str, shape: str = LONGEST) -> str:
+        return short(found[name][shape])
+
+    return (
+        f"A step of `generate()` with the shape of an 8B model and 32,768 tokens ({where(read('first'))}):\n\n"
+        f"- transformers' `DynamicCache` takes {at(steps, REFERENCE)} ms in {at(peaks, REFERENCE)} GB. With cuDNN's "
+        f"attention turned off, which torch prefers there, this cache takes {at(steps, WITHOUT_CUDNN)} ms: cuDNN plans "
+        "anew for each length.\n"
+        f"- kvlayers' `DynamicCache` takes {at(steps, DYNAMIC)} ms without any setting.\n"
+        f"- kvlayers' `int4` takes {at(steps, INT4)} ms in {at(peaks, INT4)} GB. In a CUDA graph, where the host does "
+        f"not launch each kernel, `int4` takes {at(in_graph, INT4)} ms, and {at(in_graph, INT4, LARGEST)} ms for eight "
+        "such sequences."
+    )
+
+
+ON_PAGE: Mapping[str, Callable[[], str]] = {
+    "measured": measured,
+    "steps": lambda: by_shape("decoding", STEPS),
+    "graphs": lambda: by_shape("steps in graphs", IN_GRAPH),
+    "memory": lambda: by_shape("decoding", PEAK),
+    "first token": first_token,
+    "offloading": offloading,
+    "kernels": kernels,
+    "samples and turns": others,
+    "eviction and recall": gathered,
+}
+BEGIN_README = BEGIN.format("figures")
+
+
+def written_pages() -> dict[pathlib.Path, str]:
+    page = PAGE.read_text()
+    for name, make in ON_PAGE.items():
+        page = between(page, BEGIN.format(name), END, make())
+    return {PAGE: page, README: between(README.read_text(), BEGIN_README, END, in_readme())}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", required=True, help="write README.md and docs/gpu.md")
+    parser.parse_args()
+    write_pages(written_pages())

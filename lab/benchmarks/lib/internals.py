@@ -1,0 +1,67 @@
+"""What the benchmarks use of kvlayers beside its public names: one place to change when a module moves."""
+
+# ruff: noqa: F401
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import kvlayers.offload.offloading
+from kvlayers.core.named_caches import is_registered
+from kvlayers.eviction.budgets import AdaptiveHeads, EvenHeads
+from kvlayers.eviction.evicting_config import rules_for
+from kvlayers.eviction.selection import KeptTokens, select
+from kvlayers.generation.cache_by_name import named_cache
+from kvlayers.kernels.attention import dispatch, reference
+from kvlayers.kernels.attention.dispatch import CUDA, PathCounter
+from kvlayers.kernels.attention.gqa import marked_for_sdpa
+from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
+from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments
+from kvlayers.offload.transfers import BlockingTransfers
+from kvlayers.quantized.quantization import Quantization
+from kvlayers.quantized.quantized_store import QuantizedStore
+from kvlayers.upstream.cache_argument import name_for, name_in_generate
+from kvlayers.utils import triton_support
+from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
+from kvlayers_lab.calibration.settings import DivergenceInUse
+from kvlayers_lab.measuring.decoding import interleaved, quiet_clock
+from kvlayers_lab.measuring.environment import environment
+from kvlayers_lab.measuring.nbytes import cache_nbytes
+from kvlayers_lab.measuring.scoring import (
+    CacheMaker,
+    NoRecord,
+    PassageScores,
+    Scores,
+    divergences,
+    is_tie,
+    newest_logits,
+    read,
+)
+from kvlayers_lab.measuring.text import default_text, passages
+from kvlayers_lab.tasks.contract import TaskSample, samples_of
+from kvlayers_lab.tasks.runner import Decoding, answer, answer_score
+
+HELPERS = Path(__file__).parents[3] / "tests" / "helpers"
+"""The references and doubles of the tests, which some benchmarks use."""
+
+
+@contextmanager
+def recorded_transfers() -> Iterator[Callable[[], int]]:
+    """Let caches that are made within this block offload between two pools of host memory.
+
+    Yields:
+        The peak of the bytes on what stands for the device.
+    """
+    if str(HELPERS) not in sys.path:
+        sys.path.append(str(HELPERS))
+    from recording_transfers import RecordingTransfers
+
+    transfers: Any = RecordingTransfers(lambda waiting: waiting)
+    prefetcher = functools.partial(kvlayers.offload.Prefetcher, transfers=lambda device: transfers)
+    with mock.patch.object(kvlayers.offload.offloading, "Prefetcher", prefetcher):
+        yield lambda: transfers.peak_bytes

@@ -1,0 +1,261 @@
+"""The frame of every benchmark: its options, its sections, tables, targets, and the JSON file of what it found."""
+
+import argparse
+import contextlib
+import datetime
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from lib.contenders import roundings
+from lib.internals import default_text
+from lib.internals import environment as environment
+from lib.timing import Disagreements, Tick
+from lib.workload import QUICK_SHAPE, RandomModel, RealModel, Shape, default_model
+
+RESULTS = pathlib.Path(__file__).parents[1] / "results"
+SHOWN = 40
+MILLI, MICRO = 1e3, 1e6
+NO_MODEL = "there is no model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model"
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+class Options:
+    """The options of a benchmark. All have `--threads`, `--output` and, if a quick run differs, `--quick`.
+
+    Args:
+        name: of the benchmark, for the output file.
+        doc: its docstring.
+        threads: how many threads torch takes if nothing else is asked for.
+        quick: what a quick run is; `None` if there is none.
+    """
+
+    def __init__(self, name: str, doc: str | None, *, threads: int | None = None, quick: str | None = None) -> None:
+        self.parser = argparse.ArgumentParser(
+            description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+        self._name, self._of_run, self._needs_model = name, dict[str, tuple[Any, Any]](), False
+        self.add = self.parser.add_argument
+        self.add("--threads", type=int, default=threads, help="threads of torch")
+        self.add("--output", type=pathlib.Path, help=f"JSON file (lab/benchmarks/results/{name}-<date>.json)")
+        if quick is not None:
+            self.add("--quick", action="store_true", help=quick)
+
+    def sized(self, flag: str, usual: Any, quick: Any, what: str, kind: Callable[[str], Any] = int) -> None:
+        """Add an option whose default is another one in a quick run."""
+        shown = ",".join(map(str, usual)) if isinstance(usual, list | tuple) else usual
+        self._of_run[flag.removeprefix("--").replace("-", "_")] = usual, quick
+        self.add(flag, type=kind, help=what if usual is None else f"{what} ({shown})")
+
+    def some_of(self, flag: str, known: Sequence[str], what: str, default: Sequence[str] | None = None) -> None:
+        """Add an option for some of the names that are known, separated by commas; all if none is given."""
+
+        def chosen(text: str) -> list[str]:
+            if unknown := [name for name in text.split(",") if name not in known]:
+                raise argparse.ArgumentTypeError(f"takes {', '.join(known)}, got {', '.join(unknown)}")
+            return text.split(",")
+
+        usual = list(known if default is None else default)
+        self.add(flag, type=chosen, default=usual, help=f"{what} ({','.join(known)})")
+
+    def real_model(self, in_quick: str | None = "none", is_needed: bool = False) -> None:
+        """Add `--model` and `--text`. The usual model is the demo model; `in_quick` is that of a quick run."""
+        self._needs_model = is_needed
+        self.add("--model", help="directory or hub name of the model" + ("" if is_needed else "; 'none' for none"))
+        self._of_run["model"] = default_model(), in_quick
+        self.add("--text", type=pathlib.Path, help="what the model reads (the topics of Python's help)")
+
+    def dtype(self, default: str, known: Sequence[str] = ("bfloat16", "float16", "float32")) -> None:
+        self.add("--dtype", choices=known, default=default, help=f"of the model ({default})")
+
+    def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
+        given = self.parser.parse_args(arguments)
+        for name, (usual, quick) in self._of_run.items():
+            if getattr(given, name) is None:
+                setattr(given, name, quick if getattr(given, "quick", False) else usual)
+        if self._needs_model and given.model is None and not getattr(given, "write", False):
+            self.parser.error(NO_MODEL)
+        given.output = given.output or RESULTS / f"{self._name}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}.json"
+        return given
+
+
+Cell = Callable[[Mapping[str, Any]], str]
+"""What a table shows of an entry."""
+
+
+def shown(key: str, form: str = ".2f", scale: float = 1) -> Cell:
+    """A figure of an entry; empty if the entry lacks it."""
+    return lambda entry: "" if entry.get(key) is None else f"{entry[key] if scale == 1 else entry[key] * scale:{form}}"
+
+
+def ms(key: str, form: str = ".2f") -> Cell:
+    return shown(key, form, MILLI)
+
+
+def us(key: str, form: str = ".1f") -> Cell:
+    return shown(key, form, MICRO)
+
+
+def mb(key: str, form: str = ".1f") -> Cell:
+    return shown(key, form, 1e-6)
+
+
+def span(key: str) -> Cell:
+    """A figure with the smallest and the largest of the trials."""
+
+    def cell(entry: Mapping[str, Any]) -> str:
+        low, high = entry[f"{key}_spread"]
+        return f"{entry[key]:.2f} ({low:.2f}-{high:.2f})"
+
+    return cell
+
+
+class Session:
+    """One run of a benchmark: what was asked for, the terminal, and what was wrong.
+
+    Args:
+        given: the arguments.
+        progress: where bars are shown.
+
+    Attributes:
+        environment: machine, versions and date, for the file.
+        targets: figures and the bounds that they are held against. They decide nothing.
+        wrong: one line for each result that is not what it must be.
+    """
+
+    def __init__(self, given: argparse.Namespace, progress: Progress) -> None:
+        self.given, self.progress, self.console = given, progress, progress.console
+        self.quick: bool = getattr(given, "quick", False)
+        self.environment = environment()
+        self.targets: list[dict[str, Any]] = []
+        self.wrong: list[str] = []
+        self._disagreements: list[Disagreements] = []
+
+    def ticking(self, what: str, total: int) -> Tick:
+        """Add a bar; return the function that advances it."""
+        task = self.progress.add_task(what, total=total)
+        return lambda: self.progress.advance(task)
+
+    def random(self, shape: Shape | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any) -> RandomModel:
+        """A random model; a small one in a quick run."""
+        return RandomModel(QUICK_SHAPE if self.quick else shape or Shape(), dtype=dtype, **options)
+
+    def real(self, dtype: torch.dtype = torch.bfloat16) -> RealModel | None:
+        """The model of `--model` with the text of `--text`; `None` if there is no model."""
+        if self.given.model is None:
+            self.console.print(NO_MODEL)
+        if self.given.model in (None, "none"):
+            return None
+        return RealModel(self.given.model, self.given.text.read_text() if self.given.text else default_text(), dtype)
+
+    def disagreements(
+        self, dtype: torch.dtype = torch.bfloat16, roundings_of: Callable[[str], int] = roundings
+    ) -> Disagreements:
+        """Where tokens that differ are recorded, of which those that are no ties fail the run."""
+        self._disagreements.append(Disagreements(dtype, roundings_of))
+        return self._disagreements[-1]
+
+    def expect(self, is_right: bool, otherwise: str) -> None:
+        if not is_right:
+            self.wrong.append(otherwise)
+
+    def target(self, what: str, value: float, at_least: float | None = None, at_most: float | None = None) -> None:
+        """Hold a figure against its bound."""
+        is_met = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
+        asked = f">= {at_least}" if at_least is not None else f"<= {at_most}"
+        self.targets.append({"what": what, "asked": asked, "value": value, "met": is_met})
+
+    def table(
+        self, title: str, first: str, groups: Mapping[Any, Mapping[Any, Any]], columns: Mapping[str, Cell]
+    ) -> None:
+        """Print a table: a section for each group, a row for each of its entries, and a column for each cell.
+
+        Args:
+            title: of the table.
+            first: the heading of the names, which consist of the group's and the entry's.
+            groups: entries by group and name; the only group of a table without groups is called "".
+            columns: cells by heading.
+        """
+        table = new_table(title, first, *columns)
+        for group, entries in groups.items():
+            for name, entry in entries.items():
+                table.add_row(f"{group:>7} {name}".strip(), *(cell(entry) for cell in columns.values()))
+            table.add_section()
+        self.console.print(table)
+
+    def finish(self, results: Any, **more: Any) -> int:
+        """Show the targets, write the JSON file and print what was wrong; return 1 if something was, else 0."""
+        say = self.console.print
+        # A small model has other costs.
+        for target in [] if self.quick else self.targets:
+            verdict = "[green]met[/]" if target["met"] else "[red]missed[/]"
+            say(f"{verdict}: {target['what']}: {target['value']:.4g}, asked {target['asked']}")
+        found = [entry for each in self._disagreements for entry in each.found]
+        arguments = {
+            key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(self.given).items()
+        }
+        content = {"results": results, "targets": self.targets, "disagreements": found, "wrong": self.wrong, **more}
+        output = self.given.output
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps({**self.environment, "arguments": arguments, **content}, indent=1))
+        say(f"written to {output}")
+        for entry in sorted(found, key=lambda entry: entry["tie"])[:SHOWN]:
+            gap = f", logits {entry['logit_gap']:.4f} apart" if "logit_gap" in entry else ""
+            say(
+                f"{'tie' if entry['tie'] else '[red]disagreement[/]'}: {entry['cache']} on {entry['model']} at "
+                f"{entry['tokens']} tokens, trial {entry['trial']}: expected {entry['expected']}, "
+                f"saw {entry['seen']}{gap}"
+            )
+        for line in self.wrong:
+            say(f"[red]wrong[/]: {line}", highlight=False)
+        failures = sum(each.failures for each in self._disagreements)
+        if self._disagreements:
+            say(f"{failures} disagreements with transformers' DynamicCache, and {len(found) - failures} ties")
+        return 1 if failures or self.wrong else 0
+
+
+Kind = TypeVar("Kind", bound=Session)
+
+
+@contextlib.contextmanager
+def session(given: argparse.Namespace, kind: type[Kind] = Session) -> Iterator[Kind]:  # type: ignore[assignment]
+    """A run, with bars in the terminal."""
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Without a terminal, rich's 80 columns would break the tables.
+    console = Console(width=None if sys.stdout.isatty() else 132)
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        yield kind(given, progress)
+
+
+def run(given: argparse.Namespace, sections: Mapping[str, Callable[[Session], Any]]) -> int:
+    """Measure the sections that `--only` names and `--skip` does not, and write what they found by section.
+
+    Returns:
+        The exit code: 1 if something was wrong.
+    """
+    chosen = [
+        name for name in sections if name in getattr(given, "only", sections) and name not in getattr(given, "skip", ())
+    ]
+    with session(given) as running:
+        results = {name: sections[name](running) for name in chosen}
+    return running.finish(results)
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """An empty table whose first column names the rows."""
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
+    return table

@@ -1,1 +1,0 @@
-"""Tools that people run: commands, the demo, measuring, calibration and reports."""

@@ -1,1 +1,0 @@
-"""The commands of `kvlayers`, one file each, and what they share. They need typer and rich."""

@@ -1,0 +1,211 @@
+"""`kvlayers run`: which processes install kvlayers and when, what the command refuses, and what it leaves alone."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import command_line
+from kvlayers.commands import running
+from kvlayers.commands.running import Running
+from kvlayers.errors import CachePathError
+
+SOURCES = Path(running.__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cache", "int9"], "'int9' is no cache name"),
+        (["--cache", "sink:windows=3"], "windows"),
+        (["--prefix-store", "2Gigs"], "`--prefix-store` must be a number of bytes"),
+        (["--prefix-store", "0"], "`--prefix-store` must be a positive number of bytes"),
+        (["--prefix-store", "redis://localhost:1"], "cannot reach redis://localhost:1"),
+        (["--prefix-store", "/proc/none"], "/proc/none"),
+        (["--namespace", "mine"], "`--namespace` needs a `--prefix-store`"),
+        (["--namespace-by-key"], "`--namespace-by-key` needs a `--prefix-store`"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(options: list[str], message: str) -> None:
+    result = command_line.run("run", *options, "--", sys.executable, "-c", "pass")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+def test_a_command_that_is_not_there_and_an_option_that_is_misspelt() -> None:
+    result = command_line.run("run", "no-such-command")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "'no-such-command'" in result.stderr
+    result = command_line.run("run", "--cach", "int4", "--", sys.executable)
+    assert result.exit_code == 2
+    assert "--cach" in result.stderr
+
+
+def test_the_command_gets_its_arguments_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *given: calls.append(given))
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    assert command_line.run("run", "--cache", "int4", sys.executable, "x.py", "--cache", "b").exit_code == 0
+    ((program, command, environment),) = calls
+    assert (program, command) == (sys.executable, [sys.executable, "x.py", "--cache", "b"])
+    assert environment["PYTHONPATH"] == os.pathsep.join([str(running.STARTUP), "mine"])
+    assert json.loads(environment[running.VARIABLE]) == {
+        "cache": "int4",
+        "prefix_store": None,
+        "namespace": "",
+        "by_key": False,
+    }
+    assert environment["PATH"] == os.environ["PATH"]
+
+
+@pytest.mark.parametrize(("text", "memory", "files"), [("2GiB", 2**31, 0), ("2MiB,here", 2**21, 1), ("here", 2**30, 1)])
+def test_a_store_in_memory_in_a_directory_or_in_both(
+    text: str, memory: int, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = running.store_of(text)
+    assert store._index.max_bytes == memory
+    assert (store._directory is not None) == bool(files)
+
+
+def test_a_store_that_is_gone_leaves_a_process_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvlayers.generation import install as generation
+
+    calls: list[Any] = []
+
+    def gone(text: str) -> Any:
+        raise CachePathError("gone")
+
+    monkeypatch.setattr(running, "store_of", gone)
+    monkeypatch.setattr(generation, "install", lambda **options: calls.append(options))
+    for name, value in Running("int4", "x", "mine", False).environment({}).items():
+        monkeypatch.setenv(name, value)
+    running._in_this_process.cache_clear()
+    running.install()
+    running._in_this_process.cache_clear()
+    assert calls == [{"cache": "int4", "prefix_store": None, "namespace": ""}]
+
+
+# What happens in a process: with packages that stand for transformers and kvlayers, since these take seconds to import
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+STAND_INS = {
+    "transformers/__init__.py": "",
+    # Both import each other, as transformers' modules do.
+    "transformers/modeling_utils.py": "import transformers.generation.utils\nPreTrainedModel = 1",
+    "transformers/generation/__init__.py": "",
+    "transformers/generation/utils.py": "import transformers.modeling_utils\nGenerationMixin = 1",
+    "transformers/cli/__init__.py": "",
+    "transformers/cli/serving/__init__.py": "",
+    "transformers/cli/serving/server.py": "",
+    "kvlayers/__init__.py": "",
+    "kvlayers/core.py": "import transformers.modeling_utils\nCache = 1",
+    "kvlayers/commands/__init__.py": "",
+    "kvlayers/commands/running.py": """
+def install():
+    from kvlayers.core import Cache
+    from transformers.generation.utils import GenerationMixin
+    from transformers.modeling_utils import PreTrainedModel
+    print("installed")
+
+def change_the_server():
+    print("server")
+""",
+}
+
+
+def run_script(root: Path, script: str) -> "subprocess.CompletedProcess[str]":
+    write(root, STAND_INS)
+    variables = Running(None, None, "", False).environment({**os.environ, "PYTHONPATH": str(root)})
+    return subprocess.run(
+        [sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=False, cwd=root
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "lines"),
+    [
+        ("import sys, transformers; print('kvlayers' in sys.modules)", ["False"]),
+        ("import transformers.modeling_utils; print('after')", ["installed", "after"]),
+        ("import transformers.generation.utils; print('after')", ["installed", "after"]),
+        # kvlayers is half imported when the models are.
+        ("import kvlayers.core; print('after')", ["installed", "after"]),
+        ("import transformers.modeling_utils, transformers.cli.serving.server", ["installed", "server"]),
+        ("import transformers.cli.serving.server, transformers.modeling_utils", ["server", "installed"]),
+    ],
+)
+def test_a_process_installs_once_its_models_are_imported(script: str, lines: list[str], tmp_path: Path) -> None:
+    done = run_script(tmp_path, script)
+    assert (done.stdout.split(), done.stderr, done.returncode) == (lines, "", 0)
+
+
+def test_processes_below_install_too(tmp_path: Path) -> None:
+    below = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import transformers.modeling_utils'])"
+    assert run_script(tmp_path, below).stdout.split() == ["installed"]
+
+
+def test_a_sitecustomize_of_somebody_else_runs_as_well(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('mine', __name__)\nhere = 1")
+    done = run_script(tmp_path, "import sitecustomize, transformers.modeling_utils; print(sitecustomize.here)")
+    assert done.stdout.splitlines() == ["mine sitecustomize", "installed", "1"]
+
+
+def test_a_process_that_cannot_install_goes_on(tmp_path: Path) -> None:
+    write(tmp_path, STAND_INS)
+    (tmp_path / "kvlayers" / "core.py").write_text("raise ImportError('no kvlayers here')")
+    script = "import transformers.modeling_utils, transformers.cli.serving.server; print('after')"
+    variables = Running(None, None, "", False).environment({**os.environ, "PYTHONPATH": str(tmp_path)})
+    done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=False)
+    assert (done.stdout.split(), done.returncode) == (["after"], 0)
+    assert done.stderr == "kvlayers run: this process goes on without kvlayers: no kvlayers here\n"
+
+
+REAL = """
+import multiprocessing, sys
+import kvlayers
+kvlayers.DynamicCache  # kvlayers imports transformers' models, half imported itself
+import torch, transformers
+
+def ask():
+    config = transformers.LlamaConfig(
+        num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=99,
+        eos_token_id=None, pad_token_id=0,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.arange(1, 41)[None]
+    for _ in range(2):
+        output = model.generate(ids, max_new_tokens=4, return_dict_in_generate=True)
+    print(type(output.to_tuple()[-1]).__name__, output.cached_tokens, flush=True)
+
+if __name__ == "__main__":
+    ask()
+    worker = multiprocessing.get_context("spawn").Process(target=ask)
+    worker.start()
+    worker.join()
+"""
+
+
+@pytest.mark.nightly
+def test_calls_of_a_script_and_of_its_workers_have_the_cache_and_the_store(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(REAL)
+    command = [sys.executable, "-m", "kvlayers", "run", "--cache", "int4", "--prefix-store", "64MiB", "--"]
+    done = subprocess.run(
+        [*command, sys.executable, str(tmp_path / "script.py")],
+        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["QuantizedCache (39,)"] * 2, done.stderr

@@ -1,0 +1,607 @@
+"""Bits for each layer: how they are taken, how they are chosen, and what is measured for it."""
+
+import itertools
+import json
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.utils import logging
+
+import kvlayers
+import kvlayers_lab
+import versions
+from kvlayers_lab.calibration import Sensitivity
+from kvlayers_lab.calibration.settings import DivergenceInUse, PartChoice, Settings, least_losses, passages_of
+from kvlayers_lab.measuring.scoring import mean_divergence
+from models import COMMON, tiny_model
+
+CONTEXT, SCORED = 320, 32
+WIDTHS = (1, 2, 3, 4, 5, 6, 8)
+SIZES = {**COMMON, "max_position_embeddings": 1024}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_progress_bars() -> Any:
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """Three layers, whose attention is sharp enough for keys to matter."""
+    torch.manual_seed(0)
+    made = tf.LlamaForCausalLM(tf.LlamaConfig(**{**SIZES, "num_hidden_layers": 3}))
+    with torch.no_grad():
+        for layer in made.model.layers:
+            layer.self_attn.q_proj.weight *= 20
+            layer.self_attn.o_proj.weight *= 10
+        made.lm_head.weight *= 20
+    return made.eval()
+
+
+@pytest.fixture(scope="module")
+def ids(model: Any) -> Tensor:
+    return torch.randint(0, model.config.vocab_size, (2 * (CONTEXT + SCORED),), generator=torch.manual_seed(1))
+
+
+def calibrated(model: Any, ids: Tensor, budget: Any, **options: Any) -> kvlayers_lab.Calibration:
+    return kvlayers_lab.calibrate(
+        model, [ids], budget, **{"context_length": CONTEXT, "scored_tokens": SCORED, "passages": 2, **options}
+    )
+
+
+@pytest.fixture(scope="module")
+def calibration(model: Any, ids: Tensor) -> kvlayers_lab.Calibration:
+    return calibrated(model, ids, kvlayers_lab.BytesBudget(_bytes(model, 3, 3)))
+
+
+def _bytes(model: Any, key_nbits: int, value_nbits: int, itemsize: int = 4) -> float:
+    """Bytes of a token with the same bits everywhere; 64 keys, or the values of a head, share two numbers."""
+    config = model.config
+    states = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return states * ((key_nbits + value_nbits) / 8 + 2 * itemsize * (1 / 64 + 1 / min(config.head_dim, 64)))
+
+
+# Bits of each layer
+
+
+def test_each_layer_has_its_bits(model: Any) -> None:
+    cache = kvlayers.QuantizedCache(config=model.config, key_nbits=[2, 4, 8], value_nbits=3)
+    seen = [(layer.store.quantization.keys.nbits, layer.store.quantization.values.nbits) for layer in cache.layers]
+    assert seen == [(2, 3), (4, 3), (8, 3)]
+    bare = kvlayers.QuantizedCache(nbits=[2, None, 8])
+    assert [layer.store.quantization.keys.nbits for layer in bare.layers] == [2, 4, 8]
+
+
+def test_layers_of_different_bits_hold_what_layers_of_these_bits_hold(model: Any, ids: Tensor) -> None:
+    mixed = kvlayers.QuantizedCache(config=model.config, nbits=[2, 8, 4])
+    with torch.no_grad():
+        model(ids[None], past_key_values=mixed)
+    for index, nbits in enumerate((2, 8, 4)):
+        alike = kvlayers.QuantizedLayer(kvlayers.Quantization(nbits=nbits))
+        exact = kvlayers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            # One forward pass attends to its own states as they are, so that these are the same whatever holds them.
+            model(ids[None], past_key_values=exact)
+        alike.update(exact.layers[index].keys, exact.layers[index].values)
+        assert torch.equal(mixed.layers[index].keys, alike.keys)
+        assert torch.equal(mixed.layers[index].values, alike.values)
+
+
+def test_bits_of_layers_by_name_and_in_a_saved_generation_config(model: Any, ids: Tensor, tmp_path: Path) -> None:
+    options = {"key_nbits": [8, 2, 4], "value_nbits": [4, 4, 2]}
+    cache = kvlayers.QuantizedCache(config=model.config, **options)
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(ids[None], past_key_values=cache, **settings)
+    with kvlayers.installed():
+        seen = model.generate(ids[None], cache_implementation="quantized", cache_config=options, **settings)
+        assert torch.equal(seen, expected)
+        tf.GenerationConfig(cache_implementation="quantized", cache_config=options, **settings).save_pretrained(
+            tmp_path
+        )
+        again = model.generate(ids[None], generation_config=tf.GenerationConfig.from_pretrained(tmp_path))
+    assert torch.equal(again, expected)
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+def test_a_saved_cache_goes_on_with_the_bits_of_its_layers(
+    model: Any, ids: Tensor, tmp_path: Path, with_config: bool
+) -> None:
+    cache = kvlayers.QuantizedCache(config=model.config, nbits=[2, 8, 4])
+    with torch.no_grad():
+        model(ids[None, :400], past_key_values=cache)
+        cache.save(tmp_path / "cache.kv")
+        loaded = kvlayers.load_cache(tmp_path / "cache.kv", config=model.config if with_config else None)
+        for part in ids[None, 400:].split(100, dim=1):
+            expected = model(part, past_key_values=cache).logits
+            assert torch.equal(model(part, past_key_values=loaded).logits, expected)
+    assert loaded.nbytes == cache.nbytes
+    assert loaded.quantization.facts() == cache.quantization.facts()
+
+
+@versions.kvlayers_recurrent_layers
+def test_a_saved_cache_with_recurrent_layers_has_the_bits_of_the_others(tmp_path: Path) -> None:
+    model = tiny_model("jamba")
+    count = model.config.num_hidden_layers
+    bits = [(2, 8, 4, 3)[index % 4] for index in range(count)]
+    cache = kvlayers.QuantizedCache(config=model.config, nbits=bits, residual_length=0, sink_tokens=0)
+    with torch.no_grad():
+        model(torch.ones(1, 100, dtype=torch.int64), past_key_values=cache)
+    cache.save(tmp_path / "cache.kv")
+    loaded = kvlayers.load_cache(tmp_path / "cache.kv", config=model.config)
+    assert [_bits_of(layer) for layer in loaded.layers] == [_bits_of(layer) for layer in cache.layers]
+    assert any(map(_bits_of, loaded.layers))
+
+
+def _bits_of(layer: Any) -> tuple[int, int] | None:
+    if not isinstance(layer, kvlayers.QuantizedLayer):
+        return None
+    return layer.store.quantization.keys.nbits, layer.store.quantization.values.nbits
+
+
+def test_a_plan_knows_the_bits_of_layers(model: Any) -> None:
+    @kvlayers.register("mixed")
+    def mixed(request: kvlayers.CacheRequest) -> Any:
+        return kvlayers.QuantizedCache(config=request.config, nbits=[2, 8, 4], length_hint=request.length_hint)
+
+    try:
+        planned = kvlayers.plan(model.config, 1000, dtype=torch.float32, names=["mixed"])["mixed"]
+        with torch.no_grad(), kvlayers.installed():
+            cache = kvlayers.make_cache("mixed", model, length_hint=1000)
+            model(torch.zeros(1, 1000, dtype=torch.int64), past_key_values=cache)
+    finally:
+        kvlayers.unregister("mixed")
+    assert planned.nbytes == cache.nbytes
+
+
+def test_windows_and_what_crosses_have_bits_of_their_own() -> None:
+    config = tiny_model("gemma3").config
+    given = [2, 8, 4, 3]
+    cache = kvlayers.QuantizedCache(config=config, nbits=given, quantize_sliding=True)
+    assert [layer.store.quantization.keys.nbits for layer in cache.layers] == given
+    cross = kvlayers.QuantizedCache(nbits=[2, 8]).for_cross_attention()
+    assert [layer.store.quantization.values.nbits for layer in cross.layers] == [2, 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"nbits": [4, 4]}, "3 layers of the model, got 2"),
+        ({"nbits": [4, 7, 4]}, "got 7"),
+        ({"nbits": []}, "0 in nbits"),
+        ({"nbits": "444"}, "'444'"),
+        ({"nbits": [4, 4, [4]]}, r"\[4\]"),
+        ({"key_nbits": [4, 4, 4], "value_nbits": [4]}, "3 in key_nbits, 1 in value_nbits"),
+        ({"residual_length": [1, 2, 3]}, "residual_length"),
+    ],
+)
+def test_bits_that_are_none_are_refused(model: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(kvlayers.OptionError, match=said):
+        kvlayers.QuantizedCache(config=model.config, **options)
+
+
+# What is chosen
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(1, 9), st.floats(0, 1)), min_size=1, max_size=3), min_size=1, max_size=4),
+    st.integers(1, 40),
+    st.sampled_from([1, 3, 8]),
+)
+def test_what_is_chosen_loses_least_of_all_that_there_is(
+    drawn: list[list[tuple[int, float]]], most: int, part_of_a_byte: int
+) -> None:
+    parts = [[PartChoice(Fraction(cost, part_of_a_byte), loss) for cost, loss in part] for part in drawn]
+    budget = Fraction(most, part_of_a_byte)
+    found = least_losses(parts, budget)
+    every = [
+        (sum(choice.cost for choice in chosen), sum(choice.loss for choice in chosen))
+        for chosen in itertools.product(*parts)
+    ]
+    affordable = [loss for cost, loss in every if cost <= budget]
+    assert bool(found) == bool(affordable)
+    for chosen in found:
+        cost = sum(part[index].cost for part, index in zip(parts, chosen, strict=True))
+        loss = sum(part[index].loss for part, index in zip(parts, chosen, strict=True))
+        assert cost <= budget
+        assert loss == pytest.approx(min(other for price, other in every if price <= cost))
+    if found:
+        last = sum(part[index].loss for part, index in zip(parts, found[-1], strict=True))
+        assert last == pytest.approx(min(affordable))
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=3), min_size=1, max_size=4),
+    st.integers(1, 400),
+    st.integers(1, 40),
+)
+def test_costs_that_are_counted_coarsely_stay_within_the_budget(drawn: list[list[int]], most: int, units: int) -> None:
+    parts = [[PartChoice(Fraction(cost, 7), 1 / cost) for cost in part] for part in drawn]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvlayers_lab.calibration.settings.MOST_UNITS", units)
+        found = least_losses(parts, Fraction(most, 7))
+    for chosen in found:
+        assert sum(part[index].cost for part, index in zip(parts, chosen, strict=True)) <= Fraction(most, 7)
+
+
+def test_costs_without_a_useful_unit_stay_within_the_budget() -> None:
+    parts = [[PartChoice(Fraction(1, 7919), 1.0), PartChoice(Fraction(10_007, 3), 0.0)]] * 2
+    (first, *_), last = (
+        least_losses(parts, Fraction(10_007, 3) + 1)[0],
+        least_losses(parts, Fraction(10_007, 3) + 1)[-1],
+    )
+    assert first == 0
+    assert sorted(last) == [0, 1]
+
+
+def test_uniform_settings_are_all_that_are_within_the_budget() -> None:
+    alike = [Sensitivity(layer, side, {2: 0.5, 4: 0.25}) for layer in (0, 2) for side in ("keys", "values")]
+    costs = {(part.layer, part.side): {2: Fraction(2), 4: Fraction(4)} for part in alike}
+    made = Settings(alike, costs, 3, kvlayers.Quantization())
+    found = {
+        (setting.bytes_per_token, *setting.of("keys"), *setting.of("values")) for setting in made.uniform_within(12)
+    }
+    assert found == {(8, 2, None, 2, 2, None, 2), (12, 2, None, 2, 4, None, 4), (12, 4, None, 4, 2, None, 2)}
+    assert [setting.bytes_per_token for setting in made.best_within(Fraction(12))] == [8, 10, 12]
+
+
+def test_uniform_bits_of_as_many_thirds_of_a_byte_are_within_a_budget(model: Any, ids: Tensor) -> None:
+    thirds = kvlayers.Quantization(key_group_size=96)
+    everywhere = (
+        3
+        * model.config.num_key_value_heads
+        * model.config.head_dim
+        * ((2 + 2) / 8 + 2 * 4 * (1 / 96 + 1 / model.config.head_dim))
+    )
+    found = calibrated(
+        model, ids, kvlayers_lab.BytesBudget(everywhere), quantization=thirds, widths=[2, 4], passages=1,
+        context_length=384,
+    )  # fmt: skip
+    assert found.uniform is not None
+    assert found.bytes_per_token == found.uniform.bytes_per_token == pytest.approx(everywhere)
+
+
+def test_head_dims_that_suit_no_unit_have_a_setting_at_the_least_bytes() -> None:
+    alike = [Sensitivity(layer, side, {8: 0.1, 2: 0.5}) for layer in range(40) for side in ("keys", "values")]
+    costs = {(part.layer, part.side): {2: Fraction(7919, 3), 8: Fraction(10_007, 2)} for part in alike}
+    made = Settings(alike, costs, 40, kvlayers.Quantization())
+    least = 80 * Fraction(7919, 3)
+    (only,) = made.best_within(least)
+    assert only.bytes_per_token == least
+    assert set(made.most_bits.nbits.values()) == {8}
+
+
+def test_bits_that_turn_out_worse_than_uniform_ones_are_not_returned(
+    model: Any, ids: Tensor, calibration: kvlayers_lab.Calibration
+) -> None:
+    by_loss = sorted(calibration.sensitivities, key=lambda part: part.divergence[2])
+    lies = {(part.layer, part.side): other.divergence for part, other in zip(by_loss, reversed(by_loss), strict=True)}
+    told = [Sensitivity(part.layer, part.side, lies[part.layer, part.side]) for part in calibration.sensitivities]
+    budget = kvlayers_lab.BytesBudget(_bytes(model, 3, 3))
+    found = calibrated(model, ids, budget, sensitivities=told)
+    assert found.chosen == found.uniform
+
+
+def test_passages_come_from_all_texts_in_turn(model: Any) -> None:
+    texts = [torch.arange(10, 35), torch.arange(50, 60), torch.arange(3)]
+    found = passages_of(model, texts, None, 10, 3)
+    assert [ids[0, 0].item() for ids in found] == [10, 50, 20]
+    assert all(ids.shape == (1, 10) for ids in found)
+
+
+# What is measured
+
+
+def test_divergence_is_that_of_the_definition() -> None:
+    expected, seen = (torch.randn(5, 7, generator=torch.manual_seed(seed)).log_softmax(-1) for seed in (0, 1))
+    slow = 0.0
+    for token, word in itertools.product(range(5), range(7)):
+        probability = math.exp(float(expected[token, word]))
+        slow += probability * (float(expected[token, word]) - float(seen[token, word])) / 5
+    assert mean_divergence(expected, seen) == pytest.approx(slow, rel=1e-5)
+
+
+def test_a_cache_of_full_precision_diverges_by_nothing(model: Any, ids: Tensor) -> None:
+    passages = passages_of(model, [ids], None, CONTEXT + SCORED, 2)
+    assert DivergenceInUse(model, passages, SCORED).of(lambda: kvlayers.DynamicCache(config=model.config)) == 0
+
+
+def test_a_sensitivity_is_that_of_one_side_rounded(
+    model: Any, ids: Tensor, calibration: kvlayers_lab.Calibration
+) -> None:
+    passages = [ids[None, : CONTEXT + SCORED], ids[None, CONTEXT + SCORED :]]
+    parts = iter(calibration.sensitivities)
+    for layer, side in itertools.product(range(3), ("keys", "values")):
+        part = next(parts)
+        assert (part.layer, part.side, tuple(part.divergence)) == (layer, side, WIDTHS)
+        for nbits in (2, 4):
+            assert part.divergence[nbits] == pytest.approx(
+                sum(_divergence_with_one_side_rounded(model, passage, layer, side, nbits) for passage in passages) / 2,
+                rel=1e-3,
+                # Sums of float32 in another order.
+                abs=1e-7,
+            )
+
+
+def _divergence_with_one_side_rounded(model: Any, ids: Tensor, layer: int, side: str, nbits: int) -> float:
+    """As slowly as can be: the newest tokens are read over plain tuples, one pair of which has a rounded side."""
+    with torch.no_grad():
+        held = tf.DynamicCache()
+        model(ids[:, :CONTEXT], past_key_values=held)
+        pairs = [[each.keys, each.values] for each in held.layers]
+        exact = model(ids[:, CONTEXT:], past_key_values=_cache_of(pairs)).logits[0].log_softmax(-1)
+        quantized = kvlayers.QuantizedLayer(kvlayers.Quantization(nbits=nbits))
+        quantized.update(*pairs[layer])
+        pairs[layer][side == "values"] = getattr(quantized, side)
+        seen = model(ids[:, CONTEXT:], past_key_values=_cache_of(pairs)).logits[0].log_softmax(-1)
+    return float((exact.exp() * (exact - seen)).sum(-1).mean())
+
+
+def _cache_of(pairs: list[list[Tensor]]) -> tf.DynamicCache:
+    cache = tf.DynamicCache()
+    for index, (keys, values) in enumerate(pairs):
+        cache.update(keys.clone(), values.clone(), index)
+    return cache
+
+
+def test_a_calibration_says_what_its_cache_does(model: Any, ids: Tensor, calibration: kvlayers_lab.Calibration) -> None:
+    for measured in filter(None, (calibration.chosen, calibration.uniform)):
+        found = []
+        for passage in (ids[None, : CONTEXT + SCORED], ids[None, CONTEXT + SCORED :]):
+            read = []
+            for cache in (
+                tf.DynamicCache(),
+                kvlayers.QuantizedCache(config=model.config, **measured.cache_config),
+            ):
+                with torch.no_grad():
+                    for part in passage[:, :CONTEXT].split(SCORED, dim=1):
+                        model(part, past_key_values=cache)
+                    read.append(model(passage[:, CONTEXT:], past_key_values=cache).logits[0].log_softmax(-1))
+            found.append(float((read[0].exp() * (read[0] - read[1])).sum(-1).mean()))
+        assert measured.divergence == pytest.approx(sum(found) / 2, rel=1e-3, abs=1e-7)
+
+
+def test_bytes_a_token_are_those_that_a_cache_grows_by(model: Any, calibration: kvlayers_lab.Calibration) -> None:
+    held = []
+    for tokens in (1024, 2048):
+        cache = kvlayers.QuantizedCache(config=model.config, length_hint=tokens, **calibration.cache_config)
+        states = torch.randn(1, model.config.num_key_value_heads, tokens, model.config.head_dim)
+        for index in range(model.config.num_hidden_layers):
+            cache.update(states, states, index)
+        held.append(cache.nbytes)
+    assert calibration.bytes_per_token == (held[1] - held[0]) / 1024
+
+
+def test_bits_of_a_budget_are_within_it_and_no_worse_than_any_uniform_ones(
+    model: Any, ids: Tensor, calibration: kvlayers_lab.Calibration
+) -> None:
+    budget = _bytes(model, 3, 3)
+    assert calibration.bytes_per_token <= budget
+    in_half = kvlayers_lab.BytesBudget(_bytes(model, 2, 2, itemsize=2))
+    fewest = calibrated(model, ids, in_half, sensitivities=calibration.sensitivities, dtype=torch.bfloat16)
+    assert fewest.bytes_per_token == _bytes(model, 2, 2, itemsize=2)
+    measure = DivergenceInUse(model, passages_of(model, [ids], None, CONTEXT + SCORED, 2), SCORED)
+    for key_nbits, value_nbits in itertools.product(WIDTHS, WIDTHS):
+        if _bytes(model, key_nbits, value_nbits) <= calibration.bytes_per_token:
+            other = measure.of(
+                lambda key_nbits=key_nbits, value_nbits=value_nbits: kvlayers.QuantizedCache(
+                    config=model.config, key_nbits=key_nbits, value_nbits=value_nbits
+                )
+            )
+            assert calibration.divergence <= other
+
+
+def test_a_budget_of_divergence_is_kept_with_fewer_bytes_than_uniform_bits_need(
+    model: Any, ids: Tensor, calibration: kvlayers_lab.Calibration
+) -> None:
+    assert calibration.uniform is not None
+    found = calibrated(model, ids, kvlayers_lab.DivergenceBudget(calibration.uniform.divergence))
+    assert found.divergence <= calibration.uniform.divergence
+    assert found.bytes_per_token <= calibration.uniform.bytes_per_token
+
+
+def test_sensitivities_serve_another_budget(
+    model: Any, ids: Tensor, calibration: kvlayers_lab.Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = calibrated(model, ids, kvlayers_lab.BytesBudget(_bytes(model, 2, 3)))
+    measuring = "kvlayers_lab.calibration.calibrator.measure_sensitivities"
+    monkeypatch.setattr(measuring, lambda *arguments: pytest.fail("measured again"))
+    budget = kvlayers_lab.BytesBudget(_bytes(model, 2, 3))
+    assert calibrated(model, ids, budget, sensitivities=calibration.sensitivities) == expected
+    parts = calibration.sensitivities
+    for others in (parts[1:], (), [Sensitivity(0, "keys", {2: 1.0})], [*parts, parts[0]]):
+        with pytest.raises(kvlayers.OptionError, match="of the 6 parts"):
+            calibrated(model, ids, budget, sensitivities=others)
+    odd = Sensitivity(parts[0].layer, parts[0].side, dict.fromkeys(WIDTHS, math.nan))
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="keys of layer 0"):
+        calibrated(model, ids, budget, sensitivities=[odd, *parts[1:]])
+
+
+def test_a_budget_that_the_most_bits_keep_is_kept_where_noise_promises_more_of_fewer(
+    model: Any, ids: Tensor, calibration: kvlayers_lab.Calibration
+) -> None:
+    noise = [
+        Sensitivity(part.layer, part.side, {1: 5e-10, 2: 1e-9, 3: 2e-9, 4: 3e-9, 5: 3e-9, 6: 3e-9, 8: 4e-9})
+        for part in calibration.sensitivities
+    ]
+    eight = DivergenceInUse(model, passages_of(model, [ids], None, CONTEXT + SCORED, 2), SCORED).of(
+        lambda: kvlayers.QuantizedCache(config=model.config, nbits=8)
+    )
+    found = calibrated(model, ids, kvlayers_lab.DivergenceBudget(2 * eight), sensitivities=noise)
+    assert found.divergence == pytest.approx(eight)
+    with pytest.raises(kvlayers.CapacityError, match="most bits everywhere"):
+        calibrated(model, ids, kvlayers_lab.DivergenceBudget(eight / 2), sensitivities=noise)
+
+
+@versions.kvlayers_recurrent_layers
+def test_models_that_take_tokens_one_by_one_are_read_one_by_one() -> None:
+    model = tiny_model("jamba").eval()
+    ids = torch.randint(0, model.config.vocab_size, (136,), generator=torch.manual_seed(1))
+    given = kvlayers.Quantization(sink_tokens=0, residual_length=0)
+    found = kvlayers_lab.calibrate(
+        model, [ids], kvlayers_lab.BytesBudget(1e6), quantization=given, context_length=128, scored_tokens=8,
+        passages=1, widths=[2, 4],
+    )  # fmt: skip
+    assert [nbits is None for nbits in found.cache_config["key_nbits"]] == [
+        not isinstance(layer, kvlayers.QuantizedLayer) for layer in kvlayers.QuantizedCache(config=model.config).layers
+    ]
+
+
+def test_a_calibration_in_a_file_is_the_same(calibration: kvlayers_lab.Calibration, tmp_path: Path) -> None:
+    assert calibration.save(tmp_path) == tmp_path / "kvlayers_calibration.json"
+    assert kvlayers_lab.Calibration.load(tmp_path) == calibration
+    assert kvlayers_lab.Calibration.load(calibration.save(tmp_path / "new" / "other.json")) == calibration
+    assert calibration.save(tmp_path / "model") == tmp_path / "model" / "kvlayers_calibration.json"
+    with pytest.raises(kvlayers.OptionError, match="name another file"):
+        calibration.save(tmp_path / "kvlayers_calibration.json" / "below a file")
+
+
+def test_saving_replaces_nothing_but_a_calibration(calibration: kvlayers_lab.Calibration, tmp_path: Path) -> None:
+    calibration.save(calibration.save(tmp_path))
+    for name in ("config.json", "cache.kv"):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(kvlayers.OptionError, match="name another file"):
+            calibration.save(tmp_path / name)
+        assert (tmp_path / name).read_text() == "{}"
+
+
+def test_a_calibration_says_what_it_came_to(calibration: kvlayers_lab.Calibration) -> None:
+    assert str(calibration).startswith(f"Calibration: {calibration.bytes_per_token:g} bytes a token, divergence ")
+    assert "; uniform bits: " in str(calibration)
+    assert len(str(calibration)) < 150
+
+
+def test_it_is_accepted_as_cache_config(model: Any, ids: Tensor, calibration: kvlayers_lab.Calibration) -> None:
+    with kvlayers.installed():
+        output = model.generate(
+            ids[None],
+            max_new_tokens=4,
+            cache_implementation="quantized",
+            cache_config=calibration.cache_config,
+            return_dict_in_generate=True,
+        )
+    assert output.past_key_values.quantization.facts()["key_nbits"] == calibration.cache_config["key_nbits"]
+
+
+def test_layers_that_are_not_quantized_have_no_bits() -> None:
+    model = tf.Gemma2ForCausalLM(tf.Gemma2Config(**SIZES, sliding_window=8)).eval()
+    ids = torch.randint(0, model.config.vocab_size, (400,), generator=torch.manual_seed(1))
+    found = calibrated(model, ids, kvlayers_lab.BytesBudget(1e6), passages=1, widths=[2, 4])
+    windows = [kind == "sliding_attention" for kind in model.config.layer_types]
+    assert [nbits is None for nbits in found.cache_config["key_nbits"]] == windows
+    kvlayers.QuantizedCache(config=model.config, **found.cache_config)
+
+
+@pytest.mark.parametrize("backend", ["quanto", "hqq"])
+def test_other_backends_are_calibrated_by_their_own_bits(model: Any, ids: Tensor, backend: str) -> None:
+    pytest.importorskip({"quanto": "optimum.quanto", "hqq": "hqq"}[backend], reason=f"needs the extra '{backend}'")
+    given = kvlayers.Quantization(backend, residual_length=64)
+    found = calibrated(model, ids, kvlayers_lab.BytesBudget(1e6), passages=1, quantization=given, widths=[2, 4])
+    assert found.cache_config["backend"] == backend
+    assert found.cache_config["residual_length"] == 64
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"budget": 300}, kvlayers.OptionError, "`budget` must be a BytesBudget or a DivergenceBudget, got a int"),
+        ({"budget": kvlayers_lab.BytesBudget(3)}, kvlayers.CapacityError, "`bytes_per_token` must be at least"),
+        ({"budget": kvlayers_lab.DivergenceBudget(1e-12)}, kvlayers.CapacityError, "most bits everywhere"),
+        (
+            {"quantization": kvlayers.Quantization(backend="fp8", key_scales=(0.1,))},
+            kvlayers.OptionError,
+            "`quantization` must have no `key_scales`",
+        ),
+        ({"texts": []}, kvlayers.OptionError, "empty list"),
+        ({"texts": "text"}, kvlayers.OptionError, "a list of texts"),
+        ({"texts": ["text"]}, kvlayers.OptionError, "tokenizer"),
+        ({"texts": [3]}, kvlayers.OptionError, "`texts` must be texts.*got a int"),
+        ({"texts": [torch.zeros(400)]}, kvlayers.OptionError, "float32"),
+        ({"texts": [torch.zeros(40, dtype=torch.int64)]}, kvlayers.OptionError, "longest has 40"),
+        ({"texts": [torch.full((400,), 10**6)]}, kvlayers.OptionError, "1000000"),
+        ({"context_length": 100}, kvlayers.OptionError, "`context_length` must be at least 272 tokens.*got 100"),
+        ({"context_length": 0}, kvlayers.OptionError, "context_length"),
+        ({"passages": 1.5}, kvlayers.OptionError, "passages"),
+        ({"passages": 0}, kvlayers.OptionError, "`passages` must be at least 1, got 0"),
+        ({"scored_tokens": 0}, kvlayers.OptionError, "`scored_tokens` must be at least 1, got 0"),
+        ({"dtype": "bfloat"}, kvlayers.OptionError, "a floating-point torch.dtype"),
+        ({"dtype": torch.int8}, kvlayers.OptionError, "a floating-point torch.dtype"),
+        ({"quantization": {"nbits": 4}}, kvlayers.OptionError, "`quantization` must be .*got a dict"),
+        ({"widths": [[2], [4]]}, kvlayers.OptionError, "2, 3, 4, 5, 6, 8"),
+        ({"texts": [torch.tensor(5)]}, kvlayers.OptionError, "token ids"),
+        ({"texts": ["text"], "tokenizer": 3}, kvlayers.OptionError, "`tokenizer` must be .*got a int"),
+        ({"sensitivities": 3}, kvlayers.OptionError, "`sensitivities` must be .*got a int"),
+        ({"sensitivities": [{"layer": 0}]}, kvlayers.OptionError, "sensitivities of a Calibration"),
+        ({"widths": [4]}, kvlayers.OptionError, "`widths` must be two or more"),
+        ({"widths": [4, 7]}, kvlayers.OptionError, "2, 3, 4, 5, 6, 8"),
+        (
+            {"quantization": kvlayers.Quantization("fp8"), "widths": None},
+            kvlayers.OptionError,
+            "`widths` must be two or more",
+        ),
+    ],
+)
+def test_what_cannot_be_calibrated_is_said(
+    model: Any, ids: Tensor, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    texts = options.pop("texts", [ids])
+    budget = options.pop("budget", kvlayers_lab.BytesBudget(300))
+    given = {"context_length": CONTEXT, "scored_tokens": SCORED, "passages": 1, "widths": [2, 8], **options}
+    with pytest.raises(error, match=said):
+        kvlayers_lab.calibrate(model, texts, budget, **given)
+
+
+def test_models_that_cannot_be_calibrated_are_refused(model: Any, ids: Tensor) -> None:
+    for refused, error, said in (
+        ("a name", kvlayers.OptionError, "a str"),
+        (tiny_model("t5"), kvlayers.errors.ConfigError, "encoder"),
+    ):
+        with pytest.raises(error, match=said):
+            calibrated(refused, ids, kvlayers_lab.BytesBudget(300))
+    model.train()
+    try:
+        with pytest.raises(kvlayers.OptionError, match="eval"):
+            calibrated(model, ids, kvlayers_lab.BytesBudget(300))
+    finally:
+        model.eval()
+
+
+@pytest.mark.parametrize("number", [0, -1, float("inf"), float("nan"), "four", True, None])
+def test_a_budget_is_a_number_above_0(number: Any) -> None:
+    for budget in (kvlayers_lab.BytesBudget, kvlayers_lab.DivergenceBudget):
+        with pytest.raises(kvlayers.OptionError, match="above 0|a number of bytes"):
+            budget(number)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, "", "[]", "{}", '{"chosen": 3, "uniform": null, "sensitivities": []}', "bits", '{"chosen": null}'],
+)
+def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "kvlayers_calibration.json").write_text(text)
+    with pytest.raises(kvlayers.OptionError, match="calibrate again"):
+        kvlayers_lab.Calibration.load(tmp_path)
+
+
+def test_a_file_with_other_bits_than_there_are_is_refused(
+    calibration: kvlayers_lab.Calibration, tmp_path: Path
+) -> None:
+    said = json.loads(calibration.save(tmp_path).read_text())
+    said["chosen"]["cache_config"]["key_nbits"] = [7, 7, 7]
+    (tmp_path / "kvlayers_calibration.json").write_text(json.dumps(said))
+    with pytest.raises(kvlayers.OptionError, match="got 7"):
+        kvlayers_lab.Calibration.load(tmp_path)
+    with pytest.raises(kvlayers.OptionError, match="pass a file that Calibration.save"):
+        kvlayers_lab.Calibration.load(tmp_path / "none.json")

@@ -1,0 +1,353 @@
+"""`kvlayers bench`: what it measures, how it judges, the report that it writes, and how it ends."""
+
+import functools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+
+import command_line
+import kvlayers
+from kvlayers_lab.cli import console
+from kvlayers_lab.cli import report as page
+from kvlayers_lab.cli.bench_results import BenchResults
+from kvlayers_lab.measuring import contenders, decoding
+from kvlayers_lab.measuring.text import rows
+from kvlayers_lab.models import RunFacts
+from model_directories import random_text, save_model
+from models import tiny_model
+from web_page import check_self_contained
+
+HOSTILE = "<b onclick=alert(1)>&\"'$x_$"
+QUICK = ("--dtype", "float32", "--steps", 4, "--trials", 1, "--against", "static")
+
+needs_a_report = pytest.mark.skipif(
+    bool(page.missing_packages()), reason="no matplotlib or jinja2 here: the extra 'report' brings them"
+)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / HOSTILE, "llama")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports go nowhere but there, and nothing is asked of the hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("COLUMNS", "100")
+    (tmp_path / "text.txt").write_text(random_text(1000))
+
+
+bench = functools.partial(command_line.run, "bench")
+
+
+def caches_of(result: Any) -> list[list[dict[str, Any]]]:
+    return [each["caches"] for each in json.loads(result.stdout)["results"]]
+
+
+class OtherValues(kvlayers.DynamicCache):
+    """Returns values of the opposite sign, as no cache should."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(*args, **kwargs)
+        return keys, -values
+
+
+class Failing(kvlayers.DynamicCache):
+    """Takes ten tokens."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.get_seq_length() >= 10:
+            raise RuntimeError("no more\nthan ten")
+        return super().update(*args, **kwargs)
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Caches that are wrong in one way each, by their names."""
+    kvlayers.register("other-values")(lambda request: OtherValues(config=request.config))
+    kvlayers.register("failing")(lambda request: Failing(config=request.config))
+    yield
+    for name in ("other-values", "failing"):
+        kvlayers.unregister(name)
+
+
+def test_the_tables_have_every_cache_at_every_length(llama: Path) -> None:
+    result = bench(llama, "--lengths", "20,16", "--text", "text.txt", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert result.output.count("tokens and 4 steps, batch 1, float32 on cpu") == 2
+    cells = [re.split(r"\s{2,}", line.strip()) for line in result.output.splitlines()]
+    found = [row for row in cells if row[0].startswith(("transformers ", "kvlayers ")) and len(row) == 6]
+    names = ["transformers dynamic", "kvlayers dynamic", "kvlayers static", "transformers static"]
+    assert [row[0] for row in found] == [*names, "kvlayers int8", "kvlayers int4"] * 2
+    assert [row[1] for row in found[:4]] == ["reference", "same", "same", "same"]
+    assert found[0][4] == "1.00"
+    assert "Every exact cache of kvlayers gave the same tokens as transformers' DynamicCache." in result.output
+
+
+def test_the_json_is_all_of_stdout_and_has_what_was_measured(llama: Path) -> None:
+    result = bench(llama, "--lengths", 20, "--batch", 3, "--text", "text.txt", *QUICK, "--trials", 2, "--json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert (said["model"], said["batch"], said["steps"], said["trials"]) == (HOSTILE, 3, 4, 2)
+    assert {"cpu", "cores", "threads"} <= said["hardware"].keys()
+    assert {"torch", "transformers", "kvlayers", "python"} <= said["versions"].keys()
+    (rows_said,) = caches_of(result)
+    assert all(row["prefill_seconds"] > 0 and row["step_seconds"] > 0 and row["passed"] for row in rows_said)
+    assert rows_said[0]["times_as_fast"] == 1
+    states = {(row["library"], row["cache"]): row["fidelity"] for row in rows_said}
+    assert states["kvlayers", "int4"] == "rounded"
+    assert states["kvlayers", "static"] == states["transformers", "dynamic"] == "exact"
+    held = {(row["library"], row["cache"]): row["nbytes"] for row in rows_said}
+    # Two layers, keys and values, two KV heads of 8, four bytes each.
+    assert held["transformers", "dynamic"] == held["kvlayers", "dynamic"] == 3 * 24 * 2 * 2 * 2 * 8 * 4
+
+
+@needs_a_report
+def test_the_report_is_one_file_that_needs_nothing_and_believes_no_name(llama: Path, tmp_path: Path) -> None:
+    result = bench(llama, "--lengths", "8,16", "--text", "text.txt", *QUICK)
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "kvlayers-bench.html").read_text()
+    parsed = check_self_contained(page)
+    assert f"Caches for {HOSTILE}" in parsed.text
+    assert "b" not in parsed.tags
+    assert parsed.tags.count("svg") == 3
+    assert "mathdefault" not in parsed.text
+    rows_of = {row[0]: row for row in parsed.cells}
+    assert rows_of["kvlayers static"][1] == "same"
+    assert {"CPU", "Versions", "Date", "Model", "Dtype", "Trials"} <= rows_of.keys()
+    assert "prefers-color-scheme: dark" in page
+    assert "currentColor" in page
+    assert "Report: kvlayers-bench.html" in result.output
+
+
+@pytest.mark.parametrize(("name", "words"), [("other-values", "others: "), ("failing", "failed")])
+def test_a_cache_that_is_wrong_ends_with_1(llama: Path, registered: None, name: str, words: str) -> None:
+    arguments = ("--lengths", 16, "--text", "text.txt", *QUICK, "--name", "dynamic", "--name", name)
+    result = bench(llama, *arguments)
+    assert result.exit_code == 1, result.output
+    assert any(f"kvlayers {name}" in line and words in line for line in result.output.splitlines())
+    assert ("Other tokens than transformers' DynamicCache: kvlayers other-values at 16." in result.output) == (
+        name == "other-values"
+    )
+    right, wrong = (
+        row for row in caches_of(bench(llama, *arguments, "--json"))[0] if row["library"] == contenders.KVLAYERS
+    )
+    assert right["passed"]
+    assert not wrong["passed"]
+    assert wrong.get("failure") == ("RuntimeError: no more" if name == "failing" else None)
+
+
+def test_a_cache_that_rounds_may_choose_other_tokens(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare = decoding._compare
+
+    def other_tokens(result: decoding.ContenderResult, *arguments: Any) -> None:
+        for trial in result.trials if result.contender.cache == "int2" else ():
+            trial.predicted[0, 2] += 1
+        compare(result, *arguments)
+
+    monkeypatch.setattr(decoding, "_compare", other_tokens)
+    result = bench(llama, "--lengths", 16, "--text", "text.txt", *QUICK, "--name", "int2", "--json")
+    assert result.exit_code == 0, result.output
+    rounded = next(row for row in caches_of(result)[0] if row["cache"] == "int2")
+    assert not rounded["same_tokens"]
+    assert rounded["agreement"] == pytest.approx(4 / 5)
+    assert "80.0% same" in result.stderr
+
+
+def test_where_the_reference_fails_nothing_is_measured(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(contenders._MAKERS, "dynamic", lambda config, length: Failing(config=config))
+    result = bench(llama, "--lengths", "4,16", "--text", "text.txt", *QUICK, "--json")
+    assert result.exit_code == 1, result.output
+    short, long = caches_of(result)
+    assert len(short) > 1
+    assert [row["failure"] for row in long] == ["RuntimeError: no more"]
+    assert "transformers dynamic failed: RuntimeError: no more" in result.stderr
+
+
+def test_lengths_are_cut_to_the_positions_of_the_model(llama: Path) -> None:
+    result = bench(llama, "--lengths", "8,400,4k", "--text", "text.txt", *QUICK, "--name", "dynamic", "--json")
+    assert [each["length"] for each in json.loads(result.stdout)["results"]] == [8, 256 - 4]
+
+
+def test_a_model_with_windows_is_measured_with_the_caches_for_windows(tmp_path: Path) -> None:
+    gemma3 = save_model(tmp_path / "gemma3", "gemma3")
+    result = bench(gemma3, "--lengths", 20, "--text", "text.txt", *QUICK, "--json")
+    assert result.exit_code == 0, result.output
+    ours = [row["cache"] for row in caches_of(result)[0] if row["library"] == contenders.KVLAYERS]
+    assert ours == ["dynamic", "static", "sliding_window", "hybrid", "int8", "int4"]
+
+
+def test_trials_turn_round_and_a_failure_ends_a_cache(registered: None) -> None:
+    model = tiny_model("llama")
+    compared = [
+        contenders.make_contender("transformers", "dynamic", model, 20),
+        *(contenders.make_contender("kvlayers", name, model, 20) for name in ("failing", "static")),
+    ]
+    order: list[tuple[str, int]] = []
+    found = decoding.measure(
+        model, torch.full((1, 12), 4), 3, 3, compared, lambda contender, trial: order.append((contender.cache, trial))
+    )
+    there = ["dynamic", "failing", "static"]
+    assert [cache for cache, _ in order] == [*there, *reversed(there), *there]
+    assert [(len(row.trials), row.failure) for row in found] == [(3, None), (0, "RuntimeError: no more"), (3, None)]
+    assert [trial.predicted.shape for trial in found[0].trials] == [(1, 4)] * 3
+    assert all(len(trial.step_seconds) == 3 for trial in found[2].trials)
+
+
+def test_a_token_is_a_tie_where_its_logit_is_no_further_off_than_the_dtype_rounds() -> None:
+    logits = torch.zeros(3, 1, 5)
+    logits[..., 2], logits[..., 3], logits[..., 4] = 8, 8 - 0.0625, 7
+    trials = [decoding.Trial(1.0, [1.0, 1.0], 0, torch.tensor([tokens])) for tokens in ([2, 3, 2], [2, 3, 4])]
+    tied, other = (decoding.ContenderResult(contenders.Contender("", "", object), [trial]) for trial in trials)
+    for row in (tied, other):
+        decoding._compare(row, logits, torch.bfloat16)
+    assert (tied.other_tokens, tied.ties, tied.same_tokens) == (1, 1, True)
+    assert (other.other_tokens, other.ties, other.same_tokens) == (2, 1, False)
+    decoding._compare(tied, logits, torch.float32)
+    assert not tied.same_tokens
+
+
+def test_the_greedy_continuation_is_that_of_generate() -> None:
+    model = tiny_model("llama")
+    prompt = torch.randint(3, 97, (2, 12))
+    continuation, logits = decoding._greedy(
+        model, prompt, 5, contenders.make_contender("transformers", "dynamic", model, 17)
+    )
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False)[:, 12:]
+    assert torch.equal(torch.cat([continuation.tokens, logits[-1].argmax(-1)[:, None]], 1), expected)
+
+
+def test_rows_of_a_batch_are_of_other_places_of_the_text() -> None:
+    class Letters:
+        def __call__(self, text: str) -> Any:
+            return tf.BatchEncoding({"input_ids": [ord(letter) for letter in text]})
+
+    assert rows(Letters(), "abcdefgh", 3, 4).tolist() == [list(b"abcd"), list(b"cdef"), list(b"efgh")]
+    assert rows(Letters(), "abcd", 2, 4).tolist() == [list(b"abcd")] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{model}", "--lengths", "1k,lots"], "a number of tokens.*got 'lots'"),
+        (["{model}", "--lengths", "0"], "`--lengths` must be at least 1 token each, got 0"),
+        (["{model}", "--steps", "256"], "`--steps` must be fewer than the 256 positions.*got 256"),
+        (["{model}", "--name", "dinamic"], "did you mean 'dynamic'"),
+        (["{model}", "--against", "int4"], "`--against` must be one of static, quanto, hqq, got 'int4'"),
+        (["{model}", "--device", "cuda:77"], "`--device` must be a device of this machine, got 'cuda:77'"),
+        (["{model}", "--text", "none.txt"], "`--text`: none.txt cannot be read"),
+        (["{model}", "--text", "."], "`--text`: . cannot be read"),
+        (["{model}", "--text", "empty.txt"], "empty.txt is empty"),
+        (["{model}", "--text", "binary"], "`--text` must be a text in UTF-8, but binary is not"),
+        (["{model}", "--text", "zeros"], "zeros has zero bytes"),
+        (["{model}", "--text", "short.txt"], "at least 224 tokens, got 4"),
+        (["{model}", "--report", "no/such/report.html"], "`--report`: no/such/report.html cannot be written"),
+        (["{model}", "--report", "."], "`--report`: . cannot be written"),
+        (["./none"], "`MODEL` must be a model directory"),
+        (["no/model"], "no/model cannot be loaded"),
+        (["."], "must be a causal language model"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "short.txt").write_text("the sea is a")
+    (tmp_path / "binary").write_bytes(b"\x80\xff")
+    (tmp_path / "zeros").write_bytes(b"the\0sea")
+    result = bench(
+        *(argument.format(model=str(llama)) if argument == "{model}" else argument for argument in arguments)
+    )
+    assert result.exit_code == 2, result.output
+    assert re.search(words, result.stderr), result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("kvlayers bench: ")
+    assert not (tmp_path / "kvlayers-bench.html").exists()
+
+
+def row_of(cache: str, *trials: list[float], nbytes: int = 10) -> decoding.ContenderResult:
+    library, name = cache.split()
+    made = [decoding.Trial(1.0, steps, nbytes, torch.zeros(1, 2)) for steps in trials]
+    use = {"cache_implementation": name}
+    return decoding.ContenderResult(contenders.Contender(library, name, object, use), made)
+
+
+def test_how_far_trials_are_apart_says_what_is_noise() -> None:
+    reference = row_of("transformers dynamic", [4.0, 5.0, 9.0], [6.0, 6.0, 6.0], [5.5, 5.5, 5.5])
+    assert reference.step_range == (5.0, 6.0)
+    assert reference.step_spread == pytest.approx(0.5 / 5.5)
+    inside, outside = row_of("kvlayers dynamic", [4.0], [5.0]), row_of("kvlayers static", [4.0], [4.9])
+    assert inside.is_as_fast_as(reference)
+    assert not outside.is_as_fast_as(reference)
+    # One trial has its steps alone.
+    assert row_of("kvlayers dynamic", [1.0, 2.0, 3.0, 4.0, 9.0]).step_range == (2.0, 4.0)
+    assert row_of("kvlayers dynamic", [1.0]).step_range == (1.0, 1.0)
+
+
+def test_what_is_within_noise_is_marked_and_no_winner(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        row_of("transformers dynamic", [5.0], [6.0], nbytes=40),
+        row_of("kvlayers dynamic", [4.0], [5.0], nbytes=40),
+        row_of("kvlayers int4", [4.9], [5.5], nbytes=10),
+        row_of("kvlayers static", [2.0], [2.2], nbytes=40),
+    ]
+    fidelities = {row.contender.key: "rounded" for row in rows}
+    run = RunFacts("m", torch.float32, torch.device("cpu"), {})
+    results = BenchResults(run, 1, 1, 2, fidelities, {}, {8: rows[:3]})
+    results.show(console.Console(width=100))
+    shown = capsys.readouterr().out
+    lines = {" ".join(line.split()[:2]): line for line in shown.splitlines()}
+    assert "4500 ms ±11%" in lines["kvlayers dynamic"]
+    assert "≈1.22" in lines["kvlayers dynamic"]
+    assert "≈: within noise" in shown
+    assert "dynamic is the fastest cache of kvlayers (within noise of int4), 1.22 times as" in " ".join(shown.split())
+    assert "as transformers dynamic, which is within noise" in " ".join(shown.split())
+    plain_rows = results.plain()["results"][0]["caches"]
+    assert [row["within_noise"] for row in plain_rows] == [False, True, True]
+    assert plain_rows[1]["step_seconds_range"] == (4.0, 5.0)
+    # What is to be pasted is a line of its own, and a name that there is.
+    pasted = re.findall(
+        r"^To use it: kvlayers.install\(\); model.generate\(..., cache_implementation='(.*)'\)$", shown, re.M
+    )
+    assert pasted == ["dynamic", "int4"]
+    results.by_length[8] = rows
+    results.show(console.Console(width=100))
+    assert "static is the fastest cache of kvlayers, 2.62 times as fast as transformers dynamic;" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_without_the_packages_a_report_is_refused_if_asked_for_and_left_out_else(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "missing_packages", lambda: ["matplotlib"])
+    asked = bench(llama, "--report", "report.html")
+    assert asked.exit_code == 2
+    assert "`--report` needs matplotlib" in asked.stderr
+    assert 'pip install "kvlayers-lab[report]"' in asked.stderr
+    assert asked.stderr.count("\n") == 1
+    result = bench(llama, "--lengths", 8, "--text", "text.txt", *QUICK, "--name", "dynamic")
+    assert result.exit_code == 0, result.output
+    assert 'No report, since matplotlib is not installed: pip install "kvlayers-lab[report]"' in result.output
+    assert not list(tmp_path.glob("*.html"))
+
+
+def test_a_package_of_transformers_caches_that_is_missing_is_named(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contenders.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(page, "missing_packages", list)
+    result = bench(llama, "--against", "hqq")
+    assert result.exit_code == 2
+    assert 'pip install "kvlayers[hqq]"' in result.stderr

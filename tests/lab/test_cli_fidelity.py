@@ -1,0 +1,370 @@
+"""`kvlayers fidelity`: its figures beside a slow reference, its budgets, and how it ends."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import re
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import command_line
+import kvlayers
+import kvlayers_lab
+from browser import looked_at, needs_browser
+from kvlayers_lab.calibration import MeasuredSetting
+from kvlayers_lab.cli import report as page
+from kvlayers_lab.cli.console import read_text, usage_line
+from kvlayers_lab.measuring.contenders import kvlayers_contender, setting, settings
+from kvlayers_lab.measuring.fidelity import FidelityBudget, SettingFidelity
+from kvlayers_lab.measuring.nbytes import bytes_of
+from kvlayers_lab.measuring.text import passages
+from model_directories import save_with_tokenizer
+from models import COMMON, fresh_model
+from slow_fidelity import slow_tokens
+from web_page import check_self_contained
+
+pytestmark = pytest.mark.usefixtures("text_directory")
+
+CONTEXT, SCORED, CHUNK = 224, 24, 8
+QUICK = ("--context", CONTEXT, "--scored", SCORED, "--passages", 2, "--chunk", CHUNK)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = fresh_model("llama")
+    with torch.no_grad():
+        # So that rounding moves distributions far enough to tell one divergence from another.
+        model.lm_head.weight.mul_(30)
+    return save_with_tokenizer(tmp_path_factory.mktemp("models") / "<i>llama", model)
+
+
+fidelity = functools.partial(command_line.run, "fidelity")
+
+
+def measured(model: Path, *arguments: object) -> Any:
+    result = fidelity(model, "--text", "text.txt", *QUICK, "--json", *arguments)
+    return json.loads(result.stdout), result.exit_code
+
+
+def slow_figures(directory: Path, **options: Any) -> dict[str, float]:
+    """What a setting comes to, from the figures of each token."""
+
+    def make_cache(config: Any) -> Any:
+        return kvlayers.QuantizedCache(config=config, **options)
+
+    tokens = list(itertools.chain(*slow_tokens(directory, make_cache, CONTEXT, SCORED, CHUNK)))
+    perplexity = math.exp(sum(token.surprise for token in tokens) / len(tokens))
+    in_full = math.exp(sum(token.surprise_in_full for token in tokens) / len(tokens))
+    return {
+        "tokens": len(tokens),
+        "kl": sum(token.kl for token in tokens) / len(tokens),
+        "perplexity": perplexity,
+        "perplexity_increase": 100 * (perplexity / in_full - 1),
+        "agreement": sum(token.agrees for token in tokens) / len(tokens),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("int2", {"nbits": 2}),
+        ("k4v2", {"key_nbits": 4, "value_nbits": 2}),
+    ],
+)
+def test_figures_are_those_of_a_slow_reference(llama: Path, name: str, options: dict[str, Any]) -> None:
+    said, code = measured(llama, "--bits", name.removeprefix("int"))
+    assert code == 0
+    full, rounded = said["settings"]
+    assert (full["name"], full["kl"], full["agreement"], rounded["name"]) == ("full", 0, 1, name)
+    expected = slow_figures(llama, **options)
+    assert expected["kl"] > 0.005
+    assert rounded["perplexity_increase"] == pytest.approx(expected.pop("perplexity_increase"), abs=1e-2)
+    assert {key: rounded[key] for key in expected} == pytest.approx(expected, rel=1e-3)
+    assert sum(rounded["kl_of_passages"]) / 2 == pytest.approx(expected["kl"], rel=1e-3)
+
+
+def test_a_calibration_is_measured_as_what_it_has_found(llama: Path, tmp_path: Path) -> None:
+    bits = {"key_nbits": [8, 2], "value_nbits": [2, 4]}
+    found = MeasuredSetting(bits, 100.0, 0.1)
+    kvlayers_lab.Calibration(found, None, ()).save(tmp_path)
+    said, code = measured(llama, "--bits", "4", "--calibration", tmp_path)
+    assert code == 0
+    assert [each["name"] for each in said["settings"]] == ["full", "int4", "calibrated"]
+    assert said["settings"][2]["kl"] == pytest.approx(slow_figures(llama, **bits)["kl"], rel=1e-3)
+
+
+def test_a_calibration_of_another_model_is_refused(llama: Path, tmp_path: Path) -> None:
+    found = MeasuredSetting({"key_nbits": [8, 2, 4], "value_nbits": [2, 4, 4]}, 100.0, 0.1)
+    kvlayers_lab.Calibration(found, None, ()).save(tmp_path)
+    for path, words in ((tmp_path, "2 layers of the model, got 3"), (tmp_path / "none", "`--calibration`: ")):
+        result = fidelity(llama, "--text", "text.txt", *QUICK, "--calibration", path)
+        assert result.exit_code == 2
+        assert words in " ".join(result.stderr.split())
+
+
+def test_bytes_are_those_of_a_real_cache_in_bfloat16(llama: Path) -> None:
+    config = tf.AutoConfig.from_pretrained(llama)
+    said, _ = measured(llama, "--bits", "4,k8v2,hqq:4" if reports_hqq() else "4,k8v2")
+    tokens = CONTEXT + SCORED
+    for each in said["settings"]:
+        if each["name"] == "full":
+            cache: Any = kvlayers.DynamicCache(config=config, length_hint=tokens)
+        else:
+            _, named = setting(each["name"])
+            cache = kvlayers.make_cache(named.name, config, length_hint=tokens, **named.options)
+        for layer in range(config.num_hidden_layers):
+            states = torch.randn(1, 2, tokens, 8).bfloat16()
+            cache.update(states, states, layer)
+        assert each["nbytes"] == cache.nbytes, each["name"]
+        assert each["bytes_per_token"] == cache.nbytes / tokens
+    full, rounded = said["settings"][:2]
+    assert rounded["of_full"] == rounded["nbytes"] / full["nbytes"]
+
+
+def reports_hqq() -> bool:
+    try:
+        import hqq  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def test_the_table_and_the_budget(llama: Path) -> None:
+    said, _ = measured(llama, "--bits", "8,4,2")
+    kl = {each["name"]: each["kl"] for each in said["settings"]}
+    assert kl["int8"] < kl["int4"] < kl["int2"]
+    between = (kl["int4"] + kl["int2"]) / 2
+    arguments = (llama, "--text", "text.txt", *QUICK, "--bits", "8,4,2")
+    result = fidelity(*arguments, "--max-kl", between)
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    assert f"Within a KL divergence of {between:g}: int8, int4. The smallest is int4, with " in shown
+    cells = {line.split()[0]: line.split() for line in result.output.splitlines() if line.strip()}
+    assert [cells[name][-1] for name in ("int8", "int4", "int2")] == ["yes", "yes", "no"]
+    assert all(len(line) <= 80 for line in result.output.splitlines())
+    assert "…" not in result.output
+    assert cells["int4"][1] == f"{kl['int4']:.2g}"
+
+    assert "\nTo use it: kvlayers.install(); model.generate(..., cache_implementation='int4')\n" in result.output
+
+    within, code = measured(llama, "--bits", "8,4,2", "--max-kl", between)
+    assert within["settings"][2]["use"] == {"cache_implementation": "int4"}
+    assert (within["recommended"], within["passed"], code) == ("int4", True, 0)
+    assert within["budget"] == {"max_kl": between, "max_perplexity_increase": None, "max_bytes": None}
+
+    none = fidelity(*arguments, "--max-kl", kl["int8"] / 2)
+    assert none.exit_code == 1
+    assert "No setting is within a KL divergence of" in none.output
+
+
+def test_the_cache_that_loses_least_within_some_memory(llama: Path) -> None:
+    """The answer is the first line, whether or not there is a budget."""
+    said, _ = measured(llama, "--bits", "8,4,2")
+    of_full = {each["name"]: each["of_full"] for each in said["settings"]}
+    percent = round(50 * (of_full["int4"] + of_full["int8"]))
+    assert 100 * of_full["int4"] < percent < 100 * of_full["int8"]
+    arguments = (llama, "--text", "text.txt", *QUICK, "--bits", "8,4,2")
+    result = fidelity(*arguments, "--max-bytes", f"{percent}%")
+    shown = " ".join(result.stdout.split())
+    answer = f"Within {percent}% of memory: int4, int2. Least is lost with int4, with "
+    assert answer in shown
+    assert shown.index(answer) < shown.index("Perplexity")
+    assert "cache_implementation='int4'" in shown
+    within, code = measured(llama, "--bits", "8,4,2", "--max-bytes", f"{percent}%")
+    assert (within["recommended"], within["budget"]["max_bytes"], code) == ("int4", f"{percent}%", 0)
+
+    plain = " ".join(fidelity(*arguments).stdout.split())
+    assert re.search("In half the memory of full precision, least is lost with int|No measured setting takes", plain)
+    none = fidelity(*arguments, "--max-bytes", "1B")
+    assert none.exit_code == 1
+    assert "No setting is within 1 B of memory" in none.stdout
+    for wrong in ("0%", "101%", "-5%", "half", "%"):
+        refused = fidelity(*arguments, "--max-bytes", wrong)
+        assert refused.exit_code == 2
+        assert "--max-bytes" in refused.stderr
+
+
+def test_a_budget_of_perplexity_and_one_of_both() -> None:
+    assert FidelityBudget(max_perplexity_increase=1.0).allows(5.0, 0.9, None, 100)
+    assert not FidelityBudget(max_perplexity_increase=1.0).allows(0.0, 1.1, None, 100)
+    assert not FidelityBudget(max_kl=0.1, max_perplexity_increase=1.0).allows(0.2, 0.5, None, 100)
+    assert not FidelityBudget(max_kl=0.1).allows(math.nan, math.nan, None, 100)
+    assert FidelityBudget().allows(9.0, 9.0, None, 100)
+    half = FidelityBudget(max_bytes=Fraction(1, 2))
+    assert [half.allows(9.0, 9.0, nbytes, 100) for nbytes in (None, 50, 51)] == [False, True, False]
+    assert not half.allows(math.nan, 0.0, 50, 100)
+    fixed = FidelityBudget(max_bytes=51)
+    assert [fixed.allows(9.0, 9.0, nbytes, 100) for nbytes in (None, 51, 52)] == [False, True, False]
+    small, large, outside = (
+        SettingFidelity(name, nbytes, nbytes / 10, 0.5, within=within)
+        for name, nbytes, within in (("small", 100, True), ("large", 200, True), ("outside", 50, False))
+    )
+    assert FidelityBudget().best_of([large, small, outside]) is small
+    assert FidelityBudget().best_of([outside]) is None
+    large, small = dataclasses.replace(large, kl=0.1), dataclasses.replace(small, kl=0.2)
+    assert FidelityBudget(max_bytes=1000).best_of([large, small, outside]) is large
+
+
+def test_a_setting_that_fails_is_said_and_ends_with_1(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = kvlayers.QuantizedCache.update
+
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.get_seq_length() >= 96 and self.quantization.keys.nbits == 3:
+            raise RuntimeError("no more")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(kvlayers.QuantizedCache, "update", update)
+    said, code = measured(llama, "--bits", "4,3", "--max-kl", 100)
+    assert code == 1
+    full, four, three = said["settings"]
+    assert three["failure"] == "RuntimeError: no more"
+    assert (three["within"], four["within"], full["within"]) == (False, True, None)
+    assert said["recommended"] == "int4"
+    assert "int3 failed: RuntimeError: no more" in fidelity(llama, "--text", "text.txt", *QUICK, "--bits", "3").output
+
+
+needs_reports = pytest.mark.skipif(
+    bool(page.missing_packages()), reason="no matplotlib or jinja2 here: the extra 'report' brings them"
+)
+
+
+@needs_reports
+@needs_browser
+def test_a_browser_shows_the_whole_report(llama: Path, tmp_path: Path) -> None:
+    result = fidelity(llama, "--text", "text.txt", *QUICK, "--bits", "8,2", "--report", "report.html")
+    assert result.exit_code == 0, result.output
+    for seen in looked_at([tmp_path / "report.html"]):
+        seen.check()
+        assert seen.drawings == 3
+
+
+@needs_reports
+def test_the_report_is_one_file_that_needs_nothing(llama: Path, tmp_path: Path) -> None:
+    arguments = ("--text", "text.txt", *QUICK, "--bits", "8,2", "--max-kl", 100, "--report", "report.html")
+    result = fidelity(llama, *arguments)
+    assert result.exit_code == 0, result.output
+    parsed = check_self_contained((tmp_path / "report.html").read_text())
+    rows = {row[0]: row for row in parsed.cells}
+    assert rows["Setting"][1:3] == ["KL", "KL, 99th"]
+    assert rows["int8"][-1] == rows["int2"][-1] == "yes"
+    assert rows["Model"] == ["Model", "<i>llama"]
+    assert rows["Text"] == ["Text", "text.txt"]
+    assert parsed.tags.count("svg") == 3
+    assert "mathdefault" not in parsed.text
+    assert {"int8", "int2"} <= set(parsed.text.split())
+
+
+def test_no_report_is_written_unasked(llama: Path, tmp_path: Path) -> None:
+    assert fidelity(llama, "--text", "text.txt", *QUICK, "--bits", "4").exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_usual_lengths_are_cut_to_the_positions_of_the_model(llama: Path) -> None:
+    result = fidelity(llama, "--text", "text.txt", "--passages", 1, "--bits", "4", "--json")
+    said = json.loads(result.stdout)
+    assert (said["context"], said["scored"], said["chunk"]) == (160, 64, 32)
+
+
+def test_what_is_too_short_to_be_rounded_is_said(llama: Path) -> None:
+    result = fidelity(llama, "--text", "text.txt", "--context", 32, "--scored", 32, "--passages", 1, "--bits", "4")
+    assert "Nothing was rounded" in result.output
+
+
+def test_settings_go_by_the_names_that_people_write() -> None:
+    assert list(settings("8, INT4,4,k4v2,fp8,native:3,hqq:k4v2")) == [
+        "int8",
+        "int4",
+        "k4v2",
+        "fp8",
+        "int3",
+        "hqq:k4v2",
+    ]
+    assert setting("hqq:k4v2")[1].options == {"backend": "hqq", "key_nbits": 4, "value_nbits": 2}
+    assert setting("native")[1].options == {"backend": "native"}
+    for wrong in ("", "four", "k4", "4v2", "none:4", "-4", "4,"):
+        with pytest.raises(kvlayers.OptionError, match="`--bits` must be bits, such as 4"):
+            settings(wrong)
+    config = tf.LlamaConfig(num_hidden_layers=1)
+    less, more = (kvlayers_contender(*setting(text), config, 4096).make for text in ("k4v2", "4"))
+    assert bytes_of(less, config, 4096) < bytes_of(more, config, 4096)
+
+
+def test_what_is_recommended_can_be_pasted() -> None:
+    """Every setting is a name that there is, or a name with its options."""
+    config = tf.LlamaConfig(**COMMON)
+    for name, named in settings("8,4,3,2,fp8,k4v2,hqq:4" if reports_hqq() else "8,4,3,2,fp8,k4v2").items():
+        contender = kvlayers_contender(name, named, config, 64)
+        line = usage_line(contender.generate_options or {})
+        arguments = eval(line.replace("To use it: kvlayers.install(); model.generate(..., ", "dict("))
+        made = kvlayers.make_cache(arguments["cache_implementation"], config, **arguments.get("cache_config", {}))
+        assert made.quantization == contender.make().quantization
+    assert setting("4")[1].generate_options == {"cache_implementation": "int4"}
+    assert setting("3")[1].generate_options == {"cache_implementation": "quantized", "cache_config": {"nbits": 3}}
+
+
+def test_passages_begin_at_lines_where_there_are_any() -> None:
+    class Letters:
+        def __call__(self, text: str) -> Any:
+            return tf.BatchEncoding({"input_ids": [ord(letter) for letter in text]})
+
+    def read(text: str, count: int, tokens: int) -> list[str]:
+        return ["".join(map(chr, ids[0].tolist())) for ids in passages(Letters(), text, count, tokens)]
+
+    assert read("abcd\nefgh\nijkl", 2, 4) == ["abcd", "ijkl"]
+    assert read("abcdefghij", 2, 4) == ["abcd", "fghi"]
+    with pytest.raises(kvlayers.OptionError, match="3 passages of 4 tokens, but one has only 3"):
+        read("abcdefghij", 3, 4)
+
+
+def test_without_a_file_the_text_is_that_of_pythons_help() -> None:
+    assert len(read_text(None)) > 100_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{model}", "--bits", "lots"], "`--bits` must be bits, such as 4.*got 'lots'"),
+        (["{model}", "--bits", "4,7"], "`--bits` .*one of 1, 2, 3, 4, 5, 6, 8, got 7"),
+        (["{model}", "--bits", "fp8:4"], "`--bits` of the fp8 backend must be one of 8, got 4"),
+        (["{model}", "--context", "32q"], "a number of tokens.*got '32q'"),
+        (["{model}", "--context", "100"], "multiples of `--chunk`, 32"),
+        (["{model}", "--scored", "0"], "at least one token must be scored, got"),
+        (["{model}", "--context", "256"], "within the 256 positions of the model"),
+        (["{model}", "--device", "cuda:77"], "`--device` must be a device of this machine, got 'cuda:77'"),
+        (["{model}", "--text", "none.txt"], "`--text`: none.txt cannot be read"),
+        (["{model}", "--text", "empty.txt"], "empty.txt is empty"),
+        (["{model}", "--text", "binary"], "`--text` must be a text in UTF-8, but binary is not"),
+        (["{model}", "--text", "short.txt"], "4 passages of 225 tokens, but one has only"),
+        (["{model}", "--report", "no/such/report.html"], "`--report`: no/such/report.html cannot be written"),
+        (["./none"], "`MODEL` must be a model directory"),
+        (["no/model"], "no/model cannot be loaded"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("the sea is a")
+    (tmp_path / "binary").write_bytes(b"\x80\xff")
+    result = fidelity(*(str(llama) if argument == "{model}" else argument for argument in arguments))
+    assert result.exit_code == 2, result.output
+    assert re.search(words, result.stderr), result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("kvlayers fidelity: ")
+
+
+def test_a_package_that_is_missing_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hqq.core.quantize", None)
+    result = fidelity(llama, "--bits", "hqq:4")
+    assert result.exit_code == 2
+    assert 'pip install "kvlayers[hqq]"' in result.stderr
+    assert "Traceback" not in result.output

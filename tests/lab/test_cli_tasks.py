@@ -1,0 +1,384 @@
+"""`kvlayers fidelity --tasks`: scores through caches, budgets, files that a run goes on from, and reports."""
+
+import functools
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import command_line
+import kvlayers_lab
+from kvlayers_lab.calibration import MeasuredSetting
+from kvlayers_lab.cli import report as page
+from kvlayers_lab.cli.fidelity_run import fitting_lengths
+from kvlayers_lab.measuring.contenders import is_installed
+from kvlayers_lab.names import TASKS
+from kvlayers_lab.tasks import Needle, Task, TaskText, register_task, task_names, unregister_task
+from model_directories import random_text, save_with_tokenizer
+from models import fresh_model
+from web_page import check_self_contained
+
+pytestmark = pytest.mark.usefixtures("text_directory")
+
+LENGTHS = (320, 384)
+DEPTHS = (0.0, 0.5)
+SAMPLES = len(LENGTHS) * len(DEPTHS)
+QUICK = ("--text", "text.txt", "--tasks", "echo", "--lengths", "320,384", "--depths", "0,50")
+
+needs_report = pytest.mark.skipif(
+    bool(page.missing_packages()), reason="no matplotlib or jinja2 here: the extra 'report' brings them"
+)
+
+
+class Echo(Task):
+    """A task for a random model: a right answer is what the model says with the exact cache.
+
+    Attributes:
+        expected: the words of a right answer, by length and depth.
+    """
+
+    name = "echo"
+    title = "Echo"
+    expected: ClassVar[dict[tuple[int, float], tuple[str, ...]]] = {}
+
+    def text(self, haystack: Any, length: int, depth: float, chooser: random.Random) -> TaskText:
+        word = f"w{chooser.randrange(50)}"
+        return TaskText(
+            introduction="the sea is w1 .",
+            needles=(Needle(f"the sea of {word} .", depth),),
+            # As many tokens as transformers' quanto cache needs: it fails if a context does not fill its groups.
+            question=" is the sea of",
+            answer=f" {word}",
+            expected=self.expected.get((length, depth), ("never",)),
+        )
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = fresh_model("llama", max_position_embeddings=512)
+    with torch.no_grad():
+        # So that attention tells keys apart, and rounding them to 2 bits changes answers.
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(8)
+    return save_with_tokenizer(tmp_path_factory.mktemp("models") / "<i>llama", model)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _echo() -> Iterator[None]:
+    register_task(Echo)
+    yield
+    unregister_task("echo")
+
+
+@pytest.fixture(scope="module")
+def right_answers(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, float], tuple[str, ...]]:
+    """What the model says with the exact cache, by length and depth."""
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text(random_text(600))
+    said, _ = measured(llama, "--text", text, "--name", "dynamic")
+    return {(each["length"], each["depth"]): tuple(each["answer"].split()) for each in said["outcomes"]}
+
+
+@pytest.fixture
+def able(right_answers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task is one that the exact cache does to perfection."""
+    monkeypatch.setattr(Echo, "expected", right_answers)
+
+
+tasks = functools.partial(command_line.run, "fidelity")
+
+
+def measured(model: Path, *arguments: object) -> Any:
+    result = tasks(model, *QUICK, "--json", *arguments)
+    assert result.stdout, result.output
+    return json.loads(result.stdout), result.exit_code
+
+
+def words(output: str) -> str:
+    return " ".join(output.split())
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    """The cells of the table on the console, by the first word of the row."""
+    return {line.split()[0]: line.split() for line in output.splitlines() if line.strip()}
+
+
+@pytest.mark.usefixtures("able")
+def test_scores_of_caches_stand_beside_the_exact_cache(llama: Path) -> None:
+    said, code = measured(llama, "--bits", "8,2")
+    assert code == 0
+    assert [each["name"] for each in said["caches"]] == ["kvlayers dynamic", "kvlayers int8", "kvlayers int2"]
+    assert len(said["outcomes"]) == 3 * SAMPLES
+    exact, _, int2 = said["summary"]["overall"]
+    assert exact["score"] == 1
+    scores = [each["score"] for each in said["outcomes"] if each["cache"] == "kvlayers int2"]
+    assert int2["score"] == pytest.approx(sum(scores) / SAMPLES)
+    assert int2["loss"] == pytest.approx(1 - int2["score"])
+    assert int2["loss"] > 0.05
+
+    result = tasks(llama, *QUICK, "--bits", "8,2")
+    assert result.exit_code == 0
+    shown = rows(result.output)
+    assert shown["Cache"] == ["Cache", "echo", "Mean", "Loss"]
+    assert shown["dynamic"] == ["dynamic", "(exact)", "100.0", "100.0"]
+    percent = f"{100 * int2['score']:.1f}"
+    assert shown["int2"] == ["int2", percent, percent, f"{100 * int2['loss']:.1f}"]
+    assert "Scores in percent at 320 and 384 tokens" in result.output
+    assert all(len(line) <= 80 for line in result.output.splitlines())
+
+
+@pytest.mark.usefixtures("able")
+def test_a_budget_decides_the_exit_code(llama: Path) -> None:
+    said, _ = measured(llama, "--bits", "8,2")
+    losses = {each["cache"]: 100 * each["loss"] for each in said["summary"]["comparable"]}
+    assert losses["kvlayers int8"] < losses["kvlayers int2"]
+    between = (losses["kvlayers int8"] + losses["kvlayers int2"]) / 2
+    result = tasks(llama, *QUICK, "--bits", "8,2", "--budget", between)
+    assert result.exit_code == 0
+    assert f"Within a loss of {between:g} percentage points: int8. The smallest is int8, with " in words(result.output)
+    assert "\nTo use it: kvlayers.install(); model.generate(..., cache_implementation='int8')\n" in result.output
+
+    within, code = measured(llama, "--bits", "8,2", "--budget", between)
+    assert (within["recommended"], within["passed"], code) == ("kvlayers int8", True, 0)
+    assert [each.get("within") for each in within["caches"]] == [None, True, False]
+    assert within["caches"][1]["use"] == {"cache_implementation": "int8"}
+
+    both, _ = measured(llama, "--bits", "8,2", "--budget", losses["kvlayers int2"] + 1e-6)
+    assert both["recommended"] == "kvlayers int2"
+
+    none = tasks(llama, *QUICK, "--bits", "2", "--budget", between)
+    assert none.exit_code == 1
+    assert f"No cache is within a loss of {between:g} percentage points" in words(none.output)
+
+
+def test_a_model_that_is_too_weak_is_said(llama: Path) -> None:
+    result = tasks(llama, *QUICK, "--bits", "8", "--budget", 100)
+    assert result.exit_code == 1
+    shown = words(result.output)
+    assert "The model is too weak for echo at 320 and 384 tokens: even with the exact cache, it scores less" in shown
+    assert "The model is too weak for all of these tasks, so the budget cannot be judged" in shown
+    assert rows(result.output)["int8"] == ["int8", "0.0"]
+    assert tasks(llama, *QUICK, "--bits", "8").exit_code == 0
+
+
+@pytest.mark.usefixtures("able")
+def test_json_says_what_was_measured_and_how(llama: Path) -> None:
+    at_once, _ = measured(llama, "--bits", "4", "--seed", 3)
+    said, _ = measured(llama, "--bits", "4", "--seed", 3, "--chunk", 16, "--question-chunk", 1)
+    assert (said["tasks"], said["lengths"], said["depths"]) == (["echo"], list(LENGTHS), list(DEPTHS))
+    assert (said["seed"], said["samples"], said["chunk"], said["text"]) == (3, 1, 16, "text.txt")
+    assert (said["question_chunk"], at_once["question_chunk"]) == (1, None)
+    assert {"torch", "transformers", "kvlayers"} <= set(said["versions"])
+    one = said["outcomes"][0]
+    assert set(one) >= {"cache", "task", "length", "depth", "index", "score", "logprob", "answer", "failure"}
+    # What is read in pieces attends to rounded states.
+    logprobs = [[each["logprob"] for each in run["outcomes"][1::2]] for run in (at_once, said)]
+    assert logprobs[0] != pytest.approx(logprobs[1], abs=1e-4)
+    exact, int4 = said["caches"]
+    assert int4["nbytes"] < exact["nbytes"]
+    assert exact["bytes_per_token"] == pytest.approx(2 * 2 * 2 * 8 * 2)
+
+
+@pytest.mark.usefixtures("able")
+def test_a_stopped_run_goes_on_where_it_stopped(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "answers"
+    whole, _ = measured(llama, "--bits", "8,2")
+    first = tasks(llama, *QUICK, "--bits", "8", "--results", file.name)
+    assert "were in" not in first.output
+    lines = file.read_text().splitlines(keepends=True)
+    assert len(lines) == 1 + 2 * SAMPLES
+    # As if the process had been killed while it wrote the last line.
+    file.write_text("".join(lines[:-1]) + lines[-1][:10])
+    second, _ = measured(llama, "--bits", "8,2", "--results", file.name)
+    assert second["resumed"] == 2 * SAMPLES - 1
+    assert second["outcomes"] == whole["outcomes"]
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("nothing is to be computed")
+
+    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", fail)
+    third = tasks(llama, *QUICK, "--bits", "8,2", "--results", file.name)
+    assert third.exit_code == 0, third.output
+    assert f"{3 * SAMPLES} of {3 * SAMPLES} answers were in answers before." in words(third.output)
+    refused = tasks(llama, *QUICK, "--bits", "8,2", "--results", file.name, "--seed", 5)
+    assert refused.exit_code == 2
+    assert "`--results`" in refused.stderr
+    assert "seed 0 (now 5)" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+
+@needs_report
+@pytest.mark.usefixtures("able")
+def test_the_report_of_tasks_is_one_file_that_needs_nothing(llama: Path, tmp_path: Path) -> None:
+    result = tasks(llama, *QUICK, "--bits", "8,2", "--budget", 10, "--report", "report.html")
+    assert f"Report: {'report.html'}" in result.output
+    page = (tmp_path / "report.html").read_text()
+    assert page.count('<tr class="bold">') == page.count('<tr class="bold"><td>int8</td>') == 1
+    parsed = check_self_contained(page)
+    table = {row[0]: row for row in parsed.cells[:4]}
+    assert table["Cache"] == ["Cache", "Echo", "Mean", "Loss", "±", "Log-prob.", "Same", "A token"]
+    assert table["dynamic (exact)"][1:5] == ["100.0", "100.0", "", ""]
+    facts = {row[0]: row[1] for row in parsed.cells if len(row) == 2}
+    assert facts["Depths"] == "0 %, 50 %"
+    assert facts["Samples"] == "1 per length and depth, seed 0"
+    assert facts["Lengths"] == "320 and 384 tokens of context and question"
+    assert "320 tokens" in parsed.text
+    # Scores, and log-probabilities.
+    assert parsed.tags.count("svg") == 2
+    assert parsed.text.count("dynamic (exact)") == 2 + 1 + len(LENGTHS)
+    assert "Echo: score by length and depth" in parsed.text
+
+
+@needs_report
+def test_heat_maps_have_a_figure_in_each_cell_that_there_is() -> None:
+    from kvlayers_lab.cli.report import heat_maps
+
+    maps = {"one": {(64, 0.0): 0.25, (128, 0.0): 1.0}, "two": {(64, 0.0): 0.5}, "m" * 50: {(128, 0.0): 0.75}}
+    svg = heat_maps("n", "Title", maps, (0, 1))
+    assert [svg.count(f">{figure}<") for figure in ("0.25", "1.00", "0.50", "0.75")] == [1, 1, 1, 1]
+    assert len(re.findall(r">\d\.\d\d<", svg)) == 4
+    assert f">…{'m' * 33}<" in svg
+
+
+@pytest.mark.usefixtures("able")
+def test_caches_of_other_libraries_take_part(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_caches.py").write_text(
+        "import transformers\n\n\ndef made(config):\n    return transformers.DynamicCache(config=config)\n"
+    )
+    against = [name for name in ("quanto", "quanto:2") if is_installed(name)]
+    options = [option for name in against for option in ("--against", name)]
+    said, code = measured(llama, *options, "--name", "my_caches:made", "--name", "sink")
+    assert code == 0
+    names = ["kvlayers dynamic", "my_caches:made", "kvlayers sink", *(f"transformers {name}" for name in against)]
+    assert [each["name"] for each in said["caches"]] == names
+    scores = {each["cache"]: each["score"] for each in said["summary"]["overall"]}
+    assert scores["my_caches:made"] == 1
+    assert all(each["nbytes"] for each in said["caches"][:3])
+
+
+def test_a_calibration_is_given_the_tasks(llama: Path, tmp_path: Path) -> None:
+    found = MeasuredSetting({"key_nbits": [8, 2, 4], "value_nbits": [2, 4, 4]}, 100.0, 0.1)
+    kvlayers_lab.Calibration(found, None, ()).save(tmp_path)
+    result = tasks(llama, *QUICK, "--calibration", tmp_path)
+    assert result.exit_code == 2
+    options = ("--bits", "4,2", "--calibration", tmp_path, "--results", "answers")
+    for bits, resumed in ((4, 0), (2, 3 * SAMPLES), (2, 4 * SAMPLES)):
+        found = MeasuredSetting({"nbits": bits}, 100.0, 0.1)
+        kvlayers_lab.Calibration(found, None, ()).save(tmp_path)
+        said, _ = measured(llama, *options)
+        assert said["resumed"] == resumed
+        answers: dict[str, list[str]] = {each["name"]: [] for each in said["caches"]}
+        for each in said["outcomes"]:
+            answers[each["cache"]].append(each["answer"])
+        assert answers["kvlayers calibrated"] == answers[f"kvlayers int{bits}"]
+    assert answers["kvlayers int2"] != answers["kvlayers int4"]
+
+
+@pytest.mark.usefixtures("able")
+def test_a_cache_that_fails_is_said_and_ends_with_1(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "full_caches.py").write_text(
+        "import transformers\n\n\nclass Full(transformers.DynamicCache):\n    def update(self, *args, **kwargs):\n"
+        "        raise RuntimeError('no more\\nroom')\n\n\ndef made(config):\n    return Full()\n"
+    )
+    result = tasks(llama, *QUICK, "--bits", "8", "--name", "full_caches:made", "--budget", 100)
+    assert result.exit_code == 1, result.output
+    assert f"full_caches:made failed at {SAMPLES} samples: RuntimeError: no more room" in words(result.output)
+
+
+def test_the_tasks_that_help_names_are_those_that_there_are() -> None:
+    assert sorted([*TASKS, "echo"]) == task_names()
+
+
+def test_usual_lengths_of_tasks_are_those_that_the_model_has_positions_for() -> None:
+    def positions(most: int) -> Any:
+        return fresh_model("llama", max_position_embeddings=most).config
+
+    assert fitting_lengths(positions(8192), None) == [512, 1024, 2048]
+    assert fitting_lengths(positions(2048), None) == [512, 1024]
+    assert fitting_lengths(positions(256), None) == [192]
+    assert fitting_lengths(positions(256), [100, 256]) == [100, 256]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tasks", "needles"], r"`--tasks` must be echo, keys, .*or all, got 'needles'"),
+        (["--tasks", "needle,"], "`--tasks` must be .*got ''"),
+        (["--tasks", "echo", "--lengths", "many"], "`--lengths` must be a number of tokens.*got 'many'"),
+        (["--tasks", "echo", "--lengths", "0"], "`--lengths` must be at least 1 token each, got 0"),
+        (
+            ["--tasks", "echo", "--lengths", "300,600"],
+            "`--lengths` must be within the 512 positions of the model, got 600",
+        ),
+        (["--tasks", "echo", "--lengths", "512"], "must leave room for the answer within the 512 positions"),
+        (["--tasks", "echo", "--lengths", "20"], "`--lengths` must be at least .* tokens for the task 'echo'"),
+        (["--tasks", "echo", "--depths", "0,150"], "`--depths` must be percentages from 0 to 100.*got '150'"),
+        (["--tasks", "echo", "--depths", "nan"], "`--depths` must be percentages.*got 'nan'"),
+        (["--tasks", "echo", "--depths", ""], "`--depths` must be percentages.*got ''"),
+        (["--tasks", "echo", "--budget", "101"], "`--budget` must be percentage points from 0 to 100, got 101"),
+        (["--tasks", "echo", "--bits", "lots"], "`--bits` must be bits, such as 4.*got 'lots'"),
+        (["--tasks", "echo", "--bits", ""], "`--bits` must be bits"),
+        (["--tasks", "echo", "--name", "dynamik"], "`--name` must be .*got 'dynamik'. Did you mean dynamic"),
+        (["--tasks", "echo", "--name", "no_module:made"], "`--name` must be a callable that can be imported, got 'no_"),
+        (
+            ["--tasks", "echo", "--name", "none_caches:made"],
+            "none_caches:made must return a cache of transformers, got",
+        ),
+        (["--tasks", "echo", "--against", "dynamo"], "`--against` must be .*got 'dynamo'"),
+        (["--tasks", "echo", "--text", "none.txt"], "`--text`: none.txt cannot be read"),
+        (["--tasks", "echo", "--device", "cuda:77"], "`--device` must be a device of this machine, got 'cuda:77'"),
+        (["--tasks", "echo", "--report", "no/such/report.html"], "`--report`: no/such/report.html cannot be written"),
+        (["--tasks", "echo", "--results", "no/such.jsonl"], "`--results`: no/such.jsonl cannot be written"),
+        (["--tasks", "echo", "--results", "/dev/null"], "`--results`: /dev/null must be a file, but it is a device"),
+        (["--tasks", "echo", "--results", ":b:/x"], "`--results`: :b:/x cannot be written"),
+        (["--tasks", "echo", "--name", "none_caches:ends"], "none_caches:ends cannot make a cache .*SystemExit .7."),
+        (["--tasks", "echo", "--name", "none_caches:filled"], "must return a new, empty cache at each call, got one"),
+        (["--tasks", "echo", "--calibration", "none"], "`--calibration`: "),
+        (["--tasks", "echo", "--max-kl", "1"], "`--max-kl` is for a running text: leave out either it or `--tasks`"),
+        (["--tasks", "echo", "--passages", "4"], "`--passages` is for a running text"),
+        (["--seed", "0"], "`--seed` is for tasks: pass `--tasks` as well, or leave `--seed` out"),
+        (["--budget", "5"], "`--budget` is for tasks"),
+    ],
+)
+def test_bad_input_of_tasks_is_one_line_and_exit_code_2_before_weights_are_loaded(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
+    (tmp_path / "none_caches.py").write_text(
+        "import torch, transformers\n"
+        "def made(config): return None\n"
+        "def ends(config): raise SystemExit(7)\n"
+        "def filled(config):\n"
+        "    cache = transformers.DynamicCache(config=config)\n"
+        "    cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)\n"
+        "    return cache\n"
+    )
+    text = [] if "--text" in arguments else ["--text", "text.txt"]
+    lengths = [] if "--lengths" in arguments or "--tasks" not in arguments else ["--lengths", "320"]
+    result = tasks(llama, *text, *lengths, *arguments)
+    assert result.exit_code == 2, result.output
+    assert re.search(said, result.stderr), result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("kvlayers fidelity: ")
+
+
+def test_a_file_that_has_no_results_is_refused(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text("the sea\n")
+    result = tasks(llama, *QUICK, "--bits", "8", "--results", "text.jsonl")
+    assert result.exit_code == 2
+    assert "`--results`: text.jsonl must be a file of results" in result.stderr
+    assert (tmp_path / "text.jsonl").read_text() == "the sea\n"
+
+
+@needs_report
+@pytest.mark.parametrize("kind", [("--tasks", "echo", "--lengths", "320"), ()])
+def test_the_report_does_not_replace_the_results(llama: Path, tmp_path: Path, kind: tuple[str, ...]) -> None:
+    (tmp_path / "one").write_text("")
+    result = tasks(llama, "--text", "text.txt", *kind, "--results", "one", "--report", "./one")
+    assert result.exit_code == 2
+    assert "`--results` and `--report` must be two files, got one for both" in result.stderr

@@ -1,0 +1,398 @@
+"""score_tokens gives the scores of each request alone, and computes what requests share once."""
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvlayers
+import versions
+from families import FAMILIES, model_and_inputs
+from kvlayers.errors import CapacityError, ConfigError, OptionError
+from kvlayers_lab.evaluation import caches, passes
+from kvlayers_lab.evaluation.engine import score_tokens
+from kvlayers_lab.evaluation.requests import ScoringRequest
+from matrix import once
+from models import fresh_model, tiny_model
+from score_reference import alone, decoded, difference, in_chunks, passes_of
+
+EXACT = 1e-5
+"""Rounding of float32, in sums of a few tens of terms."""
+RECURRENT = 1e-3
+"""How far a scan over all tokens and a scan behind a state are apart in these models (bamba), whatever the cache."""
+ROUNDED = 1e-4
+"""The same, where a rounded state may have gone into the next sum."""
+LONG = 84
+"""Tokens of contexts of which quantized caches pack a block, which has 64 tokens."""
+
+
+def model_of(family: str) -> Any:
+    return model_and_inputs(family)[0] if family in FAMILIES else tiny_model(family)
+
+
+def requests_of(seed: int = 0, contexts: int = 5, longest: int = 70) -> list[ScoringRequest]:
+    """Contexts that share prefixes of several lengths, some of which continue others, and several continuations."""
+    random_ids = random.Random(seed)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(random_ids.randrange(3, 97) for _ in range(count))
+
+    text, found = ids(longest), []
+    for number in range(contexts):
+        context = text[: (longest, 12, 40)[number % 3]] + ids((0, 3, 9)[number // 3 % 3])
+        found += [ScoringRequest(context, ids(count)) for count in (1, 1, 6, 9)]
+    tail = ScoringRequest(text[:12], text[12:20])
+    return [*found, tail, found[3], ScoringRequest(ids(1), ids(30))]
+
+
+def dynamic(model: Any) -> Any:
+    return kvlayers.make_cache("dynamic", model)
+
+
+def int2(model: Any) -> Any:
+    return kvlayers.QuantizedCache(config=model.config, nbits=2, q_group_size=8, residual_length=8, sink_tokens=2)
+
+
+def fp8(model: Any) -> Any:
+    return kvlayers.QuantizedCache("fp8", config=model.config, residual_length=8, sink_tokens=2)
+
+
+def int4_offloaded(model: Any) -> Any:
+    return kvlayers.QuantizedCache(
+        config=model.config, nbits=4, q_group_size=8, residual_length=8, sink_tokens=2, offloading=True
+    )
+
+
+def sink(model: Any) -> Any:
+    return kvlayers.SinkCache(window_length=24, num_sink_tokens=2, config=model.config)
+
+
+def fp8_of_transformers(model: Any) -> Any:
+    return transformers.QuantizedCache("fp8", model.config)
+
+
+def quanto(model: Any) -> Any:
+    pytest.importorskip("optimum.quanto")
+    return transformers.QuantizedCache(
+        "quanto", model.config, 4, axis_key=0, axis_value=0, q_group_size=8, residual_length=8
+    )
+
+
+def hqq(model: Any) -> Any:
+    pytest.importorskip("hqq")
+    return transformers.QuantizedCache(
+        "hqq", model.config, 4, axis_key=1, axis_value=1, q_group_size=8, residual_length=8
+    )
+
+
+EXACT_CACHES: dict[str, Callable[[Any], Any]] = {
+    "dynamic": dynamic,
+    "static": lambda model: kvlayers.make_cache("static", model, length_hint=128),
+    "offloaded": lambda model: kvlayers.make_cache("offloaded", model),
+    "transformers' dynamic": lambda model: transformers.DynamicCache(config=model.config),
+    "transformers' dynamic without a config": lambda model: transformers.DynamicCache(),
+    "transformers' static": lambda model: transformers.StaticCache(model.config, max_cache_len=128),
+}
+LOSSY_CACHES: dict[str, Callable[[Any], Any]] = {
+    each.__name__: each for each in (int2, fp8, int4_offloaded, sink, fp8_of_transformers, quanto, hqq)
+}
+
+
+def shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read even the shortest shared prefixes once."""
+    monkeypatch.setattr(passes, "PASS_COST_ON_CPU", 1)
+
+
+def scores_alone(model: Any, requests: Sequence[ScoringRequest]) -> Any:
+    return [alone(model, request) for request in requests]
+
+
+@functools.cache
+def known_scores(family: str, **which: int) -> Any:
+    """What `scores_alone` gives for `requests_of(**which)`."""
+    return scores_alone(model_of(family), requests_of(**which))
+
+
+@pytest.mark.parametrize(
+    ("family", "pass_cost"),
+    once(
+        [
+            "llama",
+            "mistral",
+            "gemma3",
+            "gpt2",
+            "llama4",
+            "mamba",
+            "jamba",
+            "mamba2",
+            "bamba",
+            "qwen3_next",
+            "bloom",
+            "opt",
+        ],
+        [1, 32],
+    ),
+)
+def test_an_exact_cache_gives_the_scores_of_one_pass_over_each_request(
+    family: str, pass_cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passes, "PASS_COST_ON_CPU", pass_cost)
+    model, requests = model_of(family), requests_of()
+    found = score_tokens(model, requests, lambda: dynamic(model), batch_size=4)
+    expected = known_scores(family)
+    assert difference(found, expected) < (RECURRENT if family in versions.RECURRENT_FAMILIES else EXACT)
+    assert [score.token_is_greedy for score in found] == [score.token_is_greedy for score in expected]
+
+
+@pytest.mark.parametrize("name", EXACT_CACHES)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_any_exact_cache_gives_the_same_scores(family: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares(monkeypatch)
+    model, requests = model_of(family), requests_of()
+    found = score_tokens(model, requests, lambda: EXACT_CACHES[name](model), batch_size=4)
+    assert difference(found, known_scores(family)) < EXACT
+
+
+@pytest.mark.parametrize(("name", "chunk"), once(LOSSY_CACHES, [None, 16]))
+def test_a_lossy_cache_takes_part_in_every_score(name: str, chunk: int | None) -> None:
+    if name == "fp8_of_transformers":
+        versions.need_since("5.23", "transformers' fp8 cache")
+    model, make, requests = tiny_model("llama"), LOSSY_CACHES[name], requests_of(contexts=2, longest=LONG)
+    found = score_tokens(model, requests, lambda: make(model), batch_size=3, chunk=chunk)
+    if chunk is None:
+        expected = [decoded(model, request, make(model)) for request in requests]
+    else:
+        expected = [in_chunks(model, request, make(model), chunk, chunk) for request in requests]
+    assert difference(found, expected) < ROUNDED
+    assert difference(found, known_scores("llama", contexts=2, longest=LONG)) > 10 * ROUNDED
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "qwen3_next"])
+def test_a_lossy_cache_takes_part_in_scores_of_any_family(family: str, chunk: int | None) -> None:
+    model, requests = model_of(family), requests_of(contexts=2, longest=LONG)
+    found = score_tokens(model, requests, lambda: int2(model), batch_size=3, chunk=chunk)
+    expected = [in_chunks(model, each, int2(model), chunk or len(each.context), chunk or 1) for each in requests]
+    assert difference(found, expected) < ROUNDED
+
+
+def test_a_lossy_cache_reads_one_by_one_what_a_model_cannot_scan_behind_others() -> None:
+    model, requests = tiny_model("jamba"), requests_of(contexts=2, longest=LONG)
+    expected = [decoded(model, request, int2(model)) for request in requests]
+    assert difference(score_tokens(model, requests, lambda: int2(model)), expected) < ROUNDED
+    with passes_of(model) as passes:
+        score_tokens(model, requests[:1], lambda: int2(model), chunk=80)
+    assert passes == [(1, 80), *[(1, 1)] * (LONG - 80)]
+
+
+def texts(most: int) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.lists(st.integers(3, 9), min_size=1, max_size=most).map(tuple)
+
+
+def packed_early(model: Any) -> Any:
+    return kvlayers.QuantizedCache(config=model.config, nbits=2, q_group_size=8, residual_length=0, sink_tokens=0)
+
+
+REQUESTS = st.lists(st.builds(ScoringRequest, texts(12), texts(5)), min_size=1, max_size=10)
+"""Few different tokens, so that contexts share prefixes, are prefixes of others, and continuations repeat contexts."""
+
+
+@pytest.mark.slow
+@given(
+    requests=REQUESTS,
+    batch_size=st.integers(1, 4),
+    pass_cost=st.integers(1, 12),
+    chunk=st.sampled_from([None, 3]),
+)
+def test_exact_scores_of_random_requests(
+    requests: list[ScoringRequest], batch_size: int, pass_cost: int, chunk: int | None
+) -> None:
+    model = tiny_model("llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "PASS_COST_ON_CPU", pass_cost)
+        found = score_tokens(model, requests, lambda: dynamic(model), batch_size=batch_size, chunk=chunk)
+    assert difference(found, scores_alone(model, requests)) < EXACT
+
+
+@pytest.mark.slow
+@settings(max_examples=12)
+@given(requests=REQUESTS, batch_size=st.integers(1, 4), chunk=st.sampled_from([None, 3]), seed=st.integers(0, 99))
+def test_lossy_scores_depend_on_no_other_request(
+    requests: list[ScoringRequest], batch_size: int, chunk: int | None, seed: int
+) -> None:
+    model, opening = tiny_model("llama"), tuple(range(3, 70))
+    requests = [ScoringRequest(opening + context, continuation) for context, continuation in requests]
+    make = functools.partial(packed_early, model)
+    found = score_tokens(model, requests, make, batch_size=batch_size, chunk=chunk)
+    alone_in_call = score_tokens(model, requests[:1], make, chunk=chunk)
+    order = random.Random(seed).sample(range(len(requests)), len(requests))
+    shuffled = score_tokens(model, [requests[index] for index in order], make, batch_size=2, chunk=chunk)
+    assert difference(found[:1], alone_in_call) < ROUNDED
+    assert difference([found[index] for index in order], shuffled) < ROUNDED
+
+
+def test_a_context_is_computed_once() -> None:
+    model, context = tiny_model("llama"), tuple(range(3, 93))
+    requests = [ScoringRequest(context, (5, 6, 7, token)) for token in range(3, 11)]
+    requests += [ScoringRequest(context, (40 + token, 6)) for token in range(3)]
+    with passes_of(model) as passes:
+        score_tokens(model, requests, lambda: dynamic(model))
+    # Eight requests read the same three tokens, and three read one token, padded to three.
+    assert passes == [(1, 90), (4, 3)]
+
+
+def test_tokens_that_are_predicted_from_a_context_take_no_pass_of_their_own() -> None:
+    model, context = tiny_model("llama"), tuple(range(3, 93))
+    requests = [ScoringRequest(context, (token,)) for token in range(3, 11)]
+    with passes_of(model) as passes:
+        score_tokens(model, requests, lambda: dynamic(model))
+    assert passes == [(1, 90)]
+
+
+def test_questions_about_one_document_are_read_behind_it() -> None:
+    model, document = tiny_model("llama"), tuple(range(3, 93))
+    requests = [ScoringRequest((*document, 5 + number, 6, 7), (8, 9)) for number in range(6)]
+    with passes_of(model) as passes:
+        score_tokens(model, requests, lambda: dynamic(model), batch_size=4)
+    assert passes == [(1, 90), (4, 4), (2, 4)]
+
+
+def test_contexts_that_share_too_little_are_read_together() -> None:
+    model = tiny_model("llama")
+    requests = [ScoringRequest((3, 4, 5 + number), (8, 9)) for number in range(6)]
+    with passes_of(model) as passes:
+        score_tokens(model, requests, lambda: dynamic(model))
+    assert passes == [(6, 4)]
+
+
+def test_a_lossy_cache_shares_identical_contexts_and_whole_chunks() -> None:
+    model, context = tiny_model("llama"), tuple(range(3, 33))
+    requests = [ScoringRequest((*context, token), (8, 9)) for token in (40, 41)] * 2
+    make = functools.partial(int2, model)
+    with passes_of(model) as passes:
+        score_tokens(model, requests, make)
+    assert passes == [(1, 31), (1, 1)] * 2
+    with passes_of(model) as passes:
+        score_tokens(model, requests, make, chunk=8)
+    assert passes == [*[(1, 8)] * 3, *[(1, 7), (1, 1)] * 2]
+
+
+def test_rows_of_a_lossy_cache_are_padded_only_behind_single_tokens() -> None:
+    model, make = tiny_model("llama"), functools.partial(int2, tiny_model("llama"))
+    requests = [ScoringRequest((5, 6, 7), continuation) for continuation in ((8, 9), (8, 10, 11), (9, 10, 11))]
+    with passes_of(model) as passes:
+        score_tokens(model, requests, make, chunk=4)
+    assert passes == [(1, 3), (2, 2), (1, 1)]
+    with passes_of(model) as passes:
+        score_tokens(model, requests, make)
+    assert passes == [(1, 3), (3, 1), (3, 1)]
+
+
+def test_contexts_that_continue_one_another_do_not_recurse() -> None:
+    model, text = tiny_model("llama"), tuple(range(3, 97)) * 2
+    requests = [ScoringRequest(text[:length], (5,)) for length in range(1, 180)]
+    with passes_of(model) as passes:
+        found = score_tokens(model, requests, lambda: dynamic(model))
+    # Alone they are 16,110 tokens. Every few contexts, a prefix is worth a pass.
+    assert sum(rows * tokens for rows, tokens in passes) < 5000
+    assert difference(found[-20:], scores_alone(model, requests[-20:])) < EXACT
+
+
+def test_logits_of_long_continuations_are_computed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvlayers_lab.evaluation.engine.LOGITS_AT_ONCE", 97 * 20)
+    model, requests = tiny_model("llama"), requests_of()
+    with passes_of(model) as passes:
+        found = score_tokens(model, requests, lambda: dynamic(model))
+    assert difference(found, scores_alone(model, requests)) < EXACT
+    assert (1, 20) in passes
+    assert max(rows for rows, _ in passes) < 5
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+def test_models_whose_rotation_depends_on_the_length_read_each_request_by_itself(scaling: str) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4} if scaling == "longrope" else {}
+    parameters = {"rope_type": scaling, "factor": 4.0, "rope_theta": 10000.0, **factors}
+    if versions.compat.ROPE_HAS_ONE_DICT:
+        rope = {"rope_parameters": {**parameters, "original_max_position_embeddings": 32}}
+    else:
+        rope = {"rope_scaling": parameters, "original_max_position_embeddings": 32}
+    model, requests = fresh_model("llama", **rope), requests_of()
+    found = score_tokens(model, requests, lambda: dynamic(model))
+    assert difference(found, scores_alone(model, requests)) < EXACT
+
+
+def test_half_precision_is_normalized_in_float32() -> None:
+    model, requests = fresh_model("llama").bfloat16(), requests_of()
+    found = score_tokens(model, requests, lambda: dynamic(model), batch_size=1)
+    assert difference(found, scores_alone(model, requests)) < 0.5
+    probability = sum(
+        torch.tensor(score.token_logprobs[0]).exp()
+        for score in score_tokens(
+            model,
+            [ScoringRequest((5, 6, 7), (token,)) for token in range(97)],
+            lambda: dynamic(model),
+        )
+    )
+    assert abs(float(probability) - 1) < 1e-5
+
+
+def test_progress_counts_every_request_once() -> None:
+    model, requests, counts = tiny_model("llama"), requests_of(), []
+    score_tokens(model, requests, lambda: dynamic(model), batch_size=2, on_scored=counts.append)
+    assert sum(counts) == len(requests)
+    assert len(counts) > 3
+    assert score_tokens(model, [], lambda: dynamic(model)) == []
+
+
+def test_requests_that_cannot_be_scored_are_refused_before_anything_is_computed() -> None:
+    model = tiny_model("llama")
+    make = functools.partial(dynamic, model)
+    good = ScoringRequest((5, 6), (7,))
+    with passes_of(model) as passes:
+        with pytest.raises(OptionError, match=r"continuation of `requests\[1\]`"):
+            score_tokens(model, [good, ScoringRequest((5,), ())], make)
+        with pytest.raises(OptionError, match=r"context of `requests\[0\]`"):
+            score_tokens(model, [ScoringRequest((), (5,))], make)
+        with pytest.raises(CapacityError, match=r"`requests\[1\]` must have 257 tokens at most.*got 258"):
+            score_tokens(model, [good, ScoringRequest((5,) * 250, (6,) * 8)], make)
+        with pytest.raises(CapacityError, match="room for at most 10 tokens"):
+            score_tokens(model, [ScoringRequest((5,) * 9, (6,) * 3)], lambda: kvlayers.StaticCache(model.config, 10))
+        with pytest.raises(OptionError, match="`batch_size` must be a whole number, at least 1"):
+            score_tokens(model, [good], make, batch_size=0)
+        with pytest.raises(OptionError, match="`chunk` must be a whole number, at least 1"):
+            score_tokens(model, [good], make, chunk=0)
+    assert passes == []
+    longest = score_tokens(model, [ScoringRequest((5,) * 250, (6,) * 7)], make)
+    assert len(longest[0].token_logprobs) == 7
+
+
+@pytest.mark.parametrize("family", ["t5", "recurrent_gemma", "minimax"])
+def test_models_that_cannot_be_scored_are_refused_by_name(family: str) -> None:
+    if family in FAMILIES:
+        versions.need_model_class(FAMILIES[family][0])
+    model = model_of(family)
+    with pytest.raises(ConfigError, match=type(model).__name__):
+        score_tokens(model, [ScoringRequest((5,), (6,))], lambda: kvlayers.DynamicCache())
+
+
+def test_classes_of_other_packages_are_not_taken_for_exact() -> None:
+    class OtherLayer(transformers.cache_utils.DynamicLayer):
+        pass
+
+    class OtherCache(transformers.DynamicCache):
+        pass
+
+    model, requests = tiny_model("llama"), requests_of(contexts=2)
+    other = transformers.DynamicCache(config=model.config)
+    other.layers = [OtherLayer() for _ in other.layers]
+    for make in (lambda: caches.fork(other), lambda: OtherCache(config=model.config)):
+        with passes_of(model) as passes:
+            found = score_tokens(model, requests, make)
+        assert difference(found, scores_alone(model, requests)) < EXACT
+        assert max(rows for rows, _ in passes) == 1

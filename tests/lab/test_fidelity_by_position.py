@@ -1,0 +1,332 @@
+"""`kvlayers fidelity` by position and since the last packing, with caches of any library, and as a run that goes on."""
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import command_line
+import kvlayers
+import kvlayers_lab
+from kvlayers_lab.calibration import MeasuredSetting
+from kvlayers_lab.measuring import scoring
+from kvlayers_lab.measuring.fidelity import FidelityBudget, SettingFidelity, by_position, drift, since_packing
+from kvlayers_lab.measuring.nbytes import bytes_of, held_nbytes
+from kvlayers_lab.measuring.run_file import PassageFile
+from kvlayers_lab.measuring.scoring import LastPacking, PassageScores
+from model_directories import random_text, save_with_tokenizer
+from models import COMMON, fresh_model
+from slow_fidelity import SlowToken, slow_tokens
+
+CONTEXT, SCORED, CHUNK = 224, 24, 8
+QUICK = ("--context", CONTEXT, "--scored", SCORED, "--passages", 2, "--chunk", CHUNK)
+
+CACHES = """
+import kvlayers, transformers
+
+def windowed(config):
+    return kvlayers.SinkCache(64, 4, config=config)
+
+def full(config):
+    return transformers.DynamicCache(config=config)
+
+def failing(config):
+    raise ValueError("no cache today")
+"""
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = fresh_model("llama")
+    with torch.no_grad():
+        # So that rounding moves distributions far enough to tell one divergence from another.
+        model.lm_head.weight.mul_(30)
+    return save_with_tokenizer(tmp_path_factory.mktemp("models") / "llama", model)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "text.txt").write_text(random_text(600))
+    (tmp_path / "caches_of_a_user.py").write_text(CACHES)
+
+
+def fidelity(model: Path, *arguments: object) -> Any:
+    return command_line.run("fidelity", model, "--text", "text.txt", *arguments)
+
+
+def measured(model: Path, *arguments: object) -> dict[str, Any]:
+    result = fidelity(model, *QUICK, "--json", *arguments)
+    assert result.exit_code == 0, result.output
+    return {each["name"]: each for each in json.loads(result.stdout)["settings"]}
+
+
+def check_ranges(said: Sequence[dict[str, Any]], tokens: Sequence[tuple[int, SlowToken]]) -> None:
+    """The ranges are those of a slow reference, and every token is in one of them."""
+    assert sum(each["tokens"] for each in said) == len(tokens)
+    for each in said:
+        within = [token for place, token in tokens if each["start"] <= place < each["stop"]]
+        assert each["tokens"] == len(within)
+        assert each["kl"] == pytest.approx(sum(token.kl for token in within) / len(within), rel=1e-3, abs=1e-9)
+        assert each["agreement"] == pytest.approx(sum(token.agrees for token in within) / len(within))
+
+
+def int2(config: Any) -> Any:
+    return kvlayers.QuantizedCache(config=config, nbits=2)
+
+
+def test_figures_by_position_are_those_of_a_slow_reference(llama: Path) -> None:
+    said = measured(llama, "--bits", 2)["int2"]
+    passages = slow_tokens(llama, int2, CONTEXT, SCORED, CHUNK)
+    tokens = list(itertools.chain(*passages))
+    check_ranges(said["by_position"], [(token.position, token) for token in tokens])
+    assert [(each["start"], each["stop"]) for each in said["by_position"]] == [
+        (start, start + 2) for start in range(224, 248, 2)
+    ]
+    # 16 sinks, 128 tokens of the residual and 64 that are not packed yet are 208 tokens: one more, and a block is
+    # packed. That is after 216 tokens, in chunks of 8, and the next time is after 280.
+    check_ranges(said["since_packing"], [(token.position - 216, token) for token in tokens])
+    first, last = said["drift"]["first"], said["drift"]["last"]
+    assert (first["start"], first["stop"], last["start"], last["stop"]) == (224, 230, 242, 248)
+    check_ranges([first], [(token.position, token) for token in tokens if token.position < 230])
+    check_ranges([last], [(token.position, token) for token in tokens if token.position >= 242])
+    grown = [sum(token.kl for token in each[-6:]) > sum(token.kl for token in each[:6]) for each in passages]
+    assert said["drift"]["growing_passages"] == sum(grown)
+
+
+def test_without_context_the_whole_passage_has_a_curve(llama: Path) -> None:
+    result = fidelity(llama, "--context", 0, "--scored", 248, "--passages", 2, "--chunk", 8, "--bits", 2, "--json")
+    said = json.loads(result.stdout)["settings"][1]
+    tokens = list(itertools.chain(*slow_tokens(llama, int2, 0, 248, 8)))
+    check_ranges(said["by_position"], [(token.position, token) for token in tokens])
+    assert said["by_position"][0]["start"] == 0
+    # Nothing is packed before 216 tokens were read, so no token before that has a distance.
+    check_ranges(said["since_packing"], [(token.position - 216, token) for token in tokens if token.position >= 216])
+    kl = {each["start"]: each["kl"] for each in said["by_position"]}
+    assert kl[0] < 1e-9 < kl[240]
+    assert "KL grows between tokens 0 to 61 and tokens 186 to 247: int2 from" in result.stderr
+
+
+def distances(cache: Any, passes: Sequence[int], tokens_at: Sequence[int]) -> list[int | None]:
+    """Distances of the first token of each of the passes at `tokens_at`, counted in tokens."""
+    follower, read, found = LastPacking(cache), 0, []
+    for tokens in passes:
+        if read in tokens_at:
+            found += follower.distances(read, 1)
+        for layer in range(2):
+            cache.update(torch.randn(1, 2, tokens, 8), torch.randn(1, 2, tokens, 8), layer)
+        read += tokens
+        follower.note_pass(read)
+    return found
+
+
+def test_distances_are_counted_from_the_end_of_the_pass_that_packs_or_evicts() -> None:
+    config = tf.LlamaConfig(**COMMON)
+    int4 = kvlayers.QuantizedCache(config=config, nbits=4, residual_length=32, sink_tokens=4)
+    # 4 sinks, 32 tokens of the residual, and blocks of 64 tokens: packing is after 101 tokens, 165, 229.
+    assert distances(int4, [1] * 240, [100, 101, 102, 164, 165, 239]) == [None, 0, 1, 63, 0, 10]
+    sinks = kvlayers.SinkCache(64, 4, config=config)
+    # From 64 tokens on, every pass evicts.
+    assert distances(sinks, [32, 31, 1, 1, 5, 1], [0, 32, 63, 64, 65, 70]) == [None, None, None, 0, 0, 0]
+    mixed = kvlayers.Cache(layers=[kvlayers.DynamicLayer(), int4.layers[0].fork()])
+    mixed.reset()
+    assert distances(mixed, [50] * 5, [100, 150, 200]) == [None, 0, 0]
+
+
+def test_caches_that_do_not_pack_or_do_not_say_have_no_distances() -> None:
+    config = tf.LlamaConfig(**COMMON)
+    window = tf.MistralConfig(**COMMON, sliding_window=16)
+    for cache in (
+        kvlayers.DynamicCache(config=config),
+        kvlayers.DynamicCache(config=window),
+        tf.DynamicCache(config=config),
+    ):
+        assert distances(cache, [20, 20, 20], [0, 20, 40]) == [None, None, None]
+    assert LastPacking(None).distances(0, 2) == [None, None]
+
+
+def scores(kl: Sequence[float], since: Sequence[int | None] = ()) -> PassageScores:
+    return PassageScores(tuple(kl), (0.5,) * len(kl), (True,) * len(kl), tuple(since))
+
+
+def test_ranges_have_equal_widths_and_no_range_is_empty() -> None:
+    passages = [scores(range(40)), scores(range(40, 80))]
+    found = by_position(passages, 100)
+    assert [(each.start, each.stop, each.tokens) for each in found[:2]] == [(100, 103, 6), (103, 106, 6)]
+    assert (len(found), found[-1].start, found[-1].stop, found[-1].tokens) == (14, 139, 140, 2)
+    assert found[0].kl == (0 + 1 + 2 + 40 + 41 + 42) / 6
+    assert since_packing([scores([1.0, 2.0, 3.0], [None, 0, 40])]) != ()
+    assert [each.start for each in since_packing([scores([1.0, 2.0, 3.0], [None, 0, 40])])] == [0, 39]
+    assert since_packing(passages) == since_packing([scores([1.0], [None])]) == ()
+
+
+def test_growth_must_be_clear_and_in_most_passages() -> None:
+    grows, steady = [1.0] * 4 + [3.0] * 4, [1.0] * 8
+    assert drift([scores(grows)], 0).grows
+    assert drift([scores(grows), scores(grows), scores(steady)], 0).grows
+    assert not drift([scores(grows), scores(steady)], 0).grows
+    assert not drift([scores([1.0] * 4 + [1.4] * 4)], 0).grows
+    assert not drift([scores([0.0] * 4 + [1e-9] * 4)], 0).grows
+    assert drift([scores([0.0] * 4 + [1e-3] * 4)], 0).grows
+    assert not drift([scores([1.0])], 0).grows
+
+
+def test_a_cache_of_any_name_is_measured(llama: Path) -> None:
+    said = measured(llama, "--name", "int4", "--name", "caches_of_a_user:windowed", "--name", "caches_of_a_user:full")
+    assert list(said) == ["full", "int4", "caches_of_a_user:windowed", "caches_of_a_user:full"]
+    windowed, full = said["caches_of_a_user:windowed"], said["caches_of_a_user:full"]
+
+    def sinks(config: Any) -> Any:
+        return kvlayers.SinkCache(64, 4, config=config)
+
+    tokens = list(itertools.chain(*slow_tokens(llama, sinks, CONTEXT, SCORED, CHUNK)))
+    assert windowed["kl"] == pytest.approx(sum(token.kl for token in tokens) / len(tokens), rel=1e-3)
+    check_ranges(windowed["by_position"], [(token.position, token) for token in tokens])
+    check_ranges(windowed["since_packing"], [(token.position % CHUNK, token) for token in tokens])
+    config = tf.AutoConfig.from_pretrained(llama)
+    assert windowed["nbytes"] == bytes_of(lambda: sinks(config), config, CONTEXT + SCORED)
+    # A cache of another library has no arithmetic: it was filled.
+    assert (full["kl"], full["since_packing"]) == (0, [])
+    assert full["nbytes"] == said["full"]["nbytes"] == 2 * 2 * (CONTEXT + SCORED) * 2 * 8 * 2
+    assert "use" not in full
+    assert said["int4"]["use"] == {"cache_implementation": "int4"}
+
+
+def test_caches_of_transformers_are_measured_beside_settings(llama: Path) -> None:
+    pytest.importorskip("optimum.quanto", reason="no optimum-quanto here")
+    said = measured(llama, "--bits", 4, "--against", "quanto")
+    assert list(said) == ["full", "int4", "transformers quanto"]
+    quanto = said["transformers quanto"]
+    assert quanto["kl"] > 0
+    assert quanto["by_position"]
+    assert not quanto["since_packing"]
+    assert 0 < quanto["of_full"] < 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--name", "int5"), "`--name` must be .* got 'int5'. Did you mean int"),
+        (("--name", "no.module:cache"), "`--name` must be a callable that can be imported, got 'no.module:cache'"),
+        (("--name", "caches_of_a_user:failing"), r"caches_of_a_user:failing cannot make a cache.*\(no cache today\)"),
+        (("--against", "none"), "`--against` must be transformers, or .*got 'none'"),
+        (("--results", "no/such/file.jsonl"), "`--results`: no/such/file.jsonl cannot be written"),
+    ],
+)
+def test_an_unknown_cache_or_file_is_one_line_and_exit_code_2(
+    llama: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    result = fidelity(llama, *QUICK, *arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.count("\n") == 1
+    assert re.search(words, result.stderr), result.stderr
+
+
+def test_bytes_that_are_not_known_stay_empty_and_count_as_the_most() -> None:
+    class Refusing(tf.DynamicCache):
+        def update(self, *arguments: Any) -> Any:
+            raise RuntimeError("not today")
+
+    assert held_nbytes(Refusing, tf.LlamaConfig(**COMMON), 64, 8) is None
+    unknown = SettingFidelity("unknown", None, None, None, kl=0.1, within=True)
+    known = SettingFidelity("known", 10, 1.0, 0.5, kl=0.2, within=True)
+    assert FidelityBudget().best_of([unknown, known]) is known
+    assert FidelityBudget().best_of([unknown]) is unknown
+    assert FidelityBudget(max_bytes=10).best_of([known, unknown]) is unknown
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, most: float = math.inf) -> list[list[str]]:
+    """The caches of each reading of a passage; more than `most` readings are interrupted."""
+    read: Callable[..., Any] = scoring.read_passage
+    seen: list[list[str]] = []
+
+    def read_passage(model: Any, ids: Any, makers: Any, *arguments: Any) -> Any:
+        if len(seen) == most:
+            raise KeyboardInterrupt
+        seen.append(list(makers))
+        return read(model, ids, makers, *arguments)
+
+    monkeypatch.setattr(scoring, "read_passage", read_passage)
+    return seen
+
+
+def test_a_run_that_was_stopped_goes_on(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = measured(llama, "--bits", "4,2")
+    arguments = (*QUICK, "--bits", "4,2", "--json", "--results", "run.jsonl")
+    with monkeypatch.context() as patched:
+        counting(patched, most=1)
+        assert fidelity(llama, *arguments).exit_code != 0
+    file = tmp_path / "run.jsonl"
+    written = file.read_bytes()
+    assert written.count(b"\n") == 1 + 3
+    # As if the process had been killed within a line.
+    file.write_bytes(written[:-100])
+    seen = counting(monkeypatch)
+    result = fidelity(llama, *arguments)
+    assert seen == [["full", "int2"], ["full", "int4", "int2"]]
+    assert {each["name"]: each for each in json.loads(result.stdout)["settings"]} == whole
+    assert "2 of 6 readings of a passage through a cache were in run.jsonl." in result.stderr
+
+    seen.clear()
+    assert measured(llama, "--bits", "4,2", "--results", "run.jsonl") == whole
+    assert seen == []
+    more = measured(llama, "--bits", "4,2", "--name", "caches_of_a_user:windowed", "--results", "run.jsonl")
+    assert seen == [["full", "caches_of_a_user:windowed"]] * 2
+    assert {name: more[name] for name in whole} == whole
+
+
+def test_a_calibration_of_other_bits_is_read_again(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, found = counting(monkeypatch), []
+    for bits in (8, 2):
+        setting = MeasuredSetting({"key_nbits": [bits, bits], "value_nbits": [bits, bits]}, 100.0, 0.1)
+        kvlayers_lab.Calibration(setting, None, ()).save(tmp_path)
+        said = measured(llama, "--bits", 4, "--calibration", tmp_path, "--results", "run.jsonl")
+        found.append(said["calibrated"]["kl"])
+    assert seen == [["full", "int4", "calibrated"]] * 2 + [["full", "calibrated"]] * 2
+    assert 10 * found[0] < found[1]
+
+
+def test_a_file_of_another_run_is_refused(llama: Path, tmp_path: Path) -> None:
+    assert fidelity(llama, *QUICK, "--bits", "4", "--results", "run.jsonl").exit_code == 0
+    kept = (tmp_path / "run.jsonl").read_bytes()
+    for arguments, words in (
+        (("--chunk", 4), "is of another run, with chunk 8 (now 4): name another file"),
+        (("--passages", 1), "with passages 2 (now 1)"),
+        (("--dtype", "bfloat16"), "dtype float32 (now bfloat16)"),
+    ):
+        result = fidelity(llama, *QUICK, "--bits", "4", "--results", "run.jsonl", *arguments)
+        assert result.exit_code == 2
+        assert words in " ".join(result.stderr.splitlines()[-1].split())
+    assert (tmp_path / "run.jsonl").read_bytes() == kept
+    (tmp_path / "run.jsonl").write_bytes(kept + b'{"passage": 0}\n')
+    assert "line 6 has no scores" in fidelity(llama, *QUICK, "--bits", "4", "--results", "run.jsonl").stderr
+
+
+def test_a_failure_and_scores_that_are_not_finite_are_tried_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        record = PassageFile(tmp_path / "run.jsonl", {}, {})
+        assert set(record.of_passage(0)) <= {"good"}
+        record.add(0, "bad", PassageScores(failure="MemoryError: "))
+        record.add(0, "overflowing", scores([math.nan]))
+        record.add(0, "good", scores([0.1, 1 / 3], [None, 2]))
+    assert record.of_passage(0) == {"good": scores([0.1, 1 / 3], [None, 2])}
+
+
+def test_passages_are_said_to_be_no_random_choice(llama: Path) -> None:
+    pytest.importorskip("matplotlib", reason="no matplotlib here: the extra 'report' brings it")
+    assert fidelity(llama, *QUICK, "--bits", "2", "--report", "report.html").exit_code == 0
+    page = Path("report.html").read_text()
+    assert "nothing is chosen at random" in page
+    assert "Fidelity by position" in page
+    assert "Fidelity since the last packing or eviction" in page

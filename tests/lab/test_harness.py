@@ -1,0 +1,436 @@
+"""The model `kvlayers` of lm-evaluation-harness: the harness's own results with exact caches, and with other caches
+those of decoding through them."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import fresh_process
+import kvlayers
+from model_directories import random_text, save_model, save_with_tokenizer, word_tokenizer
+from models import fresh_model, tiny_model
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: it comes with the extra 'eval'")
+
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.api.model import CachingLM  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+from lm_eval.utils import simple_parse_args_string  # noqa: E402
+
+from harness_tasks import ANSWERS, CHOICES, ROLLING, write_tasks  # noqa: E402
+from kvlayers.errors import OptionError  # noqa: E402
+from kvlayers_lab.evaluation import harness as harness_model  # noqa: E402
+from kvlayers_lab.evaluation.harness import KVLayersLM  # noqa: E402
+
+INT2 = {"cache": "int2", "cache_config": {"residual_length": 0, "sink_tokens": 0}}
+"""A cache that packs a context as soon as it has a block of 64 tokens."""
+
+FEW_SHOT = random_text(100)
+CONTEXTS = [f"{FEW_SHOT} {random_text(20 + 3 * index, seed=1 + index)}" for index in range(4)]
+CHOICES_OF_EACH = [" w1", " w2 w3", " w4 w5 w6"]
+PAIRS = [(context, choice) for context in CONTEXTS for choice in CHOICES_OF_EACH]
+
+
+def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+    return [Instance(kind, {}, each, index) for index, each in enumerate(arguments)]
+
+
+def hf(**arguments: Any) -> Any:
+    return HFLM(tiny_model("llama"), tokenizer=word_tokenizer(), **arguments)
+
+
+def adapted(**arguments: Any) -> Any:
+    return KVLayersLM(tiny_model("llama"), tokenizer=word_tokenizer(), **arguments)
+
+
+def score(model: Any, pairs: list[tuple[str, str]] = PAIRS) -> list[tuple[float, bool]]:
+    answers: list[tuple[float, bool]] = model.loglikelihood(instances("loglikelihood", pairs), disable_tqdm=True)
+    return answers
+
+
+def agrees(answers: list[tuple[float, bool]], expected: list[tuple[float, bool]]) -> bool:
+    assert len(answers) == len(expected) > 0
+    return all(
+        abs(own[0] - other[0]) < 1e-4 and own[1] == other[1] for own, other in zip(answers, expected, strict=True)
+    )
+
+
+@contextmanager
+def computed_tokens(model: Any) -> Iterator[list[int]]:
+    """The tokens of each forward pass of a model."""
+    counts: list[int] = []
+
+    def count(_: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+        counts.append((args[0] if args else arguments["input_ids"]).numel())
+
+    hook = model.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        yield counts
+    finally:
+        hook.remove()
+
+
+def decoded_scores(pairs: list[tuple[str, str]], chunk: int | None) -> list[tuple[float, bool]]:
+    """The reference: each pair alone, its context in one pass or in pieces, then one token after the other."""
+    model, encode = tiny_model("llama"), adapted().tok_encode
+    answers = []
+    for context, continuation in pairs:
+        ids, wanted = torch.tensor([encode(context)]), torch.tensor(encode(continuation))
+        cache = kvlayers.make_cache("int2", model, residual_length=0, sink_tokens=0)
+        logits = []
+        with torch.inference_mode():
+            for start in range(0, ids.shape[1], chunk or ids.shape[1]):
+                piece = ids[:, start : start + (chunk or ids.shape[1])]
+                last = model(input_ids=piece, past_key_values=cache).logits[0, -1]
+            logits.append(last)
+            for token in wanted[:-1]:
+                logits.append(model(input_ids=token.view(1, 1), past_key_values=cache).logits[0, -1])
+        logprobs = torch.stack(logits).log_softmax(dim=-1)
+        total = logprobs[range(len(wanted)), wanted].sum().item()
+        answers.append((total, bool((logprobs.argmax(dim=-1) == wanted).all())))
+    return answers
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded"])
+def test_scores_with_an_exact_cache_are_those_of_hf_and_shared_contexts_are_computed_once(cache: str) -> None:
+    with computed_tokens(tiny_model("llama")) as of_hf:
+        expected = score(hf(batch_size=4))
+    with computed_tokens(tiny_model("llama")) as counts:
+        assert agrees(score(adapted(cache=cache, batch_size=4)), expected)
+    assert sum(counts) < sum(of_hf) / 3
+
+
+def test_a_continuation_that_the_model_would_choose_is_greedy() -> None:
+    model, context = tiny_model("llama"), CONTEXTS[0]
+    ids = torch.tensor([adapted().tok_encode(context)])
+    chosen = model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
+    text = " ".join(word_tokenizer().convert_ids_to_tokens(chosen.tolist()))
+    pairs = [(context, f" {text}"), (context, f" {text} w1"), (context, " w1")]
+    scores = score(adapted(), pairs)
+    assert [is_greedy for _, is_greedy in scores] == [True, False, False]
+    assert agrees(scores, score(hf(), pairs))
+
+
+def test_too_long_contexts_lose_their_first_tokens_as_in_hf(caplog: pytest.LogCaptureFixture) -> None:
+    scores = score(adapted(max_length=60))
+    assert "12 of 12 contexts lost their first tokens: at most 60 fit." in caplog.messages
+    assert agrees(scores, score(hf(max_length=60)))
+    assert not agrees(score(adapted(max_length=60)), score(hf()))
+
+
+def test_an_empty_context_is_the_prefix_token_as_in_hf() -> None:
+    pairs = [("", "w1 w2"), ("w3", " w4")]
+    assert agrees(score(adapted(), pairs), score(hf(), pairs))
+
+
+def test_a_context_of_nothing_but_spaces_is_named() -> None:
+    with pytest.raises(OptionError, match="a context must be empty or have a token of its own, got ' '"):
+        score(adapted(), [("w3", " w4"), (" ", "w1")])
+
+
+def test_a_small_cache_scores_as_decoding_token_by_token_with_it_does() -> None:
+    scores = score(adapted(**INT2, batch_size=4))
+    assert agrees(scores, decoded_scores(PAIRS, chunk=None))
+    assert not agrees(scores, score(hf()))
+    # Whatever else is scored.
+    assert agrees([score(adapted(**INT2), [pair])[0] for pair in PAIRS[3:6]], scores[3:6])
+
+
+def test_with_a_chunk_of_one_contexts_are_decoded_too() -> None:
+    pairs = PAIRS[:2]
+    scores = score(adapted(**INT2, chunk=1, batch_size=4), pairs)
+    assert agrees(scores, decoded_scores(pairs, chunk=1))
+    assert not agrees(scores, decoded_scores(pairs, chunk=None))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, "auto"])
+def test_rolling_scores_are_those_of_hf(batch_size: int | str) -> None:
+    texts = instances("loglikelihood_rolling", [(random_text(words, seed=words),) for words in (5, 90, 33)])
+    expected = hf(max_length=32).loglikelihood_rolling(texts, disable_tqdm=True)
+    model = adapted(max_length=32, batch_size=batch_size)
+    assert model.loglikelihood_rolling(texts, disable_tqdm=True) == pytest.approx(expected, abs=1e-4)
+
+
+def generate(model: Any, contexts: list[str], **options: Any) -> list[str]:
+    options = {"until": ["."], "max_gen_toks": 12, "do_sample": False, **options}
+    requests = instances("generate_until", [(context, options) for context in contexts])
+    texts: list[str] = model.generate_until(requests, disable_tqdm=True)
+    return texts
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_texts_with_an_exact_cache_are_those_of_hf_and_shared_prompts_are_computed_once(batch_size: int) -> None:
+    expected = generate(hf(batch_size=batch_size), CONTEXTS)
+    assert len(set(expected)) > 1
+    tokens = {}
+    for store in ("auto", 0, None, "1MiB"):
+        model = adapted(batch_size=batch_size, prefix_store=store)
+        with computed_tokens(tiny_model("llama")) as counts:
+            assert generate(model, CONTEXTS) == expected
+        tokens[store] = sum(counts)
+    assert tokens["auto"] == tokens["1MiB"] < tokens[0] / 2
+    assert tokens[0] == tokens[None]
+
+
+def test_drafts_are_for_batches_too() -> None:
+    plain = generate(hf(), CONTEXTS)
+    with computed_tokens(tiny_model("llama")) as passes:
+        assert generate(adapted(batch_size=4), CONTEXTS, prompt_lookup_num_tokens=2) == plain
+    assert max(passes) > len(CONTEXTS)
+
+
+def test_what_rows_cannot_do_generate_does() -> None:
+    assert generate(adapted(batch_size=4), CONTEXTS, num_beams=2) == generate(hf(batch_size=4), CONTEXTS, num_beams=2)
+    # A cache that rounds gets each prompt alone.
+    alone = [generate(adapted(**INT2), [context], num_beams=2)[0] for context in CONTEXTS]
+    assert generate(adapted(**INT2, batch_size=4), CONTEXTS, num_beams=2) == alone
+
+
+def test_thoughts_are_left_out_as_in_hf() -> None:
+    models = [hf(), adapted(batch_size=4)]
+    ids = models[0].tok_encode(generate(models[0], CONTEXTS)[0])
+    for end in (ids[2], word_tokenizer().decode(ids[2])):
+        for model in models:
+            model.think_end_token = end
+        expected, texts = (generate(model, CONTEXTS) for model in models)
+        assert texts == expected
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_texts_with_a_small_cache_are_those_of_its_own_calls_of_generate(chunk: int | None) -> None:
+    options = INT2["cache_config"]
+    expected = []
+    for context in CONTEXTS:
+        ids = torch.tensor([adapted().tok_encode(context)])
+        output = kvlayers.generate(
+            *(tiny_model("llama"), ids),
+            cache_implementation="int2",
+            cache_config=options,
+            prefill_chunk_size=chunk,
+            max_new_tokens=12,
+            do_sample=False,
+        )
+        expected.append(word_tokenizer().decode(output[0, ids.shape[1] :]).split(".")[0].rstrip())
+    # One batch, and prompts of different lengths, which are not padded: padding would be rounded with them.
+    texts = generate(adapted(**INT2, chunk=chunk, batch_size=4), CONTEXTS)
+    assert [text.rstrip() for text in texts] == expected
+    assert texts != generate(hf(), CONTEXTS)
+
+
+def test_a_run_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = score(adapted())
+    monkeypatch.setattr(harness_model, "RECORDED_TOGETHER", 3)
+    original, calls = harness_model.score_tokens, []
+
+    def score_two_parts(model: Any, requests: Any, *args: Any, **arguments: Any) -> Any:
+        calls.append(len(requests))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(model, requests, *args, **arguments)
+
+    monkeypatch.setattr(harness_model, "score_tokens", score_two_parts)
+    recorded = CachingLM(adapted(), str(tmp_path / "answers.db"))
+    with pytest.raises(KeyboardInterrupt):
+        recorded.loglikelihood(instances("loglikelihood", PAIRS))
+    answers = recorded.loglikelihood(instances("loglikelihood", PAIRS))
+    assert agrees([tuple(answer) for answer in answers], expected)
+    assert calls == [3, 3, 3, 3, 3]
+    assert recorded.loglikelihood(instances("loglikelihood", PAIRS)) == answers
+    assert len(calls) == 5
+
+
+def test_a_batch_size_of_auto_is_not_probed() -> None:
+    with computed_tokens(tiny_model("llama")) as counts:
+        assert agrees(score(adapted(batch_size="auto")), score(adapted(batch_size=16)))
+        assert generate(adapted(batch_size="auto"), CONTEXTS) == generate(adapted(batch_size=4), CONTEXTS)
+    assert max(counts) <= 4 * 200
+
+
+def test_models_tuned_by_lora_are_scored_and_those_with_virtual_tokens_are_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    tuned = peft.get_peft_model(fresh_model("llama"), lora).eval()
+    scores = [score(kind(tuned, tokenizer=word_tokenizer())) for kind in (KVLayersLM, HFLM)]
+    assert agrees(*scores)
+    assert not agrees(scores[0], score(hf()))
+    prompt_tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    tuned = peft.get_peft_model(fresh_model("llama"), prompt_tuning)
+    with pytest.raises(kvlayers.OptionError, match="virtual tokens, got .*PROMPT_TUNING"):
+        KVLayersLM(tuned, tokenizer=word_tokenizer())
+    tuned.save_pretrained(tmp_path)
+    with pytest.raises(kvlayers.OptionError, match="virtual tokens"):
+        KVLayersLM("no model", tokenizer=word_tokenizer(), peft=str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("harness") / "model", "llama")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"cache": "in4"}, kvlayers.errors.RegistryError, "unknown cache name 'in4': did you mean 'int4'"),
+        ({"cache": 4}, kvlayers.OptionError, "`cache` must be the name of a cache, got 4"),
+        ({"cahce": "int4"}, kvlayers.OptionError, "`cahce` is not a model argument: did you mean 'cache'"),
+        ({"max_lenght": 9}, kvlayers.OptionError, "did you mean 'max_length'"),
+        ({"nbits": 4}, kvlayers.OptionError, "`nbits` is no model argument.*belong in `cache_config`"),
+        ({"cache_implementation": "int4"}, kvlayers.OptionError, "`cache_implementation` is no model argument"),
+        ({"cache_config": "4"}, kvlayers.OptionError, "`cache_config` must be options of the cache, got '4'"),
+        ({"cache_config": "{nbits: 4}"}, kvlayers.OptionError, "`cache_config` must be options"),
+        ({"cache_config": [4]}, kvlayers.OptionError, "`cache_config` must be options"),
+        ({"cache": "int4", "cache_config": "nbit:4"}, kvlayers.OptionError, "'nbit'.*did you mean 'nbits'"),
+        ({"cache": "int4", "cache_config": "nbits:2"}, kvlayers.OptionError, "`nbits` is 4.*got 2"),
+        ({"chunk": 0}, kvlayers.OptionError, "`chunk` must be a whole number, at least 1, got 0"),
+        ({"batch_size": 0}, kvlayers.OptionError, "`batch_size` must be a whole number, at least 1, or 'auto', got 0"),
+        ({"batch_size": "-1"}, kvlayers.OptionError, "`batch_size` must be a whole number.*got '-1'"),
+        ({"batch_size": "auto", "max_batch_size": 0}, kvlayers.OptionError, "`max_batch_size` must be.*got 0"),
+        ({"prefix_store": "lots"}, kvlayers.OptionError, "`prefix_store` must be a number of bytes.*'lots'"),
+        ({"prefix_store": 1.5}, kvlayers.OptionError, "`prefix_store` must be a number of bytes.*1.5"),
+        ({"prefix_store": -1}, kvlayers.OptionError, "`prefix_store` must not be negative, got -1"),
+        ({"prefix_store": "1GiB", "cache": "int4"}, kvlayers.OptionError, "needs an exact cache, got cache='int4'"),
+    ],
+)
+def test_wrong_arguments_raise_before_weights_are_loaded(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], error: type, words: str
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "_load_pretrained_model", load)
+    with pytest.raises(error, match=words):
+        KVLayersLM(str(directory), device="cpu", **arguments)
+
+
+def test_arguments_of_transformers_are_passed_on(directory: Path) -> None:
+    model = KVLayersLM(str(directory), device="cpu", attn_implementation="eager", dtype="bfloat16", cache="int4")
+    assert model.model.config._attn_implementation == "eager"
+    assert model.model.dtype == torch.bfloat16
+
+
+def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
+    save_with_tokenizer(tmp_path, fresh_model("t5"))
+    with pytest.raises(kvlayers.errors.ConfigError, match="models without an encoder, got t5: use 'hf'"):
+        KVLayersLM(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"nbits": 2, "backend": "hqq", "residual_length": 64},
+        '{"nbits": 2, "backend": "hqq", "residual_length": 64}',
+        "nbits:2+backend:hqq+residual_length:64",
+    ],
+)
+def test_options_of_a_cache_have_three_forms(given: Any) -> None:
+    info = adapted(cache="quantized", cache_config=given).get_model_info()
+    assert info["cache_config"] == {"nbits": 2, "backend": "hqq", "residual_length": 64}
+
+
+def test_the_readable_form_survives_what_the_harness_does_to_arguments() -> None:
+    model = KVLayersLM.create_from_arg_string(
+        "cache=int2,cache_config=residual_length:0+sink_tokens:0,chunk=16,prefix_store=0",
+        {"pretrained": tiny_model("llama"), "tokenizer": word_tokenizer()},
+    )
+    info = model.get_model_info()
+    assert (info["cache"], info["chunk"], info["cache_config"]) == ("int2", 16, INT2["cache_config"])
+    assert simple_parse_args_string("cache_config=residual_length:0+sink_tokens:0") == {
+        "cache_config": "residual_length:0+sink_tokens:0"
+    }
+
+
+@pytest.mark.parametrize(
+    ("pair", "words"),
+    [
+        (("w1 w2", ""), "at least one token, got '' behind a context that ends with 'w1 w2'"),
+        (("", ""), "at least one token"),
+        (("w1", "<s>"), None),
+        (("", "<s>"), "at least one token, got '<s>'"),
+        (("w1", " w2" * 40), "at most the 32 tokens of the model's context, got 40"),
+    ],
+)
+def test_continuations_that_cannot_be_scored_raise_before_anything_is_computed(
+    pair: tuple[str, str], words: str | None
+) -> None:
+    model = adapted(max_length=32)
+    if words is None:
+        assert len(score(model, [pair])) == 1
+        return
+    with computed_tokens(tiny_model("llama")) as counts, pytest.raises(kvlayers.OptionError, match=words):
+        score(model, [("w1", " w2"), pair])
+    assert counts == []
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+def test_whole_tasks_have_the_results_of_hf(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The facts about the machine take seconds.
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", str)
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    results = []
+    for model in (hf(max_length=200), adapted(max_length=200)):
+        evaluated = lm_eval.simple_evaluate(
+            model, tasks=[CHOICES, ANSWERS, ROLLING], task_manager=manager, bootstrap_iters=0
+        )
+        results.append({task: list(found.values()) for task, found in evaluated["results"].items()})
+    assert results[0].keys() == {CHOICES, ANSWERS, ROLLING}
+    for task, found in results[0].items():
+        assert [value for value in results[1][task] if isinstance(value, float)] == pytest.approx(
+            [value for value in found if isinstance(value, float)], rel=1e-4
+        )
+
+
+COMMAND = """
+import functools, sys
+import lm_eval.tasks, torch.utils.collect_env
+
+# The facts about the machine take seconds, and the index of the harness's own tasks ten.
+torch.utils.collect_env.get_pretty_env_info = str
+lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+from kvlayers.__main__ import main
+
+sys.argv = ["kvlayers", "lm-eval", *{arguments}]
+main()
+"""
+
+
+@pytest.mark.slow
+def test_the_command_runs_the_harness_and_its_results_name_the_cache(
+    directory: Path, tasks: Path, tmp_path: Path
+) -> None:
+    arguments = [
+        *("run", "--model", "kvlayers", "--tasks", CHOICES, "--include_path", str(tasks)),
+        *("--device", "cpu"),
+        *("--model_args", f"pretrained={directory},cache=int4,cache_config=residual_length:64,chunk=16"),
+        *("--output_path", f"{tmp_path / 'results.json'}"),
+    ]
+    ran = fresh_process.run(COMMAND.format(arguments=arguments))
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert CHOICES in ran.stdout
+    [path] = tmp_path.rglob("*.json")
+    config = json.loads(path.read_text())["config"]
+    assert (config["model"], config["cache"], config["chunk"]) == ("kvlayers", "int4", 16)
+    assert config["cache_config"] == {"residual_length": 64}
+    assert config["kvlayers_version"] == kvlayers.__version__
+    assert config["torch_seed"] is not None
+
+
+@pytest.mark.slow
+def test_under_the_command_the_model_hf_generates_with_the_cache_that_is_named(directory: Path, tasks: Path) -> None:
+    arguments = [
+        *("--model", "hf", "--tasks", ANSWERS, "--include_path", str(tasks), "--device", "cpu", "--limit", "2"),
+        *("--model_args", f"pretrained={directory}", "--gen_kwargs", "cache_implementation=int4"),
+    ]
+    ran = fresh_process.run(COMMAND.format(arguments=arguments))
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ANSWERS in ran.stdout

@@ -350,7 +350,8 @@ def own_arguments(run: Run, subject: Subject) -> list[str]:
     """The arguments with which another process reads prompts of the same model."""
     given = run.given
     chosen = [part for source in given.model or () for part in ("--model", source)]
-    return [*chosen, "--models", subject.name, "--threads", str(given.threads), *(["--quick"] if given.quick else [])]
+    quick = ["--quick"] if given.quick else []
+    return [*chosen, "--models", subject.name, "--threads", str(torch.get_num_threads()), *quick]
 
 
 def memory(run: Run, subject: Subject) -> dict[str, Any]:

@@ -127,7 +127,9 @@ def measure_length(run: report.Session, model: Any, text: Tensor, tokens: int, o
             found = read_here(model, OWN[name], ids, following)
         steps[name] += found["step_seconds"]
         bar()
-        run.console.print(f"{tokens:,} tokens, {name}: {found['seconds']:.2f} s", markup=False, highlight=False)
+        run.console.print(
+            f"{tokens:,} tokens, {name}: {found['seconds']:.2f} s", markup=False, highlight=False, soft_wrap=True
+        )
         return found["seconds"], found
 
     bar = run.ticking(f"{tokens:,} tokens", len(turns.seconds))
@@ -162,7 +164,9 @@ def measure(run: report.Session) -> dict[str, Any]:
     left = [tokens for tokens in given.lengths if not (given.resume and str(tokens) in recorded_today())]
     with peer(given.peer_python, given.gguf, given.threads) as other:
         run.environment["versions"]["llama-cpp-python"] = other.build["version"]
-        run.console.print(f"llama-cpp-python {other.build['version']}: {other.build['system']}", markup=False)
+        run.console.print(
+            f"llama-cpp-python {other.build['version']}: {other.build['system']}", markup=False, soft_wrap=True
+        )
         for tokens in left:
             text = workload.prompt(tokens + given.steps)
             figures = measure_length(run, workload.model, text, tokens, other)

@@ -77,7 +77,7 @@ READ_TWICE = 4096
 EXACT_UP_TO = 2048
 """Tokens of a prompt that is also read in float32, whose logits those in bfloat16 are compared with."""
 
-MOST_TURNS = 7
+MOST_TURNS = 15
 NEVER = {"KVLAYERS_COMPILE": "never"}
 
 
@@ -223,7 +223,7 @@ class Run(report.Session):
         return {TRANSFORMERS: MAKERS[TRANSFORMERS], **{name: MAKERS[name] for name in self.given.caches}}
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def compare(self, case: Case, logits: Mapping[str, Tensor], exact: Tensor | None) -> dict[str, float]:
         """Hold logits against transformers', or against those of float32; return how far each is from these."""
@@ -385,6 +385,9 @@ def uncompiled(run: Run, subject: Subject) -> dict[str, Any]:
                 # Without its tables and bars.
                 if line.startswith(f"{subject.name}, "):
                     run.say(line.rstrip())
+        # 1 says that logits were wrong, and which ones is in the file.
+        if process.returncode not in (0, 1):
+            raise RuntimeError(f"the process without kernels ended with {process.returncode}: {' '.join(command)}")
         content = json.loads(output.read_text())
     run.wrong += content["wrong"]
     return {"cells": tables.cells_of(content["results"]["prompts"])}

@@ -175,6 +175,9 @@ def summary(
     if dynamic >= LEAST_GAIN:
         beside = f", and {dynamic / static:.1f} times as fast as its StaticCache of this length" if static else ""
         sentences.append(f"dynamic decodes {dynamic:.1f} times as fast as transformers' DynamicCache{beside}.")
+    prompt = reference.prefill_seconds / ran[KVLAYERS, "dynamic"].prefill_seconds if dynamic else 0.0
+    if prompt >= LEAST_GAIN:
+        sentences.append(f"dynamic reads the prompt {prompt:.1f} times as fast.")
     if INT4 in ran and ran[INT4].nbytes < reference.nbytes:
         sentences.append(
             f"int4 holds {ran[INT4].nbytes / reference.nbytes:.0%} of the bytes of DynamicCache"

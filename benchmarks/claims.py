@@ -414,7 +414,9 @@ def measure_attention_of_prompts(run: Run) -> Mapping[str, Cells]:
     of_prompts = reading(run, (prompt_tables.DYNAMIC,))
     shares = prompts.measure_attention(of_prompts, of_prompts.given.attention, ("bfloat16",))["bfloat16"]
     check_logits(of_prompts)
-    of_shapes = {name: {claimed.SHARE_OF_PRODUCT: ways[prompt_tables.OURS]["share"]} for name, ways in shares.items()}
+    of_shapes = {
+        name: {claimed.SHARE_OF_PRODUCT: ways[prompt_tables.KVLAYERS]["share"]} for name, ways in shares.items()
+    }
     return {"attention": of_shapes}
 
 

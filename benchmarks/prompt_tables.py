@@ -29,7 +29,7 @@ NARROW, WIDE = "llama-64", "llama-128"
 WIDE_ATTENTION, SMALL_ATTENTION = "32/8 heads of 128", "9/3 heads of 64"
 WINDOW_ATTENTION = "4/1 heads of 256, window of 512"
 ATTENTION, MEMORY = "attention", "memory"
-GEMM, TORCH, OURS = "a matrix product", "torch", "kvlayers"
+GEMM, TORCH, KVLAYERS = "a matrix product", "torch", "kvlayers"
 
 MOST_OF_SMOLLM2, MOST_OF_GEMMA = 0.60, 0.36
 """Time of 8,192 tokens, relative to transformers'."""
@@ -45,7 +45,7 @@ MOST_MEMORY = 1.0
 """Peak memory of a process that reads 16,384 tokens, relative to transformers'."""
 
 MOST_FURTHER = 1.25
-"""How many times as far from float32's logits, in the mean, ours may be as transformers' are, both in bfloat16."""
+"""How many times as far from float32's logits, in the mean, kvlayers' may be as transformers', both in bfloat16."""
 
 MOST_APART = 3.0
 """How many times as far from each other the logits of both may be, in bfloat16, as transformers' are from float32's."""
@@ -108,7 +108,7 @@ def held_of(parts: Parts) -> Iterator[Held]:
         for name, shares in part.get("shares", {}).get("bfloat16", {}).items():
             if name in LEAST_SHARES:
                 what = f"attention, {name}: share of a matrix product's rate"
-                yield Held(what, shares[OURS]["share"], LEAST_SHARES[name], at_most=False)
+                yield Held(what, shares[KVLAYERS]["share"], LEAST_SHARES[name], at_most=False)
         for cache, entry in part.get("peaks", {}).items():
             if cache != TRANSFORMERS:
                 where = f"{part['model']} at {part['tokens']:,}, {cache}"
@@ -157,7 +157,7 @@ def shares_table(shares: Mapping[str, Any]) -> str:
     rows = []
     for dtype, of_shapes in shares.items():
         for name, found in of_shapes.items():
-            both = (found[OURS], found[TORCH])
+            both = (found[KVLAYERS], found[TORCH])
             figures = [f"{each['seconds'] * 1e3:.0f} ms" for each in both] + [f"{each['share']:.2f}" for each in both]
             rows.append([f"{name}, {dtype}", *figures, f"{found[GEMM]['rate'] / 1e12:.2f}"])
     head = ["", "kvlayers", "torch", "share, kvlayers", "share, torch", "matrix product, TFLOP/s"]

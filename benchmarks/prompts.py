@@ -431,13 +431,13 @@ def one_attention(run: Run, name: str, shape: AttentionShape, tokens: int, dtype
         masking = {"attn_mask": mask, "is_causal": mask is None}
         return scaled_dot_product_attention(query, *states, **masking, enable_gqa=True)
 
-    def ours() -> Tensor:
+    def attended_in_cache() -> Tensor:
         return attended(MAKERS[DYNAMIC](config, tokens).update(keys, values, 0))
 
     ways = {
         tables.GEMM: lambda: matrix @ matrix,
         tables.TORCH: lambda: attended((keys, values)),
-        tables.OURS: ours,
+        tables.KVLAYERS: attended_in_cache,
     }
     products = {tables.GEMM: 2 * side**3}
     turns, tick = Turns(ways), run.ticking(f"attention, {name}, {str(dtype)[6:]}", 1)
@@ -450,9 +450,9 @@ def one_attention(run: Run, name: str, shape: AttentionShape, tokens: int, dtype
         for _ in range(max(3, run.count(time.perf_counter() - started)) if run.given.seconds else 1):
             turns.take(lambda way: ways[way]())
     tick()
-    further = {way: apart(outputs[way].float(), exact) for way in (tables.TORCH, tables.OURS)}
+    further = {way: apart(outputs[way].float(), exact) for way in (tables.TORCH, tables.KVLAYERS)}
     most = tables.MOST_APART_IN_FLOAT32 if dtype == torch.float32 else tables.MOST_FURTHER * further[tables.TORCH]
-    run.expect(further[tables.OURS] <= most, f"attention, {name}, {dtype}: {further[tables.OURS]:.2g} apart")
+    run.expect(further[tables.KVLAYERS] <= most, f"attention, {name}, {dtype}: {further[tables.KVLAYERS]:.2g} apart")
     useful = 4 * shape.heads * shape.head_dim * shape.pairs(tokens)
     gemm = turns.seconds[tables.GEMM]
     entries: dict[str, Any] = {}

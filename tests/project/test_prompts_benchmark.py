@@ -99,7 +99,7 @@ def test_attention_is_compared_with_float32(prompts: Any, tables: Any, tmp_path:
     assert set(shares["bfloat16"]) == set(tables.LEAST_SHARES)
     for ways in shares["float32"].values():
         assert ways[tables.GEMM]["share"] == 1
-        assert ways[tables.OURS]["apart"] < 1e-5
+        assert ways[tables.KVLAYERS]["apart"] < 1e-5
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_each_bound_can_be_missed(tables: Any) -> None:
                 cell(tables, case=f"{tables.UNCOMPILED}{tables.BATCH}", ratio=1.06),
             ]
         },
-        "attention": {"shares": {"bfloat16": {tables.WIDE_ATTENTION: {tables.OURS: {"share": 0.59}}}}},
+        "attention": {"shares": {"bfloat16": {tables.WIDE_ATTENTION: {tables.KVLAYERS: {"share": 0.59}}}}},
         "a: memory": {"model": "a", "tokens": 16384, "peaks": {tables.DYNAMIC: {"ratio": 1.01}}},
     }
     missed = [held.what for held in tables.held_of(whole) if not held.holds]

@@ -25,6 +25,9 @@ CORE = (
 )
 """Files with tests of what versions of transformers differ in, which `oldest` runs without the slow tests."""
 
+LLAMA_CPP = "llama-cpp-python==0.3.36"
+"""The Python binding of llama.cpp that `peers` compiles."""
+
 ON_NEWEST_TORCH = ("tests/attention", "tests/quantizers", "tests/stores", "tests/caches")
 """Folders with tests of what versions of torch and triton differ in, which `newest_torch` runs beside the core."""
 
@@ -110,6 +113,19 @@ def clients(session: nox.Session, transformers: str) -> None:
     session.install("-e", ".[test]", "-e", LAB, *wanted)
     session.env["KVLAYERS_NIGHTLY"] = "1"
     run_tests(session, "-rs", "tests/clients", *session.posargs)
+
+
+@nox.session(reuse_venv=True, default=False)
+def peers(session: nox.Session) -> None:
+    """Prompts beside llama.cpp, which is compiled for it; `-- ARGUMENTS` goes to lab/benchmarks/peers.py."""
+    # Its sources are compiled for this processor, some twenty minutes on two cores.
+    session.install("--no-binary", LLAMA_CPP.partition("==")[0], LLAMA_CPP)
+    python = Path(session.virtualenv.bin) / "python"
+    environment = {"KVLAYERS_DEMO_MODEL": os.environ.get("KVLAYERS_DEMO_MODEL", str(MODEL))}
+    script = str(ROOT / "lab" / "benchmarks" / "peers.py")
+    # kvlayers is measured with the Python of nox, which has it.
+    options = ("--peer-python", str(python), *session.posargs)
+    session.run(sys.executable, script, *options, env=environment, external=True)
 
 
 @nox.session(venv_backend="none", default=False)

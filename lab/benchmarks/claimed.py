@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import prompt_tables as of_prompts
 from pages import DOCS, RECORDED, ROOT, between, markdown
 
 README = ROOT / "README.md"
@@ -121,6 +122,13 @@ MOST_ON_DEVICE = "peak bytes on the device, relative to the cache"
 SENT_OF_OFFLOADED = "bytes a step to the device, relative to `offloaded`"
 FROM_MEMORY, FROM_DISK = "`PrefixStore` in memory", "`PrefixStore` on disk"
 TIME_OF_COLD = "time to the first token, relative to no store"
+TIME_OF_DYNAMIC = "time relative to `dynamic`"
+SHARE_OF_PRODUCT = "rate relative to a matrix product"
+PEAK_OF_TRANSFORMERS = "peak memory relative to transformers' `DynamicCache`"
+PROMPT_OF_8K, PROMPT_OF_4K = "8,192 tokens, `dynamic`", "4,096 tokens, `int4`"
+SLOWEST = "the slowest short prompt"
+SLOWEST_UNCOMPILED = f"{SLOWEST}, without a kernel"
+PEAK = "16,384 tokens, `dynamic`"
 
 
 def batch_row(batch: int, tokens: int) -> str:
@@ -330,6 +338,43 @@ GROUPS = (
             at_most(FROM_DISK, TIME_OF_COLD, 0.15, ".0%"),
         ),
         "prefixes",
+    ),
+    Group(
+        "prompts",
+        "A new prompt",
+        f"{SMOLLM2}, bfloat16, one prompt. The slowest short prompt is that of `dynamic`, `int8`, `int4` and `static`, "
+        "and of 512 tokens, a second turn of 256 and a batch of four, padded on the left. Its model is a random llama "
+        "of 4 layers.",
+        (
+            at_most(PROMPT_OF_8K, TIME_OF_TRANSFORMERS, of_prompts.MOST_OF_SMOLLM2),
+            at_most(PROMPT_OF_4K, TIME_OF_DYNAMIC, of_prompts.MOST_OF_INT4),
+            at_most(SLOWEST, TIME_OF_TRANSFORMERS, of_prompts.MOST_OF_ANY),
+            at_most(SLOWEST_UNCOMPILED, TIME_OF_TRANSFORMERS, of_prompts.MOST_WITHOUT_KERNEL),
+        ),
+        "prompts",
+    ),
+    Group(
+        "gemma",
+        "A new prompt of a model with sliding windows",
+        "Gemma-3-270M (18 layers, of which 15 have a window of 512, 4 heads and 1 KV head of 256) on real text, "
+        "bfloat16, one prompt.",
+        (at_most(PROMPT_OF_8K, TIME_OF_TRANSFORMERS, of_prompts.MOST_OF_GEMMA),),
+        "prompts",
+    ),
+    Group(
+        "attention",
+        "Attention of a prompt beside a matrix product",
+        "One layer, 4,096 tokens, bfloat16. The rate is that of the products that the mask asks for.",
+        tuple(at_least(name, SHARE_OF_PRODUCT, least, ".2f") for name, least in of_prompts.LEAST_SHARES.items()),
+        "prompts",
+    ),
+    Group(
+        "peak",
+        "Peak memory of a prompt",
+        "Random llama of 4 layers with 16 heads and 8 KV heads of 64, bfloat16, each cache in a process of its own, "
+        "with the model and all libraries.",
+        (at_most(PEAK, PEAK_OF_TRANSFORMERS, of_prompts.MOST_MEMORY),),
+        "prompts",
     ),
 )
 

@@ -11,7 +11,10 @@ ratios, bytes and counts, set for an AMD EPYC with two cores; on other machines,
 
 The measurements are independent: if one raises, the others continue, and its claims count as not measured. `--record`
 keeps the earlier record of measurements that did not run or that raised. The exit code is 1 if a claim does not hold or
-was not measured.
+was not measured. What the machine lacks a model for is skipped, with the reason, and is no failure.
+
+Of prompts a few are measured here: one of 8,192 and one of 4,096 tokens of the real model, short ones of a random
+llama, and the memory of one of 16,384. `prompts.py` measures all of them, against the same bounds.
 """
 
 import contextlib
@@ -34,6 +37,8 @@ import ordinary
 import pages
 import plots
 import prefix
+import prompt_tables
+import prompts
 import sinks
 from claimed import GROUPS, Cells
 from lib import report
@@ -66,6 +71,9 @@ from lib.quantized import REFERENCE as IN_FULL
 from lib.timing import Disagreements, Trials, measure_decode, measure_update, summarise, times_as_fast
 from lib.workload import QUICK_SHAPE, RandomModel, RealModel, Shape
 
+GEMMA = ".models/gemma-3-270m"
+"""Where a run looks for the model with windows."""
+
 FINE = 16
 """Numbers of a group with which quanto holds more bytes than kvlayers' native backend with its groups of 64. A longer
 residual would take as many bytes, and leave quanto with more divergence."""
@@ -73,6 +81,10 @@ residual would take as many bytes, and leave quanto with more divergence."""
 
 class OtherTokensError(Exception):
     """A cache that is exact gave other tokens than transformers' DynamicCache: its times mean nothing."""
+
+
+class LackingError(Exception):
+    """This machine lacks what a measurement needs and most machines lack: its claims are skipped."""
 
 
 class Run(report.Session):
@@ -338,6 +350,83 @@ def measure_prefix(run: Run) -> Mapping[str, Cells]:
     return {"prefix": {row: {claimed.TIME_OF_COLD: found["medians"][way] / cold} for row, way in rows.items()}}
 
 
+def reading(run: Run, caches: Sequence[str], *sizes: str) -> prompts.Run:
+    """A run of `prompts.py` with some of the caches, which shows its bars in this one."""
+    quick = ["--quick"] if run.quick else []
+    usual = ["--threads", str(torch.get_num_threads()), "--seconds", "0"]
+    given = prompts.parse([*usual, "--caches", ",".join(caches), *quick, *sizes])
+    return prompts.Run(given, run.progress)
+
+
+def read_one(run: Run, source: str | None, tokens: int, *caches: str) -> Mapping[str, Any]:
+    """The cells of one prompt, by cache; of a random model in a quick run."""
+    of_prompts = reading(run, caches)
+    if run.quick or source is None:
+        subject, tokens = prompts.subjects(of_prompts.given)[prompt_tables.NARROW], 160
+    else:
+        name = pathlib.Path(source).name
+        subject = prompts.Subject(name, functools.partial(RealModel, source, prompts.default_text()))
+    cells = of_prompts.prompts(subject, "bfloat16", [tokens])
+    check_logits(of_prompts)
+    return {cell["cache"]: cell for cell in prompt_tables.find(cells, case=prompt_tables.ONE)}
+
+
+def check_logits(of_prompts: prompts.Run) -> None:
+    """Raise if logits are further from transformers' than rounding explains."""
+    if of_prompts.wrong:
+        raise OtherTokensError(of_prompts.wrong[0])
+
+
+def measure_prompts(run: Run) -> Mapping[str, Cells]:
+    source = None if run.quick else run.given.model
+    if source is None and not run.quick:
+        raise FileNotFoundError(report.NO_MODEL)
+    long = read_one(run, source, 8192, prompt_tables.DYNAMIC)
+    packed = read_one(run, source, 4096, prompt_tables.DYNAMIC, prompt_tables.INT4)
+    short = reading(
+        run, prompt_tables.CACHES, *([] if run.quick else ["--lengths-uncompiled", "512", "--batch", "512"])
+    )
+    llama = prompts.subjects(short.given)[prompt_tables.NARROW]
+    compiled_cells = short.prompts(llama, "bfloat16", [160 if run.quick else 512])
+    compiled_cells += short.batches(llama, "bfloat16", short.given.batch)
+    without = prompts.uncompiled(short, llama)["cells"]
+    check_logits(short)
+    slowest = {
+        row: {claimed.TIME_OF_TRANSFORMERS: max(cell.get("ratio", 0.0) for cell in found)}
+        for row, found in ((claimed.SLOWEST, compiled_cells), (claimed.SLOWEST_UNCOMPILED, without))
+    }
+    of_model = {
+        claimed.PROMPT_OF_8K: {claimed.TIME_OF_TRANSFORMERS: long[prompt_tables.DYNAMIC]["ratio"]},
+        claimed.PROMPT_OF_4K: {claimed.TIME_OF_DYNAMIC: packed[prompt_tables.INT4]["of_dynamic"]},
+    }
+    return {"prompts": {**of_model, **slowest}}
+
+
+def measure_gemma(run: Run) -> Mapping[str, Cells]:
+    source = run.given.gemma
+    if not run.quick and source is None:
+        raise LackingError(f"there is no {GEMMA}: pass --gemma DIR")
+    found = read_one(run, source, 8192, prompt_tables.DYNAMIC)[prompt_tables.DYNAMIC]
+    return {"gemma": {claimed.PROMPT_OF_8K: {claimed.TIME_OF_TRANSFORMERS: found["ratio"]}}}
+
+
+def measure_attention_of_prompts(run: Run) -> Mapping[str, Cells]:
+    of_prompts = reading(run, (prompt_tables.DYNAMIC,))
+    shares = prompts.measure_attention(of_prompts, of_prompts.given.attention, ("bfloat16",))["bfloat16"]
+    check_logits(of_prompts)
+    of_shapes = {
+        name: {claimed.SHARE_OF_PRODUCT: ways[prompt_tables.KVLAYERS]["share"]} for name, ways in shares.items()
+    }
+    return {"attention": of_shapes}
+
+
+def measure_memory(run: Run) -> Mapping[str, Cells]:
+    of_prompts = reading(run, (prompt_tables.DYNAMIC,))
+    llama = prompts.subjects(of_prompts.given)[prompt_tables.NARROW]
+    peak = prompts.memory(of_prompts, llama)["peaks"][prompt_tables.DYNAMIC]["ratio"]
+    return {"peak": {claimed.PEAK: {claimed.PEAK_OF_TRANSFORMERS: peak}}}
+
+
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
@@ -360,26 +449,32 @@ MEASUREMENTS: dict[str, Callable[[Run], Mapping[str, Cells]]] = {
     "prefix": measure_prefix,
     "sinks": measure_sinks,
     "fidelity": measure_fidelity,
+    "prompts": measure_prompts,
+    "gemma": measure_gemma,
+    "attention": measure_attention_of_prompts,
+    "peak": measure_memory,
 }
 """By name, what answers the claims of the groups that it returns."""
 
 
 def measure(
     run: Run, names: Sequence[str], keeping: Callable[[Mapping[str, Any]], object]
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
     """Run measurements, and call `keeping` with what is found so far whenever one has ended.
 
     Returns:
         For each group `cells`, `seconds` that the measurement took, `threads`, and `at`, where it ran; and what the
-        measurements raised that failed, by their names.
+        measurements raised that failed, and why others were skipped, by their names.
     """
     found: dict[str, Any] = {}
-    failures = {}
+    failures, skipped = {}, {}
     tick = run.ticking("measurements", len(names))
     for name in names:
         at, begin = report.environment(), time.perf_counter()
         try:
             answered = MEASUREMENTS[name](run)
+        except LackingError as reason:
+            skipped[name] = str(reason)
         except Exception as error:
             # What the others find is worth more than an early end.
             failures[name] = f"{type(error).__name__}: {error}"
@@ -390,13 +485,14 @@ def measure(
                 found[group] = {"cells": cells, "seconds": seconds, "threads": used, "at": at}
             keeping(found)
         tick()
-    return found, failures
+    return found, failures, skipped
 
 
 def table(found: Mapping[str, Any], record: Mapping[str, Any], names: Sequence[str], bounds: bool) -> tuple[Any, int]:
     """A table of what was recorded and what is found now, and how many claims do not hold.
 
-    With `bounds`, a bound decides; a figure of any size is enough otherwise.
+    With `bounds`, a bound decides; a figure of any size is enough otherwise. `names` are those of the measurements that
+    were not skipped.
     """
     made = report.new_table("Claims", "claim", "asked", "recorded", "now", "verdict")
     failed = 0
@@ -438,6 +534,8 @@ def parse(arguments: Sequence[str] | None) -> Any:
     made = report.Options("claims", __doc__, quick="a small random model and few tokens, under a minute")
     made.some_of("--only", list(MEASUREMENTS), "measurements")
     made.real_model(report.default_model())
+    usual = GEMMA if pathlib.Path(GEMMA).is_dir() else None
+    made.add("--gemma", default=usual, help=f"directory of Gemma-3-270M ({GEMMA} if it is there)")
     made.add("--record", action="store_true", help="record the measurements, and write them into the pages")
     made.add("--write", action="store_true", help="write the record into README.md and docs/choosing.md, and stop")
     given = made.parse(arguments)
@@ -456,14 +554,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with report.session(given, Run) as run:
         content = {**run.environment, "arguments": {"only": given.only, "threads": given.threads}}
         keeping = functools.partial(keep, content=content) if given.record else len
-        found, failures = measure(run, given.only, keeping)
-    made, failed = table(found, before, given.only, not given.quick)
+        found, failures, skipped = measure(run, given.only, keeping)
+    made, failed = table(found, before, [name for name in given.only if name not in skipped], not given.quick)
     say = run.console.print
     say(made)
     for name, failure in failures.items():
         say(f"{name} failed: {failure}", markup=False)
+    for name, reason in skipped.items():
+        say(f"{name} skipped: {reason}", markup=False)
     say(f"{failed} claims do not hold or were not measured")
-    run.finish({"claims": found}, failures=failures)
+    run.finish({"claims": found}, failures=failures, skipped=skipped)
     if given.record:
         write_pages()
     return 1 if failed else 0

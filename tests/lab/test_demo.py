@@ -209,6 +209,9 @@ def test_the_summary_has_what_the_figures_of_this_run_support() -> None:
     )
     dynamic = "dynamic decodes 2.0 times as fast as transformers' DynamicCache."
     assert demo_run.summary(rows, None, None) == f"With kvlayers, {dynamic} {int4}"
+    rows[1].trials[0] = dataclasses.replace(rows[1].trials[0], prefill_seconds=0.5)
+    read = "It reads the prompt 2.0 times as fast."
+    assert demo_run.summary(rows, None, None) == f"With kvlayers, {dynamic} {read} {int4}"
     same = [reference, _row("int4", seconds=0.4, nbytes=100)]
     assert "changes little" in demo_run.summary(same, (fast, fast), None)
 

@@ -50,6 +50,7 @@ def prose_of(page: str) -> str:
 
 def test_every_claim_in_the_readme_is_checked(claimed: Any, gpu_tables: Any) -> None:
     page = without(claimed.README.read_text(), claimed.BEGIN_TABLE, claimed.END_TABLE)
+    page = without(page, claimed.of_prompts.BEGIN, claimed.of_prompts.END)
     prose = prose_of(without(page, gpu_tables.BEGIN_README, gpu_tables.END))
     for group in claimed.GROUPS:
         for claim in group.claims:
@@ -80,7 +81,7 @@ def test_only_what_was_measured_is_claimed(claimed: Any, record: Any) -> None:
     assert (row in claimed.readme_table(without_baseline, "")) is False
     assert (row in claimed.readme_table(measured, "")) is True
     assert "≥ 1.2 (1.50)" in claimed.tables(measured)
-    titles = [group.title for group in claimed.GROUPS]
+    titles = [group.title for group in claimed.GROUPS if group.name in measured]
     assert claimed.tables(measured).count("### ") == len(titles)
     assert claimed.tables(without_baseline).count("### ") == len(titles) - 1
     # A sentence of README.md may give a bound only if it was measured.
@@ -171,6 +172,33 @@ def test_what_is_recorded_is_replaced_measurement_by_measurement(
     assert page.read_text().startswith("before\n")
     assert page.read_text().endswith("after\n")
     assert "≤ 0.20 (0.125)" in page.read_text()
+
+
+@versions.benchmarks_of_transformers
+def test_what_a_machine_lacks_a_model_for_is_skipped_and_keeps_its_record(
+    claims: Any, claimed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    output = tmp_path / "found.json"
+    assert claims.main(["--only", "gemma", "--output", str(output)]) == 0
+    written = json.loads(output.read_text())
+    assert written["results"]["claims"] == written["failures"] == {}
+    assert list(written["skipped"]) == ["gemma"]
+    assert "--gemma" in written["skipped"]["gemma"]
+
+
+@versions.benchmarks_of_transformers
+def test_quick_runs_measure_every_claim_of_prompts(claims: Any, claimed: Any, tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "found.json"
+    arguments = ["--quick", "--only", "gemma,attention", "--threads", "1", "--output", str(output)]
+    threads = torch.get_num_threads()
+    try:
+        assert claims.main(arguments) == 0
+    finally:
+        torch.set_num_threads(threads)
+    found = json.loads(output.read_text())["results"]["claims"]
+    for group in (each for each in claimed.GROUPS if each.name in ("gemma", "attention")):
+        assert all(claimed.value_of(found, group, claim) > 0 for claim in group.claims)
 
 
 @versions.benchmarks_of_transformers

@@ -20,7 +20,7 @@ def gpu_tables(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("gpu_tables")
 
 
-BY_BENCHMARKS = ("outliers", "long_decode", "rows", "documents")
+BY_BENCHMARKS = ("outliers", "long_decode", "rows", "documents", "peers")
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,7 @@ BY_BENCHMARKS = ("outliers", "long_decode", "rows", "documents")
         "claimed",
         "demo",
         "gpu_tables",
+        "prompt_tables",
         *(pytest.param(name, marks=versions.benchmarks_of_transformers) for name in BY_BENCHMARKS),
     ],
 )

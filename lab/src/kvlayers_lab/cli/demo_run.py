@@ -172,7 +172,9 @@ def summary(
     dynamic, static, int4 = (speeds.get(key, 0.0) for key in ((KVLAYERS, "dynamic"), TRANSFORMERS_STATIC, INT4))
     if dynamic >= LEAST_GAIN:
         beside = f", and {dynamic / static:.1f} times as fast as its StaticCache of this length" if static else ""
-        sentences.append(f"dynamic decodes {dynamic:.1f} times as fast as transformers' DynamicCache{beside}.")
+        prompt = reference.prefill_seconds / ran[KVLAYERS, "dynamic"].prefill_seconds
+        read = f" It reads the prompt {prompt:.1f} times as fast." if prompt >= LEAST_GAIN else ""
+        sentences.append(f"dynamic decodes {dynamic:.1f} times as fast as transformers' DynamicCache{beside}.{read}")
     if INT4 in ran and ran[INT4].nbytes < reference.nbytes:
         sentences.append(
             f"int4 holds {ran[INT4].nbytes / reference.nbytes:.0%} of the bytes of DynamicCache"
@@ -188,9 +190,11 @@ def summary(
             f"{answers.alone.seconds:.2f} s to read the chat again, or {answers.kept.seconds:.2f} s with its cache "
             "kept."
         )
-    if not sentences:
-        return "At this length kvlayers changes little: try a longer --context."
-    return f"With kvlayers, {' '.join(sentences)}"
+    return (
+        f"With kvlayers, {' '.join(sentences)}"
+        if sentences
+        else "At this length kvlayers changes little: try a longer --context."
+    )
 
 
 ROUNDED_OR_EVICTING = ("int8", "int4", "sink")

@@ -1,0 +1,203 @@
+"""`lab/benchmarks/prompts.py` compares logits, keeps its record part by part, and holds it against the bounds."""
+
+import importlib
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kvlayers
+import versions
+
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+FEW = ["--quick", "--threads", "1", "--models", "llama-64", "--only", "bfloat16,float32,batch", "--lengths", "72"]
+FEW += ["--lengths-float32", "64", "--batch", "64", "--turn", "8"]
+
+pytestmark = versions.benchmarks_of_transformers
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    found = importlib.import_module("prompt_tables")
+    monkeypatch.setattr(found, "RECORDED", tmp_path)
+    return found
+
+
+@pytest.fixture
+def prompts(tables: Any) -> Iterator[Any]:
+    pytest.importorskip("rich")
+    threads = torch.get_num_threads()
+    yield importlib.import_module("prompts")
+    torch.set_num_threads(threads)
+
+
+class OtherValues(kvlayers.DynamicCache):
+    """Returns values of the opposite sign, as no cache should."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().update(*args, **kwargs)
+        return keys, -values
+
+
+def at(day: str) -> dict[str, Any]:
+    hardware, versions_ = {"cpu": "CPU", "threads": 2}, {"torch": "2", "transformers": "5"}
+    return {"date": f"{day}T01:00:00+00:00", "hardware": hardware, "versions": versions_}
+
+
+def cell(tables: Any, **other: Any) -> dict[str, Any]:
+    usual = {"model": tables.SMOLLM2, "dtype": "bfloat16", "case": tables.ONE, "tokens": 8192}
+    return {**usual, "cache": tables.DYNAMIC, "seconds": 1.0, "ratio": 0.5, "turns": 1, **other}
+
+
+def test_a_quick_run_has_every_cache_of_every_prompt(prompts: Any, tables: Any, tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "found.json"
+    assert prompts.main([*FEW, "--output", str(output)]) == 0
+    parts = json.loads(output.read_text())["results"]["prompts"]
+    assert list(parts) == ["llama-64: bfloat16", "llama-64: float32", "llama-64: batch"]
+    cells = tables.cells_of(parts)
+    assert {(each["dtype"], each["case"], each["tokens"]) for each in cells} == {
+        ("bfloat16", tables.ONE, 72),
+        ("bfloat16", tables.TURN, 72),
+        ("float32", tables.ONE, 64),
+        ("float32", tables.TURN, 64),
+        ("bfloat16", tables.BATCH, 64),
+        ("float32", tables.BATCH, 16),
+    }
+    assert len(cells) == 6 * (1 + len(tables.CACHES))
+    assert all(each["ratio"] > 0 for each in cells if each["cache"] != tables.TRANSFORMERS)
+
+
+def test_a_cache_with_other_states_fails_the_benchmark(
+    prompts: Any, tables: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setitem(prompts.MAKERS, tables.DYNAMIC, lambda config, length: OtherValues(config=config))
+    output = tmp_path / "found.json"
+    assert prompts.main([*FEW, "--caches", "dynamic", "--output", str(output)]) == 1
+    wrong = "\n".join(json.loads(output.read_text())["wrong"])
+    for case in ("bfloat16, one prompt of 72", "bfloat16, second turn of 72", "float32, padded batch of 16"):
+        assert f"llama-64, {case}, dynamic: logits" in wrong
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_useful_products_are_those_of_the_mask(prompts: Any, window: int | None) -> None:
+    shape = prompts.AttentionShape(4, 1, 16, window)
+    expected = [[key <= query and query - key < (window or 99) for key in range(12)] for query in range(12)]
+    assert shape.pairs(12) == torch.tensor(expected).sum()
+    if window is not None:
+        assert torch.equal(shape.mask(12)[0, 0], torch.tensor(expected))
+
+
+def test_attention_is_compared_with_float32(prompts: Any, tables: Any, tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "found.json"
+    arguments = ["--quick", "--threads", "1", "--models", "attention", "--output", str(output)]
+    assert prompts.main(arguments) == 0
+    shares = json.loads(output.read_text())["results"]["prompts"]["attention"]["shares"]
+    assert set(shares["bfloat16"]) == set(tables.LEAST_SHARES)
+    for ways in shares["float32"].values():
+        assert ways[tables.GEMM]["share"] == 1
+        assert ways[tables.KVLAYERS]["apart"] < 1e-5
+
+
+@pytest.mark.slow
+def test_other_processes_measure_memory_and_read_without_a_kernel(
+    prompts: Any, tables: Any, tmp_path: pathlib.Path
+) -> None:
+    output = tmp_path / "found.json"
+    arguments = [
+        "--quick",
+        "--threads",
+        "1",
+        "--models",
+        "llama-64",
+        "--only",
+        "memory,uncompiled",
+        "--caches",
+        "dynamic",
+    ]
+    assert prompts.main([*arguments, "--output", str(output)]) == 0
+    parts = json.loads(output.read_text())["results"]["prompts"]
+    peaks = parts["llama-64: memory"]["peaks"]
+    assert set(peaks) == {tables.TRANSFORMERS, tables.DYNAMIC}
+    assert 0.5 < peaks[tables.DYNAMIC]["ratio"] < 2
+    cases = {each["case"] for each in parts["llama-64: uncompiled"]["cells"]}
+    assert cases == {f"{tables.UNCOMPILED}{case}" for case in (tables.ONE, tables.TURN, tables.BATCH)}
+
+
+def test_a_part_replaces_its_own_record_alone_and_is_left_out_if_it_is_of_today(
+    prompts: Any, tables: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    today = prompts.report.environment()["date"][:10]
+    (tmp_path / "prompts-2020-01-01.json").write_text(
+        json.dumps(
+            {"results": {"prompts": {"a: batch": {"at": at("2020-01-01")}, "b: batch": {"at": at("2020-01-01")}}}}
+        )
+    )
+    path = tables.keep({"b: batch": {"at": at(today)}}, {})
+    assert list(tmp_path.glob("prompts-*.json")) == [path]
+    assert {name: part["at"]["date"][:10] for name, part in tables.read_record().items()} == {
+        "a: batch": "2020-01-01",
+        "b: batch": today,
+    }
+    assert prompts.recorded_today() == {"b: batch"}
+
+
+def test_each_bound_can_be_missed(tables: Any) -> None:
+    whole = {
+        "a: bfloat16": {
+            "cells": [
+                cell(tables, cache=tables.TRANSFORMERS),
+                cell(tables, ratio=0.61),
+                cell(tables, model=tables.GEMMA, ratio=0.37),
+                cell(tables, tokens=4096, cache=tables.INT4, ratio=1.03, of_dynamic=1.04),
+                cell(tables, case=f"{tables.UNCOMPILED}{tables.ONE}", ratio=1.04),
+                cell(tables, case=f"{tables.UNCOMPILED}{tables.BATCH}", ratio=1.06),
+            ]
+        },
+        "attention": {"shares": {"bfloat16": {tables.WIDE_ATTENTION: {tables.KVLAYERS: {"share": 0.59}}}}},
+        "a: memory": {"model": "a", "tokens": 16384, "peaks": {tables.DYNAMIC: {"ratio": 1.01}}},
+    }
+    missed = [held.what for held in tables.held_of(whole) if not held.holds]
+    for what in (
+        "SmolLM2-135M-Instruct at 8,192: time",
+        "gemma-3-270m at 8,192: time",
+        "one prompt of 4,096, int4: time of transformers'",
+        "at 4,096, int4: time of dynamic",
+        "without a kernel, padded batch of 8,192",
+        "attention, 32/8 heads of 128: share",
+        "a at 16,384, dynamic: peak memory",
+    ):
+        assert [each for each in missed if what in each], what
+    assert len(missed) == 7
+
+
+def test_the_pages_say_what_the_record_has(tables: Any) -> None:
+    parts: dict[str, Any] = {"a: bfloat16": {"at": at("2026-11-29"), "cells": [cell(tables)]}}
+    assert "takes" not in tables.sentence({}, "").partition("On a GPU")[0]
+    assert "not recorded yet" in tables.page_section({})
+    assert "takes 0.50 of transformers' time with SmolLM2-135M-Instruct." in tables.sentence(parts, "")
+    assert "| SmolLM2-135M-Instruct, bfloat16, one prompt | 8,192 |  | 0.50 |" in tables.page_section(parts)
+    assert "MB" not in tables.page_section(parts)
+    peaks = {name: {"peak": 2e9, "seconds": 9.0, "ratio": 1.0} for name in (tables.TRANSFORMERS, tables.DYNAMIC)}
+    parts["a: memory"] = {"at": at("2026-11-29"), "model": "a", "tokens": 16384, "peaks": peaks}
+    assert "| a | 2,000 | 2,000 |  | 9 s | 9 s |  |" in tables.page_section(parts)
+
+
+def test_what_is_recorded_keeps_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    found = importlib.import_module("prompt_tables")
+    # Nothing is held if there is no record, and the pages then claim nothing.
+    assert [held for held in found.held_of(found.read_record()) if not held.holds] == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--models", "nothing"], ["--quick", "--record"], ["--model", "no/such/folder"], ["--only", "nothing"]],
+)
+def test_arguments_that_mean_nothing_are_refused(prompts: Any, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        prompts.main(arguments)
+    assert stopped.value.code == 2

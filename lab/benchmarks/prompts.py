@@ -6,7 +6,7 @@
     python lab/benchmarks/prompts.py --record                   # keep the figures in recorded/prompts-<date>.json
     python lab/benchmarks/prompts.py --record --resume          # the same, without what was recorded today
     python lab/benchmarks/prompts.py --write                    # the record into the pages, and measure nothing
-    python lab/benchmarks/prompts.py --quick                    # small random models and few tokens, to see that it runs
+    python lab/benchmarks/prompts.py --quick                    # small random models, few tokens, to see that it runs
 
 `bfloat16` and `float32` read one prompt of each length into each cache, then a second turn behind the longest prompt.
 `batch` reads four prompts of different lengths, padded on the left. `memory` reads 16,384 tokens in a process of its

@@ -107,7 +107,7 @@ def test_the_readme_of_the_benchmarks_has_a_command_for_every_figure(claimed: An
         assert f"`python lab/benchmarks/claims.py --only {group.measurement}`" in readme
     for script in directory.glob("*.py"):
         if "__main__" in script.read_text():
-            assert f"{script.name}" in readme, f"benchmarks/README.md lacks {script.name}"
+            assert f"{script.name}" in readme, f"lab/benchmarks/README.md lacks {script.name}"
     for section in re.findall(r"^## (.*)$", (ROOT / "docs" / "benchmarks.md").read_text(), flags=re.MULTILINE):
         assert f"benchmarks.md#{section.lower().replace(' ', '-')})" in readme
 

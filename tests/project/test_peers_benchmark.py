@@ -13,7 +13,7 @@ import torch
 import versions
 from models import fresh_model
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "lab" / "benchmarks"
 
 pytestmark = versions.benchmarks_of_transformers
 

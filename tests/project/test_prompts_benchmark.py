@@ -12,7 +12,7 @@ import torch
 import kvlayers
 import versions
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "lab" / "benchmarks"
 FEW = ["--quick", "--threads", "1", "--models", "llama-64", "--only", "bfloat16,float32,batch", "--lengths", "72"]
 FEW += ["--lengths-float32", "64", "--batch", "64", "--turn", "8"]
 

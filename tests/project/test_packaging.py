@@ -126,6 +126,25 @@ def test_the_same_sources_give_the_same_files(files: dict[str, bytes], tmp_path:
     assert built(tmp_path / "elsewhere", 2025) == files
 
 
+def test_the_lab_is_built_apart_and_joins_the_command(tmp_path: pathlib.Path) -> None:
+    copy_of_sources(tmp_path / "kvlayers", 2021)
+    files = built_from(tmp_path / "kvlayers" / "lab")
+    version = kvlayers.__version__
+    wheel = f"kvlayers_lab-{version}-py3-none-any.whl"
+    assert sorted(files) == [wheel, f"kvlayers_lab-{version}.tar.gz"]
+    (tmp_path / wheel).write_bytes(files[wheel])
+    sources = ROOT / "lab" / "src"
+    expected = {
+        path.relative_to(sources).as_posix()
+        for path in sources.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    with zipfile.ZipFile(tmp_path / wheel) as archive:
+        about = f"kvlayers_lab-{version}.dist-info"
+        assert {name for name in archive.namelist() if not name.startswith(about)} == expected
+        assert "[kvlayers.commands]" in archive.read(f"{about}/entry_points.txt").decode()
+
+
 def test_the_wheel_is_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     sources = ROOT / "src" / "kvlayers"
     expected = {

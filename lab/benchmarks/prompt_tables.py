@@ -191,7 +191,7 @@ def page_section(parts: Parts) -> str:
             "prompts, whose lengths are as 1:2:3:4, of which the longest has the tokens that the table says. A second "
             f"turn has 256 tokens behind the tokens that the table says. `{NARROW}` is a random llama of 4 layers with "
             f"16/8 heads of 64, and `{WIDE}` one of 2 layers with 32/8 heads of 128. "
-            f"{measured_at(newest)}, {threads} threads.",
+            f"{measured_at(newest)}, {threads} {'thread' if threads == 1 else 'threads'}.",
         ]
     for part in parts.values():
         if "shares" in part:
@@ -205,8 +205,8 @@ def page_section(parts: Parts) -> str:
     if peaks:
         found += [
             peaks_table(peaks),
-            "A prompt of 16,384 tokens in bfloat16, once in a process of its own: the most memory that it held, with "
-            "the model and all libraries, and the seconds.",
+            f"A prompt of {peaks[0]['tokens']:,} tokens in bfloat16, once in a process of its own: the most memory "
+            "that it held, with the model and all libraries, and the seconds.",
         ]
     return "\n\n".join(found)
 

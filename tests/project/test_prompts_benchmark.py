@@ -82,6 +82,15 @@ def test_a_cache_with_other_states_fails_the_benchmark(
         assert f"llama-64, {case}, dynamic: logits" in wrong
 
 
+def test_a_batch_is_padded_on_the_left(prompts: Any) -> None:
+    subject = prompts.subjects(prompts.parse(["--quick"]))["llama-64"]
+    batch = subject.batch(8)
+    assert batch.mask.sum(1).tolist() == [2, 4, 6, 8]
+    assert batch.mask[:, -2:].all()
+    assert batch.positions[1].tolist() == [0, 0, 0, 0, 0, 1, 2, 3]
+    assert not batch.ids[batch.mask == 0].any()
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_useful_products_are_those_of_the_mask(prompts: Any, window: int | None) -> None:
     shape = prompts.AttentionShape(4, 1, 16, window)

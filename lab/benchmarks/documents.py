@@ -102,7 +102,7 @@ def join(run: report.Session) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         store = kvlayers.PrefixStore("4GiB", directory=directory)
         for ids in documents:
-            store.document(ids, model, beginning=beginning)
+            kvlayers.store_document(store, ids, model, beginning=beginning)
         order: list[Tensor] = []
 
         def first_token(name: str) -> Tensor:
@@ -203,7 +203,8 @@ class Replacing:
         if amount is None:
             return self._subject.read(change.new)
         cache = self._old.fork()
-        cache.replace(
+        kvlayers.replace_tokens(
+            cache,
             change.start,
             change.stop,
             torch.tensor(change.new[change.start : change.stop_new]),

@@ -4,12 +4,13 @@ from .commands.kernels import compile_kernels
 from .core.cache import Cache
 from .core.dynamic_cache import DynamicCache
 from .core.named_caches import CacheRequest, cache_names, register, unregister
-from .documents import concatenate
+from .documents import concatenate, moved, replace_tokens
 from .encoder_decoder.encoder_decoder_cache import EncoderDecoderCache
 from .errors import CapacityError, KVLayersError, OptionError
 from .eviction.evicting_cache import EvictingCache
 from .generation.cache_by_name import make_cache
 from .generation.chat import Chat
+from .generation.documents import store_document
 from .generation.generate_many import Generated, generate_many
 from .generation.install import generate, install, installed, is_installed, uninstall
 from .generation.known_ids import PromptMismatchWarning
@@ -107,11 +108,14 @@ __all__ = [
     "load_cache",
     "make_cache",
     "merge",
+    "moved",
     "plan",
     "register",
     "register_export_support",
+    "replace_tokens",
     "resilient_generate",
     "save_cache",
+    "store_document",
     "uninstall",
     "unregister",
     "weights_id",

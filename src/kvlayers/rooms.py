@@ -31,12 +31,7 @@ PROVIDED = {
     "recurrent rows": "kvlayers.rows.recurrent_rows:RecurrentRows",
     "recall": "kvlayers.recall.recall_layer:Recall.of",
     "recall in facts": "kvlayers.recall.recall_layer:Recall.from_facts",
-    "moved": "kvlayers.documents.joining:moved",
-    "replaced": "kvlayers.documents.joining:replaced",
-    "document": "kvlayers.generation.documents:document",
     "adapter": "kvlayers.interop.adapter:adapter",
-    "DynamicCache": "kvlayers.core.dynamic_cache:DynamicCache",
-    "save_cache": "kvlayers.persistence.save:save_cache",
     "room for rows": "kvlayers.planning.rows:RoomForRows",
     "chosen_cache": "kvlayers.planning.auto:chosen_cache",
 }

@@ -153,7 +153,7 @@ def test_copies_states_and_files_go_on(rule: str, options: dict[str, Any], tmp_p
         torch.testing.assert_close(read(model, twin, ids[:, READ:], 0), expected, rtol=0, atol=1e-6)
     other = make()
     other.load_state(cache.state())
-    cache.save(tmp_path / "cache.safetensors", config=model.config)
+    kvlayers.save_cache(cache, tmp_path / "cache.safetensors", config=model.config)
     loaded = kvlayers.load_cache(tmp_path / "cache.safetensors")
     assert loaded.describe() == cache.describe()
     for twin in (other, loaded):
@@ -185,7 +185,7 @@ def test_a_rule_without_a_name_serves_and_is_not_saved(tmp_path: pathlib.Path) -
     read(model, cache, prompt(1, READ))
     assert cache.layers[0].held_tokens == 24
     with pytest.raises(OptionError, match=r"Nameless.*register_eviction_rule"):
-        cache.save(tmp_path / "cache.safetensors")
+        kvlayers.save_cache(cache, tmp_path / "cache.safetensors")
 
 
 def test_a_cache_without_a_config_learns_it() -> None:

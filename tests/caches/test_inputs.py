@@ -88,8 +88,8 @@ def test_a_file_and_a_store_take_a_model(tmp_path: Path) -> None:
     cache = kvlayers.DynamicCache(config=model)
     with torch.no_grad():
         model(ids, past_key_values=cache)
-    cache.save(tmp_path / "a", config=model)
-    cache.save(tmp_path / "b", config=model.config)
+    kvlayers.save_cache(cache, tmp_path / "a", config=model)
+    kvlayers.save_cache(cache, tmp_path / "b", config=model.config)
     one, other = (kvlayers.inspect_cache(tmp_path / name) for name in ("a", "b"))
     assert (one.fingerprint, one.model) == (other.fingerprint, other.model)
     assert kvlayers.load_cache(tmp_path / "a", config=model).get_seq_length() == 12

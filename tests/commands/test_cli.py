@@ -103,7 +103,7 @@ def saved(tmp_path: Path) -> Path:
     states = torch.randn(3, 2, 5, 8)
     for index in range(CONFIG.num_hidden_layers):
         cache.update(states, states, index)
-    cache.save(tmp_path / "cache.kv", config=CONFIG)
+    kvlayers.save_cache(cache, tmp_path / "cache.kv", config=CONFIG)
     return tmp_path / "cache.kv"
 
 
@@ -126,7 +126,7 @@ def test_bits_and_backend_of_a_saved_cache_are_shown(run: Any, tmp_path: Path) -
     for name, cache in (("mixed", mixed), ("fp8", kvlayers.QuantizedCache("fp8"))):
         for index in range(2):
             cache.update(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), index)
-        cache.save(tmp_path / name)
+        kvlayers.save_cache(cache, tmp_path / name)
     assert re.search(
         r"bits +8 \(native\) in layer 0; 4 for keys, 2 for values \(native\) in layer 1 +\n",
         run("inspect", tmp_path / "mixed").output,

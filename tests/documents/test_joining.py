@@ -81,7 +81,7 @@ def test_moved_states_are_those_that_are_computed_there(kind: str, to: int) -> N
     expected, _ = read(model, ids, position_ids=torch.arange(to, to + ids.shape[1])[None])
     cache, _ = read(model, ids)
     before = [layer.keys.clone() for layer in cache.layers]
-    found = cache.moved(to, model)
+    found = kvlayers.moved(cache, to, model)
     for own, other, old in zip(found.layers, expected.layers, before, strict=True):
         torch.testing.assert_close(own.keys, other.keys, **EXACT)
         torch.testing.assert_close(own.values, other.values, **EXACT)
@@ -231,7 +231,7 @@ def test_generate_goes_on_behind_them() -> None:
 def test_another_middle_is_that_of_the_whole_text(family: str, start: int, stop: int, new: int) -> None:
     model, ids = tiny_model(family), prompt(1, new, 7) if new else NO_TOKENS
     cache, _ = read(model, WHOLE)
-    cache.replace(start, stop, ids, model, known_ids=WHOLE)
+    kvlayers.replace_tokens(cache, start, stop, ids, model, known_ids=WHOLE)
     whole = torch.cat([WHOLE[:, :start], ids, WHOLE[:, stop:]], dim=1)
     assert cache.get_seq_length() == whole.shape[1]
     torch.testing.assert_close(continued(model, cache), continued(model, read(model, whole)[0]), **EXACT)
@@ -241,7 +241,7 @@ def test_without_recomputing_only_keys_behind_the_middle_turn() -> None:
     model = tiny_model("llama")
     cache, _ = read(model, WHOLE)
     other = cache.fork()
-    other.replace(5, 9, prompt(1, 7, 7), model, recompute=0)
+    kvlayers.replace_tokens(other, 5, 9, prompt(1, 7, 7), model, recompute=0)
     for own, old in zip(other.layers, cache.layers, strict=True):
         assert torch.equal(own.values[:, :, 12:], old.values[:, :, 9:])
         torch.testing.assert_close(own.keys[:, :, 12:].norm(dim=-1), old.keys[:, :, 9:].norm(dim=-1))
@@ -251,7 +251,7 @@ def test_without_recomputing_only_keys_behind_the_middle_turn() -> None:
 def test_taking_everything_out_leaves_an_empty_cache() -> None:
     model = tiny_model("llama")
     cache, _ = read(model, WHOLE)
-    cache.replace(0, 34, NO_TOKENS, model, recompute=0)
+    kvlayers.replace_tokens(cache, 0, 34, NO_TOKENS, model, recompute=0)
     assert cache.get_seq_length() == 0
     torch.testing.assert_close(continued(model, cache), continued(model, kvlayers.DynamicCache()))
 
@@ -279,12 +279,12 @@ def test_taking_everything_out_leaves_an_empty_cache() -> None:
         ),
         (lambda model, caches: kvlayers.concatenate(caches, model, beginning_tokens=9, recompute=0), OptionError),
         (lambda model, caches: kvlayers.concatenate(caches * 200, model, recompute=0), CapacityError),
-        (lambda model, caches: caches[0].moved(-1, model), OptionError),
-        (lambda model, caches: caches[0].moved(10**6, model), CapacityError),
-        (lambda model, caches: caches[0].replace(5, 3, DOCUMENTS[0], model), OptionError),
-        (lambda model, caches: caches[0].replace(0, 10, DOCUMENTS[0], model), OptionError),
-        (lambda model, caches: caches[0].replace(0, 3, torch.zeros(1, 2), model), OptionError),
-        (lambda model, caches: kvlayers.merge(caches).moved(5, model), UnsupportedLayerError),
+        (lambda model, caches: kvlayers.moved(caches[0], -1, model), OptionError),
+        (lambda model, caches: kvlayers.moved(caches[0], 10**6, model), CapacityError),
+        (lambda model, caches: kvlayers.replace_tokens(caches[0], 5, 3, DOCUMENTS[0], model), OptionError),
+        (lambda model, caches: kvlayers.replace_tokens(caches[0], 0, 10, DOCUMENTS[0], model), OptionError),
+        (lambda model, caches: kvlayers.replace_tokens(caches[0], 0, 3, torch.zeros(1, 2), model), OptionError),
+        (lambda model, caches: kvlayers.moved(kvlayers.merge(caches), 5, model), UnsupportedLayerError),
     ],
 )
 def test_what_cannot_be_put_together_is_named_and_nothing_changes(call: Any, error: type[KVLayersError]) -> None:
@@ -312,7 +312,7 @@ def test_what_cannot_be_moved_is_named(family: str, name: str, error: type[KVLay
     options = {"sink": {"window_length": 8, "num_sink_tokens": 2}}.get(name, {})
     cache, _ = read(model, DOCUMENTS[1], kvlayers.make_cache(name, model, **options))
     with pytest.raises(error):
-        cache.moved(5, model)
+        kvlayers.moved(cache, 5, model)
 
 
 def test_windows_cannot_be_recomputed_or_cropped() -> None:
@@ -322,7 +322,7 @@ def test_windows_cannot_be_recomputed_or_cropped() -> None:
         kvlayers.concatenate(caches, model, recompute=2, ids=DOCUMENTS)
     whole, _ = read(model, torch.cat([WHOLE] * 3, dim=1), kvlayers.DynamicCache(config=model.config))
     with pytest.raises((RollbackError, UnsupportedLayerError)):
-        whole.replace(5, 9, QUESTION, model, recompute=0)
+        kvlayers.replace_tokens(whole, 5, 9, QUESTION, model, recompute=0)
     assert whole.get_seq_length() == 102
 
 
@@ -363,7 +363,7 @@ def test_a_change_that_does_not_fit_computes_nothing(stop: int, error: type[KVLa
     model = fresh_model("llama", max_position_embeddings=64)
     cache, _ = read(model, WHOLE)
     with tokens_passed(model) as passed, pytest.raises(error, match="`max_position_embeddings`"):
-        cache.replace(5, stop, prompt(1, 60, 7), model, known_ids=WHOLE)
+        kvlayers.replace_tokens(cache, 5, stop, prompt(1, 60, 7), model, known_ids=WHOLE)
     assert passed == []
     assert cache.get_seq_length() == 34
 
@@ -371,7 +371,7 @@ def test_a_change_that_does_not_fit_computes_nothing(stop: int, error: type[KVLa
 def test_positions_of_several_axes_are_named_with_what_can_be_done() -> None:
     model = any_seeing_model("qwen2_5_vl")
     caches = [read(model, ids)[0] for ids in DOCUMENTS]
-    for call in (lambda: kvlayers.concatenate(caches, model, recompute=0), lambda: caches[0].moved(5, model)):
+    for call in (lambda: kvlayers.concatenate(caches, model, recompute=0), lambda: kvlayers.moved(caches[0], 5, model)):
         with pytest.raises(ConfigError, match=r"several axes \(mrope_section\).*: compute all tokens as one prompt\.$"):
             call()
 
@@ -379,7 +379,7 @@ def test_positions_of_several_axes_are_named_with_what_can_be_done() -> None:
 def test_what_has_nothing_behind_it_needs_nothing_computed_again() -> None:
     model = tiny_model("mistral")
     cache, _ = read(model, DOCUMENTS[0][:, :7], kvlayers.DynamicCache(config=model.config))
-    cache.replace(5, 7, QUESTION, model)
+    kvlayers.replace_tokens(cache, 5, 7, QUESTION, model)
     assert cache.get_seq_length() == 9
     whole = torch.cat([DOCUMENTS[0][:, :5], QUESTION], dim=1)
     expected = continued(model, read(model, whole)[0], DOCUMENTS[1])
@@ -394,7 +394,7 @@ def test_caches_that_know_their_tokens_tell_them_to_the_joined_one() -> None:
         cache.known_ids = ids
     joined = kvlayers.concatenate(caches, model, recompute=0)
     assert torch.equal(joined.known_ids, WHOLE)
-    joined.replace(5, 9, QUESTION, model)
+    kvlayers.replace_tokens(joined, 5, 9, QUESTION, model)
     assert torch.equal(joined.known_ids, torch.cat([WHOLE[:, :5], QUESTION, WHOLE[:, 9:]], dim=1))
 
 

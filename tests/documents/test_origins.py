@@ -94,7 +94,7 @@ def test_documents_stay_what_they_are(kind: str, operation: str, tmp_path: Path)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_moved_cache_stays_where_it_is(operation: str, tmp_path: Path) -> None:
     model = tiny_model("llama")
-    moved = read(CACHES["dynamic"](model.config), FIRST).moved(10, model)
+    moved = kvlayers.moved(read(CACHES["dynamic"](model.config), FIRST), 10, model)
     found = OPERATIONS[operation](moved, CACHES["dynamic"](model.config), tmp_path)
     assert (found.exact_tokens, found.first_position) == (0, 10)
     together = kvlayers.concatenate(

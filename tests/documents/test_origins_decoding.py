@@ -47,7 +47,7 @@ def filled(make: Callable[[], Any], ids: Tensor) -> Any:
 
 
 def moved(make: Callable[[], Any]) -> Any:
-    return filled(make, FIRST).moved(10, tiny_model("llama"))
+    return kvlayers.moved(filled(make, FIRST), 10, tiny_model("llama"))
 
 
 def joined(make: Callable[[], Any]) -> Any:
@@ -227,7 +227,7 @@ def test_a_pair_says_what_its_own_part_says(tmp_path: Path) -> None:
     copies = [pair, pair.fork(), pickle.loads(pickle.dumps(pair)), kvlayers.merge([pair, pair]).extract(1)]
     other = kvlayers.EncoderDecoderCache(make(), make())
     other.load_state(pair.state())
-    pair.save(tmp_path / "pair.safetensors")
+    kvlayers.save_cache(pair, tmp_path / "pair.safetensors")
     copies += [other, kvlayers.load_cache(tmp_path / "pair.safetensors")]
     assert [facts(own) for own in copies] == [(10, 0)] * 6
     pair.truncate(0)

@@ -63,14 +63,14 @@ def test_a_cache_knows_how_many_tokens_are_exact_and_a_store_takes_no_others(rec
 def test_a_changed_middle_and_decoding_stay_inexact(tmp_path: Path) -> None:
     model = tiny_model("llama")
     cache, _ = read(model, WHOLE)
-    cache.replace(5, 7, QUESTION[0], model, recompute=0)
+    kvlayers.replace_tokens(cache, 5, 7, QUESTION[0], model, recompute=0)
     assert cache.exact_tokens == 9
     read(model, QUESTION, cache)
     assert cache.exact_tokens == 9
-    cache.save(tmp_path / "cache.safetensors")
+    kvlayers.save_cache(cache, tmp_path / "cache.safetensors")
     assert kvlayers.load_cache(tmp_path / "cache.safetensors").exact_tokens == 9
     exact, _ = read(model, WHOLE)
-    exact.replace(5, 7, QUESTION[0], model, known_ids=WHOLE)
+    kvlayers.replace_tokens(exact, 5, 7, QUESTION[0], model, known_ids=WHOLE)
     assert exact.exact_tokens is None
 
 
@@ -89,25 +89,27 @@ def test_each_row_knows_which_of_its_tokens_are_exact() -> None:
 def test_a_moved_cache_knows_where_it_begins(tmp_path: Path) -> None:
     model = tiny_model("llama")
     cache, _ = read(model, FIRST)
-    moved = cache.moved(30, model)
+    moved = kvlayers.moved(cache, 30, model)
     assert (cache.first_position, moved.first_position, moved.exact_tokens) == (0, 30, 0)
-    back = moved.moved(0, model)
+    back = kvlayers.moved(moved, 0, model)
     for own, other in zip(back.layers, cache.layers, strict=True):
         torch.testing.assert_close(own.keys, other.keys, **TOLERANCE)
-    further = moved.moved(50, model)
-    for own, other in zip(further.layers, cache.moved(50, model).layers, strict=True):
+    further = kvlayers.moved(moved, 50, model)
+    for own, other in zip(further.layers, kvlayers.moved(cache, 50, model).layers, strict=True):
         torch.testing.assert_close(own.keys, other.keys, **TOLERANCE)
     second, _ = read(model, SECOND)
-    together = kvlayers.concatenate([moved, second.moved(3, model)], model, recompute="100%", ids=[FIRST, SECOND])
+    together = kvlayers.concatenate(
+        [moved, kvlayers.moved(second, 3, model)], model, recompute="100%", ids=[FIRST, SECOND]
+    )
     # The first document's states are taken as they are: at its first position, they are those of the text.
     torch.testing.assert_close(
         read(model, QUESTION, together)[1], read(model, QUESTION, joined(model, "100%"))[1], **TOLERANCE
     )
-    with pytest.raises(StateMismatchError, match="begins at position 0"):
-        moved.replace(2, 3, QUESTION[0], model, known_ids=FIRST)
+    with pytest.raises(StateMismatchError, match="must begin at position 0"):
+        kvlayers.replace_tokens(moved, 2, 3, QUESTION[0], model, known_ids=FIRST)
     with pytest.raises(StateMismatchError, match="insert its documents"):
         kvlayers.PrefixStore("1MiB").insert(FIRST[0], moved, model.config)
-    moved.save(tmp_path / "cache.safetensors")
+    kvlayers.save_cache(moved, tmp_path / "cache.safetensors")
     loaded = kvlayers.load_cache(tmp_path / "cache.safetensors")
     assert (loaded.first_position, loaded.exact_tokens) == (30, 0)
 
@@ -136,12 +138,12 @@ def test_what_contradicts_the_caches_is_named() -> None:
     with pytest.raises(StateMismatchError, match="`ids` must be the tokens that the cache has seen"):
         kvlayers.concatenate(known, model, ids=[SECOND[:, :9], SECOND])
     with pytest.raises(StateMismatchError, match="`known_ids` must be the tokens that the cache has seen"):
-        known[0].replace(2, 3, [5], model, known_ids=SECOND[:, :9])
+        kvlayers.replace_tokens(known[0], 2, 3, [5], model, known_ids=SECOND[:, :9])
     with pytest.raises(StateMismatchError, match="`beginning_tokens` must be tokens that all caches begin with"):
         kvlayers.concatenate(known, model, beginning_tokens=3)
     read(model, QUESTION, known[0])
     with pytest.raises(StateMismatchError, match="knows 9 of its 13 tokens"):
-        known[0].replace(2, 3, [5], model)
+        kvlayers.replace_tokens(known[0], 2, 3, [5], model)
     for recompute in (0, "100%"):
         with pytest.raises(StateMismatchError, match="the 3 layers of `model`, got 2"):
             kvlayers.concatenate([first, second], other, recompute=recompute, ids=[FIRST, SECOND])
@@ -149,7 +151,7 @@ def test_what_contradicts_the_caches_is_named() -> None:
         with pytest.raises(OptionError, match="ids"):
             kvlayers.concatenate([first, second], model, ids=wrong)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="`ids` must be whole numbers"):
-        first.replace(0, 1, None, model, known_ids=FIRST)  # type: ignore[arg-type]
+        kvlayers.replace_tokens(first, 0, 1, None, model, known_ids=FIRST)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="`model` must be a model"):
         kvlayers.concatenate([first, second], model.config, ids=[FIRST, SECOND])
     assert (first.get_seq_length(), second.get_seq_length()) == (9, 14)

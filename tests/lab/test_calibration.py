@@ -119,7 +119,7 @@ def test_a_saved_cache_goes_on_with_the_bits_of_its_layers(
     cache = kvlayers.QuantizedCache(config=model.config, nbits=[2, 8, 4])
     with torch.no_grad():
         model(ids[None, :400], past_key_values=cache)
-        cache.save(tmp_path / "cache.kv")
+        kvlayers.save_cache(cache, tmp_path / "cache.kv")
         loaded = kvlayers.load_cache(tmp_path / "cache.kv", config=model.config if with_config else None)
         for part in ids[None, 400:].split(100, dim=1):
             expected = model(part, past_key_values=cache).logits
@@ -136,7 +136,7 @@ def test_a_saved_cache_with_recurrent_layers_has_the_bits_of_the_others(tmp_path
     cache = kvlayers.QuantizedCache(config=model.config, nbits=bits, residual_length=0, sink_tokens=0)
     with torch.no_grad():
         model(torch.ones(1, 100, dtype=torch.int64), past_key_values=cache)
-    cache.save(tmp_path / "cache.kv")
+    kvlayers.save_cache(cache, tmp_path / "cache.kv")
     loaded = kvlayers.load_cache(tmp_path / "cache.kv", config=model.config)
     assert [_bits_of(layer) for layer in loaded.layers] == [_bits_of(layer) for layer in cache.layers]
     assert any(map(_bits_of, loaded.layers))

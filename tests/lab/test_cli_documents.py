@@ -90,7 +90,7 @@ def test_a_slow_reference_scores_the_same() -> None:
         read([*begin, *first[:LENGTH], *second[:LENGTH]], whole)
         read([*begin, *first[:LENGTH]], apart)
         read([*begin, *second[:LENGTH]], after)
-        moved = after.moved(LENGTH, model)
+        moved = kvlayers.moved(after, LENGTH, model)
         for index, layer in enumerate(moved.layers):
             apart.update(layer.keys[:, :, len(begin) :], layer.values[:, :, len(begin) :], index)
         expected, seen = (read((first, second)[number][LENGTH:], cache)[:-1] for cache in (whole, apart))

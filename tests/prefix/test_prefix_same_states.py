@@ -37,7 +37,7 @@ def documents(model: Any, ids: torch.Tensor, store: Any) -> list[int]:
 
 
 def document(model: Any, ids: torch.Tensor, store: Any) -> None:
-    store.document(ids, model)
+    kvlayers.store_document(store, ids, model)
 
 
 def score(model: Any, ids: torch.Tensor, store: Any) -> None:

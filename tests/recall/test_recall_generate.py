@@ -65,7 +65,7 @@ def test_caches_go_on_from_files_and_forks(make: Any, tmp_path: pathlib.Path) ->
     ids = prompt(2, 220 + TOKENS)
     cache = make(config=model.config, recall=recall, **options)
     read(model, cache, ids[:, :220], 200)
-    cache.save(tmp_path / "cache.safetensors")
+    kvlayers.save_cache(cache, tmp_path / "cache.safetensors")
     loaded = kvlayers.load_cache(tmp_path / "cache.safetensors")
     assert type(loaded) is make
     assert loaded.recall == recall

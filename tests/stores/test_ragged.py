@@ -203,8 +203,7 @@ def test_heads_that_hold_different_tokens_are_not_read_as_one_tensor() -> None:
     store, lists = ragged()
     for read in (
         lambda: store.newest(store.length),
-        lambda: store.newest_keys(2 * RECENT),
-        lambda: store.newest_values(store.length),
+        lambda: store.newest(2 * RECENT),
         store.caller_views,
         lambda: store.drop_oldest(1),
         lambda: store.extend_and_evict(*states(2, 1), past=3, kept=4),
@@ -217,20 +216,15 @@ def test_heads_that_hold_different_tokens_are_not_read_as_one_tensor() -> None:
     assert torch.equal(newest[0][1, 1], torch.stack(lists.keys[1][1][-RECENT:]))
 
 
-def test_a_window_within_the_tail_and_a_prefix_are_attended_to() -> None:
+def test_a_window_within_the_tail_is_attended_to() -> None:
     store, lists = ragged()
-    new, prefix = states(2, 1), states(2, 7)
-    keys, values = store.fork().extend(*new, past=RECENT)
+    new = states(2, 1)
+    assert not store.overwrite(3, *states(2, 2))
+    keys, values = store.extend(*new, past=RECENT)
     assert keys.shape[2] == values.shape[2] == RECENT + 1
-    returned = store.extend(*new, prefix_states=prefix)
     lists.append(*new)
-    whole = lists.copy()
-    for sequence in range(2):
-        for head in range(KV_HEADS):
-            whole.keys[sequence][head] += prefix[0][sequence, head].unbind()
-            whole.values[sequence][head] += prefix[1][sequence, head].unbind()
-    query = torch.randn(2, HEADS, 1, KEY_DIM, generator=generator)
-    torch.testing.assert_close(loop_attention(query, segments_of(*returned)), whole.attention(query))
+    assert torch.equal(keys[1, 1], torch.stack(lists.keys[1][1][-RECENT - 1 :]))
+    step(store, lists)
 
 
 def test_other_states_are_refused() -> None:

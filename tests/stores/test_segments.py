@@ -83,11 +83,10 @@ class Pair:
 class SegmentMachine(RuleBasedStateMachine):
     """Stores that share segments: what is done to one of them shows in no other."""
 
-    @initialize(maximum=st.integers(1, 4), growth=st.integers(1, 6), room=st.sampled_from([0, 3]))
-    def begin(self, maximum: int, growth: int, room: int) -> None:
+    @initialize(maximum=st.integers(1, 4), growth=st.integers(1, 6))
+    def begin(self, maximum: int, growth: int) -> None:
         self.numbers = Numbers()
-        self.room = room
-        store = DenseStore(minimum_growth=growth, prefix_room=room, maximum_segments=maximum)
+        store = DenseStore(minimum_growth=growth, maximum_segments=maximum)
         keys, values = self.numbers.states(2, 20)
         store.validate(keys, values)
         store.append(keys, values)
@@ -96,18 +95,30 @@ class SegmentMachine(RuleBasedStateMachine):
     def one(self, which: int) -> Pair:
         return self.pairs[which % len(self.pairs)]
 
-    @rule(which=st.integers(0, 9), tokens=st.one_of(st.just(1), st.integers(0, 30)), prefixed=st.booleans())
-    def extend(self, which: int, tokens: int, prefixed: bool) -> None:
+    @rule(which=st.integers(0, 9), tokens=st.one_of(st.just(1), st.integers(0, 30)))
+    def extend(self, which: int, tokens: int) -> None:
         pair = self.one(which)
         if pair.length + tokens > MOST_TOKENS:
             return
         keys, values = self.numbers.states(pair.rows, tokens)
-        prefix = self.numbers.states(pair.rows, self.room) if prefixed and self.room else None
         pair.store.validate(keys, values)
-        attended = pair.store.extend(keys, values, None, prefix)
+        attended = pair.store.extend(keys, values)
         pair.keys, pair.values = torch.cat([pair.keys, keys], 2), torch.cat([pair.values, values], 2)
-        for seen, held, front in zip(attended, (pair.keys, pair.values), prefix or ((), ()), strict=True):
-            assert torch.equal(as_dense(seen), torch.cat([front, held], 2) if prefix else held)
+        for seen, held in zip(attended, (pair.keys, pair.values), strict=True):
+            assert torch.equal(as_dense(seen), held)
+
+    @rule(which=st.integers(0, 9), count=st.integers(1, 30), tokens=st.integers(1, 4))
+    def overwrite(self, which: int, count: int, tokens: int) -> None:
+        pair = self.one(which)
+        count = min(count, pair.length)
+        tokens = min(tokens, count)
+        keys, values = self.numbers.states(pair.rows, tokens)
+        first = pair.length - count
+        if tokens and pair.store.overwrite(count, keys, values):
+            pair.keys, pair.values = (
+                torch.cat([held[:, :, :first], new, held[:, :, first + tokens :]], 2)
+                for held, new in ((pair.keys, keys), (pair.values, values))
+            )
 
     @rule(which=st.integers(0, 9), tokens=st.integers(1, 5), past=st.integers(0, 10), kept=st.integers(1, 10))
     def extend_and_evict(self, which: int, tokens: int, past: int, kept: int) -> None:
@@ -163,7 +174,7 @@ class SegmentMachine(RuleBasedStateMachine):
             torch.cat([pair.keys[:, :, :tokens], keys], 2),
             torch.cat([pair.values[:, :, :tokens], values], 2),
         )
-        store = DenseStore(minimum_growth=2, prefix_room=self.room)
+        store = DenseStore(minimum_growth=2)
         store.validate(keys, values)
         store.append(keys, values)
         store.share_prefix(pair.store, tokens)

@@ -93,7 +93,7 @@ def test_layers_of_a_backend_are_instances_of_the_class_of_transformers_and_of_n
     pair = states(130)
     for each in (cache, bare):
         each.update(*pair, 0)
-    cache.save(tmp_path / "cache.safetensors")
+    kvlayers.save_cache(cache, tmp_path / "cache.safetensors")
     loaded = kvlayers.load_cache(tmp_path / "cache.safetensors")
     again = kvlayers.QuantizedCache(backend, CONFIG, residual_length=0, sink_tokens=0)
     again.load_state(cache.state())

@@ -110,13 +110,11 @@ class TokenBuffer:
         size = (self._batch, self._kv_heads, count, self._head_dim)
         if start == 0:
             return self.tensor.as_strided(size, self._strides)
-        return self.tensor.as_strided(size, self._strides, self._storage_offset() + start * self._strides[2])
-
-    def _storage_offset(self) -> int:
-        if self._offset is None:
+        offset = self._offset
+        if offset is None:
             # Read lazily, because compiled code makes buffers too, and cannot read it.
-            self._offset = int(self.tensor.storage_offset())
-        return self._offset
+            offset = self._offset = int(self.tensor.storage_offset())
+        return self.tensor.as_strided(size, self._strides, offset + start * self._strides[2])
 
     def slots(self, start: int, count: int) -> Tensor:
         """As `read`, for a caller that is about to write to all of these slots itself."""
@@ -126,32 +124,31 @@ class TokenBuffer:
         """Copy `states`, `[batch, kv_heads, tokens, head_dim]`, to the slots from `start` on."""
         self.read(start, states.shape[2]).copy_(states)
 
-    def shift_to_front(self, start: int, count: int, free: int = 0) -> None:
-        """Move `count` tokens from `start` to the front, after `free` slots, without overwriting unmoved ones."""
-        distance = start - free
-        if distance * MAXIMUM_PIECES < count:
-            self.write(free, self.read(start, count).clone())
+    def shift_to_front(self, start: int, count: int) -> None:
+        """Move `count` tokens from `start` to the front, without overwriting unmoved ones."""
+        if start * MAXIMUM_PIECES < count:
+            self.write(0, self.read(start, count).clone())
             return
-        for done in range(0, count, distance):
-            piece = min(distance, count - done)
-            self.write(free + done, self.read(start + done, piece))
+        for done in range(0, count, start):
+            piece = min(start, count - done)
+            self.write(done, self.read(start + done, piece))
 
-    def reallocated(self, start: int, count: int, capacity: int, free: int = 0) -> "TokenBuffer":
-        """A new buffer for `capacity` tokens, with `count` tokens from `start` after `free` empty slots."""
+    def reallocated(self, start: int, count: int, capacity: int) -> "TokenBuffer":
+        """A new buffer for `capacity` tokens, the first of which are `count` tokens from `start`."""
         tensor = self.tensor
         form = StateForm(self._batch, self._kv_heads, self._head_dim, tensor.dtype, tensor.device)
         buffer = TokenBuffer.allocate(form, capacity)
         with torch.no_grad():
-            buffer.write(free, self.read(start, count))
+            buffer.write(0, self.read(start, count))
         return buffer
 
-    def selected(self, indices: Tensor, start: int, count: int, capacity: int, free: int = 0) -> "TokenBuffer":
+    def selected(self, indices: Tensor, start: int, count: int, capacity: int) -> "TokenBuffer":
         """As `reallocated`, but sequence `i` of the new buffer is sequence `indices[i]` of this one."""
         tensor = self.tensor
         form = StateForm(indices.shape[0], self._kv_heads, self._head_dim, tensor.dtype, tensor.device)
         buffer = TokenBuffer.allocate(form, capacity)
         with torch.no_grad():
-            torch.index_select(self.read(start, count), 0, indices.to(tensor.device), out=buffer.read(free, count))
+            torch.index_select(self.read(start, count), 0, indices.to(tensor.device), out=buffer.read(0, count))
         return buffer
 
     def allocate_like(self, batch_size: int, capacity: int) -> "TokenBuffer":

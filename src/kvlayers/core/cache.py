@@ -245,22 +245,10 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         Args:
             encoder_length: tokens of the encoder's output, if they are known, for a cache that must reserve them.
         """
-        growing: Cache = late.function("DynamicCache")(**self.offloading_options())
-        return growing
+        # Now, as a `DynamicCache` is a cache.
+        from kvlayers.core.dynamic_cache import DynamicCache
 
-    def save(self, path: str | os.PathLike[str], token_ids: Tensor | None = None, config: object | None = None) -> None:
-        """Write everything that is needed to go on decoding to a file; see `save_cache`.
-
-        Args:
-            path: path of the file. An existing file is replaced as a whole.
-            token_ids: tokens that the cache has seen, int64 `[batch, tokens]`, to be found in the file again.
-            config: config of the model, or the model, so that the file is refused for another one.
-
-        Raises:
-            CachePathError: the file cannot be written.
-            CacheFileError: a file cannot hold the states.
-        """
-        late.function("save_cache")(self, path, token_ids=token_ids, config=config)
+        return DynamicCache(**self.offloading_options())
 
     def summary(self) -> CacheSummary:
         """What the cache holds: kinds of layers, tokens, bits, and bytes by their place. Printed, it is a table.

@@ -21,7 +21,6 @@ from kvlayers.core.layer_list import LayerList, adapted, let_static_layers_agree
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.legacy_api import crop_argument
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
-from kvlayers.utils import late
 from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.tensor_memory import Storages, storages_of
 
@@ -268,68 +267,6 @@ class LayerwiseOperations(LayerList):
             part.batch_select_indices(range(begin, min(begin + each, full)))
             parts.append(part)
         return parts
-
-    # States at other positions
-
-    def moved(self, to: int, model: Any) -> Self:
-        """A cache with the same tokens at the positions from `to` on: keys are rotated by the distance.
-
-        The tokens do not see what is before them. Whoever goes on with the cache passes `position_ids`, from
-        `to + cache.get_seq_length()` on: `generate()` would count from 0. To put it after others, use
-        `kvlayers.concatenate`.
-
-        Args:
-            to: the new position of the first token, which is at position 0 in this cache.
-            model: the model, or its config.
-
-        Returns:
-            A cache of the same kind. This one does not change.
-
-        Raises:
-            OptionError: `to` is no position.
-            StateMismatchError: the cache is empty.
-            CapacityError: a position is beyond those of the model.
-            ConfigError: the model does not rotate its keys by their positions, or in a way that depends on the length.
-            UnsupportedLayerError: a layer holds more or less than the keys and values of its tokens: recurrent states,
-                evicted tokens, sinks, latents.
-        """
-        cache: Self = late.function("moved")(self, to, model)
-        return cache
-
-    def replace(
-        self,
-        start: int,
-        stop: int,
-        ids: Tensor,
-        model: Any,
-        *,
-        recompute: int | str = "100%",
-        known_ids: Tensor | None = None,
-    ) -> None:
-        """Put other tokens in the place of those from `start` to `stop`. What is after them moves.
-
-        The new tokens are computed, and see all that is before them. The tokens after them have seen the old ones,
-        and are recomputed as far as `recompute` asks.
-
-        Args:
-            start: the first token to replace.
-            stop: the token after the last one.
-            ids: the new tokens, int64 `[tokens]` or `[batch, tokens]`. If there are none, the old ones are taken out.
-            model: the model.
-            recompute: how many first tokens after the change to recompute, or a share of the tokens after the change,
-                such as "15%": the tokens that change most. By default, all of them.
-            known_ids: the tokens of the cache, `[batch, tokens]`, for `recompute`. Default: the ids that it knows
-                from `generate()`.
-
-        Raises:
-            OptionError: `start` and `stop` are no range of tokens, or another argument is wrong.
-            RollbackError: the cache cannot be cropped to `start`.
-            StateMismatchError, CapacityError, ConfigError, UnsupportedLayerError: as for `moved` and `concatenate`.
-                Nothing is changed.
-        """
-        changed: LayerwiseOperations = late.function("replaced")(self, start, stop, ids, model, recompute, known_ids)
-        self.replace_layers(changed.adapted_layers())
-        self.known_ids, self.origins = changed.known_ids, changed.origins
 
     # Rows: sequences of lengths of their own
 

@@ -1,21 +1,27 @@
 """Tokens in full precision: in segments that other stores hold too, and in a tail behind them, which grows."""
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import promoted_forms
+from kvlayers.core.arguments import check_dense_state, check_one_batch, checked_forms, mismatch, promoted_forms
 from kvlayers.core.buffer import StateForm, TokenBuffer
-from kvlayers.core.contiguous_store import ContiguousStore
 from kvlayers.core.returned_states import ReturnedStates
-from kvlayers.core.sharing import SharedSegment, at_most, selected, tokens_of, write_segment
+from kvlayers.core.sharing import CopyOnWrite, SharedSegment, at_most, selected, tokens_of, write_segment
 from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, register_store
-from kvlayers.kernels.attention.gqa import marked_for_one_query
+from kvlayers.errors import InterruptedPassError, StateMismatchError
+from kvlayers.kernels.attention.gqa import first_grouped_length, marked_for_one_query, marked_for_sdpa
+from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments
+from kvlayers.upstream import compat
+
+_first_fork = threading.Lock()
 
 GROWTH_DIVISOR = 8
 """A full buffer grows by an eighth: at most an eighth is spare, and a token is moved 8 times on average. So a tail of
@@ -44,12 +50,37 @@ SMALL_STEP = 16
 """Fewest tokens by which such a store grows."""
 
 
+@dataclass(frozen=True, slots=True)
+class ValidStates:
+    """New states that were valid.
+
+    Attributes:
+        facts: shapes, dtypes and devices of keys and values.
+        key_form: form of the held keys, the very object.
+        value_form: form of the held values, likewise.
+        first_grouped_length: tokens from which such keys are marked for SDPA, if there is one new token.
+    """
+
+    facts: tuple[object, ...]
+    key_form: StateForm | None
+    value_form: StateForm | None
+    first_grouped_length: int
+
+
 @register_store
-class DenseStore(ContiguousStore):
+class DenseStore(TokenStore):
     """Full-precision states in a tail, which is memory that grows, behind segments, which are read and never written.
+
+    The tail is the tokens from `_start` to `_end` of two buffers, one for keys and one for values. New tokens are
+    written after `_end`, and dropped ones are skipped by moving `_start`, so an update costs only the new tokens. At
+    the end of the buffers `_make_room` decides what to do.
 
     A store that is not forked has no segments. A fork holds the same tail. When it cannot write behind the tail in
     place, its tokens there become a segment, and a new tail begins. Attention reads segments and tail in one call.
+
+    If autograd follows the states, or `torch.export` traces the code, states are concatenated instead, and the
+    resulting buffers have no spare room: no write changes a tensor that a backward pass still needs, or an input of an
+    exported program.
 
     Args:
         length_hint: the most tokens that are expected, if known. Growth stops there while the hint holds, so that the
@@ -57,11 +88,15 @@ class DenseStore(ContiguousStore):
         growth_divisor: a full buffer grows by its size divided by this.
         minimum_growth: fewest tokens by which it grows. A tail that others hold too becomes a segment from as many
             tokens on: a copy of a shorter one takes no more memory than the spare room of a new tail.
-        prefix_room: slots left free before the tokens; see `ContiguousStore`.
         maximum_segments: if there are more, the smallest neighbours are merged.
+
+    Attributes:
+        can_share: whether the store may hold memory that other stores hold too. A reservation may not.
     """
 
-    hints = ("length_hint", "growth_divisor", "minimum_growth", "prefix_room", "maximum_segments")
+    hints: ClassVar[tuple[str, ...]] = ("length_hint", "growth_divisor", "minimum_growth", "maximum_segments")
+    holds_tokens_apart = True
+    can_share: ClassVar[bool] = True
 
     _appends_one = True
 
@@ -74,26 +109,67 @@ class DenseStore(ContiguousStore):
         length_hint: int | None = None,
         growth_divisor: int = GROWTH_DIVISOR,
         minimum_growth: int = MINIMUM_GROWTH,
-        prefix_room: int = 0,
         maximum_segments: int = MAXIMUM_SEGMENTS,
     ) -> None:
-        super().__init__(prefix_room=prefix_room)
         self.length_hint = length_hint
         self.growth_divisor = growth_divisor
         self.minimum_growth = minimum_growth
         self.maximum_segments = maximum_segments
+        self._keys: TokenBuffer | None = None
+        self._values: TokenBuffer | None = None
+        self._key_form: StateForm | None = None
+        self._value_form: StateForm | None = None
+        self._start = 0
+        self._end = 0
+        self._capacity = 0
+        self._tracks_gradients = False
+        self._copy_on_write: CopyOnWrite | None = None
         self._segments: tuple[SharedSegment, ...] = ()
         self._shared_tokens = 0
         self._is_forked = False
         """Whether others may hold the tail, or there are segments."""
         self._length = 0
         """Tokens of segments and tail, counted while the store is forked."""
+        self._views: tuple[tuple[TokenBuffer | None, int, int], KVPair] | None = None
         self._returned = ReturnedStates()
+        self._is_invalid = False
+        self._validated: tuple[StateForm, StateForm] | None = None
+        self._last_valid: ValidStates | None = None
 
     @property
     @override
     def length(self) -> int:
         return self._length if self._is_forked else self._end - self._start
+
+    @property
+    def tail_length(self) -> int:
+        """Tokens in the buffers."""
+        return self._end - self._start
+
+    @property
+    @override
+    def key_form(self) -> StateForm | None:
+        return self._key_form
+
+    @property
+    @override
+    def value_form(self) -> StateForm | None:
+        return self._value_form
+
+    def _forms(self) -> tuple[StateForm, StateForm]:
+        if self._key_form is None or self._value_form is None:
+            raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
+        return self._key_form, self._value_form
+
+    @property
+    @override
+    def sized_for(self) -> int | None:
+        return self.length_hint
+
+    @property
+    @override
+    def fidelity(self) -> Fidelity:
+        return "exact"
 
     @property
     def is_opaque(self) -> bool:  # type: ignore[override]
@@ -125,13 +201,13 @@ class DenseStore(ContiguousStore):
 
     @override
     def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
-        last = self._last_valid
-        if last is None or torch.compiler.is_compiling() or not self.append_one(keys, values):
-            return super().take_in(keys, values)
-        key_buffer, value_buffer = self._buffers()
+        if torch.compiler.is_compiling() or not self.append_one(keys, values):
+            self.validate(keys, values)
+            return self.extend(keys, values)
         start, tokens = self._start, self._end - self._start
-        held_keys, held_values = key_buffer.view(start, tokens), value_buffer.view(start, tokens)
-        if tokens >= last.first_grouped_length:
+        held_keys = self._keys.view(start, tokens)  # type: ignore[union-attr]
+        held_values = self._values.view(start, tokens)  # type: ignore[union-attr]
+        if tokens >= self._last_valid.first_grouped_length:  # type: ignore[union-attr]
             return marked_for_one_query(held_keys, held_values)
         return held_keys, held_values
 
@@ -159,30 +235,200 @@ class DenseStore(ContiguousStore):
         self._end = end + 1
         return True
 
+    @override
+    def validate(self, keys: Tensor, values: Tensor) -> int:
+        self._validated = None
+        if torch.compiler.is_compiling():
+            return self._validate(keys, values)
+        if not self._is_as_before(keys, values):
+            self._validate(keys, values)
+            facts = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
+            valid = ValidStates(facts, self._key_form, self._value_form, first_grouped_length(keys))
+            self._last_valid = None if self._validated else valid
+        return keys.shape[2]
+
+    def _is_as_before(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether states have the shapes, dtypes and devices of the last valid states, and may follow them."""
+        last = self._last_valid
+        if last is None or last.key_form is not self._key_form or last.value_form is not self._value_form:
+            return False
+        facts = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
+        return facts == last.facts
+
+    def _validate(self, keys: Tensor, values: Tensor) -> int:
+        key_form, value_form = checked_forms(keys, values)
+        if key_form != self._key_form or value_form != self._value_form:
+            if self._is_invalid:
+                raise InterruptedPassError(
+                    "The held tokens are lost, because moving them was interrupted: reset() the cache, and pass all "
+                    "tokens again."
+                )
+            if self.length:
+                return self._validate_other_form(keys, (key_form, value_form))
+            check_one_batch(key_form, value_form)
+            self._validated = key_form, value_form
+        return keys.shape[2]
+
+    def _validate_other_form(self, keys: Tensor, forms: tuple[StateForm, StateForm]) -> int:
+        """As `_validate`, for forms that differ from those of the held tokens."""
+        held = self._forms()
+        promoted = promoted_forms(forms, held)
+        if promoted is None:
+            raise mismatch(forms, held, self.length)
+        # What is written to a buffer takes on its dtype.
+        self._validated = None if promoted == held else promoted
+        return keys.shape[2]
+
+    def _apply_form(self, tokens: int) -> None:
+        """Take on the form that was validated, if `tokens` of that form fit."""
+        if self._validated is not None:
+            self.check_room(tokens)
+            forms, self._validated = self._validated, None
+            self.promote(*forms)
+
+    def promote(self, key_form: StateForm, value_form: StateForm) -> None:
+        """Hold all tokens in the dtypes of these forms, which hold them without rounding."""
+        if not self.length:
+            self.reserve_form(key_form, value_form)
+            return
+        if self._tracks_gradients:
+            keys, values = self._plain(self.length)
+            keys, values = keys.to(key_form.dtype), values.to(value_form.dtype)
+            self._release()
+            self._key_form, self._value_form = key_form, value_form
+            self._adopt(keys, values)
+            return
+        forms, length = (key_form, value_form), self.length
+        self._hold((), *self._gathered(length, forms), length, forms=forms)
+        self._returned.invalidate()
+
+    @override
+    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
+        self._release()
+        self._key_form, self._value_form = key_form, value_form
+
+    def check_room(self, tokens: int) -> None:
+        """Raise `CapacityError` if `tokens` more do not fit. A store that grows never raises it."""
+
+    @override
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        tokens = keys.shape[2]
+        if self._validated is not None:
+            self._apply_form(tokens)
+        tracked = self._tracks_gradients or keys.requires_grad or values.requires_grad
+        if tracked and (torch.is_grad_enabled() or compat.is_exporting()):
+            self.check_room(tokens)
+            self._concatenate(keys, values)
+            return
+        if self._end + tokens > self._capacity:
+            self.check_room(tokens)
+            if compat.is_exporting():
+                self._concatenate(keys, values)
+                return
+            keys, values = self._copied_if_aliased(keys), self._copied_if_aliased(values)
+            self._make_room(tokens)
+        elif not tokens:
+            return
+        elif self._copy_on_write is not None and not self._may_write(self._end, self._end + tokens):
+            self._leave_buffers(tokens)
+        key_buffer, value_buffer = self._buffers()
+        key_buffer.write(self._end, keys)
+        value_buffer.write(self._end, values)
+        self._advance(tokens)
+
+    def _advance(self, tokens: int) -> None:
+        self._end += tokens
+        if self._is_forked:
+            self._length += tokens
+
+    @override
+    def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> KVPair:
+        tokens = keys.shape[2]
+        self.append(keys, values)
+        attended = self.newest(self.length if past is None else past + tokens)
+        return attended if type(attended[0]) is PackedStates else marked_for_sdpa(*attended, tokens)
+
+    @override
+    def extend_and_evict(self, keys: Tensor, values: Tensor, past: int, kept: int) -> KVPair:
+        tokens = keys.shape[2]
+        # Some of the tokens to keep may be older than those to attend to.
+        held = max(past, kept - tokens)
+        if held:
+            held_keys, held_values = self._plain(held)
+            keys, values = torch.cat([held_keys, keys], dim=2), torch.cat([held_values, values], dim=2)
+        start = held + tokens - kept
+        self.replace(keys.narrow(2, start, kept), values.narrow(2, start, kept))
+        attended = past + tokens
+        keys, values = keys.narrow(2, held - past, attended), values.narrow(2, held - past, attended)
+        return marked_for_sdpa(keys, values, tokens)
+
+    @override
+    def overwrite(self, count: int, keys: Tensor, values: Tensor) -> bool:
+        if self._tracks_gradients or keys.requires_grad or values.requires_grad or count > self.tail_length:
+            return False
+        start = self._end - count
+        if self._copy_on_write is not None and not self._may_write(start, start + keys.shape[2]):
+            self._leave_buffers(0)
+            if count > self.tail_length:
+                return False
+            start = self._end - count
+        if self._is_forked:
+            self._returned.invalidate()
+        key_buffer, value_buffer = self._buffers()
+        key_buffer.write(start, keys)
+        value_buffer.write(start, values)
+        return True
+
+    def _concatenate(self, keys: Tensor, values: Tensor) -> None:
+        if self._start == self._end:
+            self._adopt(keys.clone(), values.clone())
+        else:
+            held = self.newest(self.tail_length)
+            self._adopt(torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2))
+
+    def _adopt(self, keys: Tensor, values: Tensor) -> None:
+        """Hold these tensors themselves as full buffers."""
+        self._set_buffers(TokenBuffer(keys), TokenBuffer(values))
+        self._start, self._capacity = 0, keys.shape[2]
+        self._set_end(self._capacity)
+        # Tensors of a traced program must not be written to, just like tensors that autograd follows.
+        self._tracks_gradients = keys.requires_grad or values.requires_grad or compat.is_exporting()
+
+    def replace(self, keys: Tensor, values: Tensor) -> None:
+        """Hold a copy of validated states in place of all held tokens."""
+        if self._validated is not None:
+            self._apply_form(keys.shape[2])
+        tracked = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
+        if tracked or compat.is_exporting():
+            self._adopt(keys.clone(), values.clone())
+            self._forget_segments()
+            return
+        held = self.length
+        try:
+            self.clear()
+            self.append(keys, values)
+        except BaseException:
+            if held:
+                self._invalidate()
+            raise
+
     # Reading
-
-    def tail_segment(self) -> DenseSegment:
-        """The tokens in the buffers as attention reads them. Only for code that is not being compiled."""
-        keys, values = self._buffers()
-        return DenseSegment(keys.tensor, values.tensor, None, (self._start, self._end - self._start))
-
-    @override
-    def newest_keys(self, count: int) -> Tensor:
-        return self.newest(count)[0]
-
-    @override
-    def newest_values(self, count: int) -> Tensor:
-        return self.newest(count)[1]
 
     @override
     def newest(self, count: int) -> KVPair:
-        if not self._is_forked or count <= self._end - self._start:
-            return super().newest(count)
-        return self._returned.newest(count, self._attended, self._forms(), self._length)
+        end = self._end
+        if self._is_forked and count > end - self._start:
+            return self._returned.newest(count, self._attended, self._forms(), self._length)
+        keys, values = self._keys, self._values
+        if keys is None or values is None:
+            keys, values = self._buffers()
+        if keys.tracks_gradients or values.tracks_gradients or torch.compiler.is_compiling():
+            return keys.read(end - count, count), values.read(end - count, count)
+        return keys.view(end - count, count), values.view(end - count, count)
 
-    def _attended(self, count: int, *prefix: DenseSegment) -> KVPair:
-        """Keys and values of a prefix, if there is one, and of the newest `count` tokens, which reach into segments."""
-        segments = KVSegments((*prefix, *self.pieces(count)))
+    def _attended(self, count: int) -> KVPair:
+        """Keys and values of the newest `count` tokens, which reach into segments."""
+        segments = KVSegments(self.pieces(count))
         return self._returned.attended(self, segments, self._forms(), self._length, segments.tokens)
 
     def pieces(self, count: int) -> tuple[DenseSegment, ...]:
@@ -191,137 +437,48 @@ class DenseStore(ContiguousStore):
         Nothing is copied, and a whole segment is the same object each time.
         """
         in_tail = min(count, self._end - self._start)
-        tail = (DenseSegment(*super().newest(in_tail)),) if in_tail else ()
+        tail = (DenseSegment(*self.newest(in_tail)),) if in_tail else ()
         in_segments = count - in_tail
         if not in_segments:
             return tail
         segments = tokens_of(self._segments, self._shared_tokens - in_segments, in_segments)
         return (*(segment.dense() for segment in segments), *tail)
 
-    @override
-    def _newest_after_prefix(self, prefix: KVPair, count: int) -> KVPair:
-        if self._is_forked and count > self.tail_length:
-            return self._attended(count, DenseSegment(*prefix))
-        return super()._newest_after_prefix(prefix, count)
+    def tail_segment(self) -> DenseSegment:
+        """The tokens in the buffers as attention reads them. Only for code that is not being compiled."""
+        keys, values = self._buffers()
+        return DenseSegment(keys.tensor, values.tensor, None, (self._start, self._end - self._start))
+
+    def _plain(self, count: int) -> KVPair:
+        """Keys and values of the newest `count` tokens, as plain tensors."""
+        keys, values = self.newest(count)
+        return as_dense(keys), as_dense(values)
 
     @override
     def caller_views(self) -> KVPair:
-        if self._segments and not torch.compiler.is_compiling():
+        # Compiled code reads at once.
+        if torch.compiler.is_compiling():
+            return self.newest(self.length)
+        if self._segments:
             if any(segment.rows is not None for segment in self._segments):
                 # Each sequence would get a copy. Packed states cannot be written to, and know when they are stale.
                 return self.newest(self.length)
             self.compact()
-        return super().caller_views()
+        # States that autograd follows are never written to. Models with cross-attention read the same tokens at every
+        # step.
+        recorded = self._copy_on_write is not None and self._copy_on_write.covers_view(self._start, self._end)
+        if not recorded and not self._tracks_gradients and self._start != self._end:
+            if self._copy_on_write is not None and not self._copy_on_write.has_one_holder:
+                self._allocate(self._capacity_of_copy(0))
+            self._sharing().record_view(self._start, self._end)
+        return self._cached_views()
 
-    @override
-    def state(self) -> dict[str, Tensor]:
-        if not self._segments or self._tracks_gradients:
-            return super().state()
-        keys, values = self._gathered(self.length)
-        return {"keys": keys.tensor, "values": values.tensor}
-
-    # Memory
-
-    @override
-    def _advance(self, tokens: int) -> None:
-        self._end += tokens
-        if self._is_forked:
-            self._length += tokens
-
-    @override
-    def _set_end(self, end: int) -> None:
-        self._end, self._length = end, self._shared_tokens + end - self._start
-
-    @override
-    def _release(self) -> None:
-        self._forget_segments()
-        super()._release()
-
-    def _forget_segments(self) -> None:
-        self._returned.invalidate()
-        self._segments, self._shared_tokens, self._is_forked = (), 0, False
-
-    @override
-    def _shift_to_front(self) -> None:
-        self._returned.invalidate()
-        super()._shift_to_front()
-
-    @override
-    def _leave_buffers(self, tokens: int) -> None:
-        if self._keeps_tail():
-            self._begin_tail(tokens)
-        else:
-            super()._leave_buffers(tokens)
-
-    def _keeps_tail(self) -> bool:
-        """Whether the tail becomes a segment rather than being copied: others hold it, and it is long."""
-        if self._copy_on_write is None or self._copy_on_write.has_one_holder:
-            return False
-        short = max(self.length // GROWTH_DIVISOR, self.minimum_growth - 1)
-        return self.tail_length > short and self._can_share()
-
-    def _begin_tail(self, tokens: int) -> None:
-        """Begin a new tail for `tokens` tokens, behind the old one, which becomes a segment."""
-        self._hold(self._as_segments(self.length))
-        self._allocate(self.grown_capacity(tokens))
-
-    def _as_segments(self, tokens: int) -> list[SharedSegment]:
-        """The oldest `tokens` tokens, those of the tail included, as segments."""
-        segments = tokens_of(self._segments, 0, tokens)
-        in_tail = tokens - self._shared_tokens
-        if in_tail > 0:
-            segments.append(SharedSegment(self._sharing(), self._start, self._start + in_tail))
-        return segments
-
-    def _hold(
-        self,
-        segments: Sequence[SharedSegment],
-        keys: TokenBuffer | None = None,
-        values: TokenBuffer | None = None,
-        free: int = 0,
-        tail: int = 0,
-        batch_size: int | None = None,
-        forms: tuple[StateForm, StateForm] | None = None,
-    ) -> None:
-        """Hold segments, and a tail of `tail` tokens behind `free` empty slots of buffers of its own."""
-        segments = tuple(at_most(self.maximum_segments, segments))
-        shared, capacity = sum(segment.tokens for segment in segments), 0 if keys is None else keys.capacity
-        key_form, value_form = forms or self._forms()
-        if batch_size is not None:
-            key_form, value_form = key_form.of_batch(batch_size), value_form.of_batch(batch_size)
-        # No call in between, so that an interrupt finds all of it done, or nothing.
-        sharing, self._copy_on_write, self._keys, self._values = self._copy_on_write, None, keys, values
-        self._views = None
-        self._start, self._end, self._capacity = free, free + tail, capacity
-        self._key_form, self._value_form = key_form, value_form
-        self._tracks_gradients = False
-        self._segments, self._shared_tokens, self._length = segments, shared, shared + tail
-        self._is_forked = bool(segments)
-        if sharing is not None:
-            sharing.leave(self)
-
-    def _gathered(
-        self, count: int, free: int = 0, forms: tuple[StateForm, StateForm] | None = None
-    ) -> tuple[TokenBuffer, TokenBuffer]:
-        """New buffers, which the newest `count` tokens fill behind `free` empty slots."""
-        keys, values = (TokenBuffer.allocate(form, free + count) for form in forms or self._forms())
-        for piece in self.pieces(count):
-            write_segment(piece, keys, values, free)
-            free += piece.tokens
-        return keys, values
-
-    @override
-    def swap_buffers(self, swap: BufferSwap) -> None:
-        # Memory that is offloaded moves as a whole.
-        if self._shared_tokens:
-            self.compact()
-        super().swap_buffers(swap)
-
-    @override
-    def held_tensors(self) -> Iterator[Tensor]:
-        yield from super().held_tensors()
-        for segment in self._segments:
-            yield from segment.held_tensors()
+    def _cached_views(self) -> KVPair:
+        """All tokens, as the same two tensors until the tokens change or move."""
+        region = self._keys, self._start, self._end
+        if self._views is None or self._views[0] != region:
+            self._views = region, self.newest(self.length)
+        return self._views[1]
 
     # Dropping, cropping and the batch
 
@@ -341,42 +498,55 @@ class DenseStore(ContiguousStore):
     @override
     def truncate(self, length: int) -> None:
         self._returned.invalidate()
-        shared = self._shared_tokens
-        if length < shared:
+        in_tail = length - self._shared_tokens
+        if in_tail < 0:
             self._hold(tokens_of(self._segments, 0, length))
-        else:
-            super().truncate(length - shared)
+            return
+        self._set_end(self._start + in_tail)
+        if self._tracks_gradients:
+            # No spare room, so that the next tokens are concatenated or moved rather than written over these.
+            self._adopt(*self.newest(in_tail))
 
     @override
     def clear(self) -> None:
         self._returned.invalidate()
         if self._segments:
             self._hold(())
-        self._is_forked = False
-        super().clear()
-
-    @override
-    def replace(self, keys: Tensor, values: Tensor) -> None:
-        super().replace(keys, values)
-        self._forget_segments()
+        self._is_forked = self._is_invalid = False
+        self._start = 0
+        self._set_end(0)
+        if self._tracks_gradients:
+            self._release()
 
     @override
     def select(self, indices: Tensor) -> None:
         if self._key_form is None or self._value_form is None:
             return
-        if self._tracks_gradients or (not self._segments and self._keys is None):
-            super().select(indices)
+        batch_size, length = indices.shape[0], self.tail_length
+        if self._tracks_gradients:
+            # First in another store: if there is no memory for it, this one has not changed.
+            held = self._plain(self.length)
+            other = self.rewritten(*(states.index_select(0, indices.to(states.device)) for states in held))
+            self._release()
+            self.__dict__.update(other.__dict__)
             return
-        segments = selected(self._segments, indices)
-        keys, values, length, free = self._keys, self._values, self.tail_length, self.prefix_room
-        if keys is None or values is None:
-            free = 0
-        else:
-            capacity = min(max(self._capacity, free + length), free + self.grown_capacity(length))
-            keys = keys.selected(indices, self._start, length, capacity, free)
-            values = values.selected(indices, self._start, length, capacity, free)
-        self._hold(segments, keys, values, free, length, indices.shape[0])
+        segments, keys, values = selected(self._segments, indices), self._keys, self._values
+        if keys is not None and values is not None:
+            capacity = min(max(self._capacity, length), self.grown_capacity(length))
+            keys = keys.selected(indices, self._start, length, capacity)
+            values = values.selected(indices, self._start, length, capacity)
+        self._hold(segments, keys, values, length, batch_size)
         self._returned.invalidate()
+
+    def selected(self, indices: Tensor) -> Self:
+        """A store of the selected sequences; this one does not change."""
+        if self._tracks_gradients:
+            twin = self.fork()
+        else:
+            twin = self.__class__.__new__(self.__class__)
+            twin.__dict__.update(self.__dict__, _copy_on_write=None, _returned=ReturnedStates())
+        twin.select(indices)
+        return twin
 
     @override
     def expand(self, repeats: int) -> None:
@@ -387,20 +557,74 @@ class DenseStore(ContiguousStore):
             self._hold(self._as_segments(self.length))
         super().expand(repeats)
 
+    @override
+    def rewritten(self, keys: Tensor, values: Tensor) -> Self:
+        fresh = self.snapshot()
+        fresh._release()
+        fresh.validate(keys, values)
+        fresh.append(keys, values)
+        return fresh
+
+    # State
+
+    @override
+    def state(self) -> dict[str, Tensor]:
+        if self._key_form is None:
+            return {}
+        if not self._segments or self._tracks_gradients:
+            held = self.newest(self.length)
+            return {"keys": held[0].clone(), "values": held[1].clone()}
+        keys, values = self._gathered(self.length)
+        return {"keys": keys.tensor, "values": values.tensor}
+
+    @override
+    def check_state(self, tensors: dict[str, Tensor]) -> int:
+        return check_dense_state(tensors)
+
+    @override
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        self.clear()
+        if tensors:
+            keys, values = tensors["keys"], tensors["values"]
+            # A state includes tokens that were recorded for a rollback, which may not fit the reservation.
+            self.reserve(self.validate(keys, values))
+            self.append(keys, values)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies of the live tokens alone: spare room and dropped tokens are not part of the state.
+        live = {**self.__dict__, "_copy_on_write": None, "_views": None, "_returned": ReturnedStates()}
+        start, length = self._start, self.tail_length
+        if self._keys is not None and self._values is not None:
+            if self._tracks_gradients and not torch.is_inference_mode_enabled():
+                keys, values = (TokenBuffer(states.clone()) for states in self.newest(length))
+            else:
+                # Not clones: a clone made in inference mode could never be written to outside of it.
+                keys, values = (buffer.reallocated(start, length, length) for buffer in (self._keys, self._values))
+            live["_keys"], live["_values"] = keys, values
+            live["_tracks_gradients"] = keys.tracks_gradients or values.tracks_gradients
+        live["_start"], live["_end"], live["_capacity"] = 0, length, length
+        return live
+
     # Sharing
 
     @override
     def fork(self) -> Self:
+        twin = self.__class__.__new__(self.__class__)
         if self._can_share():
             self._length, self._is_forked = self.length, True
-        twin = super().fork()
-        twin._returned = ReturnedStates()
+            sharing = self._sharing()
+            twin.__dict__.update(self.__dict__, _returned=ReturnedStates())
+            sharing.join(twin)
+        else:
+            twin.__dict__.update(self.__getstate__())
         return twin
 
     @override
     def snapshot(self) -> Self:
-        twin = super().snapshot()
-        twin._returned = ReturnedStates()
+        twin = self.__class__.__new__(self.__class__)
+        twin.__dict__.update(self.__dict__, _returned=ReturnedStates())
+        if self._copy_on_write is not None:
+            self._copy_on_write.join(twin)
         return twin
 
     @override
@@ -419,13 +643,131 @@ class DenseStore(ContiguousStore):
         self._hold(shared, keys, values, tail=own)
         self._returned.invalidate()
 
+    def _can_share(self) -> bool:
+        """Whether a fork may hold the same buffers.
+
+        It may not if they are offloaded, if autograd follows them, or if a caller has a view to write to.
+        """
+        plain = type(self._keys) is TokenBuffer and type(self._values) is TokenBuffer
+        viewed = self._copy_on_write is not None and self._copy_on_write.is_viewed
+        return self.can_share and plain and not self._tracks_gradients and not viewed
+
     def _may_freeze(self) -> bool:
         """Whether the tail may become a segment."""
         return not self.tail_length or self._can_share()
 
+    def _sharing(self) -> CopyOnWrite:
+        """The record of who shares these buffers, which is made when it is first needed."""
+        # Threads may fork one store at the same time: all forks must know of each other.
+        with _first_fork:
+            if self._copy_on_write is None:
+                sharing = CopyOnWrite(*self._buffers())
+                sharing.join(self)
+                self._copy_on_write = sharing
+            return self._copy_on_write
+
+    def _may_write(self, start: int, end: int) -> bool:
+        """Whether no other store and no caller uses the slots from `start` to `end`. No other store may from now on."""
+        sharing = self._copy_on_write
+        if sharing is None or sharing.is_over:
+            self._copy_on_write = None
+            return True
+        return sharing.claim(self, start, end)
+
+    def retire(self) -> None:
+        """Stop holding tokens. Nobody writes where they are, as states that were returned may still read them."""
+        if self._copy_on_write is not None:
+            self._copy_on_write.leave(self)
+
+    def reads(self, start: int, end: int) -> bool:
+        """Whether any held token is in the slots from `start` to `end`."""
+        return start < self._end and self._start < end
+
+    @property
+    def fixed_slots(self) -> tuple[int, int] | None:
+        """See `BufferHolder`."""
+        return None
+
+    def note_move(self) -> None:
+        """See `BufferHolder`."""
+
+    def _as_segments(self, tokens: int) -> list[SharedSegment]:
+        """The oldest `tokens` tokens, those of the tail included, as segments."""
+        segments = tokens_of(self._segments, 0, tokens)
+        in_tail = tokens - self._shared_tokens
+        if in_tail > 0:
+            segments.append(SharedSegment(self._sharing(), self._start, self._start + in_tail))
+        return segments
+
+    def _keeps_tail(self) -> bool:
+        """Whether the tail becomes a segment rather than being copied: others hold it, and it is long."""
+        if self._copy_on_write is None or self._copy_on_write.has_one_holder:
+            return False
+        short = max(self.length // GROWTH_DIVISOR, self.minimum_growth - 1)
+        return self.tail_length > short and self._can_share()
+
+    def _begin_tail(self, tokens: int) -> None:
+        """Begin a new tail for `tokens` tokens, behind the old one, which becomes a segment."""
+        self._hold(self._as_segments(self.length))
+        self._allocate(self.grown_capacity(tokens))
+
+    def _leave_buffers(self, tokens: int) -> None:
+        """Go on in buffers of its own, with room for `tokens` more tokens."""
+        if self._keeps_tail():
+            self._begin_tail(tokens)
+        else:
+            self._allocate(self._capacity_of_copy(tokens))
+
+    # Memory
+
+    def _make_room(self, tokens: int) -> None:
+        """Change the buffers so that `tokens` more fit after `_end`."""
+        length = self.tail_length
+        needed = length + tokens
+        # A move to the front must win enough room to pay for itself, or a window would be copied at every token.
+        pays = needed <= self._capacity and self._start * GROWTH_DIVISOR >= length
+        if pays and not self._tracks_gradients and self._copy_on_write is None:
+            self._shift_to_front()
+        elif self._keeps_tail():
+            self._begin_tail(tokens)
+        else:
+            self._allocate(self.grown_capacity(needed))
+
+    def _copied_if_aliased(self, states: Tensor) -> Tensor:
+        """States that making room cannot move: a copy if they are a view of the buffers."""
+        if self._keys is None or self._values is None:
+            return states
+        if torch.compiler.is_compiling():
+            # Compiled code cannot ask for addresses, and asking would break the graph in each layer.
+            return states.clone()
+        storage = states.untyped_storage().data_ptr()
+        buffers = (self._keys, self._values)
+        # All tensors without memory, such as meta tensors, are at address 0.
+        if storage and any(buffer.tensor.untyped_storage().data_ptr() == storage for buffer in buffers):
+            return states.clone()
+        return states
+
+    @override
+    def reserve(self, tokens: int) -> None:
+        self._apply_form(tokens)
+        # To new buffers, never within these: the next states may be a view of them. States that autograd follows are
+        # concatenated when the next ones arrive, not moved.
+        tokens -= self._shared_tokens
+        if self._start + tokens > self._capacity and not self._tracks_gradients:
+            if self._keeps_tail():
+                self._begin_tail(tokens - self.tail_length)
+            else:
+                self._allocate(self.grown_capacity(tokens))
+
+    @override
+    def shrink(self, tokens: int) -> None:
+        capacity = self.grown_capacity(max(tokens - self._shared_tokens, self.tail_length))
+        if self._capacity > capacity and not self._tracks_gradients:
+            self._allocate(capacity)
+
     @override
     def trim(self) -> None:
-        spare = self._capacity - self.prefix_room - self.tail_length
+        spare = self._capacity - self.tail_length
         divisor = TAIL_TRIM_DIVISOR if self._shared_tokens else GROWTH_DIVISOR
         if spare * divisor > self._capacity and self._can_share():
             is_own = self._may_write(0, self._capacity)
@@ -441,17 +783,15 @@ class DenseStore(ContiguousStore):
 
     @override
     def compact(self) -> None:
-        length, free = self.length, self.prefix_room
+        length = self.length
         if self._shared_tokens:
             if self._tracks_gradients:
                 self.replace(*self._plain(length))
                 return
-            self._hold((), *self._gathered(length, free), free, length)
+            self._hold((), *self._gathered(length), length)
             self._returned.invalidate()
         elif self._copy_on_write is not None and not self._copy_on_write.has_one_holder:
             self._allocate(self.tail_length)
-
-    # Growth
 
     def grown_capacity(self, needed: int) -> int:
         """Tokens to allocate for a tail when `needed` tokens must fit."""
@@ -474,103 +814,126 @@ class DenseStore(ContiguousStore):
             return min(capacity, length_hint)
         return capacity
 
-    @property
-    @override
-    def sized_for(self) -> int | None:
-        return self.length_hint
-
-    @property
-    @override
-    def fidelity(self) -> Fidelity:
-        return "exact"
-
-    # States of another dtype
-
-    @override
-    def _validate_other_form(self, keys: Tensor, forms: tuple[StateForm, StateForm]) -> int:
-        held = self._forms()
-        promoted = promoted_forms(forms, held)
-        if promoted is None:
-            return super()._validate_other_form(keys, forms)
-        # What is written to a buffer takes on its dtype.
-        self._validated = None if promoted == held else promoted
-        return keys.shape[2]
-
-    @override
-    def _take_on(self, key_form: StateForm, value_form: StateForm) -> None:
-        self.promote(key_form, value_form)
-
-    def promote(self, key_form: StateForm, value_form: StateForm) -> None:
-        """Hold all tokens in the dtypes of these forms, which hold them without rounding."""
-        if not self.length:
-            self.reserve_form(key_form, value_form)
-            return
-        if self._tracks_gradients:
-            keys, values = self._plain(self.length)
-            keys, values = keys.to(key_form.dtype), values.to(value_form.dtype)
-            self._release()
-            self._key_form, self._value_form = key_form, value_form
-            self._adopt(keys, values)
-            return
-        forms, length, free = (key_form, value_form), self.length, self.prefix_room
-        self._hold((), *self._gathered(length, free, forms), free, length, forms=forms)
-        self._returned.invalidate()
-
-    # Memory
-
-    @override
-    def _make_room(self, tokens: int) -> None:
-        length = self.tail_length
-        needed = length + tokens
-        # A move to the front must win enough room to pay for itself, or a window would be copied at every token.
-        dropped = self._start - self.prefix_room
-        fits = needed + self.prefix_room <= self._capacity
-        if fits and dropped * GROWTH_DIVISOR >= length and not self._tracks_gradients and self._copy_on_write is None:
-            self._shift_to_front()
-        elif self._keeps_tail():
-            self._begin_tail(tokens)
-        else:
-            self._allocate(self.grown_capacity(needed))
-
-    @override
     def _capacity_of_copy(self, tokens: int) -> int:
+        """Tokens to allocate for a copy with room for `tokens` more tokens, for which these buffers have room."""
         return min(self._capacity - self._start, self.grown_capacity(self.tail_length + tokens))
 
-    @override
-    def reserve(self, tokens: int) -> None:
-        self._apply_form(tokens)
-        # To new buffers, never within these: the next states may be a view of them. States that autograd follows are
-        # concatenated when the next ones arrive, not moved.
-        tokens -= self._shared_tokens
-        if self._start + tokens > self._capacity and not self._tracks_gradients:
-            if self._keeps_tail():
-                self._begin_tail(tokens - self.tail_length)
-            else:
-                self._allocate(self.grown_capacity(tokens))
+    def _buffers(self) -> tuple[TokenBuffer, TokenBuffer]:
+        if self._keys is None or self._values is None:
+            self._allocate(0)
+        return self._keys, self._values  # type: ignore[return-value]
 
-    @override
-    def shrink(self, tokens: int) -> None:
-        capacity = self.grown_capacity(max(tokens - self._shared_tokens, self.tail_length))
-        if self._capacity - self.prefix_room > capacity and not self._tracks_gradients:
-            self._allocate(capacity)
-
-    def selected(self, indices: Tensor) -> Self:
-        """A store of the selected sequences; this one does not change."""
-        if self._tracks_gradients:
-            twin = self.fork()
+    def _allocate(self, capacity: int) -> None:
+        """Move the held tokens to new buffers for `capacity` tokens."""
+        key_form, value_form = self._forms()
+        length = self.tail_length
+        if self._keys is not None and self._values is not None:
+            # Both are made before either is assigned: if there is no memory for the second, nothing has changed.
+            keys = self._keys.reallocated(self._start, length, capacity)
+            values = self._values.reallocated(self._start, length, capacity)
         else:
-            twin = self.__class__.__new__(self.__class__)
-            twin.__dict__.update(self.__dict__, _copy_on_write=None, _returned=ReturnedStates())
-        twin.select(indices)
-        return twin
+            keys = TokenBuffer.allocate(key_form, capacity)
+            values = TokenBuffer.allocate(value_form, capacity)
+        # No call in between, so that an interrupt finds all of it done, or nothing.
+        sharing, self._copy_on_write, self._keys, self._values = self._copy_on_write, None, keys, values
+        self._views = None
+        self._start, self._end, self._capacity = 0, length, capacity
+        self._tracks_gradients = False
+        if sharing is not None:
+            sharing.leave(self)
+
+    def _hold(
+        self,
+        segments: Sequence[SharedSegment],
+        keys: TokenBuffer | None = None,
+        values: TokenBuffer | None = None,
+        tail: int = 0,
+        batch_size: int | None = None,
+        forms: tuple[StateForm, StateForm] | None = None,
+    ) -> None:
+        """Hold segments, and a tail of `tail` tokens in buffers of its own."""
+        segments = tuple(at_most(self.maximum_segments, segments))
+        shared, capacity = sum(segment.tokens for segment in segments), 0 if keys is None else keys.capacity
+        key_form, value_form = forms or self._forms()
+        if batch_size is not None:
+            key_form, value_form = key_form.of_batch(batch_size), value_form.of_batch(batch_size)
+        # No call in between, so that an interrupt finds all of it done, or nothing.
+        sharing, self._copy_on_write, self._keys, self._values = self._copy_on_write, None, keys, values
+        self._views = None
+        self._start, self._end, self._capacity = 0, tail, capacity
+        self._key_form, self._value_form = key_form, value_form
+        self._tracks_gradients = False
+        self._segments, self._shared_tokens, self._length = segments, shared, shared + tail
+        self._is_forked = bool(segments)
+        if sharing is not None:
+            sharing.leave(self)
+
+    def _gathered(
+        self, count: int, forms: tuple[StateForm, StateForm] | None = None
+    ) -> tuple[TokenBuffer, TokenBuffer]:
+        """New buffers, which the newest `count` tokens fill."""
+        keys, values = (TokenBuffer.allocate(form, count) for form in forms or self._forms())
+        slot = 0
+        for piece in self.pieces(count):
+            write_segment(piece, keys, values, slot)
+            slot += piece.tokens
+        return keys, values
+
+    def _set_buffers(self, keys: TokenBuffer | None, values: TokenBuffer | None) -> None:
+        """Hold buffers that no other store holds."""
+        if self._copy_on_write is not None:
+            self._copy_on_write.leave(self)
+            self._copy_on_write = None
+        self._keys, self._values, self._views = keys, values, None
+
+    def _shift_to_front(self) -> None:
+        self._returned.invalidate()
+        key_buffer, value_buffer = self._buffers()
+        length = self.tail_length
+        try:
+            key_buffer.shift_to_front(self._start, length)
+            value_buffer.shift_to_front(self._start, length)
+        except BaseException:
+            self._invalidate()
+            raise
+        self._start, self._end = 0, length
+
+    def _invalidate(self) -> None:
+        """Hold nothing and refuse to go on, because keys and values no longer belong to the same tokens."""
+        self._release()
+        self._key_form = self._value_form = None
+        self._is_invalid = True
+
+    def _set_end(self, end: int) -> None:
+        self._end, self._length = end, self._shared_tokens + end - self._start
+
+    def _release(self) -> None:
+        self._forget_segments()
+        self._set_buffers(None, None)
+        self._start = self._capacity = 0
+        self._set_end(0)
+        self._tracks_gradients = False
+
+    def _forget_segments(self) -> None:
+        self._returned.invalidate()
+        self._segments, self._shared_tokens, self._is_forked = (), 0, False
 
     @override
-    def rewritten(self, keys: Tensor, values: Tensor) -> Self:
-        fresh = self.snapshot()
-        fresh._release()
-        fresh.validate(keys, values)
-        fresh.append(keys, values)
-        return fresh
+    def swap_buffers(self, swap: BufferSwap) -> None:
+        # Memory that is offloaded moves as a whole.
+        if self._shared_tokens:
+            self.compact()
+        if self._keys is not None and self._values is not None:
+            start, end = self._start, self._end
+            keys, values = swap(self._keys, start, end), swap(self._values, start, end)
+            if keys is not self._keys or values is not self._values:
+                self._set_buffers(keys, values)
+
+    @override
+    def held_tensors(self) -> Iterator[Tensor]:
+        yield from (buffer.tensor for buffer in (self._keys, self._values) if buffer is not None)
+        for segment in self._segments:
+            yield from segment.held_tensors()
 
     # Slots ahead of the held tokens: they are written first and held later, at once
 
@@ -592,6 +955,11 @@ class DenseStore(ContiguousStore):
     def hold(self, tokens: int) -> None:
         """Hold the tokens that were written to prepared slots."""
         self._advance(tokens)
+
+
+def may_share(store: object) -> TypeGuard[DenseStore]:
+    """Whether a store holds its tokens in full precision, in memory that other stores may hold too."""
+    return isinstance(store, DenseStore) and store.can_share
 
 
 def store_of(keys: Tensor, values: Tensor, growth_divisor: int, minimum_growth: int) -> DenseStore:

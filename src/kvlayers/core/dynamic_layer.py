@@ -6,7 +6,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.core.arguments import whole_number
-from kvlayers.core.dense_store import DenseStore
+from kvlayers.core.dense_store import DenseStore, may_share
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_layer import TokenLayer
@@ -44,7 +44,7 @@ class DynamicLayer(TokenLayer):
     @property
     @override
     def drops_padding(self) -> bool:  # type: ignore[override]
-        return type(self._store) is DenseStore
+        return may_share(self._store)
 
     @override
     def drop_padding(self, tokens: int) -> None:

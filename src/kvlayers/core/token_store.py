@@ -206,19 +206,16 @@ class TokenStore(ABC):
         """
 
     @abstractmethod
-    def extend(
-        self, keys: Tensor, values: Tensor, past: int | None = None, prefix_states: KVPair | None = None
-    ) -> KVPair:
+    def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> KVPair:
         """Append validated states; return the keys and values that their queries attend to.
 
         Args:
             keys: `[batch, kv_heads, new, key_head_dim]`.
             values: `[batch, kv_heads, new, value_head_dim]`.
             past: how many of the newest held tokens are attended to, `None` for all of them.
-            prefix_states: keys and values of other tokens, in the form of the held ones, to attend to in front of them.
 
         Returns:
-            Keys and values of the prefix, of `past` held tokens and of the new tokens, in order.
+            Keys and values of `past` held tokens and of the new tokens, in order.
 
         Raises:
             CapacityError: the store cannot hold that many tokens.
@@ -238,22 +235,26 @@ class TokenStore(ABC):
         return all(getattr(cls, name) is getattr(ancestor, name) for name in UPDATE_METHODS)
 
     @abstractmethod
-    def extend_and_evict(
-        self, keys: Tensor, values: Tensor, past: int, kept: int, prefix_states: KVPair | None = None
-    ) -> KVPair:
+    def extend_and_evict(self, keys: Tensor, values: Tensor, past: int, kept: int) -> KVPair:
         """As `extend`, but hold only the newest `kept` tokens afterwards, and make room for no more than these."""
 
-    @abstractmethod
-    def newest_keys(self, count: int) -> Tensor:
-        """Keys of the newest `count` tokens, in order."""
+    def overwrite(self, count: int, keys: Tensor, values: Tensor) -> bool:
+        """Write other states over the oldest of the newest `count` tokens, where they lie, if that can be done.
+
+        Args:
+            count: how many of the newest held tokens are read after that.
+            keys: `[batch, kv_heads, tokens, key_head_dim]` for at most `count` tokens, in the form of the held ones.
+            values: `[batch, kv_heads, tokens, value_head_dim]`.
+
+        Returns:
+            Whether they were written; if not, the tokens are as they were. They never are in a store that packs
+            tokens, nor where a fork reads them, nor if autograd follows them.
+        """
+        return False
 
     @abstractmethod
-    def newest_values(self, count: int) -> Tensor:
-        """Values of the newest `count` tokens, in order."""
-
     def newest(self, count: int) -> KVPair:
         """Keys and values of the newest `count` tokens, in order."""
-        return self.newest_keys(count), self.newest_values(count)
 
     def caller_views(self) -> KVPair:
         """Keys and values of all tokens, for a caller to keep and to write to.

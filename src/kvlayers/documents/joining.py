@@ -58,7 +58,28 @@ class Joined(NamedTuple):
 
 @torch.no_grad()
 def moved(cache: Cache, to: int, model: Any) -> Cache:
-    """`Cache.moved`."""
+    """A cache with the same tokens at the positions from `to` on: keys are rotated by the distance.
+
+    The tokens do not see what is before them. Whoever goes on with the cache passes `position_ids`, from
+    `to + cache.get_seq_length()` on: `generate()` would count from 0. To put it after others, use
+    `kvlayers.concatenate`.
+
+    Args:
+        cache: the cache. It does not change.
+        to: the new position of the first token, which is at position 0 in the cache.
+        model: the model, or its config.
+
+    Returns:
+        A cache of the same kind.
+
+    Raises:
+        OptionError: `to` is no position.
+        StateMismatchError: the cache is empty.
+        CapacityError: a position is beyond those of the model.
+        ConfigError: the model does not rotate its keys by their positions, or in a way that depends on the length.
+        UnsupportedLayerError: a layer holds more or less than the keys and values of its tokens: recurrent states,
+            evicted tokens, sinks, latents.
+    """
     position, length = whole_number(to, "`to`"), _checked([cache], model)[0]
     if position < 0:
         raise OptionError(f"`to` must be a position, at least 0, got {to}.")
@@ -108,7 +129,7 @@ def concatenate(
             kvlayers for this model.
         StateMismatchError: caches of different models, kinds or settings, an empty one, or `ids` of another number.
         CapacityError: there are more tokens than positions of the model, or than `into` has room for.
-        ConfigError, UnsupportedLayerError: as for `Cache.moved`; tokens cannot be recomputed; or `into` keeps tokens
+        ConfigError, UnsupportedLayerError: as for `moved`; tokens cannot be recomputed; or `into` keeps tokens
             that the documents' windows have left.
 
     Example:
@@ -159,15 +180,52 @@ def joined(
 
 
 @torch.no_grad()
-def replaced(
+def replace_tokens(
+    cache: Cache,
+    start: int,
+    stop: int,
+    ids: Tensor,
+    model: Any,
+    *,
+    recompute: int | str = EVERYTHING,
+    known_ids: Tensor | None = None,
+) -> None:
+    """Put other tokens in the place of those from `start` to `stop`. What is after them moves.
+
+    The new tokens are computed, and see all that is before them. The tokens after them have seen the old ones,
+    and are recomputed as far as `recompute` asks.
+
+    Args:
+        cache: the cache to change.
+        start: the first token to replace.
+        stop: the token after the last one.
+        ids: the new tokens, int64 `[tokens]` or `[batch, tokens]`. If there are none, the old ones are taken out.
+        model: the model.
+        recompute: how many first tokens after the change to recompute, or a share of the tokens after the change,
+            such as "15%": the tokens that change most. By default, all of them.
+        known_ids: the tokens of the cache, `[batch, tokens]`, for `recompute`. Default: the ids that it knows
+            from `generate()`.
+
+    Raises:
+        OptionError: `start` and `stop` are no range of tokens, or another argument is wrong.
+        RollbackError: the cache cannot be cropped to `start`.
+        StateMismatchError, CapacityError, ConfigError, UnsupportedLayerError: as for `moved` and `concatenate`.
+            Nothing is changed.
+    """
+    changed = _replaced(cache, start, stop, ids, model, recompute, known_ids)
+    cache.replace_layers(changed.adapted_layers())
+    cache.known_ids, cache.origins = changed.known_ids, changed.origins
+
+
+def _replaced(
     cache: Cache, start: int, stop: int, ids: Tensor, model: Any, recompute: int | str, known_ids: Tensor | None
 ) -> Cache:
-    """A cache after `Cache.replace`."""
+    """The cache with other tokens in the place of those from `start` to `stop`."""
     (length,) = _checked([cache], model)
     if cache.first_position:
         raise StateMismatchError(
-            f"`replace` needs a cache that begins at position 0, got one that was moved to {cache.first_position}: use "
-            "moved(0, model) first."
+            f"`cache` must begin at position 0, got one that was moved to {cache.first_position}: pass "
+            "moved(cache, 0, model) instead."
         )
     first, after = whole_number(start, "`start`"), whole_number(stop, "`stop`")
     if not 0 <= first <= after <= length:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvlayers.core.dense_store import DenseStore, store_of
+from kvlayers.core.dense_store import may_share, store_of
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.preparation import PADDING_NAME
 from kvlayers.core.token_store import KVPair, TokenStore
@@ -340,7 +340,7 @@ def evicted(store: TokenStore, tokens: HeldTokens, kept: KeptTokens) -> TokenSto
         run = 0 if kept.are_even else _common_run(kept, states[0].shape[2])
         if isinstance(inner, QuantizedStore):
             left = packed_evicted(inner.quantization, tokens, kept, packed_pieces(store), run)
-        elif isinstance(inner, DenseStore):
+        elif may_share(inner):
             left = _dense((inner.growth_divisor, inner.minimum_growth), states, kept, run)
         else:
             raise cannot_evict_from(inner)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlayers.core.dense_store import DenseStore
+from kvlayers.core.dense_store import DenseStore, may_share
 from kvlayers.core.token_store import KVPair, TokenStore
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.flat_tokens import FlatTokens
@@ -69,7 +69,7 @@ def _of_store(store: TokenStore) -> HeldTokens:
         raise StateMismatchError("The store has no tokens that could be evicted: append tokens first.")
     if isinstance(store, RaggedStore):
         return _of_ragged(store, store.flat) if store.flat is not None else _of_store(store.tail)
-    if not isinstance(store, DenseStore | QuantizedStore):
+    if not (isinstance(store, QuantizedStore) or may_share(store)):
         raise cannot_evict_from(store)
     keys, values = map(as_dense, store.newest(store.length))
     counts = torch.full(keys.shape[:2], store.length)

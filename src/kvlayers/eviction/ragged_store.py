@@ -163,29 +163,26 @@ class RaggedStore(TokenStore):
         self._note_tail()
 
     @override
-    def extend(
-        self, keys: Tensor, values: Tensor, past: int | None = None, prefix_states: KVPair | None = None
-    ) -> KVPair:
+    def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> KVPair:
         past = self.length if past is None else past
         flat = self._flat if past == self.length else None
         if flat is None:
             self._check_common(past)
-            attended = self._tail.extend(keys, values, past, prefix_states)
+            attended = self._tail.extend(keys, values, past)
         else:
             attended = self._tail.extend(keys, values)
         self._note_tail()
-        return attended if flat is None else self._with_flat(flat, attended, prefix_states)
+        return attended if flat is None else self._with_flat(flat, attended)
 
-    def _with_flat(self, flat: FlatTokens, tail: KVPair, prefix_states: KVPair | None) -> KVPair:
-        """Keys and values of a prefix (if any), of the flat part, and of the tail, which the tail has returned."""
+    def _with_flat(self, flat: FlatTokens, tail: KVPair) -> KVPair:
+        """Keys and values of the flat part, and of the tail, which the tail has returned."""
         keys, values = tail
-        before = (flat.gathered(),) if prefix_states is None else (DenseSegment(*prefix_states), flat.gathered())
         if not isinstance(keys, PackedStates):
-            segments = KVSegments((*before, DenseSegment(keys.as_subclass(Tensor), values)), self.smoothing)
+            segments = KVSegments((flat.gathered(), DenseSegment(keys.as_subclass(Tensor), values)), self.smoothing)
             return self._returned.attended(self, segments, self._forms(), self.length, segments.tokens)
         # The tail knows when the states become stale, because the flat part never changes.
         snapshot = keys.snapshot
-        segments = KVSegments((*before, *snapshot.segments.in_order), self.smoothing)
+        segments = KVSegments((flat.gathered(), *snapshot.segments.in_order), self.smoothing)
         whole = replace(snapshot, segments=segments, length=self.length, paths=self._returned.paths)
         return packed_like(keys, values, whole)
 
@@ -196,26 +193,14 @@ class RaggedStore(TokenStore):
         return key_form, value_form
 
     @override
-    def extend_and_evict(
-        self, keys: Tensor, values: Tensor, past: int, kept: int, prefix_states: KVPair | None = None
-    ) -> KVPair:
+    def extend_and_evict(self, keys: Tensor, values: Tensor, past: int, kept: int) -> KVPair:
         if self._flat is not None:
             self._refuse("evict the oldest tokens")
-        attended = self._tail.extend_and_evict(keys, values, past, kept, prefix_states)
+        attended = self._tail.extend_and_evict(keys, values, past, kept)
         self._note_tail()
         return attended
 
     # Reading
-
-    @override
-    def newest_keys(self, count: int) -> Tensor:
-        self._check_common(count)
-        return self._tail.newest_keys(count)
-
-    @override
-    def newest_values(self, count: int) -> Tensor:
-        self._check_common(count)
-        return self._tail.newest_values(count)
 
     @override
     def newest(self, count: int) -> KVPair:
@@ -230,7 +215,7 @@ class RaggedStore(TokenStore):
     def attended_states(self) -> KVPair:
         """Keys and values of all tokens, for attention alone: heads that hold different tokens cannot be read."""
         tail = self._tail.newest(self._tail.length)
-        return tail if self._flat is None else self._with_flat(self._flat, tail, None)
+        return tail if self._flat is None else self._with_flat(self._flat, tail)
 
     def _check_common(self, count: int) -> None:
         """Raise `UnsupportedLayerError` if heads hold different tokens among the newest `count`."""

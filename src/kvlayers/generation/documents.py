@@ -246,8 +246,43 @@ class StoredDocuments:
         return cache, hit.covered
 
 
-def document(store: PrefixStore, ids: Tensor, model: Any, beginning: Tensor | None, namespace: str) -> Cache:
-    """`PrefixStore.document`."""
+def store_document(
+    store: PrefixStore, ids: Tensor, model: Any, *, beginning: Tensor | None = None, namespace: str = ""
+) -> Cache:
+    """Compute a document's states, or find them in the store.
+
+    What the store lacks is computed and inserted. The result is for `kvlayers.concatenate`. Calls of `generate()`
+    with the documents find these entries. So do calls whose prompt starts with the document, unless the model
+    attends within windows: documents keep every token.
+
+    Args:
+        store: the store.
+        ids: ids of the document, int64 `[tokens]` or `[1, tokens]`.
+        model: the model. Entries of other weights, adapters or settings of autocast are not found.
+        beginning: ids of the tokens before it, such as a system prompt, int64 `[tokens]` or `[1, tokens]`. Several
+            documents after the same beginning hold it once.
+        namespace: as for `PrefixStore.insert`.
+
+    Returns:
+        A cache that belongs to the caller. It has seen `beginning` and `ids`, and knows them (`known_ids`).
+
+    Raises:
+        OptionError: ids are no such tensor, or there are none; or the states of the model depend on more than
+            tokens.
+        CapacityError: there are more tokens than positions of the model.
+        ConfigError, UnsupportedLayerError: the model's states cannot be moved; see `moved`.
+
+    Example:
+        >>> import torch, transformers, kvlayers
+        >>> config = transformers.LlamaConfig(
+        ...     num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=99
+        ... )
+        >>> model, store = transformers.LlamaForCausalLM(config).eval(), kvlayers.PrefixStore("1MiB")
+        >>> ids = torch.tensor([5, 8, 13])
+        >>> cache = kvlayers.store_document(store, ids, model)
+        >>> kvlayers.store_document(store, ids, model).get_seq_length(), store.statistics.tokens_covered
+        (3, 3)
+    """
     ids_of = functools.partial(_ids, None, model_device(model))
     before = [] if beginning is None else [ids_of("beginning", beginning)]
     whole = torch.cat([*before, ids_of("ids", ids)], dim=1)

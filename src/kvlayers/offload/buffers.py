@@ -57,10 +57,10 @@ class HostBuffer(TokenBuffer):
         return super().form._replace(device=self.device)
 
     @override
-    def reallocated(self, start: int, count: int, capacity: int, free: int = 0) -> "HostBuffer":
+    def reallocated(self, start: int, count: int, capacity: int) -> "HostBuffer":
         rows = self._empty(capacity, self.rows.shape[1])
         with torch.no_grad():
-            rows[free : free + count].copy_(self.rows[start : start + count])
+            rows[:count].copy_(self.rows[start : start + count])
         return HostBuffer(rows, self.memory, self.device)
 
     def extended(self, capacity: int) -> "HostBuffer | None":
@@ -69,11 +69,10 @@ class HostBuffer(TokenBuffer):
         return None if rows is None else HostBuffer(rows, self.memory, self.device)
 
     @override
-    def selected(self, indices: Tensor, start: int, count: int, capacity: int, free: int = 0) -> "HostBuffer":
+    def selected(self, indices: Tensor, start: int, count: int, capacity: int) -> "HostBuffer":
         rows = self._empty(capacity, indices.shape[0])
         with torch.no_grad():
-            chosen = rows[free : free + count]
-            torch.index_select(self.rows[start : start + count], 1, indices.to(rows.device), out=chosen)
+            torch.index_select(self.rows[start : start + count], 1, indices.to(rows.device), out=rows[:count])
         return HostBuffer(rows, self.memory, self.device)
 
     @override
@@ -99,12 +98,11 @@ class StagedBuffer(TokenBuffer):
         rows: the tensor, `[capacity, batch, kv_heads, head_dim]`, contiguous.
         host: the buffer that it is a copy of.
         first: slot of the host buffer that the first copied token was in.
-        free: slots before that token.
         kept: number of tokens that were copied from the host and are still here.
         written: ranges of slots, start and end, in which the host buffer lacks these tokens or has others.
     """
 
-    __slots__ = ("first", "free", "host", "kept", "rows", "written")
+    __slots__ = ("first", "host", "kept", "rows", "written")
 
     def __init__(
         self,
@@ -113,13 +111,11 @@ class StagedBuffer(TokenBuffer):
         first: int = 0,
         kept: int | None = None,
         written: Sequence[tuple[int, int]] = (),
-        free: int = 0,
     ) -> None:
         super().__init__(as_states(rows))
         self.rows = rows
         self.host = host
         self.first = first
-        self.free = free
         self.kept = self.capacity if kept is None else kept
         self.written = list(written)
 
@@ -138,13 +134,12 @@ class StagedBuffer(TokenBuffer):
         return self.read(start, count)
 
     @override
-    def reallocated(self, start: int, count: int, capacity: int, free: int = 0) -> "StagedBuffer":
+    def reallocated(self, start: int, count: int, capacity: int) -> "StagedBuffer":
         shape = (capacity, *self.rows.shape[1:])
         with torch.inference_mode(False), torch.no_grad():
             rows = torch.empty(shape, dtype=self.rows.dtype, device=self.rows.device)
-            rows[free : free + count].copy_(self.rows[start : start + count])
-        written = [(free + begin, free + end) for begin, end in clipped(self.written, start, start + count)]
-        return StagedBuffer(rows, self.host, self.first + start - self.free, count, written, free)
+            rows[:count].copy_(self.rows[start : start + count])
+        return StagedBuffer(rows, self.host, self.first + start, count, clipped(self.written, start, start + count))
 
     @override
     def first_sequences(self, batch_size: int) -> "TokenBuffer":
@@ -153,7 +148,7 @@ class StagedBuffer(TokenBuffer):
     @property
     def is_aligned(self) -> bool:
         """Whether its tokens are in the same slots as on the host."""
-        return self.first == self.free and self.capacity == self.host.capacity
+        return self.first == 0 and self.capacity == self.host.capacity
 
 
 class _FirstSequences(TokenBuffer):

@@ -139,10 +139,10 @@ class WriteBack:
         """The buffer that it was copied from, or another if the tokens have moved or the capacity has changed."""
         if buffer.is_aligned:
             return buffer.host
-        has_moved = buffer.first != buffer.free
+        has_moved = buffer.first != 0
         extended = None if has_moved else buffer.host.extended(buffer.capacity)
         if extended is not None:
             return extended
         self._wait()
         with torch.inference_mode(False):
-            return buffer.host.reallocated(buffer.first, buffer.kept, buffer.capacity, buffer.free)
+            return buffer.host.reallocated(buffer.first, buffer.kept, buffer.capacity)

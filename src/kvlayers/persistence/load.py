@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvlayers.core.cache import Cache, described_origin
 from kvlayers.core.cache_operations import CacheState
-from kvlayers.core.dense_store import DenseStore
+from kvlayers.core.dense_store import may_share
 from kvlayers.core.layer_list import adapted
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.layer_registry import description_context
@@ -253,7 +253,7 @@ class StateReader:
 
 def _appends(layer: LayerOperations, record: LayerRecord) -> TypeGuard[TokenLayer]:
     """Whether the states of a layer can be taken in piece by piece, instead of all at once."""
-    return loads_prefixes(record) and isinstance(layer, TokenLayer) and isinstance(layer.store, DenseStore)
+    return loads_prefixes(record) and isinstance(layer, TokenLayer) and may_share(layer.store)
 
 
 def _parts(cache: Cache) -> list[Cache]:

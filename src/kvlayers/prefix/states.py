@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_operations import CacheState
-from kvlayers.core.dense_store import DenseStore
+from kvlayers.core.dense_store import DenseStore, may_share
 from kvlayers.core.layer_operations import LAYER_CLASSES, LayerState
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import KVPair
@@ -265,7 +265,7 @@ def _described(layer: Any) -> Mapping[str, object] | None:
 def _divided(layer: Any) -> _Divided:
     """The state of a layer without rows of tokens, these rows, and what they depend on besides tokens."""
     settings = _described(layer)
-    if isinstance(layer, TokenLayer) and layer.keeps_every_token and isinstance(layer.store, DenseStore):
+    if isinstance(layer, TokenLayer) and layer.keeps_every_token and may_share(layer.store):
         return *_of_dense(layer, layer.store), settings
     state = layer.state()
     found = [] if settings is None else list(_rows_of(state))

@@ -7,7 +7,6 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,7 +24,6 @@ from kvlayers.prefix.keys import Tokens, checked_cache, label_of, tokens_of
 from kvlayers.prefix.lookup import EntryAccess, Hit
 from kvlayers.prefix.report import PrefixStatistics, PrefixTree, TreeEntry, tree_of
 from kvlayers.prefix.write_queue import WriteQueue
-from kvlayers.utils import late
 from kvlayers.utils.options import checked_device, checks_options
 from kvlayers.utils.units import amount_of_bytes, readable_bytes
 
@@ -201,42 +199,6 @@ class PrefixStore:
             self._covered += hit.covered
             self._asked += len(ids)
         return hit
-
-    def document(self, ids: Tensor, model: Any, *, beginning: Tensor | None = None, namespace: str = "") -> Cache:
-        """Compute a document's states, or find them in the store.
-
-        What the store lacks is computed and inserted. The result is for `kvlayers.concatenate`. Calls of `generate()`
-        with the documents find these entries. So do calls whose prompt starts with the document, unless the model
-        attends within windows: documents keep every token.
-
-        Args:
-            ids: ids of the document, int64 `[tokens]` or `[1, tokens]`.
-            model: the model. Entries of other weights, adapters or settings of autocast are not found.
-            beginning: ids of the tokens before it, such as a system prompt, int64 `[tokens]` or `[1, tokens]`. Several
-                documents after the same beginning hold it once.
-            namespace: as for `insert`.
-
-        Returns:
-            A cache that belongs to the caller. It has seen `beginning` and `ids`, and knows them (`known_ids`).
-
-        Raises:
-            OptionError: ids are no such tensor, or there are none; or the states of the model depend on more than
-                tokens.
-            CapacityError: there are more tokens than positions of the model.
-            ConfigError, UnsupportedLayerError: the model's states cannot be moved; see `Cache.moved`.
-
-        Example:
-            >>> import torch, transformers, kvlayers
-            >>> config = transformers.LlamaConfig(
-            ...     num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=99
-            ... )
-            >>> model, store = transformers.LlamaForCausalLM(config).eval(), PrefixStore("1MiB")
-            >>> cache = store.document(torch.tensor([5, 8, 13]), model)
-            >>> store.document(torch.tensor([5, 8, 13]), model).get_seq_length(), store.statistics.tokens_covered
-            (3, 3)
-        """
-        cache: Cache = late.function("document")(self, ids, model, beginning, namespace)
-        return cache
 
     def pin(
         self, input_ids: Tensor, config: object | None = None, namespace: str = "", model: str | None = None

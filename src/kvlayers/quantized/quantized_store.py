@@ -270,28 +270,22 @@ class QuantizedStore(TokenStore):
         return blocks_beyond(self._parts.residual.length + new, self._room, size)
 
     @override
-    def extend(
-        self, keys: Tensor, values: Tensor, past: int | None = None, prefix_states: KVPair | None = None
-    ) -> KVPair:
+    def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> KVPair:
         past = self.length if past is None else past
         self._apply_form()
         new = keys.shape[2]
         differentiable = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
         if not differentiable and not self._blocks_to_pack(new):
             self.append(keys, values)
-            if prefix_states is None:
-                return marked_for_sdpa(*self.newest(past + new), new)
-            return self._attended(self._segments(past + new).with_prefix(DenseSegment(*prefix_states)))
-        segments = self._segments_with(keys, values, past, prefix_states)
+            return marked_for_sdpa(*self.newest(past + new), new)
+        segments = self._segments_with(keys, values, past)
         self.append(keys, values)
         return marked_for_sdpa(*self._attended(segments), new)
 
     @override
-    def extend_and_evict(
-        self, keys: Tensor, values: Tensor, past: int, kept: int, prefix_states: KVPair | None = None
-    ) -> KVPair:
+    def extend_and_evict(self, keys: Tensor, values: Tensor, past: int, kept: int) -> KVPair:
         self._apply_form()
-        segments = self._segments_with(keys, values, past, prefix_states)
+        segments = self._segments_with(keys, values, past)
         new = keys.shape[2]
         if new >= kept and self._forms is not None:
             fresh = QuantizedStore(self.quantization, self.length_hint)
@@ -306,14 +300,6 @@ class QuantizedStore(TokenStore):
         return marked_for_sdpa(*self._attended(segments), new)
 
     # Reading
-
-    @override
-    def newest_keys(self, count: int) -> Tensor:
-        return self.newest(count)[0]
-
-    @override
-    def newest_values(self, count: int) -> Tensor:
-        return self.newest(count)[1]
 
     @override
     def newest(self, count: int) -> KVPair:
@@ -353,12 +339,11 @@ class QuantizedStore(TokenStore):
             self._old_segments = self._parts.old_segments()
         return self._old_segments
 
-    def _segments_with(self, keys: Tensor, values: Tensor, past: int, prefix_states: KVPair | None) -> KVSegments:
-        """The prefix (if any), the newest `past` held tokens, and the new tokens."""
+    def _segments_with(self, keys: Tensor, values: Tensor, past: int) -> KVSegments:
+        """The newest `past` held tokens, and the new tokens."""
         segments = self._segments(past)
         new = DenseSegment(self._in_held_dtype(keys), self._in_held_dtype(values))
-        segments = KVSegments((*segments.in_order, new), segments.smoothing)
-        return segments if prefix_states is None else segments.with_prefix(DenseSegment(*prefix_states))
+        return KVSegments((*segments.in_order, new), segments.smoothing)
 
     # Dropping, cropping and the batch
 

@@ -207,7 +207,7 @@ class RecallLayer(DynamicLayer):
         if unfinished <= 0:
             return bounds.of_keys(as_dense(keys)[:, :, -unfinished:])
         # Held keys may be in other memory than new ones.
-        held = as_dense(store.newest_keys(unfinished)).to(keys.device)
+        held = as_dense(store.newest(unfinished)[0]).to(keys.device)
         return bounds.of_keys(held, as_dense(keys))
 
     # The choice

@@ -1,7 +1,7 @@
 """A layer that keeps the first few tokens and a window of the newest tokens."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,10 @@ from kvlayers.core.preparation import PADDING_NAME, padding_of
 from kvlayers.core.sliding_layer import WindowLayer, take_back, window_room
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
 from kvlayers.errors import RollbackError, StateMismatchError
-from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.attention.gqa import marked_for_sdpa
+from kvlayers.kernels.attention.packed_ops import packed_like
+from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
+from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.codes.quantizer_contract import Side
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.quantized.quantized_store import QuantizedStore
@@ -83,7 +86,7 @@ class SinkLayer(WindowLayer):
     ) -> None:
         check_sinks(window_length, num_sink_tokens)
         self.room = window_room(window_length)
-        super().__init__(DenseStore(self.room, prefix_room=num_sink_tokens) if store is None else store)
+        super().__init__(DenseStore(self.room) if store is None else store)
         self.window_length = window_length
         self.num_sink_tokens = num_sink_tokens
         self._sinks = Sinks(num_sink_tokens, rotary).with_padding(padding_of(left_padding))
@@ -97,40 +100,46 @@ class SinkLayer(WindowLayer):
         past = self.attended_past(seen)
         first = seen - past
         front = sinks.rotated_before(first) if first > sinks.first_start else None
-        # A sequence without tokens between its sinks and the window attends to its sinks as part of the window.
-        all_apart = front is not None and first > sinks.last_start
-        behind = past - self.num_sink_tokens if all_apart else past
+        if front is not None and first <= sinks.last_start:
+            front = self._only_where_apart(sinks.are_apart_before(first), front, store.newest(past))
+        # The sinks stand where the oldest tokens of the window are, which no query attends to any more. A rollback may
+        # still need them while the past is recorded.
+        behind = past
+        if front is not None and (self.record_past or not store.overwrite(past, *front)):
+            behind -= self.num_sink_tokens
         if self.record_past:
             store.reserve(store.length + tokens)
         if not self.record_past and past + tokens > self.room:
-            kept = min(self._needed(seen + tokens), behind + tokens)
-            attended = store.extend_and_evict(key_states, value_states, behind, kept, front if all_apart else None)
+            kept = min(self.attended_past(seen + tokens), past + tokens)
+            attended = store.extend_and_evict(key_states, value_states, behind, kept)
         else:
             held = store.length
             try:
-                attended = store.extend(key_states, value_states, behind, front if all_apart else None)
+                attended = store.extend(key_states, value_states, behind)
             except BaseException:
                 take_back(store, held)
                 raise
-        if front is not None and not all_apart:
-            attended = self._with_sinks_in_front(sinks.are_apart_before(first), front, attended)
+        if front is not None and behind < past:
+            attended = _behind(front, attended, tokens)
         self._sinks, self._seen = sinks, seen + tokens
         if not self.record_past:
             self._drop_beyond_window()
         return attended
 
-    def _with_sinks_in_front(self, are_apart: Tensor, sinks: KVPair, attended: KVPair) -> KVPair:
-        """The attended states, with the sinks in front in each sequence whose sinks are apart from the window.
+    def _only_where_apart(self, are_apart: Tensor, sinks: KVPair, held: KVPair) -> KVPair:
+        """The sinks of each sequence whose sinks are apart from the window, and the oldest held tokens of the others.
+
+        A sequence without tokens between its sinks and the window attends to its sinks as part of the window.
 
         Args:
             are_apart: bool `[batch, 1, 1, 1]`, see `Sinks.are_apart_before`.
             sinks: keys and values of the sinks, `[batch, kv_heads, num_sink_tokens, head_dim]`.
-            attended: keys and values `[batch, kv_heads, attended, head_dim]`.
+            held: keys and values `[batch, kv_heads, held, head_dim]`.
         """
         width = self.num_sink_tokens
         keys, values = (
-            torch.cat([torch.where(are_apart, first, states[:, :, :width]), states[:, :, width:]], 2)
-            for first, states in zip(sinks, attended, strict=True)
+            torch.where(are_apart, first, as_dense(states[:, :, :width]))
+            for first, states in zip(sinks, held, strict=True)
         )
         return keys, values
 
@@ -139,21 +148,20 @@ class SinkLayer(WindowLayer):
         # Sinks included.
         return min(tokens, self.window_length - 1)
 
-    def _needed(self, seen: int) -> int:
-        """Newest tokens to hold after `seen` tokens: all attended tokens, less the sinks once they stand apart."""
-        past = self.attended_past(seen)
-        return past - self.num_sink_tokens if seen - past > self._sinks.last_start else past
-
     @override
     def _drop_beyond_window(self) -> None:
-        beyond = self._store.length - self._needed(self._seen)
+        beyond = self._store.length - self.attended_past(self._seen)
         if beyond > 0:
             self._store.drop_oldest(beyond)
 
     @property
     @override
-    def held_tokens(self) -> int:
-        return min(self._seen, self.num_sink_tokens + self._store.length)
+    def exact_from(self) -> int | None:
+        first, dropped = super().exact_from, self._seen - self._store.length
+        if first is None or dropped <= self._sinks.last_start:
+            return first
+        # Where the sinks stand, no token of the window is.
+        return max(first, dropped + self.num_sink_tokens)
 
     @property
     def left_padding(self) -> Tensor | None:
@@ -190,9 +198,8 @@ class SinkLayer(WindowLayer):
             return self._store.newest(past)
         front = self._sinks.rotated_before(first)
         if first <= self._sinks.last_start:
-            return self._with_sinks_in_front(self._sinks.are_apart_before(first), front, self._store.newest(past))
-        window = self._store.newest(past - self.num_sink_tokens)
-        return torch.cat([front[0], window[0]], dim=2), torch.cat([front[1], window[1]], dim=2)
+            front = self._only_where_apart(self._sinks.are_apart_before(first), front, self._store.newest(past))
+        return _behind(front, self._store.newest(past - self.num_sink_tokens), 0)
 
     @override
     def assignable(self, states: Tensor) -> Tensor:
@@ -227,7 +234,7 @@ class SinkLayer(WindowLayer):
     def check_truncate(self, length: int) -> None:
         check_rollback(length, self._seen)
         dropped = self._seen - self._store.length
-        needed = length - self._needed(length)
+        needed = length - self.attended_past(length)
         if length and needed < dropped:
             raise RollbackError(
                 f"expected to roll back over tokens that are still held, but going from {self._seen} to {length} "
@@ -265,7 +272,7 @@ class SinkLayer(WindowLayer):
 
     @override
     def check_held(self, held: int, seen: int) -> None:
-        least = max(self.attended_past(seen) - self.num_sink_tokens, 0) if seen >= self.window_length else seen
+        least = self.attended_past(seen)
         if not least <= held <= seen:
             raise StateMismatchError(
                 f"expected a state with at least the newest {least} of {seen} tokens, but saw {held}: take the state "
@@ -322,6 +329,16 @@ class SinkConfig:
         quantization, window = self.quantization, self.window_length
         store = None if quantization is None else QuantizedStore(quantization, window_room(window))
         return SinkLayer(window, self.num_sink_tokens, rotary, store, self.left_padding)
+
+
+def _behind(front: KVPair, attended: KVPair, tokens: int) -> KVPair:
+    """What the queries of `tokens` new tokens attend to, with a segment in front."""
+    keys, values = attended
+    if isinstance(keys, PackedStates):
+        snapshot = keys.snapshot
+        segments = snapshot.segments.with_prefix(DenseSegment(*front))
+        return packed_like(keys, values, replace(snapshot, segments=segments))
+    return marked_for_sdpa(torch.cat([front[0], keys], dim=2), torch.cat([front[1], values], dim=2), tokens)
 
 
 def _copied(states: Tensor | None) -> Tensor | None:

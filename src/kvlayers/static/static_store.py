@@ -10,10 +10,10 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import mismatch, no_room_for_batch, no_room_for_tokens
 from kvlayers.core.buffer import StateForm, TokenBuffer, form_of
-from kvlayers.core.contiguous_store import ContiguousStore
+from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import Argument, Facts, OptionsArgument
 from kvlayers.core.forward_pass import in_module
-from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, register_store
+from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore, register_store
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.custom_masks import ReservedColumns, columns_of, marked_for_custom_masks
 from kvlayers.kernels.attention.gqa import marked_for_sdpa, shared_in_graph
@@ -31,7 +31,7 @@ from kvlayers.upstream import compat
 
 
 @register_store
-class StaticStore(ContiguousStore):
+class StaticStore(DenseStore):
     """Full-precision states in buffers of `capacity` tokens, reserved when the first states arrive.
 
     States that do not fit the reservation raise `CapacityError`, or move to a larger one if `grow` is true.
@@ -48,6 +48,9 @@ class StaticStore(ContiguousStore):
         grow: whether to take a larger reservation if this one is too small.
     """
 
+    hints = ()
+    # Compiled code writes to one address, whatever is forked.
+    can_share = False
     made_with = (
         Argument("capacity", "initial_capacity"),
         Argument("max_batch_size"),
@@ -78,7 +81,7 @@ class StaticStore(ContiguousStore):
         self._symbolic_offset = symbolic_number(0)
         self._cursor: Tensor | None = None
         self._offset_on_device: Tensor | None = None
-        super().__init__(limit=capacity)
+        super().__init__()
 
     @classmethod
     @override
@@ -97,6 +100,10 @@ class StaticStore(ContiguousStore):
                 self._validated = None
                 return keys.shape[2]
         return super().validate(keys, values)
+
+    @override
+    def _validate_other_form(self, keys: Tensor, forms: tuple[StateForm, StateForm]) -> int:
+        raise mismatch(forms, self._forms(), self.length)
 
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -128,13 +135,11 @@ class StaticStore(ContiguousStore):
             self._allocate(self.capacity)
 
     @override
-    def extend(
-        self, keys: Tensor, values: Tensor, past: int | None = None, prefix_states: KVPair | None = None
-    ) -> KVPair:
+    def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> KVPair:
         bucket = self._bucket_for(keys.shape[2])
-        if bucket is None or prefix_states is not None:
+        if bucket is None:
             has_custom_mask = self._may_have_custom_mask()
-            attended = super().extend(keys, values, past, prefix_states)
+            attended = super().extend(keys, values, past)
             return marked_for_custom_masks(*attended, self._reserved_columns()) if has_custom_mask else attended
         self.append(keys, values)
         key_buffer, value_buffer = self._buffers()
@@ -142,20 +147,15 @@ class StaticStore(ContiguousStore):
         return shared_in_graph(*held) if torch.compiler.is_compiling() else marked_for_sdpa(*held, keys.shape[2])
 
     @override
-    def extend_and_evict(
-        self, keys: Tensor, values: Tensor, past: int, kept: int, prefix_states: KVPair | None = None
-    ) -> KVPair:
+    def extend_and_evict(self, keys: Tensor, values: Tensor, past: int, kept: int) -> KVPair:
         if not torch.compiler.is_compiling():
-            return super().extend_and_evict(keys, values, past, kept, prefix_states)
+            return super().extend_and_evict(keys, values, past, kept)
         total = self.total + keys.shape[2]
         self._reserve_in_graph(kept)
         attended = keys.detach(), values.detach()
-        for earlier in (self.newest(past) if past else None, prefix_states):
-            if earlier is not None:
-                attended = (
-                    torch.cat([earlier[0], attended[0]], dim=2),
-                    torch.cat([earlier[1], attended[1]], dim=2),
-                )
+        if past:
+            earlier = self.newest(past)
+            attended = torch.cat([earlier[0], attended[0]], dim=2), torch.cat([earlier[1], attended[1]], dim=2)
         for buffer, states in zip(self._buffers(), attended, strict=True):
             buffer.tensor[:, :, :kept].copy_(states[:, :, states.shape[2] - kept :])
         self._set_position(kept, total)
@@ -177,7 +177,7 @@ class StaticStore(ContiguousStore):
         return {"keys": keys.tensor, "values": values.tensor, "position": self._cursor}  # type: ignore[dict-item]
 
     def _set_capacity(self, capacity: int) -> None:
-        self.capacity = self.limit = capacity
+        self.capacity = capacity
         self._sizes = self.buckets.sizes(capacity, self.whole_from)
         self._slots = slots_of(self._sizes)
 
@@ -362,8 +362,8 @@ class StaticStore(ContiguousStore):
     @override
     def check_room(self, tokens: int) -> None:
         # Compiled code writes to a fixed address: only eager code may change it.
-        if not self.grow or torch.compiler.is_compiling():
-            super().check_room(tokens)
+        if (not self.grow or torch.compiler.is_compiling()) and self.length + tokens > self.capacity:
+            raise no_room_for_tokens(self.capacity, self.length, tokens)
 
     @override
     def _buffers(self) -> tuple[TokenBuffer, TokenBuffer]:
@@ -408,11 +408,6 @@ class StaticStore(ContiguousStore):
     @override
     def sized_for(self) -> int | None:
         return self.capacity
-
-    @property
-    @override
-    def fidelity(self) -> Fidelity:
-        return "exact"
 
     def _is_reserved(self, batch_size: int, capacity: int) -> bool:
         reserved = self._reserved
@@ -578,7 +573,7 @@ class StaticStore(ContiguousStore):
             self.validate(keys, values)
             self.append(keys, values)
             return self
-        fresh = super().rewritten(keys, values)
+        fresh = TokenStore.rewritten(self, keys, values)
         fresh.mask_extent = self.mask_extent
         return fresh
 

@@ -1,7 +1,7 @@
 """What a module needs of the rooms above it: it asks for a function by name.
 
-A module imports only modules below it. If a lower module offers something that an upper one implements (`Cache.save`,
-an option that another room serves), it asks for the function by name. `kvlayers.rooms` says where each function is.
+A module imports only modules below it. If a lower module offers something that an upper one implements (an option
+that another room serves), it asks for the function by name. `kvlayers.rooms` says where each function is.
 """
 
 import importlib

@@ -83,7 +83,7 @@ class OffloadedLayer(WrapperLayer):
     def __init__(self, layer: TokenLayer, prefetcher: Prefetcher | None = None) -> None:
         if not isinstance(layer, TokenLayer):
             raise UnsupportedLayerError(
-                f"expected a layer that holds tokens, but saw a {type(layer).__name__}: leave it on its device."
+                f"`layer` must be a layer that holds tokens, got a {type(layer).__name__}: leave it on its device."
             )
         super().__init__(layer)
         self.prefetcher = Prefetcher() if prefetcher is None else prefetcher

@@ -48,12 +48,12 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     def __init__(self, attention: CacheLayer, linear: LinearAttentionLayer) -> None:
         if not isinstance(attention, CacheLayer) or attention.is_recurrent:
             raise UnsupportedLayerError(
-                f"expected a layer of attention first, but saw a {type(attention).__name__}: pass a DynamicLayer, or "
+                f"`attention` must be a layer that attends, got a {type(attention).__name__}: pass a DynamicLayer, or "
                 "another CacheLayer."
             )
         if not isinstance(linear, LinearAttentionLayer):
             raise UnsupportedLayerError(
-                f"expected a LinearAttentionLayer second, but saw a {type(linear).__name__}: pass one."
+                f"`linear` must be a LinearAttentionLayer, got a {type(linear).__name__}: pass one."
             )
         super().__init__(attention)
         self.linear = linear
@@ -280,7 +280,7 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         kind = state.facts.get("attention")
         if state.kind != self.kind or not isinstance(kind, str):
             raise StateMismatchError(
-                f"expected the state of a {self.kind}, but saw that of a {state.kind}: load it into a cache "
+                f"`state` must be that of a {self.kind}, got that of a {state.kind}: load it into a cache "
                 "that was made for the same model config."
             )
         tensors = {name: tensor for name, tensor in state.tensors.items() if not name.startswith(LINEAR)}

@@ -260,9 +260,9 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
 
     def _refuse_chunk(self, columns: int) -> NoReturn:
         raise UnsupportedLayerError(
-            f"expected at most {self.tokens_at_once} token at once after the first tokens, since this model's scan "
-            f"over several tokens begins from zero and forgets the earlier ones, but saw {columns}: pass them one by "
-            "one, as generate() does under kvlayers.install()."
+            f"A pass after the first tokens must have at most {self.tokens_at_once} token, since this model's scan "
+            f"over several tokens begins from zero and forgets the earlier ones, got {columns}: pass them one by one, "
+            "as generate() does under kvlayers.install()."
         )
 
     # Rolling back

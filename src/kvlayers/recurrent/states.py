@@ -317,8 +317,8 @@ MOST_STATES = 1024
 def no_state(state_idx: object, number_of_states: int) -> LayerIndexError:
     """The error for a state index that a layer does not have."""
     return LayerIndexError(
-        f"expected a state index from 0 to {number_of_states - 1}, as the layer has {number_of_states}, but saw "
-        f"{state_idx!r}: make the cache from the config of the model that uses it."
+        f"`state_idx` must be a whole number from 0 to {number_of_states - 1}, as the layer has {number_of_states} "
+        f"states, got {state_idx!r}: make the cache from the config of the model that uses it."
     )
 
 
@@ -339,8 +339,8 @@ def check_columns(states: Tensor, held: Tensor, conv_kernel_size: int | None, ke
     ):
         return
     raise StateMismatchError(
-        f"expected convolution inputs {[*held.shape[:-1], 'new']} of {held.dtype} on {held.device} with a kernel of "
-        f"{kernel}, but saw {[*states.shape]} of {states.dtype} on {states.device} with a kernel of "
+        f"Convolution inputs must be {[*held.shape[:-1], 'new']} of {held.dtype} on {held.device} with a kernel of "
+        f"{kernel}, got {[*states.shape]} of {states.dtype} on {states.device} with a kernel of "
         f"{conv_kernel_size}: reset the cache first, or use one for each model and batch."
     )
 
@@ -355,12 +355,12 @@ def check_first_columns(states: Tensor, kernel: int, batch_size: int | None) -> 
     """
     if states.dim() < 2 or not isinstance(kernel, int) or kernel < 1:
         raise StateMismatchError(
-            f"expected convolution inputs [batch, channels, new] and a kernel of at least 1, but saw "
-            f"{[*states.shape]} and {kernel}."
+            f"Convolution inputs must be [batch, channels, new] with a kernel of at least 1, got {[*states.shape]} and "
+            f"{kernel!r}: pass the columns of one forward pass, and the size of the convolution."
         )
     if batch_size is not None and states.shape[0] != batch_size:
         raise StateMismatchError(
-            f"expected convolution inputs of {batch_size} sequences, but saw {states.shape[0]}: reset the cache first."
+            f"Convolution inputs must be of {batch_size} sequences, got {states.shape[0]}: reset the cache first."
         )
 
 
@@ -369,7 +369,7 @@ def check_recurrent(states: Tensor, held: Tensor) -> None:
     if states.dtype == held.dtype and states.shape == held.shape and states.device == held.device:
         return
     raise StateMismatchError(
-        f"expected a recurrent state {[*held.shape]} of {held.dtype} on {held.device}, but saw {[*states.shape]} of "
+        f"The recurrent state must be {[*held.shape]} of {held.dtype} on {held.device}, got {[*states.shape]} of "
         f"{states.dtype} on {states.device}: reset the cache first, or use one for each model and batch."
     )
 
@@ -378,5 +378,5 @@ def check_first_recurrent(states: Tensor, batch_size: int | None) -> None:
     """Raise `StateMismatchError` if a recurrent state has another batch size than the other states."""
     if states.dim() < 1 or (batch_size is not None and states.shape[0] != batch_size):
         raise StateMismatchError(
-            f"expected a recurrent state of {batch_size} sequences, but saw {[*states.shape]}: reset the cache first."
+            f"The recurrent state must be of {batch_size} sequences, got {[*states.shape]}: reset the cache first."
         )

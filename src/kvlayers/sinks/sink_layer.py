@@ -203,7 +203,7 @@ class SinkLayer(WindowLayer):
             )
         if states.shape[2] != self._seen:
             raise StateMismatchError(
-                f"expected states of all {self._seen} tokens, since keys are rotated by their positions, but saw "
+                f"Assigned states must have all {self._seen} tokens, since keys are rotated by their positions, got "
                 f"{states.shape[2]}: use a DynamicCache to evict other tokens than the oldest."
             )
         return states
@@ -268,8 +268,7 @@ class SinkLayer(WindowLayer):
         least = max(self.attended_past(seen) - self.num_sink_tokens, 0) if seen >= self.window_length else seen
         if not least <= held <= seen:
             raise StateMismatchError(
-                f"expected a state with at least the newest {least} of {seen} tokens, but saw {held}: take the state "
-                "again."
+                f"`state` must have at least the newest {least} of {seen} tokens, got {held}: take the state again."
             )
 
     @override

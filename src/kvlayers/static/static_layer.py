@@ -154,8 +154,8 @@ class StaticLayer(ReservedLayer, DynamicLayer):
         held, tokens = self.length, states.shape[2]
         if tokens > held and tokens != self.max_cache_len:
             raise StateMismatchError(
-                f"expected states of at most the {held} tokens that are held, or of the whole reservation of "
-                f"{self.max_cache_len}, but saw {tokens}: use update for new tokens."
+                f"Assigned states must have at most the {held} tokens that are held, or all {self.max_cache_len} of "
+                f"the reservation, got {tokens}: use update for new tokens."
             )
         return states[:, :, :held]
 
@@ -193,7 +193,10 @@ class StaticLayer(ReservedLayer, DynamicLayer):
     def check_held(self, held: int, seen: int) -> None:
         super().check_held(held, seen)
         if held > self.max_cache_len and not self._store.grow:
-            raise CapacityError(f"expected a state of at most {self.max_cache_len} tokens, but saw {held}.")
+            raise CapacityError(
+                f"`state` must have at most the {self.max_cache_len} tokens of the reservation, got {held}: make the "
+                "cache with a longer max_cache_len, or with grow=True."
+            )
 
 
 def reserved_room(max_cache_len: int, sliding_window: int, grow: bool) -> int:
@@ -350,8 +353,8 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
         least = min(self._seen, self.sliding_window - 1)
         if states.shape[2] < least:
             raise StateMismatchError(
-                f"expected states of at least the {least} tokens that a static window attends to, since compiled code "
-                f"relies on them, but saw {states.shape[2]}: use a DynamicCache to evict tokens of a window."
+                f"Assigned states must have at least the {least} tokens that a static window attends to, since "
+                f"compiled code relies on them, got {states.shape[2]}: use a DynamicCache to evict tokens of a window."
             )
         return super().assignable(states)
 
@@ -376,4 +379,7 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
     def check_held(self, held: int, seen: int) -> None:
         super().check_held(held, seen)
         if self.token_limit is not None and seen > self.token_limit:
-            raise CapacityError(f"expected a state of at most {self.token_limit} tokens, but saw {seen}.")
+            raise CapacityError(
+                f"`state` must be of at most {self.token_limit} seen tokens, got {seen}: make the cache with a longer "
+                "max_cache_len."
+            )

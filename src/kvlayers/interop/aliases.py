@@ -15,7 +15,7 @@ from kvlayers.errors import ConfigError, LayerIndexError, OptionError
 from kvlayers.quantized.quantized_cache import QuantizedCache
 from kvlayers.static.slots import Buckets
 from kvlayers.static.static_cache import StaticCache
-from kvlayers.static.static_layer import check_reserved
+from kvlayers.static.static_store import check_reserved
 from kvlayers.upstream import model_layers, model_types
 from kvlayers.utils.options import check_accepted, checks_options
 

@@ -14,9 +14,10 @@ from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.from_config import WINDOWED
 from kvlayers.core.sliding_layer import SlidingLayer
 from kvlayers.encoder_decoder.encoder_decoder_cache import EncoderDecoderCache
-from kvlayers.errors import UnsupportedLayerError
+from kvlayers.errors import OptionError, UnsupportedLayerError
 from kvlayers.kernels.attention.packed_tensor import as_dense
-from kvlayers.static.static_layer import StaticLayer, check_reserved
+from kvlayers.static.static_layer import StaticLayer
+from kvlayers.static.static_store import check_reserved
 from kvlayers.upstream import cache_argument, compat, model_layers
 
 Children = list[Any]
@@ -199,7 +200,7 @@ class ExportableDecoder(nn.Module):
     Raises:
         UnsupportedLayerError: the model has layers that do not keep tokens, an encoder, or no language-modelling head;
             or torch is older than 2.7.
-        OptionError: a reservation of no tokens or no sequences.
+        OptionError: `model` is no model, or a reservation of no tokens or no sequences.
 
     Example:
         >>> import kvlayers, torch, transformers
@@ -223,6 +224,9 @@ class ExportableDecoder(nn.Module):
             )
         check_reserved(max_cache_len, "max_cache_len", "tokens")
         check_reserved(batch_size, "batch_size", "sequences")
+        is_model = isinstance(model, nn.Module)
+        if not is_model:
+            raise OptionError(f"`model` must be a model, got a {type(model).__name__}: pass the model itself.")
         if model.config.is_encoder_decoder or model.get_output_embeddings() is None:
             raise UnsupportedLayerError(
                 f"`model` must be a decoder-only language model, which returns logits, got a {type(model).__name__}: "

@@ -10,7 +10,7 @@ from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache_layer import CacheLayer, WrapperLayer, forwarded
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.from_config import HYBRID, RECURRENT, Checkpoints
-from kvlayers.core.layer_operations import LayerOperations, LayerState
+from kvlayers.core.layer_operations import LayerOperations, LayerState, check_kind_of_state
 from kvlayers.core.layer_registry import layer_class, register_layer
 from kvlayers.core.token_store import Fidelity, least_faithful
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
@@ -277,11 +277,11 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         return LayerState(self.kind, {**attention.tensors, **_prefixed(linear.tensors)}, facts)
 
     def _parts(self, state: LayerState) -> tuple[LayerState, LayerState]:
+        check_kind_of_state(state, self.kind)
         kind = state.facts.get("attention")
-        if state.kind != self.kind or not isinstance(kind, str):
+        if not isinstance(kind, str):
             raise StateMismatchError(
-                f"`state` must be that of a {self.kind}, got that of a {state.kind}: load it into a cache "
-                "that was made for the same model config."
+                f"`state` must name the kind of its attention, got {kind!r}: take the state again."
             )
         tensors = {name: tensor for name, tensor in state.tensors.items() if not name.startswith(LINEAR)}
         linear = LayerState(self.linear.kind, _unprefixed(state.tensors), _unprefixed(state.facts))

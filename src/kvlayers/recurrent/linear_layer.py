@@ -199,7 +199,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         states = self._states
         if state_idx not in states.conv:
             raise no_state(state_idx, self.number_of_states)
-        columns = conv_states.shape[-1]
+        columns = conv_states.shape[-1] if isinstance(conv_states, Tensor) and conv_states.dim() else 0
         held = states.conv[state_idx] if states.has_conv[state_idx] else None
         kernel = columns if conv_kernel_size is None else conv_kernel_size
         if held is None:

@@ -322,6 +322,14 @@ def no_state(state_idx: object, number_of_states: int) -> LayerIndexError:
     )
 
 
+def check_is_tensor(states: object, name: str) -> None:
+    """Raise `StateMismatchError` if states are no tensor. `name` is what they are."""
+    if not isinstance(states, Tensor):
+        raise StateMismatchError(
+            f"{name} must be a tensor, got a {type(states).__name__}: pass what the model computed."
+        )
+
+
 def check_columns(states: Tensor, held: Tensor, conv_kernel_size: int | None, kernel: int) -> None:
     """Raise `StateMismatchError` if new columns cannot follow the held columns.
 
@@ -338,6 +346,7 @@ def check_columns(states: Tensor, held: Tensor, conv_kernel_size: int | None, ke
         and (conv_kernel_size is None or conv_kernel_size == kernel)
     ):
         return
+    check_is_tensor(states, "Convolution inputs")
     raise StateMismatchError(
         f"Convolution inputs must be {[*held.shape[:-1], 'new']} of {held.dtype} on {held.device} with a kernel of "
         f"{kernel}, got {[*states.shape]} of {states.dtype} on {states.device} with a kernel of "
@@ -353,7 +362,8 @@ def check_first_columns(states: Tensor, kernel: int, batch_size: int | None) -> 
         kernel: columns to keep.
         batch_size: batch size of other states of the layer, `None` if there are none.
     """
-    if states.dim() < 2 or not isinstance(kernel, int) or kernel < 1:
+    check_is_tensor(states, "Convolution inputs")
+    if states.dim() < 2 or type(kernel) is not int or kernel < 1:
         raise StateMismatchError(
             f"Convolution inputs must be [batch, channels, new] with a kernel of at least 1, got {[*states.shape]} and "
             f"{kernel!r}: pass the columns of one forward pass, and the size of the convolution."
@@ -368,6 +378,7 @@ def check_recurrent(states: Tensor, held: Tensor) -> None:
     """Raise `StateMismatchError` if a recurrent state cannot replace the held one."""
     if states.dtype == held.dtype and states.shape == held.shape and states.device == held.device:
         return
+    check_is_tensor(states, "The recurrent state")
     raise StateMismatchError(
         f"The recurrent state must be {[*held.shape]} of {held.dtype} on {held.device}, got {[*states.shape]} of "
         f"{states.dtype} on {states.device}: reset the cache first, or use one for each model and batch."
@@ -376,6 +387,7 @@ def check_recurrent(states: Tensor, held: Tensor) -> None:
 
 def check_first_recurrent(states: Tensor, batch_size: int | None) -> None:
     """Raise `StateMismatchError` if a recurrent state has another batch size than the other states."""
+    check_is_tensor(states, "The recurrent state")
     if states.dim() < 1 or (batch_size is not None and states.shape[0] != batch_size):
         raise StateMismatchError(
             f"The recurrent state must be of {batch_size} sequences, got {[*states.shape]}: reset the cache first."

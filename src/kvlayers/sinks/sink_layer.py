@@ -14,7 +14,7 @@ from kvlayers.core.description import RotaryArgument
 from kvlayers.core.dynamic_layer import check_rollback
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.layer_registry import register_layer
-from kvlayers.core.preparation import PADDING_NAME, padding_of
+from kvlayers.core.preparation import PADDING_NAME, check_rotary, padding_of
 from kvlayers.core.sliding_layer import WindowLayer, take_back, window_room
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
 from kvlayers.errors import RollbackError, StateMismatchError
@@ -82,6 +82,7 @@ class SinkLayer(WindowLayer):
         left_padding: Sequence[int] | Tensor | None = None,
     ) -> None:
         check_sinks(window_length, num_sink_tokens)
+        check_rotary(rotary)
         self.room = window_room(window_length)
         super().__init__(DenseStore(self.room, prefix_room=num_sink_tokens) if store is None else store)
         self.window_length = window_length

@@ -457,7 +457,7 @@ def test_a_limit_is_no_way_around_by_a_state() -> None:
     ahead = kvlayers.StaticSlidingLayer(20, 8)
     for _ in range(30):
         ahead.update(states(*GOOD), states(*GOOD))
-    with pytest.raises(kvlayers.CapacityError, match="at most 20 tokens, but saw 30"):
+    with pytest.raises(kvlayers.CapacityError, match="at most 20 seen tokens, got 30"):
         kvlayers.StaticSlidingLayer(20, 8, token_limit=20).load_state(ahead.state())
 
 
@@ -493,7 +493,7 @@ def test_a_damaged_recurrent_state_is_refused() -> None:
     ],
 )
 def test_what_is_no_layer_makes_no_cache(thing: Any, said: str) -> None:
-    words = f"expected a layer of kvlayers or of transformers, but saw {said}"
+    words = f"A layer must be one of kvlayers or of transformers, got {said}"
     with pytest.raises(kvlayers.OptionError, match=words):
         kvlayers.Cache(layers=[kvlayers.DynamicLayer(), thing()])
     cache = kvlayers.Cache(layer_class_to_replicate=thing)

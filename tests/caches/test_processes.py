@@ -219,8 +219,8 @@ def test_a_forked_process_does_not_touch_the_files_of_its_parent() -> None:
     pid, raised, *steps = outbox.get()
     assert [*raised] == [*OPERATIONS]
     for message in raised.values():
-        assert f"expected the process {os.getpid()}" in message
-        assert f"saw the process {pid}" in message
+        assert f"must be used by the process {os.getpid()}" in message
+        assert f"got the process {pid}" in message
     for logits in steps:
         torch.testing.assert_close(torch.from_numpy(logits), go_on("on disk", kvlayers.DynamicCache(), 4))
     expected = go_on("on disk", twin, 5)

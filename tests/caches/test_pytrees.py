@@ -157,18 +157,18 @@ def test_windows_that_forgot_how_much_they_have_seen_are_refused() -> None:
     model = tiny_model("mistral")
     held = filled(model, prompt(1, WINDOW - 1))
     assert pytree.tree_map(torch.clone, held).get_seq_length() == WINDOW - 1
-    with pytest.raises(UnsupportedLayerError, match="saw 7 of 12 tokens: export with kvlayers.ExportableDecoder"):
+    with pytest.raises(UnsupportedLayerError, match="got 7 of 12 tokens: export with kvlayers.ExportableDecoder"):
         pytree.tree_flatten(filled(model, prompt(1, PROMPT)))
 
 
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("static", {"max_cache_len": 64}, "saw a StaticCache"),
-        ("int4", {}, "saw a QuantizedCache"),
-        ("offloaded", {}, "saw an? Offloaded"),
-        ("evicting", {"rule": "knorm"}, "saw a EvictingCache"),
-        ("recall", {}, "saw a RecallLayer"),
+        ("static", {"max_cache_len": 64}, "got a StaticCache"),
+        ("int4", {}, "got a QuantizedCache"),
+        ("offloaded", {}, "got an? Offloaded"),
+        ("evicting", {"rule": "knorm"}, "got a EvictingCache"),
+        ("recall", {}, "got a RecallLayer"),
     ],
 )
 def test_caches_that_are_no_trees_are_refused(name: str, options: dict[str, Any], says: str) -> None:

@@ -194,7 +194,7 @@ def test_a_transformers_that_is_not_supported_is_one_line_and_exit_code_2(tmp_pa
     )
     assert ran.returncode == 2, ran.stderr
     assert ran.stderr.count("\n") == 1
-    assert ran.stderr.startswith("kvlayers: expected transformers >=4.57, but saw 4.40.0: install")
+    assert ran.stderr.startswith("kvlayers: transformers must be >=4.57, got 4.40.0: install")
 
 
 @pytest.mark.parametrize(

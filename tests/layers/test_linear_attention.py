@@ -413,7 +413,7 @@ def test_a_hybrid_layer_takes_both_back() -> None:
 
 def test_a_hybrid_layer_is_made_of_one_layer_of_each_sort() -> None:
     for parts in ((LinearAttentionLayer(), kvlayers.DynamicLayer()), (hybrid(), LinearAttentionLayer())):
-        with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="expected a"):
+        with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="must be a"):
             HybridLayer(*parts)
 
 

@@ -454,7 +454,7 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     ),
     "a layer that cannot": (
         UnsupportedLayerError,
-        "expected a layer that holds tokens",
+        "must be a layer that holds tokens",
         lambda: OffloadedLayer(transformers.cache_utils.DynamicLayer()),
     ),
     "a layer of transformers that holds tokens": (

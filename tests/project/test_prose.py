@@ -67,3 +67,17 @@ def test_a_phrase_of_the_old_style_is_found(sentence: str) -> None:
 )
 def test_plain_english_passes(sentence: str) -> None:
     assert OLD_STYLE.search(sentence) is None
+
+
+ROOMS_STILL_WITH_OLD_ERRORS = ("core", "generation")
+"""Rooms whose errors are being put into the one grammar. The list goes when the last of them has it."""
+
+
+def test_errors_have_one_grammar() -> None:
+    """An error says "`name` must be X, got Y: do Z"."""
+    package = ROOT / "src" / "kvlayers"
+    files = [
+        path for path in package.rglob("*.py") if path.relative_to(package).parts[0] not in ROOMS_STILL_WITH_OLD_ERRORS
+    ]
+    assert len(files) > 100
+    assert [name_of(path) for path in files if "but saw" in " ".join(path.read_text().split())] == []

@@ -180,7 +180,7 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: pathlib.Path) -> 
             kvlayers.QuantizedCache("fp8", config=config_of(str(tmp_path / "model")), scales="checkpoint")
 
     (tmp_path / "model").mkdir()
-    refused("expected a directory, or a repository on the Hub, with model.safetensors")
+    refused("`scales` must be a directory, or a repository on the Hub, with model.safetensors")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"no such thing")
     refused("model.safetensors cannot be read")
     (tmp_path / "model" / "model.safetensors").unlink()
@@ -336,7 +336,7 @@ def test_a_hub_out_of_reach_is_named(
     with pytest.raises(OptionError, match=f"model.safetensors of 'someone/some-model' cannot be read: {failure}"):
         kvlayers.QuantizedCache("fp8", config=config, scales="checkpoint")
     on_the_hub(monkeypatch, str(tmp_path / "nowhere"))
-    with pytest.raises(OptionError, match="expected a directory, or a repository on the Hub, with"):
+    with pytest.raises(OptionError, match="`scales` must be a directory, or a repository on the Hub, with"):
         kvlayers.QuantizedCache("fp8", config=config, scales="checkpoint")
 
 

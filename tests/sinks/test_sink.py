@@ -303,7 +303,10 @@ def test_a_quantized_window_holds_its_sinks_in_full_precision(operation: str | N
 
 
 BAD_OPTIONS = {
-    "a window as large as the sinks": ({"window_length": 4, "num_sink_tokens": 4}, "window_length to be larger than"),
+    "a window as large as the sinks": (
+        {"window_length": 4, "num_sink_tokens": 4},
+        "`window_length` must be larger than",
+    ),
     "no window": ({"window_length": 0}, "`window_length` must be a whole number of tokens"),
     "no sinks": ({"window_length": 8, "num_sink_tokens": 0}, "`num_sink_tokens` must be a whole number of tokens"),
     "half a token": ({"window_length": 8.5}, "whole number"),

@@ -176,7 +176,7 @@ def test_models_that_cannot_have_sinks_are_refused_by_name() -> None:
         for family in ("gpt2", "jamba"):
             with pytest.raises(kvlayers.errors.ConfigError):
                 generated(tiny_model(family), prompt(), cache_implementation="sink")
-        with pytest.raises(kvlayers.OptionError, match="larger than num_sink_tokens"):
+        with pytest.raises(kvlayers.OptionError, match="larger than `num_sink_tokens`"):
             generated(tiny_model("llama"), prompt(), cache_implementation="sink", cache_config={"window_length": 4})
 
 

@@ -26,7 +26,7 @@ def test_a_version_that_is_too_old_is_refused_at_import(package: str, version: s
     run = fresh_process.run(script)
     supported = {"transformers": ">=4.57", "torch": ">=2.6"}[package]
     last_line = run.stderr.strip().splitlines()[-1]
-    assert last_line.startswith(f"ImportError: expected {package} {supported}, but saw {version}: install")
+    assert last_line.startswith(f"ImportError: {package} must be {supported}, got {version}: install")
 
 
 def test_what_an_unknown_version_lacks_is_named_at_import() -> None:

@@ -211,9 +211,11 @@ def test_a_config_of_transformers_4_may_say_what_has_no_effect_any_more() -> Non
 
 def test_a_config_for_another_backend_is_refused() -> None:
     needs("quanto")
-    with pytest.raises(kvlayers.OptionError, match=r"quanto, but saw one for hqq: use QuantizedCache\('hqq'"):
+    with pytest.raises(kvlayers.OptionError, match=r"quanto, got one for hqq: use QuantizedCache\('hqq'"):
         kvlayers.QuantoQuantizedCache(cache_config={"backend": "HQQ"})
-    with pytest.raises(kvlayers.OptionError, match="cache_config to be a QuantizedCacheConfig or a dict.* saw a list"):
+    with pytest.raises(
+        kvlayers.OptionError, match="`cache_config` must be a QuantizedCacheConfig or a dict, got a list"
+    ):
         kvlayers.QuantoQuantizedCache(cache_config=[4])
 
 

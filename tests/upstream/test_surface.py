@@ -508,7 +508,7 @@ def test_states_that_are_assigned_to_a_recurrent_layer_are_gone_on_from(at_once:
                 layer.recurrent_states[0] = held.recurrent_states[0]
             assert layer.is_conv_states_initialized == layer.is_recurrent_states_initialized == {0: True}
             assert layer.has_previous_state == {0: True}
-            with pytest.raises(kvlayers.errors.LayerIndexError, match="state index from 0 to 0"):
+            with pytest.raises(kvlayers.errors.LayerIndexError, match="`state_idx` must be a whole number from 0 to 0"):
                 layer.conv_states[1] = held.conv_states[0]
         # What the layer could be put back to is no past of these states.
         with pytest.raises(kvlayers.errors.RollbackError):

@@ -117,6 +117,11 @@ def checked_forms(keys: Tensor, values: Tensor) -> tuple[StateForm, StateForm]:
     Raises:
         StateMismatchError: keys and values do not have four dimensions, or have different numbers of tokens.
     """
+    if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
+        raise StateMismatchError(
+            f"Keys and values must be tensors, got a {type(keys).__name__} and a {type(values).__name__}: pass the "
+            "states of one forward pass."
+        )
     key_shape, value_shape = keys.shape, values.shape
     if len(key_shape) != 4 or len(value_shape) != 4:
         raise StateMismatchError(

@@ -316,9 +316,12 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             CapacityError: more tokens than fit.
             InterruptedPassError: an earlier forward pass ended before this layer, which therefore lacks tokens.
         """
-        if not 0 <= layer_idx < len(self.layers):
+        try:
+            layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
+        except TypeError:
+            raise self._no_layer(layer_idx) from None
+        if layer is None:
             return self._update_new_layer(key_states, value_states, layer_idx)
-        layer = self.layers[layer_idx]
         if layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
             layer = self.adapted_layer(layer_idx)
             if not layer.attends:
@@ -333,7 +336,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             if handle is not None and calls_operators(layer, key_states, value_states):
                 return updated(handle, layer, layer_idx, key_states, value_states)
         elif not following.at < layer_idx <= following.in_step:
-            following.follow(self, layer_idx, key_states.shape[-2])
+            new = key_states.shape[-2] if isinstance(key_states, Tensor) else 0
+            following.follow(self, layer_idx, new)
         attended: tuple[Tensor, Tensor]
         if layer.is_upstream:
             attended = layer.update(key_states, value_states, *args, **kwargs)

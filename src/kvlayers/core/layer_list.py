@@ -12,8 +12,9 @@ from kvlayers.core.arguments import unbounded_as_minus_one
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.forward_pass import ForwardPassFollower
 from kvlayers.core.layer_operations import LayerOperations
-from kvlayers.errors import LayerIndexError, OptionError, UnsupportedLayerError
+from kvlayers.errors import LayerIndexError, UnsupportedLayerError
 from kvlayers.utils import late
+from kvlayers.utils.options import check_accepted, check_whole_number, checked_dtype
 
 
 def adapted(layer: Any, grows: bool = False) -> LayerOperations:
@@ -88,14 +89,14 @@ class LayerList(ABC):
         Raises:
             LayerIndexError: no layer has that index.
         """
-        if not -len(self.layers) <= layer_idx < len(self.layers):
+        if not isinstance(layer_idx, int) or not -len(self.layers) <= layer_idx < len(self.layers):
             raise self._no_layer(layer_idx)
         return layer_idx % len(self.layers)
 
-    def _no_layer(self, layer_idx: int) -> LayerIndexError:
+    def _no_layer(self, layer_idx: object) -> LayerIndexError:
         return LayerIndexError(
-            f"expected a layer index from 0 to {len(self.layers) - 1}, but saw {layer_idx}: make the cache from the "
-            "config of the model that uses it."
+            f"`layer_idx` must be a whole number from 0 to {len(self.layers) - 1}, got {layer_idx!r}: make the cache "
+            "from the config of the model that uses it."
         )
 
     @property
@@ -178,17 +179,24 @@ class LayerList(ABC):
             head_dim: head_dim of keys and values, one number for all layers or one for each.
             dtype: dtype of the states.
             device: device of the states.
+
+        Raises:
+            OptionError: a number, the dtype or the device is none that states can have.
+            LayerIndexError: the numbers are not one for each layer.
         """
-        if batch_size < 1:
-            raise OptionError(f"expected a batch of at least one sequence, but saw batch_size={batch_size!r}.")
+        check_whole_number(batch_size, "`batch_size`", 1, of="sequences")
+        dtype = checked_dtype(dtype)
+        check_accepted(None, device)
         layers = self.adapted_layers()
-        heads = [num_heads] * len(layers) if isinstance(num_heads, int) else list(num_heads)
-        dims = [head_dim] * len(layers) if isinstance(head_dim, int) else list(head_dim)
+        heads = num_heads if isinstance(num_heads, Sequence) else [num_heads] * len(layers)
+        dims = head_dim if isinstance(head_dim, Sequence) else [head_dim] * len(layers)
         if len(heads) != len(layers) or len(dims) != len(layers):
             raise LayerIndexError(
                 f"expected num_heads and head_dim for each of {len(layers)} layers, but saw {len(heads)} and "
                 f"{len(dims)}: pass one number for all, or one for each."
             )
+        for number in (*heads, *dims):
+            check_whole_number(number, "`num_heads` and `head_dim`", 1)
         device = torch.empty(0, device=device).device
         for layer, layer_heads, layer_dim in zip(layers, heads, dims, strict=True):
             if layer.supports_early_init and not layer.is_initialized:

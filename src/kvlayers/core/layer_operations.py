@@ -64,6 +64,19 @@ class LayerState:
         return own, replace(self, tensors=rest)
 
 
+def check_kind_of_state(state: object, kind: str) -> None:
+    """Raise `StateMismatchError` if `state` is not what a layer of this kind returns as its state."""
+    if not isinstance(state, LayerState):
+        raise StateMismatchError(
+            f"`state` must be a LayerState, got a {type(state).__name__}: pass what the state() of a layer returned."
+        )
+    if state.kind != kind:
+        raise StateMismatchError(
+            f"`state` must be that of a {kind}, got that of a {state.kind}: load it into a cache of the kind that it "
+            "was taken from."
+        )
+
+
 class LayerOperations(ABC):
     """What a layer can do: say what it is and holds, take in states, roll back, select sequences, copy and save.
 

@@ -12,9 +12,9 @@ from kvlayers.core.buffer import LayerShape, StateForm
 from kvlayers.core.cache_layer import CacheLayer, forwarded
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import Argument, Facts
-from kvlayers.core.layer_operations import LayerOperations, LayerState
+from kvlayers.core.layer_operations import LayerOperations, LayerState, check_kind_of_state
 from kvlayers.core.token_store import StoreArgument, TokenStore, store_class_of
-from kvlayers.errors import StateMismatchError
+from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.kernels.codes.quantizer_contract import Side
 
 
@@ -107,6 +107,8 @@ class TokenLayer(CacheLayer):
 
     def __init__(self, store: TokenStore | None = None) -> None:
         super().__init__()
+        if store is not None and not isinstance(store, TokenStore):
+            raise OptionError(f"`store` must be a TokenStore, got {store!r}: pass one, such as DenseStore().")
         self._store = DenseStore() if store is None else store
 
     @property
@@ -356,11 +358,7 @@ class TokenLayer(CacheLayer):
 
     @override
     def check_state(self, state: LayerState) -> None:
-        if state.kind != self.kind:
-            raise StateMismatchError(
-                f"expected the state of a {self.kind}, but saw that of a {state.kind}: load it into a cache "
-                "of the kind that it was taken from."
-            )
+        check_kind_of_state(state, self.kind)
         for name, value in self.describe().items():
             if name not in self.reservation_facts and state.facts.get(name) != value:
                 raise StateMismatchError(

@@ -60,15 +60,15 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
             caches = _caches_of(caches[0])
         if len(caches) != 2 or not all(isinstance(cache, Cache) for cache in caches):
             raise OptionError(
-                "expected a self-attention cache and a cross-attention cache, both of kvlayers, but saw "
+                "An EncoderDecoderCache must be made of a self-attention and a cross-attention cache of kvlayers, got "
                 f"{', '.join(f'{type(cache).__module__}.{type(cache).__name__}' for cache in caches) or 'nothing'}: "
                 "pass two caches."
             )
         own, cross = caches
         if own.is_pair or cross.is_pair:
-            raise OptionError("expected two caches that are not pairs themselves, but saw a pair: pass its parts.")
+            raise OptionError("The two caches must not be pairs themselves, got a pair: pass its parts.")
         if {id(layer) for layer in own.layers} & {id(layer) for layer in cross.layers} or own is cross:
-            raise OptionError("expected two caches that share nothing, but saw shared layers: make one for each part.")
+            raise OptionError("The two caches must share nothing, got shared layers: make one for each part.")
         _check_sequences({part.batch_size for part in caches if _holds_tokens(part)})
         self.self_attention_cache, self.cross_attention_cache = own, cross
         self._read: Fingerprint | None = None
@@ -99,13 +99,13 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
                 layer.make_room(encoded.shape[1])
             elif (layer.length, layer.batch_size) != (encoded.shape[1], encoded.shape[0]):
                 raise StateMismatchError(
-                    f"expected the encoder's output that cross-attention has read, of {layer.length} tokens for "
-                    f"{layer.batch_size} sequences, but saw {encoded.shape[1]} for {encoded.shape[0]}: reset() the "
+                    f"The encoder's output must be the one that cross-attention has read, of {layer.length} tokens for "
+                    f"{layer.batch_size} sequences, got {encoded.shape[1]} for {encoded.shape[0]}: reset() the "
                     "cache before another input."
                 )
             elif self._read is not None and not are_alike(self._read, seen):
                 raise StateMismatchError(
-                    "expected the encoder's output that cross-attention has read, but saw another one: reset() the "
+                    "The encoder's output must be the one that cross-attention has read, got another one: reset() the "
                     "cache before another input."
                 )
         self._read = seen
@@ -163,7 +163,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
             OptionError: always; nothing is changed.
         """
         raise OptionError(
-            "expected a model with cross-attention, which updates the two caches of a pair, but saw an update of the "
+            "A model must update the two caches of a pair, as one with cross-attention does, got an update of the "
             "pair: pass the self_attention_cache to a model without cross-attention."
         )
 
@@ -185,7 +185,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         counts = {len(part.layers) for part in parts}
         if len(counts) > 1 and not (isinstance(num_heads, int) and isinstance(head_dim, int)):
             raise LayerIndexError(
-                f"expected as many layers of self-attention as of cross-attention, but saw {sorted(counts)}: pass one "
+                f"Self-attention must have as many layers as cross-attention, got {sorted(counts)}: pass one "
                 "number for all, or reserve each part on its own."
             )
         for part in parts:
@@ -240,7 +240,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         sizes = [part.batch_size for part in self.parts() if part.batch_size >= 0]
         if len(set(sizes)) > 1:
             raise BatchIndexError(
-                f"expected both parts to have one batch size, but saw {sizes[0]} and {sizes[1]}: repeat the smaller."
+                f"Both parts must have one batch size, got {sizes[0]} and {sizes[1]}: repeat the smaller."
             )
         for part in self.parts():
             part.check_select(batch_size)
@@ -294,7 +294,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         check_is_state(state)
         if state.kind != self.kind or len(state.parts) != 2:
             raise StateMismatchError(
-                f"expected the state of an {self.kind}, but saw that of a {state.kind}: load it into a cache "
+                f"`state` must be that of an {self.kind}, got that of a {state.kind}: load it into a cache "
                 "of the kind that it was taken from."
             )
         pairs = list(zip(self.parts(), state.parts, strict=True))
@@ -338,7 +338,8 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
             return own
         if len(own) != len(cross):
             raise LegacyFormatError(
-                f"expected as many layers of self-attention as of cross-attention, but saw {len(own)} and {len(cross)}."
+                f"Self-attention must have as many layers as cross-attention to be tuples, got {len(own)} and "
+                f"{len(cross)}: take the tuples of each part."
             )
         return tuple((*own_pair, *cross_pair) for own_pair, cross_pair in zip(own, cross, strict=True))
 
@@ -365,7 +366,7 @@ def _holds_tokens(cache: Cache) -> bool:
 def _check_sequences(batch_sizes: set[int]) -> None:
     if len(batch_sizes) > 1:
         raise StateMismatchError(
-            "expected as many sequences in self-attention as in cross-attention, but saw "
+            "Self-attention must have as many sequences as cross-attention, got "
             f"{' and '.join(map(str, sorted(batch_sizes)))}: repeat or select the sequences of one part."
         )
 
@@ -384,7 +385,7 @@ def _caches_of(states: Any) -> tuple[DynamicCache, DynamicCache]:
     for index, layer in enumerate(layers):
         if len(layer) != len(layers[0]):
             raise LegacyFormatError(
-                f"expected as many tensors for each layer as for the first, but saw {len(layers[0])} there and "
+                f"Each layer must have as many tensors as the first, got {len(layers[0])} there and "
                 f"{len(layer)} at layer {index}: give all layers cross-attention, or none."
             )
     for layer in layers:

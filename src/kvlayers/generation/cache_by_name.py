@@ -20,7 +20,7 @@ from kvlayers.kernels.codes.quantizer_contract import quantizer_names
 from kvlayers.upstream import model_types
 from kvlayers.upstream.model_layers import layer_devices
 from kvlayers.utils import late
-from kvlayers.utils.options import checked_device, checked_dtype
+from kvlayers.utils.options import check_whole_number, checked_device, checked_dtype
 from kvlayers.utils.units import tokens
 
 AUTO = "auto"
@@ -65,6 +65,8 @@ def make_cache(
         >>> kvlayers.make_cache("dynamic", config)
         DynamicCache(2 x SlidingLayer, 0 tokens, 0 B)
     """
+    if batch_size is not None:
+        check_whole_number(batch_size, "`batch_size`", 1, of="sequences")
     request = CacheRequest(
         model_types.config_of(model_or_config),
         options,

@@ -41,8 +41,8 @@ def adapter(layer: Any, grows: bool = False) -> LayerOperations:
     if not isinstance(layer, (compat.ATTENTION_LAYER, compat.LINEAR_LAYER, *compat.DUMMY_LAYER)):
         shown = f"the class {layer.__name__}" if isinstance(layer, type) else f"a {type(layer).__name__}"
         raise OptionError(
-            f"expected a layer of kvlayers or of transformers, but saw {shown}: a cache is made of layers, such as "
-            "those of cache.layers."
+            f"A layer must be one of kvlayers or of transformers, got {shown}: pass layers, such as those of "
+            "cache.layers."
         )
     return TransformersLayer(layer, grows)
 

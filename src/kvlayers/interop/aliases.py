@@ -15,7 +15,7 @@ from kvlayers.errors import ConfigError, LayerIndexError, OptionError
 from kvlayers.quantized.quantized_cache import QuantizedCache
 from kvlayers.static.slots import Buckets
 from kvlayers.static.static_cache import StaticCache
-from kvlayers.static.static_layer import check_reserved
+from kvlayers.static.static_store import check_reserved
 from kvlayers.upstream import model_layers, model_types
 from kvlayers.utils.options import check_accepted, checks_options
 
@@ -137,12 +137,13 @@ def _options_of_backend(
     given = {} if cache_config is None else cache_config
     if not isinstance(given, Mapping):
         raise OptionError(
-            f"expected cache_config to be a QuantizedCacheConfig or a dict, but saw a {type(given).__name__}."
+            f"`cache_config` must be a QuantizedCacheConfig or a dict, got a {type(given).__name__}: pass, for "
+            "example, {'nbits': 4}."
         )
     asked = str(given.get("backend", backend)).lower()
     if asked != backend:
         raise OptionError(
-            f"expected a cache_config for {backend}, but saw one for {asked}: use QuantizedCache('{asked}', ...)."
+            f"`cache_config` must be one for {backend}, got one for {asked}: use QuantizedCache('{asked}', ...)."
         )
     return {**given, **options, "backend": backend, "config": config}
 
@@ -193,7 +194,8 @@ class _StateList(Sequence[Tensor | None]):
             return self._states[index]
         except IndexError:
             raise LayerIndexError(
-                f"expected a layer index below {len(self._states)}, but saw {index}: the cache has no such layer."
+                f"The layer index must be below {len(self._states)}, got {index}: use an index that the cache has a "
+                "layer for."
             ) from None
 
     def __len__(self) -> int:

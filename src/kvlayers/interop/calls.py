@@ -236,7 +236,7 @@ def check_state(layer: Any, state: LayerState, kinds: Sequence[str]) -> None:
     """
     if state.kind not in kinds:
         raise StateMismatchError(
-            f"expected the state of a {type(layer).__name__}, but saw that of a {state.kind}: load it into a cache "
+            f"`state` must be that of a {type(layer).__name__}, got that of a {state.kind}: load it into a cache "
             "that was made for the same model config."
         )
     known = {name for name, _ in entries(layer)}
@@ -251,7 +251,7 @@ def check_state(layer: Any, state: LayerState, kinds: Sequence[str]) -> None:
     unknown, missing = {*state.facts, *state.tensors} - known, needed - set(state.tensors)
     if unknown or missing:
         raise StateMismatchError(
-            f"expected the state of a {type(layer).__name__} as this one, but saw {sorted(unknown)} besides, and not "
+            f"`state` must be that of a {type(layer).__name__} as this one, got {sorted(unknown)} besides, and not "
             f"{sorted(missing)}: load it into a cache for the same config and version of transformers."
         )
 

@@ -14,9 +14,10 @@ from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.from_config import WINDOWED
 from kvlayers.core.sliding_layer import SlidingLayer
 from kvlayers.encoder_decoder.encoder_decoder_cache import EncoderDecoderCache
-from kvlayers.errors import UnsupportedLayerError
+from kvlayers.errors import OptionError, UnsupportedLayerError
 from kvlayers.kernels.attention.packed_tensor import as_dense
-from kvlayers.static.static_layer import StaticLayer, check_reserved
+from kvlayers.static.static_layer import StaticLayer
+from kvlayers.static.static_store import check_reserved
 from kvlayers.upstream import cache_argument, compat, model_layers
 
 Children = list[Any]
@@ -114,7 +115,7 @@ def _describe(layer: Any, layers: Sequence[Any]) -> dict[str, Any] | None:
         return None
     if type(layer) not in (DynamicLayer, SlidingLayer):
         raise UnsupportedLayerError(
-            f"expected layers that hold keys and values alone, in full precision and on their device, but saw a "
+            f"Layers must hold keys and values alone, in full precision and on their device, to be exported, got a "
             f"{type(layer.original).__name__}: export with a DynamicCache of a model whose layers all attend."
         )
     facts: dict[str, Any] = {"holds": layer.keys is not None, "window": None, "counted_by": None}
@@ -130,8 +131,8 @@ def _describe(layer: Any, layers: Sequence[Any]) -> dict[str, Any] | None:
         facts |= {"window": layer.sliding_window, "counted_by": next(counting, None)}
         if facts["counted_by"] is None and layer.length > layer.store.length:
             raise UnsupportedLayerError(
-                "expected a window that holds all of its tokens, or a layer of full attention beside it, which says "
-                f"how many they were, but saw {layer.store.length} of {layer.length} tokens: export with "
+                "A window must hold all of its tokens to be exported, or have a layer of full attention beside it that "
+                f"says how many they were, got {layer.store.length} of {layer.length} tokens: export with "
                 "kvlayers.ExportableDecoder, which has a reservation for all of them."
             )
     return facts
@@ -165,15 +166,19 @@ def _refuse(cache: Any) -> tuple[Children, Context]:
         # The cache is not an input: a module within the program is given it, and it belongs to the program.
         return [], cache
     raise UnsupportedLayerError(
-        f"expected a DynamicCache, which torch can take apart into keys and values, but saw a {type(cache).__name__}: "
-        "export with a DynamicCache, with kvlayers.ExportableDecoder for a static cache, or without install()."
+        "The cache must be a DynamicCache, which torch can take apart into keys and values, got a "
+        f"{type(cache).__name__}: export with a DynamicCache, with kvlayers.ExportableDecoder for a static cache, or "
+        "without install()."
     )
 
 
 def _refuse_to_rebuild(children: Iterable[Any], context: Context) -> Any:
     if compat.is_exporting() and isinstance(context, Cache):
         return context
-    raise UnsupportedLayerError("expected a tree of a DynamicCache or an EncoderDecoderCache, but saw another tree.")
+    raise UnsupportedLayerError(
+        "The tree must be that of a DynamicCache or an EncoderDecoderCache, got that of another cache: flatten one of "
+        "them."
+    )
 
 
 _TREES: dict[type[Cache], tuple[Any, Any, tuple[str, ...]]] = {
@@ -195,7 +200,7 @@ class ExportableDecoder(nn.Module):
     Raises:
         UnsupportedLayerError: the model has layers that do not keep tokens, an encoder, or no language-modelling head;
             or torch is older than 2.7.
-        OptionError: a reservation of no tokens or no sequences.
+        OptionError: `model` is no model, or a reservation of no tokens or no sequences.
 
     Example:
         >>> import kvlayers, torch, transformers
@@ -214,22 +219,25 @@ class ExportableDecoder(nn.Module):
         super().__init__()
         if not compat.TELLS_EXPORTING:
             raise UnsupportedLayerError(
-                f"expected torch 2.7 or newer, which tells exporting from compiling, but saw {compat.TORCH}: install a "
+                f"torch must be 2.7 or newer, which tells exporting from compiling, got {compat.TORCH}: install a "
                 "newer torch, or compile the decode loop."
             )
         check_reserved(max_cache_len, "max_cache_len", "tokens")
         check_reserved(batch_size, "batch_size", "sequences")
+        is_model = isinstance(model, nn.Module)
+        if not is_model:
+            raise OptionError(f"`model` must be a model, got a {type(model).__name__}: pass the model itself.")
         if model.config.is_encoder_decoder or model.get_output_embeddings() is None:
             raise UnsupportedLayerError(
-                f"expected a decoder-only language model, which returns logits, but saw a {type(model).__name__}: pass "
-                "the model with its language-modelling head."
+                f"`model` must be a decoder-only language model, which returns logits, got a {type(model).__name__}: "
+                "pass the model with its language-modelling head."
             )
         specs = model_layers.layer_specs(model.config)
         unknown = {spec.layer_type for spec in specs} - {"full_attention", *WINDOWED}
         if unknown:
             raise UnsupportedLayerError(
-                f"expected a model whose layers all keep tokens, but saw layers of other types "
-                f"({', '.join(sorted(unknown))}): such a model cannot be exported with its cache yet."
+                f"`model` must be a model whose layers all keep tokens, got layers of other types "
+                f"({', '.join(sorted(unknown))}): export another model, as this one cannot be exported with its cache."
             )
         self.model = model
         self.cache = Cache(layers=[StaticLayer(max_cache_len) for _ in specs])

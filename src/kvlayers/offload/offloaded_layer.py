@@ -16,7 +16,7 @@ from kvlayers.core.layer_list import adapted
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.layer_registry import layer_class, register_layer
 from kvlayers.core.token_layer import TokenLayer
-from kvlayers.errors import CapacityError, UnsupportedLayerError
+from kvlayers.errors import CapacityError, OptionError, UnsupportedLayerError
 from kvlayers.kernels.attention.packed_ops import observed, observer_of
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.codes.quantizer_contract import Side
@@ -83,7 +83,11 @@ class OffloadedLayer(WrapperLayer):
     def __init__(self, layer: TokenLayer, prefetcher: Prefetcher | None = None) -> None:
         if not isinstance(layer, TokenLayer):
             raise UnsupportedLayerError(
-                f"expected a layer that holds tokens, but saw a {type(layer).__name__}: leave it on its device."
+                f"`layer` must be a layer that holds tokens, got a {type(layer).__name__}: leave it on its device."
+            )
+        if prefetcher is not None and not isinstance(prefetcher, Prefetcher):
+            raise OptionError(
+                f"`prefetcher` must be a Prefetcher, got {prefetcher!r}: leave it out for one of its own."
             )
         super().__init__(layer)
         self.prefetcher = Prefetcher() if prefetcher is None else prefetcher

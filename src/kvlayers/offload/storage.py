@@ -158,9 +158,9 @@ class DiskMemory(HomeMemory):
     def check_process(self) -> None:
         if self._process not in (None, os.getpid()):
             raise UnsupportedLayerError(
-                f"expected the process {self._process}, whose files in {self.directory} hold the states, but saw the "
-                f"process {os.getpid()}, which was forked from it and would change them in both: make a cache in this "
-                "process, or let the other one send it as an argument of a spawned process."
+                f"States in files of {self.directory} must be used by the process {self._process} that made them, got "
+                f"the process {os.getpid()}, which was forked from it and would change them in both: make a cache in "
+                "this process, or let the other one send it as an argument of a spawned process."
             )
 
     def __getstate__(self) -> dict[str, object]:

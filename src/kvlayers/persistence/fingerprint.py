@@ -272,6 +272,7 @@ def weights_id(model: torch.nn.Module) -> str:
     Raises:
         ConfigError: a weight is not in memory (a meta tensor, such as a weight that accelerate has offloaded), or a
             module has something that cannot be compared, such as the packed weights of `torch.ao`.
+        OptionError: `model` is no module.
 
     Example:
         >>> import torch, kvlayers
@@ -279,6 +280,10 @@ def weights_id(model: torch.nn.Module) -> str:
         >>> kvlayers.weights_id(one) == kvlayers.weights_id(other)
         False
     """
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError(
+            f"`model` must be a model, got {model!r:.80}: pass the model itself, not its config or class."
+        )
     weights, facts = _weights_and_facts(model)
     marks: list[Mark] = [
         (name, weight.data_ptr(), None if weight.is_inference() else weight._version, weight.shape, weight.dtype)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.layer_operations import LayerOperations
@@ -151,6 +151,7 @@ def packed(cache: Cache, length: int, beside: PrefixMatch[Cache] | None) -> Cach
     return fork
 
 
+@runtime_checkable
 class EvictionPolicy(Protocol):
     """Decides the order in which entries are evicted.
 

@@ -257,6 +257,10 @@ def tokens_of(input_ids: object) -> Tokens:
         raise OptionError(
             f"`input_ids` must be one sequence, got {input_ids.shape[0]}: pass one row, such as input_ids[:1]."
         )
+    if input_ids.device.type == "meta":
+        raise OptionError(
+            "`input_ids` must hold data, got a tensor on the meta device: pass what the tokenizer returned."
+        )
     if not input_ids.numel():
         raise OptionError("`input_ids` must have at least one token, got none.")
     return np.array(input_ids.detach().reshape(-1).cpu().numpy(), dtype=np.int64)

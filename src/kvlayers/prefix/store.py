@@ -98,6 +98,10 @@ class PrefixStore:
             _check_count("directory_max_bytes", directory_max_bytes, "bytes")
             if directory is None:
                 raise OptionError("`directory_max_bytes` needs a `directory`, got none: pass both.")
+        if policy is not None and not isinstance(policy, EvictionPolicy):
+            raise OptionError(
+                f"`policy` must have a method `order`, got {policy!r}: pass, for example, LeastRecentlyUsed()."
+            )
         if storage_options is not None and directory is None:
             raise OptionError("`storage_options` need a `directory`, got none: pass both.")
         for name, seconds in (("write_wait_seconds", write_wait_seconds), ("read_wait_seconds", read_wait_seconds)):

@@ -351,11 +351,11 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         self.recall = recall_of(recall)
         if not isinstance(backend, str):
             raise OptionError(
-                f"expected the name of a backend as the first argument, but saw a {type(backend).__name__}: pass the "
-                "model's config as config=...."
+                f"`backend` must be the name of a backend, got a {type(backend).__name__}: pass the model's config as "
+                "config=...."
             )
         if not isinstance(quantize_sliding, bool):
-            raise OptionError(f"expected quantize_sliding to be True or False, but saw {quantize_sliding!r}.")
+            raise OptionError(f"`quantize_sliding` must be True or False, got {quantize_sliding!r}: pass one of them.")
         if config is not None:
             config = model_types.config_of(config)
         if length_hint is not None:

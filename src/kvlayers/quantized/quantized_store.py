@@ -13,7 +13,7 @@ from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import OptionsArgument
 from kvlayers.core.returned_states import ReturnedStates
 from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, register_store
-from kvlayers.errors import StateMismatchError
+from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.gqa import marked_for_sdpa
@@ -62,6 +62,10 @@ class QuantizedStore(TokenStore):
         cls._appends_one = cls.keeps_updates_of(QuantizedStore)
 
     def __init__(self, quantization: Quantization, length_hint: int | None = None) -> None:
+        if not isinstance(quantization, Quantization):
+            raise OptionError(
+                f"`quantization` must be a Quantization, got {quantization!r}: pass Quantization(nbits=4)."
+            )
         self.quantization = quantization
         # One is compiled at a time. Attention gains more by its kernel than packing.
         packs = backend(quantization.backend)

@@ -9,7 +9,7 @@ from typing_extensions import Self
 
 from kvlayers.core.description import Fact, Facts
 from kvlayers.core.from_config import Checkpoints
-from kvlayers.core.layer_operations import LayerState
+from kvlayers.core.layer_operations import LayerState, check_kind_of_state
 from kvlayers.errors import RollbackError, StateMismatchError
 from kvlayers.recurrent.states import LinearStates, States, TokenCount, kept, rows
 
@@ -305,9 +305,10 @@ def _named(prefix: str, conv: Mapping[int, Tensor], recurrent: Mapping[int, Tens
 
 def check_linear_state(state: LayerState, kind: str, number_of_states: int) -> None:
     """Raise `StateMismatchError` if a layer of this kind cannot become what it was when `state` was taken."""
-    if state.kind != kind or state.facts.get("number_of_states") != number_of_states:
+    check_kind_of_state(state, kind)
+    if state.facts.get("number_of_states") != number_of_states:
         raise StateMismatchError(
-            f"expected the state of a {kind} with {number_of_states} states, but saw that of a {state.kind} with "
+            f"`state` must be that of a layer with {number_of_states} states, got that of one with "
             f"{state.facts.get('number_of_states')}: load it into a cache that was made for the same model config."
         )
     needed = {name.replace("conv_kernel_size", "conv_states") for name in state.facts if name.startswith("conv_kernel")}
@@ -315,11 +316,13 @@ def check_linear_state(state: LayerState, kind: str, number_of_states: int) -> N
     present = {name for name in state.tensors if not name.startswith("checkpoint.")}
     if needed != present:
         raise StateMismatchError(
-            f"expected a state with {sorted(needed)}, but saw {sorted(present)}: take the state again."
+            f"`state` must have the tensors {sorted(needed)}, got {sorted(present)}: take the state again."
         )
     sizes = {tensor.shape[0] for tensor in state.tensors.values() if tensor.dim()}
     if len(sizes) > 1 or any(tensor.layout != torch.strided or not tensor.dim() for tensor in state.tensors.values()):
-        raise StateMismatchError(f"expected dense tensors of one batch size, but saw batch sizes {sorted(sizes)}.")
+        raise StateMismatchError(
+            f"`state` must have dense tensors of one batch size, got batch sizes {sorted(sizes)}: take the state again."
+        )
 
 
 def read_history(state: LayerState) -> list[Checkpoint]:

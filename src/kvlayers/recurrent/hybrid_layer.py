@@ -10,7 +10,7 @@ from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache_layer import CacheLayer, WrapperLayer, forwarded
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.from_config import HYBRID, RECURRENT, Checkpoints
-from kvlayers.core.layer_operations import LayerOperations, LayerState
+from kvlayers.core.layer_operations import LayerOperations, LayerState, check_kind_of_state
 from kvlayers.core.layer_registry import layer_class, register_layer
 from kvlayers.core.token_store import Fidelity, least_faithful
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
@@ -48,12 +48,12 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     def __init__(self, attention: CacheLayer, linear: LinearAttentionLayer) -> None:
         if not isinstance(attention, CacheLayer) or attention.is_recurrent:
             raise UnsupportedLayerError(
-                f"expected a layer of attention first, but saw a {type(attention).__name__}: pass a DynamicLayer, or "
+                f"`attention` must be a layer that attends, got a {type(attention).__name__}: pass a DynamicLayer, or "
                 "another CacheLayer."
             )
         if not isinstance(linear, LinearAttentionLayer):
             raise UnsupportedLayerError(
-                f"expected a LinearAttentionLayer second, but saw a {type(linear).__name__}: pass one."
+                f"`linear` must be a LinearAttentionLayer, got a {type(linear).__name__}: pass one."
             )
         super().__init__(attention)
         self.linear = linear
@@ -277,11 +277,11 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         return LayerState(self.kind, {**attention.tensors, **_prefixed(linear.tensors)}, facts)
 
     def _parts(self, state: LayerState) -> tuple[LayerState, LayerState]:
+        check_kind_of_state(state, self.kind)
         kind = state.facts.get("attention")
-        if state.kind != self.kind or not isinstance(kind, str):
+        if not isinstance(kind, str):
             raise StateMismatchError(
-                f"expected the state of a {self.kind}, but saw that of a {state.kind}: load it into a cache "
-                "that was made for the same model config."
+                f"`state` must name the kind of its attention, got {kind!r}: take the state again."
             )
         tensors = {name: tensor for name, tensor in state.tensors.items() if not name.startswith(LINEAR)}
         linear = LayerState(self.linear.kind, _unprefixed(state.tensors), _unprefixed(state.facts))

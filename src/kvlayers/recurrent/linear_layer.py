@@ -199,7 +199,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         states = self._states
         if state_idx not in states.conv:
             raise no_state(state_idx, self.number_of_states)
-        columns = conv_states.shape[-1]
+        columns = conv_states.shape[-1] if isinstance(conv_states, Tensor) and conv_states.dim() else 0
         held = states.conv[state_idx] if states.has_conv[state_idx] else None
         kernel = columns if conv_kernel_size is None else conv_kernel_size
         if held is None:
@@ -260,9 +260,9 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
 
     def _refuse_chunk(self, columns: int) -> NoReturn:
         raise UnsupportedLayerError(
-            f"expected at most {self.tokens_at_once} token at once after the first tokens, since this model's scan "
-            f"over several tokens begins from zero and forgets the earlier ones, but saw {columns}: pass them one by "
-            "one, as generate() does under kvlayers.install()."
+            f"A pass after the first tokens must have at most {self.tokens_at_once} token, since this model's scan "
+            f"over several tokens begins from zero and forgets the earlier ones, got {columns}: pass them one by one, "
+            "as generate() does under kvlayers.install()."
         )
 
     # Rolling back

@@ -317,9 +317,17 @@ MOST_STATES = 1024
 def no_state(state_idx: object, number_of_states: int) -> LayerIndexError:
     """The error for a state index that a layer does not have."""
     return LayerIndexError(
-        f"expected a state index from 0 to {number_of_states - 1}, as the layer has {number_of_states}, but saw "
-        f"{state_idx!r}: make the cache from the config of the model that uses it."
+        f"`state_idx` must be a whole number from 0 to {number_of_states - 1}, as the layer has {number_of_states} "
+        f"states, got {state_idx!r}: make the cache from the config of the model that uses it."
     )
+
+
+def check_is_tensor(states: object, name: str) -> None:
+    """Raise `StateMismatchError` if states are no tensor. `name` is what they are."""
+    if not isinstance(states, Tensor):
+        raise StateMismatchError(
+            f"{name} must be a tensor, got a {type(states).__name__}: pass what the model computed."
+        )
 
 
 def check_columns(states: Tensor, held: Tensor, conv_kernel_size: int | None, kernel: int) -> None:
@@ -338,9 +346,10 @@ def check_columns(states: Tensor, held: Tensor, conv_kernel_size: int | None, ke
         and (conv_kernel_size is None or conv_kernel_size == kernel)
     ):
         return
+    check_is_tensor(states, "Convolution inputs")
     raise StateMismatchError(
-        f"expected convolution inputs {[*held.shape[:-1], 'new']} of {held.dtype} on {held.device} with a kernel of "
-        f"{kernel}, but saw {[*states.shape]} of {states.dtype} on {states.device} with a kernel of "
+        f"Convolution inputs must be {[*held.shape[:-1], 'new']} of {held.dtype} on {held.device} with a kernel of "
+        f"{kernel}, got {[*states.shape]} of {states.dtype} on {states.device} with a kernel of "
         f"{conv_kernel_size}: reset the cache first, or use one for each model and batch."
     )
 
@@ -353,14 +362,15 @@ def check_first_columns(states: Tensor, kernel: int, batch_size: int | None) -> 
         kernel: columns to keep.
         batch_size: batch size of other states of the layer, `None` if there are none.
     """
-    if states.dim() < 2 or not isinstance(kernel, int) or kernel < 1:
+    check_is_tensor(states, "Convolution inputs")
+    if states.dim() < 2 or type(kernel) is not int or kernel < 1:
         raise StateMismatchError(
-            f"expected convolution inputs [batch, channels, new] and a kernel of at least 1, but saw "
-            f"{[*states.shape]} and {kernel}."
+            f"Convolution inputs must be [batch, channels, new] with a kernel of at least 1, got {[*states.shape]} and "
+            f"{kernel!r}: pass the columns of one forward pass, and the size of the convolution."
         )
     if batch_size is not None and states.shape[0] != batch_size:
         raise StateMismatchError(
-            f"expected convolution inputs of {batch_size} sequences, but saw {states.shape[0]}: reset the cache first."
+            f"Convolution inputs must be of {batch_size} sequences, got {states.shape[0]}: reset the cache first."
         )
 
 
@@ -368,15 +378,17 @@ def check_recurrent(states: Tensor, held: Tensor) -> None:
     """Raise `StateMismatchError` if a recurrent state cannot replace the held one."""
     if states.dtype == held.dtype and states.shape == held.shape and states.device == held.device:
         return
+    check_is_tensor(states, "The recurrent state")
     raise StateMismatchError(
-        f"expected a recurrent state {[*held.shape]} of {held.dtype} on {held.device}, but saw {[*states.shape]} of "
+        f"The recurrent state must be {[*held.shape]} of {held.dtype} on {held.device}, got {[*states.shape]} of "
         f"{states.dtype} on {states.device}: reset the cache first, or use one for each model and batch."
     )
 
 
 def check_first_recurrent(states: Tensor, batch_size: int | None) -> None:
     """Raise `StateMismatchError` if a recurrent state has another batch size than the other states."""
+    check_is_tensor(states, "The recurrent state")
     if states.dim() < 1 or (batch_size is not None and states.shape[0] != batch_size):
         raise StateMismatchError(
-            f"expected a recurrent state of {batch_size} sequences, but saw {[*states.shape]}: reset the cache first."
+            f"The recurrent state must be of {batch_size} sequences, got {[*states.shape]}: reset the cache first."
         )

@@ -14,7 +14,7 @@ from kvlayers.core.description import RotaryArgument
 from kvlayers.core.dynamic_layer import check_rollback
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.layer_registry import register_layer
-from kvlayers.core.preparation import PADDING_NAME, padding_of
+from kvlayers.core.preparation import PADDING_NAME, check_rotary, padding_of
 from kvlayers.core.sliding_layer import WindowLayer, take_back, window_room
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
 from kvlayers.errors import RollbackError, StateMismatchError
@@ -85,6 +85,7 @@ class SinkLayer(WindowLayer):
         left_padding: Sequence[int] | Tensor | None = None,
     ) -> None:
         check_sinks(window_length, num_sink_tokens)
+        check_rotary(rotary)
         self.room = window_room(window_length)
         super().__init__(DenseStore(self.room) if store is None else store)
         self.window_length = window_length
@@ -210,7 +211,7 @@ class SinkLayer(WindowLayer):
             )
         if states.shape[2] != self._seen:
             raise StateMismatchError(
-                f"expected states of all {self._seen} tokens, since keys are rotated by their positions, but saw "
+                f"Assigned states must have all {self._seen} tokens, since keys are rotated by their positions, got "
                 f"{states.shape[2]}: use a DynamicCache to evict other tokens than the oldest."
             )
         return states
@@ -275,8 +276,7 @@ class SinkLayer(WindowLayer):
         least = self.attended_past(seen)
         if not least <= held <= seen:
             raise StateMismatchError(
-                f"expected a state with at least the newest {least} of {seen} tokens, but saw {held}: take the state "
-                "again."
+                f"`state` must have at least the newest {least} of {seen} tokens, got {held}: take the state again."
             )
 
     @override

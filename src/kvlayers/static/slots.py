@@ -14,11 +14,14 @@ from torch import Tensor
 from kvlayers.core.buffer import COUNT_DTYPE
 from kvlayers.core.description import OptionFacts
 from kvlayers.errors import OptionError
-from kvlayers.utils.options import check_whole_number
+from kvlayers.utils.options import check_whole_number, checks_options
 
 ALIGNMENT = 8
 """Bucket sizes are multiples of this many tokens, as attention kernels require of a mask's rows."""
 
+
+MOST_TOKENS = 2**24
+"""Tokens of the largest reservation, above the contexts of all models. There is a `Slot` for each of them."""
 
 LARGEST_FACTOR = 2**20
 """The largest factor: above it there is only one bucket in any case."""
@@ -63,10 +66,9 @@ class Buckets(OptionFacts):
             whole_from: a bucket of this many tokens or more is of no use, except the last; `None` for `capacity`.
 
         Raises:
-            OptionError: `capacity` is not a positive number of tokens.
+            OptionError: `capacity` is not a number of tokens from 1 to `MOST_TOKENS`.
         """
-        if not isinstance(capacity, int) or capacity < 1:
-            raise OptionError(f"`capacity` must be at least 1 token, got {capacity!r}.")
+        check_whole_number(capacity, "`capacity`", 1, MOST_TOKENS, of="tokens")
         sizes, size = [], self.minimum
         while size < (capacity if whole_from is None else min(whole_from, capacity)):
             sizes.append(size)
@@ -77,6 +79,8 @@ class Buckets(OptionFacts):
         """The size that follows `size`."""
         return max(math.ceil(size * self.factor / ALIGNMENT), size // ALIGNMENT + 1) * ALIGNMENT
 
+
+Buckets.__init__ = checks_options(Buckets.__init__)  # type: ignore[method-assign]
 
 SPECIALIZED_SIZES = 2
 """TorchDynamo always treats sizes below this one as constants."""

@@ -13,31 +13,13 @@ from kvlayers.core.layer_list import in_step
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.sliding_layer import SlidingLayer, check_window, window_room
 from kvlayers.core.token_layer import TokenLayer
-from kvlayers.errors import CapacityError, OptionError, StateMismatchError
-from kvlayers.static.slots import Buckets
-from kvlayers.static.static_store import StaticStore
+from kvlayers.errors import CapacityError, StateMismatchError
+from kvlayers.static.slots import MOST_TOKENS, Buckets
+from kvlayers.static.static_store import StaticStore, check_reserved
 from kvlayers.utils.options import check_whole_number, checks_options
 
 RESERVATION_FACTS = frozenset({"max_cache_len", "max_batch_size", "smallest_bucket", "bucket_factor", "grow"})
 """Facts that say what a static layer reserves. Its states do not depend on that."""
-
-
-def check_reserved(number: object, name: str, what: str) -> None:
-    """Raise `OptionError` if `number` is not a positive whole number. `what` says what is counted, such as "tokens"."""
-    check_whole_number(number, f"`{name}`", 1, of=what, advice=f": pass the most {what} that will be held at once")
-
-
-def check_reservation(
-    max_cache_len: object, max_batch_size: object, buckets: object = None, grow: object = False
-) -> None:
-    """Raise `OptionError` if an option of a reservation has a value that it cannot have."""
-    if not isinstance(grow, bool):
-        raise OptionError(f"`grow` must be True or False, got {grow!r}.")
-    if buckets is not None and not isinstance(buckets, Buckets):
-        raise OptionError(f"`buckets` must be kvlayers.stores.Buckets(minimum, factor), got {buckets!r}.")
-    check_reserved(max_cache_len, "max_cache_len", "tokens")
-    if max_batch_size is not None:
-        check_reserved(max_batch_size, "max_batch_size", "sequences")
 
 
 class ReservedLayer(TokenLayer):
@@ -127,7 +109,7 @@ class StaticLayer(ReservedLayer, DynamicLayer):
         buckets: Buckets | None = None,
         grow: bool = False,
     ) -> None:
-        check_reservation(max_cache_len, max_batch_size, buckets, grow)
+        check_reserved(max_cache_len, "max_cache_len", "tokens", MOST_TOKENS)
         super().__init__(store=StaticStore(max_cache_len, max_batch_size, buckets, grow=grow))
 
     @property
@@ -154,8 +136,8 @@ class StaticLayer(ReservedLayer, DynamicLayer):
         held, tokens = self.length, states.shape[2]
         if tokens > held and tokens != self.max_cache_len:
             raise StateMismatchError(
-                f"expected states of at most the {held} tokens that are held, or of the whole reservation of "
-                f"{self.max_cache_len}, but saw {tokens}: use update for new tokens."
+                f"Assigned states must have at most the {held} tokens that are held, or all {self.max_cache_len} of "
+                f"the reservation, got {tokens}: use update for new tokens."
             )
         return states[:, :, :held]
 
@@ -193,7 +175,10 @@ class StaticLayer(ReservedLayer, DynamicLayer):
     def check_held(self, held: int, seen: int) -> None:
         super().check_held(held, seen)
         if held > self.max_cache_len and not self._store.grow:
-            raise CapacityError(f"expected a state of at most {self.max_cache_len} tokens, but saw {held}.")
+            raise CapacityError(
+                f"`state` must have at most the {self.max_cache_len} tokens of the reservation, got {held}: make the "
+                "cache with a longer max_cache_len, or with grow=True."
+            )
 
 
 def reserved_room(max_cache_len: int, sliding_window: int, grow: bool) -> int:
@@ -234,8 +219,10 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
         buckets: Buckets | None = None,
         grow: bool = False,
     ) -> None:
-        check_reservation(max_cache_len, max_batch_size, buckets, grow)
+        check_reserved(max_cache_len, "max_cache_len", "tokens", MOST_TOKENS)
         check_window(sliding_window)
+        if token_limit is not None:
+            check_whole_number(token_limit, "`token_limit`", 1, of="tokens")
         fits_window = grow or max_cache_len >= sliding_window
         room = reserved_room(max_cache_len, sliding_window, grow)
         whole_from = sliding_window - 1 if fits_window else None
@@ -350,8 +337,8 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
         least = min(self._seen, self.sliding_window - 1)
         if states.shape[2] < least:
             raise StateMismatchError(
-                f"expected states of at least the {least} tokens that a static window attends to, since compiled code "
-                f"relies on them, but saw {states.shape[2]}: use a DynamicCache to evict tokens of a window."
+                f"Assigned states must have at least the {least} tokens that a static window attends to, since "
+                f"compiled code relies on them, got {states.shape[2]}: use a DynamicCache to evict tokens of a window."
             )
         return super().assignable(states)
 
@@ -376,4 +363,7 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
     def check_held(self, held: int, seen: int) -> None:
         super().check_held(held, seen)
         if self.token_limit is not None and seen > self.token_limit:
-            raise CapacityError(f"expected a state of at most {self.token_limit} tokens, but saw {seen}.")
+            raise CapacityError(
+                f"`state` must be of at most {self.token_limit} seen tokens, got {seen}: make the cache with a longer "
+                "max_cache_len."
+            )

@@ -14,7 +14,7 @@ from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import Argument, Facts, OptionsArgument
 from kvlayers.core.forward_pass import in_module
 from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore, register_store
-from kvlayers.errors import StateMismatchError
+from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.kernels.attention.custom_masks import ReservedColumns, columns_of, marked_for_custom_masks
 from kvlayers.kernels.attention.gqa import marked_for_sdpa, shared_in_graph
 from kvlayers.static.slots import (
@@ -28,6 +28,14 @@ from kvlayers.static.slots import (
     symbolic_number,
 )
 from kvlayers.upstream import compat
+from kvlayers.utils.options import check_whole_number
+
+
+def check_reserved(number: object, name: str, what: str, most: int | None = None) -> None:
+    """Raise `OptionError` if `number` is not a positive whole number. `what` says what is counted, such as "tokens"."""
+    check_whole_number(
+        number, f"`{name}`", 1, most, of=what, advice=f": pass the most {what} that will be held at once"
+    )
 
 
 @register_store
@@ -46,6 +54,9 @@ class StaticStore(DenseStore):
         buckets: sizes that compiled code reads.
         whole_from: number of tokens from which compiled code reads the whole reservation, `None` for its end.
         grow: whether to take a larger reservation if this one is too small.
+
+    Raises:
+        OptionError: an option has a value that it cannot have.
     """
 
     hints = ()
@@ -67,6 +78,16 @@ class StaticStore(DenseStore):
         whole_from: int | None = None,
         grow: bool = False,
     ) -> None:
+        if not isinstance(grow, bool):
+            raise OptionError(f"`grow` must be True or False, got {grow!r}: pass one of them.")
+        if buckets is not None and not isinstance(buckets, Buckets):
+            raise OptionError(
+                f"`buckets` must be a Buckets, got {buckets!r}: pass kvlayers.stores.Buckets(minimum, factor)."
+            )
+        if max_batch_size is not None:
+            check_reserved(max_batch_size, "max_batch_size", "sequences")
+        if whole_from is not None:
+            check_whole_number(whole_from, "`whole_from`", 0, of="tokens")
         self.max_batch_size = max_batch_size
         self.grow = grow
         self.initial_capacity = capacity

@@ -150,9 +150,9 @@ def upstream_layer(spec: LayerSpec, max_cache_len: int | None = None) -> Any:
     makers = _layer_makers(spec, max_cache_len)
     if spec.layer_type not in makers:
         raise ConfigError(
-            f"expected a layer type that transformers {TRANSFORMERS} has a cache for ({', '.join(sorted(makers))}), "
-            f"but saw '{spec.layer_type}': import the module of the model that defines it first, or leave the cache to "
-            "generate() if the model makes its own."
+            f"`layer_types` of the config must be types that transformers {TRANSFORMERS} has a cache for "
+            f"({', '.join(sorted(makers))}), got '{spec.layer_type}': import the module of the model that defines it "
+            "first, or leave the cache to generate() if the model makes its own."
         )
     return makers[spec.layer_type]()
 

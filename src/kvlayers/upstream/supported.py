@@ -32,7 +32,7 @@ def check_supported(package: str, version: str) -> Version:
     release = Version(Version(version).base_version)
     if release not in SUPPORTED[package]:
         raise ImportError(
-            f"expected {package} {SUPPORTED[package]}, but saw {version}: install '{package}{SUPPORTED[package]}', "
+            f"{package} must be {SUPPORTED[package]}, got {version}: install '{package}{SUPPORTED[package]}', "
             "or another version of kvlayers."
         )
     return release

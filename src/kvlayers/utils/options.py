@@ -66,6 +66,7 @@ def mapping_option(option: str) -> Callable[[type[Options]], type[Options]]:
 
     def known(cls: type[Options]) -> type[Options]:
         _arguments[option] = tuple(inspect.signature(cls).parameters)
+        cls.__init__ = checks_options(cls.__init__)  # type: ignore[method-assign]
         _options[cls] = option
         return cls
 

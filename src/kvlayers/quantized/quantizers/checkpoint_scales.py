@@ -205,7 +205,7 @@ def _files(
     found = _first_file(checkpoint, (WEIGHTS, INDEX), revision)
     if found is None:
         raise OptionError(
-            f"`scales`: expected a directory, or a repository on the Hub, with {WEIGHTS} or {INDEX}, but saw "
+            f"`scales` must be a directory, or a repository on the Hub, with {WEIGHTS} or {INDEX}, got "
             f"{os.fspath(checkpoint)!r}: pass the checkpoint that the scales are in."
         )
     if not found.endswith(INDEX):

@@ -1,0 +1,161 @@
+"""Likely mistakes end in an error of kvlayers that names the argument, and leave everything as it was."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import kvlayers
+from kvlayers import layers, stores
+from kvlayers.errors import KVLayersError
+from models import prompt, tiny_model
+
+STATES = torch.zeros(1, 2, 5, 8)
+COLUMNS = torch.zeros(1, 2, 3)
+NAN = float("nan")
+FLOATS = torch.float32, "cpu"
+
+
+def config() -> Any:
+    return tiny_model("llama").config
+
+
+def held() -> Any:
+    return kvlayers.DynamicCache([(STATES, STATES), (STATES, STATES)])
+
+
+def static() -> Any:
+    return kvlayers.StaticCache(config(), 32)
+
+
+def store() -> Any:
+    return kvlayers.PrefixStore(max_bytes=10**6)
+
+
+CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+    "no states": (lambda: layers.DynamicLayer().update(None, None), "must be tensors, got a NoneType"),
+    "no values": (lambda: layers.DynamicLayer().update(STATES, None), "must be tensors, got a Tensor and a NoneType"),
+    "lists of states": (lambda: layers.DynamicLayer().update([1], [2]), "must be tensors, got a list"),
+    "packed, no states": (lambda: layers.QuantizedLayer().update(None, None), "must be tensors"),
+    "a cache, no keys": (lambda: held().update(None, STATES, 0), "must be tensors"),
+    "an index as a text": (
+        lambda: held().update(STATES, STATES, "0"),
+        "`layer_idx` must be a whole number from 0 to 1",
+    ),
+    "no index": (lambda: held().update(STATES, STATES, None), "`layer_idx` must be .* got None"),
+    "a float as an index": (lambda: held().update(STATES, STATES, 1.0), "`layer_idx` must be .* got 1.0"),
+    "a layer by a text": (lambda: held()["a"], "`layer_idx` must be .* got 'a'"),
+    "a store that is a number": (lambda: layers.DynamicLayer(store=3), "`store` must be a TokenStore, got 3"),
+    "a store by name": (lambda: layers.SlidingLayer(8, store="dense"), "`store` must be a TokenStore, got 'dense'"),
+    "no state": (lambda: layers.DynamicLayer().load_state(None), "`state` must be a LayerState, got a NoneType"),
+    "a text as a state": (lambda: layers.StaticLayer(8).load_state("x"), "`state` must be a LayerState, got a str"),
+    "no recurrent state": (
+        lambda: layers.LinearAttentionLayer().load_state(None),
+        "`state` must be a LayerState, got a NoneType",
+    ),
+    "a hybrid layer, no state": (
+        lambda: layers.HybridLayer(layers.DynamicLayer(), layers.LinearAttentionLayer()).load_state(None),
+        "`state` must be a LayerState",
+    ),
+    "a reservation that no model fills": (lambda: layers.StaticLayer(10**30), "`max_cache_len` must be .* to 16777216"),
+    "a window's huge reservation": (lambda: layers.StaticSlidingLayer(10**30, 8), "`max_cache_len` must be"),
+    "a limit as a text": (lambda: layers.StaticSlidingLayer(8, 4, token_limit="x"), "`token_limit` must be"),
+    "a negative limit": (lambda: layers.StaticSlidingLayer(8, 4, token_limit=-1), "`token_limit` must be"),
+    "a limit that is no number": (lambda: layers.StaticSlidingLayer(8, 4, token_limit=NAN), "`token_limit` must be"),
+    "rotary by a number": (lambda: layers.SinkLayer(8, 4, rotary=3), "`rotary` must be"),
+    "a prefetcher by a number": (lambda: layers.OffloadedLayer(layers.DynamicLayer(), 3), "`prefetcher` must be"),
+    "no columns": (
+        lambda: layers.LinearAttentionLayer().update_conv_state(None),
+        "Convolution inputs must be a tensor",
+    ),
+    "a scalar as columns": (
+        lambda: layers.LinearAttentionLayer().update_conv_state(torch.tensor(1.0)),
+        r"must be \[batch, channels, new\]",
+    ),
+    "a kernel that is true": (
+        lambda: layers.LinearAttentionLayer().update_conv_state(COLUMNS, 0, conv_kernel_size=True),
+        "a kernel of at least 1, got .* True",
+    ),
+    "no recurrent states": (
+        lambda: layers.LinearAttentionLayer().update_recurrent_state(None),
+        "recurrent state must be a tensor, got a NoneType",
+    ),
+    "a quantization by name": (lambda: layers.QuantizedLayer("int4"), "`quantization` must be .* got 'int4'"),
+    "a quantization by bits": (lambda: stores.QuantizedStore(4), "`quantization` must be .* got 4"),
+    "a misspelt option of quantization": (lambda: stores.Quantization(nbit=4), "did you mean 'nbits'"),
+    "a misspelt option of buckets": (lambda: stores.Buckets(minumum=4), "did you mean 'minimum'"),
+    "a misspelt option of checkpoints": (lambda: layers.Checkpoints(evry=4), "did you mean 'every'"),
+    "a bucket of a truth": (lambda: stores.Buckets(8).sizes(True), "`capacity` must be a whole number"),
+    "sequences as a text": (lambda: stores.StaticStore(8, max_batch_size="a"), "`max_batch_size` must be"),
+    "buckets by a number": (lambda: stores.StaticStore(8, buckets=3), "`buckets` must be a Buckets, got 3"),
+    "grow by a number": (lambda: stores.StaticStore(8, grow=3), "`grow` must be True or False, got 3"),
+    "a whole bucket from a text": (lambda: stores.StaticStore(8, whole_from="x"), "`whole_from` must be"),
+    "a prompt without data": (
+        lambda: store().lookup(prompt(1, 4).to("meta"), config=config()),
+        "`input_ids` must hold data, got a tensor on the meta device",
+    ),
+    "a policy by name": (
+        lambda: kvlayers.PrefixStore(max_bytes=10**6, policy="lru"),
+        "`policy` must have .* got 'lru'",
+    ),
+    "weights of a config": (lambda: kvlayers.weights_id(config()), "`model` must be a model"),
+    "weights of a class": (lambda: kvlayers.weights_id(torch.nn.Linear), "`model` must be a model"),
+    "weights of nothing": (lambda: kvlayers.weights_id(None), "`model` must be a model, got None"),
+    "an exported config": (
+        lambda: kvlayers.ExportableDecoder(config(), 8),
+        "`model` must be a model, got a LlamaConfig",
+    ),
+    "an exported nothing": (lambda: kvlayers.ExportableDecoder(None, 8), "`model` must be a model, got a NoneType"),
+    "a cache by name for a text of sequences": (
+        lambda: kvlayers.make_cache("int4", config(), batch_size="x"),
+        "`batch_size` must be a whole number of sequences",
+    ),
+    "a cache by name for no sequences": (
+        lambda: kvlayers.make_cache("dynamic", config(), batch_size=-1),
+        "`batch_size` must be .* got -1",
+    ),
+    "room for a text of sequences": (lambda: static().early_initialization("a", 2, 8, *FLOATS), "`batch_size` must be"),
+    "room for half a sequence": (lambda: static().early_initialization(NAN, 2, 8, *FLOATS), "`batch_size` must be"),
+    "room for no heads": (
+        lambda: static().early_initialization(1, None, 8, *FLOATS),
+        "`num_heads` and `head_dim` must",
+    ),
+    "room for negative heads": (lambda: static().early_initialization(1, 2, -8, *FLOATS), "`head_dim` must be"),
+    "room for no dtype": (lambda: static().early_initialization(1, 2, 8, None, "cpu"), "`dtype` must be"),
+    "room for a misspelt dtype": (lambda: static().early_initialization(1, 2, 8, "flaot", "cpu"), "`dtype` must be"),
+    "room on a misspelt device": (
+        lambda: static().early_initialization(1, 2, 8, torch.float32, "cdua"),
+        "`device` must be a device of torch, got 'cdua'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_mistake_is_named(name: str) -> None:
+    call, words = CALLS[name]
+    with pytest.raises(KVLayersError, match=words):
+        call()
+
+
+@pytest.mark.parametrize("idx", ["0", None, 1.0, 2, -3], ids=repr)
+def test_a_wrong_index_changes_nothing(idx: Any) -> None:
+    cache, twin = held(), held()
+    cache.layer_class_to_replicate = None
+    with pytest.raises(kvlayers.errors.LayerIndexError):
+        cache.update(STATES, STATES, idx)
+    for layer in range(2):
+        assert all(map(torch.equal, cache.update(STATES, STATES, layer), twin.update(STATES, STATES, layer)))
+
+
+def test_wrong_states_change_nothing() -> None:
+    for cache in (held(), static(), kvlayers.QuantizedCache("native", config())):
+        seen = cache.get_seq_length()
+        for wrong in (None, "states", [1.0]):
+            with pytest.raises(kvlayers.errors.StateMismatchError):
+                cache.update(wrong, STATES, 0)
+            with pytest.raises(kvlayers.errors.StateMismatchError):
+                cache.update(STATES, wrong, 0)
+        for layer in range(2):
+            cache.update(STATES, STATES, layer)
+        assert cache.get_seq_length() == seen + STATES.shape[2]

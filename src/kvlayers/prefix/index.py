@@ -56,6 +56,7 @@ class EntryIndex:
 
     Attributes:
         evictions: how often an entry left memory, is leaving it, or lost its last tokens.
+        uses: how often entries were used, which is the time that their uses have.
     """
 
     def __init__(self, max_bytes: int, policy: EvictionPolicy, has_directory: bool) -> None:
@@ -64,7 +65,7 @@ class EntryIndex:
         self.has_directory = has_directory
         self.evictions = 0
         self._trees: dict[str, RadixTree[PrefixEntry]] = {}
-        self._uses = 0
+        self.uses = 0
         self._memory = MemoryAccount()
         self._staying = MemoryAccount()
         self._holders: dict[int, set[PrefixEntry]] = {}
@@ -155,8 +156,8 @@ class EntryIndex:
 
     def touch(self, entry: PrefixEntry, tokens: int) -> None:
         """Record that the first tokens of an entry are used now. If it was leaving memory, it stays."""
-        self._uses += 1
-        entry.use(tokens, self._uses)
+        self.uses += 1
+        entry.use(tokens, self.uses)
         self._stay(entry)
 
     def _stay(self, entry: PrefixEntry) -> None:

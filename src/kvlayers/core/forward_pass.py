@@ -146,6 +146,8 @@ class ForwardPassFollower:
             self.began = PassStart(layer_idx, _seen_by(cache, layer_idx), tokens, is_in_module, module)
             if is_in_module and layer_idx < len(layers):
                 _check_parts(cache.adapted_layer(layer_idx), tokens)
+            # Now, as an interrupt may come as soon as the layer has changed.
+            self.at = layer_idx
         if layer_idx > self.in_step:
             began = self.began
             if began is not None and began.module is not None and tokens == began.tokens:
@@ -181,7 +183,8 @@ def interruption(cache: Followed) -> InterruptedPassError | None:
     """The error for layers that have seen different numbers of tokens, `None` if all have seen as many."""
     count = len(cache.layers)
     seen = {_seen_by(cache, index) for index in range(count)} - {None}
-    return _interrupted_cache(cache, count - 1) if len(seen) > 1 else None
+    is_within = any(layer.is_interrupted for layer in cache.adapted_layers())
+    return _interrupted_cache(cache, count - 1) if len(seen) > 1 or is_within else None
 
 
 def _seen_by(cache: Followed, layer_idx: int) -> int | None:

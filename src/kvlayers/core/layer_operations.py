@@ -92,6 +92,7 @@ class LayerOperations(ABC):
         is_compileable: whether generate() may compile the forward pass around it.
         supports_early_init: whether memory can be reserved before the first states.
         record_past: whether models must pass the states of every token to it, instead of writing to the held states.
+        is_interrupted: whether a forward pass ended within its update, so that its states are not of the same tokens.
         is_opaque: whether compiled code calls `update` by an operator, instead of being traced through it.
         sliding_window: tokens that a query attends to, itself included; `None` for full attention.
         is_upstream: whether it is one of transformers' layers, behind an adapter.
@@ -122,6 +123,7 @@ class LayerOperations(ABC):
     is_recurrent = False
     has_other_states = False
     record_past: bool = False
+    is_interrupted: bool = False
     is_opaque = False
     sliding_window: int | None = None
     is_upstream = False

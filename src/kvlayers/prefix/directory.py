@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -442,6 +442,12 @@ class Directory:
             for name, file in zip(names, left, strict=True):
                 if file is None:
                     self._tree.nodes.pop(name, None)
+
+    def touch(self, used: Iterable[tuple[str, int]]) -> None:
+        """Record that entries are used now: the path of each, and how many of its first tokens; the last use last."""
+        names = [node.name for path, tokens in used for node in self._chain(path) if node.start < tokens]
+        with contextlib.suppress(UnreachableError):
+            self.backend.touch(names)
 
     def shrink(self, most: int, kept: Collection[str]) -> DirectoryChanges:
         """Delete the nodes that were used longest ago, each after its children, until all take at most `most` bytes.

@@ -56,6 +56,7 @@ class EntryIndex:
 
     Attributes:
         evictions: how often an entry left memory, is leaving it, or lost its last tokens.
+        uses: how often entries were used, which is the time that their uses have.
     """
 
     def __init__(self, max_bytes: int, policy: EvictionPolicy, has_directory: bool) -> None:
@@ -64,7 +65,7 @@ class EntryIndex:
         self.has_directory = has_directory
         self.evictions = 0
         self._trees: dict[str, RadixTree[PrefixEntry]] = {}
-        self._uses = 0
+        self.uses = 0
         self._memory = MemoryAccount()
         self._staying = MemoryAccount()
         self._holders: dict[int, set[PrefixEntry]] = {}
@@ -155,8 +156,8 @@ class EntryIndex:
 
     def touch(self, entry: PrefixEntry, tokens: int) -> None:
         """Record that the first tokens of an entry are used now. If it was leaving memory, it stays."""
-        self._uses += 1
-        entry.use(tokens, self._uses)
+        self.uses += 1
+        entry.use(tokens, self.uses)
         self._stay(entry)
 
     def _stay(self, entry: PrefixEntry) -> None:
@@ -366,9 +367,7 @@ class EntryIndex:
             is_settled = not any(each.is_leaving or each.is_being_written for each in others)
             if is_settled and len(gone) == len(exchange.replaced) and self._staying.nbytes > self.max_bytes:
                 # All that can leave has left, but these hold memory that it has shared with them.
-                kept = [(each, each.cache) for each in (entry, *others) if each.cache is not None]
-                for (each, _), cache in zip(kept, _packed_together(kept), strict=True):
-                    self.set_cache(each, cache)
+                self._move_apart((entry, *others))
             is_made = self._fits_without(gone)
         except BaseException:
             entry.cache = None
@@ -502,26 +501,44 @@ class EntryIndex:
         closest = self.closest_in_memory(entry.label, ids, besides=entry)
         other = None if closest is None else closest.value.cache
         beside = None if closest is None or other is None else PrefixMatch(other, closest.tokens)
-        before, cache = self.nbytes, entry.cache
+        before, cache, storages = self.nbytes, entry.cache, entry.storages
         self.set_cache(entry, packed(cache, length, beside))
         if self.nbytes > before:
             # What it held stays, as a caller goes on with what others share with it.
             self.set_cache(entry, fork_at(cache, length))
         del cache
-        if length < entry.length:
+        is_shorter = length < entry.length
+        if is_shorter:
             self.tree(entry.label).remove(entry.ids)
             entry.cut(length)
             self.tree(entry.label).insert(entry.ids, entry)
         self._trim(entry)
+        if is_shorter and self.nbytes >= before:
+            # A caller holds what this entry has left, so the others that read some of it move.
+            self._move_apart({holder for address in storages for holder in self._holders.get(address, ())})
         self._unpacked.pop(entry, None)
+
+    def _move_apart(self, entries: Collection[PrefixEntry]) -> None:
+        """Hold entries in memory that they share with each other alone, if that is less."""
+        in_order = sorted(entries, key=lambda entry: entry.last_use)
+        held = [(entry, entry.cache) for entry in in_order if entry.cache is not None]
+        moved = _packed_together(held)
+        before = MemoryAccount(entry.storages for entry, _ in held).nbytes
+        if MemoryAccount(cache.storages() for cache in moved).nbytes < before:
+            for (entry, _), cache in zip(held, moved, strict=True):
+                self.set_cache(entry, cache)
+                self._unpacked.pop(entry, None)
 
 
 def _packed_together(held: Sequence[tuple[PrefixEntry, Cache]]) -> list[Cache]:
     """Forks of the caches of entries, which have the memory that they need together, and share it with nobody else."""
-    trees: dict[str, RadixTree[Cache]] = {}
-    forks = []
+    # Numbers, as the nodes of a tree refer to each other: caches in them would stay until cycles are collected.
+    trees: dict[str, RadixTree[int]] = {}
+    forks: list[Cache] = []
     for entry, cache in held:
         tree = trees.setdefault(entry.label, RadixTree())
-        forks.append(packed(cache, entry.length, next(tree.nearest(entry.ids), None)))
-        tree.insert(entry.ids, forks[-1])
+        closest = next(tree.nearest(entry.ids), None)
+        beside = None if closest is None else PrefixMatch(forks[closest.value], closest.tokens)
+        tree.insert(entry.ids, len(forks))
+        forks.append(packed(cache, entry.length, beside))
     return forks

@@ -298,7 +298,7 @@ def checked_cache(cache: object, ids: Tokens) -> tuple[Cache, int]:
             "whole sequence."
         )
     lengths = {layer.length for layer in cache.adapted_layers() if layer.length}
-    if lengths - {length}:
+    if lengths - {length} or any(layer.is_interrupted for layer in cache.adapted_layers()):
         raise StateMismatchError(
             f"the layers of `cache` must have seen the same tokens, got lengths {sorted(lengths)}: a forward pass was "
             f"interrupted, so crop the cache to {min(lengths)}."

@@ -76,6 +76,8 @@ class WriteQueue:
         self._worker: threading.Thread | None = None
         self._most_tries = MOST_TRIES
         self._is_unreachable = self._is_stalled = False
+        self._refreshed = 0
+        """Uses of entries up to this time are known to the directory."""
         _queues.add(self)
 
     # Jobs
@@ -289,8 +291,14 @@ class WriteQueue:
         if most is None or self._directory.nbytes <= most:
             return
         with self._changed:
-            in_files = [entry for entry in self._index if entry.path is not None and entry.cache is None]
-            kept = {str(entry.path) for entry in in_files if entry.pins}
+            in_files = [(entry, entry.path) for entry in self._index if entry.path is not None]
+            kept = {path for entry, path in in_files if entry.pins and entry.cache is None}
+            # Those that were found in memory. What was read from files, is marked there already.
+            found = [(entry, path) for entry, path in in_files if entry.used is not None]
+            uses = sorted((time, path, tokens) for entry, path in found for tokens, time in entry.uses.items())
+            new = [(path, tokens) for time, path, tokens in uses if time > self._refreshed]
+            self._refreshed = self._index.uses
+        self._directory.touch(new)
         changes = self._directory.shrink(most, kept)
         with self._changed:
             self._index.update(changes.added, changes.gone)

@@ -10,7 +10,7 @@ from typing_extensions import Self
 from kvlayers.core.description import Fact, Facts
 from kvlayers.core.from_config import Checkpoints
 from kvlayers.core.layer_operations import LayerState, check_kind_of_state
-from kvlayers.errors import RollbackError, StateMismatchError
+from kvlayers.errors import InterruptedPassError, RollbackError, StateMismatchError
 from kvlayers.recurrent.states import LinearStates, States, TokenCount, kept, rows
 
 LEAST_WHILE_RECORDING = 2
@@ -79,10 +79,12 @@ class LinearPast:
         checkpoints: when checkpoints are taken, and how many are kept.
         states: the tensors of the layer.
         count: its tokens.
+        scans: whether the layer has a recurrent state beside its convolutions from the first pass on, as far as known.
     """
 
-    def __init__(self, checkpoints: Checkpoints, states: LinearStates, count: TokenCount) -> None:
+    def __init__(self, checkpoints: Checkpoints, states: LinearStates, count: TokenCount, scans: bool = False) -> None:
         self.checkpoints = checkpoints
+        self.scans = scans
         self.history: list[Checkpoint] = []
         self.is_recording = False
         self._states = states
@@ -91,6 +93,13 @@ class LinearPast:
         # The forward pass under way: indices of the convolutions that it has updated, and the checkpoint of its end.
         self._given: set[int] = set()
         self._open: Checkpoint | None = None
+        # The recurrent state and its version where a convolution was given columns, until the state is given, too.
+        self._unscanned: dict[int, tuple[Tensor | None, int]] = {}
+        self._scans_in_place = self._was_interrupted = False
+
+    def __getstate__(self) -> dict[str, object]:
+        # Copies of tensors have versions of their own.
+        return {**vars(self), "_unscanned": {}, "_was_interrupted": self.is_interrupted}
 
     # While states are taken in
 
@@ -98,13 +107,51 @@ class LinearPast:
         """Note that a convolution is about to be updated."""
         if self._given and state_idx not in self._given:
             self._given.add(state_idx)
+            self._expect_scan(state_idx)
             return
+        self.check_scanned()
+        self._scans_in_place |= bool(self._unscanned)
         # Models may write to the states until here. Only here are all states known to be after the same token.
         if len(self._given) != 1:
             self._given = {state_idx}
         self._open = None
         if self.checkpoints.every is not None:
             self._take_if_due()
+        self._unscanned = {}
+        self._expect_scan(state_idx)
+
+    def _expect_scan(self, state_idx: int) -> None:
+        held = self._states.recurrent[state_idx]
+        if held is None or not held.is_inference():
+            self._unscanned[state_idx] = held, 0 if held is None else held._version
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a forward pass ended between a convolution and the recurrent state behind it.
+
+        Some models give the state, and others change it in place, which its version tells. Kernels for accelerators may
+        change it without a new version: there this is known only once a version has changed in such a pass.
+        """
+        if self._was_interrupted or not self._unscanned:
+            return self._was_interrupted
+        if not any(self._states.has_recurrent.values()):
+            return self.scans
+        return any(
+            held is not None
+            and held is self._states.recurrent[index]
+            and held._version == version
+            and (held.is_cpu or self._scans_in_place)
+            for index, (held, version) in self._unscanned.items()
+        )
+
+    def check_scanned(self) -> None:
+        """Raise `InterruptedPassError` if a pass ended before the recurrent state of its tokens."""
+        if self.is_interrupted:
+            raise InterruptedPassError(
+                "expected the recurrent state of all tokens whose columns this layer has seen, but the last forward "
+                "pass of this cache was interrupted between the two: truncate() the cache to where it began, which "
+                "says how many tokens to pass again, or reset() it."
+            )
 
     def note_columns(self, state_idx: int, columns: int, full: Tensor) -> None:
         """Note that a convolution was given columns, which are the newest of `full`, `[batch, channels, any]`."""
@@ -121,6 +168,7 @@ class LinearPast:
 
     def note_recurrent(self, state_idx: int, held: Tensor, alone: bool) -> None:
         """Note that a recurrent state was given: `alone`, without columns, or after them."""
+        self._unscanned = {}
         if self._recorded:
             self._recorded = {}
         if alone:
@@ -144,7 +192,7 @@ class LinearPast:
     def _take(self) -> None:
         """Take a checkpoint of all states, unless there is one at this length."""
         length = self._count.length
-        if not length or not self._most:
+        if not length or not self._most or self.is_interrupted:
             return
         there_is = self._latest(length)
         if there_is is None or there_is.length != length:
@@ -160,6 +208,8 @@ class LinearPast:
     def _latest(self, length: int) -> Checkpoint | None:
         """The latest checkpoint, at `length` tokens or before, that has all states."""
         whole = self._states.filled()
+        if self.scans and not whole[1]:
+            return None
         for checkpoint in reversed(self.history):
             if checkpoint.length <= length and (set(checkpoint.conv), set(checkpoint.recurrent)) == whole:
                 return checkpoint
@@ -216,6 +266,8 @@ class LinearPast:
 
     def _is_broken(self) -> bool:
         """Whether an update of several tokens was interrupted before all states had been given."""
+        if self.is_interrupted:
+            return True
         last = self.history[-1] if self.history else None
         if last is None or last.length != self._count.length:
             return False
@@ -249,6 +301,7 @@ class LinearPast:
             self._count.set(checkpoint.seen)
         self._drop_from(target + 1)
         self._recorded = {}
+        self._forget_interruption()
         self.end_pass()
         if self.is_recording:
             self._keep_beginning()
@@ -256,7 +309,8 @@ class LinearPast:
     # Operations
 
     def select(self, indices: Tensor) -> None:
-        """Make sequence `i` what sequence `indices[i]` was, in checkpoints and recorded columns."""
+        """Make sequence `i` what sequence `indices[i]` was, in checkpoints and recorded columns: before the states."""
+        self._was_interrupted, self._unscanned = self.is_interrupted, {}
         self.history = [checkpoint.select(indices) for checkpoint in self.history]
         self._recorded = {index: rows(states, indices) for index, states in self._recorded.items()}
         self.end_pass()
@@ -265,11 +319,16 @@ class LinearPast:
         """Forget checkpoints and recorded columns."""
         self.history = []
         self._recorded = {}
+        self._forget_interruption()
         self.end_pass()
+
+    def _forget_interruption(self) -> None:
+        self._unscanned, self._was_interrupted = {}, False
 
     def fork(self, states: LinearStates, count: TokenCount) -> Self:
         """The same past for a copy of the states and the count. The tensors are shared, as nobody writes to them."""
-        twin = type(self)(self.checkpoints, states, count)
+        twin = type(self)(self.checkpoints, states, count, self.scans)
+        twin._was_interrupted, twin._scans_in_place = self.is_interrupted, self._scans_in_place
         twin.history = [checkpoint.copy() for checkpoint in self.history]
         twin.is_recording = self.is_recording
         twin._recorded = dict(self._recorded)

@@ -133,6 +133,11 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         return self.wrapped.is_recording or self.linear.is_recording
 
     @property
+    @override
+    def is_interrupted(self) -> bool:  # type: ignore[override]
+        return self.wrapped.is_interrupted or self.linear.is_interrupted
+
+    @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether `crop` can put both back as they were."""
         return self.wrapped.is_croppable and self.linear.is_croppable
@@ -172,6 +177,15 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         if self.linear.length:
             self.linear.truncate(target)
         return length - target
+
+    @override
+    def check_removal(self, tokens: int) -> None:
+        (super() if self.length else self.linear).check_removal(tokens)
+
+    @override
+    def remove_newest(self, tokens: int) -> None:
+        # A first pass that was interrupted has left the tokens in one of the two.
+        (super() if self.length else self.linear).remove_newest(tokens)
 
     @override
     def activate_past_recording(self) -> None:
@@ -329,7 +343,8 @@ def recurrent_kinds(
     """
 
     def recurrent(spec: LayerSpec) -> LinearAttentionLayer:
-        return LinearAttentionLayer(spec.options.get("number_of_states", 1), policy, tokens_at_once)
+        states = spec.options.get("number_of_states", 1)
+        return LinearAttentionLayer(states, policy, tokens_at_once, scans=spec.layer_type != "conv")
 
     def hybrid(spec: LayerSpec) -> HybridLayer:
         return HybridLayer(attention[HYBRID[spec.layer_type]](spec), recurrent(spec))

@@ -46,6 +46,8 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         checkpoints: when checkpoints are taken and how many are kept, `Checkpoints` or a mapping of its arguments.
         tokens_at_once: the most tokens that the model's layer can take in at once after other tokens, `None` for any
             number. It is 1 for layers whose scan over several tokens begins from zero.
+        scans: whether the model's layer has a recurrent state beside its convolutions. A first forward pass that was
+            interrupted between the two is then noticed.
 
     Raises:
         OptionError: an argument has a wrong value, or an option does not exist.
@@ -61,7 +63,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         0
     """
 
-    described = ("number_of_states", "tokens_at_once")
+    described = ("number_of_states", "tokens_at_once", "scans")
     made_with = (OptionsArgument("checkpoints", options=Checkpoints),)
     # Every shape is static.
     is_compileable = True
@@ -79,6 +81,8 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     """When checkpoints are taken, and how many are kept."""
 
     is_recording = forwarded("_past")
+    is_interrupted = forwarded("_past")
+    scans = forwarded("_past")
     nearest_restorable = forwarded("_past")
     length = forwarded("_count")
     """Tokens seen and not rolled back, `None` if the model does not pass one column for each token."""
@@ -89,6 +93,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         number_of_states: int = 1,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
         tokens_at_once: int | None = None,
+        scans: bool = False,
     ) -> None:
         # Not the initialiser of transformers: it would assign attributes that are properties here.
         check_whole_number(number_of_states, "`number_of_states`", 1, MOST_STATES)
@@ -96,7 +101,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         self.tokens_at_once = None if tokens_at_once is None else whole_number(tokens_at_once, "tokens_at_once")
         self._states = LinearStates(number_of_states)
         self._count = TokenCount(number_of_states)
-        self._past = LinearPast(Checkpoints.of(checkpoints), self._states, self._count)
+        self._past = LinearPast(Checkpoints.of(checkpoints), self._states, self._count, scans)
 
     def conv_state(self, state_idx: int) -> Tensor | None:
         """The convolution state itself, `[batch, channels, conv_kernel_size]`, `None` before the first tokens."""
@@ -331,8 +336,8 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
 
     @override
     def select(self, indices: Tensor) -> None:
-        self._states.select(indices)
         self._past.select(indices)
+        self._states.select(indices)
 
     @override
     def reset(self) -> None:
@@ -356,6 +361,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
 
     @override
     def state(self) -> LayerState:
+        self._past.check_scanned()
         return linear_state(self.kind, self.describe(), self._states, self._count, self._past.history)
 
     @override

@@ -177,27 +177,27 @@ def check_rollback(model: Any, cache: Any) -> None:
     name, kept = type(model).__name__, kept_states(model)
     if kept is not None:
         raise RollbackError(
-            f"`model` must keep all of its states in its cache, so that drafts can be rolled back, but {name} keeps "
-            f"some in {kept}: leave out the assistance."
+            f"`model` must keep all of its states in its cache, so that drafts can be rolled back, got a {name}, which "
+            f"keeps some in {kept}: leave out the assistance."
         )
     if not model._is_stateful:
         return
     if cache_argument.is_lost_by_drafting(model):
         raise RollbackError(
-            f"expected a model to which transformers' loop over drafts passes its cache, but {name} calls it "
-            f"{cache_argument.name_for(model)}: leave out the assistance, or install a newer transformers."
+            f"`model` must get its cache from transformers' loop over drafts, got a {name}, which calls it "
+            f"`{cache_argument.name_for(model)}`: leave out the assistance, or install a newer transformers."
         )
     layers = cache.adapted_layers() if isinstance(cache, Cache) else []
     holds_all = not any(layer.is_upstream and (layer.attends or layer.is_recurrent) for layer in layers)
     if not holds_all or not isinstance(cache, Cache) or not cache.recurrent_parts():
         raise RollbackError(
-            f"expected a cache of kvlayers that holds the states of {name}, so that drafts can be rolled back, but saw "
-            f"{cache!r}: leave out the cache, or make it from the config of the model."
+            f"`{cache_argument.name_in_generate(model)}` must be a cache of kvlayers that holds the states of {name}, "
+            f"to roll drafts back, got {cache!r}: leave it out, or make it from the config of the model."
         )
     if pass_limit(model, cache) is not None:
         raise RollbackError(
-            f"expected a model that can verify several tokens at once, but the scan of {name} starts from zero: leave "
-            "out the assistance. (It can be used as the draft model of another one.)"
+            f"`model` must be one that can verify several tokens at once, got a {name}, whose scan starts from zero: "
+            "leave out the assistance. (It can be used as the draft model of another one.)"
         )
 
 

@@ -12,10 +12,16 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.named_caches import CacheRequest
 from kvlayers.errors import OptionError
 from kvlayers.generation.batch_drafts import DraftModel, tokens_of_draft
-from kvlayers.generation.cache_by_name import AUTO, NamedCache, either, make_cache, requested_cache
+from kvlayers.generation.cache_by_name import (
+    AUTO,
+    NamedCache,
+    cache_for,
+    either,
+    request_of,
+    requested_cache,
+)
 from kvlayers.generation.call_arguments import check_generation_config, check_model
 from kvlayers.generation.prefill import pass_limit
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore, required_store
@@ -189,7 +195,7 @@ def generate_many(
     if named.name == AUTO:
         raise OptionError(f"`cache` must be one cache for all rows, got {AUTO!r}: name it, and pass `memory`.")
     # Now, so that wrong options are refused before the first prompt.
-    example = _empty(model, named.name, named.options, 1 + max_new_tokens)
+    example = _empty(model, named, 1 + max_new_tokens)
     is_kept_elsewhere = model_types.kept_states(model) is not None
     if is_kept_elsewhere:
         # Its modules have states of one sequence, and a pass of several tokens begins another one.
@@ -209,9 +215,7 @@ def generate_many(
         named=named,
         active=required_store(prefix_store, namespace),
         max_rows=max_rows,
-        room=late.function("room for rows")(
-            named.name, CacheRequest(model.config, named.options, 1, device=model.device, dtype=model.dtype), memory
-        ),
+        room=late.function("room for rows")(named.name, request_of(model, named.options, batch_size=1), memory),
         chunk_tokens=chunk_tokens,
         drafter=drafter,
         room_for_drafts=tokens_of_drafts,
@@ -252,13 +256,11 @@ def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> 
     return DraftModel(assistant, tokens), tokens
 
 
-def _empty(model: Any, name: str, options: Mapping[str, Any], length_hint: int) -> Cache:
+def _empty(model: Any, named: NamedCache, length_hint: int) -> Cache:
     """A cache of one sequence, of so many tokens."""
-    cache = make_cache(
-        name, model, batch_size=1, length_hint=length_hint, device=model.device, dtype=model.dtype, **options
-    )
+    cache = cache_for(named.name, request_of(model, named.options, batch_size=1, length_hint=length_hint))
     if not isinstance(cache, Cache):
-        raise OptionError(f"`cache` must be a cache of kvlayers, got {name!r}, a {type(cache).__name__}.")
+        raise OptionError(f"`cache` must be a cache of kvlayers, got {named.name!r}, a {type(cache).__name__}.")
     return cache
 
 
@@ -281,15 +283,17 @@ class _Many:
     ) -> None:
         self._room_for_drafts = room_for_drafts
         self._model, self._config, self._given = model, config, given
-        self._name, self._options = named.name, dict(named.options)
-        self._active = active
+        self._named, self._active = named, active
         # Raises before the first prompt.
-        StorePart.if_usable(model, active, named.name, self._options)
+        self._part_of_store()
         self._max_rows, self._room, self._chunk_tokens = max_rows, room, chunk_tokens
         self._on_token = on_token
         self._decoder = RowDecoder(model, None if on_token is None else self._show, drafter)
         self._of: dict[DecodedRow, _Reading] = {}
         self._reading: deque[_Reading] = deque()
+
+    def _part_of_store(self) -> StorePart | None:
+        return StorePart.if_usable(self._model, self._active, self._named.name, self._named.options)
 
     def _show(self, row: DecodedRow, token: int) -> bool:
         return self._on_token is not None and self._on_token(self._of[row].index, token) is True
@@ -356,11 +360,11 @@ class _Many:
         """The cache of a prompt, which has seen what the store has: also what the prompts before have inserted."""
 
         def empty() -> Cache:
-            return _empty(self._model, self._name, self._options, reading.most_tokens)
+            return _empty(self._model, self._named, reading.most_tokens)
 
         if reading.cache is None:
             # The model may have changed since the prompts before.
-            reading.part = StorePart.if_usable(self._model, self._active, self._name, self._options)
+            reading.part = self._part_of_store()
             found = None if reading.part is None else reading.part.lookup(reading.row.ids)
             if found is None or found.cache is None:
                 reading.cache = empty()
@@ -436,7 +440,7 @@ class _Many:
         if stop < end:
             return None
         if reading.part is not None:
-            now = StorePart.if_usable(model, self._active, self._name, self._options)
+            now = self._part_of_store()
             if now is not None and now.is_of_same_states(reading.part):
                 now.insert(ids, cache)
         logits: Tensor = output.logits[:, -1]

@@ -25,11 +25,11 @@ from kvlayers.generation import (
     assisted,
     cache_by_name,
     call_arguments,
+    call_names,
     known_ids,
     legacy_tuples,
     make_cache,
     passed_caches,
-    saved_names,
 )
 from kvlayers.generation.patching import Method, Patch, ScopedValue
 from kvlayers.generation.prefill import prefill_in_chunks, prefill_once
@@ -57,7 +57,7 @@ def generate(original: Method) -> Method:
         cache_by_name.move_name_to_option(cache_name, kwargs)
         given = by_name(args, kwargs)
         call_arguments.check_call(self, given, cache_name)
-        with saved_names.REQUESTED_NAME.override(saved_names.requested_name(given)):
+        with call_names.REQUESTED_NAME.override(call_names.requested_name(given)):
             active = active_store.for_call()
             if active is None:
                 return generate_without_store(self, *args, **kwargs)
@@ -177,7 +177,7 @@ def prepare_cache_for_generation(original: Method) -> Method:
     ) -> None:
         argument = cache_argument.name_in_generate(self)
         past = model_kwargs.get(argument)
-        saved_names.resolve_name(self, generation_config, saved_names.REQUESTED_NAME.get(), past is not None)
+        call_names.resolve_name(self, generation_config, call_names.REQUESTED_NAME.get(), past is not None)
         name = generation_config.cache_implementation or "dynamic"
         if isinstance(past, transformers.Cache) and not generation_config.is_assistant:
             encoded = generate_calls.encoded_for(self, model_kwargs)
@@ -362,7 +362,7 @@ def _forward_with_cache(
 ) -> Any:
     if type(past) in passed_caches.CLASSES:
         passed_caches.replace_layers(past, model)
-        passed_caches.warn_of_another(past, saved_names.REQUESTED_NAME.get(), model)
+        passed_caches.warn_of_another(past, call_names.REQUESTED_NAME.get(), model)
     elif isinstance(past, str):
         kwargs = {**kwargs, cache_argument.name_for(model): cache_by_name.make_cache(past, model)}
     else:

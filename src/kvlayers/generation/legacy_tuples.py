@@ -52,7 +52,7 @@ def forward_with_tuples(original: Callable[..., Any], model: Any, args: tuple[An
         output = original(model, *args, **kwargs)
     except StateMismatchError as mismatch:
         raise LegacyFormatError(
-            f"expected tuples of states as {type(model).__name__} computes them for these inputs: {mismatch}"
+            f"`{argument}` must be states as {type(model).__name__} computes them for these inputs: {mismatch}"
         ) from mismatch
     return _with_tuples(output, model.config)
 
@@ -160,8 +160,8 @@ def _checked(config: Any, states: Iterable[Any]) -> LegacyStates:
 def _check_count(states: LegacyStates, layers: int) -> None:
     if len(states) != layers:
         raise LegacyFormatError(
-            f"expected states for each of the {layers} layers of the model that attend, but saw {len(states)}: pass "
-            "the states of every layer."
+            f"tuples of states must have those of each of the {layers} layers of the model that attend, got "
+            f"{len(states)}: pass the states of every layer."
         )
 
 

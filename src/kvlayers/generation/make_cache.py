@@ -26,7 +26,6 @@ from kvlayers.static.slots import MaskMode
 from kvlayers.static.static_cache import StaticCache, fixed_layers
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
 from kvlayers.upstream.generate_calls import sequences_per_prompt
-from kvlayers.upstream.model_layers import layer_devices, model_device
 from kvlayers.utils.transforms import autocast_dtype
 
 COMPILED_MODES = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
@@ -67,26 +66,22 @@ def for_call(
     if generation_mode == GenerationMode.ASSISTED_GENERATION:
         # A draft may reach beyond the end of the sequence before it is rolled back.
         most += 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
-    request = CacheRequest(
-        model.config,
+    request = cache_by_name.request_of(
+        model,
         {} if options is None else options,
         batch_size=batch_size * sequences_per_prompt(generation_config),
         length_hint=most,
-        device=model_device(model),
-        dtype=model.dtype,
         encoder_length=None if encoded is None else encoded.shape[1],
         attention_mask=passed_caches.padding_mask(model_kwargs),
-        layer_devices=layer_devices(model),
     )
     cache = _acquire(model, name, request, generation_config, generation_mode)
     passed_caches.named.add(cache)
     check_room(cache, generation_config, max_cache_length)
-    if isinstance(cache, Cache) and cache.rotates_keys:
-        passed_caches.check_rope_dtype(model)
+    passed_caches.check_rope_dtype(model, cache)
     if generation_config.is_assistant:
         cache.activate_past_recording()
         cache = assisted.as_draft_cache(cache)
-    return cache  # type:
+    return cache
 
 
 def _acquire(
@@ -97,9 +92,10 @@ def _acquire(
         return cache
     compiled = will_be_compiled(model, generation_config, generation_mode, cache)
     if compiled:
-        if request.length_hint is not None:
+        with _lock:
+            longest = _lengths.get(model, {}).get(request.batch_size, 0)
+        if request.length_hint is not None and request.length_hint < longest:
             # Another length would have another shape, for which the model would be compiled again.
-            longest = longest_length(model, request)
             cache = cache_by_name.cache_for(name, dataclasses.replace(request, length_hint=longest))
         cache = acquire(model, cache, request)
     if compiled and generation_config.prefill_chunk_size is not None:
@@ -186,8 +182,8 @@ def check_room(cache: object, generation_config: Any, needed: int) -> None:
         fewest = 0
     if fewest > limit:
         raise CapacityError(
-            f"expected a reservation of {needed} tokens, which this call of generate() needs for its prompt and all "
-            f"new tokens but the last, but saw one of {limit}: {advice}"
+            f"the cache of this call must have room for {needed} tokens, its prompt and all new tokens but the last, "
+            f"got a reservation of {limit}: {advice}"
         )
     logger.warning(
         "The cache has room for %d tokens, and this call of generate() fails if it does not end before it needs more: "
@@ -235,11 +231,10 @@ def acquire(model: Any, new: Cache, request: CacheRequest) -> Cache:
     """The empty cache that an earlier compiled call on `model` has released, if it can replace `new`; else `new`."""
     with _lock:
         idle = _idle.pop(model, None)
-    cache = new
     # Under autocast, the dtype of states differs from that of the model.
     autocast = None if request.device is None else autocast_dtype(request.device)
-    if idle is not None and autocast is None and _can_replace(idle, new, request):
-        cache = idle
+    is_usable = idle is not None and autocast is None and _can_replace(idle, new, request)
+    cache = idle if is_usable and idle is not None else new
     acquired = ACQUIRED.get()
     if acquired is not None:
         acquired.append((cache, request))
@@ -271,13 +266,6 @@ def release(model: Any, acquired: list[Acquired]) -> None:
             cache.reset()
             with _lock:
                 _idle[model] = cache
-
-
-def longest_length(model: Any, request: CacheRequest) -> int | None:
-    """Tokens to reserve so that code compiled for the same batch size still fits: never fewer than before."""
-    with _lock:
-        before = _lengths.get(model, {}).get(request.batch_size, 0)
-    return request.length_hint and max(request.length_hint, before)
 
 
 def _static_parts(cache: object) -> list[Any] | None:

@@ -163,9 +163,9 @@ def check_no_padding(mask: Tensor | None, tokens: int) -> None:
     """
     if mask is not None and tokens > 0 and bool((mask[:, -tokens:] == 0).any()):
         raise StateMismatchError(
-            "expected no padding behind tokens that a recurrent model has seen, as it reads the mask of the first pass "
-            "only, but the attention_mask has zeros there: pad on the left of the first pass, use an attention_mask of "
-            "ones if the pad token is meant as text, or use one cache for each sequence."
+            "`attention_mask` must have no padding behind tokens that a recurrent model has seen, as it reads the mask "
+            "of the first pass only, got zeros there: pad on the left of the first pass, use an attention_mask of ones "
+            "if the pad token is meant as text, or use one cache for each sequence."
         )
 
 

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from kvlayers.core import named_caches
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_operations import CacheState
 from kvlayers.core.description import Fact
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.generation import cache_by_name
+from kvlayers.generation.call_names import requested_name, resolve_name
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.generation.prefill import MIN_TOKENS, pass_limit, pass_tokens
 from kvlayers.generation.prefix_reuse import active_store
@@ -47,7 +47,6 @@ from kvlayers.generation.prefix_reuse.eligibility import (
 )
 from kvlayers.generation.prefix_reuse.images import Images, images_in_place
 from kvlayers.generation.prefix_reuse.images_apart import ImagesApart
-from kvlayers.generation.saved_names import requested_name, resolve_name
 from kvlayers.prefix import Hit
 from kvlayers.recurrent.hybrid_layer import LINEAR
 from kvlayers.upstream import cache_argument, generate_calls, model_types
@@ -427,15 +426,7 @@ class PrefixedCall:
         return cache
 
     def _from_registry(self, options: Mapping[str, Any], rows: int, length_hint: int) -> Cache:
-        model = self._model
-        request = named_caches.CacheRequest(
-            model.config,
-            options,
-            batch_size=rows,
-            length_hint=length_hint,
-            device=model_device(model),
-            dtype=model.dtype,
-        )
+        request = cache_by_name.request_of(self._model, options, batch_size=rows, length_hint=length_hint)
         cache = cache_by_name.cache_for(self._name, request)
         if not isinstance(cache, Cache) or not cache.layers:
             raise IneligibleError(f"the cache '{self._name}' is a {type(cache).__name__}, which is not one of kvlayers")
@@ -507,7 +498,7 @@ def stack(caches: Sequence[Cache], into: Cache, length: int) -> None:
     """
     if not all(map(can_be_stacked, [*caches, into])):
         raise UnsupportedLayerError(
-            f"expected caches whose tokens lie apart from each other, but saw {into!r}: use one for each sequence."
+            f"`caches` must be caches whose tokens lie apart from each other, got {into!r}: use one for each sequence."
         )
     # One layer at a time, so that the states of only one layer are held three times.
     for layer, *rows in zip(into.adapted_layers(), *(cache.adapted_layers() for cache in caches), strict=True):

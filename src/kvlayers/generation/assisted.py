@@ -145,10 +145,11 @@ def view_for_generate(model: Any, arguments: Mapping[str, Any]) -> Any:
         arguments: arguments of `generate()` by their names.
     """
     given, assistant = arguments.get("generation_config"), arguments.get("assistant_model")
-    options = (arguments, vars(model.generation_config), {} if given is None else vars(given))
-    asks = any(
-        source.get(name) is not None and source[name] is not False for source in options for name in ASKS_FOR_DRAFTS
-    )
+    asks = False
+    # Without a generator, as every call comes here.
+    for source in (arguments, vars(model.generation_config), {} if given is None else vars(given)):
+        for name in ASKS_FOR_DRAFTS:
+            asks = asks or (source.get(name) is not None and source[name] is not False)
     # A draft model decodes without drafts, whatever its config says.
     if not asks or arguments.get("custom_generate") is not None or (given is not None and given.is_assistant):
         return model
@@ -236,6 +237,12 @@ def decode(
     name = cache_argument.name_in_generate(model)
     cache = kwargs.get(name)
     check_rollback(model, cache)
+    assistant = kwargs.get("assistant_model")
+    if assistant is not None and (kept := kept_states(assistant)) is not None:
+        raise RollbackError(
+            f"`assistant_model` must keep its states in its cache, to roll drafts back, got a "
+            f"{type(assistant).__name__}, which keeps some in {kept}: pass another model, or leave it out."
+        )
     # transformers' loop would rotate tokens by the frequencies of a draft's length.
     is_apart = input_ids.shape[0] > 1 or batch_drafts.frequencies_of(model, input_ids, kwargs) is None
     if is_apart and isinstance(cache, Cache) and not model.config.is_encoder_decoder:

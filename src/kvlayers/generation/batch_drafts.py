@@ -25,12 +25,17 @@ class DraftModel:
         tokens: tokens of a draft.
 
     Raises:
-        OptionError: the smaller model has recurrent states.
+        OptionError: the smaller model has recurrent states, in its cache or in its modules.
     """
 
     def __init__(self, model: Any, tokens: int) -> None:
         self._model, self._tokens = model, tokens
         self._cache: Cache | None = None
+        if (kept := model_types.kept_states(model)) is not None:
+            raise OptionError(
+                f"`assistant_model` must keep its states in its cache, to roll drafts back, got a "
+                f"{type(model).__name__}, which keeps some in {kept}: pass another model."
+            )
         if self._empty().recurrent_parts():
             raise OptionError(
                 "`assistant_model` must be a model without recurrent states for several prompts, got a "

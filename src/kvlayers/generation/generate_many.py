@@ -39,6 +39,10 @@ MAX_NEW_TOKENS = 128
 NOT_HERE = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "token_healing")
 """Options of a `GenerationConfig` that would change nothing."""
 
+MAX_OVERTAKEN = 8
+"""How many prompts may join before one that must wait, for room or for rows with its frequencies. As many are looked at
+behind it. Then it is the next one, so that no prompt waits for ever."""
+
 SEEN_BY_IDS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate()` that are objects, and not options of a `GenerationConfig`."""
 
@@ -77,6 +81,23 @@ class _Reading:
     cached_tokens: int = 0
 
 
+@dataclass(eq=False)
+class _Waiting:
+    """A prompt that has not joined.
+
+    Attributes:
+        index: its number.
+        prompt: as it was given.
+        ids: its ids, int64 `[1, tokens]`, once they were needed.
+        overtaken: how many prompts behind it have joined.
+    """
+
+    index: int
+    prompt: Any
+    ids: Tensor | None = None
+    overtaken: int = 0
+
+
 def generate_many(
     model: Any,
     prompts: Iterable[Any],
@@ -112,8 +133,9 @@ def generate_many(
         max_new_tokens: most tokens of an answer. Default: that of `generation_config`, or 128.
         max_rows: most answers at a time.
         memory: bytes of the device that the rows may take, such as "4GiB": a prompt waits until it fits beside the
-            others. To let a row join takes as much once more for a moment, and forward passes and an `assistant_model`
-            need memory of their own. Default: half of what is free, or one row.
+            others, and at most 8 of those behind it join before it. To let a row join takes as much once more for a
+            moment, and forward passes and an `assistant_model` need memory of their own. Default: half of what is free,
+            or one row.
         cache: name of the cache, such as "int4"; one of `cache_names()`. Default: "dynamic".
         cache_config: options of the cache.
         cache_implementation: the same as `cache`, by the name that `generate()` has for it.
@@ -301,33 +323,51 @@ class _Many:
     def answers(self, prompts: Iterable[Any]) -> Iterator[Generated]:
         """The answers as they end."""
         given = enumerate(prompts)
-        number, waiting = -1, None
-        is_over = False
+        waiting: list[_Waiting] = []
+        is_over, held = False, 1
         while True:
-            while not is_over and len(self._held) < self._max_rows:
-                if waiting is None:
-                    number, prompt = next(given, (-1, None))
+            # As long as no row leaves, those that wait wait on.
+            place = 0 if len(self._held) < held else MAX_OVERTAKEN + 1
+            while len(self._held) < self._max_rows and place <= MAX_OVERTAKEN:
+                if place == len(waiting):
+                    number, prompt = (-1, None) if is_over else next(given, (-1, None))
                     if is_over := number < 0:
                         break
-                if self._given["tokenizer"] is None and _is_text_or_chat(prompt):
-                    raise OptionError("`tokenizer` must be given for prompts that are texts or chats, got none.")
+                    if self._given["tokenizer"] is None and _is_text_or_chat(prompt):
+                        raise OptionError("`tokenizer` must be given for prompts that are texts or chats, got none.")
+                    waiting.append(_Waiting(number, prompt))
+                next_one = waiting[place]
                 try:
-                    waiting = self._ids_of(prompt) if waiting is None else waiting
-                    is_beside = self._may_join(waiting)
-                    if not is_beside or not self._room.fits(
-                        self._most_tokens(waiting), [each.most_tokens for each in self._held]
-                    ):
-                        break
-                    self._reading.append(self._begin(number, waiting))
+                    joins = self._joins(next_one)
                 except Exception as error:
-                    yield Generated(number, torch.empty(0, dtype=torch.int64), None, 0, error=error)
-                waiting = None
-            if not self._decoder.rows and not self._reading:
+                    del waiting[place]
+                    yield Generated(next_one.index, torch.empty(0, dtype=torch.int64), None, 0, error=error)
+                    continue
+                if joins:
+                    del waiting[place]
+                    for each in waiting[:place]:
+                        each.overtaken += 1
+                elif next_one.overtaken < MAX_OVERTAKEN:
+                    place += 1
+                else:
+                    break
+            held = len(self._held)
+            if not held:
                 return
             yield from self._read()
             self._decoder.step()
             for row, reason in self._decoder.drop_ended():
                 yield self._answer(self._of.pop(row), reason)
+
+    def _joins(self, waiting: "_Waiting") -> bool:
+        """Whether a prompt may join those that are held, which it then does."""
+        if waiting.ids is None:
+            waiting.ids = self._ids_of(waiting.prompt)
+        most = self._most_tokens(waiting.ids)
+        if not self._may_join(waiting.ids) or not self._room.fits(most, [each.most_tokens for each in self._held]):
+            return False
+        self._reading.append(self._begin(waiting.index, waiting.ids))
+        return True
 
     @property
     def _held(self) -> list[_Reading]:

@@ -33,9 +33,6 @@ OPTIONS = ("cache_implementation", "cache_config")
 CONTINUOUS_BATCHING = "paged"
 """A name that asks `generate()` for another way of batching, rather than for a cache."""
 
-REQUESTED_NAME: ScopedValue[str | None] = ScopedValue("requested cache name of the current call of generate()", None)
-"""What `requested_name` said of the call of `generate()` that runs in this context."""
-
 
 class DefaultCache:
     """A name of a cache for calls that give none, by any model that such a cache suits.
@@ -75,7 +72,13 @@ DEFAULT: ScopedValue[DefaultCache | None] = ScopedValue("cache of calls that nam
 """The option `cache` of `install()`."""
 
 _added_names: tuple[str, ...] = ()
+_accepted: tuple[str, ...] = ()
 _lock = threading.Lock()
+
+
+def are_accepted() -> bool:
+    """Whether `accept_names` has added names, and they are still there."""
+    return bool(_added_names) and configuration.ALL_CACHE_IMPLEMENTATIONS is _accepted
 
 
 def accept_names(list_names: Callable[[], list[str]]) -> None:
@@ -84,11 +87,11 @@ def accept_names(list_names: Callable[[], list[str]]) -> None:
     Args:
         list_names: returns all names that kvlayers adds now; the names that it added before are removed.
     """
-    global _added_names
+    global _added_names, _accepted
     with _lock:
         other_names = tuple(name for name in configuration.ALL_CACHE_IMPLEMENTATIONS if name not in _added_names)
         _added_names = tuple(name for name in list_names() if name not in other_names)
-        configuration.ALL_CACHE_IMPLEMENTATIONS = other_names + _added_names
+        configuration.ALL_CACHE_IMPLEMENTATIONS = _accepted = other_names + _added_names
 
 
 def requested_name(arguments: Mapping[str, Any]) -> str | None:

@@ -325,7 +325,8 @@ def _apply_patches() -> None:
     hooks.is_active = _uses_kvlayers
     for interface, function in _ATTENTION:
         interface.register(model_attention.NAME, function)
-    _accept_names()
+    if not call_names.are_accepted():
+        _accept_names()
 
 
 def _remove_patches() -> None:

@@ -20,7 +20,7 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.named_caches import CacheRequest
 from kvlayers.errors import CapacityError
 from kvlayers.generation import assisted, cache_by_name, passed_caches
-from kvlayers.generation.patching import ScopedValue
+from kvlayers.generation.current_call import CURRENT, Acquired
 from kvlayers.interop.aliases import HybridCache, HybridChunkedCache, SlidingWindowCache
 from kvlayers.static.slots import MaskMode
 from kvlayers.static.static_cache import StaticCache, fixed_layers
@@ -152,8 +152,6 @@ def will_be_compiled(
 
 logger = logging.getLogger(__name__)
 
-MAY_BE_STOPPED = ScopedValue("whether the caller's code may stop the current call of generate() at any token", True)
-
 
 def check_room(cache: object, generation_config: Any, needed: int) -> None:
     """Check that a call does not run for long only to find that its cache is full.
@@ -178,7 +176,11 @@ def check_room(cache: object, generation_config: Any, needed: int) -> None:
     )
     # Tokens that the cache holds at the end, however early that is.
     fewest = needed if generation_config.eos_token_id is None else (generation_config.min_length or 0) - 1
-    if MAY_BE_STOPPED.get() or generation_config.max_time is not None or generation_config.stop_strings is not None:
+    if (
+        CURRENT.get().may_be_stopped
+        or generation_config.max_time is not None
+        or generation_config.stop_strings is not None
+    ):
         fewest = 0
     if fewest > limit:
         raise CapacityError(
@@ -215,9 +217,6 @@ SOLE_REFERENCES = 2
 _lock = threading.Lock()
 _idle: "weakref.WeakKeyDictionary[Any, Cache]" = weakref.WeakKeyDictionary()
 _lengths: "weakref.WeakKeyDictionary[Any, dict[int | None, int]]" = weakref.WeakKeyDictionary()
-Acquired = tuple[Cache, CacheRequest]
-ACQUIRED: ScopedValue[list[Acquired] | None] = ScopedValue("caches of the current call of generate()", None)
-"""Collects the caches that are acquired within one call of `generate()`."""
 
 
 def free_reservations() -> None:
@@ -235,7 +234,7 @@ def acquire(model: Any, new: Cache, request: CacheRequest) -> Cache:
     autocast = None if request.device is None else autocast_dtype(request.device)
     is_usable = idle is not None and autocast is None and _can_replace(idle, new, request)
     cache = idle if is_usable and idle is not None else new
-    acquired = ACQUIRED.get()
+    acquired = CURRENT.get().acquired
     if acquired is not None:
         acquired.append((cache, request))
     return cache

@@ -78,10 +78,11 @@ def validate(
         )
     if not isinstance(cache, Cache):
         return
-    if cache.get_seq_length() and (kept := model_types.kept_states(model)) is not None:
+    seen = cache.get_seq_length()
+    if seen and (kept := model_types.kept_states(model)) is not None:
         raise StateMismatchError(
             f"`{argument}` must be an empty cache, as {type(model).__name__} keeps "
-            f"states of its newest sequence outside of it, in {kept}, got one with {cache.get_seq_length()} tokens: "
+            f"states of its newest sequence outside of it, in {kept}, got one with {seen} tokens: "
             "reset() the cache, and pass the whole text."
         )
     if cache.is_pair and encoded is not None:
@@ -99,12 +100,10 @@ def validate(
     if self_attention.learns_padding:
         if attention_mask is not None:
             left_padding_of(attention_mask)
-        if not self_attention.get_seq_length():
+        if not seen:
             self_attention.prepare(model.config, attention_mask)
     # transformers does not count what a cache of recurrent states has seen: such a model gets the new tokens only.
-    gets_whole_sequence = not self_attention.is_recurrent and not model.config.is_encoder_decoder
-    if gets_whole_sequence and self_attention.layers:
-        seen = self_attention.get_seq_length()
+    if self_attention.layers and not model.config.is_encoder_decoder and not self_attention.is_recurrent:
         if total_tokens is not None:
             check_is_new(self_attention, seen, total_tokens)
         given = None if inputs_embeds is None else inputs_embeds.shape[1]
@@ -162,10 +161,10 @@ def check_rows(cache: Cache, attention_mask: Tensor | None) -> None:
     Raises:
         StateMismatchError: a row has seen other tokens.
     """
-    lengths = cache.row_lengths
     counts_rows = any(layer.counts_rows for layer in cache.self_attention.adapted_layers())
     if not counts_rows or (attention_mask is not None and attention_mask.dim() != 2):
         return
+    lengths = cache.row_lengths
     columns = max(lengths)
     seen = [columns] * len(lengths) if attention_mask is None else attention_mask[:, :columns].sum(1).tolist()
     if seen != list(lengths):

@@ -175,7 +175,7 @@ def _check_modules(model: Any) -> None:
     for path, module in model.named_modules():
         attributes = vars(module)
         # The same tokens then have other states in every call, or none.
-        if (cause := model_types.effect_of_training(module)) is not None:
+        if module.training and (cause := model_types.effect_of_training(module)) is not None:
             raise IneligibleError(f"{path or 'the model'} is in training mode, with {cause}: call model.eval()")
         # accelerate replaces forward() to load weights, and sets `_hf_hook`.
         is_replaced = "forward" in attributes and "_hf_hook" not in attributes

@@ -444,6 +444,8 @@ class PrefixedCall:
         Raises:
             IneligibleError: the cache has not counted these tokens.
         """
+        if not length:
+            return
         begin, limit = cache.get_seq_length(), pass_limit(self._model, cache)
         ids, positions = self._prompts.row(row).to(self._device), self._positions_of(row)
         stops = (self._images.boundary(row, stop) for stop in self._snapshot_lengths(cache, begin, length))

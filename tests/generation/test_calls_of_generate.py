@@ -84,5 +84,5 @@ def test_modules_of_a_model_cost_a_store_no_calls() -> None:
         assert active is not None
         StorePart(model, active, "dynamic", {})
         found.append(calls_of(functools.partial(StorePart, model, active, "dynamic", {})))
-    # Each layer has a type in the config, which is looked at.
-    assert found[1] - found[0] <= 2
+    # The config says of each layer what it holds.
+    assert found[1] - found[0] <= 2 * 3

@@ -57,19 +57,12 @@ class RollbackCache(Cache):
         self.truncate(crop_target(crop_argument(tokens_to_remove, max_length), self._token_count()))
 
 
-def as_rollback_cache(cache: Any) -> Any:
-    """A `RollbackCache` if kvlayers holds recurrent states in `cache`; otherwise the cache itself."""
-    if isinstance(cache, Cache) and cache.recurrent_parts():
-        return RollbackCache(cache)
-    return cache
-
-
 def as_draft_cache(cache: Any) -> Any:
     """What transformers' loop over drafts gets in the place of a draft model's cache."""
-    if not compat.CROPS_DRAFTS_TO_LENGTHS:
-        return as_rollback_cache(cache)
     if not isinstance(cache, Cache):
         return cache
+    if not compat.CROPS_DRAFTS_TO_LENGTHS:
+        return RollbackCache(cache) if cache.recurrent_parts() else cache
     draft = object.__new__(_draft_class(type(cache)))
     draft.__dict__ = cache.__dict__
     return draft
@@ -128,15 +121,6 @@ def _class_of_views() -> type[ModelView]:
     return type("AssistedModel", (ModelView,), {name: loop})
 
 
-def _assisted_view(model: Any, given: Mapping[str, Any]) -> ModelView:
-    loop = getattr(type(model), generate_calls.loop_name(GenerationMode.ASSISTED_GENERATION))
-    return _class_of_views()(
-        model,
-        decoding=functools.partial(decode, loop, model, given),
-        _validate_generation_mode=functools.partial(_check_mode, model),
-    )
-
-
 def view_for_generate(model: Any, arguments: Mapping[str, Any]) -> Any:
     """What `generate()` gets in the place of a model: the model itself, except for decoding with drafts.
 
@@ -153,8 +137,14 @@ def view_for_generate(model: Any, arguments: Mapping[str, Any]) -> Any:
     # A draft model decodes without drafts, whatever its config says.
     if not asks or arguments.get("custom_generate") is not None or (given is not None and given.is_assistant):
         return model
-    mode = full_generation_config(model, arguments)[0].get_generation_mode(assistant)
-    return _assisted_view(model, arguments) if mode == GenerationMode.ASSISTED_GENERATION else model
+    if full_generation_config(model, arguments)[0].get_generation_mode(assistant) != GenerationMode.ASSISTED_GENERATION:
+        return model
+    loop = getattr(type(model), generate_calls.loop_name(GenerationMode.ASSISTED_GENERATION))
+    return _class_of_views()(
+        model,
+        decoding=functools.partial(decode, loop, model, arguments),
+        _validate_generation_mode=functools.partial(_check_mode, model),
+    )
 
 
 def _check_mode(model: Any, mode: Any, generation_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -249,7 +239,7 @@ def decode(
         return batch_drafts.decode(model, cache, input_ids, kwargs, given)
     if isinstance(cache, Cache) and not compat.RECORDS_BEFORE_DRAFTS:
         cache.activate_past_recording()
-    if not isinstance(cache, Cache) or as_rollback_cache(cache) is cache:
+    if not isinstance(cache, Cache) or not cache.recurrent_parts():
         return original(_view_for_filled_cache(model, cache, input_ids, kwargs), input_ids, **kwargs)
     replay = _Replay(model, cache, kwargs["generation_config"])
     view = ModelView(model, prepare_inputs_for_generation=replay.prepare_inputs)

@@ -309,16 +309,14 @@ class _Many:
         # Raises before the first prompt.
         self._part_of_store()
         self._max_rows, self._room, self._chunk_tokens = max_rows, room, chunk_tokens
-        self._on_token = on_token
-        self._decoder = RowDecoder(model, None if on_token is None else self._show, drafter)
+        # What it returns may be anything, as that of `print`.
+        show = None if on_token is None else lambda row, token: on_token(self._of[row].index, token) is True
+        self._decoder = RowDecoder(model, show, drafter)
         self._of: dict[DecodedRow, _Reading] = {}
         self._reading: deque[_Reading] = deque()
 
     def _part_of_store(self) -> StorePart | None:
         return StorePart.if_usable(self._model, self._active, self._named.name, self._named.options)
-
-    def _show(self, row: DecodedRow, token: int) -> bool:
-        return self._on_token is not None and self._on_token(self._of[row].index, token) is True
 
     def answers(self, prompts: Iterable[Any]) -> Iterator[Generated]:
         """The answers as they end."""
@@ -363,8 +361,11 @@ class _Many:
         """Whether a prompt may join those that are held, which it then does."""
         if waiting.ids is None:
             waiting.ids = self._ids_of(waiting.prompt)
-        most = self._most_tokens(waiting.ids)
-        if not self._may_join(waiting.ids) or not self._room.fits(most, [each.most_tokens for each in self._held]):
+        most, held = self._most_tokens(waiting.ids), self._held
+        # One pass has one set of frequencies.
+        if held and self._frequencies(waiting.ids) not in {each.frequencies for each in held} - {None}:
+            return False
+        if not self._room.fits(most, [each.most_tokens for each in held]):
             return False
         self._reading.append(self._begin(waiting.index, waiting.ids))
         return True
@@ -377,10 +378,6 @@ class _Many:
     def _frequencies(self, ids: Tensor) -> str | None:
         """By which frequencies all keys of a row are rotated, `None` if these change with its length."""
         return frequencies_within(self._model.config, ids.shape[1], self._most_tokens(ids))
-
-    def _may_join(self, ids: Tensor) -> bool:
-        """Whether a row may be passed beside those that are held: one pass has one set of frequencies."""
-        return not self._held or self._frequencies(ids) in {each.frequencies for each in self._held} - {None}
 
     def _most_tokens(self, ids: Tensor) -> int:
         return ids.shape[1] + int(self._config.max_new_tokens) + self._room_for_drafts

@@ -66,7 +66,7 @@ def generate(original: Method) -> Method:
         # A draft model gets the same cache several times within one call, and rolls it back in between.
         is_assistant, is_pair = config is not None and config.is_assistant, self.config.is_encoder_decoder
         returns_tuples = _pop_return_legacy_cache(self, config, kwargs)
-        past = kwargs.get(cache_name)
+        past: Any = kwargs.get(cache_name)
         if isinstance(past, tuple | list):
             legacy_tuples.warn_of_tuples(cache_name)
             past = kwargs[cache_name] = legacy_tuples.cache_for_generate(self.config, past)

@@ -97,7 +97,16 @@ def _acquire(
         if request.length_hint is not None and request.length_hint < longest:
             # Another length would have another shape, for which the model would be compiled again.
             cache = cache_by_name.cache_for(name, dataclasses.replace(request, length_hint=longest))
-        cache = acquire(model, cache, request)
+        with _lock:
+            idle = _idle.pop(model, None)
+        # Under autocast, the dtype of states differs from that of the model.
+        autocast = None if request.device is None else autocast_dtype(request.device)
+        if idle is not None and autocast is None and _can_replace(idle, cache, request):
+            # An earlier compiled call on the model has released it.
+            cache = idle
+        acquired = CURRENT.get().acquired
+        if acquired is not None:
+            acquired.append((cache, request))
     if compiled and generation_config.prefill_chunk_size is not None:
         compiled = _reserve_early(model, cache, request)
     mode = mask_mode(cache)
@@ -224,20 +233,6 @@ def free_reservations() -> None:
     with _lock:
         _idle.clear()
         _lengths.clear()
-
-
-def acquire(model: Any, new: Cache, request: CacheRequest) -> Cache:
-    """The empty cache that an earlier compiled call on `model` has released, if it can replace `new`; else `new`."""
-    with _lock:
-        idle = _idle.pop(model, None)
-    # Under autocast, the dtype of states differs from that of the model.
-    autocast = None if request.device is None else autocast_dtype(request.device)
-    is_usable = idle is not None and autocast is None and _can_replace(idle, new, request)
-    cache = idle if is_usable and idle is not None else new
-    acquired = CURRENT.get().acquired
-    if acquired is not None:
-        acquired.append((cache, request))
-    return cache
 
 
 def remember_lengths(model: Any, acquired: list[Acquired]) -> None:

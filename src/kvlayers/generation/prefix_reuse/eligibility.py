@@ -66,13 +66,9 @@ class PromptBatch:
         """The tokens of one prompt, `[1, tokens]`."""
         return self.input_ids[index : index + 1, self.padding[index] :]
 
-    def rows(self) -> list[Tensor]:
-        """The tokens of each prompt, `[1, tokens]`."""
-        return [self.row(index) for index in range(len(self))]
-
     def common_prefix_length(self) -> int:
         """How many tokens all prompts start with; always less than the length of the shortest prompt."""
-        first, *others = self.rows()
+        first, *others = (self.row(index) for index in range(len(self)))
         common = self.input_ids.shape[1] - max(self.padding) - 1
         for other in others:
             differing = (first[0, :common] != other[0, :common]).nonzero()

@@ -23,7 +23,6 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_operations import CacheState
 from kvlayers.core.description import Fact
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
@@ -74,24 +73,7 @@ def usable_cache(found: Cache, device: torch.device, make_empty: Callable[[], Ca
     if not found.is_static and devices <= {device}:
         return found
     # It was reserved for another call, or loaded from a file.
-    cache = make_empty()
-    cache.load_state(_on_device(found.state(), device))
-    return cache
-
-
-def depends_on_chunks(cache: Cache) -> bool:
-    """Whether what the cache holds depends on which tokens came together, as that of caches that evict does."""
-    return any(not layer.is_upstream and layer.fidelity == "evicting" for layer in cache.adapted_layers())
-
-
-def _max_new_tokens(config: Any, prompt_tokens: int) -> int:
-    if config.max_new_tokens is not None:
-        return int(config.max_new_tokens)
-    # The default of generate() is 20 new tokens.
-    return max(int(config.max_length or 0) - prompt_tokens, 20)
-
-
-def _on_device(state: CacheState, device: torch.device) -> CacheState:
+    cache, state = make_empty(), found.state()
     layers = tuple(
         dataclasses.replace(
             layer,
@@ -100,7 +82,13 @@ def _on_device(state: CacheState, device: torch.device) -> CacheState:
         )
         for layer in state.layers
     )
-    return dataclasses.replace(state, layers=layers)
+    cache.load_state(dataclasses.replace(state, layers=layers))
+    return cache
+
+
+def depends_on_chunks(cache: Cache) -> bool:
+    """Whether what the cache holds depends on which tokens came together, as that of caches that evict does."""
+    return any(not layer.is_upstream and layer.fidelity == "evicting" for layer in cache.adapted_layers())
 
 
 _CACHE_FROM_STORE: ScopedValue[Cache | None] = ScopedValue("the cache that the current call starts from", None)
@@ -267,9 +255,14 @@ class PrefixedCall:
             example = self.empty()
             if depends_on_chunks(example):
                 raise IneligibleError(f"what a cache '{self._name}' holds depends on which tokens came at once")
-            common, stackable = self._common_prefix_length(), can_be_stacked(example)
+            # How many tokens all prompts start with, fewer than the shortest has, without cutting an image.
+            common = self._images.boundary(0, self._keys.common_prefix_length())
+            stackable = can_be_stacked(example)
             shareable = self._can_share(example, common)
-            if self._prompts.is_padded and not self._accounts_for_padding(example):
+            # Else the states of a token differ with padding before it.
+            is_relative = self._model.config.model_type in model_types.HAS_RELATIVE_POSITIONS
+            attends = any(layer.attends for layer in example.adapted_layers())
+            if self._prompts.is_padded and attends and not (self._takes_positions or is_relative):
                 raise IneligibleError("its prompts are padded, and the model counts padding in its positions")
             if not shareable and not stackable:
                 raise IneligibleError(
@@ -382,16 +375,6 @@ class PrefixedCall:
             return False
         return self._takes_positions and uses_mask
 
-    def _accounts_for_padding(self, example: Cache) -> bool:
-        """Whether the states of a token are the same with and without padding before it."""
-        is_relative = self._model.config.model_type in model_types.HAS_RELATIVE_POSITIONS
-        attends = any(layer.attends for layer in example.adapted_layers())
-        return self._takes_positions or is_relative or not attends
-
-    def _common_prefix_length(self) -> int:
-        """How many tokens all prompts start with, fewer than the shortest has, without cutting an image."""
-        return self._images.boundary(0, self._keys.common_prefix_length())
-
     def _lookup(self, row: int, tokens: int | None = None) -> Hit:
         """Look up a prompt, or its first `tokens`."""
         keys = self._keys.row(row)[:, :tokens]
@@ -404,8 +387,9 @@ class PrefixedCall:
 
     def empty(self, rows: int = 1) -> Cache:
         """A cache like the one that `generate()` would make."""
-        tokens = self._prompts.input_ids.shape[1]
-        total = tokens + _max_new_tokens(self.config, tokens)
+        tokens, new = self._prompts.input_ids.shape[1], self.config.max_new_tokens
+        # The default of generate() is 20 new tokens.
+        total = max(int(self.config.max_length or 0), tokens + 20) if new is None else tokens + int(new)
         cache = self._make(rows, min(total, tokens + ROOM_FOR_ANSWER))
         return self._make(rows, total) if cache.is_static else cache
 
@@ -511,7 +495,12 @@ def _stacked(states: Sequence[LayerState], length: int) -> LayerState:
     """The states of one layer side by side, as if each sequence had `length` tokens."""
     # The cache of a prompt of one token is empty, and a layer that the model never used is empty in every cache.
     example = next((state for state in states if state.tensors), states[0])
-    facts = {name: _padded_fact(name, fact, length) for name, fact in example.facts.items() if not _is_past(name)}
+    facts: dict[str, Fact] = {}
+    for name, fact in example.facts.items():
+        own_name = name.removeprefix(LINEAR)
+        counts = fact is not None and (own_name == "length" or own_name.startswith("tokens."))
+        if not _is_past(name):
+            facts[name] = 0 if own_name == "checkpoints" else length if counts else fact
     window = facts.get("sliding_window")
     most = min(length, window - 1) if isinstance(window, int) else length
     tensors = {}
@@ -533,14 +522,6 @@ def _seen(state: LayerState) -> int:
 
 def _is_past(name: str) -> bool:
     return name.removeprefix(LINEAR).startswith("checkpoint.")
-
-
-def _padded_fact(name: str, fact: Fact, length: int) -> Fact:
-    own = name.removeprefix(LINEAR)
-    if own == "checkpoints":
-        return 0
-    counts = own == "length" or own.startswith("tokens.")
-    return length if counts and fact is not None else fact
 
 
 def _tokens_side_by_side(states: Sequence[Tensor], padding: Sequence[int], most: int) -> Tensor:

@@ -187,7 +187,7 @@ def test_frequencies_that_were_rounded_with_the_model_are_refused() -> None:
     model = fresh_model("llama").to(torch.bfloat16)
     with kvlayers.installed():
         for how in ({"cache_implementation": "sink"}, {"past_key_values": SinkCache(20, config=model.config)}):
-            with pytest.raises(kvlayers.errors.ConfigError, match="rounded to torch.bfloat16"):
+            with pytest.raises(kvlayers.errors.ConfigError, match="must be in float32"):
                 generated(model, prompt(), **how)
 
 

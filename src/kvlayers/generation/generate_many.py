@@ -1,6 +1,7 @@
 """Many prompts through a few rows: rows join as others leave."""
 
 import copy
+import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from kvlayers.generation.prefix_reuse.active_store import ActiveStore, required_
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import pass_unseen, usable_cache
 from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, check_positions
-from kvlayers.prefix import PrefixStore
+from kvlayers.prefix import Hit, PrefixStore
 from kvlayers.rope.from_config import frequencies_within, remembers_lengths
 from kvlayers.upstream import generate_calls, model_types
 from kvlayers.utils import late
@@ -395,19 +396,13 @@ class _Many:
 
     def _cache_of(self, reading: _Reading) -> Cache:
         """The cache of a prompt, which has seen what the store has: also what the prompts before have inserted."""
-
-        def empty() -> Cache:
-            return _empty(self._model, self._named, reading.most_tokens)
-
         if reading.cache is None:
             # The model may have changed since the prompts before.
             reading.part = self._part_of_store()
-            found = None if reading.part is None else reading.part.lookup(reading.row.ids)
-            if found is None or found.cache is None:
-                reading.cache = empty()
-            else:
-                reading.cache = usable_cache(found.cache, self._model.device, empty)
-                reading.cached_tokens = found.covered
+            found = Hit() if reading.part is None else reading.part.lookup(reading.row.ids)
+            empty = functools.partial(_empty, self._model, self._named, reading.most_tokens)
+            reading.cache = usable_cache(found.cache, self._model.device, empty)
+            reading.cached_tokens = found.covered
         return reading.cache
 
     def _ids_of(self, prompt: Any) -> Tensor:

@@ -341,8 +341,9 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
             if not torch.compiler.is_compiling():
                 _note_continuous_batching()
             return original(self, *args, **kwargs)
-        kwargs = cache_argument.respelled(self, kwargs)
-        past = kwargs.get(cache_argument.name_for(self))
+        name = cache_argument.name_for(self)
+        kwargs = cache_argument.respelled(self, kwargs, name)
+        past = kwargs.get(name)
         # Eager code prepares caches before a model is compiled.
         is_compiling = torch.compiler.is_compiling()
         if not args and isinstance(past, Cache) and (is_compiling or not _is_prompt(kwargs.get("input_ids"))):
@@ -357,19 +358,19 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
         if past is None:
             with _MAKER.override(self):
                 return original(self, *args, **kwargs)
-        return _forward_with_cache(functools.partial(original, self), self, past, args, kwargs)
+        return _forward_with_cache(functools.partial(original, self), self, name, past, args, kwargs)
 
     return call
 
 
 def _forward_with_cache(
-    forward: Callable[..., Any], model: Any, past: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    forward: Callable[..., Any], model: Any, name: str, past: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     if type(past) in passed_caches.CLASSES:
         passed_caches.replace_layers(past, model)
         passed_caches.warn_of_another(past, CURRENT.get().requested_name, model)
     elif isinstance(past, str):
-        kwargs = {**kwargs, cache_argument.name_for(model): cache_by_name.make_cache(past, model)}
+        kwargs = {**kwargs, name: cache_by_name.make_cache(past, model)}
     else:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if _is_prompt(ids) and isinstance(past, Cache):

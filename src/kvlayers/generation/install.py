@@ -101,8 +101,9 @@ def install(
             option, or another option is not a bool. Nothing is changed.
         RegistryError: no cache has this name. Nothing is changed.
     """
-    name = cache_by_name.either(cache, cache_implementation)
-    given = _given(prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts, name)
+    given = _given(
+        prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts, cache, cache_implementation
+    )
     with _lock:
         if legacy_names:
             transformers4_names.ACTIVATION.activate()
@@ -174,8 +175,9 @@ def installed(
         >>> type(cache).__name__, kvlayers.is_installed()
         ('QuantizedCache', False)
     """
-    name = cache_by_name.either(cache, cache_implementation)
-    given = _given(prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts, name)
+    given = _given(
+        prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts, cache, cache_implementation
+    )
     with contextlib.ExitStack() as stack:
         with _lock:
             stack.enter_context(_activation.block())
@@ -194,8 +196,10 @@ def _given(
     replace_empty_caches: object,
     strict_prompts: object,
     cache: str | None,
+    cache_implementation: str | None,
 ) -> list[tuple[ScopedValue[Any], Any]]:
     """The settings that are given, with their values."""
+    asked = cache_by_name.either(cache, cache_implementation)
     active = active_store.optional_store(prefix_store, namespace)
     if not isinstance(legacy_names, bool):
         raise OptionError(f"`legacy_names` must be True or False, got {legacy_names!r}.")
@@ -206,7 +210,7 @@ def _given(
         (active_store.CURRENT, active),
         (passed_caches.REPLACE, replace_empty_caches),
         (known_ids.STRICT_PROMPTS, strict_prompts),
-        (call_names.DEFAULT, None if cache is None else call_names.DefaultCache(cache)),
+        (call_names.DEFAULT, None if asked is None else call_names.DefaultCache(asked)),
     ]
     return [(setting, value) for setting, value in settings if value is not None]
 

@@ -61,14 +61,16 @@ CHECKPOINTS = {"most": 16}
 """Checkpoints of recurrent states, so that one entry serves many of the places where prompts may diverge."""
 
 
-def usable_cache(found: Cache, device: torch.device, make_empty: Callable[[], Cache]) -> Cache:
-    """A cache from a store, on `device` and with the reservation of a new one.
+def usable_cache(found: Cache | None, device: torch.device, make_empty: Callable[[], Cache]) -> Cache:
+    """A cache from a store, on `device` and with the reservation of a new one; an empty cache if nothing was found.
 
     Args:
         found: the cache, which belongs to the caller.
         device: device of the model.
         make_empty: makes an empty cache with the same options.
     """
+    if found is None:
+        return make_empty()
     devices = {layer.parts[0].device for layer in found.adapted_layers() if layer.length}
     if not found.is_static and devices <= {device}:
         return found
@@ -420,7 +422,7 @@ class PrefixedCall:
 
     def _cache_of(self, hit: Hit) -> Cache:
         """The cache that was found, on the device of the model, or an empty cache."""
-        return self.empty() if hit.cache is None else usable_cache(hit.cache, self._device, self.empty)
+        return usable_cache(hit.cache, self._device, self.empty)
 
     def _compute(self, row: int, cache: Cache, length: int) -> None:
         """Pass those of the first `length` tokens of a prompt that `cache` has not seen, and store snapshots.

@@ -1,14 +1,11 @@
 """What holds for the call of `generate()` that runs in a context, which belongs to one thread."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.named_caches import CacheRequest
+from kvlayers.generation.known_ids import TokenRecord
 from kvlayers.generation.patching import ScopedValue
-
-if TYPE_CHECKING:
-    from kvlayers.generation.known_ids import TokenRecord
 
 Acquired = tuple[Cache, CacheRequest]
 
@@ -26,7 +23,7 @@ class CurrentCall:
     """
 
     requested_name: str | None = None
-    record: "TokenRecord | None" = None
+    record: TokenRecord | None = None
     may_be_stopped: bool = True
     acquired: list[Acquired] | None = None
 

@@ -373,7 +373,8 @@ def _forward_with_cache(
         kwargs = {**kwargs, name: cache_by_name.make_cache(past, model)}
     else:
         ids = kwargs.get("input_ids", args[0] if args else None)
-        if _is_prompt(ids) and isinstance(past, Cache):
+        # A call of generate() has a record of its own.
+        if _is_prompt(ids) and isinstance(past, Cache) and CURRENT.get().record is None:
             return known_ids.record_forward(past, ids, functools.partial(forward, *args, **kwargs))
     return forward(*args, **kwargs)
 

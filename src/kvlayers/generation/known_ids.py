@@ -17,7 +17,6 @@ from transformers.utils import ModelOutput
 
 from kvlayers.core.cache import Cache
 from kvlayers.errors import PromptMismatchError
-from kvlayers.generation.current_call import CURRENT
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.upstream.callers import warn_the_caller
 from kvlayers.upstream.generate_calls import sequences_per_prompt
@@ -127,7 +126,7 @@ def record_forward(cache: Cache, ids: Tensor, forward: Callable[[], Any]) -> Any
     Returns:
         What the forward pass returns.
     """
-    if CURRENT.get().record is not None or not _records_ids(cache):
+    if not _records_ids(cache):
         return forward()
     length = _length(cache)
     output = forward()

@@ -131,6 +131,17 @@ def test_drafts_of_any_model_that_keeps_states_in_its_modules_are_refused() -> N
         generated(model, ids_of(12), prompt_lookup_num_tokens=2)
 
 
+def test_a_model_that_keeps_states_in_its_modules_makes_no_drafts() -> None:
+    """Its cache was rolled back, and an interrupted pass was blamed."""
+    model, assistant = every_causal_model.model_of("llama"), every_causal_model.model_of("recurrent_gemma")
+    said = "`assistant_model` must keep its states in its cache, to roll drafts back, got a R.*conv1d_state"
+    for rows in (1, 2):
+        with kvlayers.installed(), pytest.raises(kvlayers.errors.RollbackError, match=said):
+            generated(model, ids_of(12).repeat(rows, 1), assistant_model=assistant)
+    with pytest.raises(kvlayers.OptionError, match=said):
+        kvlayers.generate_many(model, [ids_of(12)], assistant_model=assistant)
+
+
 def test_documents_and_scores_of_a_model_that_keeps_states_in_its_modules_are_refused() -> None:
     model, ids = every_causal_model.model_of("recurrent_gemma"), ids_of(12)
     with pytest.raises(kvlayers.OptionError, match="conv1d_state"):

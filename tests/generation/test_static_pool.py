@@ -456,9 +456,9 @@ def test_a_reservation_that_is_too_small_refuses_before_anything_is_written(
     model, ids = new_model(family), prompt(2, PROMPT)
     expected, how = generate(model, ids), compiling() if compiled else STATIC
     for _ in range(2):
-        with pytest.raises(CapacityError, match=r"at most 20 tokens.*20 held and 1 new|saw one of 20"):
+        with pytest.raises(CapacityError, match=r"at most 20 tokens.*20 held and 1 new|reservation of 20"):
             generate(model, ids, cache_config={"max_cache_len": 20}, **how)
-        with pytest.raises(CapacityError, match=r"at most 6 tokens.*0 held and 9 new|saw one of 6"):
+        with pytest.raises(CapacityError, match=r"at most 6 tokens.*0 held and 9 new|reservation of 6"):
             generate(model, ids, cache_config={"max_cache_len": 6}, **how)
         with pytest.raises(CapacityError, match=r"at most 1 sequences.* got 2"):
             generate(model, ids, cache_config={"max_batch_size": 1}, **how)
@@ -569,5 +569,5 @@ def test_who_says_how_much_is_reserved_gets_no_more(installed: None) -> None:
     model = tiny_model("llama")
     options = {"do_sample": False, "cache_implementation": "static"}
     model.generate(prompt(1, 12), max_new_tokens=20, **options)
-    with pytest.raises(kvlayers.CapacityError, match="at most 16 tokens|saw one of 16"):
+    with pytest.raises(kvlayers.CapacityError, match="at most 16 tokens|reservation of 16"):
         model.generate(prompt(1, 12), max_new_tokens=12, cache_config={"max_cache_len": 16}, **options)

@@ -11,7 +11,7 @@ import kvlayers
 from kvlayers.upstream import compat
 from models import fresh_model, prompt, tiny_model
 
-NEEDED = r"reservation of 31 tokens.*saw one of 16.*max_cache_len.*max_new_tokens.*grow=True"
+NEEDED = r"room for 31 tokens.*reservation of 16.*max_cache_len.*max_new_tokens.*grow=True"
 TOO_SMALL = {"cache_implementation": "static", "cache_config": {"max_cache_len": 16}}
 
 

@@ -346,7 +346,7 @@ def test_a_prefix_is_not_written_if_a_layer_within_another_one_is_not_registered
     hybrid = kvlayers.HybridLayer(RecentLayer(12), kvlayers.LinearAttentionLayer())
     layer = hybrid if within == "hybrid" else RecentLayer(12)
     cache = kvlayers.Cache(layers=[layer], offloading=within == "offloaded")
-    with pytest.raises(CacheFileError, match="RecentLayer cannot be made from a file"):
+    with pytest.raises(CacheFileError, match=r"got a \S*RecentLayer: register"):
         check_remakeable(cache)
     kvlayers.layers.register_layer(RecentLayer)
     try:

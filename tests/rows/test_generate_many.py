@@ -12,6 +12,7 @@ import transformers
 import kvlayers
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.generation import prefill
+from kvlayers.generation.generate_many import MAX_OVERTAKEN
 from kvlayers.planning import rows
 from kvlayers.upstream import compat
 from models import fresh_model, prompt, tiny_model
@@ -156,6 +157,40 @@ def test_a_prompt_that_does_not_fit_into_the_memory_ends_alone() -> None:
     assert isinstance(long.error, kvlayers.errors.CapacityError)
     assert "`memory` must be at least" in str(long.error)
     assert [answer.ids.tolist() for answer in (short, other)] == [alone(model, ids) for ids in PROMPTS[:2]]
+
+
+def test_short_prompts_join_before_one_that_does_not_fit_and_a_bounded_number_of_them() -> None:
+    model = tiny_model("llama")
+    memory = kvlayers.plan(model.config, 768, names=["dynamic"]).caches[0].device_bytes
+    prompts = [*PROMPTS[:2], prompt(1, 600)[0], *PROMPTS, *PROMPTS]
+    said: dict[int, int] = {}
+
+    def end(number: int, token: int) -> bool:
+        """Rows end at different times, so that there is always one that the long prompt does not fit beside."""
+        said[number] = said.get(number, 0) + 1
+        return said[number] == 3 + 3 * (number % 3)
+
+    answers = many(model, prompts, max_rows=3, memory=memory, on_token=end, max_new_tokens=12)
+    assert sorted(answer.index for answer in answers) == list(range(len(prompts)))
+    began = list(said)
+    assert began[: began.index(2)] == [0, 1, *range(3, 3 + MAX_OVERTAKEN)]
+    for answer in answers:
+        expected = alone(model, prompts[answer.index], max_new_tokens=12)
+        assert answer.ids.tolist() == expected[: len(answer.ids)]
+
+
+def test_nothing_behind_one_that_waits_is_looked_at_again_before_a_row_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = tiny_model("llama"), []
+    fits = rows.RoomForRows.fits
+
+    def count(self: Any, tokens: int, others: Any) -> bool:
+        asked.append(tokens)
+        return fits(self, tokens, others)
+
+    monkeypatch.setattr(rows.RoomForRows, "fits", count)
+    memory = kvlayers.plan(model.config, 768, names=["dynamic"]).caches[0].device_bytes
+    many(model, [PROMPTS[0], prompt(1, 600)[0]], max_rows=3, memory=memory, max_new_tokens=24)
+    assert len(asked) == 3
 
 
 def test_a_reservation_that_holds_the_answer_is_large_enough() -> None:

@@ -126,9 +126,7 @@ def test_a_text_that_is_shorter_than_the_cache_is_refused(kind: str) -> None:
     with kvlayers.installed():
         text = generated(model, ids, tokens=5, past_key_values=cache).sequences
         seen = cache.get_seq_length()
-        with pytest.raises(
-            kvlayers.errors.StateMismatchError, match="has seen 44 tokens, and a prompt of 20 has no new ones"
-        ):
+        with pytest.raises(kvlayers.errors.StateMismatchError, match="has seen 44 tokens.* 20"):
             generated(model, text[:, -20:], past_key_values=cache)
         assert cache.get_seq_length() == seen
         # New tokens alone, with the mask of all, are another way to say the same.
@@ -189,7 +187,7 @@ def test_frequencies_that_were_rounded_with_the_model_are_refused() -> None:
     model = fresh_model("llama").to(torch.bfloat16)
     with kvlayers.installed():
         for how in ({"cache_implementation": "sink"}, {"past_key_values": SinkCache(20, config=model.config)}):
-            with pytest.raises(kvlayers.errors.ConfigError, match="rounded to torch.bfloat16"):
+            with pytest.raises(kvlayers.errors.ConfigError, match="must be in float32"):
                 generated(model, prompt(), **how)
 
 

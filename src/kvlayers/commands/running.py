@@ -65,7 +65,7 @@ class Running:
     def check(self) -> None:
         """Raise what `install` would raise, and what opening the store raises."""
         if self.cache is not None:
-            from kvlayers.generation.default_cache import DefaultCache
+            from kvlayers.generation.call_names import DefaultCache
 
             DefaultCache(self.cache)
         if self.prefix_store is not None:

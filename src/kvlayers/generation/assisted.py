@@ -57,19 +57,12 @@ class RollbackCache(Cache):
         self.truncate(crop_target(crop_argument(tokens_to_remove, max_length), self._token_count()))
 
 
-def as_rollback_cache(cache: Any) -> Any:
-    """A `RollbackCache` if kvlayers holds recurrent states in `cache`; otherwise the cache itself."""
-    if isinstance(cache, Cache) and cache.recurrent_parts():
-        return RollbackCache(cache)
-    return cache
-
-
 def as_draft_cache(cache: Any) -> Any:
     """What transformers' loop over drafts gets in the place of a draft model's cache."""
-    if not compat.CROPS_DRAFTS_TO_LENGTHS:
-        return as_rollback_cache(cache)
     if not isinstance(cache, Cache):
         return cache
+    if not compat.CROPS_DRAFTS_TO_LENGTHS:
+        return RollbackCache(cache) if cache.recurrent_parts() else cache
     draft = object.__new__(_draft_class(type(cache)))
     draft.__dict__ = cache.__dict__
     return draft
@@ -128,15 +121,6 @@ def _class_of_views() -> type[ModelView]:
     return type("AssistedModel", (ModelView,), {name: loop})
 
 
-def _assisted_view(model: Any, given: Mapping[str, Any]) -> ModelView:
-    loop = getattr(type(model), generate_calls.loop_name(GenerationMode.ASSISTED_GENERATION))
-    return _class_of_views()(
-        model,
-        decoding=functools.partial(decode, loop, model, given),
-        _validate_generation_mode=functools.partial(_check_mode, model),
-    )
-
-
 def view_for_generate(model: Any, arguments: Mapping[str, Any]) -> Any:
     """What `generate()` gets in the place of a model: the model itself, except for decoding with drafts.
 
@@ -145,15 +129,22 @@ def view_for_generate(model: Any, arguments: Mapping[str, Any]) -> Any:
         arguments: arguments of `generate()` by their names.
     """
     given, assistant = arguments.get("generation_config"), arguments.get("assistant_model")
-    options = (arguments, vars(model.generation_config), {} if given is None else vars(given))
-    asks = any(
-        source.get(name) is not None and source[name] is not False for source in options for name in ASKS_FOR_DRAFTS
-    )
+    asks = False
+    # Without a generator, as every call comes here.
+    for source in (arguments, vars(model.generation_config), {} if given is None else vars(given)):
+        for name in ASKS_FOR_DRAFTS:
+            asks = asks or (source.get(name) is not None and source[name] is not False)
     # A draft model decodes without drafts, whatever its config says.
     if not asks or arguments.get("custom_generate") is not None or (given is not None and given.is_assistant):
         return model
-    mode = full_generation_config(model, arguments)[0].get_generation_mode(assistant)
-    return _assisted_view(model, arguments) if mode == GenerationMode.ASSISTED_GENERATION else model
+    if full_generation_config(model, arguments)[0].get_generation_mode(assistant) != GenerationMode.ASSISTED_GENERATION:
+        return model
+    loop = getattr(type(model), generate_calls.loop_name(GenerationMode.ASSISTED_GENERATION))
+    return _class_of_views()(
+        model,
+        decoding=functools.partial(decode, loop, model, arguments),
+        _validate_generation_mode=functools.partial(_check_mode, model),
+    )
 
 
 def _check_mode(model: Any, mode: Any, generation_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -177,27 +168,27 @@ def check_rollback(model: Any, cache: Any) -> None:
     name, kept = type(model).__name__, kept_states(model)
     if kept is not None:
         raise RollbackError(
-            f"`model` must keep all of its states in its cache, so that drafts can be rolled back, but {name} keeps "
-            f"some in {kept}: leave out the assistance."
+            f"`model` must keep all of its states in its cache, so that drafts can be rolled back, got a {name}, which "
+            f"keeps some in {kept}: leave out the assistance."
         )
     if not model._is_stateful:
         return
     if cache_argument.is_lost_by_drafting(model):
         raise RollbackError(
-            f"expected a model to which transformers' loop over drafts passes its cache, but {name} calls it "
-            f"{cache_argument.name_for(model)}: leave out the assistance, or install a newer transformers."
+            f"`model` must get its cache from transformers' loop over drafts, got a {name}, which calls it "
+            f"`{cache_argument.name_for(model)}`: leave out the assistance, or install a newer transformers."
         )
     layers = cache.adapted_layers() if isinstance(cache, Cache) else []
     holds_all = not any(layer.is_upstream and (layer.attends or layer.is_recurrent) for layer in layers)
     if not holds_all or not isinstance(cache, Cache) or not cache.recurrent_parts():
         raise RollbackError(
-            f"expected a cache of kvlayers that holds the states of {name}, so that drafts can be rolled back, but saw "
-            f"{cache!r}: leave out the cache, or make it from the config of the model."
+            f"`{cache_argument.name_in_generate(model)}` must be a cache of kvlayers that holds the states of {name}, "
+            f"to roll drafts back, got {cache!r}: leave it out, or make it from the config of the model."
         )
     if pass_limit(model, cache) is not None:
         raise RollbackError(
-            f"expected a model that can verify several tokens at once, but the scan of {name} starts from zero: leave "
-            "out the assistance. (It can be used as the draft model of another one.)"
+            f"`model` must be one that can verify several tokens at once, got a {name}, whose scan starts from zero: "
+            "leave out the assistance. (It can be used as the draft model of another one.)"
         )
 
 
@@ -236,13 +227,19 @@ def decode(
     name = cache_argument.name_in_generate(model)
     cache = kwargs.get(name)
     check_rollback(model, cache)
+    assistant = kwargs.get("assistant_model")
+    if assistant is not None and (kept := kept_states(assistant)) is not None:
+        raise RollbackError(
+            f"`assistant_model` must keep its states in its cache, to roll drafts back, got a "
+            f"{type(assistant).__name__}, which keeps some in {kept}: pass another model, or leave it out."
+        )
     # transformers' loop would rotate tokens by the frequencies of a draft's length.
     is_apart = input_ids.shape[0] > 1 or batch_drafts.frequencies_of(model, input_ids, kwargs) is None
     if is_apart and isinstance(cache, Cache) and not model.config.is_encoder_decoder:
         return batch_drafts.decode(model, cache, input_ids, kwargs, given)
     if isinstance(cache, Cache) and not compat.RECORDS_BEFORE_DRAFTS:
         cache.activate_past_recording()
-    if not isinstance(cache, Cache) or as_rollback_cache(cache) is cache:
+    if not isinstance(cache, Cache) or not cache.recurrent_parts():
         return original(_view_for_filled_cache(model, cache, input_ids, kwargs), input_ids, **kwargs)
     replay = _Replay(model, cache, kwargs["generation_config"])
     view = ModelView(model, prepare_inputs_for_generation=replay.prepare_inputs)

@@ -17,7 +17,7 @@ from kvlayers.rows import Rows, merge
 from kvlayers.upstream import cache_argument, generate_calls, model_types
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """Drafts that a smaller model decodes, greedily, for all rows at once.
 
     Args:
@@ -25,27 +25,29 @@ class DraftModel:
         tokens: tokens of a draft.
 
     Raises:
-        OptionError: the smaller model has recurrent states.
+        OptionError: the smaller model has recurrent states, in its cache or in its modules.
     """
 
     def __init__(self, model: Any, tokens: int) -> None:
         self._model, self._tokens = model, tokens
         self._cache: Cache | None = None
-        if self._empty().recurrent_parts():
+        if (kept := model_types.kept_states(model)) is not None:
+            raise OptionError(
+                f"`assistant_model` must keep its states in its cache, to roll drafts back, got a "
+                f"{type(model).__name__}, which keeps some in {kept}: pass another model."
+            )
+        if DynamicCache(config=model.config).recurrent_parts():
             raise OptionError(
                 "`assistant_model` must be a model without recurrent states for several prompts, got a "
                 f"{type(model).__name__}: pass the prompts one by one."
             )
-
-    def _empty(self) -> Cache:
-        return DynamicCache(config=self._model.config)
 
     @torch.no_grad()
     def join(self, rows: Sequence[DecodedRow]) -> None:
         """Read the tokens of further rows, apart from their last."""
         caches = [] if self._cache is None else [self._cache]
         for row in rows:
-            cache = self._empty()
+            cache = DynamicCache(config=self._model.config)
             arguments: dict[str, Any] = {cache_argument.name_for(self._model): cache, "use_cache": True}
             arguments |= model_types.newest_logits_only(self._model)
             self._model(row.ids[:, row.padding : -1].to(self._model.device), **arguments)
@@ -99,7 +101,10 @@ def decode(model: Any, cache: Cache, input_ids: Tensor, kwargs: dict[str, Any], 
     """
     config = kwargs["generation_config"]
     drafter = _drafter(config, kwargs)
-    padding = _padding(kwargs.get("attention_mask"), input_ids)
+    mask = kwargs.get("attention_mask")
+    padded = None if mask is None else left_padding_of(mask)
+    # Tokens of padding before each prompt.
+    padding = [0] * input_ids.shape[0] if padded is None else padded.tolist()
     _check(model, cache, input_ids, padding, kwargs, given)
     first = _prefill(model, cache, input_ids, padding, kwargs)
     # Where the frequencies change, every token has those of its own pass.
@@ -245,12 +250,6 @@ def _of_row(name: str, value: Any, row: int, padding: int, batch: int) -> Any:
     if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != batch:
         return value
     return value[row : row + 1, padding:] if name in PER_TOKEN_ARGUMENTS else value[row : row + 1]
-
-
-def _padding(mask: Tensor | None, input_ids: Tensor) -> list[int]:
-    """Tokens of padding before each prompt."""
-    padding = None if mask is None else left_padding_of(mask)
-    return [0] * input_ids.shape[0] if padding is None else padding.tolist()
 
 
 def _output(rows: Sequence[DecodedRow], cache: Cache, config: Any) -> Any:

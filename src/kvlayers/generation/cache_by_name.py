@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from kvlayers.errors import OptionError, RegistryError
 from kvlayers.eviction.rule import eviction_rule_names
 from kvlayers.kernels.codes.quantizer_contract import quantizer_names
 from kvlayers.upstream import model_types
-from kvlayers.upstream.model_layers import layer_devices
+from kvlayers.upstream.model_layers import layer_devices, model_device
 from kvlayers.utils import late
 from kvlayers.utils.options import check_whole_number, checked_device, checked_dtype
 from kvlayers.utils.units import tokens
@@ -77,6 +78,20 @@ def make_cache(
         layer_devices=layer_devices(model_or_config),
     )
     return cache_for(name, request)
+
+
+def request_of(model: Any, options: Mapping[str, Any] = MappingProxyType({}), **known: Any) -> CacheRequest:
+    """A request for a cache of a model that is there: with its config, its devices and its dtype.
+
+    Args:
+        model: the model.
+        options: options of the cache.
+        known: what else is known, by the names of `CacheRequest`.
+    """
+    devices = layer_devices(model)
+    return CacheRequest(
+        model.config, options, device=model_device(model), dtype=model.dtype, layer_devices=devices, **known
+    )
 
 
 def cache_for(name: str, request: CacheRequest) -> transformers.Cache:
@@ -154,23 +169,23 @@ def unknown_name(name: object) -> OptionError | RegistryError:
             f"`cache` must be the name of a cache here, such as 'int4', got {what}: pass its name, and its options as "
             "`cache_config`; generate() takes a cache that you made as its argument `cache`."
         )
-    if str(name).lower() in quantizer_names():
-        return RegistryError(
-            f"{name!r} is no cache name but a backend of quantized caches: use the name 'quantized' with "
-            f'cache_config={{"backend": "{str(name).lower()}"}}.'
-        )
-    if (bits := _BITS.fullmatch(str(name).lower())) is not None:
+    lower, config, what = name.lower(), "", ""
+    if lower in quantizer_names():
+        what, config = "a backend", f'"backend": "{lower}"'
+    elif (bits := _BITS.fullmatch(lower)) is not None:
+        what = "bits"
         config = ", ".join(f'"{option}": {count}' for option, count in bits.groupdict().items() if count)
-        return RegistryError(
-            f"{name!r} is no cache name but bits of quantized caches: use the name 'quantized' with "
-            f"cache_config={{{config}}}."
-        )
-    if name in eviction_rule_names():
+    elif name in eviction_rule_names():
         return RegistryError(
             f"'{name}' is an eviction rule of your own, and no cache name: use cache_implementation='evicting' with "
             f"cache_config={{'rule': '{name}'}}, or 'evicting:rule={name}' where options stand behind a name."
         )
-    return unknown(name)
+    if not what:
+        return unknown(name)
+    return RegistryError(
+        f"{name!r} is no cache name but {what} of quantized caches: use the name 'quantized' with "
+        f"cache_config={{{config}}}."
+    )
 
 
 _OPTION = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*=")

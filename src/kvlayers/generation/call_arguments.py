@@ -83,10 +83,10 @@ def check_call(model: Any, given: Mapping[str, Any], cache_name: str) -> None:
 
 
 def _check_ids(given: Mapping[str, Any], takes_features: bool) -> None:
-    name = next((name for name in PROMPTS if given.get(name) is not None), None)
-    if name is None:
+    name = "input_ids" if given.get("inputs") is None else "inputs"
+    ids, mask = given.get(name), given.get("attention_mask")
+    if ids is None:
         return
-    ids, mask = given[name], given.get("attention_mask")
     if not isinstance(ids, Tensor):
         raise OptionError(
             f"`{name}` must be token ids, an integer tensor [prompts, tokens], got a {type(ids).__name__}: {_TOKENIZE}."

@@ -165,21 +165,20 @@ class Chat:
         taken = _SET_IN_TURNS if self._cache is None and self._name is None else _SET_IN_TURNS | _SET_WITH_CACHES
         for name in taken & set(options):
             raise OptionError(f"`{name}` cannot be an option of a turn: a chat sets it.")
-        ids = self._prompt_ids([*self.messages, asked])
+        encoded = self._tokenizer.apply_chat_template(
+            [*self.messages, asked],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **self._template_kwargs,
+        )
+        ids = list(encoded["input_ids"])
         output = self._generate(ids, options)
         answer_ids = output.sequences[0, len(ids) :]
         answer: str = self._tokenizer.decode(answer_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self.messages += [asked, {"role": "assistant", "content": answer}]
         self.prompt_tokens = len(ids)
         return answer
-
-    def _prompt_ids(self, messages: list[Message]) -> list[int]:
-        """The ids of the whole conversation, up to where the answer begins."""
-        encoded = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True, **self._template_kwargs
-        )
-        ids: list[int] = list(encoded["input_ids"])
-        return ids
 
     def _generate(self, ids: list[int], options: dict[str, Any]) -> Any:
         prompt = torch.tensor([ids], device=self._model.device)

@@ -237,7 +237,7 @@ class StoredDocuments:
         """
         tokens, empty = ids.shape[1], functools.partial(self._empty, ids.shape[1])
         hit = self._part.lookup(ids, leave=0)
-        cache = empty() if hit.cache is None else usable_cache(hit.cache, self._part.device, empty)
+        cache = usable_cache(hit.cache, self._part.device, empty)
         if hit.covered < tokens:
             pass_unseen(self._model, ids, cache, chunk, torch.arange(tokens, device=ids.device)[None])
             check_counted(self._model, cache, tokens)

@@ -1,6 +1,7 @@
 """Many prompts through a few rows: rows join as others leave."""
 
 import copy
+import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,17 +13,23 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.named_caches import CacheRequest
 from kvlayers.errors import OptionError
 from kvlayers.generation.batch_drafts import DraftModel, tokens_of_draft
-from kvlayers.generation.cache_by_name import AUTO, NamedCache, either, make_cache, requested_cache
+from kvlayers.generation.cache_by_name import (
+    AUTO,
+    NamedCache,
+    cache_for,
+    either,
+    request_of,
+    requested_cache,
+)
 from kvlayers.generation.call_arguments import check_generation_config, check_model
 from kvlayers.generation.prefill import pass_limit
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore, required_store
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import pass_unseen, usable_cache
 from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, check_positions
-from kvlayers.prefix import PrefixStore
+from kvlayers.prefix import Hit, PrefixStore
 from kvlayers.rope.from_config import frequencies_within, remembers_lengths
 from kvlayers.upstream import generate_calls, model_types
 from kvlayers.utils import late
@@ -32,6 +39,10 @@ MAX_NEW_TOKENS = 128
 
 NOT_HERE = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "token_healing")
 """Options of a `GenerationConfig` that would change nothing."""
+
+MAX_OVERTAKEN = 8
+"""How many prompts may join before one that must wait, for room or for rows with its frequencies. As many are looked at
+behind it. Then it is the next one, so that no prompt waits for ever."""
 
 SEEN_BY_IDS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate()` that are objects, and not options of a `GenerationConfig`."""
@@ -71,6 +82,23 @@ class _Reading:
     cached_tokens: int = 0
 
 
+@dataclass(eq=False)
+class _Waiting:
+    """A prompt that has not joined.
+
+    Attributes:
+        index: its number.
+        prompt: as it was given.
+        ids: its ids, int64 `[1, tokens]`, once they were needed.
+        overtaken: how many prompts behind it have joined.
+    """
+
+    index: int
+    prompt: Any
+    ids: Tensor | None = None
+    overtaken: int = 0
+
+
 def generate_many(
     model: Any,
     prompts: Iterable[Any],
@@ -106,8 +134,9 @@ def generate_many(
         max_new_tokens: most tokens of an answer. Default: that of `generation_config`, or 128.
         max_rows: most answers at a time.
         memory: bytes of the device that the rows may take, such as "4GiB": a prompt waits until it fits beside the
-            others. To let a row join takes as much once more for a moment, and forward passes and an `assistant_model`
-            need memory of their own. Default: half of what is free, or one row.
+            others, and at most 8 of those behind it join before it. To let a row join takes as much once more for a
+            moment, and forward passes and an `assistant_model` need memory of their own. Default: half of what is free,
+            or one row.
         cache: name of the cache, such as "int4"; one of `cache_names()`. Default: "dynamic".
         cache_config: options of the cache.
         cache_implementation: the same as `cache`, by the name that `generate()` has for it.
@@ -189,7 +218,7 @@ def generate_many(
     if named.name == AUTO:
         raise OptionError(f"`cache` must be one cache for all rows, got {AUTO!r}: name it, and pass `memory`.")
     # Now, so that wrong options are refused before the first prompt.
-    example = _empty(model, named.name, named.options, 1 + max_new_tokens)
+    example = _empty(model, named, 1 + max_new_tokens)
     is_kept_elsewhere = model_types.kept_states(model) is not None
     if is_kept_elsewhere:
         # Its modules have states of one sequence, and a pass of several tokens begins another one.
@@ -209,9 +238,7 @@ def generate_many(
         named=named,
         active=required_store(prefix_store, namespace),
         max_rows=max_rows,
-        room=late.function("room for rows")(
-            named.name, CacheRequest(model.config, named.options, 1, device=model.device, dtype=model.dtype), memory
-        ),
+        room=late.function("room for rows")(named.name, request_of(model, named.options, batch_size=1), memory),
         chunk_tokens=chunk_tokens,
         drafter=drafter,
         room_for_drafts=tokens_of_drafts,
@@ -252,13 +279,11 @@ def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> 
     return DraftModel(assistant, tokens), tokens
 
 
-def _empty(model: Any, name: str, options: Mapping[str, Any], length_hint: int) -> Cache:
+def _empty(model: Any, named: NamedCache, length_hint: int) -> Cache:
     """A cache of one sequence, of so many tokens."""
-    cache = make_cache(
-        name, model, batch_size=1, length_hint=length_hint, device=model.device, dtype=model.dtype, **options
-    )
+    cache = cache_for(named.name, request_of(model, named.options, batch_size=1, length_hint=length_hint))
     if not isinstance(cache, Cache):
-        raise OptionError(f"`cache` must be a cache of kvlayers, got {name!r}, a {type(cache).__name__}.")
+        raise OptionError(f"`cache` must be a cache of kvlayers, got {named.name!r}, a {type(cache).__name__}.")
     return cache
 
 
@@ -281,49 +306,70 @@ class _Many:
     ) -> None:
         self._room_for_drafts = room_for_drafts
         self._model, self._config, self._given = model, config, given
-        self._name, self._options = named.name, dict(named.options)
-        self._active = active
+        self._named, self._active = named, active
         # Raises before the first prompt.
-        StorePart.if_usable(model, active, named.name, self._options)
+        self._part_of_store()
         self._max_rows, self._room, self._chunk_tokens = max_rows, room, chunk_tokens
-        self._on_token = on_token
-        self._decoder = RowDecoder(model, None if on_token is None else self._show, drafter)
+        # What it returns may be anything, as that of `print`.
+        show = None if on_token is None else lambda row, token: on_token(self._of[row].index, token) is True
+        self._decoder = RowDecoder(model, show, drafter)
         self._of: dict[DecodedRow, _Reading] = {}
         self._reading: deque[_Reading] = deque()
 
-    def _show(self, row: DecodedRow, token: int) -> bool:
-        return self._on_token is not None and self._on_token(self._of[row].index, token) is True
+    def _part_of_store(self) -> StorePart | None:
+        return StorePart.if_usable(self._model, self._active, self._named.name, self._named.options)
 
     def answers(self, prompts: Iterable[Any]) -> Iterator[Generated]:
         """The answers as they end."""
         given = enumerate(prompts)
-        number, waiting = -1, None
-        is_over = False
+        waiting: list[_Waiting] = []
+        is_over, held = False, 1
         while True:
-            while not is_over and len(self._held) < self._max_rows:
-                if waiting is None:
-                    number, prompt = next(given, (-1, None))
+            # As long as no row leaves, those that wait wait on.
+            place = 0 if len(self._held) < held else MAX_OVERTAKEN + 1
+            while len(self._held) < self._max_rows and place <= MAX_OVERTAKEN:
+                if place == len(waiting):
+                    number, prompt = (-1, None) if is_over else next(given, (-1, None))
                     if is_over := number < 0:
                         break
-                if self._given["tokenizer"] is None and _is_text_or_chat(prompt):
-                    raise OptionError("`tokenizer` must be given for prompts that are texts or chats, got none.")
+                    if self._given["tokenizer"] is None and _is_text_or_chat(prompt):
+                        raise OptionError("`tokenizer` must be given for prompts that are texts or chats, got none.")
+                    waiting.append(_Waiting(number, prompt))
+                next_one = waiting[place]
                 try:
-                    waiting = self._ids_of(prompt) if waiting is None else waiting
-                    is_beside = self._may_join(waiting)
-                    if not is_beside or not self._room.fits(
-                        self._most_tokens(waiting), [each.most_tokens for each in self._held]
-                    ):
-                        break
-                    self._reading.append(self._begin(number, waiting))
+                    joins = self._joins(next_one)
                 except Exception as error:
-                    yield Generated(number, torch.empty(0, dtype=torch.int64), None, 0, error=error)
-                waiting = None
-            if not self._decoder.rows and not self._reading:
+                    del waiting[place]
+                    yield Generated(next_one.index, torch.empty(0, dtype=torch.int64), None, 0, error=error)
+                    continue
+                if joins:
+                    del waiting[place]
+                    for each in waiting[:place]:
+                        each.overtaken += 1
+                elif next_one.overtaken < MAX_OVERTAKEN:
+                    place += 1
+                else:
+                    break
+            held = len(self._held)
+            if not held:
                 return
             yield from self._read()
             self._decoder.step()
             for row, reason in self._decoder.drop_ended():
                 yield self._answer(self._of.pop(row), reason)
+
+    def _joins(self, waiting: "_Waiting") -> bool:
+        """Whether a prompt may join those that are held, which it then does."""
+        if waiting.ids is None:
+            waiting.ids = self._ids_of(waiting.prompt)
+        most, held = self._most_tokens(waiting.ids), self._held
+        # One pass has one set of frequencies.
+        if held and self._frequencies(waiting.ids) not in {each.frequencies for each in held} - {None}:
+            return False
+        if not self._room.fits(most, [each.most_tokens for each in held]):
+            return False
+        self._reading.append(self._begin(waiting.index, waiting.ids))
+        return True
 
     @property
     def _held(self) -> list[_Reading]:
@@ -333,10 +379,6 @@ class _Many:
     def _frequencies(self, ids: Tensor) -> str | None:
         """By which frequencies all keys of a row are rotated, `None` if these change with its length."""
         return frequencies_within(self._model.config, ids.shape[1], self._most_tokens(ids))
-
-    def _may_join(self, ids: Tensor) -> bool:
-        """Whether a row may be passed beside those that are held: one pass has one set of frequencies."""
-        return not self._held or self._frequencies(ids) in {each.frequencies for each in self._held} - {None}
 
     def _most_tokens(self, ids: Tensor) -> int:
         return ids.shape[1] + int(self._config.max_new_tokens) + self._room_for_drafts
@@ -354,19 +396,13 @@ class _Many:
 
     def _cache_of(self, reading: _Reading) -> Cache:
         """The cache of a prompt, which has seen what the store has: also what the prompts before have inserted."""
-
-        def empty() -> Cache:
-            return _empty(self._model, self._name, self._options, reading.most_tokens)
-
         if reading.cache is None:
             # The model may have changed since the prompts before.
-            reading.part = StorePart.if_usable(self._model, self._active, self._name, self._options)
-            found = None if reading.part is None else reading.part.lookup(reading.row.ids)
-            if found is None or found.cache is None:
-                reading.cache = empty()
-            else:
-                reading.cache = usable_cache(found.cache, self._model.device, empty)
-                reading.cached_tokens = found.covered
+            reading.part = self._part_of_store()
+            found = Hit() if reading.part is None else reading.part.lookup(reading.row.ids)
+            empty = functools.partial(_empty, self._model, self._named, reading.most_tokens)
+            reading.cache = usable_cache(found.cache, self._model.device, empty)
+            reading.cached_tokens = found.covered
         return reading.cache
 
     def _ids_of(self, prompt: Any) -> Tensor:
@@ -436,7 +472,7 @@ class _Many:
         if stop < end:
             return None
         if reading.part is not None:
-            now = StorePart.if_usable(model, self._active, self._name, self._options)
+            now = self._part_of_store()
             if now is not None and now.is_of_same_states(reading.part):
                 now.insert(ids, cache)
         logits: Tensor = output.logits[:, -1]

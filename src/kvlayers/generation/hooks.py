@@ -25,12 +25,13 @@ from kvlayers.generation import (
     assisted,
     cache_by_name,
     call_arguments,
+    call_names,
     known_ids,
     legacy_tuples,
     make_cache,
     passed_caches,
-    saved_names,
 )
+from kvlayers.generation.current_call import CURRENT, Acquired, CurrentCall
 from kvlayers.generation.patching import Method, Patch, ScopedValue
 from kvlayers.generation.prefill import prefill_in_chunks, prefill_once
 from kvlayers.generation.prefix_reuse import active_store, prefixed_call
@@ -46,65 +47,58 @@ def generate(original: Method) -> Method:
 
     names = list(inspect.signature(original).parameters)[1:]
 
-    def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {**dict(zip(names, args, strict=False)), **kwargs}
-
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs = cache_argument.respelled(self, kwargs, cache_argument.name_in_generate(self))
+        cache_name = cache_argument.name_in_generate(self)
+        kwargs = cache_argument.respelled(self, kwargs, cache_name)
         hand_over_cache(self)
         args, kwargs = call_arguments.with_prompt_by_name(args, kwargs)
-        cache_name = cache_argument.name_in_generate(self)
         cache_by_name.move_name_to_option(cache_name, kwargs)
-        given = by_name(args, kwargs)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         call_arguments.check_call(self, given, cache_name)
-        with saved_names.REQUESTED_NAME.override(saved_names.requested_name(given)):
-            active = active_store.for_call()
-            if active is None:
-                return generate_without_store(self, *args, **kwargs)
-            return prefixed_call.generate(active, functools.partial(generate_without_store, self), self, args, kwargs)
+        plain = functools.partial(generate_without_store, self, call_names.requested_name(given), cache_name)
+        active = active_store.for_call()
+        if active is None:
+            return plain(*args, **kwargs)
+        return prefixed_call.generate(active, plain, self, args, kwargs)
 
-    def generate_without_store(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate_without_store(self: Any, requested: str | None, cache_name: str, *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
         # A draft model gets the same cache several times within one call, and rolls it back in between.
-        is_assistant = config is not None and config.is_assistant
+        is_assistant, is_pair = config is not None and config.is_assistant, self.config.is_encoder_decoder
         returns_tuples = _pop_return_legacy_cache(self, config, kwargs)
-        name = cache_argument.name_in_generate(self)
-        past = kwargs.get(name)
+        past: Any = kwargs.get(cache_name)
         if isinstance(past, tuple | list):
-            legacy_tuples.warn_of_tuples(name)
-            past = kwargs[name] = legacy_tuples.cache_for_generate(self.config, past)
+            legacy_tuples.warn_of_tuples(cache_name)
+            past = kwargs[cache_name] = legacy_tuples.cache_for_generate(self.config, past)
+        is_own, mask = isinstance(past, Cache), kwargs.get("attention_mask")
         input_ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
-        if compat.LOOPS_COUNT_CACHE_POSITION and isinstance(past, Cache) and not self.config.is_encoder_decoder:
+        if compat.LOOPS_COUNT_CACHE_POSITION and is_own and not is_pair:
             passed_caches.check_whole_sequence(past, input_ids)
-        if isinstance(past, Cache) and not is_assistant and not self.config.is_encoder_decoder:
-            passed_caches.check_rows(past, kwargs.get("attention_mask"))
-            _forget_images(self, past, input_ids, kwargs.get("attention_mask"))
-        if not is_assistant:
+        if is_own and not is_assistant and not is_pair:
+            passed_caches.check_rows(past, mask)
+            _forget_images(self, past, input_ids, mask)
+        if is_own and not is_assistant:
             kwargs.update(passed_caches.decoder_mask(self, past, kwargs))
         if type(past) in passed_caches.CLASSES:
             passed_caches.replace_layers(past, self)
-        was_recording = isinstance(past, Cache) and any(layer.is_recording for layer in past.adapted_layers())
-        mask_mode = make_cache.mask_mode(past)
+        was_recording = is_own and any(layer.is_recording for layer in past.adapted_layers())
+        mask_mode = None if past is None else make_cache.mask_mode(past)
         was_compiled = mask_mode is not None and mask_mode.compiled
-        cache_sees_ids = (
-            not self.config.is_encoder_decoder
-            and not is_assistant
-            and kwargs.get("inputs_embeds") is None
-            and not prefixed_call.is_from_store(past)
+        is_from_store = prefixed_call.is_from_store(past)
+        cache_sees_ids = not (is_pair or is_assistant or is_from_store) and kwargs.get("inputs_embeds") is None
+        record = known_ids.TokenRecord(
+            input_ids if cache_sees_ids else None, mask, _total_tokens(self, input_ids, kwargs) if is_own else None
         )
-        mask = kwargs.get("attention_mask")
-        total_tokens = _total_tokens(self, input_ids, kwargs) if isinstance(past, Cache) else None
-        record = known_ids.TokenRecord(input_ids if cache_sees_ids else None, mask, total_tokens)
-        given = by_name(args, kwargs)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         may_be_stopped = bool(given.get("stopping_criteria")) or given.get("custom_generate") is not None
-        acquired: list[make_cache.Acquired] = []
+        acquired: list[Acquired] = []
         try:
-            with (
-                make_cache.ACQUIRED.override(acquired),
-                known_ids.recording(record),
-                make_cache.MAY_BE_STOPPED.override(may_be_stopped),
-            ):
+            with CURRENT.override(CurrentCall(requested, record, may_be_stopped, acquired)):
                 output = original(assisted.view_for_generate(self, given), *args, **kwargs)
+        except BaseException:
+            # A retry with less memory must not find the cache kept alive here.
+            record.release_cache()
+            raise
         finally:
             if mask_mode is not None:
                 mask_mode.compiled = was_compiled
@@ -114,7 +108,8 @@ def generate(original: Method) -> Method:
         record.end(output, cache)
         if returns_tuples and isinstance(output, ModelOutput) and cache is not None:
             cache_argument.replace_in_output(output, legacy_tuples.to_tuples(cache))
-        make_cache.remember_lengths(self, acquired)
+        if acquired:
+            make_cache.remember_lengths(self, acquired)
         if isinstance(output, Tensor):
             # Nobody but the pool refers to the caches now.
             del cache
@@ -175,20 +170,23 @@ def prepare_cache_for_generation(original: Method) -> Method:
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        argument = cache_argument.name_in_generate(self)
+        argument, call = cache_argument.name_in_generate(self), CURRENT.get()
         past = model_kwargs.get(argument)
-        saved_names.resolve_name(self, generation_config, saved_names.REQUESTED_NAME.get(), past is not None)
+        call_names.resolve_name(self, generation_config, call.requested_name, past is not None)
         name = generation_config.cache_implementation or "dynamic"
         if isinstance(past, transformers.Cache) and not generation_config.is_assistant:
             encoded = generate_calls.encoded_for(self, model_kwargs)
             if encoded is not None and not self.config.is_encoder_decoder:
                 past = model_kwargs[argument] = cache_by_name.paired(past, encoded.shape[1])
-        _prepare_passed_cache(self, past, generation_config, model_kwargs, max_cache_length)
-        mask_mode = make_cache.mask_mode(past)
-        # A cache of transformers does not say whether it is compiled around, and no cache whether its masks are right.
-        must_ask = not isinstance(past, Cache) or generate_calls.gives_windows_full_masks(self)
-        if mask_mode is not None and (generation_config.compile_config is not None or must_ask):
-            mask_mode.compiled = make_cache.will_be_compiled(self, generation_config, generation_mode, past)
+        if past is not None:
+            _prepare_passed_cache(self, past, generation_config, model_kwargs, max_cache_length, generation_mode)
+        if call.record is not None:
+            call.record.begin(past, generation_config, passed_caches.padding_mask(model_kwargs))
+        if generation_config.prefill_chunk_size is not None:
+            is_filled = compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.get_seq_length()
+            if is_filled or kept_states(self) is not None:
+                # The new tokens are read in one pass instead.
+                generation_config.prefill_chunk_size = None
         if (
             past is not None
             or generation_config.use_cache is False
@@ -216,7 +214,12 @@ def prepare_cache_for_generation(original: Method) -> Method:
 
 
 def _prepare_passed_cache(
-    model: Any, past: Any, generation_config: Any, model_kwargs: dict[str, Any], max_cache_length: int
+    model: Any,
+    past: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    max_cache_length: int,
+    generation_mode: GenerationMode,
 ) -> None:
     """Check the cache that a call was given, and adapt the call to it."""
     if prefixed_call.is_from_store(past):
@@ -228,7 +231,7 @@ def _prepare_passed_cache(
     attention_mask = passed_caches.padding_mask(model_kwargs)
     # A draft model gets its own cache several times within one call.
     encoded = None if generation_config.is_assistant else generate_calls.encoded_for(model, model_kwargs)
-    record = known_ids.CURRENT.get()
+    record = CURRENT.get().record
     total_tokens = None if record is None else record.total_tokens
     if attention_mask is not None:
         total_tokens = attention_mask.shape[1]
@@ -238,12 +241,12 @@ def _prepare_passed_cache(
         # The new tokens may have been passed alone, with a mask for all.
         max_cache_length = max(max_cache_length, total_tokens + new_tokens - 1)
     make_cache.check_room(past, generation_config, max_cache_length)
-    if record is not None:
-        record.begin(past, generation_config, attention_mask)
-    begins_at_zero = compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.get_seq_length()
-    if generation_config.prefill_chunk_size is not None and (begins_at_zero or kept_states(model) is not None):
-        # The new tokens are read in one pass instead.
-        generation_config.prefill_chunk_size = None
+    mask_mode = make_cache.mask_mode(past)
+    if mask_mode is not None:
+        # A cache of transformers does not say whether it is compiled around, and no cache whether its masks are right.
+        must_ask = not isinstance(past, Cache) or generate_calls.gives_windows_full_masks(model)
+        if generation_config.compile_config is not None or must_ask:
+            mask_mode.compiled = make_cache.will_be_compiled(model, generation_config, generation_mode, past)
 
 
 def prefill(original: Method) -> Method:
@@ -255,7 +258,8 @@ def prefill(original: Method) -> Method:
         def transformers_prefill(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
             return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
-        if frequencies_within(self.config, 1, input_ids.shape[1]) is None:
+        is_in_chunks = generation_config.prefill_chunk_size is not None
+        if is_in_chunks and frequencies_within(self.config, 1, input_ids.shape[1]) is None:
             # Parts of the prompt would be rotated by the frequencies of shorter prompts.
             generation_config.prefill_chunk_size = None
         output = prefill_in_chunks(self, input_ids, generation_config, model_kwargs)
@@ -283,8 +287,9 @@ _handing_over: dict[type, Patch] = {}
 def hand_over_cache(model: Any) -> None:
     """Let a model that keeps an old name, or gives the cache up, get that of `generate()`, until `take_cache_back`."""
     owner = type(model)
-    keeps_it = not cache_argument.keeps_an_old_name(model) and reads_again_behind(model) is None
-    if keeps_it or getattr(owner, METHOD) is getattr(GenerationMixin, METHOD):
+    if getattr(owner, METHOD) is getattr(GenerationMixin, METHOD):
+        return
+    if not cache_argument.keeps_an_old_name(model) and reads_again_behind(model) is None:
         return
     with _handing_lock:
         if owner not in _handing_over:
@@ -336,8 +341,9 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
             if not torch.compiler.is_compiling():
                 _note_continuous_batching()
             return original(self, *args, **kwargs)
-        kwargs = cache_argument.respelled(self, kwargs)
-        past = kwargs.get(cache_argument.name_for(self))
+        name = cache_argument.name_for(self)
+        kwargs = cache_argument.respelled(self, kwargs, name)
+        past = kwargs.get(name)
         # Eager code prepares caches before a model is compiled.
         is_compiling = torch.compiler.is_compiling()
         if not args and isinstance(past, Cache) and (is_compiling or not _is_prompt(kwargs.get("input_ids"))):
@@ -352,22 +358,23 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
         if past is None:
             with _MAKER.override(self):
                 return original(self, *args, **kwargs)
-        return _forward_with_cache(functools.partial(original, self), self, past, args, kwargs)
+        return _forward_with_cache(functools.partial(original, self), self, name, past, args, kwargs)
 
     return call
 
 
 def _forward_with_cache(
-    forward: Callable[..., Any], model: Any, past: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    forward: Callable[..., Any], model: Any, name: str, past: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     if type(past) in passed_caches.CLASSES:
         passed_caches.replace_layers(past, model)
-        passed_caches.warn_of_another(past, saved_names.REQUESTED_NAME.get(), model)
+        passed_caches.warn_of_another(past, CURRENT.get().requested_name, model)
     elif isinstance(past, str):
-        kwargs = {**kwargs, cache_argument.name_for(model): cache_by_name.make_cache(past, model)}
+        kwargs = {**kwargs, name: cache_by_name.make_cache(past, model)}
     else:
         ids = kwargs.get("input_ids", args[0] if args else None)
-        if _is_prompt(ids) and isinstance(past, Cache):
+        # A call of generate() has a record of its own.
+        if _is_prompt(ids) and isinstance(past, Cache) and CURRENT.get().record is None:
             return known_ids.record_forward(past, ids, functools.partial(forward, *args, **kwargs))
     return forward(*args, **kwargs)
 

@@ -1,6 +1,6 @@
 """Let `generate()` use kvlayers' caches: explicitly, reversibly, and with as few changes to transformers as possible.
 
-While kvlayers is installed, these are replaced (`hooks.py` and `saved_names.py` have what replaces them):
+While kvlayers is installed, these are replaced (`hooks.py` and `call_names.py` have what replaces them):
 
 * `GenerationMixin.generate`, so that it takes legacy tuples and `return_legacy_cache=True`, which transformers 5
   dropped, keeps the name of a cache that it is asked for, and uses a prefix store (`prefixes/`). To decode with drafts
@@ -47,12 +47,11 @@ from kvlayers.errors import OptionError
 from kvlayers.generation import (
     cache_by_name,
     call_arguments,
-    default_cache,
+    call_names,
     hooks,
     known_ids,
     make_cache,
     passed_caches,
-    saved_names,
     transformers4_names,
 )
 from kvlayers.generation.documents import DocumentPrompt
@@ -102,8 +101,9 @@ def install(
             option, or another option is not a bool. Nothing is changed.
         RegistryError: no cache has this name. Nothing is changed.
     """
-    name = cache_by_name.either(cache, cache_implementation)
-    given = _given(prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts, name)
+    given = _given(
+        prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts, cache, cache_implementation
+    )
     with _lock:
         if legacy_names:
             transformers4_names.ACTIVATION.activate()
@@ -122,7 +122,7 @@ def uninstall() -> None:
         active_store.CURRENT.set_default(None)
         passed_caches.REPLACE.set_default(True)
         known_ids.STRICT_PROMPTS.set_default(False)
-        default_cache.DEFAULT.set_default(None)
+        call_names.DEFAULT.set_default(None)
         transformers4_names.ACTIVATION.deactivate()
         _activation.deactivate()
 
@@ -175,8 +175,9 @@ def installed(
         >>> type(cache).__name__, kvlayers.is_installed()
         ('QuantizedCache', False)
     """
-    name = cache_by_name.either(cache, cache_implementation)
-    given = _given(prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts, name)
+    given = _given(
+        prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts, cache, cache_implementation
+    )
     with contextlib.ExitStack() as stack:
         with _lock:
             stack.enter_context(_activation.block())
@@ -195,8 +196,10 @@ def _given(
     replace_empty_caches: object,
     strict_prompts: object,
     cache: str | None,
+    cache_implementation: str | None,
 ) -> list[tuple[ScopedValue[Any], Any]]:
     """The settings that are given, with their values."""
+    asked = cache_by_name.either(cache, cache_implementation)
     active = active_store.optional_store(prefix_store, namespace)
     if not isinstance(legacy_names, bool):
         raise OptionError(f"`legacy_names` must be True or False, got {legacy_names!r}.")
@@ -207,7 +210,7 @@ def _given(
         (active_store.CURRENT, active),
         (passed_caches.REPLACE, replace_empty_caches),
         (known_ids.STRICT_PROMPTS, strict_prompts),
-        (default_cache.DEFAULT, None if cache is None else default_cache.DefaultCache(cache)),
+        (call_names.DEFAULT, None if asked is None else call_names.DefaultCache(asked)),
     ]
     return [(setting, value) for setting, value in settings if value is not None]
 
@@ -279,7 +282,7 @@ def _patches() -> list[Patch]:
     """The table of all that is replaced in classes of transformers while kvlayers is installed."""
     replacements: list[tuple[type, str, Callable[[Method], Method]]] = [
         (GenerationMixin, "_prepare_cache_for_generation", hooks.prepare_cache_for_generation),
-        (GenerationConfig, "save_pretrained", saved_names.save_pretrained),
+        (GenerationConfig, "save_pretrained", call_names.save_pretrained),
     ]
     if compat.PREFILLS_APART:
         replacements.append((GenerationMixin, "_prefill", hooks.prefill))
@@ -296,8 +299,8 @@ def _patches() -> list[Patch]:
         # A config that is loaded outside of calls takes over its saved name.
         Patch(
             GenerationConfig,
-            saved_names.FIELD,
-            lambda _: saved_names.SavedName(lambda: is_installed() and _in_call.get() is None),
+            call_names.FIELD,
+            lambda _: call_names.SavedName(lambda: is_installed() and _in_call.get() is None),
         ),
     ]
 
@@ -326,7 +329,8 @@ def _apply_patches() -> None:
     hooks.is_active = _uses_kvlayers
     for interface, function in _ATTENTION:
         interface.register(model_attention.NAME, function)
-    _accept_names()
+    if not call_names.are_accepted():
+        _accept_names()
 
 
 def _remove_patches() -> None:
@@ -350,7 +354,7 @@ _activation = Activation(_apply_patches, _remove_patches)
 
 def _accept_names() -> None:
     """Let a `GenerationConfig` accept the names of the registry while kvlayers is in place, and no longer."""
-    saved_names.accept_names(lambda: named_caches.cache_names() if _activation.is_in_place else [])
+    call_names.accept_names(lambda: named_caches.cache_names() if _activation.is_in_place else [])
 
 
 named_caches.on_change(_accept_names)

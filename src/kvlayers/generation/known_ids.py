@@ -8,8 +8,7 @@ of `generate()` has ended, those of the returned sequences. Tokens that other lo
 since that would cost something at each token. Unknown tokens are not compared.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -87,7 +86,7 @@ class TokenRecord:
             cache: the cache that it was given, or that it returns.
         """
         sequences = output.get("sequences") if isinstance(output, ModelOutput) else output
-        if not _records_ids(cache) or self._ids is None or not isinstance(sequences, Tensor):
+        if self._ids is None or not isinstance(sequences, Tensor) or not _records_ids(cache):
             return
         if self._cache is not cache and self._cache is not None:
             return
@@ -116,21 +115,6 @@ class TokenRecord:
             cache.known_ids = known[:, :seen].clone()
 
 
-CURRENT: ScopedValue[TokenRecord | None] = ScopedValue("record of the current call of generate()", None)
-
-
-@contextmanager
-def recording(record: TokenRecord) -> Iterator[None]:
-    """Make `record` the current one of this context, which belongs to one thread."""
-    try:
-        with CURRENT.override(record):
-            yield
-    except BaseException:
-        # A retry with less memory must not find the cache kept alive here.
-        record.release_cache()
-        raise
-
-
 def record_forward(cache: Cache, ids: Tensor, forward: Callable[[], Any]) -> Any:
     """Run a forward pass over a prompt, and record its ids if the cache has then seen them.
 
@@ -142,7 +126,7 @@ def record_forward(cache: Cache, ids: Tensor, forward: Callable[[], Any]) -> Any
     Returns:
         What the forward pass returns.
     """
-    if CURRENT.get() is not None or not _records_ids(cache):
+    if not _records_ids(cache):
         return forward()
     length = _length(cache)
     output = forward()

@@ -26,9 +26,9 @@ from transformers.utils import ModelOutput
 from kvlayers.core import named_caches
 from kvlayers.errors import KVLayersError, OptionError
 from kvlayers.generation import cache_by_name
+from kvlayers.generation.call_names import requested_name, resolve_name
 from kvlayers.generation.install import call_with_kvlayers, is_installed
 from kvlayers.generation.legacy_tuples import kvlayers_view
-from kvlayers.generation.saved_names import requested_name, resolve_name
 from kvlayers.upstream import cache_argument, generate_calls
 from kvlayers.upstream.generate_calls import bind_arguments, full_generation_config, uses_transformers_generate
 

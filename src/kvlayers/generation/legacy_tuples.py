@@ -37,10 +37,12 @@ def forward_with_tuples(original: Callable[..., Any], model: Any, args: tuple[An
     """
     argument = cache_argument.name_for(model)
     position = None if argument in kwargs else cache_argument.position_in(model)
-    past = kwargs.get(argument) if position is None else args[position : position + 1]
-    if position is not None:
-        past = past[0] if past else None
-    if not isinstance(past, tuple | list) or _reads_tuples_itself(model):
+    past = kwargs.get(argument) if position is None else next(iter(args[position : position + 1]), None)
+    of_repository = inspect.unwrap(type(model).forward).__module__.startswith("transformers_modules.")
+    # Code of a model repository that is older than caches reads its own form of tuples. Code of that time uses this
+    # attribute to say that it takes caches.
+    reads_tuples_itself = of_repository and not getattr(model, "_supports_cache_class", False)
+    if not isinstance(past, tuple | list) or reads_tuples_itself:
         return original(model, *args, **kwargs)
     warn_of_tuples(argument)
     cache = cache_for_forward(model.config, past)
@@ -52,7 +54,7 @@ def forward_with_tuples(original: Callable[..., Any], model: Any, args: tuple[An
         output = original(model, *args, **kwargs)
     except StateMismatchError as mismatch:
         raise LegacyFormatError(
-            f"expected tuples of states as {type(model).__name__} computes them for these inputs: {mismatch}"
+            f"`{argument}` must be states as {type(model).__name__} computes them for these inputs: {mismatch}"
         ) from mismatch
     return _with_tuples(output, model.config)
 
@@ -63,13 +65,6 @@ def warn_of_tuples(argument: str) -> None:
         f"{argument} as tuples",
         "pass kvlayers.DynamicCache(config=model.config), or what from_legacy_cache() makes of the tuples",
     )
-
-
-def _reads_tuples_itself(model: Any) -> bool:
-    """Whether a model is code from a model repository that is older than caches and reads its own form of tuples."""
-    of_repository = inspect.unwrap(type(model).forward).__module__.startswith("transformers_modules.")
-    # Code of that time uses this attribute to say that it takes caches.
-    return of_repository and not getattr(model, "_supports_cache_class", False)
 
 
 def _with_tuples(output: Any, config: object) -> Any:
@@ -160,8 +155,8 @@ def _checked(config: Any, states: Iterable[Any]) -> LegacyStates:
 def _check_count(states: LegacyStates, layers: int) -> None:
     if len(states) != layers:
         raise LegacyFormatError(
-            f"expected states for each of the {layers} layers of the model that attend, but saw {len(states)}: pass "
-            "the states of every layer."
+            f"tuples of states must have those of each of the {layers} layers of the model that attend, got "
+            f"{len(states)}: pass the states of every layer."
         )
 
 

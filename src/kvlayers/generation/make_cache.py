@@ -20,13 +20,12 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.named_caches import CacheRequest
 from kvlayers.errors import CapacityError
 from kvlayers.generation import assisted, cache_by_name, passed_caches
-from kvlayers.generation.patching import ScopedValue
+from kvlayers.generation.current_call import CURRENT, Acquired
 from kvlayers.interop.aliases import HybridCache, HybridChunkedCache, SlidingWindowCache
 from kvlayers.static.slots import MaskMode
 from kvlayers.static.static_cache import StaticCache, fixed_layers
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
 from kvlayers.upstream.generate_calls import sequences_per_prompt
-from kvlayers.upstream.model_layers import layer_devices, model_device
 from kvlayers.utils.transforms import autocast_dtype
 
 COMPILED_MODES = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
@@ -67,26 +66,22 @@ def for_call(
     if generation_mode == GenerationMode.ASSISTED_GENERATION:
         # A draft may reach beyond the end of the sequence before it is rolled back.
         most += 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
-    request = CacheRequest(
-        model.config,
+    request = cache_by_name.request_of(
+        model,
         {} if options is None else options,
         batch_size=batch_size * sequences_per_prompt(generation_config),
         length_hint=most,
-        device=model_device(model),
-        dtype=model.dtype,
         encoder_length=None if encoded is None else encoded.shape[1],
         attention_mask=passed_caches.padding_mask(model_kwargs),
-        layer_devices=layer_devices(model),
     )
     cache = _acquire(model, name, request, generation_config, generation_mode)
     passed_caches.named.add(cache)
     check_room(cache, generation_config, max_cache_length)
-    if isinstance(cache, Cache) and cache.rotates_keys:
-        passed_caches.check_rope_dtype(model)
+    passed_caches.check_rope_dtype(model, cache)
     if generation_config.is_assistant:
         cache.activate_past_recording()
         cache = assisted.as_draft_cache(cache)
-    return cache  # type:
+    return cache
 
 
 def _acquire(
@@ -97,11 +92,21 @@ def _acquire(
         return cache
     compiled = will_be_compiled(model, generation_config, generation_mode, cache)
     if compiled:
-        if request.length_hint is not None:
+        with _lock:
+            longest = _lengths.get(model, {}).get(request.batch_size, 0)
+        if request.length_hint is not None and request.length_hint < longest:
             # Another length would have another shape, for which the model would be compiled again.
-            longest = longest_length(model, request)
             cache = cache_by_name.cache_for(name, dataclasses.replace(request, length_hint=longest))
-        cache = acquire(model, cache, request)
+        with _lock:
+            idle = _idle.pop(model, None)
+        # Under autocast, the dtype of states differs from that of the model.
+        autocast = None if request.device is None else autocast_dtype(request.device)
+        if idle is not None and autocast is None and _can_replace(idle, cache, request):
+            # An earlier compiled call on the model has released it.
+            cache = idle
+        acquired = CURRENT.get().acquired
+        if acquired is not None:
+            acquired.append((cache, request))
     if compiled and generation_config.prefill_chunk_size is not None:
         compiled = _reserve_early(model, cache, request)
     mode = mask_mode(cache)
@@ -156,8 +161,6 @@ def will_be_compiled(
 
 logger = logging.getLogger(__name__)
 
-MAY_BE_STOPPED = ScopedValue("whether the caller's code may stop the current call of generate() at any token", True)
-
 
 def check_room(cache: object, generation_config: Any, needed: int) -> None:
     """Check that a call does not run for long only to find that its cache is full.
@@ -182,12 +185,16 @@ def check_room(cache: object, generation_config: Any, needed: int) -> None:
     )
     # Tokens that the cache holds at the end, however early that is.
     fewest = needed if generation_config.eos_token_id is None else (generation_config.min_length or 0) - 1
-    if MAY_BE_STOPPED.get() or generation_config.max_time is not None or generation_config.stop_strings is not None:
+    if (
+        CURRENT.get().may_be_stopped
+        or generation_config.max_time is not None
+        or generation_config.stop_strings is not None
+    ):
         fewest = 0
     if fewest > limit:
         raise CapacityError(
-            f"expected a reservation of {needed} tokens, which this call of generate() needs for its prompt and all "
-            f"new tokens but the last, but saw one of {limit}: {advice}"
+            f"the cache of this call must have room for {needed} tokens, its prompt and all new tokens but the last, "
+            f"got a reservation of {limit}: {advice}"
         )
     logger.warning(
         "The cache has room for %d tokens, and this call of generate() fails if it does not end before it needs more: "
@@ -219,9 +226,6 @@ SOLE_REFERENCES = 2
 _lock = threading.Lock()
 _idle: "weakref.WeakKeyDictionary[Any, Cache]" = weakref.WeakKeyDictionary()
 _lengths: "weakref.WeakKeyDictionary[Any, dict[int | None, int]]" = weakref.WeakKeyDictionary()
-Acquired = tuple[Cache, CacheRequest]
-ACQUIRED: ScopedValue[list[Acquired] | None] = ScopedValue("caches of the current call of generate()", None)
-"""Collects the caches that are acquired within one call of `generate()`."""
 
 
 def free_reservations() -> None:
@@ -229,21 +233,6 @@ def free_reservations() -> None:
     with _lock:
         _idle.clear()
         _lengths.clear()
-
-
-def acquire(model: Any, new: Cache, request: CacheRequest) -> Cache:
-    """The empty cache that an earlier compiled call on `model` has released, if it can replace `new`; else `new`."""
-    with _lock:
-        idle = _idle.pop(model, None)
-    cache = new
-    # Under autocast, the dtype of states differs from that of the model.
-    autocast = None if request.device is None else autocast_dtype(request.device)
-    if idle is not None and autocast is None and _can_replace(idle, new, request):
-        cache = idle
-    acquired = ACQUIRED.get()
-    if acquired is not None:
-        acquired.append((cache, request))
-    return cache
 
 
 def remember_lengths(model: Any, acquired: list[Acquired]) -> None:
@@ -271,13 +260,6 @@ def release(model: Any, acquired: list[Acquired]) -> None:
             cache.reset()
             with _lock:
                 _idle[model] = cache
-
-
-def longest_length(model: Any, request: CacheRequest) -> int | None:
-    """Tokens to reserve so that code compiled for the same batch size still fits: never fewer than before."""
-    with _lock:
-        before = _lengths.get(model, {}).get(request.batch_size, 0)
-    return request.length_hint and max(request.length_hint, before)
 
 
 def _static_parts(cache: object) -> list[Any] | None:

@@ -69,21 +69,20 @@ def validate(
         ConfigError: as `check_windows`, `check_rope_dtype` and `SinkCache.prepare`; or the cache is static, and the
             model gets masks of all of its slots.
     """
-    if (
-        model.config.is_encoder_decoder
-        and isinstance(cache, transformers.Cache)
-        and not isinstance(cache, transformers.EncoderDecoderCache)
-    ):
+    argument = cache_argument.name_in_generate(model)
+    is_pair = isinstance(cache, transformers.EncoderDecoderCache)
+    if model.config.is_encoder_decoder and isinstance(cache, transformers.Cache) and not is_pair:
         raise OptionError(
-            f"expected a cache for self-attention and one for cross-attention, as {type(model).__name__} has both, but "
-            f"saw a {type(cache).__name__}: pass EncoderDecoderCache(cache, DynamicCache())."
+            f"`{argument}` must have a cache for self-attention and one for cross-attention, as {type(model).__name__} "
+            f"has both, got a {type(cache).__name__}: pass EncoderDecoderCache(cache, DynamicCache())."
         )
     if not isinstance(cache, Cache):
         return
-    if cache.get_seq_length() and (kept := model_types.kept_states(model)) is not None:
+    seen = cache.get_seq_length()
+    if seen and (kept := model_types.kept_states(model)) is not None:
         raise StateMismatchError(
-            f"`{cache_argument.name_in_generate(model)}` must be an empty cache, as {type(model).__name__} keeps "
-            f"states of its newest sequence outside of it, in {kept}, got one with {cache.get_seq_length()} tokens: "
+            f"`{argument}` must be an empty cache, as {type(model).__name__} keeps "
+            f"states of its newest sequence outside of it, in {kept}, got one with {seen} tokens: "
             "reset() the cache, and pass the whole text."
         )
     if cache.is_pair and encoded is not None:
@@ -93,36 +92,29 @@ def validate(
     check_windows(model, self_attention)
     if self_attention.is_static and generate_calls.masks_the_whole_reservation(model):
         raise ConfigError(
-            f"expected a cache that grows, as this version of transformers gives {type(model).__name__} masks of all "
-            f"slots of a static cache, but saw a {type(self_attention).__name__}: pass "
+            f"`{argument}` must be a cache that grows, as this version of transformers gives {type(model).__name__} "
+            f"masks of all slots of a static cache, got a {type(self_attention).__name__}: pass "
             "cache_implementation='static' instead, or a DynamicCache."
         )
-    if self_attention.rotates_keys:
-        check_rope_dtype(model)
+    check_rope_dtype(model, self_attention)
     if self_attention.learns_padding:
         if attention_mask is not None:
             left_padding_of(attention_mask)
-        if not self_attention.get_seq_length():
+        if not seen:
             self_attention.prepare(model.config, attention_mask)
     # transformers does not count what a cache of recurrent states has seen: such a model gets the new tokens only.
-    gets_whole_sequence = not self_attention.is_recurrent and not model.config.is_encoder_decoder
-    if gets_whole_sequence and self_attention.layers:
-        seen = self_attention.get_seq_length()
+    if self_attention.layers and not model.config.is_encoder_decoder and not self_attention.is_recurrent:
         if total_tokens is not None:
             check_is_new(self_attention, seen, total_tokens)
-        if inputs_embeds is not None:
-            _check_whole_embeddings(inputs_embeds.shape[1], seen, total_tokens)
-
-
-def _check_whole_embeddings(given: int, seen: int, total_tokens: int | None) -> None:
-    """Raise `StateMismatchError` if embeddings are those of new tokens alone: transformers would drop some of them."""
-    if seen and (given <= seen or given < (total_tokens or 0)):
-        raise StateMismatchError(
-            f"expected inputs_embeds of the whole sequence, of which the cache has seen {seen} tokens, but saw "
-            f"embeddings of {given}{'' if total_tokens is None else f' of its {total_tokens} tokens'}: pass embeddings "
-            "of all tokens (seen tokens may have any embeddings), or the input_ids of new tokens alone with an "
-            "attention_mask for all; or crop() or reset() the cache to begin another sequence."
-        )
+        given = None if inputs_embeds is None else inputs_embeds.shape[1]
+        # transformers would drop some of the embeddings of new tokens alone.
+        if seen and given is not None and (given <= seen or given < (total_tokens or 0)):
+            raise StateMismatchError(
+                f"`inputs_embeds` must be of the whole sequence, of which the cache has seen {seen} tokens, got "
+                f"embeddings of {given}{'' if total_tokens is None else f' of its {total_tokens} tokens'}: pass "
+                "embeddings of all tokens (seen tokens may have any embeddings), or the input_ids of new tokens alone "
+                "with an attention_mask for all; or crop() or reset() the cache to begin another sequence."
+            )
 
 
 def check_windows(model: Any, cache: Cache) -> None:
@@ -138,8 +130,8 @@ def check_windows(model: Any, cache: Cache) -> None:
         attended = spec.options.get("sliding_window")
         if index in windows and (attended is None or attended > windows[index]):
             raise ConfigError(
-                f"expected layer {index} of the cache to hold {'all tokens' if attended is None else attended}, as "
-                f"{type(model).__name__} attends to them, but saw a window of {windows[index]}: the cache was made for "
+                f"layer {index} of the cache must hold {'all' if attended is None else attended} tokens, as "
+                f"{type(model).__name__} attends to them, got a window of {windows[index]}: the cache was made for "
                 "another model, make one with config=model.config."
             )
 
@@ -153,9 +145,9 @@ def check_whole_sequence(cache: Cache, input_ids: object) -> None:
     seen = cache.get_seq_length() if cache.layers else 0
     if seen and isinstance(input_ids, torch.Tensor) and input_ids.dim() == 2 and input_ids.shape[1] <= seen:
         raise StateMismatchError(
-            f"The cache has seen {seen} tokens, and a prompt of {input_ids.shape[1]} has no new ones. Pass the whole "
-            "text with the new tokens at its end and a mask as long (transformers before 5.4 does not go on from new "
-            "tokens alone), or reset the cache."
+            f"`input_ids` must be the whole text, of which the cache has seen {seen} tokens, got {input_ids.shape[1]}: "
+            "pass all of it, with the new tokens at its end and a mask as long (transformers before 5.4 does not go on "
+            "from new tokens alone), or reset the cache."
         )
 
 
@@ -169,10 +161,10 @@ def check_rows(cache: Cache, attention_mask: Tensor | None) -> None:
     Raises:
         StateMismatchError: a row has seen other tokens.
     """
-    lengths = cache.row_lengths
     counts_rows = any(layer.counts_rows for layer in cache.self_attention.adapted_layers())
     if not counts_rows or (attention_mask is not None and attention_mask.dim() != 2):
         return
+    lengths = cache.row_lengths
     columns = max(lengths)
     seen = [columns] * len(lengths) if attention_mask is None else attention_mask[:, :columns].sum(1).tolist()
     if seen != list(lengths):
@@ -208,22 +200,24 @@ def decoder_mask(model: Any, past: Any, kwargs: Mapping[str, Any]) -> dict[str, 
     tokens = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else 1
     if ids is None or tokens <= seen:
         raise StateMismatchError(
-            f"expected decoder_input_ids of the whole sequence, of which the cache has seen {seen} tokens already, but "
-            f"saw {tokens}: pass all of it, or new tokens alone with a decoder_attention_mask for all, or reset the "
+            f"`decoder_input_ids` must be of the whole sequence, of which the cache has seen {seen} tokens already, "
+            f"got {tokens}: pass all of it, or new tokens alone with a decoder_attention_mask for all, or reset the "
             "cache."
         )
     return {"decoder_attention_mask": torch.ones_like(ids)} if compat.PASTS_NEED_DECODER_MASKS else {}
 
 
-def check_rope_dtype(model: torch.nn.Module) -> None:
-    """Raise `ConfigError` if the model rotates keys by other angles than its config says.
+def check_rope_dtype(model: torch.nn.Module, cache: Any) -> None:
+    """Raise `ConfigError` if a cache rotates keys, and its model does so by other angles than its config says.
 
     `model.to(torch.bfloat16)` has this effect, since it also rounds the frequencies.
     """
+    if not isinstance(cache, Cache) or not cache.rotates_keys:
+        return
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and buffer.is_floating_point() and buffer.dtype.itemsize < 4:
             raise ConfigError(
-                f"expected the RoPE frequencies in float32, as the config gives them, but saw {name} rounded to "
+                f"`{name}` of `model` must be in float32, as the frequencies of RoPE are in its config, got "
                 f"{buffer.dtype}: load the model with dtype={buffer.dtype} instead of converting it."
             )
 
@@ -292,7 +286,10 @@ def leave_on_host(cache: Any, model: Any) -> None:
 def _replace_layers(cache: Any, model: Any) -> None:
     layers = cache.layers
     if layers and isinstance(layers[0], LayerOperations):
-        if type(cache) is transformers.StaticCache and not _is_linked(layers):
+        # At each forward pass, so only as many layers are looked at as tell.
+        modes = [layer.reserved.mask_extent.mode for layer in itertools.islice(iter_fixed_layers(layers), 2)]
+        # In a copy of the cache, which transformers makes, static layers do not know one another.
+        if type(cache) is transformers.StaticCache and not all(mode is modes[0] for mode in modes):
             _link(layers)
         return
     if cache.offloading or not REPLACE.get():
@@ -305,20 +302,16 @@ def _replace_layers(cache: Any, model: Any) -> None:
                 type(cache).__name__,
             )
     elif layers:
-        if not _needs_transformers_layers(cache, model):
+        decoder = model_types.decoder_config(model.config)
+        is_static = type(cache) is transformers.StaticCache
+        # Some models keep states in their own cache, or attend to slots of a static cache that hold no token.
+        needs_all_slots = is_static and model_types.counts_on_the_whole_reservation(decoder)
+        if not needs_all_slots and decoder.model_type not in model_layers.MODELS_WITH_OWN_CACHE:
             layers[:] = _kvlayers_layers(layers, model)
             _link(layers)
     elif cache.layer_class_to_replicate is upstream.DynamicLayer:
         # A cache without a config holds every token in every layer, and still does so now.
         cache.layer_class_to_replicate = DynamicLayer
-
-
-def _needs_transformers_layers(cache: Any, model: Any) -> bool:
-    """Whether a model keeps states in its own cache, or attends to slots of a static cache that hold no token."""
-    decoder = model_types.decoder_config(model.config)
-    if type(cache) is transformers.StaticCache and model_types.counts_on_the_whole_reservation(decoder):
-        return True
-    return decoder.model_type in model_layers.MODELS_WITH_OWN_CACHE
 
 
 def _kvlayers_layers(layers: list[Any], model: Any) -> list[Any]:
@@ -355,10 +348,3 @@ def _link(layers: list[Any]) -> None:
         same_kind = [layer for layer in fixed_layers(layers) if layer.is_sliding == is_sliding]
         if same_kind:
             same_kind[0].followers = tuple(same_kind[1:])
-
-
-def _is_linked(layers: list[Any]) -> bool:
-    """Whether static layers know one another. In a copy of the cache, which transformers makes, they do not."""
-    # At each forward pass, so only as many layers are looked at as tell.
-    modes = [layer.reserved.mask_extent.mode for layer in itertools.islice(iter_fixed_layers(layers), 2)]
-    return all(mode is modes[0] for mode in modes)

@@ -34,8 +34,11 @@ def prefill_once(
     Returns:
         The output of the prefill for all repeats; `None` if the prompt cannot be prefilled in this way.
     """
-    cache, rows = model_kwargs.get(cache_argument.name_in_generate(model)), input_ids.shape[0]
-    if rows == 1 or not _can_expand_later(model, cache, input_ids, generation_config, model_kwargs):
+    rows = input_ids.shape[0]
+    if rows == 1:
+        return None
+    cache = model_kwargs.get(cache_argument.name_in_generate(model))
+    if not _can_expand_later(model, cache, input_ids, generation_config, model_kwargs):
         return None
     repeats = sequences_per_prompt(generation_config)
     if repeats < rows and _is_by_rows_alone(model):
@@ -62,7 +65,8 @@ def _is_by_rows_alone(model: Any) -> bool:
     """Whether equal rows have equal states: there is no dropout, and no hook of a module that may know its row."""
     for module in model.modules():
         hooks = [] if module is model else [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if model_types.effect_of_training(module) or not all(map(generate_calls.leaves_states_as_they_are, hooks)):
+        trains = module.training and model_types.effect_of_training(module)
+        if trains or not all(map(generate_calls.leaves_states_as_they_are, hooks)):
             return False
     return True
 
@@ -163,9 +167,9 @@ def check_no_padding(mask: Tensor | None, tokens: int) -> None:
     """
     if mask is not None and tokens > 0 and bool((mask[:, -tokens:] == 0).any()):
         raise StateMismatchError(
-            "expected no padding behind tokens that a recurrent model has seen, as it reads the mask of the first pass "
-            "only, but the attention_mask has zeros there: pad on the left of the first pass, use an attention_mask of "
-            "ones if the pad token is meant as text, or use one cache for each sequence."
+            "`attention_mask` must have no padding behind tokens that a recurrent model has seen, as it reads the mask "
+            "of the first pass only, got zeros there: pad on the left of the first pass, use an attention_mask of ones "
+            "if the pad token is meant as text, or use one cache for each sequence."
         )
 
 
@@ -181,9 +185,9 @@ def prefill_in_chunks(model: Any, input_ids: Tensor, generation_config: Any, mod
     is_unusual = model_kwargs.get("inputs_embeds") is not None or (isinstance(mask, Tensor) and mask.dim() != 2)
     if not isinstance(cache, Cache) or is_unusual or model.config.is_encoder_decoder:
         return None
-    limit, chunk, tokens = pass_limit(model, cache), generation_config.prefill_chunk_size, input_ids.shape[1]
-    if limit is None and not cache.recurrent_parts():
+    if not cache.recurrent_parts() and not model_types.decodes_one_token(model.config):
         return None
+    limit, chunk, tokens = pass_limit(model, cache), generation_config.prefill_chunk_size, input_ids.shape[1]
     seen = cache.get_seq_length()
     if seen == 0:
         if chunk is not None and isinstance(mask, Tensor):

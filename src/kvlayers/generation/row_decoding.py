@@ -5,8 +5,9 @@ would have chosen itself are kept, and the cache is rolled back to them, row by 
 decoding, whatever the draft: each is the greatest score, or a sample, given the tokens before it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from kvlayers.rows import Rows, merge
 from kvlayers.upstream import cache_argument, generate_calls, model_types
 
 
-class Drafter(Protocol):
-    """What makes drafts."""
+class Drafter(ABC):
+    """What makes drafts. One that remembers nothing of rows has `drafts` alone."""
 
     def join(self, rows: "Sequence[DecodedRow]") -> None:
         """Begin to draft for further rows."""
@@ -27,11 +28,12 @@ class Drafter(Protocol):
     def keep(self, indices: Sequence[int]) -> None:
         """Draft for the rows at `indices` alone from now on."""
 
+    @abstractmethod
     def drafts(self, rows: "Sequence[DecodedRow]") -> list[list[int]]:
         """For each of all rows tokens that may come next."""
 
 
-class LookedUp:
+class LookedUp(Drafter):
     """Drafts that are found in the rows themselves: what has followed the newest tokens before (Saxena 2023).
 
     Args:
@@ -40,12 +42,6 @@ class LookedUp:
 
     def __init__(self, find: Callable[[Tensor], list[int]]) -> None:
         self._find = find
-
-    def join(self, rows: "Sequence[DecodedRow]") -> None:
-        """Nothing is remembered of rows."""
-
-    def keep(self, indices: Sequence[int]) -> None:
-        """Nothing is remembered of rows."""
 
     def drafts(self, rows: "Sequence[DecodedRow]") -> list[list[int]]:
         """For each row what has followed its newest tokens before."""
@@ -151,6 +147,7 @@ class RowDecoder:
         drafter: makes drafts, `None` to decode token by token.
 
     Attributes:
+        cache: the cache of all rows, `None` without rows.
         rows: the rows, in the order of the rows of the cache.
         errors: by row, what ended it, apart from its own end.
     """
@@ -160,14 +157,9 @@ class RowDecoder:
     ) -> None:
         self._model, self._drafter, self._on_token = model, drafter, on_token
         self._border = model_types.reads_again_behind(model)
-        self._cache: Cache | None = None
+        self.cache: Cache | None = None
         self.rows: list[DecodedRow] = []
         self.errors: dict[DecodedRow, Exception] = {}
-
-    @property
-    def cache(self) -> Cache | None:
-        """The cache of all rows, `None` without rows."""
-        return self._cache
 
     def join(self, rows: Sequence[DecodedRow], caches: Sequence[Cache]) -> None:
         """Add rows, of one or several caches that have seen all of their tokens but the last.
@@ -176,12 +168,12 @@ class RowDecoder:
         """
         if not rows:
             return
-        if self._cache is not None:
-            self._cache.extend(*caches)
+        if self.cache is not None:
+            self.cache.extend(*caches)
         else:
-            self._cache = caches[0] if len(caches) == 1 else merge(list(caches))
+            self.cache = caches[0] if len(caches) == 1 else merge(list(caches))
         if self._drafter is not None:
-            self._cache.activate_past_recording()
+            self.cache.activate_past_recording()
             self._drafter.join(rows)
         self.rows += rows
 
@@ -209,16 +201,16 @@ class RowDecoder:
         self.rows = [self.rows[index] for index in kept]
         if self._drafter is not None:
             self._drafter.keep(kept)
-        if self._cache is not None and kept:
-            self._cache.keep_rows(kept)
+        if self.cache is not None and kept:
+            self.cache.keep_rows(kept)
         elif not kept:
-            self._cache = None
+            self.cache = None
         return [(row, self.errors.pop(row, None)) for row in ended]
 
     @torch.no_grad()
     def step(self) -> None:
         """One forward pass: each row gets at least one more token."""
-        cache = self._cache
+        cache = self.cache
         if cache is None:
             return
         drafts = [[] for _ in self.rows] if self._drafter is None else self._drafter.drafts(self.rows)

@@ -77,13 +77,9 @@ def _apply() -> None:
         _modules.append(_PatchedModule(AS_FIRST_IMPORTED, HOMES["transformers"]))
     for owner, attributes in _old_attributes().items():
         for name, value in attributes.items():
-            patch = Patch(owner, name, functools.partial(_instead, value))
+            patch = Patch(owner, name, functools.partial(lambda value, replaced: value, value))
             _attributes.append(patch)
             patch.apply()
-
-
-def _instead(value: Any, replaced: Any) -> Any:
-    return value
 
 
 def _remove() -> None:

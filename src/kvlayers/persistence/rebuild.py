@@ -125,8 +125,8 @@ def check_remakeable(cache: Cache) -> None:
     """Raise `CacheFileError` if `load_cache` could not make such a cache, but only load into one."""
     if cache.kind not in CACHE_CLASSES:
         raise CacheFileError(
-            f"A {type(cache).__name__} cannot be made from a file, only {', '.join(CACHE_CLASSES.names())}: register "
-            "it with register_cache_class(), or save it yourself, and load it with into=."
+            f"`cache` must be of a class that a file can name ({', '.join(CACHE_CLASSES.names())}), got a "
+            f"{type(cache).__name__}: register it with register_cache_class(), or save it, and load it with into=."
         )
     layers = [layer for layer in cache.adapted_layers() if not layer.is_upstream]
     kinds = [part.unwrapped.kind for layer in layers for part in layer.parts]
@@ -135,8 +135,8 @@ def check_remakeable(cache: Cache) -> None:
     for kind in kinds:
         if kind not in LAYER_CLASSES:
             raise CacheFileError(
-                f"A {kind} cannot be made from a file, only {', '.join(layer_names())}: register it with "
-                "register_layer(), or save the cache yourself, and load it with into=."
+                f"`cache` must have layers that a file can name ({', '.join(layer_names())}), got a {kind}: register "
+                "it with register_layer(), or save the cache, and load it with into=."
             )
 
 

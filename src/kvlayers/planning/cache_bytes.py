@@ -1,5 +1,6 @@
 """Bytes that a cache would hold: its own layers take in states on the meta device, which have shapes and no memory."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -141,11 +142,8 @@ class CacheTrial:
         }
 
     def _tried(self, tokens: int) -> BytesByDevice:
-        if tokens not in self._known:
-            self._known[tokens] = self._try(tokens)
-        return self._known[tokens]
-
-    def _try(self, tokens: int) -> BytesByDevice:
+        if tokens in self._known:
+            return self._known[tokens]
         found: dict[torch.device | None, list[CacheBytes]] = {}
         parts = _parts(self._make(tokens), len(self._shapes))
         for layers, alike, held in zip(parts, self._alike, (tokens, self._encoder_length), strict=False):
@@ -157,7 +155,8 @@ class CacheTrial:
                 by_device.setdefault(device, []).append(costs[tried])
             for device, of_layers in by_device.items():
                 found.setdefault(device, []).append(_summed(of_layers))
-        return {device: _together(costs) for device, costs in found.items()}
+        self._known[tokens] = {device: _together(costs) for device, costs in found.items()}
+        return self._known[tokens]
 
 
 def fidelity_of(cache: Any) -> Fidelity:
@@ -184,15 +183,14 @@ def _parts(cache: Any, count: int) -> list[list[LayerOperations]]:
 def _alike(layers: Sequence[tuple[LayerOperations, LayerShape]]) -> list[int]:
     """For each layer the number of the first one that is made with the same arguments for states of the same shape."""
     first: dict[Any, int] = {}
-    return [first.setdefault(_kind(layer, shape) or index, index) for index, (layer, shape) in enumerate(layers)]
-
-
-def _kind(layer: LayerOperations, shape: LayerShape) -> tuple[Any, ...] | None:
-    try:
-        return type(layer), layer.sized_for, repr(layer.describe()), shape
-    except UnsupportedLayerError:
-        # Of another package, which does not say how its layers are made.
-        return None
+    alike: list[int] = []
+    for index, (layer, shape) in enumerate(layers):
+        kind: Any = index
+        # A layer of another package may not say how it is made.
+        with contextlib.suppress(UnsupportedLayerError):
+            kind = type(layer), layer.sized_for, repr(layer.describe()), shape
+        alike.append(first.setdefault(kind, index))
+    return alike
 
 
 def _reserved_window(layer: LayerOperations) -> int | None:

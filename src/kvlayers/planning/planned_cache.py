@@ -60,6 +60,11 @@ class PlannedCache:
         """Whether the states that the model attends to are kept as they came."""
         return self.fidelity == "exact"
 
+    @property
+    def is_coarse(self) -> bool:
+        """Whether it has fewer bits than `COARSE_BITS`."""
+        return self.bits < COARSE_BITS
+
 
 @dataclass(frozen=True, repr=False)
 class Plan:
@@ -91,13 +96,12 @@ class Plan:
         Raises:
             RegistryError: no such cache was planned.
         """
-        for cache in self.caches:
-            if cache.name == name:
-                return cache
+        named = {cache.name: cache for cache in self.caches}
+        if name in named:
+            return named[name]
         why = self.left_out.get(name)
         raise RegistryError(
-            f"{name!r} is not among the planned caches ({', '.join(cache.name for cache in self.caches)})"
-            f"{'.' if why is None else f': {why}'}"
+            f"{name!r} is not among the planned caches ({', '.join(named)}){'.' if why is None else f': {why}'}"
         )
 
     @property
@@ -132,7 +136,13 @@ class Plan:
         found: dict[tuple[str, ...], list[PlannedCache]] = {}
         for cache in self.caches:
             found.setdefault(self._figures(cache), []).append(cache)
-        groups = [tuple(sorted(same, key=self._plainness)) for same in found.values()]
+        preferred = (self.recommended.name, *PLAIN_NAMES)
+
+        def plainness(cache: PlannedCache) -> tuple[Any, ...]:
+            is_plain = cache.name in preferred
+            return not is_plain, preferred.index(cache.name) if is_plain else 0, len(cache.name), cache.name
+
+        groups = [tuple(sorted(same, key=plainness)) for same in found.values()]
         return sorted(groups, key=lambda same: (same[0].device_bytes, same[0].host_bytes, same[0].bits))
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -147,11 +157,6 @@ class Plan:
         if self.memory is None:
             return figures
         return (*figures, "no end" if cache.longest_context is None else str(cache.longest_context))
-
-    def _plainness(self, cache: PlannedCache) -> tuple[Any, ...]:
-        name = cache.name
-        rank = PLAIN_NAMES.index(name) if name in PLAIN_NAMES else len(PLAIN_NAMES)
-        return name != self.recommended.name, rank, len(name), name
 
     def __repr__(self) -> str:
         return "\n".join([self.title, plain_table(self.rows()), *self.notes])
@@ -173,24 +178,18 @@ def best_of(caches: Sequence[PlannedCache]) -> PlannedCache | None:
     hold the context, and is recommended only if all caches evict.
     """
     keeping = [cache for cache in caches if cache.fidelity != "evicting"]
-    fitting = [cache for cache in keeping or caches if cache.fits]
-    return min(fitting, key=_rank, default=None)
-
-
-def _is_coarse(cache: PlannedCache) -> bool:
-    return cache.bits < COARSE_BITS
-
-
-def _rank(cache: PlannedCache) -> tuple[bool, bool, bool, float, int, bool, str]:
-    on_host, is_simplest = cache.host_bytes > 0, cache.name == SIMPLEST
-    return (
-        _is_coarse(cache),
-        on_host,
-        not cache.is_exact,
-        -cache.bits,
-        cache.device_bytes,
-        not is_simplest,
-        cache.name,
+    return min(
+        (cache for cache in keeping or caches if cache.fits),
+        key=lambda cache: (
+            cache.is_coarse,
+            cache.host_bytes > 0,
+            not cache.is_exact,
+            -cache.bits,
+            cache.device_bytes,
+            cache.name != SIMPLEST,
+            cache.name,
+        ),
+        default=None,
     )
 
 
@@ -211,10 +210,10 @@ def why_recommended(cache: PlannedCache, caches: Sequence[PlannedCache], memory:
 
 def why_not(cache: PlannedCache, best: PlannedCache) -> str:
     """The reason to use the best cache instead of this one, which fits too."""
-    is_coarser = _is_coarse(cache) and not _is_coarse(best)
     reasons = {
         "it evicts tokens that the model would attend to.": cache.fidelity == "evicting",
-        f"it rounds states to {cache.bits:.3g} bits, and '{best.name}' keeps more.": is_coarser,
+        f"it rounds states to {cache.bits:.3g} bits, and '{best.name}' keeps more.": cache.is_coarse
+        and not best.is_coarse,
         f"it brings states from the host for every token, and '{best.name}' does not.": cache.host_bytes
         and not best.host_bytes,
         f"it changes what attention computes, and '{best.name}' does not.": cache.is_exact != best.is_exact,

@@ -1,6 +1,7 @@
 """What each kind of cache costs for a model and a context, and which one to use within a budget."""
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,7 +103,11 @@ def plan(
     if limit is not None:
         budget = int(limit * wanted.bytes_in_full()) if isinstance(limit, Fraction) else limit
         wanted = dataclasses.replace(wanted, memory=budget, memory_by_device={None: budget})
-    caches, refused = wanted.caches(cache_names() if names is None else _checked(names))
+    if names is not None and (isinstance(names, str) or not names):
+        raise OptionError(
+            f"`names` must be a list with at least one name of a cache, got {names!r}: pass one, or leave `names` out."
+        )
+    caches, refused = wanted.caches(cache_names() if names is None else names)
     if names is not None and refused:
         raise next(iter(refused.values()))
     return wanted.plan(caches, refused)
@@ -167,8 +172,8 @@ class _Wanted:
             KVLayersError: there is no such cache for the model.
         """
         caches, refused = self.caches([SIMPLEST])
-        for reason in refused.values():
-            raise reason
+        if refused:
+            raise refused[SIMPLEST]
         return caches[0].device_bytes
 
     def caches(self, names: Sequence[str]) -> tuple[list[PlannedCache], dict[str, KVLayersError]]:
@@ -179,12 +184,12 @@ class _Wanted:
         )
         caches: list[PlannedCache] = []
         refused: dict[str, KVLayersError] = {}
-        for name in names:
-            # "auto" is a choice among the others.
-            if name == AUTO:
-                continue
+        # "auto" is a choice among the others.
+        for name in [name for name in names if name != AUTO]:
             try:
-                trial = CacheTrial(_maker(name, request), shapes, self.encoder_length, self.layer_devices)
+                named = named_cache(name) or NamedCache(name)
+                make = functools.partial(_made, named.name, dataclasses.replace(request, options=named.options))
+                trial = CacheTrial(make, shapes, self.encoder_length, self.layer_devices)
                 caches.append(_planned(name, trial, self.context_length, self.memory_by_device))
             except KVLayersError as error:
                 refused[name] = error
@@ -196,23 +201,19 @@ class _Wanted:
         best = best_of(caches)
         if best is None:
             raise nothing_fits(caches, left_out, self.context_length, self.memory)
+        reasons = [cache.reason or why_not(cache, best) for cache in caches]
+        place = caches.index(best)
+        reasons[place] = why_recommended(best, caches, self.memory)
         reasoned = tuple(
-            dataclasses.replace(
-                cache,
-                reason=why_recommended(cache, caches, self.memory)
-                if cache is best
-                else cache.reason or why_not(cache, best),
-            )
-            for cache in caches
+            dataclasses.replace(cache, reason=reason) for cache, reason in zip(caches, reasons, strict=True)
         )
-        recommended = reasoned[caches.index(best)]
         return Plan(
             self.context_length,
             self.batch_size,
             self.dtype,
             self.memory,
             reasoned,
-            recommended,
+            reasoned[place],
             MappingProxyType(left_out),
             model_types.most_positions(self.config),
         )
@@ -231,14 +232,12 @@ def bytes_by_length(name: str, request: CacheRequest) -> Callable[[int], int]:
     """
     dtype = _dtype_of(model_types.decoder_config(request.config), request.dtype)
     shapes = layer_shapes(request.config, request.batch_size or 1, dtype)
-    trial = CacheTrial(lambda length: cache_for(name, dataclasses.replace(request, length_hint=length)), shapes, None)
+    trial = CacheTrial(functools.partial(_made, name, request), shapes, None)
     return lambda tokens: trial.nbytes(tokens).device
 
 
-def _maker(name: str, request: CacheRequest) -> Callable[[int], transformers.Cache]:
-    named = named_cache(name) or NamedCache(name)
-    request = dataclasses.replace(request, options=named.options)
-    return lambda length_hint: cache_for(named.name, dataclasses.replace(request, length_hint=length_hint))
+def _made(name: str, request: CacheRequest, length_hint: int) -> transformers.Cache:
+    return cache_for(name, dataclasses.replace(request, length_hint=length_hint))
 
 
 def _planned(
@@ -342,14 +341,6 @@ def _count(number: object, name: str, what: str) -> int:
     if isinstance(number, bool) or count < 1:
         raise OptionError(f"`{name}` must be a whole number of {what}, at least 1, got {number!r}.")
     return count
-
-
-def _checked(names: Sequence[str]) -> Sequence[str]:
-    if isinstance(names, str) or not names:
-        raise OptionError(
-            f"`names` must be a list with at least one name of a cache, got {names!r}: pass one, or leave `names` out."
-        )
-    return names
 
 
 def _dtype_of(decoder: PretrainedConfig, dtype: object) -> torch.dtype:

@@ -66,13 +66,9 @@ class PromptBatch:
         """The tokens of one prompt, `[1, tokens]`."""
         return self.input_ids[index : index + 1, self.padding[index] :]
 
-    def rows(self) -> list[Tensor]:
-        """The tokens of each prompt, `[1, tokens]`."""
-        return [self.row(index) for index in range(len(self))]
-
     def common_prefix_length(self) -> int:
         """How many tokens all prompts start with; always less than the length of the shortest prompt."""
-        first, *others = self.rows()
+        first, *others = (self.row(index) for index in range(len(self)))
         common = self.input_ids.shape[1] - max(self.padding) - 1
         for other in others:
             differing = (first[0, :common] != other[0, :common]).nonzero()
@@ -175,7 +171,7 @@ def _check_modules(model: Any) -> None:
     for path, module in model.named_modules():
         attributes = vars(module)
         # The same tokens then have other states in every call, or none.
-        if (cause := model_types.effect_of_training(module)) is not None:
+        if module.training and (cause := model_types.effect_of_training(module)) is not None:
             raise IneligibleError(f"{path or 'the model'} is in training mode, with {cause}: call model.eval()")
         # accelerate replaces forward() to load weights, and sets `_hf_hook`.
         is_replaced = "forward" in attributes and "_hf_hook" not in attributes

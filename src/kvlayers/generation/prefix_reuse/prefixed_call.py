@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from kvlayers.core import named_caches
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_operations import CacheState
 from kvlayers.core.description import Fact
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.generation import cache_by_name
+from kvlayers.generation.call_names import requested_name, resolve_name
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.generation.prefill import MIN_TOKENS, pass_limit, pass_tokens
 from kvlayers.generation.prefix_reuse import active_store
@@ -47,7 +46,6 @@ from kvlayers.generation.prefix_reuse.eligibility import (
 )
 from kvlayers.generation.prefix_reuse.images import Images, images_in_place
 from kvlayers.generation.prefix_reuse.images_apart import ImagesApart
-from kvlayers.generation.saved_names import requested_name, resolve_name
 from kvlayers.prefix import Hit
 from kvlayers.recurrent.hybrid_layer import LINEAR
 from kvlayers.upstream import cache_argument, generate_calls, model_types
@@ -63,36 +61,21 @@ CHECKPOINTS = {"most": 16}
 """Checkpoints of recurrent states, so that one entry serves many of the places where prompts may diverge."""
 
 
-def usable_cache(found: Cache, device: torch.device, make_empty: Callable[[], Cache]) -> Cache:
-    """A cache from a store, on `device` and with the reservation of a new one.
+def usable_cache(found: Cache | None, device: torch.device, make_empty: Callable[[], Cache]) -> Cache:
+    """A cache from a store, on `device` and with the reservation of a new one; an empty cache if nothing was found.
 
     Args:
         found: the cache, which belongs to the caller.
         device: device of the model.
         make_empty: makes an empty cache with the same options.
     """
+    if found is None:
+        return make_empty()
     devices = {layer.parts[0].device for layer in found.adapted_layers() if layer.length}
     if not found.is_static and devices <= {device}:
         return found
     # It was reserved for another call, or loaded from a file.
-    cache = make_empty()
-    cache.load_state(_on_device(found.state(), device))
-    return cache
-
-
-def depends_on_chunks(cache: Cache) -> bool:
-    """Whether what the cache holds depends on which tokens came together, as that of caches that evict does."""
-    return any(not layer.is_upstream and layer.fidelity == "evicting" for layer in cache.adapted_layers())
-
-
-def _max_new_tokens(config: Any, prompt_tokens: int) -> int:
-    if config.max_new_tokens is not None:
-        return int(config.max_new_tokens)
-    # The default of generate() is 20 new tokens.
-    return max(int(config.max_length or 0) - prompt_tokens, 20)
-
-
-def _on_device(state: CacheState, device: torch.device) -> CacheState:
+    cache, state = make_empty(), found.state()
     layers = tuple(
         dataclasses.replace(
             layer,
@@ -101,7 +84,13 @@ def _on_device(state: CacheState, device: torch.device) -> CacheState:
         )
         for layer in state.layers
     )
-    return dataclasses.replace(state, layers=layers)
+    cache.load_state(dataclasses.replace(state, layers=layers))
+    return cache
+
+
+def depends_on_chunks(cache: Cache) -> bool:
+    """Whether what the cache holds depends on which tokens came together, as that of caches that evict does."""
+    return any(not layer.is_upstream and layer.fidelity == "evicting" for layer in cache.adapted_layers())
 
 
 _CACHE_FROM_STORE: ScopedValue[Cache | None] = ScopedValue("the cache that the current call starts from", None)
@@ -268,9 +257,14 @@ class PrefixedCall:
             example = self.empty()
             if depends_on_chunks(example):
                 raise IneligibleError(f"what a cache '{self._name}' holds depends on which tokens came at once")
-            common, stackable = self._common_prefix_length(), can_be_stacked(example)
+            # How many tokens all prompts start with, fewer than the shortest has, without cutting an image.
+            common = self._images.boundary(0, self._keys.common_prefix_length())
+            stackable = can_be_stacked(example)
             shareable = self._can_share(example, common)
-            if self._prompts.is_padded and not self._accounts_for_padding(example):
+            # Else the states of a token differ with padding before it.
+            is_relative = self._model.config.model_type in model_types.HAS_RELATIVE_POSITIONS
+            attends = any(layer.attends for layer in example.adapted_layers())
+            if self._prompts.is_padded and attends and not (self._takes_positions or is_relative):
                 raise IneligibleError("its prompts are padded, and the model counts padding in its positions")
             if not shareable and not stackable:
                 raise IneligibleError(
@@ -383,16 +377,6 @@ class PrefixedCall:
             return False
         return self._takes_positions and uses_mask
 
-    def _accounts_for_padding(self, example: Cache) -> bool:
-        """Whether the states of a token are the same with and without padding before it."""
-        is_relative = self._model.config.model_type in model_types.HAS_RELATIVE_POSITIONS
-        attends = any(layer.attends for layer in example.adapted_layers())
-        return self._takes_positions or is_relative or not attends
-
-    def _common_prefix_length(self) -> int:
-        """How many tokens all prompts start with, fewer than the shortest has, without cutting an image."""
-        return self._images.boundary(0, self._keys.common_prefix_length())
-
     def _lookup(self, row: int, tokens: int | None = None) -> Hit:
         """Look up a prompt, or its first `tokens`."""
         keys = self._keys.row(row)[:, :tokens]
@@ -405,8 +389,9 @@ class PrefixedCall:
 
     def empty(self, rows: int = 1) -> Cache:
         """A cache like the one that `generate()` would make."""
-        tokens = self._prompts.input_ids.shape[1]
-        total = tokens + _max_new_tokens(self.config, tokens)
+        tokens, new = self._prompts.input_ids.shape[1], self.config.max_new_tokens
+        # The default of generate() is 20 new tokens.
+        total = max(int(self.config.max_length or 0), tokens + 20) if new is None else tokens + int(new)
         cache = self._make(rows, min(total, tokens + ROOM_FOR_ANSWER))
         return self._make(rows, total) if cache.is_static else cache
 
@@ -427,15 +412,7 @@ class PrefixedCall:
         return cache
 
     def _from_registry(self, options: Mapping[str, Any], rows: int, length_hint: int) -> Cache:
-        model = self._model
-        request = named_caches.CacheRequest(
-            model.config,
-            options,
-            batch_size=rows,
-            length_hint=length_hint,
-            device=model_device(model),
-            dtype=model.dtype,
-        )
+        request = cache_by_name.request_of(self._model, options, batch_size=rows, length_hint=length_hint)
         cache = cache_by_name.cache_for(self._name, request)
         if not isinstance(cache, Cache) or not cache.layers:
             raise IneligibleError(f"the cache '{self._name}' is a {type(cache).__name__}, which is not one of kvlayers")
@@ -445,7 +422,7 @@ class PrefixedCall:
 
     def _cache_of(self, hit: Hit) -> Cache:
         """The cache that was found, on the device of the model, or an empty cache."""
-        return self.empty() if hit.cache is None else usable_cache(hit.cache, self._device, self.empty)
+        return usable_cache(hit.cache, self._device, self.empty)
 
     def _compute(self, row: int, cache: Cache, length: int) -> None:
         """Pass those of the first `length` tokens of a prompt that `cache` has not seen, and store snapshots.
@@ -453,6 +430,8 @@ class PrefixedCall:
         Raises:
             IneligibleError: the cache has not counted these tokens.
         """
+        if not length:
+            return
         begin, limit = cache.get_seq_length(), pass_limit(self._model, cache)
         ids, positions = self._prompts.row(row).to(self._device), self._positions_of(row)
         stops = (self._images.boundary(row, stop) for stop in self._snapshot_lengths(cache, begin, length))
@@ -507,7 +486,7 @@ def stack(caches: Sequence[Cache], into: Cache, length: int) -> None:
     """
     if not all(map(can_be_stacked, [*caches, into])):
         raise UnsupportedLayerError(
-            f"expected caches whose tokens lie apart from each other, but saw {into!r}: use one for each sequence."
+            f"`caches` must be caches whose tokens lie apart from each other, got {into!r}: use one for each sequence."
         )
     # One layer at a time, so that the states of only one layer are held three times.
     for layer, *rows in zip(into.adapted_layers(), *(cache.adapted_layers() for cache in caches), strict=True):
@@ -518,7 +497,12 @@ def _stacked(states: Sequence[LayerState], length: int) -> LayerState:
     """The states of one layer side by side, as if each sequence had `length` tokens."""
     # The cache of a prompt of one token is empty, and a layer that the model never used is empty in every cache.
     example = next((state for state in states if state.tensors), states[0])
-    facts = {name: _padded_fact(name, fact, length) for name, fact in example.facts.items() if not _is_past(name)}
+    facts: dict[str, Fact] = {}
+    for name, fact in example.facts.items():
+        own_name = name.removeprefix(LINEAR)
+        counts = fact is not None and (own_name == "length" or own_name.startswith("tokens."))
+        if not _is_past(name):
+            facts[name] = 0 if own_name == "checkpoints" else length if counts else fact
     window = facts.get("sliding_window")
     most = min(length, window - 1) if isinstance(window, int) else length
     tensors = {}
@@ -540,14 +524,6 @@ def _seen(state: LayerState) -> int:
 
 def _is_past(name: str) -> bool:
     return name.removeprefix(LINEAR).startswith("checkpoint.")
-
-
-def _padded_fact(name: str, fact: Fact, length: int) -> Fact:
-    own = name.removeprefix(LINEAR)
-    if own == "checkpoints":
-        return 0
-    counts = own == "length" or own.startswith("tokens.")
-    return length if counts and fact is not None else fact
 
 
 def _tokens_side_by_side(states: Sequence[Tensor], padding: Sequence[int], most: int) -> Tensor:

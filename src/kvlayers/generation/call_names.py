@@ -1,21 +1,29 @@
-"""Cache names that only kvlayers knows, in a `GenerationConfig`: accepted, saved and loaded.
+"""Which cache a call of `generate()` gets: the one that it names, that its config was saved with, or the default.
 
 transformers refuses to load a config with a cache name that it does not know. Such a name, and the options of its
 cache, are therefore saved in a separate field, which transformers loads and ignores. kvlayers reads it if installed.
 """
 
+import contextlib
 import copy
+import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import transformers
 import transformers.generation.configuration_utils as configuration
 
 from kvlayers.core import named_caches
+from kvlayers.core.named_caches import CacheRequest
+from kvlayers.errors import ConfigError, KVLayersError
 from kvlayers.generation import cache_by_name
-from kvlayers.generation.default_cache import DEFAULT
+from kvlayers.generation.passed_caches import check_rope_dtype
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.upstream.callers import warn_the_caller
+
+logger = logging.getLogger(__name__)
 
 FIELD = "kvlayers"
 """The separate field, a dict of `OPTIONS`."""
@@ -25,11 +33,52 @@ OPTIONS = ("cache_implementation", "cache_config")
 CONTINUOUS_BATCHING = "paged"
 """A name that asks `generate()` for another way of batching, rather than for a cache."""
 
-REQUESTED_NAME: ScopedValue[str | None] = ScopedValue("requested cache name of the current call of generate()", None)
-"""What `requested_name` said of the call of `generate()` that runs in this context."""
+
+class DefaultCache:
+    """A name of a cache for calls that give none, by any model that such a cache suits.
+
+    Args:
+        text: a name, which may have options behind a colon, as in "sink:window_length=512".
+
+    Raises:
+        RegistryError: the name is not registered.
+        OptionError: `text` is not a text, or the cache lacks such an option, or needs one that is missing.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.named = named = cache_by_name.requested_cache(text, None)
+        self._suits: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        # An option that does not exist is an error now. Another model may suit the cache better than this one.
+        with contextlib.suppress(ConfigError):
+            cache_by_name.cache_for(named.name, CacheRequest(transformers.LlamaConfig(), named.options, length_hint=1))
+
+    def suits(self, model: Any) -> bool:
+        """Whether a model can have such a cache. If not, the log says so once."""
+        if model not in self._suits:
+            try:
+                if not model._supports_default_dynamic_cache():
+                    raise ConfigError("the model makes its own cache.")
+                request = cache_by_name.request_of(model, self.named.options, length_hint=1)
+                check_rope_dtype(model, cache_by_name.cache_for(self.named.name, request))
+                self._suits[model] = True
+            except KVLayersError as reason:
+                self._suits[model] = False
+                name = type(model).__name__
+                logger.warning("Calls of %s go on without the cache '%s': %s", name, self.named.name, reason)
+        return self._suits[model]
+
+
+DEFAULT: ScopedValue[DefaultCache | None] = ScopedValue("cache of calls that name none", None)
+"""The option `cache` of `install()`."""
 
 _added_names: tuple[str, ...] = ()
+_accepted: tuple[str, ...] = ()
 _lock = threading.Lock()
+
+
+def are_accepted() -> bool:
+    """Whether `accept_names` has added names, and they are still there."""
+    return bool(_added_names) and configuration.ALL_CACHE_IMPLEMENTATIONS is _accepted
 
 
 def accept_names(list_names: Callable[[], list[str]]) -> None:
@@ -38,11 +87,11 @@ def accept_names(list_names: Callable[[], list[str]]) -> None:
     Args:
         list_names: returns all names that kvlayers adds now; the names that it added before are removed.
     """
-    global _added_names
+    global _added_names, _accepted
     with _lock:
         other_names = tuple(name for name in configuration.ALL_CACHE_IMPLEMENTATIONS if name not in _added_names)
         _added_names = tuple(name for name in list_names() if name not in other_names)
-        configuration.ALL_CACHE_IMPLEMENTATIONS = other_names + _added_names
+        configuration.ALL_CACHE_IMPLEMENTATIONS = _accepted = other_names + _added_names
 
 
 def requested_name(arguments: Mapping[str, Any]) -> str | None:
@@ -80,20 +129,18 @@ def resolve_name(model: Any, config: Any, requested: str | None, is_given_a_cach
     """
     if config.cache_implementation is None:
         config.cache_implementation = requested
+    if config.cache_implementation is not None or is_given_a_cache:
+        return
     # The separate field is left in a config that was loaded before kvlayers was installed.
     name, options = _saved(config)
-    if name is not None and config.cache_implementation is None and not is_given_a_cache:
+    default = DEFAULT.get()
+    if name is not None:
         if not named_caches.is_registered(name):
             raise cache_by_name.unknown_name(name)
         _use(config, name, options)
-    names_none = (
-        config.cache_implementation is None
-        and config.cache_config is None
-        and config.use_cache is not False
-        and not config.is_assistant
-    )
-    default = DEFAULT.get()
-    if default is not None and names_none and not is_given_a_cache and default.suits(model):
+        return
+    says_nothing = config.cache_config is None and config.use_cache is not False and not config.is_assistant
+    if default is not None and says_nothing and default.suits(model):
         _use(config, default.named.name, dict(default.named.options) or None)
 
 
@@ -120,7 +167,8 @@ class SavedName:
         name, options = _saved(config)
         if name is not None and named_caches.is_registered(name) and self._takes_over():
             del vars(config)[FIELD]
-            _use(config, name, options)
+            if config.cache_implementation is None:
+                _use(config, name, options)
 
     def __delete__(self, config: Any) -> None:
         del vars(config)[FIELD]
@@ -158,7 +206,6 @@ def _saved(config: Any) -> tuple[str | None, Any]:
 
 
 def _use(config: Any, name: str, options: Any) -> None:
-    if config.cache_implementation is None:
-        config.cache_implementation = name
-        if config.cache_config is None:
-            config.cache_config = options
+    config.cache_implementation = name
+    if config.cache_config is None:
+        config.cache_config = options

@@ -1,0 +1,32 @@
+"""What holds for the call of `generate()` that runs in a context, which belongs to one thread."""
+
+from dataclasses import dataclass
+
+from kvlayers.core.cache import Cache
+from kvlayers.core.named_caches import CacheRequest
+from kvlayers.generation.known_ids import TokenRecord
+from kvlayers.generation.patching import ScopedValue
+
+Acquired = tuple[Cache, CacheRequest]
+
+
+@dataclass(eq=False)
+class CurrentCall:
+    """A call of `generate()`.
+
+    Attributes:
+        requested_name: the name of a cache that the call asks for itself.
+        record: what is known of the tokens that its cache sees; `None` outside of a call.
+        may_be_stopped: whether the caller's code may stop it at any token.
+        acquired: static caches that were acquired for compiled code, which the next call may reuse; `None` outside of
+            a call.
+    """
+
+    requested_name: str | None = None
+    record: TokenRecord | None = None
+    may_be_stopped: bool = True
+    acquired: list[Acquired] | None = None
+
+
+CURRENT: ScopedValue[CurrentCall] = ScopedValue("current call of generate()", CurrentCall())
+"""The default stands for code outside of a call."""

@@ -111,12 +111,12 @@ def test_threads_change_nothing(threads: int) -> None:
 def test_what_is_not_finite_spreads_as_far_as_in_torch(number: float, dtype: torch.dtype) -> None:
     mask = torch.ones(70, 70, dtype=torch.bool).tril()
     for place in range(3):
-        given = states(SHAPES["one head_dim"], dtype)
-        given[place][0, 0, 20, 0] = number
+        sides = states(SHAPES["one head_dim"], dtype)
+        sides[place][0, 0, 20, 0] = number
         # In float64: torch's attention in half precision makes some finite number of an infinite score.
-        exact = scaled_dot_product_attention(*(side.double() for side in given), mask, enable_gqa=True)
+        exact = scaled_dot_product_attention(*(side.double() for side in sides), mask, enable_gqa=True)
         for is_causal in (True, False):
-            seen = dense_kernels.attend_on_cpu(*given, None if is_causal else mask, None, is_causal=is_causal)
+            seen = dense_kernels.attend_on_cpu(*sides, None if is_causal else mask, None, is_causal=is_causal)
             # Torch adds masks to hidden scores, and multiplies hidden values by zero. So does the kernel in a block of
             # which a part is seen, but for scores that `is_causal` hides.
             assert torch.equal(seen[:, :, 20:].isfinite(), exact[:, :, 20:].isfinite())
@@ -133,7 +133,8 @@ def test_queries_that_see_nothing_get_what_torch_gives_them(dtype: torch.dtype) 
     mask = torch.rand(2, 1, 40, 300, generator=torch.Generator().manual_seed(0)) > 0.5
     mask[0, :, 3], mask[1], mask[..., 7] = False, False, False
     seen = dense_kernels.attend_on_cpu(query, keys, values, mask, None)
-    assert seen[0, :, 3].eq(0).all() and seen[1].eq(0).all()
+    assert seen[0, :, 3].eq(0).all()
+    assert seen[1].eq(0).all()
     values[:, :, 7] = 0
     for hidden in (-torch.inf, torch.finfo(dtype).min):
         additive = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, hidden)
@@ -184,8 +185,8 @@ def test_states_need_not_be_contiguous(dtype: torch.dtype) -> None:
         "sequences apart": lambda side: side.repeat_interleave(2, 0)[::2],
     }
     for way in ways.values():
-        for given in ((way(query), keys, values), (query, way(keys), values), (query, keys, way(values))):
-            assert torch.equal(dense_kernels.attend_on_cpu(*given, None, None), expected)
+        for sides in ((way(query), keys, values), (query, way(keys), values), (query, keys, way(values))):
+            assert torch.equal(dense_kernels.attend_on_cpu(*sides, None, None), expected)
     one = dense_kernels.attend_on_cpu(query[:, :2], keys[:, :1].expand(-1, 2, -1, -1), values[:, :2], None, None)
     assert torch.equal(
         one[:, 0], dense_kernels.attend_on_cpu(query[:, :1], keys[:, :1], values[:, :1], None, None)[:, 0]
@@ -226,7 +227,8 @@ def test_no_tokens_no_sequences_and_no_queries(shape: tuple[int, ...], monkeypat
     query, keys, values = states(shape, torch.float32)
     expected = scaled_dot_product_attention(query, keys, values, enable_gqa=True)
     seen = gqa.attend_dense(query, keys, values, None, False, None)
-    assert torch.equal(seen, expected) and seen.shape == expected.shape
+    assert torch.equal(seen, expected)
+    assert seen.shape == expected.shape
 
 
 def test_derivatives_are_left_to_torch() -> None:
@@ -248,6 +250,22 @@ def test_without_a_kernel_a_window_is_cut(monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(gqa.attend_dense(query, keys, values, mask, False, None), expected)
     assert dense_kernels.attend_in_blocks(query, keys, values, window, None) is not None
     assert dense_kernels.attend_in_blocks(query, keys, values, torch.ones_like(window), None) is None
+
+
+class Counted:
+    """The queries of each call of the kernel, and the calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dense_kernels, "CPU_MINIMUM_PRODUCTS", 0)
+        library = kernel.MANY.get()
+        assert library is not None
+        self.queries: list[int] = []
+        self._attend = library.kvlayers_attend_many
+        monkeypatch.setattr(library, "kvlayers_attend_many", self.count)
+
+    def count(self, numbers: bytes, *others: Any) -> None:
+        self.queries.append(QUERIES.unpack_from(numbers)[0])
+        self._attend(numbers, *others)
 
 
 CACHES: dict[str, Any] = {
@@ -276,29 +294,85 @@ def last_logits(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("pads", [False, True])
 def test_prompts_and_second_turns_of_models(family: str, cache: str, pads: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(dense_kernels, "CPU_MINIMUM_PRODUCTS", 0)
+    counted = Counted(monkeypatch)
     model, ids = fresh_model(family), prompt(2, 383, 1)
     mask = torch.ones_like(ids)
     if pads:
         mask[0, :100] = 0
-    library, queries = kernel.MANY.get(), []
-    attend_many = library.kvlayers_attend_many  # type: ignore[union-attr]
-
-    def counted(numbers: bytes, *others: Any) -> None:
-        queries.append(QUERIES.unpack_from(numbers)[0])
-        attend_many(numbers, *others)
-
-    monkeypatch.setattr(library, "kvlayers_attend_many", counted)
     seen = last_logits(model, CACHES[cache](model.config), ids, mask)
     # Each layer, for the prompt and for the second turn.
     layers = model.config.num_hidden_layers
-    assert queries == [300] * layers + [80] * layers
+    assert counted.queries == [300] * layers + [80] * layers
     monkeypatch.undo()
     # What is packed is compared with what plain torch makes of it.
     monkeypatch.setattr(kernel.MANY, "get", lambda: None)
     other = CACHES[cache](model.config) if "int" in cache else transformers.DynamicCache(config=model.config)
     # The same sums in another order of float32; the logits of these models spread by some tens.
     torch.testing.assert_close(seen, last_logits(model, other, ids, mask), rtol=1e-4, atol=2e-4)
+
+
+@needs_kernel
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_prompts_behind_a_prefix_that_sequences_share(is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch)
+    model, ids = fresh_model("llama"), prompt(1, 300, 1)
+    kind = "int8" if is_packed else "dynamic"
+    cache = CACHES[kind](model.config)
+    turns = prompt(3, 90, 2)
+    with torch.no_grad():
+        model(ids, **given(cache))
+        cache.expand(3)
+        logits = model(turns, **given(cache)).logits[:, -1]
+        after = model(turns[:, :1], **given(cache)).logits[:, -1]
+        assert counted.queries == [300, 300, 90, 90]
+        whole = torch.cat([ids.expand(3, -1), turns, turns[:, :1]], 1)
+        expected = model(whole).logits
+    # Codes of 8 bits are not exact, and logits spread by some tens.
+    how = {"rtol": 1e-2, "atol": 0.5} if is_packed else {"rtol": 1e-4, "atol": 2e-4}
+    torch.testing.assert_close(logits, expected[:, -2], **how)
+    torch.testing.assert_close(after, expected[:, -1], **how)
+
+
+@needs_kernel
+def test_documents_of_which_some_tokens_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh_model("llama")
+    documents = [prompt(1, 120, seed) for seed in (1, 2)]
+    caches = []
+    for ids in documents:
+        caches.append(kvlayers.DynamicCache(config=model.config))
+        with torch.no_grad():
+            model(ids, **given(caches[-1]))
+    counted = Counted(monkeypatch)
+    joined = kvlayers.concatenate(caches, model, recompute="40%", ids=documents)
+    # The first layer reads all tokens to see what changes; each layer then reads some among all.
+    chosen = counted.queries[-1]
+    assert counted.queries == [240, *[chosen] * model.config.num_hidden_layers]
+    assert 16 < chosen < 240
+    monkeypatch.setattr(kernel.MANY, "get", lambda: None)
+    expected = kvlayers.concatenate(caches, model, recompute="40%", ids=documents)
+    for layer, other in zip(joined.layers, expected.layers, strict=True):
+        torch.testing.assert_close(layer.keys, other.keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(layer.values, other.values, rtol=1e-4, atol=1e-5)
+
+
+@needs_kernel
+def test_chunks_and_rows_of_many_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch)
+    model = fresh_model("llama")
+    prompts = [prompt(1, tokens, tokens)[0] for tokens in (60, 130, 90)]
+    how = {
+        "max_new_tokens": 6,
+        "max_rows": 2,
+        "chunk_tokens": 64,
+        "do_sample": False,
+        "in_order": True,
+        "progress": False,
+    }
+    found = [answer.ids.tolist() for answer in kvlayers.generate_many(model, prompts, **how)]
+    # Two layers, and chunks of 64 tokens.
+    assert sorted(counted.queries) == sorted(2 * [60, 64, 64, 64, 26])
+    monkeypatch.setattr(kernel.MANY, "get", lambda: None)
+    assert [answer.ids.tolist() for answer in kvlayers.generate_many(model, prompts, **how)] == found
 
 
 def test_a_process_that_never_compiles_computes_the_same() -> None:

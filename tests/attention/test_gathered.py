@@ -284,7 +284,7 @@ def test_the_path_of_accelerators(monkeypatch: pytest.MonkeyPatch, dtype: torch.
 
     def accelerated(compute: Callable[..., Tensor], *arguments: object) -> Tensor:
         with monkeypatch.context() as accelerator:
-            accelerator.setattr(fused, "serves", lambda device: True)
+            accelerator.setattr(fused, "INTERPRETED", True)
             return compute(*arguments, PathCounter())
 
     for seed in range(3):
@@ -312,7 +312,7 @@ def full_mask(mask: Tensor | None, query: Tensor, held: Mixed) -> Tensor | None:
 
 
 def test_a_head_without_tokens_gets_zeros_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "serves", lambda device: True)
+    monkeypatch.setattr(fused, "INTERPRETED", True)
     held = mixed(
         [gathered(dense_source(2, 70, torch.float32), [[[(1, 9)], []], [[], [(2, 5), (0, 3)]]])], torch.float32
     )
@@ -377,5 +377,5 @@ def test_empty_segments_beside_pieces_on_accelerators(monkeypatch: pytest.Monkey
     held = mixed([empty, read, empty, ordinary(dense_source(1, 3, torch.float32)), empty], torch.float32)
     query = held.query(1, 1)
     expected = reference.scores(query, held.segments)
-    monkeypatch.setattr(fused, "serves", lambda device: True)
+    monkeypatch.setattr(fused, "INTERPRETED", True)
     torch.testing.assert_close(reference.scores(query, held.segments), expected)

@@ -98,7 +98,7 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
         mask = mask.expand(batch, heads, queries, segments.tokens)
     # Torch takes a tensor for a number, and a kernel would take it for an address.
     scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
-    if not fused.serves(query):
+    if query.is_cpu and not fused.INTERPRETED:
         return _attend_on_cpu(query, segments, mask, scale, paths)
     with without_autocast(query.device):
         obstacle = cuda_kernel.obstacle(query, segments, mask)
@@ -123,10 +123,10 @@ def _attend_on_cpu(
     query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float, paths: PathCounter
 ) -> Tensor:
     obstacle = cpu_kernel.obstacle(query, segments)
+    if obstacle is None:
+        paths.record(CPU)
+        return cpu_kernel.attend(query, segments, mask, scale)
     with without_autocast(query.device):
-        if obstacle is None:
-            paths.record(CPU)
-            return cpu_kernel.attend(query, segments, mask, scale)
         if cpu_kernel.takes_many(query, segments):
             paths.record(f"{MANY}, as {obstacle}")
             return cpu_kernel.attend_many(query, segments, mask, scale)

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvlayers.kernels.attention import dispatch
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.gqa import attend_dense
-from kvlayers.kernels.attention.packed_tensor import PackedStates, implements
+from kvlayers.kernels.attention.packed_tensor import PackedStates, are_repeated, implements
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.attention.snapshot import Snapshot, Version, attend_packed
@@ -141,8 +141,7 @@ def _obstacle(
         return "keys and values are not those of one update"
     if dropout_p:
         return "there is dropout"
-    view, of_value = key.view_taken, value.view_taken
-    if (view is not of_value and view != of_value) or view.swapped or view.grouped or query.dim() != 4:
+    if not are_repeated(key.view_taken, value.view_taken) or query.dim() != 4:
         return "keys and values do not have the shapes that attention takes"
     batch, heads, _, head_dim = query.shape
     key_batch, kv_heads, _, key_dim = key.known_shape

@@ -177,6 +177,12 @@ class StateView:
 
 UNCHANGED = StateView()
 
+
+def are_repeated(keys: StateView, values: StateView) -> bool:
+    """Whether views are those that attention takes: states as they are, or with the same copies of each kv head."""
+    return (keys is values or keys == values) and not keys.swapped and not keys.grouped
+
+
 NO_ADDRESS = (
     "The states of a quantized cache, of rows, or of a prefix that sequences share, have no address: pass a clone() of "
     "them to a kernel that reads memory."
@@ -260,7 +266,11 @@ class PackedStates(HeldStates):
         cls: type["PackedStates"], snapshot: Snapshot, side: Side, shape: Sequence[int], view: StateView = UNCHANGED
     ) -> "PackedStates":
         """Packed states of `shape`, without memory of their own."""
-        states: PackedStates = cls.without_memory(shape, snapshot.dtype, snapshot.device, view)
+        # Not by `without_memory`: an update makes two, and each view another one.
+        states: PackedStates = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=snapshot.dtype, device=snapshot.device
+        )
+        states.known_shape, states.view_taken = torch.Size(shape), view
         states.snapshot = snapshot
         states.side = side
         return states

@@ -21,6 +21,7 @@ from kvlayers.kernels.attention.packed_tensor import (
     Implementations,
     StateTensor,
     StateView,
+    are_repeated,
     implements,
 )
 from kvlayers.kernels.attention.state_views import VIEWS
@@ -96,10 +97,14 @@ def _attention(
         return "keys and values are not both of the cache"
     batch, heads, tokens, _ = key.shape if key.dim() == 4 else (0, 0, 0, 0)
     shares_heads = query.shape[1] == heads or (enable_gqa and heads and query.shape[1] % heads == 0)
-    are_states = not key.view_taken.swapped and key.view_taken == value.view_taken
     # Torch's causal mask begins at the first key, wherever the row begins.
     starts_apart = is_causal and any(row.shape[2] != tokens for row in key.rows)
-    if starts_apart or query.shape[0] != batch or not shares_heads or not are_states:
+    if (
+        starts_apart
+        or query.shape[0] != batch
+        or not shares_heads
+        or not are_repeated(key.view_taken, value.view_taken)
+    ):
         return "queries do not fit the rows"
     if attn_mask is not None and attn_mask.shape[-1] not in (1, tokens):
         return "the mask does not fit the rows"
@@ -251,7 +256,9 @@ def _attention_at_once(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | str:
-    are_adjacent = isinstance(key, AdjacentRowStates) and isinstance(value, AdjacentRowStates)
-    if not are_adjacent or dropout_p or isinstance(query, StateTensor) or (is_causal and not key.columns.are_even):
+    if not isinstance(key, AdjacentRowStates) or not isinstance(value, AdjacentRowStates):
+        return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    is_even = key.columns.are_even or not is_causal
+    if dropout_p or isinstance(query, StateTensor) or not is_even or not are_repeated(key.view_taken, value.view_taken):
         return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return attend_dense(query, key.together, value.together, key.columns.mask(attn_mask), is_causal, scale)

@@ -5,7 +5,7 @@ Most are the three steps in which it repeats KV heads for the query heads that s
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ CONVERTED = "they are converted"
 _WHOLE = slice(None)
 _WITH_AN_AXIS_FOR_COPIES = ((_WHOLE, _WHOLE, None, _WHOLE, _WHOLE), (_WHOLE, _WHOLE, None))
 
-View = Callable[..., Tensor | str]
+View = TypeVar("View", bound=Callable[..., Tensor | str])
 
 VIEWS: Implementations = {}
 """By function of torch: the view of `HeldStates`, or why it is not one that attention takes."""
@@ -29,18 +29,15 @@ def _of(*functions: Any) -> Callable[[View], View]:
     """Enters a view for functions of torch."""
 
     def register(view: View) -> View:
-        def of_held(states: Tensor, *args: Any, **kwargs: Any) -> Tensor | str:
-            return view(states, *args, **kwargs) if isinstance(states, HeldStates) else UNKNOWN_VIEW
-
-        VIEWS.update(dict.fromkeys(functions, of_held))
+        VIEWS.update(dict.fromkeys(functions, view))
         return view
 
     return register
 
 
 @_of(Tensor.transpose, torch.transpose, Tensor.swapaxes)
-def _transposed(states: HeldStates, dim0: int, dim1: int) -> Tensor | str:
-    if states.dim() != 4 or {dim0 % 4, dim1 % 4} != {2, 3}:
+def _transposed(states: Any, dim0: int, dim1: int) -> Tensor | str:
+    if not isinstance(states, HeldStates) or states.dim() != 4 or {dim0 % 4, dim1 % 4} != {2, 3}:
         return UNKNOWN_VIEW
     batch, heads, rows, columns = states.shape
     return states.viewed(
@@ -52,18 +49,19 @@ VIEWS[Tensor.mT.__get__] = lambda states: _transposed(states, 2, 3)  # type: ign
 
 
 @_of(Tensor.__getitem__)
-def _item(states: HeldStates, index: Any) -> Tensor | str:
+def _item(states: Any, index: Any) -> Tensor | str:
     # Anything else, such as a tensor, could not be compared.
     are_slices = isinstance(index, tuple) and {type(None), slice}.issuperset(map(type, index))
-    if not are_slices or index not in _WITH_AN_AXIS_FOR_COPIES or states.view_taken != UNCHANGED:
+    adds_an_axis = are_slices and index in _WITH_AN_AXIS_FOR_COPIES
+    if not adds_an_axis or not isinstance(states, HeldStates) or states.view_taken != UNCHANGED:
         return UNKNOWN_VIEW
     batch, kv_heads, *rest = states.shape
     return states.viewed((batch, kv_heads, 1, *rest), StateView(grouped=True))
 
 
 @_of(Tensor.expand, Tensor.reshape, Tensor.view)
-def _resized(states: HeldStates, *sizes: Any, **named: Any) -> Tensor | str:
-    if named:
+def _resized(states: Any, *sizes: Any, **named: Any) -> Tensor | str:
+    if named or not isinstance(states, HeldStates):
         return UNKNOWN_VIEW
     shape, own, view = sizes_of(sizes), states.shape, states.view_taken
     if shape == tuple(own):
@@ -78,16 +76,18 @@ def _resized(states: HeldStates, *sizes: Any, **named: Any) -> Tensor | str:
 
 
 @_of(Tensor.repeat_interleave, torch.repeat_interleave)
-def _repeated(states: HeldStates, repeats: Any, dim: int | None = None, **options: Any) -> Tensor | str:
-    if dim != 1 or not isinstance(repeats, int) or repeats < 1 or states.view_taken != UNCHANGED:
+def _repeated(states: Any, repeats: Any, dim: int | None = None, **options: Any) -> Tensor | str:
+    repeats_heads = dim == 1 and isinstance(repeats, int) and repeats >= 1
+    if not repeats_heads or not isinstance(states, HeldStates) or states.view_taken != UNCHANGED:
         return UNKNOWN_VIEW
     batch, kv_heads, tokens, head_dim = states.shape
     return states.viewed((batch, kv_heads * repeats, tokens, head_dim), StateView(repeats))
 
 
 @_of(Tensor.contiguous, Tensor.detach, Tensor.to)
-def _unchanged(states: HeldStates, *args: Any, **kwargs: Any) -> Tensor | str:
-    return states if {*args, *kwargs.values()} <= {states.dtype, states.device} else CONVERTED
+def _unchanged(states: Any, *args: Any, **kwargs: Any) -> Tensor | str:
+    is_same = isinstance(states, HeldStates) and {*args, *kwargs.values()} <= {states.dtype, states.device}
+    return states if is_same else CONVERTED
 
 
 def sizes_of(sizes: tuple[Any, ...]) -> tuple[int, ...]:

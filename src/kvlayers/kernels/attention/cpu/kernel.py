@@ -69,7 +69,8 @@ def products_obstacle(segments: KVSegments) -> str | None:
     """Why the packed codes of segments cannot be multiplied; `None` if they can, or there are none."""
     for segment in segments.in_order:
         source = segment.source if isinstance(segment, GatheredSegment) else segment
-        if isinstance(source, PackedSegment):
+        # What was prepared for the kernel has the address of its products.
+        if isinstance(source, PackedSegment) and "cpu" not in source.kernel_cache:
             for side in (source.keys, source.values):
                 needed = products_for(side.format.bits, side.format.has_zero)
                 if needed.get() is None:
@@ -319,14 +320,14 @@ def attend_dense(
         is_causal: whether a query attends to the tokens up to its own number alone; only for `MANY`, without a mask.
     """
     # What is kept, and the sinks, must live until the kernel returns.
-    segment, _kept = of_dense(keys, values, 0, keys.shape[2])
+    segment, _kept = of_dense(keys, values, 0, keys.size(2))
     sinks = None if sinks is None else sinks.float().contiguous()
     address = 0 if sinks is None else sinks.data_ptr()
-    many = query.shape[2] > CPU_MAXIMUM_QUERIES
+    many = query.size(2) > CPU_MAXIMUM_QUERIES
     if mask is not None and mask.dtype != torch.bool and not many:
         mask = mask.float()
-    head_dims = keys.shape[3], values.shape[3]
-    query, out, numbers = _called(query, keys.shape[1], head_dims, 1, scale, mask, softcap or 0.0, address)
+    head_dims = keys.size(3), values.size(3)
+    query, out, numbers = _called(query, keys.size(1), head_dims, 1, scale, mask, softcap or 0.0, address)
     if many:
         _loaded(MANY).kvlayers_attend_many(numbers, segment, NO_ROWS, ctypes.c_int64(is_causal), None)
     else:

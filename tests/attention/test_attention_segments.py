@@ -32,6 +32,7 @@ BLOCK = 16
 def with_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if not request.param:
         monkeypatch.setattr(kernel, "library", lambda: None)
+        monkeypatch.setattr(kernel.MANY, "get", lambda: None)
     return bool(request.param)
 
 
@@ -152,7 +153,7 @@ def test_attention_is_that_to_the_states_of_all_segments(with_kernel: bool, dtyp
             continue
         for queries, group in ((1, 1 + seed % 4), (3, 2)):
             query = held.query(group, queries)
-            if not with_kernel and reference.copying_pays(query, held.segments):
+            if not with_kernel and queries > 1 and held.segments.are_dense and not held.segments.shares_rows:
                 # As exact as torch, hence compared with torch below.
                 continue
             mask = random_mask(MASKS[seed % len(MASKS)], query, held.segments.tokens)
@@ -202,7 +203,8 @@ def test_many_queries_are_computed_as_on_a_contiguous_cache(with_kernel: bool, d
     )
     # The kernel for many queries adds up in another order than torch's attention.
     assert (seen - exact).abs().max() <= 2 * (wanted - exact).abs().max() + 1e-6
-    assert [path.startswith(dispatch.COPY) for path in paths.counts] == [True]
+    expected = dispatch.COPY if kernel.MANY.get() is None else dispatch.MANY
+    assert [path.startswith(expected) for path in paths.counts] == [True]
 
 
 @pytest.mark.parametrize("kinds", ["dense rows", "packed rows", "dense packed rows"])
@@ -210,8 +212,13 @@ def test_many_queries_to_segments_that_sequences_share(with_kernel: bool, kinds:
     held = history(7, 5, kinds=kinds)
     for queries in (kernel.CPU_MAXIMUM_ROWS // 4 + 1, kernel.CPU_MAXIMUM_DENSE_ROWS // 3 + 1):
         query = held.query(3, queries)
-        mask = random_mask("causal", query, held.segments.tokens)
-        held.check(query, mask, dispatch.attend(query, held.segments, mask, 0.2, PathCounter()))
+        for kind in ("causal", "left padding", "none"):
+            mask, paths = random_mask(kind, query, held.segments.tokens), PathCounter()
+            held.check(query, mask, dispatch.attend(query, held.segments, mask, 0.2, paths))
+            expected = dispatch.SHARED if kernel.MANY.get() is None else dispatch.MANY
+            # The kernel for few queries takes the first number of them, unless they read packed tokens.
+            first = "packed" not in kinds and queries < kernel.CPU_MAXIMUM_ROWS and with_kernel
+            assert [path.startswith(dispatch.CPU if first else expected) for path in paths.counts] == [True]
 
 
 @needs_compiler
@@ -235,7 +242,10 @@ def test_the_compiled_kernel_takes_what_it_is_fastest_for() -> None:
     assert not taken(dense_limit + 1, dense, dense)
     assert taken(limit // 3, packed.with_rows(rows), own)
     assert not taken(limit // 3 + 1, packed.with_rows(rows), own)
-    assert taken(dense_limit + 1, dense.with_rows(rows), own)
+    assert not taken(dense_limit + 1, dense.with_rows(rows), own)
+    many_rows = SegmentRows(2, (0,) * (dense_limit // kernel.CPU_MAXIMUM_QUERIES) + (1,))
+    own = random_states_of(len(many_rows), 5, torch.float32)
+    assert taken(kernel.CPU_MAXIMUM_QUERIES, dense.with_rows(many_rows), own)
 
 
 def test_states_in_full_precision_are_those_of_each_sequence() -> None:

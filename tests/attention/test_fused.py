@@ -28,7 +28,7 @@ def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "SLAB_BYTES", 1)
     monkeypatch.setattr(pieces, "MINIMUM_SLAB_TOKENS", 2 * BLOCK)
     monkeypatch.setattr(fused, "PARTS_AT_ONCE", 3)
-    monkeypatch.setattr(fused, "serves", lambda device: True)
+    monkeypatch.setattr(fused, "INTERPRETED", True)
 
 
 def packed_side(side: Side, batch: int, head_dim: int, dtype: torch.dtype) -> PackedSide:

@@ -26,7 +26,7 @@ CHOICES = {
 @pytest.fixture(params=["read", "not read"])
 def indices_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Attention as on an accelerator, where indices come from the host, or from the accelerator."""
-    monkeypatch.setattr(fused, "serves", lambda device: True)
+    monkeypatch.setattr(fused, "INTERPRETED", True)
     monkeypatch.setattr(segment_kinds, "reading_waits", lambda indices: request.param == "not read")
     return str(request.param)
 

@@ -1,5 +1,8 @@
 """Attention of many queries, as in a prompt, is as exact as torch's, whatever the mask hides."""
 
+import pathlib
+import re
+import struct
 from typing import Any
 
 import pytest
@@ -8,12 +11,17 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+import fresh_process
 import kvlayers
+import models
 from kvlayers.kernels.attention import dense_kernels, gqa
 from kvlayers.kernels.attention.cpu import kernel
 from models import fresh_model, given, prompt
 
 needs_kernel = pytest.mark.skipif(kernel.MANY.get() is None, reason="no C++ compiler")
+
+QUERIES = struct.Struct("@88x q")
+"""Among the arguments of a call: two pointers and nine numbers come first."""
 
 SHAPES = {
     "one head_dim": (1, 9, 3, 70, 70, 64, 64),
@@ -24,7 +32,10 @@ SHAPES = {
     "latents": (1, 4, 4, 20, 700, 192, 128),
     "one KV head": (1, 71, 1, 19, 40, 64, 64),
 }
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""Weights are rounded to the dtype, and so are results of about one."""
+
+DTYPES = tuple(TOLERANCES)
 
 
 def masks(batch: int, heads: int, queries: int, tokens: int, dtype: torch.dtype) -> dict[str, Tensor | None]:
@@ -95,29 +106,129 @@ def test_threads_change_nothing(threads: int) -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_what_is_not_finite_spreads_as_far_as_in_torch(number: float) -> None:
-    query, keys, values = states(SHAPES["one head_dim"], torch.float32)
-    for side in (keys, values):
-        side[0, 0, 20, 0] = number
-        seen = dense_kernels.attend_on_cpu(query, keys, values, None, None, is_causal=True)
-        expected = scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
-        # Torch multiplies hidden values by zero, and so does the kernel in a block of which a part is seen.
-        assert torch.equal(seen[:, :, 20:].isfinite(), expected[:, :, 20:].isfinite())
-        assert side is values or not seen[:, :, :20].isnan().any()
-        side[0, 0, 20, 0] = 0
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_spreads_as_far_as_in_torch(number: float, dtype: torch.dtype) -> None:
+    mask = torch.ones(70, 70, dtype=torch.bool).tril()
+    for place in range(3):
+        sides = states(SHAPES["one head_dim"], dtype)
+        sides[place][0, 0, 20, 0] = number
+        # In float64: torch's attention in half precision makes some finite number of an infinite score.
+        exact = scaled_dot_product_attention(*(side.double() for side in sides), mask, enable_gqa=True)
+        for is_causal in (True, False):
+            seen = dense_kernels.attend_on_cpu(*sides, None if is_causal else mask, None, is_causal=is_causal)
+            # Torch adds masks to hidden scores, and multiplies hidden values by zero. So does the kernel in a block of
+            # which a part is seen, but for scores that `is_causal` hides.
+            assert torch.equal(seen[:, :, 20:].isfinite(), exact[:, :, 20:].isfinite())
+            assert not seen[:, :, 20:].isfinite().all()
+            assert seen[:, :, :20].isfinite().all() or (place == 2 or not is_causal)
+            assert (seen.isfinite() >= exact.isfinite()).all()
 
 
 @needs_kernel
-def test_soft_caps_and_sinks() -> None:
-    query, keys, values = states(SHAPES["one head_dim"], torch.float32)
-    sinks, mask = torch.linspace(-1, 3, 9), torch.ones(70, 70, dtype=torch.bool).tril()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_that_see_nothing_get_what_torch_gives_them(dtype: torch.dtype) -> None:
+    query, keys, values = states((2, 4, 2, 40, 300, 32, 16), dtype)
+    values[:, :, 7] = torch.nan
+    mask = torch.rand(2, 1, 40, 300, generator=torch.Generator().manual_seed(0)) > 0.5
+    mask[0, :, 3], mask[1], mask[..., 7] = False, False, False
+    seen = dense_kernels.attend_on_cpu(query, keys, values, mask, None)
+    assert seen[0, :, 3].eq(0).all()
+    assert seen[1].eq(0).all()
+    values[:, :, 7] = 0
+    for hidden in (-torch.inf, torch.finfo(dtype).min):
+        additive = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, hidden)
+        expected = scaled_dot_product_attention(query, keys, values, additive, enable_gqa=True)
+        seen = dense_kernels.attend_on_cpu(query, keys, values, additive, None)
+        torch.testing.assert_close(seen, expected, rtol=0, atol=TOLERANCES[dtype])
+        assert bool(seen[0, :, 3].eq(0).all()) == (hidden == -torch.inf)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_soft_caps_and_sinks(dtype: torch.dtype) -> None:
+    query, keys, values = states(SHAPES["one head_dim"], dtype)
+    # Sinks of another dtype than float32, and not contiguous.
+    sinks, mask = torch.linspace(-1, 3, 18).to(dtype)[::2], torch.ones(70, 70, dtype=torch.bool).tril()
     scores = query.double() @ keys.double().repeat_interleave(3, 1).transpose(2, 3) / 8
     scores = (torch.tanh(scores / 2) * 2).masked_fill(~mask, -torch.inf)
     with_sinks = torch.cat([scores, sinks.double()[None, :, None, None].expand(1, 9, 70, 1)], -1)
-    expected = with_sinks.softmax(-1)[..., :-1] @ values.double().repeat_interleave(3, 1)
-    seen = dense_kernels.attend_on_cpu(query, keys, values, mask, None, 2.0, sinks)
-    torch.testing.assert_close(seen.double(), expected, rtol=0, atol=2e-6)
+    for some, own in ((scores, None), (with_sinks, sinks)):
+        expected = some.softmax(-1)[..., :70] @ values.double().repeat_interleave(3, 1)
+        seen = dense_kernels.attend_on_cpu(query, keys, values, mask, None, 2.0, own)
+        torch.testing.assert_close(seen.double(), expected, rtol=0, atol=TOLERANCES[dtype])
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
+def test_scales(dtype: torch.dtype, scale: float) -> None:
+    query, keys, values = states(SHAPES["odd head_dims"], dtype)
+    mask = torch.ones(50, 77, dtype=torch.bool).tril(27)
+    wide = (side.double() for side in (query, keys, values))
+    exact = scaled_dot_product_attention(*wide, mask, scale=scale, enable_gqa=True)
+    seen = dense_kernels.attend_on_cpu(query, keys, values, mask, scale)
+    # Rounded scores count more if they are large.
+    torch.testing.assert_close(seen.double(), exact, rtol=0, atol=TOLERANCES[dtype] * max(scale, 1))
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_states_need_not_be_contiguous(dtype: torch.dtype) -> None:
+    query, keys, values = states((2, 4, 2, 40, 70, 32, 32), dtype)
+    expected = dense_kernels.attend_on_cpu(query, keys, values, None, None)
+    ways = {
+        "channels apart": lambda side: side.transpose(2, 3).contiguous().transpose(2, 3),
+        "tokens apart": lambda side: side.repeat_interleave(2, 2)[:, :, ::2],
+        "heads behind tokens": lambda side: side.transpose(1, 2).contiguous().transpose(1, 2),
+        "every second channel": lambda side: side.repeat_interleave(2, 3)[..., ::2],
+        "sequences apart": lambda side: side.repeat_interleave(2, 0)[::2],
+    }
+    for way in ways.values():
+        for sides in ((way(query), keys, values), (query, way(keys), values), (query, keys, way(values))):
+            assert torch.equal(dense_kernels.attend_on_cpu(*sides, None, None), expected)
+    one = dense_kernels.attend_on_cpu(query[:, :2], keys[:, :1].expand(-1, 2, -1, -1), values[:, :2], None, None)
+    assert torch.equal(
+        one[:, 0], dense_kernels.attend_on_cpu(query[:, :1], keys[:, :1], values[:, :1], None, None)[:, 0]
+    )
+
+
+@needs_kernel
+def test_masks_are_broadcast_as_in_torch_or_refused_as_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_kernels, "CPU_MINIMUM_PRODUCTS", 0)
+    query, keys, values = states((2, 4, 2, 40, 50, 32, 32), torch.float32)
+    calls = []
+    attend_many = kernel.MANY.get().kvlayers_attend_many  # type: ignore[union-attr]
+    monkeypatch.setattr(kernel.MANY.get(), "kvlayers_attend_many", lambda *args: (calls.append(1), attend_many(*args)))
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4, 40, 50), (1, 40, 50), (4, 1, 50), (40, 1), (1, 50), (2, 1, 1, 50), (1, 4, 40, 1), (2, 4, 40, 50)]
+    for shape in shapes:
+        for mask in (torch.rand(shape, generator=generator) > 0.3, torch.randn(shape, generator=generator)):
+            expected = scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+            torch.testing.assert_close(gqa.attend_dense(query, keys, values, mask, False, None), expected)
+    assert len(calls) == 2 * len(shapes)
+    wrong: list[Tensor] = [torch.ones(shape, dtype=torch.bool) for shape in ((50,), (40, 49), (3, 40, 50), (1,) * 5)]
+    wrong += [torch.ones(40, 50, dtype=dtype) for dtype in (torch.int64, torch.float64, torch.float16)]
+    for mask in (*wrong, torch.ones(3, 1, 40, 50)):
+        with pytest.raises((RuntimeError, IndexError)) as by_torch:
+            scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+        with pytest.raises(by_torch.type, match=re.escape(str(by_torch.value)[:30])):
+            gqa.attend_dense(query, keys, values, mask, False, None)
+    # Which of both counts is torch's to say.
+    both = torch.rand(40, 50, generator=generator) > 0.3, 0.0, True
+    expected = scaled_dot_product_attention(query, keys, values, *both, enable_gqa=True)
+    assert torch.equal(gqa.attend_dense(query, keys, values, both[0], True, None), expected)
+    assert len(calls) == 2 * len(shapes)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 2, 20, 0, 16, 16), (0, 4, 2, 20, 20, 16, 16), (1, 4, 2, 0, 20, 16, 16)])
+def test_no_tokens_no_sequences_and_no_queries(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_kernels, "CPU_MINIMUM_PRODUCTS", 0)
+    query, keys, values = states(shape, torch.float32)
+    expected = scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+    seen = gqa.attend_dense(query, keys, values, None, False, None)
+    assert torch.equal(seen, expected)
+    assert seen.shape == expected.shape
 
 
 def test_derivatives_are_left_to_torch() -> None:
@@ -141,30 +252,146 @@ def test_without_a_kernel_a_window_is_cut(monkeypatch: pytest.MonkeyPatch) -> No
     assert dense_kernels.attend_in_blocks(query, keys, values, torch.ones_like(window), None) is None
 
 
+class Counted:
+    """The queries of each call of the kernel, and the calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dense_kernels, "CPU_MINIMUM_PRODUCTS", 0)
+        library = kernel.MANY.get()
+        assert library is not None
+        self.queries: list[int] = []
+        self._attend = library.kvlayers_attend_many
+        monkeypatch.setattr(library, "kvlayers_attend_many", self.count)
+
+    def count(self, numbers: bytes, *others: Any) -> None:
+        self.queries.append(QUERIES.unpack_from(numbers)[0])
+        self._attend(numbers, *others)
+
+
 CACHES: dict[str, Any] = {
     "dynamic": lambda config: kvlayers.DynamicCache(config=config),
     "static": lambda config: kvlayers.StaticCache(config, max_cache_len=400),
     "offloaded": lambda config: kvlayers.OffloadedCache(config=config),
+    "recall": lambda config: kvlayers.DynamicCache(config=config, recall=kvlayers.layers.Recall(pages=64)),
+    "int8": lambda config: kvlayers.QuantizedCache(config=config, nbits=8),
+    "int4, offloaded": lambda config: kvlayers.QuantizedCache(config=config, nbits=4, offloading=True),
 }
 
 
+def last_logits(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    """Of a prompt, a second turn, and three tokens, `[5, batch, vocabulary]`."""
+    found, seen = [], 0
+    for part in (300, 80, 1, 1, 1):
+        with torch.no_grad():
+            output = model(ids[:, seen : seen + part], attention_mask=mask[:, : seen + part], **given(cache))
+        found.append(output.logits[:, -1])
+        seen += part
+    return torch.stack(found)
+
+
+@needs_kernel
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("pads", [False, True])
 def test_prompts_and_second_turns_of_models(family: str, cache: str, pads: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(dense_kernels, "CPU_MINIMUM_PRODUCTS", 0)
-    model, ids = fresh_model(family), prompt(2, 343, 1)
+    counted = Counted(monkeypatch)
+    model, ids = fresh_model(family), prompt(2, 383, 1)
     mask = torch.ones_like(ids)
     if pads:
         mask[0, :100] = 0
-    logits = []
-    for own in (transformers.DynamicCache(config=model.config), CACHES[cache](model.config)):
-        found, seen = [], 0
-        for part in (300, 40, 1, 1, 1):
-            with torch.no_grad():
-                output = model(ids[:, seen : seen + part], attention_mask=mask[:, : seen + part], **given(own))
-            found.append(output.logits[:, -1])
-            seen += part
-        logits.append(torch.stack(found))
+    seen = last_logits(model, CACHES[cache](model.config), ids, mask)
+    # Each layer, for the prompt and for the second turn.
+    layers = model.config.num_hidden_layers
+    assert counted.queries == [300] * layers + [80] * layers
+    monkeypatch.undo()
+    # What is packed is compared with what plain torch makes of it.
+    monkeypatch.setattr(kernel.MANY, "get", lambda: None)
+    other = CACHES[cache](model.config) if "int" in cache else transformers.DynamicCache(config=model.config)
     # The same sums in another order of float32; the logits of these models spread by some tens.
-    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=2e-4)
+    torch.testing.assert_close(seen, last_logits(model, other, ids, mask), rtol=1e-4, atol=2e-4)
+
+
+@needs_kernel
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_prompts_behind_a_prefix_that_sequences_share(is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch)
+    model, ids = fresh_model("llama"), prompt(1, 300, 1)
+    kind = "int8" if is_packed else "dynamic"
+    cache = CACHES[kind](model.config)
+    turns = prompt(3, 90, 2)
+    with torch.no_grad():
+        model(ids, **given(cache))
+        cache.expand(3)
+        logits = model(turns, **given(cache)).logits[:, -1]
+        after = model(turns[:, :1], **given(cache)).logits[:, -1]
+        assert counted.queries == [300, 300, 90, 90]
+        whole = torch.cat([ids.expand(3, -1), turns, turns[:, :1]], 1)
+        expected = model(whole).logits
+    # Codes of 8 bits are not exact, and logits spread by some tens.
+    how = {"rtol": 1e-2, "atol": 0.5} if is_packed else {"rtol": 1e-4, "atol": 2e-4}
+    torch.testing.assert_close(logits, expected[:, -2], **how)
+    torch.testing.assert_close(after, expected[:, -1], **how)
+
+
+@needs_kernel
+def test_documents_of_which_some_tokens_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh_model("llama")
+    documents = [prompt(1, 120, seed) for seed in (1, 2)]
+    caches = []
+    for ids in documents:
+        caches.append(kvlayers.DynamicCache(config=model.config))
+        with torch.no_grad():
+            model(ids, **given(caches[-1]))
+    counted = Counted(monkeypatch)
+    joined = kvlayers.concatenate(caches, model, recompute="40%", ids=documents)
+    # The first layer reads all tokens to see what changes; each layer then reads some among all.
+    chosen = counted.queries[-1]
+    assert counted.queries == [240, *[chosen] * model.config.num_hidden_layers]
+    assert 16 < chosen < 240
+    monkeypatch.setattr(kernel.MANY, "get", lambda: None)
+    expected = kvlayers.concatenate(caches, model, recompute="40%", ids=documents)
+    for layer, other in zip(joined.layers, expected.layers, strict=True):
+        torch.testing.assert_close(layer.keys, other.keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(layer.values, other.values, rtol=1e-4, atol=1e-5)
+
+
+@needs_kernel
+def test_chunks_and_rows_of_many_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch)
+    model = fresh_model("llama")
+    prompts = [prompt(1, tokens, tokens)[0] for tokens in (60, 130, 90)]
+    how = {
+        "max_new_tokens": 6,
+        "max_rows": 2,
+        "chunk_tokens": 64,
+        "do_sample": False,
+        "in_order": True,
+        "progress": False,
+    }
+    found = [answer.ids.tolist() for answer in kvlayers.generate_many(model, prompts, **how)]
+    # Two layers, and chunks of 64 tokens.
+    assert sorted(counted.queries) == sorted(2 * [60, 64, 64, 64, 26])
+    monkeypatch.setattr(kernel.MANY, "get", lambda: None)
+    assert [answer.ids.tolist() for answer in kvlayers.generate_many(model, prompts, **how)] == found
+
+
+def test_a_process_that_never_compiles_computes_the_same() -> None:
+    script = """
+import sys
+sys.path.insert(0, {helpers!r})
+import torch, transformers, kvlayers
+from models import fresh_model, given, prompt
+from kvlayers.kernels.attention.cpu import kernel
+model, ids = fresh_model("gemma3"), prompt(2, 700, 1)
+with torch.no_grad():
+    expected = model(ids, **given(transformers.DynamicCache(config=model.config))).logits
+    for cache in (kvlayers.DynamicCache(config=model.config), kvlayers.QuantizedCache(config=model.config, nbits=8)):
+        torch.testing.assert_close(model(ids, **given(cache)).logits, expected, rtol=1e-4, atol=2e-4)
+        model(ids[:, :20], **given(cache))
+assert kernel.MANY.get() is None and kernel.LIBRARY.get() is None
+assert "never" in kernel.MANY.obstacle
+"""
+    helpers = str(pathlib.Path(models.__file__).parent)
+    # No library of a wheel either, if there is one.
+    ended = fresh_process.run(script.format(helpers=helpers), KVLAYERS_COMPILE="never")
+    assert ended.returncode == 0, ended.stderr

@@ -13,9 +13,11 @@ from torch import Tensor
 from transformers import cache_utils
 from typing_extensions import override
 
+from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError, UnsupportedLayerError
+from kvlayers.kernels.attention.gqa import marked_for_sdpa
 from kvlayers.upstream import cache_argument, model_types
 from kvlayers.upstream.model_layers import layer_specs, model_device
 from kvlayers.utils.transforms import autocast_dtype
@@ -43,7 +45,7 @@ class _OverwritingLayer(cache_utils.DynamicLayer):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KVPair:
         self.keys.index_copy_(2, self._positions, key_states)
         self.values.index_copy_(2, self._positions, value_states)
-        return self.keys, self.values
+        return marked_for_sdpa(self.keys, self.values, key_states.shape[2])
 
 
 class _StopPassError(Exception):
@@ -118,7 +120,7 @@ def deviations(model: Any, ids: Tensor, states: Sequence[KVPair]) -> Tensor:
     if len(states) < 2:
         return torch.zeros(ids.shape[1], device=ids.device)
     last = _StopAtLayer()
-    cache = cache_utils.Cache(layers=[cache_utils.DynamicLayer(), last])
+    cache = cache_utils.Cache(layers=[DynamicLayer(), last])
     for part in ids.split(max(MOST_IN_MASK // ids.shape[1], 1), dim=1):  # type: ignore[no-untyped-call]
         with contextlib.suppress(_StopPassError):
             cache_argument.read_tokens(model, part, cache)

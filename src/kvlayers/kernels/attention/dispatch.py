@@ -16,6 +16,7 @@ from torch import Tensor
 from kvlayers.kernels.attention import fused, reference
 from kvlayers.kernels.attention.cpu import kernel as cpu_kernel
 from kvlayers.kernels.attention.cuda import kernel as cuda_kernel
+from kvlayers.kernels.attention.gqa import attend_dense
 from kvlayers.kernels.attention.segment_kinds import SegmentRows
 from kvlayers.kernels.attention.segments import KVSegments, without_rows
 from kvlayers.kernels.codes.smoothing import KeySmoothing
@@ -23,10 +24,10 @@ from kvlayers.upstream.callers import running_attention_implementation, warn_the
 from kvlayers.utils.transforms import without_autocast
 
 CPU = "a compiled kernel on segments"
+MANY = "a compiled kernel for many queries"
 CUDA = "a Triton kernel on segments"
 BLOCKS = "plain torch, block by block"
 COPY = "torch's attention on a copy of segments"
-HEADS = "torch's attention, one KV head after another"
 SLABS = "slab by slab"
 SHARED = "shared segments once for all sequences"
 """Paths on which no state is brought to full precision for longer than it is used."""
@@ -97,7 +98,7 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
         mask = mask.expand(batch, heads, queries, segments.tokens)
     # Torch takes a tensor for a number, and a kernel would take it for an address.
     scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
-    if not fused.serves(query):
+    if query.is_cpu and not fused.INTERPRETED:
         return _attend_on_cpu(query, segments, mask, scale, paths)
     with without_autocast(query.device):
         obstacle = cuda_kernel.obstacle(query, segments, mask)
@@ -126,13 +127,15 @@ def _attend_on_cpu(
         paths.record(CPU)
         return cpu_kernel.attend(query, segments, mask, scale)
     with without_autocast(query.device):
-        if reference.copying_pays(query, segments):
-            paths.record(f"{COPY}, as {obstacle}")
-            return reference.attend_to_copy(query, segments, mask, scale)
-        if reference.by_head_pays(query, segments):
-            paths.record(f"{HEADS}, as {obstacle}")
-            return reference.attend_by_head(query, segments, mask, scale)
+        if cpu_kernel.takes_many(query, segments):
+            paths.record(f"{MANY}, as {obstacle}")
+            return cpu_kernel.attend_many(query, segments, mask, scale)
         shares = segments.shares_rows
+        if query.shape[2] > 1 and query.dtype != torch.float16 and segments.are_dense and not shares:
+            # Torch's attention is slow for a single query of bfloat16, and for any number of queries of float16.
+            paths.record(f"{COPY}, as {obstacle}")
+            keys, values = segments.dense("keys", query.dtype), segments.dense("values", query.dtype)
+            return attend_dense(query, keys, values, mask, False, scale)
         paths.record(f"{SHARED if shares else BLOCKS}, as {obstacle}")
         return (attend_shared if shares else reference.attend)(query, segments, mask, scale)
 

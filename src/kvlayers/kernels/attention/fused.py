@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvlayers.kernels.attention.pieces import StatePiece, slabs
 from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments
+from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import TritonKernel, power_of_two, runs_triton
 
 PARTS_AT_ONCE = 8
@@ -33,15 +34,13 @@ FUSED = "torch's fused attention"
 PLAIN = "plain torch"
 
 
+INTERPRETED = triton_support.is_interpreted()
+"""Whether Triton interprets its kernels, so that tests take the paths of accelerators on a CPU."""
+
+
 def serves(queries: Tensor) -> bool:
     """Whether attention of queries runs here: on accelerators, and where their paths are tested."""
-    return not queries.is_cpu or _triton_runs_on_cpu()
-
-
-@functools.cache
-def _triton_runs_on_cpu() -> bool:
-    """Whether Triton interprets its kernels on the CPU (`TRITON_INTERPRET=1`), as tests let it."""
-    return runs_triton(torch.device("cpu"))
+    return not queries.is_cpu or INTERPRETED
 
 
 def description(query: Tensor, segments: KVSegments) -> str:

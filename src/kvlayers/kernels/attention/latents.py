@@ -19,9 +19,10 @@ from typing_extensions import override
 
 from kvlayers.kernels.attention import absorption
 from kvlayers.kernels.attention.absorption import HeadWeights, Projection
-from kvlayers.kernels.attention.packed_ops import packed_like, sizes_of, snapshot_of
+from kvlayers.kernels.attention.packed_ops import packed_like, snapshot_of
 from kvlayers.kernels.attention.packed_tensor import Implementations, PackedStates, StateTensor, implements
 from kvlayers.kernels.attention.snapshot import Snapshot
+from kvlayers.kernels.attention.state_views import sizes_of
 from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.transforms import is_changed_by_torch
 
@@ -230,7 +231,7 @@ def _write(keys: Any, states: Any, **options: Any) -> Any:
         return COMPUTED
     # Neither changes until attention reads it: the expansion is not computed yet, and packed states are read-only.
     is_expansion = isinstance(states, ExpandedLatents) and states.of_heads is not None
-    is_rotated = isinstance(states, PackedStates) and states.side == "values" and not states.packed_view.swapped
+    is_rotated = isinstance(states, PackedStates) and states.side == "values" and not states.view_taken.swapped
     if not is_expansion and not is_rotated:
         return COMPUTED
     keys.memory.parts.append((keys.first, states))

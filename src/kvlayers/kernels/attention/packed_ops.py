@@ -1,7 +1,6 @@
 """Functions of torch that read packed states without bringing them to full precision.
 
-They are attention, the two products that eager attention is written as, and the views that modelling code takes in
-between.
+They are attention, and the two products that eager attention is written as.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,11 +13,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.kernels.attention import dispatch
 from kvlayers.kernels.attention.dispatch import PathCounter
-from kvlayers.kernels.attention.gqa import attend_dense, kv_head_copies
-from kvlayers.kernels.attention.packed_tensor import UNCHANGED, PackedStates, PackedView, implements
+from kvlayers.kernels.attention.gqa import attend_dense
+from kvlayers.kernels.attention.packed_tensor import PackedStates, are_repeated, implements
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.attention.snapshot import Snapshot, Version, attend_packed
+from kvlayers.kernels.attention.state_views import VIEWS
 from kvlayers.utils.transforms import autocast_converts, transforms_run
 
 
@@ -92,6 +92,7 @@ def choosing(
 
 
 _of_packed = implements(PackedStates)
+PackedStates.implementations.update(VIEWS)
 
 NEEDS_GRADIENTS = "autograd follows what is computed"
 
@@ -140,8 +141,7 @@ def _obstacle(
         return "keys and values are not those of one update"
     if dropout_p:
         return "there is dropout"
-    view, of_value = key.packed_view, value.packed_view
-    if (view is not of_value and view != of_value) or view.swapped or view.grouped or query.dim() != 4:
+    if not are_repeated(key.view_taken, value.view_taken) or query.dim() != 4:
         return "keys and values do not have the shapes that attention takes"
     batch, heads, _, head_dim = query.shape
     key_batch, kv_heads, _, key_dim = key.known_shape
@@ -185,13 +185,13 @@ def _product(left: Tensor, right: Tensor) -> Tensor | str:
     """`queries @ keys.transpose(2, 3)`, or `weights @ values`."""
     if not isinstance(right, PackedStates) or isinstance(left, PackedStates):
         return "it is not a product of attention"
-    if left.dim() != 4 or right.packed_view.grouped:
+    if left.dim() != 4 or right.view_taken.grouped:
         return "keys and values do not have the shapes that attention takes"
     if (reason := _mismatch(left, right.snapshot)) is not None:
         return reason
     if left.shape[:2] != right.shape[:2] or left.shape[3] != right.shape[2]:
         return "queries do not fit the keys"
-    is_of_queries = right.side == "keys" and right.packed_view.swapped
+    is_of_queries = right.side == "keys" and right.view_taken.swapped
     if is_of_queries:
         _show(left, right)
     segments = right.snapshot.read_for(left) if is_of_queries else right.snapshot.read()
@@ -199,7 +199,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor | str:
         return NEEDS_GRADIENTS
     if is_of_queries:
         return dispatch.scores(left, segments, right.snapshot.paths)
-    if right.side == "values" and not right.packed_view.swapped:
+    if right.side == "values" and not right.view_taken.swapped:
         return dispatch.combine(left, segments, right.snapshot.paths)
     return "it is not a product of attention"
 
@@ -223,85 +223,3 @@ def _needs_gradients(segments: KVSegments, *tensors: Tensor | None) -> bool:
     if not torch.is_grad_enabled():
         return False
     return segments.requires_grad or any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-UNKNOWN_VIEW = "attention takes no such view of keys or values"
-CONVERTED = "they are converted"
-
-
-@_of_packed(Tensor.transpose, torch.transpose, Tensor.swapaxes)
-def _transposed(states: Tensor, dim0: int, dim1: int) -> Tensor | str:
-    if not isinstance(states, PackedStates) or states.dim() != 4 or {dim0 % 4, dim1 % 4} != {2, 3}:
-        return UNKNOWN_VIEW
-    batch, heads, rows, columns = states.shape
-    view = replace(states.packed_view, swapped=not states.packed_view.swapped)
-    return PackedStates(states.snapshot, states.side, (batch, heads, columns, rows), view)
-
-
-# The three steps in which modelling code repeats kv heads for the query heads that share them.
-
-_WITH_AN_AXIS_FOR_COPIES = (slice(None), slice(None), None, slice(None), slice(None))
-
-
-@_of_packed(Tensor.__getitem__)
-def _item(states: Tensor, index: Any) -> Tensor | str:
-    # Anything else, such as a tensor, could not be compared.
-    are_slices = isinstance(index, tuple) and all(part is None or isinstance(part, slice) for part in index)
-    adds_an_axis = are_slices and index in (_WITH_AN_AXIS_FOR_COPIES, _WITH_AN_AXIS_FOR_COPIES[:3])
-    if not adds_an_axis or not isinstance(states, PackedStates) or states.packed_view != UNCHANGED:
-        return UNKNOWN_VIEW
-    batch, kv_heads, *rest = states.shape
-    return PackedStates(states.snapshot, states.side, (batch, kv_heads, 1, *rest), PackedView(grouped=True))
-
-
-@_of_packed(Tensor.expand)
-def _expanded(states: Tensor, *sizes: Any, **named: Any) -> Tensor | str:
-    shape = sizes_of(sizes)
-    if named or not isinstance(states, PackedStates):
-        return UNKNOWN_VIEW
-    if states.packed_view == UNCHANGED and len(shape) == 4 and states.shape[1] == 1 and shape[1] > 0:
-        # As for the rotated key of multi-head latent attention, which all heads share.
-        whole = (states.shape[0], shape[1], *states.shape[2:])
-        fits = all(size in (-1, own) for size, own in zip(shape, whole, strict=True))
-        return PackedStates(states.snapshot, states.side, whole, PackedView(shape[1])) if fits else UNKNOWN_VIEW
-    copies = kv_head_copies(states.shape, shape)
-    if states.packed_view != PackedView(grouped=True) or len(shape) != 5 or copies < 1:
-        return UNKNOWN_VIEW
-    return PackedStates(states.snapshot, states.side, shape, PackedView(copies, grouped=True))
-
-
-@_of_packed(Tensor.reshape, Tensor.view)
-def _reshaped(states: Tensor, *sizes: Any, **named: Any) -> Tensor | str:
-    shape = sizes_of(sizes)
-    if named or not isinstance(states, PackedStates):
-        return UNKNOWN_VIEW
-    if shape == tuple(states.shape):
-        return states
-    copies = kv_head_copies(states.shape, shape)
-    if not states.packed_view.grouped or len(shape) != 4 or not copies:
-        return UNKNOWN_VIEW
-    return PackedStates(states.snapshot, states.side, shape, PackedView(copies))
-
-
-@_of_packed(Tensor.repeat_interleave, torch.repeat_interleave)
-def _repeated(states: Tensor, repeats: Any, dim: int | None = None, **options: Any) -> Tensor | str:
-    repeats_heads = dim == 1 and isinstance(repeats, int) and repeats >= 1
-    if not repeats_heads or not isinstance(states, PackedStates) or states.packed_view != UNCHANGED:
-        return UNKNOWN_VIEW
-    batch, kv_heads, tokens, head_dim = states.shape
-    shape = (batch, kv_heads * repeats, tokens, head_dim)
-    return PackedStates(states.snapshot, states.side, shape, PackedView(repeats))
-
-
-def sizes_of(sizes: tuple[Any, ...]) -> tuple[int, ...]:
-    """The sizes of a view, which were passed one by one or together."""
-    return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
-
-
-@_of_packed(Tensor.contiguous, Tensor.detach, Tensor.to)
-def _unchanged(states: Tensor, *args: Any, **kwargs: Any) -> Tensor | str:
-    wanted = {*args, *kwargs.values()}
-    return states if isinstance(states, PackedStates) and wanted <= {states.dtype, states.device} else CONVERTED
-
-
-PackedStates.implementations[Tensor.mT.__get__] = lambda states: _transposed(states, 2, 3)  # type: ignore[attr-defined]

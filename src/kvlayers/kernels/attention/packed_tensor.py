@@ -153,8 +153,8 @@ def _call_on_dense(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 @dataclass(frozen=True)
-class PackedView:
-    """The view of packed states that modelling code has taken so far.
+class StateView:
+    """The view of states that modelling code has taken so far.
 
     Attributes:
         copies: copies of each kv head, side by side.
@@ -166,8 +166,22 @@ class PackedView:
     grouped: bool = False
     swapped: bool = False
 
+    def of(self, states: Tensor) -> Tensor:
+        """The view of states in memory, `[batch, kv_heads, tokens, head_dim]`."""
+        if self.grouped:
+            return states[:, :, None].expand(-1, -1, self.copies, -1, -1)
+        if self.copies > 1:
+            states = states.repeat_interleave(self.copies, dim=1)
+        return states.transpose(2, 3) if self.swapped else states
 
-UNCHANGED = PackedView()
+
+UNCHANGED = StateView()
+
+
+def are_repeated(keys: StateView, values: StateView) -> bool:
+    """Whether views are those that attention takes: states as they are, or with the same copies of each kv head."""
+    return (keys is values or keys == values) and not keys.swapped and not keys.grouped
+
 
 NO_ADDRESS = (
     "The states of a quantized cache, of rows, or of a prefix that sequences share, have no address: pass a clone() of "
@@ -175,32 +189,24 @@ NO_ADDRESS = (
 )
 
 
-@sent_by_value
-class PackedStates(StateTensor):
-    """Keys or values `[batch, kv_heads, tokens, head_dim]` of a cache that holds them packed. They are read-only."""
+class HeldStates(StateTensor):
+    """Keys or values `[batch, kv_heads, tokens, head_dim]` as a cache holds them, or a view. They are read-only.
 
-    implementations: ClassVar[Implementations] = {}
+    Attributes:
+        known_shape: the shape.
+        view_taken: which view it is.
+    """
+
     is_read_only = True
 
-    in_graphs: ClassVar[dict[Any, Callable[..., Tensor | None]]] = {}
-
     known_shape: torch.Size
-    snapshot: Snapshot
-    side: Side
-    packed_view: PackedView
+    view_taken: StateView
 
-    @staticmethod
-    def __new__(
-        cls: type["PackedStates"], snapshot: Snapshot, side: Side, shape: Sequence[int], view: PackedView = UNCHANGED
-    ) -> "PackedStates":
-        """Packed states of `shape`, without memory of their own."""
-        states: PackedStates = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=snapshot.dtype, device=snapshot.device
-        )
-        states.known_shape = torch.Size(shape)
-        states.snapshot = snapshot
-        states.side = side
-        states.packed_view = view
+    @classmethod
+    def without_memory(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, view: StateView) -> Any:
+        """A tensor of this class, for the caller to say what it stands for."""
+        states = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        states.known_shape, states.view_taken = torch.Size(shape), view
         return states
 
     @property
@@ -208,20 +214,21 @@ class PackedStates(StateTensor):
         """The shape, without the detour by `__torch_function__`: models read it several times in each layer."""
         return self.known_shape
 
-    @override
-    def dense(self) -> Tensor:
-        """A copy of the states in full precision, of the same shape and dtype.
+    def viewed(self, shape: Sequence[int], view: StateView) -> "HeldStates":
+        """The same states in another view, of this shape."""
+        raise NotImplementedError
+
+    def whole(self) -> Tensor:
+        """A copy of the states in full precision, `[batch, kv_heads, tokens, head_dim]` whatever the view.
 
         Raises:
             StaleStatesError: the cache has changed since it returned the states.
         """
-        states = self.snapshot.dense(self.side)
-        view = self.packed_view
-        if view.grouped:
-            return states[:, :, None].expand(-1, -1, view.copies, -1, -1)
-        if view.copies > 1:
-            states = states.repeat_interleave(view.copies, dim=1)
-        return states.transpose(2, 3) if view.swapped else states
+        raise NotImplementedError
+
+    @override
+    def dense(self) -> Tensor:
+        return self.view_taken.of(self.whole())
 
     # The address of a copy would be that of freed memory by the time that a kernel reads it.
 
@@ -243,6 +250,40 @@ class PackedStates(StateTensor):
         return self.dense().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
+@sent_by_value
+class PackedStates(HeldStates):
+    """The states of a snapshot: packed, in several segments, or such as look at the queries that attend to them."""
+
+    implementations: ClassVar[Implementations] = {}
+
+    in_graphs: ClassVar[dict[Any, Callable[..., Tensor | None]]] = {}
+
+    snapshot: Snapshot
+    side: Side
+
+    @staticmethod
+    def __new__(
+        cls: type["PackedStates"], snapshot: Snapshot, side: Side, shape: Sequence[int], view: StateView = UNCHANGED
+    ) -> "PackedStates":
+        """Packed states of `shape`, without memory of their own."""
+        # Not by `without_memory`: an update makes two, and each view another one.
+        states: PackedStates = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=snapshot.dtype, device=snapshot.device
+        )
+        states.known_shape, states.view_taken = torch.Size(shape), view
+        states.snapshot = snapshot
+        states.side = side
+        return states
+
+    @override
+    def viewed(self, shape: Sequence[int], view: StateView) -> HeldStates:
+        return PackedStates(self.snapshot, self.side, shape, view)
+
+    @override
+    def whole(self) -> Tensor:
+        return self.snapshot.dense(self.side)
+
+
 def as_dense(states: Tensor) -> Tensor:
     """The states in full precision: a copy of packed states, or the tensor itself."""
     return states.dense() if isinstance(states, PackedStates) else states
@@ -255,7 +296,7 @@ def _call_in_graph(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 def _in_graph(argument: Any) -> Any:
     if isinstance(argument, PackedStates):
-        snapshot, view = argument.snapshot, argument.packed_view
+        snapshot, view = argument.snapshot, argument.view_taken
         if view.grouped or view.swapped or snapshot.follows_gradients:
             return argument.dense()
         shape, of_values = tuple(argument.shape), argument.side == "values"

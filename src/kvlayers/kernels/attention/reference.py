@@ -6,17 +6,13 @@ products of eager attention, `scores` and `combine`, serve both.
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvlayers.kernels.attention import fused
-from kvlayers.kernels.attention.cpu import kernel
-from kvlayers.kernels.attention.gqa import attend_dense
 from kvlayers.kernels.attention.pieces import CPU_SCORES_AT_ONCE, SegmentPiece, pieces_for, slabs
-from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
-from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, is_packed
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments
 from kvlayers.kernels.codes.groups import rotate
 from kvlayers.kernels.codes.smoothing import KeySmoothing
 
@@ -34,28 +30,6 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
         `[batch, heads, queries, value_head_dim]` in the dtype of the query; the sums are in float32.
     """
     return attend_partly(query, segments, mask, scale)[0].to(query.dtype)
-
-
-def copying_pays(query: Tensor, segments: KVSegments) -> bool:
-    """Whether `attend_to_copy` takes less time than `attend`, as measured on a CPU.
-
-    Torch's attention is slow for a single query of bfloat16, and for any number of queries of float16.
-    """
-    if segments.holds_gathered or segments.shares_rows:
-        return False
-    queries = query.shape[2]
-    if queries > kernel.CPU_MAXIMUM_QUERIES and kernel.MANY.get() is not None:
-        return True
-    return queries > 1 and query.dtype != torch.float16 and segments.are_dense
-
-
-def attend_to_copy(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
-    """As `attend`, on a copy of the states in full precision, for many queries.
-
-    The copy costs about as much as one query, and lives as long as the call.
-    """
-    keys, values = segments.dense("keys", query.dtype), segments.dense("values", query.dtype)
-    return attend_dense(query, keys, values, mask, False, scale)
 
 
 def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -233,95 +207,3 @@ def combine(weights: Tensor, segments: KVSegments) -> Tensor:
 def _pieces(rows: Tensor, segments: KVSegments, count: int) -> Iterator[SegmentPiece]:
     """The pieces that `count` queries, or weights, for each KV head are multiplied with."""
     return slabs(segments, rows.dtype) if fused.serves(rows) else pieces_for(segments, count)
-
-
-MINIMUM_ROWS_OF_PACKED = 128
-"""Queries of one KV head for which unpacking all its tokens at once pays. Measured on a CPU."""
-
-
-def by_head_pays(query: Tensor, segments: KVSegments) -> bool:
-    """Whether `attend_by_head` takes less time than `attend`, as measured on a CPU."""
-    if query.shape[2] == 1 or not segments.holds_gathered:
-        return False
-    rows = query.shape[1] // segments.kv_heads * query.shape[2]
-    return not segments.holds_packed or rows >= MINIMUM_ROWS_OF_PACKED
-
-
-def attend_by_head(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
-    """As `attend`, of many queries on a CPU if each KV head reads its own tokens: torch's attention, head after head.
-
-    The tokens of one KV head of one sequence are a dense tensor, whatever other heads hold. It is copied, or unpacked,
-    for as long as this head is computed, so no more than one head is in full precision at once.
-    """
-    batch, heads, queries, _ = query.shape
-    group = heads // segments.kv_heads
-    out = query.new_zeros((batch, queries, heads, segments.head_dims[1])).transpose(1, 2)
-    # Torch's attention is slow for float16 on a CPU.
-    dtype = torch.float32 if query.dtype == torch.float16 else query.dtype
-    for sequence in range(batch):
-        one = slice(sequence, sequence + 1)
-        own_mask = None if mask is None else _additive(fused.unexpanded(mask[one]), dtype)
-        for head in range(segments.kv_heads):
-            keys, values, columns = _tokens_of(segments, sequence, head, dtype)
-            if not len(columns):
-                continue
-            own = slice(head * group, (head + 1) * group)
-            seen = None
-            if own_mask is not None:
-                seen = (own_mask if own_mask.shape[1] == 1 else own_mask[:, own]).index_select(3, columns)
-            out[one, own] = attend_dense(
-                query[one, own].to(dtype), keys[None, None], values[None, None], seen, False, scale
-            )
-    return out
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What torch's attention would make of a bool mask for each head anew."""
-    if mask.dtype != torch.bool:
-        return mask if mask.dtype == dtype else mask.float()
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-
-
-def _tokens_of(segments: KVSegments, sequence: int, head: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values `[tokens, head_dim]` of one KV head of one sequence, and the columns of its tokens."""
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    smoothing = segments.smoothing
-    if smoothing is not None:
-        smoothing = smoothing.mapped(lambda vectors: vectors[sequence, head][None, None])
-    for position, segment in segments.with_columns:
-        if isinstance(segment, GatheredSegment):
-            found = _gathered(segment, sequence, head, dtype)
-        else:
-            own = _of_head(segment, sequence, head)
-            found = iter([(own.states("keys", dtype), own.states("values", dtype), torch.arange(segment.tokens))])
-        for keys, values, columns in found:
-            if smoothing is not None and is_packed(segment):
-                keys = smoothing.restored(keys)
-            parts.append((keys[0, 0], values[0, 0], columns + position))
-    keys, values, columns = (torch.cat(each) for each in zip(*parts, strict=True))
-    return keys, values, columns
-
-
-def _gathered(
-    segment: GatheredSegment, sequence: int, head: int, dtype: torch.dtype
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Keys, values and columns of the tokens that a head reads of a segment."""
-    starts, counts, columns = (
-        table[sequence, head][None, None] for table in (segment.starts, segment.counts, segment.columns)
-    )
-    own = GatheredSegment(_of_head(segment.source, sequence, head), starts, counts, columns, segment.width)
-    for padded, where in own.padded_pieces(segment.width):
-        of_tokens = where.of_tokens[0, 0]
-        is_read = of_tokens < segment.width
-        keys, values = padded.states("keys", dtype), padded.states("values", dtype)
-        yield keys[:, :, is_read], values[:, :, is_read], of_tokens[is_read]
-
-
-def _of_head(source: DenseSegment | PackedSegment, sequence: int, head: int) -> DenseSegment | PackedSegment:
-    """A segment of one head of one sequence."""
-    row = sequence if source.rows is None else int(source.rows.on(torch.device("cpu"))[0][sequence])
-    own = source.with_tensors(states[row : row + 1, head : head + 1] for states in source.tensors).with_rows(None)
-    if isinstance(own, DenseSegment):
-        return own
-    keys, values = (replace(side, format=side.format.for_head(head)) for side in (own.keys, own.values))
-    return replace(own, keys=keys, values=values)

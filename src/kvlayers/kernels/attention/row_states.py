@@ -1,9 +1,8 @@
 """Keys or values of a batch of which each row has states of its own, of a length of its own.
 
 Rows are aligned on the right: the newest token of every row is in the last column, as in a batch that is padded on the
-left. Attention, and the views that models take before it, are computed for one row after another, by whatever its
-states are: a plain tensor, packed codes, or what a query chooses from. Other functions get one tensor in full
-precision, with zeros for padding.
+left. Attention is computed for one row after another, by whatever its states are: a plain tensor, packed codes, or what
+a query chooses from. Other functions get one tensor in full precision, with zeros for padding.
 """
 
 import functools
@@ -15,66 +14,60 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
-from kvlayers.errors import UnsupportedLayerError
-from kvlayers.kernels.attention.gqa import attend_dense, kv_head_copies
-from kvlayers.kernels.attention.packed_tensor import NO_ADDRESS, Implementations, StateTensor, implements
+from kvlayers.kernels.attention.gqa import attend_dense
+from kvlayers.kernels.attention.packed_tensor import (
+    UNCHANGED,
+    HeldStates,
+    Implementations,
+    StateTensor,
+    StateView,
+    are_repeated,
+    implements,
+)
+from kvlayers.kernels.attention.state_views import VIEWS
 
 
-class RowStates(StateTensor):
-    """Keys or values `[batch, kv_heads, tokens, head_dim]`, or a view of them that attention takes. They are read-only.
+class RowStates(HeldStates):
+    """Keys or values `[batch, kv_heads, tokens, head_dim]`, or a view of them that attention takes.
 
     Attributes:
-        rows: the states of each row, `[1, kv_heads, own tokens, head_dim]`.
-        token_dim: the dimension that counts tokens, -2, or -1 in a transposed view.
+        rows: the states of each row, `[1, kv_heads, own tokens, head_dim]` whatever the view.
     """
 
-    implementations: ClassVar[Implementations] = {}
-    is_read_only = True
+    implementations: ClassVar[Implementations] = dict(VIEWS)
 
     rows: tuple[Tensor, ...]
-    token_dim: int
-    known_shape: torch.Size
 
     @staticmethod
-    def __new__(cls: type["RowStates"], rows: Sequence[Tensor], token_dim: int = -2) -> "RowStates":
-        """States of rows, which have the same shape but for their tokens."""
-        shape = [len(rows), *rows[0].shape[1:]]
-        shape[token_dim] = max(row.shape[token_dim] for row in rows)
-        states: RowStates = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=rows[0].dtype, device=rows[0].device)
-        states.rows, states.token_dim, states.known_shape = tuple(rows), token_dim, torch.Size(shape)
+    def __new__(
+        cls: type["RowStates"],
+        rows: Sequence[Tensor],
+        shape: Sequence[int] | None = None,
+        view: StateView = UNCHANGED,
+    ) -> "RowStates":
+        """States of rows, which have the same shape but for their tokens, or a view of this shape."""
+        first = rows[0]
+        if shape is None:
+            shape = (len(rows), first.shape[1], max(row.shape[2] for row in rows), first.shape[3])
+        states: RowStates = cls.without_memory(shape, first.dtype, first.device, view)
+        states.rows = tuple(rows)
         return states
 
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """The shape, without the detour by `__torch_function__`: models read it several times in each layer."""
-        return self.known_shape
+    @override
+    def viewed(self, shape: Sequence[int], view: StateView) -> HeldStates:
+        return RowStates(self.rows, shape, view)
 
     @override
-    def data_ptr(self) -> int:
-        raise UnsupportedLayerError(NO_ADDRESS)
-
-    @override
-    def dense(self) -> Tensor:
-        """The states in one tensor, with zeros in front of the tokens of shorter rows."""
-        states = torch.zeros(self.known_shape, dtype=self.rows[0].dtype, device=self.rows[0].device)
+    def whole(self) -> Tensor:
+        # Zeros are in front of the tokens of shorter rows.
+        first, tokens = self.rows[0], max(row.shape[2] for row in self.rows)
+        shape = (len(self.rows), first.shape[1], tokens, first.shape[3])
+        states = torch.zeros(shape, dtype=self.dtype, device=self.device)
         for whole, row in zip(torch.split(states, 1), self.rows, strict=True):
-            self.of_row(whole, row).copy_(row.dense() if isinstance(row, StateTensor) else row.as_subclass(Tensor))
+            whole[:, :, tokens - row.shape[2] :] = (
+                row.dense() if isinstance(row, StateTensor) else row.as_subclass(Tensor)
+            )
         return states
-
-    def of_row(self, columns: Tensor, row: Tensor) -> Tensor:
-        """The last columns of a tensor like these states, as many as a row has tokens."""
-        tokens = row.shape[self.token_dim]
-        return columns.narrow(self.token_dim, columns.shape[self.token_dim] - tokens, tokens)
-
-    def viewed(self, view: Callable[[Tensor], Tensor], shape: Sequence[int], token_dim: int = -2) -> "RowStates":
-        """The same view of each row.
-
-        Args:
-            view: makes the view of one row.
-            shape: shape of the view of all rows.
-            token_dim: which of its dimensions counts tokens.
-        """
-        return RowStates([view(row) for row in self.rows], token_dim)
 
 
 _of_rows = implements(RowStates)
@@ -87,9 +80,6 @@ def _called(func: Callable[..., Any], row: Tensor, *args: Any, **kwargs: Any) ->
     """
     kind = type(row)
     return func(*args, **kwargs) if kind is Tensor else kind.__torch_function__(func, (kind,), args, kwargs)  # type: ignore[no-untyped-call]
-
-
-NO_VIEW = "attention takes no such view of the states of rows"
 
 
 @_of_rows(scaled_dot_product_attention)
@@ -105,25 +95,27 @@ def _attention(
 ) -> Tensor | str:
     if not isinstance(key, RowStates) or not isinstance(value, RowStates) or isinstance(query, StateTensor):
         return "keys and values are not both of the cache"
-    batch, tokens = key.shape[0], key.shape[2]
+    batch, heads, tokens, _ = key.shape if key.dim() == 4 else (0, 0, 0, 0)
+    shares_heads = query.shape[1] == heads or (enable_gqa and heads and query.shape[1] % heads == 0)
     # Torch's causal mask begins at the first key, wherever the row begins.
-    if (is_causal and any(row.shape[2] != tokens for row in key.rows)) or query.shape[0] != batch:
+    starts_apart = is_causal and any(row.shape[2] != tokens for row in key.rows)
+    if (
+        starts_apart
+        or query.shape[0] != batch
+        or not shares_heads
+        or not are_repeated(key.view_taken, value.view_taken)
+    ):
         return "queries do not fit the rows"
+    if attn_mask is not None and attn_mask.shape[-1] not in (1, tokens):
+        return "the mask does not fit the rows"
     attended = []
     for row, (keys, values) in enumerate(zip(key.rows, value.rows, strict=True)):
         mask = attn_mask
         if mask is not None:
             mask = mask.expand(batch, *mask.shape[1:])[row : row + 1] if mask.dim() == 4 else mask
-            mask = mask[..., mask.shape[-1] - keys.shape[2] :] if mask.shape[-1] > 1 else mask
-        attended.append(
-            _called(
-                scaled_dot_product_attention,
-                keys,
-                *(query[row : row + 1], keys, values, mask, dropout_p, is_causal),
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
-        )
+            mask = mask[..., tokens - keys.shape[2] :] if mask.shape[-1] > 1 else mask
+        own = query[row : row + 1], keys, values, mask, dropout_p, is_causal
+        attended.append(_called(scaled_dot_product_attention, keys, *own, scale=scale, enable_gqa=True))
     return torch.cat(attended)
 
 
@@ -132,77 +124,17 @@ def _product(left: Tensor, right: Tensor) -> Tensor | str:
     """`queries @ keys.transpose(2, 3)`, or `weights @ values`."""
     if not isinstance(right, RowStates) or isinstance(left, StateTensor) or left.shape[:2] != right.shape[:2]:
         return "it is not a product of attention"
-    if right.token_dim == -2:
-        weighted = zip(torch.split(left, 1), right.rows, strict=True)
-        cut = [(row, weights[..., weights.shape[-1] - row.shape[-2] :]) for weights, row in weighted]
-        return torch.cat([_called(torch.matmul, row, weights, row) for row, weights in cut])
-    scores = left.new_zeros((*left.shape[:-1], right.shape[-1]))
-    for queries, row, own in zip(torch.split(left, 1), right.rows, torch.split(scores, 1), strict=True):
-        right.of_row(own, row).copy_(_called(torch.matmul, row, queries, row))
-    return scores
-
-
-@_of_rows(Tensor.transpose, torch.transpose, Tensor.swapaxes)
-def _transposed(states: Tensor, dim0: int, dim1: int) -> Tensor | str:
-    if not isinstance(states, RowStates) or {dim0 % states.dim(), dim1 % states.dim()} != {2, 3} or states.dim() != 4:
-        return NO_VIEW
-    batch, heads, rows, columns = states.shape
-    token_dim = -1 if states.token_dim == -2 else -2
-    return states.viewed(
-        lambda row: _called(Tensor.transpose, row, row, 2, 3), (batch, heads, columns, rows), token_dim
-    )
-
-
-# The three steps in which modelling code repeats KV heads for the query heads that share them.
-
-
-@_of_rows(Tensor.__getitem__)
-def _item(states: Tensor, index: Any) -> Tensor | str:
-    whole = slice(None)
-    if not isinstance(states, RowStates) or not isinstance(index, tuple) or index[:3] != (whole, whole, None):
-        return NO_VIEW
-    if any(part != whole for part in index[3:]) or states.dim() != 4 or states.token_dim != -2:
-        return NO_VIEW
-    batch, kv_heads, *rest = states.shape
-    return states.viewed(lambda row: _called(Tensor.__getitem__, row, row, index), (batch, kv_heads, 1, *rest))
-
-
-def _resized_by(resize: Callable[..., Tensor]) -> Callable[..., Tensor | str]:
-    def resized(states: Tensor, *sizes: Any, **named: Any) -> Tensor | str:
-        """The states of a shape in which a KV head stands once for each of its copies."""
-        shape = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
-        if named or not isinstance(states, RowStates) or states.token_dim != -2:
-            return NO_VIEW
-        if shape == tuple(states.shape):
-            return states
-        if not kv_head_copies(states.shape, shape):
-            return NO_VIEW
-        inner = shape[1:-2]
-        return states.viewed(lambda row: _called(resize, row, row, 1, *inner, row.shape[-2], shape[-1]), shape)
-
-    return resized
-
-
-for _resize in (Tensor.expand, Tensor.reshape, Tensor.view):
-    _of_rows(_resize)(_resized_by(_resize))
-
-
-@_of_rows(Tensor.repeat_interleave, torch.repeat_interleave)
-def _repeated(states: Tensor, repeats: Any, dim: int | None = None, **options: Any) -> Tensor | str:
-    if not isinstance(states, RowStates) or dim != 1 or not isinstance(repeats, int) or states.dim() != 4:
-        return NO_VIEW
-    batch, heads, *rest = states.shape
-    shape = (batch, heads * repeats, *rest)
-    return states.viewed(
-        lambda row: _called(Tensor.repeat_interleave, row, row, repeats, dim=1), shape, states.token_dim
-    )
-
-
-@_of_rows(Tensor.contiguous, Tensor.detach, Tensor.to)
-def _unchanged(states: Tensor, *args: Any, **kwargs: Any) -> Tensor | str:
-    wanted = {*args, *kwargs.values()}
-    is_same = isinstance(states, RowStates) and wanted <= {states.dtype, states.device}
-    return states if is_same else "they are converted"
+    view, found = right.view_taken, []
+    for own, row in zip(torch.split(left, 1), right.rows, strict=True):
+        tokens, head_dim = row.shape[2:]
+        missing = right.shape[3 if view.swapped else 2] - tokens
+        shape = (1, right.shape[1], *((head_dim, tokens) if view.swapped else (tokens, head_dim)))
+        states = row.viewed(shape, view) if isinstance(row, HeldStates) else view.of(row)
+        if view.swapped:
+            found.append(torch.nn.functional.pad(_called(torch.matmul, states, own, states), (missing, 0)))
+        else:
+            found.append(_called(torch.matmul, states, own[..., missing:], states))
+    return torch.cat(found)
 
 
 class RowColumns:
@@ -279,47 +211,38 @@ class AdjacentRowStates(RowStates):
     A view that attention takes of them is not made: copies of KV heads are only counted.
 
     Attributes:
-        whole: the tensor, `[batch, kv_heads, tokens, head_dim]`.
+        together: the tensor, `[batch, kv_heads, tokens, head_dim]`.
         columns: which of its columns are tokens.
     """
 
     implementations: ClassVar[Implementations] = dict(RowStates.implementations)
 
-    whole: Tensor
+    together: Tensor
     columns: RowColumns
 
     @staticmethod
     def __new__(
         cls: type["AdjacentRowStates"],
-        whole: Tensor,
+        together: Tensor,
         columns: RowColumns,
         shape: Sequence[int] | None = None,
-        token_dim: int = -2,
+        view: StateView = UNCHANGED,
     ) -> "AdjacentRowStates":
         """States of rows in one tensor, or a view of them of another shape."""
-        shape = whole.shape if shape is None else shape
-        states: AdjacentRowStates = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=whole.dtype, device=whole.device
-        )
-        states.whole, states.columns = whole, columns
-        states.token_dim, states.known_shape = token_dim, torch.Size(shape)
+        shape = together.shape if shape is None else shape
+        states: AdjacentRowStates = cls.without_memory(shape, together.dtype, together.device, view)
+        states.together, states.columns = together, columns
         return states
 
     @property
     def rows(self) -> tuple[Tensor, ...]:  # type: ignore[override]
         """The states of each row."""
-        own = zip(torch.split(self.whole, 1), self.columns.lengths, strict=True)
-        rows = [row.narrow(2, 0, length) for row, length in own]
-        if self.dim() == 5:
-            return tuple(row[:, :, None].expand(-1, -1, self.known_shape[2], -1, -1) for row in rows)
-        copies = self.known_shape[1] // self.whole.shape[1]
-        if copies > 1:
-            rows = [row.repeat_interleave(copies, 1) for row in rows]
-        return tuple(rows if self.token_dim == -2 else [row.transpose(2, 3) for row in rows])
+        own = zip(torch.split(self.together, 1), self.columns.lengths, strict=True)
+        return tuple(row.narrow(2, 0, length) for row, length in own)
 
     @override
-    def viewed(self, view: Callable[[Tensor], Tensor], shape: Sequence[int], token_dim: int = -2) -> RowStates:
-        return AdjacentRowStates(self.whole, self.columns, shape, token_dim)
+    def viewed(self, shape: Sequence[int], view: StateView) -> HeldStates:
+        return AdjacentRowStates(self.together, self.columns, shape, view)
 
 
 @implements(AdjacentRowStates)(scaled_dot_product_attention)
@@ -335,6 +258,7 @@ def _attention_at_once(
 ) -> Tensor | str:
     if not isinstance(key, AdjacentRowStates) or not isinstance(value, AdjacentRowStates):
         return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if dropout_p or isinstance(query, StateTensor) or (is_causal and not key.columns.are_even):
+    is_even = key.columns.are_even or not is_causal
+    if dropout_p or isinstance(query, StateTensor) or not is_even or not are_repeated(key.view_taken, value.view_taken):
         return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return attend_dense(query, key.whole, value.whole, key.columns.mask(attn_mask), is_causal, scale)
+    return attend_dense(query, key.together, value.together, key.columns.mask(attn_mask), is_causal, scale)

@@ -154,9 +154,12 @@ class GatheredSegment:
         """
         if not bool(self.held.all()):
             raise UnsupportedLayerError(UNEVEN_HEADS)
+        return self.padded_states(side, dtype)
+
+    def padded_states(self, side: Side, dtype: torch.dtype) -> Tensor:
+        """As `states`, with zeros in the columns that stand for no token."""
         head_dim = self.head_dims[0 if side == "keys" else 1]
-        shape = (*self.starts.shape[:2], self.width + 1, head_dim)
-        states = torch.empty(shape, dtype=dtype, device=self.starts.device)
+        states = torch.zeros((*self.starts.shape[:2], self.width + 1, head_dim), dtype=dtype, device=self.starts.device)
         for padded, columns in self.padded_pieces(self.width):
             found = padded.states(side, dtype)
             states.scatter_(2, columns.of_tokens[..., None].expand(-1, -1, -1, head_dim), found)
@@ -277,6 +280,36 @@ class KVSegments:
         """Whether autograd follows states in full precision. Codes it never follows."""
         sources = map(_source, self.in_order)
         return any(segment.requires_grad for segment in sources if isinstance(segment, DenseSegment))
+
+    def in_full_precision(self, dtype: torch.dtype) -> tuple["KVSegments", Tensor | None]:
+        """The tokens as dense segments, and which of them each KV head has, bool `[batch, kv_heads, tokens]`.
+
+        What is packed is unpacked once for all sequences that read it. The second is `None` if all heads have all.
+        """
+        dense = KVSegments(tuple(self._in_full_precision(segment, dtype) for segment in self.in_order))
+        if not self.holds_gathered:
+            return dense, None
+        held = [
+            segment.held
+            if isinstance(segment, GatheredSegment)
+            else torch.ones((self.batch, self.kv_heads, segment.tokens), dtype=torch.bool, device=self.device)
+            for segment in self.in_order
+        ]
+        return dense, torch.cat(held, dim=2)
+
+    def _in_full_precision(self, segment: Segment, dtype: torch.dtype) -> DenseSegment:
+        if isinstance(segment, DenseSegment):
+            return segment
+        if isinstance(segment, GatheredSegment):
+            keys, values = segment.padded_states("keys", dtype), segment.padded_states("values", dtype)
+        else:
+            keys, values = segment.states("keys", dtype), segment.states("values", dtype)
+        if self.smoothing is None or not is_packed(segment):
+            return DenseSegment(keys, values, segment.rows)
+        if segment.rows is not None:
+            # The smoothing is that of each sequence of the batch.
+            keys, values = segment.rows.select(keys), segment.rows.select(values)
+        return DenseSegment(self.smoothing.restored(keys), values)
 
     def dense(self, side: Side, dtype: torch.dtype) -> Tensor:
         """All states of one side in full precision, `[batch, kv_heads, tokens, head_dim]`.

@@ -6,7 +6,7 @@ Backends have names, for the option `backend="..."`.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch
@@ -78,16 +78,12 @@ class CodeFormat:
         """Whether a group has a zero, which is added to its states."""
         return not self.floating and not self.levels
 
-    def for_head(self, head: int) -> "CodeFormat":
-        """The format of the codes of one KV head."""
-        return replace(self, fixed_scales=self.fixed_scales[head : head + 1]) if len(self.fixed_scales) > 1 else self
-
     def check_heads(self, kv_heads: int) -> None:
         """Raise `StateMismatchError` if there are fixed scales for another number of KV heads."""
         if self.fixed_scales and not fits_heads(len(self.fixed_scales), kv_heads):
             raise StateMismatchError(
                 f"The fixed scales of codes must be one number, or one for each of {kv_heads} KV heads, got "
-                f"{len(self.fixed_scales)}: cut the format as the codes, with `for_head`."
+                f"{len(self.fixed_scales)}: give scales for these heads."
             )
 
 

@@ -69,7 +69,8 @@ def products_obstacle(segments: KVSegments) -> str | None:
     """Why the packed codes of segments cannot be multiplied; `None` if they can, or there are none."""
     for segment in segments.in_order:
         source = segment.source if isinstance(segment, GatheredSegment) else segment
-        if isinstance(source, PackedSegment):
+        # What was prepared for the kernel has the address of its products.
+        if isinstance(source, PackedSegment) and "cpu" not in source.kernel_cache:
             for side in (source.keys, source.values):
                 needed = products_for(side.format.bits, side.format.has_zero)
                 if needed.get() is None:
@@ -233,12 +234,11 @@ CPU_MAXIMUM_ROWS = 128
 packed blocks. Measured on a CPU."""
 
 CPU_MAXIMUM_DENSE_ROWS = 512
-"""As `CPU_MAXIMUM_ROWS`, if no token is packed: with more, torch's attention on a copy of the states takes less time.
-Where sequences share segments, that would be a copy for each sequence, so the kernel takes any number."""
+"""As `CPU_MAXIMUM_ROWS`, if no token is packed: with more, `MANY` or torch's attention on a copy takes less time.
+Of few queries of sequences that share segments, the kernel takes any number."""
 
 CPU_MAXIMUM_GATHERED_ROWS = 32
-"""As `CPU_MAXIMUM_DENSE_ROWS`, if each KV head reads its own tokens: with more, torch's attention on one KV head after
-another takes less time."""
+"""As `CPU_MAXIMUM_DENSE_ROWS`, if each KV head reads its own tokens."""
 
 _ALWAYS_TAKEN = min(CPU_MAXIMUM_ROWS, CPU_MAXIMUM_DENSE_ROWS, CPU_MAXIMUM_GATHERED_ROWS)
 
@@ -252,11 +252,22 @@ def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
     # No KV head has more queries than all heads of all sequences together. If these are few, as in a decode step,
     # nothing else is looked at.
     batch, heads, queries, _ = rows.shape
-    if batch * heads * queries > _ALWAYS_TAKEN and not (segments.are_dense and segments.shares_rows):
+    if batch * heads * queries > _ALWAYS_TAKEN and not _few_share(segments, queries):
         maximum = _maximum_rows(segments)
         if heads // segments.kv_heads * queries * segments.most_readers > maximum:
             return f"there are more than {maximum} queries for a kv head, as in a prompt"
     return products_obstacle(segments) if library() is not None else f"the kernel {LIBRARY.obstacle}"
+
+
+def takes_many(query: Tensor, segments: KVSegments) -> bool:
+    """Whether `MANY` computes attention of queries that `LIBRARY` does not take."""
+    is_many = query.shape[2] > CPU_MAXIMUM_QUERIES and query.dtype in DTYPES
+    return is_many and bool(query.numel() * segments.tokens) and MANY.get() is not None
+
+
+def _few_share(segments: KVSegments, queries: int) -> bool:
+    """Whether sequences share tokens of which none is packed, and have a few queries each."""
+    return queries <= CPU_MAXIMUM_QUERIES and segments.are_dense and segments.shares_rows
 
 
 def _maximum_rows(segments: KVSegments) -> int:
@@ -272,6 +283,17 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
     smoothing, count = of_smoothing(segments), len(segments.in_order)
     query, out, numbers = _called(query, segments.kv_heads, segments.head_dims, count, scale, mask, smoothing=smoothing)
     _loaded().kvlayers_attend(numbers, *of_segments(segments, query.device))
+    return out
+
+
+def attend_many(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
+    """As `attend`, of many queries by `MANY`, which reads states in full precision: what is packed is unpacked once."""
+    dense, held = segments.in_full_precision(query.dtype)
+    count = len(dense.in_order)
+    query, out, numbers = _called(query, dense.kv_heads, dense.head_dims, count, scale, mask)
+    address = None if held is None else ctypes.c_void_p(held.data_ptr())
+    described = of_segments(dense, query.device)
+    _loaded(MANY).kvlayers_attend_many(numbers, *described, ctypes.c_int64(False), address)
     return out
 
 
@@ -298,16 +320,16 @@ def attend_dense(
         is_causal: whether a query attends to the tokens up to its own number alone; only for `MANY`, without a mask.
     """
     # What is kept, and the sinks, must live until the kernel returns.
-    segment, _kept = of_dense(keys, values, 0, keys.shape[2])
+    segment, _kept = of_dense(keys, values, 0, keys.size(2))
     sinks = None if sinks is None else sinks.float().contiguous()
     address = 0 if sinks is None else sinks.data_ptr()
-    many = query.shape[2] > CPU_MAXIMUM_QUERIES
+    many = query.size(2) > CPU_MAXIMUM_QUERIES
     if mask is not None and mask.dtype != torch.bool and not many:
         mask = mask.float()
-    head_dims = keys.shape[3], values.shape[3]
-    query, out, numbers = _called(query, keys.shape[1], head_dims, 1, scale, mask, softcap or 0.0, address)
+    head_dims = keys.size(3), values.size(3)
+    query, out, numbers = _called(query, keys.size(1), head_dims, 1, scale, mask, softcap or 0.0, address)
     if many:
-        _loaded(MANY).kvlayers_attend_many(numbers, segment, ctypes.c_int64(is_causal))
+        _loaded(MANY).kvlayers_attend_many(numbers, segment, NO_ROWS, ctypes.c_int64(is_causal), None)
     else:
         _loaded().kvlayers_attend(numbers, segment, NO_ROWS)
     return out

@@ -104,12 +104,13 @@ struct SeenGroups {
 
 struct Prompt : Call {
     bool is_causal;
+    const uint8_t* held;  // which tokens a kv head has, [batch, kv_heads, tokens]; null for all
     int64_t tokens, block_queries, query_blocks, column_groups;
     int64_t mask_sequences, mask_heads;  // that differ
     std::vector<uint8_t> visibility;     // [mask_sequences, mask_heads, query_blocks, column_groups], of a mask
 
-    Prompt(const Call& call, bool is_causal)
-        : Call(call), is_causal(is_causal), tokens(call.segments->dense.tokens),
+    Prompt(const Call& call, bool is_causal, const uint8_t* held)
+        : Call(call), is_causal(is_causal), held(held), tokens(tokens_of(call)),
           block_queries(std::max<int64_t>(1, std::min(BLOCK_ROWS / call.groups, call.query_tokens))),
           query_blocks((call.query_tokens + block_queries - 1) / block_queries),
           column_groups((tokens + LANES - 1) / LANES),
@@ -125,8 +126,46 @@ struct Prompt : Call {
         });
     }
 
-    // What the heads of a kv head see in a block of queries: the same for all if the mask is.
+    static int64_t tokens_of(const Call& call) {
+        int64_t tokens = 0;
+        for (int64_t segment = 0; segment < call.segment_count; ++segment) tokens += call.segments[segment].dense.tokens;
+        return tokens;
+    }
+
+    // Calls `work(keys, values)` with the addresses of `count` tokens of a head, from `token` on.
+    template <typename State, typename Work>
+    void for_tokens(int64_t sequence, int64_t kv_head, int64_t token, int64_t count, Work work) const {
+        const State *keys[PANEL], *values[PANEL];
+        int64_t segment = 0, start = 0;
+        for (int64_t place = 0; place < count; ++place) {
+            while (token + place >= start + segments[segment].dense.tokens) start += segments[segment++].dense.tokens;
+            const Dense& dense = segments[segment].dense;
+            const int64_t row = rows[segment] ? rows[segment][sequence] : sequence, at = token + place - start;
+            keys[place] = (const State*)dense.keys + row * dense.key_batch + kv_head * dense.key_head + at * dense.key_token;
+            values[place] = (const State*)dense.values + row * dense.value_batch + kv_head * dense.value_head +
+                            at * dense.value_token;
+        }
+        work(keys, values);
+    }
+
+    const uint8_t* held_by(int64_t sequence, int64_t kv_head) const {
+        return held ? held + (sequence * kv_heads + kv_head) * tokens : nullptr;
+    }
+
+    // What the heads of a kv head see in a block of queries, of the tokens that it has.
     void find_visibility(int64_t sequence, int64_t kv_head, int64_t block, uint8_t* to) const {
+        find_shown(sequence, kv_head, block, to);
+        const uint8_t* own = held_by(sequence, kv_head);
+        for (int64_t group = 0; own && group < column_groups; ++group) {
+            const int64_t first = group * LANES, count = std::min<int64_t>(LANES, tokens - first);
+            const int64_t there = count - std::count(own + first, own + first + count, 0);
+            if (!there) to[group] = HIDDEN;
+            if (there < LANES && to[group] == VISIBLE) to[group] = MIXED;
+        }
+    }
+
+    // What the mask shows: the same to all heads if it is.
+    void find_shown(int64_t sequence, int64_t kv_head, int64_t block, uint8_t* to) const {
         if (!mask.entries) {
             const int64_t first = block * block_queries, end = std::min(first + block_queries, query_tokens);
             for (int64_t group = 0; group < column_groups; ++group) {
@@ -169,19 +208,19 @@ struct PackedHeads {
 
     // Packs a panel of tokens of each of the heads [first, first + count) of all sequences.
     void pack(int64_t first, int64_t count) {
-        const Dense& dense = prompt.segments->dense;
         const int64_t panels = padded_tokens / PANEL;
         parallel_for(count * panels, prompt.threads, [&] {
             return [&](int64_t index) {
                 const int64_t place = index / panels, head = first + place, token = index % panels * PANEL;
-                const int64_t sequence = head / prompt.kv_heads, kv_head = head % prompt.kv_heads;
                 const int64_t there = std::min<int64_t>(PANEL, prompt.tokens - token);
-                const State* from = (const State*)dense.keys + sequence * dense.key_batch + kv_head * dense.key_head;
-                pack_keys(from + token * dense.key_token, dense.key_token, there, prompt.key_dim,
-                          keys.data + place * keys_of_head() + token * key_numbers);
-                from = (const State*)dense.values + sequence * dense.value_batch + kv_head * dense.value_head;
-                pack_values(from + token * dense.value_token, dense.value_token, there, prompt.value_dim,
-                            values.data + place * values_of_head() + token * PANEL, padded_tokens * PANEL);
+                prompt.for_tokens<State>(
+                    head / prompt.kv_heads, head % prompt.kv_heads, token, there,
+                    [&](const State* const* token_keys, const State* const* token_values) {
+                        pack_keys(token_keys, there, prompt.key_dim,
+                                  keys.data + place * keys_of_head() + token * key_numbers);
+                        pack_values(token_values, there, prompt.value_dim,
+                                    values.data + place * values_of_head() + token * PANEL, padded_tokens * PANEL);
+                    });
             };
         });
     }
@@ -270,6 +309,7 @@ struct QueryBlock {
         const float scale = prompt.scale, cap = prompt.softcap;
         const int64_t query = query_of(row), last = prompt.is_causal ? std::min(query + 1, prompt.tokens) : prompt.tokens;
         const Mask& mask = prompt.mask;
+        const uint8_t* held = prompt.held_by(sequence, kv_head);
         const int64_t base = sequence * mask.batch + head_of(row) * mask.head + query * mask.query;
         for (int64_t group = begin; group < end; ++group, row_scores += LANES) {
             for (int lane = 0; lane < LANES; lane += WIDTH) {
@@ -279,6 +319,8 @@ struct QueryBlock {
             if (visibility[group] != MIXED) continue;
             const int64_t column = group * LANES, there = std::min<int64_t>(LANES, last - column);
             for (int64_t lane = std::max<int64_t>(0, there); lane < LANES; ++lane) row_scores[lane] = -INFINITY;
+            for (int64_t lane = 0; held && lane < there; ++lane)
+                if (!held[column + lane]) row_scores[lane] = -INFINITY;
             if (!mask.entries || there <= 0) continue;
             float entries[LANES] = {};
             with_entries(mask, base + column * mask.key,
@@ -342,8 +384,8 @@ struct QueryBlock {
 };
 
 template <typename State>
-void attend_many(const Call& call, bool is_causal) {
-    const Prompt prompt(call, is_causal);
+void attend_many(const Call& call, bool is_causal, const uint8_t* held) {
+    const Prompt prompt(call, is_causal, held);
     const int64_t heads = prompt.batch * prompt.kv_heads;
     // As many heads at once as all threads need, since their packed states take memory.
     const int64_t at_once = std::min(heads, (ITEMS_OF_THREAD * prompt.threads + prompt.query_blocks - 1) / prompt.query_blocks);

@@ -168,16 +168,16 @@ inline Register lane_numbers(const BFloat16* from, int64_t count) {
 }
 #endif
 
-// Packs the keys of at most PANEL tokens as columns, [key numbers][PANEL]. Missing tokens are zeros.
+// Packs the keys of at most PANEL tokens, each at an address of its own, as columns, [key numbers][PANEL]. Missing tokens
+// are zeros.
 template <typename State>
-void pack_keys(const State* keys, int64_t token_stride, int64_t tokens, int64_t head_dim,
-               typename Factor<State>::Number* to) {
+void pack_keys(const State* const* keys, int64_t tokens, int64_t head_dim, typename Factor<State>::Number* to) {
     constexpr int64_t PAIR = Multiplier<typename Factor<State>::Number>::PAIR;
     for (int64_t channel = 0; channel < head_dim; channel += WIDTH * PAIR)
         for (int64_t token = 0; token < PANEL; token += WIDTH) {
             Register rows[WIDTH] = {};
             for (int64_t row = 0; row < std::min<int64_t>(WIDTH, tokens - token); ++row)
-                rows[row] = lane_numbers(keys + (token + row) * token_stride + channel, head_dim - channel);
+                rows[row] = lane_numbers(keys[token + row] + channel, head_dim - channel);
             transpose(rows);
             for (int64_t row = 0; row < std::min<int64_t>(WIDTH, (head_dim - channel + PAIR - 1) / PAIR); ++row)
                 std::memcpy(to + (channel / PAIR + row) * PANEL * PAIR + token * PAIR, &rows[row], sizeof(Register));
@@ -186,19 +186,18 @@ void pack_keys(const State* keys, int64_t token_stride, int64_t tokens, int64_t 
 
 // Packs the values of at most PANEL tokens as steps of sums, [panels of channels][PANEL tokens][PANEL channels].
 template <typename State>
-void pack_values(const State* values, int64_t token_stride, int64_t tokens, int64_t head_dim,
-                 typename Factor<State>::Number* to, int64_t panel_stride) {
+void pack_values(const State* const* values, int64_t tokens, int64_t head_dim, typename Factor<State>::Number* to,
+                 int64_t panel_stride) {
     typedef typename Factor<State>::Number Number;
     constexpr int64_t PAIR = Multiplier<Number>::PAIR;
     for (int64_t channel = 0; channel < head_dim; channel += WIDTH)
         for (int64_t token = 0; token < PANEL; token += PAIR) {
             Number* step = to + channel / PANEL * panel_stride + token * PANEL + channel % PANEL * PAIR;
             Register words = {};
-            if (token < tokens) words = load_first(values + token * token_stride + channel, head_dim - channel);
+            if (token < tokens) words = load_first(values[token] + channel, head_dim - channel);
             if constexpr (PAIR == 2) {
                 Register second = {};
-                if (token + 1 < tokens)
-                    second = load_first(values + (token + 1) * token_stride + channel, head_dim - channel);
+                if (token + 1 < tokens) second = load_first(values[token + 1] + channel, head_dim - channel);
                 // A bfloat16 number is the upper half of a float.
                 words = (Register)((IntRegister)second | ((IntRegister)words >> 16 & 0xffff));
             }

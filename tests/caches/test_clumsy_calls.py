@@ -159,3 +159,19 @@ def test_wrong_states_change_nothing() -> None:
         for layer in range(2):
             cache.update(STATES, STATES, layer)
         assert cache.get_seq_length() == seen + STATES.shape[2]
+
+
+def test_wrong_recurrent_states_change_nothing() -> None:
+    layer, twin = (layers.LinearAttentionLayer() for _ in range(2))
+    for one in (layer, twin):
+        one.update_conv_state(COLUMNS + 1, conv_kernel_size=4)
+        one.update_recurrent_state(COLUMNS + 2)
+    for wrong in (None, "states", [1.0]):
+        with pytest.raises(kvlayers.errors.StateMismatchError, match="must be a tensor"):
+            layer.update_conv_state(wrong, conv_kernel_size=4)
+        with pytest.raises(kvlayers.errors.StateMismatchError, match="must be a tensor"):
+            layer.update_recurrent_state(wrong)
+    columns = [one.update_conv_state(COLUMNS[..., :1] + 3, conv_kernel_size=4) for one in (layer, twin)]
+    assert torch.equal(*columns)
+    assert torch.equal(layer.recurrent_states[0], twin.recurrent_states[0])
+    assert layer.length == twin.length

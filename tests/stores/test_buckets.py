@@ -15,7 +15,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from agreement import check_at_rest
 from kvlayers import CapacityError, OptionError, StaticLayer, StaticSlidingLayer
 from kvlayers.errors import RollbackError
-from kvlayers.static.slots import ALIGNMENT, slot_of, slots_of
+from kvlayers.static.slots import ALIGNMENT, slots_of
 from kvlayers.stores import Buckets
 from layer_rules import MOST_ROWS, LayerRules
 from matrix import product
@@ -84,7 +84,7 @@ def test_slots_of_one_reservation_are_made_once_and_are_the_same_after_any_copy(
     assert copy.deepcopy(slot) is slot
     assert pickle.loads(pickle.dumps(every)) is every
     assert pickle.loads(pickle.dumps(slot)) is slot
-    assert slot_of(sizes, 20000) is slot
+    assert slots_of(sizes).at(20000) is slot
     # By its two numbers, rather than with all the slots after it.
     assert len(pickle.dumps(slot)) < 500
     assert len(pickle.dumps(every)) < 500

@@ -181,7 +181,7 @@ class LayerList(ABC):
             device: device of the states.
 
         Raises:
-            OptionError: a number, the dtype or the device is none that states can have.
+            OptionError: states cannot have such a number, dtype or device.
             LayerIndexError: the numbers are not one for each layer.
         """
         check_whole_number(batch_size, "`batch_size`", 1, of="sequences")

@@ -153,14 +153,6 @@ def _rebuild_dynamic(children: Iterable[Any], layout: Context) -> DynamicCache:
     return cache
 
 
-def _flatten_pair(cache: EncoderDecoderCache) -> tuple[Children, Context]:
-    return [cache.self_attention_cache, cache.cross_attention_cache], None
-
-
-def _rebuild_pair(children: Iterable[Any], context: Context) -> EncoderDecoderCache:
-    return EncoderDecoderCache(*children)
-
-
 def _refuse(cache: Any) -> tuple[Children, Context]:
     if compat.is_exporting():
         # The cache is not an input: a module within the program is given it, and it belongs to the program.
@@ -183,7 +175,11 @@ def _refuse_to_rebuild(children: Iterable[Any], context: Context) -> Any:
 
 _TREES: dict[type[Cache], tuple[Any, Any, tuple[str, ...]]] = {
     DynamicCache: (_flatten_dynamic, _rebuild_dynamic, LISTS),
-    EncoderDecoderCache: (_flatten_pair, _rebuild_pair, PARTS),
+    EncoderDecoderCache: (
+        lambda cache: ([cache.self_attention_cache, cache.cross_attention_cache], None),
+        lambda children, context: EncoderDecoderCache(*children),
+        PARTS,
+    ),
 }
 
 

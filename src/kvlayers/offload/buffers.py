@@ -145,11 +145,6 @@ class StagedBuffer(TokenBuffer):
     def first_sequences(self, batch_size: int) -> "TokenBuffer":
         return self if batch_size == self.rows.shape[1] else _FirstSequences(self, batch_size)
 
-    @property
-    def is_aligned(self) -> bool:
-        """Whether its tokens are in the same slots as on the host."""
-        return self.first == 0 and self.capacity == self.host.capacity
-
 
 class _FirstSequences(TokenBuffer):
     """The first sequences of a staged buffer, which records what is written to them."""

@@ -137,7 +137,8 @@ class WriteBack:
 
     def _host_buffer_of_staged(self, buffer: StagedBuffer) -> HostBuffer:
         """The buffer that it was copied from, or another if the tokens have moved or the capacity has changed."""
-        if buffer.is_aligned:
+        if (buffer.first, buffer.capacity) == (buffer.free, buffer.host.capacity):
+            # Its tokens are in the same slots as on the host.
             return buffer.host
         has_moved = buffer.first != 0
         extended = None if has_moved else buffer.host.extended(buffer.capacity)

@@ -13,7 +13,7 @@ from kvlayers.core.from_config import HYBRID, RECURRENT, Checkpoints
 from kvlayers.core.layer_operations import LayerOperations, LayerState, check_kind_of_state
 from kvlayers.core.layer_registry import layer_class, register_layer
 from kvlayers.core.token_store import Fidelity, least_faithful
-from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.errors import UnsupportedLayerError
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer
 from kvlayers.upstream import compat
 from kvlayers.upstream.model_layers import LayerSpec
@@ -298,14 +298,9 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     def _parts(self, state: LayerState) -> tuple[LayerState, LayerState]:
         check_kind_of_state(state, self.kind)
-        kind = state.facts.get("attention")
-        if not isinstance(kind, str):
-            raise StateMismatchError(
-                f"`state` must name the kind of its attention, got {kind!r}: take the state again."
-            )
         tensors = {name: tensor for name, tensor in state.tensors.items() if not name.startswith(LINEAR)}
         linear = LayerState(self.linear.kind, _unprefixed(state.tensors), _unprefixed(state.facts))
-        return LayerState(kind, tensors, _of_attention(state.facts)), linear
+        return LayerState(str(state.facts.get("attention")), tensors, _of_attention(state.facts)), linear
 
     @override
     def check_state(self, state: LayerState) -> None:

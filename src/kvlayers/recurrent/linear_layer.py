@@ -1,7 +1,6 @@
 """A layer with a state of fixed size instead of tokens: linear attention, state spaces, short convolutions."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from kvlayers.recurrent.states import (
     TokenCount,
     check_columns,
     check_first_columns,
-    check_first_recurrent,
     check_recurrent,
     no_state,
 )
@@ -213,7 +211,11 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
             kernel = states.kernel[state_idx] or 0
             check_columns(conv_states, held, conv_kernel_size, kernel)
             if self.tokens_at_once is not None and columns > self.tokens_at_once:
-                self._refuse_chunk(columns)
+                raise UnsupportedLayerError(
+                    f"A pass after the first tokens must have at most {self.tokens_at_once} token, since this model's "
+                    f"scan over several tokens begins from zero and forgets the earlier ones, got {columns}: pass them "
+                    "one by one, as generate() does under kvlayers.install()."
+                )
         counted, eager = conv_kernel_size is not None, not torch.compiler.is_compiling()
         if counted and eager:
             self._past.begin(state_idx)
@@ -249,10 +251,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         if state_idx not in states.recurrent:
             raise no_state(state_idx, self.number_of_states)
         held = states.recurrent[state_idx] if states.has_recurrent[state_idx] else None
-        if held is None:
-            check_first_recurrent(recurrent_states, states.live_batch)
-        else:
-            check_recurrent(recurrent_states, held)
+        check_recurrent(recurrent_states, held, None if held is not None else states.live_batch)
         # A model that writes the column of a single token by itself passes only the recurrent state.
         alone = self._count.add_token_without_columns(state_idx)
         if held is None or recurrent_states.requires_grad or held.requires_grad:
@@ -262,13 +261,6 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         if not torch.compiler.is_compiling():
             self._past.note_recurrent(state_idx, held, alone)
         return held
-
-    def _refuse_chunk(self, columns: int) -> NoReturn:
-        raise UnsupportedLayerError(
-            f"A pass after the first tokens must have at most {self.tokens_at_once} token, since this model's scan "
-            f"over several tokens begins from zero and forgets the earlier ones, got {columns}: pass them one by one, "
-            "as generate() does under kvlayers.install()."
-        )
 
     # Rolling back
 

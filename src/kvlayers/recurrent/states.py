@@ -340,7 +340,8 @@ def check_columns(states: Tensor, held: Tensor, conv_kernel_size: int | None, ke
         kernel: columns to keep, as the model said first.
     """
     if (
-        states.dtype == held.dtype
+        isinstance(states, Tensor)
+        and states.dtype == held.dtype
         and states.shape[:-1] == held.shape[:-1]
         and states.device == held.device
         and (conv_kernel_size is None or conv_kernel_size == kernel)
@@ -374,19 +375,21 @@ def check_first_columns(states: Tensor, kernel: int, batch_size: int | None) -> 
         )
 
 
-def check_recurrent(states: Tensor, held: Tensor) -> None:
-    """Raise `StateMismatchError` if a recurrent state cannot replace the held one."""
-    if states.dtype == held.dtype and states.shape == held.shape and states.device == held.device:
-        return
-    check_is_tensor(states, "The recurrent state")
-    raise StateMismatchError(
-        f"The recurrent state must be {[*held.shape]} of {held.dtype} on {held.device}, got {[*states.shape]} of "
-        f"{states.dtype} on {states.device}: reset the cache first, or use one for each model and batch."
-    )
+def check_recurrent(states: Tensor, held: Tensor | None, batch_size: int | None) -> None:
+    """Raise `StateMismatchError` if a recurrent state cannot be held.
 
-
-def check_first_recurrent(states: Tensor, batch_size: int | None) -> None:
-    """Raise `StateMismatchError` if a recurrent state has another batch size than the other states."""
+    Args:
+        states: the state, which begins with the batch.
+        held: the state that it replaces, `None` if it is the first one.
+        batch_size: batch size of other states of the layer, `None` if there are none.
+    """
+    if isinstance(states, Tensor) and held is not None:
+        if states.dtype == held.dtype and states.shape == held.shape and states.device == held.device:
+            return
+        raise StateMismatchError(
+            f"The recurrent state must be {[*held.shape]} of {held.dtype} on {held.device}, got {[*states.shape]} of "
+            f"{states.dtype} on {states.device}: reset the cache first, or use one for each model and batch."
+        )
     check_is_tensor(states, "The recurrent state")
     if states.dim() < 1 or (batch_size is not None and states.shape[0] != batch_size):
         raise StateMismatchError(

@@ -108,7 +108,7 @@ class Slot:
         self.sizes = sizes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return slot_of, (self.sizes, self.length)
+        return Slots.at, (slots_of(self.sizes), self.length)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Slot":
         return self
@@ -164,11 +164,6 @@ def _built_slots(sizes: tuple[int, ...]) -> Slots:
     finally:
         if collecting:
             gc.enable()
-
-
-def slot_of(sizes: tuple[int, ...], length: int) -> Slot:
-    """One slot of a reservation with buckets of these sizes."""
-    return slots_of(sizes).at(length)
 
 
 def symbolic_number(number: int) -> Tensor:

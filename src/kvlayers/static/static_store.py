@@ -159,7 +159,9 @@ class StaticStore(DenseStore):
     def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> KVPair:
         bucket = self._bucket_for(keys.shape[2])
         if bucket is None:
-            has_custom_mask = self._may_have_custom_mask()
+            # A model takes in the next tokens, and has not asked for the sizes of a mask.
+            is_asked = self.mask_extent.was_asked_at(self._slot)
+            has_custom_mask = not is_asked and (torch.compiler.is_compiling() or in_module())
             attended = super().extend(keys, values, past)
             return marked_for_custom_masks(*attended, self._reserved_columns()) if has_custom_mask else attended
         self.append(keys, values)
@@ -181,10 +183,6 @@ class StaticStore(DenseStore):
             buffer.tensor[:, :, :kept].copy_(states[:, :, states.shape[2] - kept :])
         self._set_position(kept, total)
         return attended
-
-    def _may_have_custom_mask(self) -> bool:
-        """Whether a model takes in the next tokens, and has not asked for the sizes of a mask."""
-        return not self.mask_extent.was_asked_at(self._slot) and (torch.compiler.is_compiling() or in_module())
 
     # A constant of compiled code: a number may vary there, and cannot make a class.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -258,7 +258,7 @@ def bind_arguments(
 
 def full_generation_config(model: Any, arguments: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The `GenerationConfig` of a call, with all defaults filled in, and the arguments that are for the model."""
-    of_generate = inspect.signature(GenerationMixin.generate).parameters
+    of_generate = arguments_of_generate()
     options = {name: value for name, value in arguments.items() if name not in of_generate}
     config, model_kwargs = model._prepare_generation_config(arguments.get("generation_config"), **options)
     return config, model_kwargs
@@ -299,8 +299,6 @@ def sequences_per_prompt(generation_config: Any) -> int:
 
 def arguments_of_generate() -> frozenset[str]:
     """Names of the arguments of `generate()` itself, which are no options of a `GenerationConfig`."""
-    from transformers.generation.utils import GenerationMixin
-
     return frozenset(inspect.signature(GenerationMixin.generate).parameters)
 
 
@@ -318,14 +316,12 @@ def logits_processors(model: Any, generation_config: Any, ids: torch.Tensor, giv
         ids: the prompt, `[1, tokens]`.
         given: arguments of `generate()`: `logits_processor` and `prefix_allowed_tokens_fn`.
     """
-    from transformers import LogitsProcessorList
-
     return model._get_logits_processor(
         generation_config=generation_config,
         input_ids_seq_length=ids.shape[1],
         encoder_input_ids=ids,
         prefix_allowed_tokens_fn=given.get("prefix_allowed_tokens_fn"),
-        logits_processor=LogitsProcessorList(given.get("logits_processor") or ()),
+        logits_processor=transformers.LogitsProcessorList(given.get("logits_processor") or ()),
         device=ids.device,
         model_kwargs={},
     )
@@ -333,11 +329,9 @@ def logits_processors(model: Any, generation_config: Any, ids: torch.Tensor, giv
 
 def stopping_criteria(model: Any, generation_config: Any, given: Mapping[str, Any]) -> Any:
     """When `generate()` would end; arguments as of `logits_processors`, and `stopping_criteria` and `tokenizer`."""
-    from transformers import StoppingCriteriaList
-
     return model._get_stopping_criteria(
         generation_config=generation_config,
-        stopping_criteria=StoppingCriteriaList(given.get("stopping_criteria") or ()),
+        stopping_criteria=transformers.StoppingCriteriaList(given.get("stopping_criteria") or ()),
         tokenizer=given.get("tokenizer"),
     )
 

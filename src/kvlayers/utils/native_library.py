@@ -175,8 +175,6 @@ def cache_directory() -> pathlib.Path:
     return pathlib.Path.home() / ".cache" / "kvlayers"
 
 
-logger = logging.getLogger(__name__)
-
 VARIABLE = "KVLAYERS_COMPILE"
 """Environment variable that says how a library is compiled: in the `background` (the default), while the process waits
 (`wait`), or `never`."""

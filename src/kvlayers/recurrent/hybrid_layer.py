@@ -180,12 +180,18 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @override
     def check_removal(self, tokens: int) -> None:
-        (super() if self.length else self.linear).check_removal(tokens)
+        if self.length:
+            super().check_removal(tokens)
+        else:
+            self.linear.check_removal(tokens)
 
     @override
     def remove_newest(self, tokens: int) -> None:
-        # A first pass that was interrupted has left the tokens in one of the two.
-        (super() if self.length else self.linear).remove_newest(tokens)
+        if self.length:
+            super().remove_newest(tokens)
+        else:
+            # A first pass that was interrupted has left the tokens in one of the two.
+            self.linear.remove_newest(tokens)
 
     @override
     def activate_past_recording(self) -> None:

@@ -106,6 +106,11 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     has_previous_state = forwarded("linear")
 
     @property
+    @override
+    def reservation_facts(self) -> frozenset[str]:  # type: ignore[override]
+        return self.wrapped.reservation_facts | set(_prefixed(dict.fromkeys(self.linear.reservation_facts)))
+
+    @property
     def record_past(self) -> bool:
         """Always true; see `LinearAttentionLayer`."""
         return self.linear.record_past

@@ -11,9 +11,11 @@ from torch import Tensor
 
 import kvlayers
 from agreement import bytes_reached
+from families import model_and_inputs
 from kvlayers import HybridLayer, LinearAttentionLayer
 from kvlayers.layers import Checkpoints
-from models import prompt, tiny_model
+from models import given, prompt, tiny_model
+from versions import need_recurrent_layers
 
 CHANNELS, KERNEL = 6, 4
 
@@ -622,3 +624,16 @@ def test_the_old_names_construct_the_caches_of_their_models() -> None:
 def test_the_old_names_refuse_what_they_cannot_be_made_from(error: type[Exception], make: Callable[[], object]) -> None:
     with pytest.raises(error):
         make()
+
+
+@pytest.mark.parametrize("family", ["mamba2", "falcon_h1"])
+def test_rows_may_differ_in_how_many_checkpoints_they_keep(family: str) -> None:
+    need_recurrent_layers(family)
+    model = model_and_inputs(family)[0]
+    caches = [kvlayers.make_cache("dynamic", model, checkpoints={"most": most}) for most in (2, 5)]
+    with torch.no_grad():
+        for tokens, cache in enumerate(caches, start=4):
+            model(prompt(1, tokens), **given(cache))
+    rows = kvlayers.merge(caches)
+    assert rows.row_lengths == (4, 5)
+    assert kvlayers.merge([rows, caches[0]]).row_lengths == (4, 5, 4)

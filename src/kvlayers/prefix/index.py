@@ -325,6 +325,9 @@ class EntryIndex:
                 f"the cache must fit into the store's max_bytes of {exact_bytes(self.max_bytes)}, got one of "
                 f"{exact_bytes(nbytes)}: make the store with a larger max_bytes."
             )
+        if self.nbytes + nbytes <= self.max_bytes:
+            # Whatever of it is pinned. There may be many thousands of entries.
+            return
         others = self._unaffected(exchange)
         pinned = [(entry, entry.cache) for entry in others if entry.pins and entry.cache is not None]
         if pinned and self._bytes_of([*pinned, new]) > self.max_bytes:
@@ -352,7 +355,7 @@ class EntryIndex:
         Returns:
             Whether it was made, and entries that must be written before they leave.
         """
-        entry, others = exchange.entry, self._unaffected(exchange)
+        entry, leaving = exchange.entry, list[PrefixEntry]()
         staying, is_new = [old for old in exchange.replaced if not old.is_leaving], exchange.entry not in self
         try:
             # Held like all others from the beginning, since to evict may move what it shares with them. If it has to
@@ -362,12 +365,14 @@ class EntryIndex:
             self.set_cache(entry, exchange.cache)
             for old in staying:
                 self.leave(old)
-            leaving = self._evict(others, self.max_bytes)
             gone = [old for old in exchange.replaced if not old.is_being_written]
-            is_settled = not any(each.is_leaving or each.is_being_written for each in others)
-            if is_settled and len(gone) == len(exchange.replaced) and self._staying.nbytes > self.max_bytes:
-                # All that can leave has left, but these hold memory that it has shared with them.
-                self._move_apart((entry, *others))
+            if self._staying.nbytes > self.max_bytes:
+                others = self._unaffected(exchange)
+                leaving = self._evict(others, self.max_bytes)
+                is_settled = not any(each.is_leaving or each.is_being_written for each in others)
+                if is_settled and len(gone) == len(exchange.replaced) and self._staying.nbytes > self.max_bytes:
+                    # All that can leave has left, but these hold memory that it has shared with them.
+                    self._move_apart((entry, *others))
             is_made = self._fits_without(gone)
         except BaseException:
             entry.cache = None

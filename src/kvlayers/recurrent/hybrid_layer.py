@@ -106,6 +106,11 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     has_previous_state = forwarded("linear")
 
     @property
+    @override
+    def reservation_facts(self) -> frozenset[str]:  # type: ignore[override]
+        return self.wrapped.reservation_facts | set(_prefixed(dict.fromkeys(self.linear.reservation_facts)))
+
+    @property
     def record_past(self) -> bool:
         """Always true; see `LinearAttentionLayer`."""
         return self.linear.record_past
@@ -187,10 +192,10 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @override
     def remove_newest(self, tokens: int) -> None:
-        # A first pass that was interrupted has left the tokens in one of the two.
         if self.length:
             super().remove_newest(tokens)
         else:
+            # A first pass that was interrupted has left the tokens in one of the two.
             self.linear.remove_newest(tokens)
 
     @override

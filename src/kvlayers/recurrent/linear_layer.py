@@ -63,6 +63,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
 
     described = ("number_of_states", "tokens_at_once", "scans")
     made_with = (OptionsArgument("checkpoints", options=Checkpoints),)
+    reservation_facts = frozenset({"checkpoint_every", "most_checkpoints", "scans"})
     # Every shape is static.
     is_compileable = True
     supports_early_init = False

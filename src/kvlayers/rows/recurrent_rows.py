@@ -31,7 +31,7 @@ class RecurrentRows(LinearAttentionLayer):
         first = rows[0]
         if not isinstance(first, LinearAttentionLayer):
             raise UnsupportedLayerError(f"`rows` must be LinearAttentionLayers, got a {type(first).__name__}.")
-        super().__init__(first.number_of_states, first.checkpoints, first.tokens_at_once)
+        super().__init__(first.number_of_states, first.checkpoints, first.tokens_at_once, first.scans)
         self.rows: list[Any] = list(rows)
         self._is_torn = False
         self._join()

@@ -22,7 +22,7 @@ help: ## This list
 	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 14
 
 demo: $(MODEL)/config.json ## A real model through every cache; ARGS='"A prompt" --context 512' for another run
-	KVLAYERS_COMPILE=wait KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/kvlayers demo $(ARGS)
+	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python lab/demo.py $(ARGS)
 
 test: newest oldest ## The gate: all that CI runs for a change
 

@@ -146,7 +146,7 @@ COMMANDS = ("plan", "inspect", "compile", "run", *commands.OF_THE_LAB)
 HELP = """
 import sys
 from kvlayers.__main__ import make_app
-for command in ("", "plan", "bench", "fidelity", "calibrate", "inspect", "demo", "lm-eval"):
+for command in ("", "plan", "bench", "fidelity", "calibrate", "inspect", "lm-eval"):
     try:
         make_app()([*command.split(), "--help"])
     except SystemExit as end:

@@ -6,6 +6,8 @@ import pytest
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs the extra 'cli'")
 
+typer = pytest.importorskip("typer")
+
 typer_main = pytest.importorskip("typer.main")
 
 from kvlayers.__main__ import make_app  # noqa: E402

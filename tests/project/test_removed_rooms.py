@@ -110,7 +110,7 @@ def test_all_other_tests_pass_without_a_room(room: str, tmp_path: pathlib.Path) 
         copy(source, tree / name)
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tree / "src"), str(tree / "tests" / "helpers")]),
+        "PYTHONPATH": os.pathsep.join(map(str, (tree / "src", tree / "lab" / "src", tree / "tests" / "helpers"))),
         "KVLAYERS_WITHOUT_ROOM": room,
     }
     command = [sys.executable, "-m", "pytest", "-p", "without_room", "-m", "not slow", "-q", "-o", "addopts="]

@@ -6,7 +6,7 @@ Where to look:
 * bits for the keys and values of each layer, within a budget: `calibrate()`.
 * long-context tasks, also those of your own: `kvlayers_lab.tasks`.
 * lm-evaluation-harness, with the model `kvlayers`: import `kvlayers_lab.evaluation.harness`.
-* on the command line: `kvlayers demo`, `bench`, `fidelity`, `calibrate` and `lm-eval`.
+* on the command line: `kvlayers bench`, `fidelity`, `calibrate` and `lm-eval`.
 """
 
 import lazy_loader

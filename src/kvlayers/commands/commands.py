@@ -181,7 +181,7 @@ def run(
             raise OptionError(f"{program} cannot be started: {error.strerror}.") from error
 
 
-OF_THE_LAB = ("demo", "bench", "fidelity", "calibrate", "lm-eval")
+OF_THE_LAB = ("bench", "fidelity", "calibrate", "lm-eval")
 """Commands that people look for here, and that another package adds."""
 
 GET_THE_LAB = "pip install kvlayers-lab"

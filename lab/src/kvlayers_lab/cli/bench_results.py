@@ -70,8 +70,7 @@ def run(
         loaded = load(console, found, dtype.on(target), target)
         results = BenchResults(RunFacts.of(loaded), batch, steps, trials, fidelities, left_out)
         results.measure(console, loaded, prompt, fitting)
-        conclude(console, results, path, as_json)
-    return results.passed
+        return conclude(console, results, path, as_json)
 
 
 def transformers_names(asked: Sequence[str] | None) -> list[str]:

@@ -210,7 +210,7 @@ def fidelity(
     with one_line_errors("fidelity"):
         _check_options_of_kind(call, tasks is not None, documents is not None)
     # Imported late: torch takes seconds to import, and `--help` does not need it.
-    from kvlayers_lab.cli.documents_run import DocumentsRun
+    from kvlayers_lab.cli.documents_results import DocumentsRun
     from kvlayers_lab.cli.fidelity_run import FidelityRun
 
     run = FidelityRun(

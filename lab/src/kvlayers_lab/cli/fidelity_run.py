@@ -290,8 +290,7 @@ class FidelityRun:
                 uses=uses,
                 left_out=left_out,
             )
-            conclude(console, results, report, self.as_json)
-        return results.passed
+            return conclude(console, results, report, self.as_json)
 
     def over_tasks(
         self,
@@ -353,8 +352,7 @@ class FidelityRun:
                 outcomes=outcomes,
                 summary=summarize(outcomes, exact.name),
             )
-            conclude(console, results, report, self.as_json)
-        return results.passed
+            return conclude(console, results, report, self.as_json)
 
     def _caches(self, default_bits: str, config: Any, tokens: int) -> tuple[list[Contender], dict[str, str]]:
         """The caches that the user named; the default settings if the user named neither settings nor caches.

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 
@@ -72,6 +72,23 @@ class Report:
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
+class Results(Protocol):
+    """What a command that measures ends with."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the command ends with 0."""
+
+    def plain(self) -> dict[str, Any]:
+        """All measurements as JSON types."""
+
+    def show(self, console: Console) -> None:
+        """Print the tables, and the findings."""
+
+    def report(self, command: str) -> Report:
+        """The report as a page, made by this command line. It needs matplotlib."""
+
+
 def html(report: Report) -> str:
     """Render the page. All text is escaped, except the SVG of the plots."""
     import jinja2
@@ -116,10 +133,10 @@ def report_path(console: Console, asked: Path | None, default: Path | None) -> P
     return file
 
 
-def conclude(console: Console, results: Any, path: Path | None, as_json: bool) -> None:
+def conclude(console: Console, results: Results, path: Path | None, as_json: bool) -> bool:
     """Show results, write their report to `path` unless it is `None`, and print them as JSON if that is asked for.
 
-    They have the methods `show(console)`, `report(command)`, which returns a `Report`, and `plain()`.
+    Returns whether they passed.
 
     Raises:
         FileError: the file can no longer be written.
@@ -134,6 +151,7 @@ def conclude(console: Console, results: Any, path: Path | None, as_json: bool) -
         console.print(f"Report: {_printable(str(path))}", markup=False, highlight=False, soft_wrap=True)
     if as_json:
         print_json(results.plain())
+    return results.passed
 
 
 def _printable(text: str) -> str:

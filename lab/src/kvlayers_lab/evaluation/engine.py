@@ -315,7 +315,7 @@ def score(
             the cache was made for another model.
 
     Example:
-        >>> import torch, transformers, kvlayers
+        >>> import torch, transformers, kvlayers_lab
         >>> config = transformers.LlamaConfig(
         ...     num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=99
         ... )

@@ -1,19 +1,24 @@
-"""What `kvlayers fidelity --documents` does: it concatenates documents, and reads on, or asks about them."""
+"""What `kvlayers fidelity --documents` does: it concatenates documents, and reads on, or asks about them; and how the
+results of a text are shown. Those of tasks are `TaskResults`.
+"""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from rich.console import Console
 
+from kvlayers.commands.console import table
 from kvlayers.documents import recompute_amount
 from kvlayers.errors import OptionError
 from kvlayers.models import most_positions, rotaries
 from kvlayers.options import tokens
-from kvlayers_lab.cli.console import bar_between_runs, measuring, read_text, results_path
-from kvlayers_lab.cli.documents_view import DocumentsResults
+from kvlayers_lab.cli.console import bar_between_runs, measuring, print_sentences, read_text, results_path
 from kvlayers_lab.cli.fidelity_run import EXACT, FidelityRun, answered, check_points, chosen_tasks, needed_tokens
 from kvlayers_lab.cli.fidelity_tasks_view import TaskResults
-from kvlayers_lab.cli.report import conclude, report_path
-from kvlayers_lab.documents import beginning_of, measure_documents, reading_of, recompute_contender
+from kvlayers_lab.cli.report import Report, ReportPlot, ReportTable, conclude, curves, report_path
+from kvlayers_lab.documents import DocumentFidelity, beginning_of, measure_documents, reading_of, recompute_contender
 from kvlayers_lab.measuring.contenders import named_contender
 from kvlayers_lab.measuring.run_file import identity_of
 from kvlayers_lab.measuring.text import check_known
@@ -21,6 +26,131 @@ from kvlayers_lab.models import RunFacts, find, find_device, load
 from kvlayers_lab.names import DOCUMENT_SCORED
 from kvlayers_lab.tasks.contract import samples_of
 from kvlayers_lab.tasks.summary import summarize
+
+COLUMNS = ("Documents", "Recompute", "KL", "Top-1", "Perplexity", "Time")
+NOTES = (
+    "Each document is computed apart, after one common beginning, and kvlayers.concatenate(recompute=...) takes them.",
+    "Recompute: a number means the first tokens of each document but the first one. A share is one of all tokens after "
+    "the first document.",
+    "KL: mean KL divergence of the next-token distribution from that after the whole text, in nats. The scored tokens "
+    "go on with one of the documents.",
+    "Top-1: the share of tokens whose likeliest next token is the same.",
+    "Time: seconds to concatenate the documents, as a share of the seconds to compute all of them at once.",
+)
+
+
+@dataclass(frozen=True)
+class DocumentsResults:
+    """All measurements.
+
+    Attributes:
+        run: the model and the machine.
+        text: the file that was read, or "Python's help".
+        passages: sets of documents of each number.
+        document_tokens: tokens of each document.
+        scored: tokens that were read after the documents.
+        max_kl: budget of the mean KL divergence, in nats a token; `None` for no budget.
+        measured: the measurements.
+    """
+
+    run: RunFacts
+    text: str
+    passages: int
+    document_tokens: int
+    scored: int
+    max_kl: float | None
+    measured: Sequence[DocumentFidelity]
+
+    def is_within(self, measured: DocumentFidelity) -> bool:
+        """Whether concatenated documents are within the budget."""
+        return measured.recompute is not None and self.max_kl is not None and measured.kl <= self.max_kl
+
+    @property
+    def passed(self) -> bool:
+        """Whether for each number of documents, an amount is within the budget, if there is one."""
+        counts = {each.documents for each in self.measured}
+        return self.max_kl is None or counts == {each.documents for each in self.measured if self.is_within(each)}
+
+    def plain(self) -> dict[str, Any]:
+        """All measurements as JSON types."""
+        return {
+            **self.run.plain(),
+            "text": self.text,
+            "passages": self.passages,
+            "document_tokens": self.document_tokens,
+            "scored": self.scored,
+            "max_kl": self.max_kl,
+            "passed": self.passed,
+            "documents": [vars(each) for each in self.measured],
+        }
+
+    def show(self, console: Console) -> None:
+        """Print the table, and the findings."""
+        styles = ["bold" if self.is_within(each) else None for each in self.measured]
+        console.print(table(COLUMNS, map(self._cells, self.measured), self._title, styles, texts=(1,)))
+        print_sentences(console, self.findings)
+
+    @property
+    def findings(self) -> list[str]:
+        """The findings, one sentence each."""
+        if self.max_kl is None:
+            return ["KL alone does not show whether answers change: also run --tasks needle,keys,values."]
+        found = []
+        for count in dict.fromkeys(each.documents for each in self.measured):
+            within = [each for each in self.measured if each.documents == count and self.is_within(each)]
+            limit = f"a KL divergence of {self.max_kl:g} with {count} documents"
+            if within:
+                fastest = min(within, key=lambda each: each.seconds)
+                found.append(f"Within {limit}, the fastest is recompute={fastest.recompute!r}.")
+            else:
+                found.append(f"Nothing is within {limit}: use recompute='100%', or raise --max-kl.")
+        return found
+
+    def report(self, command: str) -> Report:
+        """The report as a page. It needs matplotlib."""
+        lines: dict[str, list[DocumentFidelity]] = {}
+        for each in self.measured:
+            if each.recompute is not None:
+                lines.setdefault(f"{each.documents} documents", []).append(each)
+        title = "What is lost, by what is recomputed"
+
+        def of(name: str) -> Mapping[str, Mapping[float, float]]:
+            return {
+                line: {100 * each.recomputed: getattr(each, name) for each in sorted(found, key=_recomputed)}
+                for line, found in lines.items()
+            }
+
+        panels = ("KL, nats", of("kl")), ("same top-1", of("agreement"))
+        return Report(
+            title=f"Concatenated documents for {self.run.model}",
+            command=command,
+            findings=self.findings,
+            tables=[ReportTable(self._title, COLUMNS, [self._cells(each) for each in self.measured])],
+            plots=[ReportPlot(title, curves("documents", title, "recomputed tokens, percent", *panels))],
+            notes=NOTES,
+            facts={**self.run.settings, "Text": self.text, **self.run.machine},
+        )
+
+    @property
+    def _title(self) -> str:
+        sets = "1 set" if self.passages == 1 else f"{self.passages} sets"
+        return f"{sets} of documents of {self.document_tokens} tokens, and {self.scored} tokens after them"
+
+    def _cells(self, measured: DocumentFidelity) -> list[str]:
+        is_full = measured.recompute is None
+        return [
+            str(measured.documents),
+            "all at once" if is_full else str(measured.recompute),
+            "0" if is_full else f"{measured.kl:.2g}",
+            "" if is_full else f"{measured.agreement:.1%}",
+            f"{measured.perplexity:#.4g}",
+            f"{measured.of_full:.3f}",
+        ]
+
+
+def _recomputed(measured: DocumentFidelity) -> float:
+    return measured.recomputed
+
 
 OPTIONS = {
     "recompute": "--recompute",
@@ -102,8 +232,7 @@ class DocumentsRun:
                 max_kl=max_kl,
                 measured=measured,
             )
-            conclude(console, results, report, common.as_json)
-        return results.passed
+            return conclude(console, results, report, common.as_json)
 
     def over_tasks(self, asked_tasks: str, count: int, seed: int, budget: float | None) -> bool:
         """Ask about each of the documents, and show what is lost. Returns whether the check passed."""
@@ -160,8 +289,7 @@ class DocumentsRun:
                 outcomes=outcomes,
                 summary=summarize(outcomes, contenders[0].name),
             )
-            conclude(console, results, report, common.as_json)
-        return results.passed
+            return conclude(console, results, report, common.as_json)
 
     def _asked(self) -> tuple[list[int], int, list[int | str]]:
         """Numbers of documents, tokens of each, and amounts to recompute."""

@@ -237,14 +237,10 @@ def _attend_by_triton(
     if mask is not None:
         mask = mask.expand(*query.size()[:3], keys.size(2))
     segments = KVSegments((DenseSegment(keys, values),))
-    if cuda_kernel.obstacle(query, segments, mask) is not None:
-        return None
     scale = query.size(3) ** -0.5 if scale is None else float(scale)
-    out = cuda_kernel.attend(query, segments, mask, scale)
-    to_compare = cuda_kernel.variants_to_compare(query, segments, mask) if query.is_cuda else []
-    if to_compare and cuda_kernel.compare(to_compare, out, fused.attend(query, segments, mask, scale)) is not None:
-        return None
-    return out
+    by_torch = functools.partial(fused.attend, query, segments, mask, scale)
+    found = cuda_kernel.attend_or_why(query, segments, mask, scale, by_torch)
+    return found if isinstance(found, Tensor) else None
 
 
 def replaces_cudnn(states: Tensor) -> bool:

@@ -5,6 +5,7 @@ sequences that read the same sequence of them are grouped, as if they were queri
 parts of the tokens is merged by the log-sum-exp of the scores, as in Hydragen (Juravsky et al. 2024, arXiv:2402.05099).
 """
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -100,23 +101,16 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
     scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
     if query.is_cpu and not fused.INTERPRETED:
         return _attend_on_cpu(query, segments, mask, scale, paths)
+    by = attend_shared if segments.shares_rows else fused.attend
+    by_torch = functools.partial(by, query, segments, mask, scale)
     with without_autocast(query.device):
-        obstacle = cuda_kernel.obstacle(query, segments, mask)
-        if obstacle is None:
-            out = cuda_kernel.attend(query, segments, mask, scale)
-            to_compare = cuda_kernel.variants_to_compare(query, segments, mask)
-            if not to_compare:
-                paths.record(CUDA)
-                return out
-        shares = segments.shares_rows
-        expected = (attend_shared if shares else fused.attend)(query, segments, mask, scale)
-        if obstacle is None:
-            obstacle = cuda_kernel.compare(to_compare, out, expected)
-            if obstacle is None:
-                paths.record(CUDA)
-                return out
-        paths.record(f"{fused.description(query, segments)}, {SHARED if shares else SLABS}, as {obstacle}")
-        return expected
+        found = cuda_kernel.attend_or_why(query, segments, mask, scale, by_torch)
+        if isinstance(found, Tensor):
+            paths.record(CUDA)
+            return found
+        shared = SHARED if segments.shares_rows else SLABS
+        paths.record(f"{fused.description(query, segments)}, {shared}, as {found}")
+        return by_torch()
 
 
 def _attend_on_cpu(

@@ -12,6 +12,7 @@ The first call imports triton; `import kvlayers` never does.
 import functools
 import logging
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -399,9 +400,11 @@ def variants_to_compare(query: Tensor, segments: KVSegments, mask: Tensor | None
 
     Comparing waits for the device, so there are none while a CUDA graph is recorded.
     """
+    if not query.numel() or query.is_meta:
+        return []
     kind, (_, heads, queries, _) = kind_of(mask), query.shape
     variants = [variant_of(read, heads, queries, kind) for read in _reads(segments)]
-    if all(variant.compared for variant in variants) or not query.numel() or query.is_meta:
+    if all(variant.compared for variant in variants):
         return []
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         return []
@@ -431,6 +434,19 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
     The result has the memory layout of torch's own attention, `[batch, queries, heads, value_head_dim]`.
     """
     return SplitCall(query, _reads(segments), mask, scale).run(query.dtype)
+
+
+def attend_or_why(
+    query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float, by_torch: Callable[[], Tensor]
+) -> Tensor | str:
+    """As `attend`, or why the kernel cannot. The first result of a variant is compared with what `by_torch` gives."""
+    why = obstacle(query, segments, mask)
+    if why is not None:
+        return why
+    out = attend(query, segments, mask, scale)
+    to_compare = variants_to_compare(query, segments, mask)
+    why = compare(to_compare, out, by_torch()) if to_compare else None
+    return out if why is None else why
 
 
 def _reads(segments: KVSegments) -> list[Read]:

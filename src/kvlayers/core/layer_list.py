@@ -94,7 +94,7 @@ class LayerList(ABC):
 
     def _no_layer(self, layer_idx: int) -> LayerIndexError:
         return LayerIndexError(
-            f"expected a layer index from 0 to {len(self.layers) - 1}, but saw {layer_idx}: make the cache from the "
+            f"A layer index must be from 0 to {len(self.layers) - 1}, got {layer_idx}: make the cache from the "
             "config of the model that uses it."
         )
 
@@ -180,13 +180,13 @@ class LayerList(ABC):
             device: device of the states.
         """
         if batch_size < 1:
-            raise OptionError(f"expected a batch of at least one sequence, but saw batch_size={batch_size!r}.")
+            raise OptionError(f"`batch_size` must be at least 1, got {batch_size!r}: pass the number of sequences.")
         layers = self.adapted_layers()
         heads = [num_heads] * len(layers) if isinstance(num_heads, int) else list(num_heads)
         dims = [head_dim] * len(layers) if isinstance(head_dim, int) else list(head_dim)
         if len(heads) != len(layers) or len(dims) != len(layers):
             raise LayerIndexError(
-                f"expected num_heads and head_dim for each of {len(layers)} layers, but saw {len(heads)} and "
+                f"`num_heads` and `head_dim` must be given for each of {len(layers)} layers, got {len(heads)} and "
                 f"{len(dims)}: pass one number for all, or one for each."
             )
         device = torch.empty(0, device=device).device
@@ -219,7 +219,7 @@ class LayerList(ABC):
                 f"but this {type(self).__name__} was made without one: pass config=model.config."
             )
         return LayerIndexError(
-            f"expected a layer index from 0 to {len(self.layers) - 1}, but saw {layer_idx!r}: make the cache from the "
+            f"A layer index must be from 0 to {len(self.layers) - 1}, got {layer_idx!r}: make the cache from the "
             "config of the model that uses it."
         )
 
@@ -229,7 +229,7 @@ class LayerList(ABC):
             return states[state_idx]
         except (KeyError, TypeError):
             raise LayerIndexError(
-                f"expected a state index from 0 to {len(states) - 1}, but saw {state_idx!r}: make the cache from the "
+                f"A state index must be from 0 to {len(states) - 1}, got {state_idx!r}: make the cache from the "
                 "config of the model that uses it."
             ) from None
 

@@ -177,7 +177,7 @@ def sink_layers(config: object, sink_config: SinkConfig, rotary: Rotary | None =
         layers[index] = with_attention(layers[index], sinks)
     if forgetful:
         raise ConfigError(
-            f"expected a layer that attends to more than {sink_config.window_length} tokens, but saw "
+            f"A layer must attend to more than {sink_config.window_length} tokens, got "
             f"{', '.join(sorted({spec.layer_type for spec in specs}))}: the model forgets by itself, so use a "
             "DynamicCache."
         )

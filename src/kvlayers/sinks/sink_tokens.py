@@ -51,8 +51,8 @@ class Sinks:
         """Raise `StateMismatchError` if the padding is for another number of sequences."""
         if self.padding is not None and self.padding.shape[0] != batch_size:
             raise StateMismatchError(
-                f"expected states of {self.padding.shape[0]} sequences, since left_padding has as many entries, but "
-                f"saw {batch_size}: give one entry for each sequence, beams included, or reset the cache."
+                f"States must be of {self.padding.shape[0]} sequences, since left_padding has as many entries, "
+                f"got {batch_size}: give one entry for each sequence, beams included, or reset the cache."
             )
 
     def with_tokens(self, seen: int, keys: Tensor, values: Tensor) -> "Sinks":
@@ -96,7 +96,7 @@ class Sinks:
         The keys of a sequence whose padding reaches beyond `position` stay as they came.
         """
         if self.keys is None or self.values is None:
-            raise StateMismatchError("expected a layer that has seen tokens, but saw an empty layer: update it first.")
+            raise StateMismatchError("The layer must have seen tokens, got an empty layer: update it first.")
         if self.rotary is None or self.partner is None:
             return self.keys, self.values
         distance = position if self.padding is None else (position - self.padding).clamp(min=0)
@@ -105,7 +105,7 @@ class Sinks:
     def are_apart_before(self, position: int) -> Tensor:
         """For each sequence, whether tokens stand between its sinks and `position`: bool `[batch, 1, 1, 1]`."""
         if self.padding is None or self.keys is None:
-            raise StateMismatchError("expected padded sequences that have tokens, but saw none: give left_padding.")
+            raise StateMismatchError("Padded sequences must have tokens, got none: give left_padding and update first.")
         return (position > self.padding)[:, None, None, None]
 
     def selected(self, indices: Tensor) -> "Sinks":
@@ -157,8 +157,8 @@ class Sinks:
             )
         ):
             raise StateMismatchError(
-                f"expected a state with the first {self.num_tokens} tokens of each sequence and the padding before "
-                f"them, but saw {shapes}: take the state again."
+                f"`state` must have the first {self.num_tokens} tokens of each sequence and the padding before "
+                f"them, got {shapes}: take the state again."
             )
         padding = None if padding is None else padding.clone()
         sinks = self.emptied().with_padding(padding)
@@ -190,6 +190,6 @@ def check_sinks(window_length: object, num_sink_tokens: object) -> None:
         check_whole_number(number, f"`{name}`", least, of="tokens")
     if window_length <= num_sink_tokens:  # type: ignore[operator]
         raise OptionError(
-            f"expected window_length to be larger than num_sink_tokens, since the sinks are part of it, but saw "
+            f"`window_length` must be larger than `num_sink_tokens`, since the sinks are part of it, got "
             f"window_length={window_length} and num_sink_tokens={num_sink_tokens}: 256 with 4 sinks is usual."
         )

@@ -283,12 +283,12 @@ WRONG_ARGUMENTS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = 
     ),
     "a cache for layers": (
         OPTION,
-        "expected a list of layers, but saw a DynamicCache",
+        "`layers` must be a list, got a DynamicCache",
         lambda: kvlayers.Cache(layers=kvlayers.DynamicCache()),
     ),
     "a layer for layers": (
         OPTION,
-        "expected a list of layers, but saw a DynamicLayer",
+        "`layers` must be a list, got a DynamicLayer",
         lambda: kvlayers.Cache(layers=kvlayers.DynamicLayer()),
     ),
     "no layers": (CONFIG, MUST, lambda: kvlayers.DynamicCache(config=transformers.PretrainedConfig())),

@@ -113,7 +113,7 @@ def test_a_cache_reads_as_a_sequence_of_pairs(kind: str) -> None:
 def test_tuples_of_too_few_or_misplaced_layers_are_refused() -> None:
     config = tiny_model("llama").config
     pair = (torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
-    with pytest.raises(kvlayers.errors.LegacyFormatError, match="for the 2 layers .* saw 1"):
+    with pytest.raises(kvlayers.errors.LegacyFormatError, match="of the 2 layers .* got 1"):
         kvlayers.DynamicCache.from_legacy_cache((pair,), config=config)
     cache = kvlayers.DynamicCache()
     cache.update(*pair, 1)
@@ -157,7 +157,7 @@ def test_crop_takes_its_number_by_its_old_name() -> None:
             cache.crop(max_length=number)
         assert cache.get_seq_length() == left
     for numbers in ({}, {"tokens_to_remove": -1, "max_length": 2}):
-        with pytest.raises(kvlayers.OptionError, match="expected crop to be given one number"):
+        with pytest.raises(kvlayers.OptionError, match="`crop` must be given one number"):
             cache.crop(**numbers)
     assert cache.get_seq_length() == 3
 
@@ -190,7 +190,7 @@ def test_crop_takes_its_number_by_its_old_name() -> None:
     ],
 )
 def test_tuples_of_the_wrong_depth_or_shapes_are_refused(tuples: object) -> None:
-    with pytest.raises(kvlayers.errors.LegacyFormatError, match="expected .* saw"):
+    with pytest.raises(kvlayers.errors.LegacyFormatError, match="must .* got"):
         kvlayers.DynamicCache.from_legacy_cache(tuples)
 
 

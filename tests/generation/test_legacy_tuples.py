@@ -191,7 +191,7 @@ def test_a_repository_that_reads_tuples_itself_is_given_them(installed: None) ->
     past = (torch.randn(2, 1, 3),)
     assert Old(tiny_model("llama").config)(past_key_values=past) is past
     Old._supports_cache_class = True
-    with pytest.raises(kvlayers.errors.LegacyFormatError, match="saw a tensor .2, 1, 3. at layer 0"):
+    with pytest.raises(kvlayers.errors.LegacyFormatError, match="got a tensor .2, 1, 3. at layer 0"):
         Old(tiny_model("llama").config)(past_key_values=past)
 
 
@@ -261,11 +261,11 @@ RIGHT = (1, 2, 3, 8)
 @pytest.mark.parametrize(
     ("past", "message"),
     [
-        ((torch.randn(RIGHT),) * 2, r"saw a tensor \[1, 2, 3, 8\] at layer 0"),
-        (layers(RIGHT), "saw 1 entries at layer 0"),
-        (layers(*[RIGHT] * 4), "saw 4 entries at layer 0"),
-        (layers((2, 3, 8), (2, 3, 8)), r"saw \[2, 3, 8\]"),
-        (layers(RIGHT, (2, 2, 3, 8)), r"saw \[1, 2, 3, 8\] and \[2, 2, 3, 8\] at layer 0"),
+        ((torch.randn(RIGHT),) * 2, r"got a tensor \[1, 2, 3, 8\] at layer 0"),
+        (layers(RIGHT), "got 1 entries at layer 0"),
+        (layers(*[RIGHT] * 4), "got 4 entries at layer 0"),
+        (layers((2, 3, 8), (2, 3, 8)), r"got \[2, 3, 8\]"),
+        (layers(RIGHT, (2, 2, 3, 8)), r"got \[1, 2, 3, 8\] and \[2, 2, 3, 8\] at layer 0"),
         (layers(RIGHT, (1, 1, 3, 8)), r"and \[1, 1, 3, 8\] at layer 0"),
         (layers(RIGHT, (1, 2, 4, 8)), r"and \[1, 2, 4, 8\] at layer 0"),
         (
@@ -273,8 +273,8 @@ RIGHT = (1, 2, 3, 8)
             r"at layer 0 and \[1, 2, 4, 8\] at layer 1",
         ),
         (layers(RIGHT, RIGHT)[:1] + layers((2, 2, 3, 8), (2, 2, 3, 8))[:1], r"and \[2, 2, 3, 8\] at layer 1"),
-        (layers(RIGHT, RIGHT)[:1], "the 2 layers .* (saw|got) 1"),
-        (layers(RIGHT, RIGHT) * 2, "the 2 layers .* (saw|got) 4"),
+        (layers(RIGHT, RIGHT)[:1], "the 2 layers .* (?:got|saw) 1"),
+        (layers(RIGHT, RIGHT) * 2, "the 2 layers .* (?:got|saw) 4"),
         (layers((1, 4, 3, 8), (1, 4, 3, 8)), "LlamaForCausalLM.*(kv_heads|heads)"),
         (layers((1, 2, 3, 4), (1, 2, 3, 4)), "LlamaForCausalLM.*head_dim"),
         (layers((3, 2, 3, 8), (3, 2, 3, 8)), "LlamaForCausalLM.*batch"),
@@ -298,7 +298,7 @@ RIGHT = (1, 2, 3, 8)
 )
 def test_a_forward_pass_refuses_tuples_that_do_not_fit(past: Any, message: str, installed: None) -> None:
     before = copy.deepcopy(past)
-    with torch.no_grad(), pytest.raises(kvlayers.errors.LegacyFormatError, match=f"(must|expected) .*{message}"):
+    with torch.no_grad(), pytest.raises(kvlayers.errors.LegacyFormatError, match=f"(?:must|expected) .*{message}"):
         tiny_model("llama")(prompt(1, 2), past_key_values=past)
     flat, kept = (torch.utils._pytree.tree_leaves(states) for states in (past, before))
     assert all(map(torch.equal, flat, kept))
@@ -313,16 +313,16 @@ def test_an_encoder_decoder_refuses_tuples_that_do_not_fit(family: str, installe
         with torch.no_grad(), pytest.raises(kvlayers.errors.LegacyFormatError, match=message):
             model(ids, decoder_input_ids=ids[:, :1], past_key_values=past)
 
-    refused(layers(own, own, cross, cross)[:1], "the 2 layers .* (saw|got) 1")
-    refused(layers(own, own, cross, own), r"saw \[1, 4, 12, 8\] and \[1, 4, 3, 8\] at layer 0")
-    refused(layers(own, own)[:1] + layers(own, own, cross, cross)[:1], "saw 2 there and 4 at layer 1")
+    refused(layers(own, own, cross, cross)[:1], "the 2 layers .* (?:got|saw) 1")
+    refused(layers(own, own, cross, own), r"got \[1, 4, 12, 8\] and \[1, 4, 3, 8\] at layer 0")
+    refused(layers(own, own)[:1] + layers(own, own, cross, cross)[:1], "got 2 there and 4 at layer 1")
     refused(layers(own, own, (2, 4, 12, 8), (2, 4, 12, 8)), "one batch size")
 
 
 def test_generate_refuses_as_forward_does(installed: None) -> None:
     for past, message in (
         (layers(RIGHT, (1, 2, 4, 8)), r"and \[1, 2, 4, 8\] at layer 0"),
-        (layers(RIGHT, RIGHT)[:1], "the 2 layers .* (saw|got) 1"),
+        (layers(RIGHT, RIGHT)[:1], "the 2 layers .* (?:got|saw) 1"),
     ):
         with pytest.raises(kvlayers.errors.LegacyFormatError, match=message):
             tiny_model("llama").generate(prompt(1), past_key_values=past, max_new_tokens=2)

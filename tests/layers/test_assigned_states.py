@@ -261,8 +261,8 @@ def test_a_static_layer_keeps_its_address_and_takes_a_whole_reservation() -> Non
 
 
 REFUSED = {
-    "nothing": ("dynamic", lambda keys: None, "saw a NoneType: pass a tensor, or use reset"),
-    "a matrix": ("dynamic", lambda keys: keys[0, 0], r"saw \[12, 4\]: pass a tensor"),
+    "nothing": ("dynamic", lambda keys: None, "got a NoneType: pass a tensor, or use reset"),
+    "a matrix": ("dynamic", lambda keys: keys[0, 0], r"got \[12, 4\]: pass a tensor"),
     "more than a window has seen": (
         "sliding",
         lambda keys: torch.cat([keys, keys], 2)[:, :, :13],

@@ -277,7 +277,7 @@ def test_tuples_are_of_the_layers_that_hold_states(family: str) -> None:
     pairs = decoding.cache.to_legacy_cache()
     assert len(pairs) == 2
     decoding.twin(kvlayers.DynamicCache.from_legacy_cache(pairs, config=config)).step()
-    with pytest.raises(kvlayers.errors.LegacyFormatError, match="2 layers of the model that attend, but saw 3"):
+    with pytest.raises(kvlayers.errors.LegacyFormatError, match="2 layers of the model that attend, got 3"):
         kvlayers.DynamicCache.from_legacy_cache((*pairs, pairs[0]), config=config)
     decoding.step()
 

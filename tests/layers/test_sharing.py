@@ -112,5 +112,5 @@ def test_several_forks_are_as_independent_as_one() -> None:
     pair = kvlayers.EncoderDecoderCache(cache, kvlayers.DynamicCache())
     assert [type(fork) for fork in pair.fork(2)] == [type(pair)] * 2
     for number in (0, -1, 1.5, "two"):
-        with pytest.raises(kvlayers.OptionError, match="number of forks"):
+        with pytest.raises(kvlayers.OptionError, match="`n` must be"):
             cache.fork(number)  # type: ignore[call-overload]

@@ -415,7 +415,7 @@ def test_a_state_of_other_settings_is_refused(change: dict[str, Any]) -> None:
     source.update(*some_states(300))
     options = {"nbits": 8} if change == {"backend": "fp8"} else {}
     layer = QuantizedLayer(dataclasses.replace(SMALL, **options, **change))
-    with pytest.raises(StateMismatchError, match=f"expected a state with .*{next(iter(change))}="):
+    with pytest.raises(StateMismatchError, match=f"`state` must have .*{next(iter(change))}="):
         layer.load_state(source.state())
 
 

@@ -435,7 +435,7 @@ def test_a_count_of_a_window_is_one_that_its_states_can_be_of(make: Callable[[],
     layer, twin = filled(make(), 12), filled(make(), 12)
     for wrong in (3, 0, -2):
         with pytest.raises(
-            kvlayers.errors.StateMismatchError, match=f"whose states are held, 7, but saw {wrong}: use crop"
+            kvlayers.errors.StateMismatchError, match=f"of the states that are held, 7, got {wrong}: use crop"
         ):
             layer.cumulative_length = wrong
     assert layer.cumulative_length == 12
@@ -454,9 +454,9 @@ def test_counts_of_other_layers_are_their_own() -> None:
         filled(layer, 5)
         layer.cumulative_length = 5
         for wrong in (4, 6):
-            with pytest.raises(kvlayers.errors.StateMismatchError, match=f"are held, 5, but saw {wrong}"):
+            with pytest.raises(kvlayers.errors.StateMismatchError, match=f"are held, 5, got {wrong}"):
                 layer.cumulative_length = wrong
-        with pytest.raises(kvlayers.OptionError, match="cumulative_length to be a whole number"):
+        with pytest.raises(kvlayers.OptionError, match="`cumulative_length` must be a whole number"):
             layer.cumulative_length = 1.5
         assert layer.get_seq_length() == 5
 

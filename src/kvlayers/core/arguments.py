@@ -28,24 +28,25 @@ def as_batch_indices(indices: BatchIndices, batch_size: int) -> Tensor:
     try:
         rows = torch.as_tensor(indices)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise BatchIndexError(f"expected batch indices, but saw {indices!r}: pass a list or a tensor.") from error
+        raise BatchIndexError(f"`indices` must be batch indices, got {indices!r}: pass a list or a tensor.") from error
     if rows.dtype == torch.bool:
         if tuple(rows.shape) != (batch_size,):
             raise BatchIndexError(
-                f"expected a mask of shape ({batch_size},), one entry for each sequence, but saw {tuple(rows.shape)}."
+                f"A mask of sequences must have the shape ({batch_size},), got {tuple(rows.shape)}: pass one entry for "
+                "each sequence."
             )
         rows = rows.nonzero().squeeze(1)
     if rows.dim() != 1 or rows.shape[0] == 0 or rows.is_floating_point() or rows.is_complex():
         raise BatchIndexError(
-            f"expected a list of at least one batch index, all whole numbers, but saw shape {tuple(rows.shape)} "
-            f"of {rows.dtype}."
+            f"`indices` must be a list of at least one batch index, all whole numbers, got shape {tuple(rows.shape)} "
+            f"of {rows.dtype}: pass the numbers of the sequences to keep."
         )
     rows = rows.to(torch.int64)
     if rows.device.type == "cpu":
         lowest, highest = int(rows.min()), int(rows.max())
         if lowest < -batch_size or highest >= batch_size:
             raise BatchIndexError(
-                f"expected batch indices below the batch size {batch_size}, but saw {lowest} to {highest}: select "
+                f"`indices` must be below the batch size {batch_size}, got {lowest} to {highest}: select "
                 "among the sequences that the cache holds."
             )
         if lowest < 0:
@@ -61,7 +62,7 @@ def is_identity(rows: Tensor, batch_size: int) -> bool:
 def repeated_rows(repeats: int, batch_size: int) -> Tensor:
     """Indices that repeat each of `batch_size` rows `repeats` times in a row, int64 `[batch_size * repeats]`."""
     if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
-        raise BatchIndexError(f"expected to repeat each sequence at least once, but saw repeats={repeats!r}.")
+        raise BatchIndexError(f"`repeats` must be at least 1, got {repeats!r}: repeat each sequence once or more.")
     return torch.arange(batch_size).repeat_interleave(repeats)
 
 
@@ -79,7 +80,7 @@ def whole_number(number: object, what: str) -> int:
     try:
         return operator.index(number)  # type: ignore[arg-type]
     except TypeError as error:
-        raise OptionError(f"expected {what} to be a whole number, but saw {number!r}.") from error
+        raise OptionError(f"{what} must be a whole number, got {number!r}: pass an integer.") from error
 
 
 def crop_target(tokens: int, length: int) -> int:

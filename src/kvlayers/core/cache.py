@@ -93,13 +93,15 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         kernel.MANY.begin()
         if (layers is None) == (layer_class_to_replicate is None):
             raise ConfigError(
-                "expected either layers or layer_class_to_replicate, but saw "
+                "Either `layers` or `layer_class_to_replicate` must be given, got "
                 f"{'neither' if layers is None else 'both'}: pass the layers of the model, or what makes one layer."
             )
         if layers is not None and not isinstance(layers, list | tuple):
-            raise OptionError(f"expected a list of layers, but saw a {type(layers).__name__}: pass its layers.")
+            raise OptionError(f"`layers` must be a list, got a {type(layers).__name__}: pass its layers.")
         if layers is not None and len({id(layer) for layer in layers}) != len(layers):
-            raise ConfigError("expected a layer of its own for each layer of the model, but saw one layer twice.")
+            raise ConfigError(
+                "`layers` must be a layer of its own for each layer of the model, got one twice: copy it."
+            )
         self.only_non_sliding = offload_only_non_sliding
         self._offloading: Any = None
         options = offloading, offload_only_non_sliding, offload_device, offload_directory
@@ -525,8 +527,8 @@ def described_origin(options: Mapping[str, Any]) -> Origin:
     """
     exact = options.get("exact_tokens")
     return Origin(
-        whole_number(options.get("first_position", 0), "first_position"),
-        None if exact is None else whole_number(exact, "exact_tokens"),
+        whole_number(options.get("first_position", 0), "`first_position`"),
+        None if exact is None else whole_number(exact, "`exact_tokens`"),
     )
 
 

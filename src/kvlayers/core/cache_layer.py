@@ -114,7 +114,7 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
             self.reset()
         elif not self.is_initialized:
             raise StateMismatchError(
-                "expected keys and values before a layer is initialized, but saw is_initialized = True on an empty "
+                "`is_initialized` must stay False until there are keys and values, got True on an empty "
                 "layer: assign keys and values, or call update."
             )
 
@@ -125,7 +125,7 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
 
     @cumulative_length.setter
     def cumulative_length(self, length: int) -> None:
-        self.recount(whole_number(length, "cumulative_length"))
+        self.recount(whole_number(length, "`cumulative_length`"))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Prepare for states of these shapes, which are not taken in. Values have the form of keys if not given."""
@@ -144,8 +144,8 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
 def not_of_so_many(length: int, held: int) -> StateMismatchError:
     """The error for a number of tokens whose states a layer does not hold."""
     return StateMismatchError(
-        f"expected the number of tokens whose states are held, {held}, but saw {length}: use crop to remove tokens, "
-        "and update to add tokens."
+        f"The number of tokens must be that of the states that are held, {held}, got {length}: use crop to remove "
+        "tokens, and update to add tokens."
     )
 
 

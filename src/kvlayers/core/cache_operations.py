@@ -160,7 +160,7 @@ class LayerwiseOperations(LayerList):
         Raises:
             RollbackError: as `truncate`.
         """
-        held, length = self._token_count(), whole_number(length, "a length")
+        held, length = self._token_count(), whole_number(length, "`length`")
         if not 0 <= length <= held:
             raise RollbackError(
                 f"expected to roll back to between 0 and the {held} tokens that are held, but was asked for {length}."
@@ -255,11 +255,11 @@ class LayerwiseOperations(LayerList):
         Raises:
             OptionError: `full_batch_size` is not the batch size of the cache, or a count is less than 1.
         """
-        full, each = whole_number(full_batch_size, "full_batch_size"), whole_number(split_size, "split_size")
+        full, each = whole_number(full_batch_size, "`full_batch_size`"), whole_number(split_size, "`split_size`")
         if full != self.batch_size or each < 1:
             raise OptionError(
-                f"expected a cache of full_batch_size sequences to be split into parts of at least one, but saw {full} "
-                f"for {self.batch_size} and parts of {each}: pass cache.batch_size and the size of a part."
+                f"`full_batch_size` must be {self.batch_size}, and `split_size` at least 1, got {full} "
+                f"and {each}: pass cache.batch_size and the size of a part."
             )
         parts = []
         for begin in range(0, full, each):
@@ -373,7 +373,7 @@ class LayerwiseOperations(LayerList):
             BatchIndexError: there is not one length for each row.
             RollbackError: a row never had such a length, or cannot be put back to it; nothing is changed.
         """
-        held, wanted = self.row_lengths, [whole_number(length, "a length") for length in lengths]
+        held, wanted = self.row_lengths, [whole_number(length, "`length`") for length in lengths]
         if len(wanted) != len(held):
             raise BatchIndexError(f"`lengths` must have one length for each of {len(held)} rows, got {len(wanted)}.")
         for row, (length, own) in enumerate(zip(wanted, held, strict=True)):
@@ -466,7 +466,7 @@ class LayerwiseOperations(LayerList):
         sizes = {layer.batch_size for layer in filled if layer.batch_size is not None}
         if len(sizes) > 1:
             raise BatchIndexError(
-                f"expected layers of one batch size, but saw {sorted(sizes)}: crop the cache to before the forward "
+                f"Layers must have one batch size, got {sorted(sizes)}: crop the cache to before the forward "
                 "pass that was interrupted, or reset it."
             )
         for layer in self.adapted_layers():
@@ -509,9 +509,9 @@ class LayerwiseOperations(LayerList):
         """
         if n is None:
             return self._fork()
-        count = whole_number(n, "the number of forks")
+        count = whole_number(n, "`n`")
         if count < 1:
-            raise OptionError(f"expected a number of forks, at least 1, but saw {count}: pass 1 or more.")
+            raise OptionError(f"`n` must be a number of forks, at least 1, got {count}: pass 1 or more.")
         return [self._fork() for _ in range(count)]
 
     def _fork(self) -> Self:
@@ -560,7 +560,7 @@ class LayerwiseOperations(LayerList):
         layers = self.layers_for(len(state.layers))
         if state.parts or len(state.layers) != len(layers):
             raise StateMismatchError(
-                f"expected the states of {len(self.layers)} layers, but saw {len(state.layers)}: load the state into a "
+                f"`state` must have the states of {len(self.layers)} layers, got {len(state.layers)}: load it into a "
                 "cache that was made for the same model config."
             )
         adapters = [adapted(layer, self._grows) for layer in layers]
@@ -569,7 +569,9 @@ class LayerwiseOperations(LayerList):
             layer.check_state(layer_state)
         batch_sizes = {batch for s in state.layers if s.facts.get("length") and (batch := _batch_of(s)) is not None}
         if len(batch_sizes) > 1:
-            raise StateMismatchError(f"expected states of one batch size, but saw {sorted(batch_sizes)}.")
+            raise StateMismatchError(
+                f"`state` must have one batch size, got {sorted(batch_sizes)}: take it from one cache."
+            )
         self.layers, self.known_ids = layers, None
         self._adapted = adapters
         for layer, layer_state in pairs:
@@ -592,5 +594,5 @@ def check_is_state(state: object) -> None:
     """Raise `StateMismatchError` if `state` is not what a cache's `state()` returns."""
     if not isinstance(state, CacheState):
         raise StateMismatchError(
-            f"expected a CacheState, but saw a {type(state).__name__}: pass what the state() of a cache returned."
+            f"`state` must be a CacheState, got a {type(state).__name__}: pass what the state() of a cache returned."
         )

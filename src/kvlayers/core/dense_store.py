@@ -142,7 +142,7 @@ class DenseStore(TokenStore):
         return self._length if self._is_forked else self._end - self._start
 
     @property
-    def tail_length(self) -> int:
+    def _tail_length(self) -> int:
         """Tokens in the buffers."""
         return self._end - self._start
 
@@ -357,19 +357,19 @@ class DenseStore(TokenStore):
             held_keys, held_values = self._plain(held)
             keys, values = torch.cat([held_keys, keys], dim=2), torch.cat([held_values, values], dim=2)
         start = held + tokens - kept
-        self.replace(keys.narrow(2, start, kept), values.narrow(2, start, kept))
+        self._replace(keys.narrow(2, start, kept), values.narrow(2, start, kept))
         attended = past + tokens
         keys, values = keys.narrow(2, held - past, attended), values.narrow(2, held - past, attended)
         return marked_for_sdpa(keys, values, tokens)
 
     @override
     def overwrite(self, count: int, keys: Tensor, values: Tensor) -> bool:
-        if self._tracks_gradients or keys.requires_grad or values.requires_grad or count > self.tail_length:
+        if self._tracks_gradients or keys.requires_grad or values.requires_grad or count > self._tail_length:
             return False
         start = self._end - count
         if self._copy_on_write is not None and not self._may_write(start, start + keys.shape[2]):
             self._leave_buffers(0)
-            if count > self.tail_length:
+            if count > self._tail_length:
                 return False
             start = self._end - count
         if self._is_forked:
@@ -383,7 +383,7 @@ class DenseStore(TokenStore):
         if self._start == self._end:
             self._adopt(keys.clone(), values.clone())
         else:
-            held = self.newest(self.tail_length)
+            held = self.newest(self._tail_length)
             self._adopt(torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2))
 
     def _adopt(self, keys: Tensor, values: Tensor) -> None:
@@ -394,7 +394,7 @@ class DenseStore(TokenStore):
         # Tensors of a traced program must not be written to, just like tensors that autograd follows.
         self._tracks_gradients = keys.requires_grad or values.requires_grad or compat.is_exporting()
 
-    def replace(self, keys: Tensor, values: Tensor) -> None:
+    def _replace(self, keys: Tensor, values: Tensor) -> None:
         """Hold a copy of validated states in place of all held tokens."""
         if self._validated is not None:
             self._apply_form(keys.shape[2])
@@ -522,7 +522,7 @@ class DenseStore(TokenStore):
     def select(self, indices: Tensor) -> None:
         if self._key_form is None or self._value_form is None:
             return
-        batch_size, length = indices.shape[0], self.tail_length
+        batch_size, length = indices.shape[0], self._tail_length
         if self._tracks_gradients:
             # First in another store: if there is no memory for it, this one has not changed.
             held = self._plain(self.length)
@@ -532,7 +532,7 @@ class DenseStore(TokenStore):
             return
         segments, keys, values = selected(self._segments, indices), self._keys, self._values
         if keys is not None and values is not None:
-            capacity = min(max(self._capacity, length), self.grown_capacity(length))
+            capacity = min(max(self._capacity, length), self._grown_capacity(length))
             keys = keys.selected(indices, self._start, length, capacity)
             values = values.selected(indices, self._start, length, capacity)
         self._hold(segments, keys, values, length, batch_size)
@@ -552,7 +552,7 @@ class DenseStore(TokenStore):
     def expand(self, repeats: int) -> None:
         if self._copy_on_write is not None and self._copy_on_write.is_viewed:
             # A caller may write to these buffers, and the copies of a sequence must not change together.
-            self._allocate(self.tail_length)
+            self._allocate(self._tail_length)
         if self.length and self._may_freeze():
             self._hold(self._as_segments(self.length))
         super().expand(repeats)
@@ -593,7 +593,7 @@ class DenseStore(TokenStore):
     def __getstate__(self) -> dict[str, Any]:
         # Copies of the live tokens alone: spare room and dropped tokens are not part of the state.
         live = {**self.__dict__, "_copy_on_write": None, "_views": None, "_returned": ReturnedStates()}
-        start, length = self._start, self.tail_length
+        start, length = self._start, self._tail_length
         if self._keys is not None and self._values is not None:
             if self._tracks_gradients and not torch.is_inference_mode_enabled():
                 keys, values = (TokenBuffer(states.clone()) for states in self.newest(length))
@@ -654,7 +654,7 @@ class DenseStore(TokenStore):
 
     def _may_freeze(self) -> bool:
         """Whether the tail may become a segment."""
-        return not self.tail_length or self._can_share()
+        return not self._tail_length or self._can_share()
 
     def _sharing(self) -> CopyOnWrite:
         """The record of who shares these buffers, which is made when it is first needed."""
@@ -704,12 +704,12 @@ class DenseStore(TokenStore):
         if self._copy_on_write is None or self._copy_on_write.has_one_holder:
             return False
         short = max(self.length // GROWTH_DIVISOR, self.minimum_growth - 1)
-        return self.tail_length > short and self._can_share()
+        return self._tail_length > short and self._can_share()
 
     def _begin_tail(self, tokens: int) -> None:
         """Begin a new tail for `tokens` tokens, behind the old one, which becomes a segment."""
         self._hold(self._as_segments(self.length))
-        self._allocate(self.grown_capacity(tokens))
+        self._allocate(self._grown_capacity(tokens))
 
     def _leave_buffers(self, tokens: int) -> None:
         """Go on in buffers of its own, with room for `tokens` more tokens."""
@@ -722,7 +722,7 @@ class DenseStore(TokenStore):
 
     def _make_room(self, tokens: int) -> None:
         """Change the buffers so that `tokens` more fit after `_end`."""
-        length = self.tail_length
+        length = self._tail_length
         needed = length + tokens
         # A move to the front must win enough room to pay for itself, or a window would be copied at every token.
         pays = needed <= self._capacity and self._start * GROWTH_DIVISOR >= length
@@ -731,7 +731,7 @@ class DenseStore(TokenStore):
         elif self._keeps_tail():
             self._begin_tail(tokens)
         else:
-            self._allocate(self.grown_capacity(needed))
+            self._allocate(self._grown_capacity(needed))
 
     def _copied_if_aliased(self, states: Tensor) -> Tensor:
         """States that making room cannot move: a copy if they are a view of the buffers."""
@@ -755,26 +755,26 @@ class DenseStore(TokenStore):
         tokens -= self._shared_tokens
         if self._start + tokens > self._capacity and not self._tracks_gradients:
             if self._keeps_tail():
-                self._begin_tail(tokens - self.tail_length)
+                self._begin_tail(tokens - self._tail_length)
             else:
-                self._allocate(self.grown_capacity(tokens))
+                self._allocate(self._grown_capacity(tokens))
 
     @override
     def shrink(self, tokens: int) -> None:
-        capacity = self.grown_capacity(max(tokens - self._shared_tokens, self.tail_length))
+        capacity = self._grown_capacity(max(tokens - self._shared_tokens, self._tail_length))
         if self._capacity > capacity and not self._tracks_gradients:
             self._allocate(capacity)
 
     @override
     def trim(self) -> None:
-        spare = self._capacity - self.tail_length
+        spare = self._capacity - self._tail_length
         divisor = TAIL_TRIM_DIVISOR if self._shared_tokens else GROWTH_DIVISOR
         if spare * divisor > self._capacity and self._can_share():
             is_own = self._may_write(0, self._capacity)
             others = [] if is_own else self._sharing().segments_beside(self)
             # A short tail is copied even if others hold it: they may let go of it soon, or go on in its spare room.
-            if is_own or (self.tail_length * 2 <= self._shared_tokens and not any(others)):
-                self._allocate(self.tail_length)
+            if is_own or (self._tail_length * 2 <= self._shared_tokens and not any(others)):
+                self._allocate(self._tail_length)
             elif all(others):
                 # Memory that is read by segments alone can be given back in part.
                 self._hold(self._as_segments(self.length))
@@ -786,14 +786,14 @@ class DenseStore(TokenStore):
         length = self.length
         if self._shared_tokens:
             if self._tracks_gradients:
-                self.replace(*self._plain(length))
+                self._replace(*self._plain(length))
                 return
             self._hold((), *self._gathered(length), length)
             self._returned.invalidate()
         elif self._copy_on_write is not None and not self._copy_on_write.has_one_holder:
-            self._allocate(self.tail_length)
+            self._allocate(self._tail_length)
 
-    def grown_capacity(self, needed: int) -> int:
+    def _grown_capacity(self, needed: int) -> int:
         """Tokens to allocate for a tail when `needed` tokens must fit."""
         shared = self._shared_tokens
         if not shared:
@@ -816,7 +816,7 @@ class DenseStore(TokenStore):
 
     def _capacity_of_copy(self, tokens: int) -> int:
         """Tokens to allocate for a copy with room for `tokens` more tokens, for which these buffers have room."""
-        return min(self._capacity - self._start, self.grown_capacity(self.tail_length + tokens))
+        return min(self._capacity - self._start, self._grown_capacity(self._tail_length + tokens))
 
     def _buffers(self) -> tuple[TokenBuffer, TokenBuffer]:
         if self._keys is None or self._values is None:
@@ -826,7 +826,7 @@ class DenseStore(TokenStore):
     def _allocate(self, capacity: int) -> None:
         """Move the held tokens to new buffers for `capacity` tokens."""
         key_form, value_form = self._forms()
-        length = self.tail_length
+        length = self._tail_length
         if self._keys is not None and self._values is not None:
             # Both are made before either is assigned: if there is no memory for the second, nothing has changed.
             keys = self._keys.reallocated(self._start, length, capacity)
@@ -889,7 +889,7 @@ class DenseStore(TokenStore):
     def _shift_to_front(self) -> None:
         self._returned.invalidate()
         key_buffer, value_buffer = self._buffers()
-        length = self.tail_length
+        length = self._tail_length
         try:
             key_buffer.shift_to_front(self._start, length)
             value_buffer.shift_to_front(self._start, length)

@@ -90,22 +90,24 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         self.recall = recall_of(recall)
         if isinstance(ddp_cache_data, transformers.PretrainedConfig | torch.nn.Module):
             raise OptionError(
-                f"expected states as the first argument, but saw a {type(ddp_cache_data).__name__}: pass it as "
-                "config=...."
+                f"The first argument must be states, got a {type(ddp_cache_data).__name__}: pass it as config=...."
             )
         if config is not None:
             config = model_types.config_of(config)
         if length_hint is not None:
             length_hint = tokens(length_hint, "length_hint")
         if checkpoints is not None and config is None:
-            raise OptionError("expected a config with checkpoints, to say which layers are recurrent, but saw none.")
+            raise OptionError(
+                "`config` must be given with `checkpoints`, got none: it says which layers are recurrent."
+            )
         given = legacy_api.check_nesting(() if ddp_cache_data is None else ddp_cache_data, width=(2, 3))
         layers: list[Any] = []
         if config is not None:
             layers = dynamic_layers(config, length_hint, checkpoints, self.recall)
             if len(given) > len(layers):
                 raise LayerIndexError(
-                    f"expected states for at most {len(layers)} layers, as the config has, but saw {len(given)}."
+                    f"The states must be of at most {len(layers)} layers, as the config has, got {len(given)}: pass "
+                    "the config of the model that computed them."
                 )
         else:
             layers = [_layer_for(states, length_hint, self.recall) for states in given]
@@ -115,7 +117,9 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         )
         for index, (keys, values, *_) in enumerate(given):
             if (keys is None) != (values is None):
-                raise LegacyFormatError(f"expected keys and values, or neither, at layer {index}, but saw only one.")
+                raise LegacyFormatError(
+                    f"Layer {index} must have keys and values, or neither, got only one: pass both, or None twice."
+                )
         legacy_api.check_takes_pairs(
             layer for layer, (keys, *_) in zip(self.adapted_layers(), given, strict=False) if keys is not None
         )
@@ -155,7 +159,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         ]
         if len(pairs) not in (0, len(attending)):
             raise LegacyFormatError(
-                f"expected states for the {len(attending)} layers of the model that attend, but saw {len(pairs)}: pass "
+                f"The states must be of the {len(attending)} layers of the model that attend, got {len(pairs)}: pass "
                 "the states of every layer that attends."
             )
         legacy_api.check_takes_pairs(layer for layer in cache.adapted_layers() if pairs and layer.attends)
@@ -172,7 +176,7 @@ def _layer_for(
     sliding_window = states[2] if len(states) == 3 else None
     if sliding_window is None:
         return full_attention_layer(length_hint, recall)
-    return SlidingLayer(whole_number(sliding_window, "a window"))
+    return SlidingLayer(whole_number(sliding_window, "`sliding_window`"))
 
 
 register("dynamic")(named(DynamicCache, "length_hint"))

@@ -32,7 +32,7 @@ class DynamicLayer(TokenLayer):
     @checks_options
     def __init__(self, length_hint: int | None = None, store: TokenStore | None = None) -> None:
         if length_hint is not None:
-            length_hint = whole_number(length_hint, "length_hint")
+            length_hint = whole_number(length_hint, "`length_hint`")
         super().__init__(DenseStore(length_hint) if store is None else store)
 
     @override
@@ -52,7 +52,9 @@ class DynamicLayer(TokenLayer):
 
     @override
     def side_by_side(self, layers: Sequence[LayerOperations]) -> LayerOperations:
-        if type(self) is not DynamicLayer or type(self._store) is not DenseStore:
+        # Rows in one tensor are saved and compared as a plain layer, so they stand for nothing else.
+        plain = DynamicLayer()
+        if (self.kind, self.describe()) != (plain.kind, plain.describe()):
             return super().side_by_side(layers)
         joined: LayerOperations = late.function("dense rows")(layers)
         return joined
@@ -81,7 +83,7 @@ class DynamicLayer(TokenLayer):
 
     @override
     def truncate(self, length: int) -> None:
-        length = whole_number(length, "a length")
+        length = whole_number(length, "`length`")
         self.check_truncate(length)
         self._store.truncate(length)
 

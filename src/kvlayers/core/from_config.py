@@ -183,7 +183,7 @@ def with_attention(dynamic: Any, attention: TokenLayer) -> LayerOperations:
     layer = adapted(dynamic)
     if layer.is_recurrent and layer.is_upstream:
         raise ConfigError(
-            f"expected layers whose recurrent states kvlayers holds, as from transformers 5.15 on, but saw a "
+            f"Recurrent states must be held by kvlayers, as from transformers 5.15 on, got a "
             f"{type(dynamic).__name__}: use a DynamicCache, or a newer transformers."
         )
     return layer.with_attention(attention)

@@ -76,7 +76,7 @@ class GraphHandle:
         keys, values = self.returned[layer_idx]
         if keys.shape[2] != tokens:
             raise StaleStatesError(
-                f"expected the states of the last update of layer {layer_idx}, of {keys.shape[2]} tokens, but saw "
+                f"States must be those of the last update of layer {layer_idx}, of {keys.shape[2]} tokens, got "
                 f"states of an earlier update, of {tokens} tokens: read states before the layer is updated again."
             )
         return keys, values

@@ -192,7 +192,7 @@ class LayerList(ABC):
         dims = head_dim if isinstance(head_dim, Sequence) else [head_dim] * len(layers)
         if len(heads) != len(layers) or len(dims) != len(layers):
             raise LayerIndexError(
-                f"expected num_heads and head_dim for each of {len(layers)} layers, but saw {len(heads)} and "
+                f"`num_heads` and `head_dim` must be given for each of {len(layers)} layers, got {len(heads)} and "
                 f"{len(dims)}: pass one number for all, or one for each."
             )
         for number in (*heads, *dims):
@@ -227,7 +227,7 @@ class LayerList(ABC):
                 f"but this {type(self).__name__} was made without one: pass config=model.config."
             )
         return LayerIndexError(
-            f"expected a layer index from 0 to {len(self.layers) - 1}, but saw {layer_idx!r}: make the cache from the "
+            f"A layer index must be from 0 to {len(self.layers) - 1}, got {layer_idx!r}: make the cache from the "
             "config of the model that uses it."
         )
 
@@ -237,7 +237,7 @@ class LayerList(ABC):
             return states[state_idx]
         except (KeyError, TypeError):
             raise LayerIndexError(
-                f"expected a state index from 0 to {len(states) - 1}, but saw {state_idx!r}: make the cache from the "
+                f"A state index must be from 0 to {len(states) - 1}, got {state_idx!r}: make the cache from the "
                 "config of the model that uses it."
             ) from None
 

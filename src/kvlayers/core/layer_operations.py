@@ -54,7 +54,9 @@ class LayerState:
         """
         length = self.facts.get("length")
         if not isinstance(length, int):
-            raise StateMismatchError(f"expected a state that counts its tokens, but saw length={length!r}.")
+            raise StateMismatchError(
+                f"`length` must be the number of tokens of the state, got {length!r}: take the state again."
+            )
         return length
 
     def split(self, names: Collection[str]) -> "tuple[dict[str, Tensor], LayerState]":
@@ -453,8 +455,8 @@ class LayerOperations(ABC):
             UnsupportedLayerError: the class does not say how, although its `is_opaque` is true.
         """
         raise UnsupportedLayerError(
-            f"expected a layer that compiled code calls by an operator, but saw a {type(self).__name__}: give it a "
-            "count of its own, as its is_opaque is true."
+            f"A layer that compiled code calls by an operator must count its tokens, got a {type(self).__name__}: "
+            "define its `count`, as its is_opaque is true."
         )
 
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:

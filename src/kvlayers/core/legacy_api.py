@@ -106,7 +106,7 @@ def check_tuples(states: object, width: Sequence[int]) -> LegacyStates:
         for tensor in layer:
             if not isinstance(tensor, Tensor) or tensor.dim() != 4:
                 raise LegacyFormatError(
-                    f"expected tensors [batch, kv_heads, tokens, head_dim] at layer {index}, but saw "
+                    f"Tensors must be [batch, kv_heads, tokens, head_dim] at layer {index}, got "
                     f"{_shown(tensor) if isinstance(tensor, Tensor) else f'a {type(tensor).__name__}'}: nest keys and "
                     "values as they are, one tuple per layer."
                 )
@@ -118,18 +118,18 @@ def _check_shapes(index: int, layer: tuple[Tensor, ...], first: tuple[Tensor, ..
     for keys, values in zip(layer[::2], layer[1::2], strict=True):
         if keys.shape[:3] != values.shape[:3]:
             raise LegacyFormatError(
-                "expected keys and values of one batch size, with as many kv_heads and tokens, but saw "
+                "Keys and values must be of one batch size, with as many kv_heads and tokens, got "
                 f"{_shown(keys)} and {_shown(values)} at layer {index}: pass both as one forward pass returned them."
             )
     if len(layer) != len(first):
         raise LegacyFormatError(
-            f"expected as many tensors for each layer as for the first, but saw {len(first)} there and {len(layer)} at "
+            f"Each layer must have as many tensors as the first, got {len(first)} there and {len(layer)} at "
             f"layer {index}: give all layers cross-attention, or none."
         )
     for place in range(0, len(layer), 2):
         if layer[place].shape[0] != first[0].shape[0] or _tokens(layer, place) != _tokens(first, place):
             raise LegacyFormatError(
-                f"expected layers of one batch size with as many tokens, but saw {_shown(first[place])} at layer 0 and "
+                f"Layers must be of one batch size with as many tokens, got {_shown(first[place])} at layer 0 and "
                 f"{_shown(layer[place])} at layer {index}: pass all layers as one forward pass returned them."
             )
 
@@ -156,7 +156,7 @@ def check_nesting(states: object, width: Sequence[int]) -> tuple[tuple[Any, ...]
     expected = f"a tuple with a tuple of {' or '.join(map(str, width))} tensors for each layer"
     if isinstance(states, Tensor) or not isinstance(states, Iterable):
         seen = f"a tensor {_shown(states)}" if isinstance(states, Tensor) else f"a {type(states).__name__}"
-        raise LegacyFormatError(f"expected {expected}, but saw {seen}: pass what to_legacy_cache() returns.")
+        raise LegacyFormatError(f"A legacy cache must be {expected}, got {seen}: pass what to_legacy_cache() returns.")
     layers = tuple(_unstacked(layer) for layer in states)
     for index, layer in enumerate(layers):
         if not isinstance(layer, tuple | list) or len(layer) not in width:
@@ -164,7 +164,7 @@ def check_nesting(states: object, width: Sequence[int]) -> tuple[tuple[Any, ...]
             if isinstance(layer, Tensor):
                 seen = f"a tensor {_shown(layer)}"
             raise LegacyFormatError(
-                f"expected {expected}, but saw {seen} at layer {index}: nest the tensors one tuple per layer."
+                f"A legacy cache must be {expected}, got {seen} at layer {index}: nest the tensors one tuple per layer."
             )
     return tuple(layer if isinstance(layer, WindowedStates) else tuple(layer) for layer in layers)
 
@@ -216,7 +216,7 @@ def with_dropped(states: tuple[Any, ...], slides: bool) -> tuple[Tensor, Tensor]
     dropped = states.seen - keys.shape[2]
     if not slides:
         raise LegacyFormatError(
-            f"expected states of every token for a layer of full attention, but saw those of a window of "
+            f"A layer of full attention must get states of every token, got those of a window of "
             f"{states.sliding_window}, which has dropped {dropped} of {states.seen}: make the cache from the config of "
             "the model that computed them."
         )
@@ -300,8 +300,8 @@ class StateList(list[Tensor | None]):
         if not isinstance(states, Sequence) or len(states) not in (len(self), len(self._cache.layers)):
             seen = f"{len(states)} entries" if isinstance(states, Sequence) else f"a {type(states).__name__}"
             raise LegacyFormatError(
-                f"expected a list of the {self._side} of {len(self)} layers, but saw {seen}: pass the {self._side} of "
-                "every layer, or take in new states by update()."
+                f"The assigned states must be a list of the {self._side} of {len(self)} layers, got {seen}: pass the "
+                f"{self._side} of every layer, or take in new states by update()."
             )
         self[:] = states
 
@@ -315,8 +315,8 @@ class StateList(list[Tensor | None]):
         layers = self._cache.layers_for(len(self))
         if len(self) > len(layers):
             raise LayerIndexError(
-                f"expected the {self._side} of at most {len(layers)} layers, but saw {len(self)}: the cache has no "
-                "other layer."
+                f"The list must have the {self._side} of at most {len(layers)} layers, got {len(self)}: the cache has "
+                "no other layer."
             )
         self._cache.layers.extend(layers[len(self._cache.layers) :])
         changes: Iterable[tuple[Any, ...]] = itertools.zip_longest(self._cache.adapted_layers(), before, self)
@@ -431,7 +431,7 @@ def crop_argument(tokens_to_remove: int | None, max_length: int | None) -> int:
     """
     if (tokens_to_remove is None) == (max_length is None):
         raise OptionError(
-            f"expected crop to be given one number, but saw tokens_to_remove={tokens_to_remove!r} and "
+            f"`crop` must be given one number, got tokens_to_remove={tokens_to_remove!r} and "
             f"max_length={max_length!r}: pass crop(length), or crop(-count)."
         )
     if max_length is None:

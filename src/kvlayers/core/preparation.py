@@ -98,5 +98,6 @@ def padding_of(left_padding: Sequence[int] | Tensor | None) -> Tensor | None:
 
 def _no_padding(left_padding: object) -> OptionError:
     return OptionError(
-        f"expected left_padding to be a count of tokens of at least 0 for each sequence, but saw {left_padding!r}."
+        f"`left_padding` must be a count of tokens of at least 0 for each sequence, got {left_padding!r}: pass int64 "
+        "`[batch]`."
     )

@@ -1,6 +1,5 @@
 """A layer that keeps a window of the newest tokens."""
 
-from abc import abstractmethod
 from typing import ClassVar
 
 from torch import Tensor
@@ -37,9 +36,11 @@ class WindowLayer(TokenLayer):
     rejected draft can be taken back although the window is full.
 
     Attributes:
+        window: tokens that a query attends to, itself included.
         room: tokens of memory for the window, beyond which the store shrinks.
     """
 
+    window: int
     room: int
     record_past = False
     _seen = 0
@@ -66,7 +67,7 @@ class WindowLayer(TokenLayer):
 
     @override
     def truncate(self, length: int) -> None:
-        length = whole_number(length, "a length")
+        length = whole_number(length, "`length`")
         self.check_truncate(length)
         if length:
             self._store.truncate(self._store.length - (self._seen - length))
@@ -79,9 +80,45 @@ class WindowLayer(TokenLayer):
         self._drop_beyond_window()
         self._store.shrink(self.room)
 
-    @abstractmethod
     def _drop_beyond_window(self) -> None:
         """Drop the tokens to which no later token attends."""
+        beyond = self._store.length - (self.window - 1)
+        if beyond > 0:
+            self._store.drop_oldest(beyond)
+
+    @property
+    @override
+    def capacity(self) -> int | None:
+        return self.window
+
+    @override
+    def attended_past(self, tokens: int) -> int:
+        return min(tokens, self.window - 1)
+
+    @override
+    def check_truncate(self, length: int) -> None:
+        check_rollback(length, self._seen)
+        dropped = self._seen - self._tokens_to_return_to()
+        needed = max(length - self.window + 1, 0)
+        if length and needed < dropped:
+            raise RollbackError(
+                f"expected to roll back over tokens that are still held, but going from {self._seen} to {length} "
+                f"tokens needs token {needed} again, and the tokens before {dropped} have left the window of "
+                f"{self.window}: call activate_past_recording() before the tokens that may be taken back, or "
+                "fork() the cache."
+            )
+
+    def _tokens_to_return_to(self) -> int:
+        """How many of the newest tokens a rollback may need."""
+        return self._store.length
+
+    @override
+    def check_held(self, held: int, seen: int) -> None:
+        if not min(seen, self.window - 1) <= held <= seen:
+            raise StateMismatchError(
+                f"A state must have at least the newest {min(seen, self.window - 1)} of {seen} tokens, "
+                f"got {held}: take the state again."
+            )
 
     @override
     def reset(self) -> None:
@@ -113,7 +150,7 @@ class SlidingLayer(WindowLayer):
         check_window(sliding_window)
         self.room = window_room(sliding_window)
         super().__init__(DenseStore(length_hint=self.room) if store is None else store)
-        self.sliding_window = sliding_window
+        self.window = self.sliding_window = sliding_window
         self._seen = 0
 
     @override
@@ -141,12 +178,6 @@ class SlidingLayer(WindowLayer):
             self._drop_beyond_window()
         return attended
 
-    @override
-    def _drop_beyond_window(self) -> None:
-        beyond = self._store.length - (self.sliding_window - 1)
-        if beyond > 0:
-            self._store.drop_oldest(beyond)
-
     def resume_at(self, seen: int) -> None:
         """Take the held tokens for the newest of `seen` tokens."""
         self._seen = seen
@@ -163,38 +194,12 @@ class SlidingLayer(WindowLayer):
             raise not_of_so_many(length, held)
         self._seen = length
 
-    @property
-    @override
-    def capacity(self) -> int | None:
-        return self.sliding_window
-
-    @override
-    def attended_past(self, tokens: int) -> int:
-        return min(tokens, self.sliding_window - 1)
-
-    @override
-    def check_truncate(self, length: int) -> None:
-        check_rollback(length, self._seen)
-        dropped = self._seen - self._tokens_to_return_to()
-        needed = max(length - self.sliding_window + 1, 0)
-        if length and needed < dropped:
-            raise RollbackError(
-                f"expected to roll back over tokens that are still held, but going from {self._seen} to {length} "
-                f"tokens needs token {needed} again, and the tokens before {dropped} have left the window of "
-                f"{self.sliding_window}: call activate_past_recording() before the tokens that may be taken back, or "
-                "fork() the cache."
-            )
-
-    def _tokens_to_return_to(self) -> int:
-        """How many of the newest tokens a rollback may need."""
-        return self._store.length
-
     @override
     def assignable(self, states: Tensor) -> Tensor:
         # An assignment does not change how many tokens were seen. The assigned states count as the newest tokens.
         if states.shape[2] > self._seen:
             raise StateMismatchError(
-                f"expected states of at most the {self._seen} tokens that were seen, but saw {states.shape[2]} tokens: "
+                f"Assigned states must be of at most the {self._seen} tokens that were seen, got {states.shape[2]}: "
                 "use update for new tokens, and from_legacy_cache to fill a new cache."
             )
         return states
@@ -212,14 +217,6 @@ class SlidingLayer(WindowLayer):
         super().load_state(state)
         self._seen = state.length
 
-    @override
-    def check_held(self, held: int, seen: int) -> None:
-        if not min(seen, self.sliding_window - 1) <= held <= seen:
-            raise StateMismatchError(
-                f"expected a state with at least the newest {min(seen, self.sliding_window - 1)} of {seen} tokens, but "
-                f"saw {held}: take the state again."
-            )
-
 
 def take_back(store: TokenStore, held: int) -> None:
     """Let a store hold `held` tokens again, after an update that added to them was interrupted."""
@@ -231,6 +228,6 @@ def check_window(sliding_window: object) -> None:
     """Raise `ConfigError` if `sliding_window` is not a number of tokens."""
     if not isinstance(sliding_window, int) or isinstance(sliding_window, bool) or sliding_window < 1:
         raise ConfigError(
-            f"expected a sliding window (or chunk size) of at least 1 token, but saw {sliding_window!r}: set it in the "
+            f"`sliding_window` (or a chunk size) must be at least 1 token, got {sliding_window!r}: set it in the "
             "model config, or use a layer for full attention."
         )

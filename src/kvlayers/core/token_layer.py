@@ -196,7 +196,7 @@ class TokenLayer(CacheLayer):
         if not isinstance(states, Tensor) or states.dim() != 4:
             seen = list(states.shape) if isinstance(states, Tensor) else f"a {type(states).__name__}"
             raise StateMismatchError(
-                f"expected {side} [batch, kv_heads, tokens, head_dim], but saw {seen}: pass a tensor, or use reset() "
+                f"`{side}` must be [batch, kv_heads, tokens, head_dim], got {seen}: pass a tensor, or use reset() "
                 "to forget all tokens."
             )
         before = self._store
@@ -346,8 +346,8 @@ class TokenLayer(CacheLayer):
         for name, value in self._store.describe().items():
             if facts.get(name, value) != value:
                 raise StateMismatchError(
-                    f"expected a {type(self).__name__} and its {type(self._store).__name__} to describe themselves by "
-                    f"different names, but saw {name} in both: rename one of them."
+                    f"A {type(self).__name__} and its {type(self._store).__name__} must describe themselves by "
+                    f"different names, got {name} in both: rename one of them."
                 )
         return LayerState(self.kind, self._store.state(), {**facts, "length": self.length})
 
@@ -362,17 +362,17 @@ class TokenLayer(CacheLayer):
         for name, value in self.describe().items():
             if name not in self.reservation_facts and state.facts.get(name) != value:
                 raise StateMismatchError(
-                    f"expected a state with {name}={value}, but saw {name}={state.facts.get(name)}: load it into a "
+                    f"`state` must have {name}={value}, got {name}={state.facts.get(name)}: load it into a "
                     "cache that was made with the same settings."
                 )
         kinds = {(tensor.layout, tensor.device) for tensor in state.tensors.values()}
         if len(kinds) > 1 or any(layout != torch.strided for layout, _ in kinds):
-            raise StateMismatchError(f"expected dense tensors on one device, but saw {sorted(map(str, kinds))}.")
+            raise StateMismatchError(
+                f"`state` must be dense tensors on one device, got {sorted(map(str, kinds))}: move them to one device."
+            )
         self.check_held(self._store.check_state(state.tensors), state.length)
 
     def check_held(self, held: int, seen: int) -> None:
         """Raise `StateMismatchError` if a layer that has seen `seen` tokens cannot go on from the newest `held`."""
         if held != seen:
-            raise StateMismatchError(
-                f"expected a state with all of its {seen} tokens, but saw {held}: take the state again."
-            )
+            raise StateMismatchError(f"`state` must have all of its {seen} tokens, got {held}: take the state again.")

@@ -212,15 +212,6 @@ def replace_tokens(
         StateMismatchError, CapacityError, ConfigError, UnsupportedLayerError: as for `moved` and `concatenate`.
             Nothing is changed.
     """
-    changed = _replaced(cache, start, stop, ids, model, recompute, known_ids)
-    cache.replace_layers(changed.adapted_layers())
-    cache.known_ids, cache.origins = changed.known_ids, changed.origins
-
-
-def _replaced(
-    cache: Cache, start: int, stop: int, ids: Tensor, model: Any, recompute: int | str, known_ids: Tensor | None
-) -> Cache:
-    """The cache with other tokens in the place of those from `start` to `stop`."""
     (length,) = _checked([cache], model)
     if cache.first_position:
         raise StateMismatchError(
@@ -246,9 +237,9 @@ def _replaced(
         cache_argument.read_tokens(model, new.to(model.device), beginning)
     both = (Piece(beginning, 0, middle, 0), Piece(cache, after, length, middle))
     pieces = [piece for piece in both if piece.begin < piece.stop]
-    if not pieces:
-        return beginning
-    return _joined(pieces, model, middle, amount, tokens).cache
+    changed = _joined(pieces, model, middle, amount, tokens).cache if pieces else beginning
+    cache.replace_layers(changed.adapted_layers())
+    cache.known_ids, cache.origins = changed.known_ids, changed.origins
 
 
 def _checked(caches: Sequence[Cache], model: Any) -> list[int]:

@@ -278,7 +278,7 @@ class EvictingLayer(TokenLayer):
 
     @override
     def truncate(self, length: int) -> None:
-        length = whole_number(length, "a length")
+        length = whole_number(length, "`length`")
         self.check_truncate(length)
         if not length:
             padding = self.left_padding

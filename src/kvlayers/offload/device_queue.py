@@ -137,7 +137,7 @@ class WriteBack:
 
     def _host_buffer_of_staged(self, buffer: StagedBuffer) -> HostBuffer:
         """The buffer that it was copied from, or another if the tokens have moved or the capacity has changed."""
-        if (buffer.first, buffer.capacity) == (buffer.free, buffer.host.capacity):
+        if buffer.first == 0 and buffer.capacity == buffer.host.capacity:
             # Its tokens are in the same slots as on the host.
             return buffer.host
         has_moved = buffer.first != 0

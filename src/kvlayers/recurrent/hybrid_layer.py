@@ -176,7 +176,7 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @override
     def truncate(self, length: int) -> int:
-        length = whole_number(length, "a length")
+        length = whole_number(length, "`length`")
         target = self.nearest_restorable(length)
         self.wrapped.truncate(target)
         if self.linear.length:

@@ -312,7 +312,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         Raises:
             RollbackError: as `nearest_restorable`; nothing is changed.
         """
-        length = whole_number(length, "a length")
+        length = whole_number(length, "`length`")
         target: int = self.nearest_restorable(length)
         if target == 0:
             self.reset()

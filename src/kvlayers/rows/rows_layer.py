@@ -51,7 +51,7 @@ class RowsLayer(CacheLayer):
 
     def _shortened(self, length: int) -> list[int]:
         """The length of each row if as many tokens go as lead to a length of the longest row."""
-        removed = self.length - whole_number(length, "a length")
+        removed = self.length - whole_number(length, "`length`")
         lengths = [own - removed for own in self.row_lengths]
         if min(lengths) < 0:
             raise RollbackError(

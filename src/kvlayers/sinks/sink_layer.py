@@ -11,13 +11,12 @@ from typing_extensions import Self, override
 from kvlayers.core.cache_layer import forwarded
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import RotaryArgument
-from kvlayers.core.dynamic_layer import check_rollback
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.preparation import PADDING_NAME, check_rotary, padding_of
 from kvlayers.core.sliding_layer import WindowLayer, take_back, window_room
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
-from kvlayers.errors import RollbackError, StateMismatchError
+from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.gqa import marked_for_sdpa
 from kvlayers.kernels.attention.packed_ops import packed_like
 from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
@@ -88,7 +87,7 @@ class SinkLayer(WindowLayer):
         check_rotary(rotary)
         self.room = window_room(window_length)
         super().__init__(DenseStore(self.room) if store is None else store)
-        self.window_length = window_length
+        self.window = self.window_length = window_length
         self.num_sink_tokens = num_sink_tokens
         self._sinks = Sinks(num_sink_tokens, rotary).with_padding(padding_of(left_padding))
 
@@ -143,17 +142,6 @@ class SinkLayer(WindowLayer):
             for first, states in zip(sinks, held, strict=True)
         )
         return keys, values
-
-    @override
-    def attended_past(self, tokens: int) -> int:
-        # Sinks included.
-        return min(tokens, self.window_length - 1)
-
-    @override
-    def _drop_beyond_window(self) -> None:
-        beyond = self._store.length - self.attended_past(self._seen)
-        if beyond > 0:
-            self._store.drop_oldest(beyond)
 
     @property
     @override
@@ -211,7 +199,7 @@ class SinkLayer(WindowLayer):
             )
         if states.shape[2] != self._seen:
             raise StateMismatchError(
-                f"Assigned states must have all {self._seen} tokens, since keys are rotated by their positions, got "
+                f"Assigned states must be of all {self._seen} tokens, since keys are rotated by their positions, got "
                 f"{states.shape[2]}: use a DynamicCache to evict other tokens than the oldest."
             )
         return states
@@ -220,29 +208,6 @@ class SinkLayer(WindowLayer):
     def _replace(self, keys: Tensor, values: Tensor) -> None:
         super()._replace(keys, values)
         self._sinks = self._sinks.with_tokens(0, *self._store.newest(self._seen))
-
-    @property
-    @override
-    def capacity(self) -> int | None:
-        return self.window_length
-
-    @override
-    def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        past = self.attended_past(self._seen)
-        return past + query_length, self._seen - past
-
-    @override
-    def check_truncate(self, length: int) -> None:
-        check_rollback(length, self._seen)
-        dropped = self._seen - self._store.length
-        needed = length - self.attended_past(length)
-        if length and needed < dropped:
-            raise RollbackError(
-                f"expected to roll back over tokens that are still held, but going from {self._seen} to {length} "
-                f"tokens needs token {needed} again, and the tokens between the {self.num_sink_tokens} sinks and token "
-                f"{dropped} have been evicted: call activate_past_recording() before the tokens that may be taken "
-                "back, or fork() the cache."
-            )
 
     @override
     def reset(self) -> None:
@@ -269,14 +234,6 @@ class SinkLayer(WindowLayer):
         if seen and sinks.keys is None:
             raise StateMismatchError(
                 f"expected a state with the first tokens of {seen}, but it has no tokens: take it again."
-            )
-
-    @override
-    def check_held(self, held: int, seen: int) -> None:
-        least = self.attended_past(seen)
-        if not least <= held <= seen:
-            raise StateMismatchError(
-                f"`state` must have at least the newest {least} of {seen} tokens, got {held}: take the state again."
             )
 
     @override

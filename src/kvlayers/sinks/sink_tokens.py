@@ -51,8 +51,8 @@ class Sinks:
         """Raise `StateMismatchError` if the padding is for another number of sequences."""
         if self.padding is not None and self.padding.shape[0] != batch_size:
             raise StateMismatchError(
-                f"expected states of {self.padding.shape[0]} sequences, since left_padding has as many entries, but "
-                f"saw {batch_size}: give one entry for each sequence, beams included, or reset the cache."
+                f"States must be of {self.padding.shape[0]} sequences, since left_padding has as many entries, "
+                f"got {batch_size}: give one entry for each sequence, beams included, or reset the cache."
             )
 
     def with_tokens(self, seen: int, keys: Tensor, values: Tensor) -> "Sinks":
@@ -105,7 +105,7 @@ class Sinks:
     def are_apart_before(self, position: int) -> Tensor:
         """For each sequence, whether tokens stand between its sinks and `position`: bool `[batch, 1, 1, 1]`."""
         if self.padding is None or self.keys is None:
-            raise StateMismatchError("Padded sequences must have tokens, got none: give left_padding.")
+            raise StateMismatchError("Padded sequences must have tokens, got none: give left_padding and update first.")
         return (position > self.padding)[:, None, None, None]
 
     def selected(self, indices: Tensor) -> "Sinks":
@@ -157,8 +157,8 @@ class Sinks:
             )
         ):
             raise StateMismatchError(
-                f"`state` must have the first {self.num_tokens} tokens of each sequence and the padding before them, "
-                f"got {shapes}: take the state again."
+                f"`state` must have the first {self.num_tokens} tokens of each sequence and the padding before "
+                f"them, got {shapes}: take the state again."
             )
         padding = None if padding is None else padding.clone()
         sinks = self.emptied().with_padding(padding)

@@ -21,6 +21,7 @@ from kvlayers.kernels.codes.quantizer_contract import CodeFormat
 from kvlayers.kernels.codes.smoothing import LARGEST_FACTOR, KeySmoothing, vectors_for
 from kvlayers.quantized.packed_blocks import PackedBlocks
 from kvlayers.quantized.quantization import Quantization
+from kvlayers.quantized.smoothing_runs import SmoothingRuns
 from kvlayers.quantizers import NativeQuantizer, SideOptions, backend
 from kvlayers.stores import QuantizedStore
 from packed_reference import attention, relative_error
@@ -219,7 +220,7 @@ def test_a_state_without_vectors_is_read_and_goes_on_as_it_was() -> None:
     states = pair(1, 300)
     plain = QuantizedStore(Quantization("native", residual_length=16, sink_tokens=4))
     plain.reserve_form(*(form for form in (kvlayers.core.buffer.form_of(side) for side in states)))
-    plain.parts.smoothing = KeySmoothing()
+    plain.parts.runs = SmoothingRuns.of(KeySmoothing())
     plain.append(*states)
     tensors = plain.state()
     assert not [name for name in tensors if "smoothing" in name]
@@ -244,7 +245,7 @@ def test_an_entry_takes_no_codes_of_one_with_other_vectors(name: str, tmp_path: 
         cache = kvlayers.QuantizedCache(name, residual_length=16, sink_tokens=4)
         cache.update(*(side[:, :, :1] for side in states), 0)
         if smoothing is not None:
-            cache.layers[0].store.parts.smoothing = smoothing
+            cache.layers[0].store.parts.runs = SmoothingRuns.of(smoothing)
             cache.layers[0].store.parts.follows_packed = True
         cache.update(*(side[:, :, 1:count] for side in states), 0)
         prefixes = kvlayers.PrefixStore(2**30, tmp_path)
@@ -261,7 +262,7 @@ def test_other_text_finds_its_own_vectors() -> None:
     keys, values = pair(1, 300)
     store = filled((keys, values))
     store.truncate(2)
-    assert store.parts.smoothing is None
+    assert not len(store.parts.runs)
     other = keys.flip(-1)
     store.validate(other, values)
     store.append(other, values)
@@ -537,5 +538,5 @@ def test_blocks_that_agree_find_the_same_vectors_in_any_chunks(name: str) -> Non
     for keys, values in zip(*(side.split(64, 2) for side in states), strict=True):
         parts.validate(keys, values)
         parts.append(keys, values)
-    assert whole.parts.smoothing is not None
-    assert whole.parts.smoothing.is_same(parts.parts.smoothing)
+    assert len(whole.parts.runs) == len(parts.parts.runs) == 1
+    assert whole.parts.runs.in_order[0].is_same(parts.parts.runs.in_order[0])

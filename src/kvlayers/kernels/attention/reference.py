@@ -4,7 +4,6 @@ It serves a CPU in prefill, in dtypes without a kernel, and without a compiler; 
 products of eager attention, `scores` and `combine`, serve both.
 """
 
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.gqa import attend_dense
 from kvlayers.kernels.attention.pieces import CPU_SCORES_AT_ONCE, SegmentPiece, pieces_for, slabs
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
-from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, is_packed
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, smoothing_of
 from kvlayers.kernels.codes.groups import rotate
 from kvlayers.kernels.codes.smoothing import KeySmoothing
 
@@ -69,7 +68,7 @@ def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scal
     kv_heads = segments.kv_heads
     rows = heads // kv_heads * queries
     scaled = query.reshape(batch, kv_heads, rows, head_dim).float() * scale
-    softmax, scores_of = OnlineSoftmax(scaled), _KeyProducts(scaled, segments.smoothing)
+    softmax, scores_of = OnlineSoftmax(scaled), _KeyProducts(scaled)
     for some in _rounds(pieces_for(segments, rows), rows):
         found = [masked(scores_of(piece), piece, mask) for piece in some]
         weights = softmax.weights(found[0] if len(found) == 1 else torch.cat(found, -1))
@@ -122,21 +121,23 @@ def _rotated_back(sums: dict[bool, Tensor]) -> Tensor:
 class _KeyProducts:
     """Products of queries `[batch, kv_heads, rows, head_dim]` and the keys of pieces, however these are packed."""
 
-    def __init__(self, query: Tensor, smoothing: KeySmoothing | None) -> None:
+    def __init__(self, query: Tensor) -> None:
         self._plain = query
-        self._packed = query if smoothing is None else smoothing.queries(query)
-        self._offsets = None if smoothing is None else smoothing.offsets(query)
-
-    @functools.cached_property
-    def _rotated(self) -> Tensor:
-        # Products stay the same if both sides are rotated, so keys need not be rotated back.
-        return rotate(self._packed)
+        self._smoothed: dict[tuple[KeySmoothing | None, bool], tuple[Tensor, Tensor | None]] = {}
 
     def __call__(self, piece: SegmentPiece) -> Tensor:
-        if not piece.is_packed:
-            return piece.scores(self._plain)
-        products = piece.scores(self._rotated if piece.keys_rotated else self._packed)
-        return products if self._offsets is None else (products + self._offsets).to(products.dtype)
+        kind = piece.smoothing, piece.keys_rotated
+        if kind not in self._smoothed:
+            self._smoothed[kind] = self._query_for(*kind)
+        query, offsets = self._smoothed[kind]
+        products = piece.scores(query)
+        return products if offsets is None else (products + offsets).to(products.dtype)
+
+    def _query_for(self, smoothing: KeySmoothing | None, rotated: bool) -> tuple[Tensor, Tensor | None]:
+        """The queries for keys that were smoothed, and perhaps rotated, and what is added to the products."""
+        query = self._plain if smoothing is None else smoothing.queries(self._plain)
+        # Products stay the same if both sides are rotated, so keys need not be rotated back.
+        return rotate(query) if rotated else query, None if smoothing is None else smoothing.offsets(self._plain)
 
 
 def _rounds(pieces: Iterable[SegmentPiece], rows: int) -> Iterator[list[SegmentPiece]]:
@@ -195,7 +196,7 @@ def scores(query: Tensor, segments: KVSegments) -> Tensor:
         if isinstance(segment, GatheredSegment) and segment.tokens:
             # Padding is written behind the last column.
             products[position] = by_kv_head.new_full((*by_kv_head.shape[:3], segment.width + 1), -torch.inf)
-    scores_of = _KeyProducts(by_kv_head, segments.smoothing)
+    scores_of = _KeyProducts(by_kv_head)
     for piece in _pieces(query, segments, rows):
         found = scores_of(piece)
         if piece.gathered is None:
@@ -285,17 +286,17 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _tokens_of(segments: KVSegments, sequence: int, head: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values `[tokens, head_dim]` of one KV head of one sequence, and the columns of its tokens."""
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    smoothing = segments.smoothing
-    if smoothing is not None:
-        smoothing = smoothing.mapped(lambda vectors: vectors[sequence, head][None, None])
     for position, segment in segments.with_columns:
         if isinstance(segment, GatheredSegment):
             found = _gathered(segment, sequence, head, dtype)
         else:
             own = _of_head(segment, sequence, head)
             found = iter([(own.states("keys", dtype), own.states("values", dtype), torch.arange(segment.tokens))])
+        smoothing = smoothing_of(segment)
+        if smoothing is not None:
+            smoothing = smoothing.mapped(lambda vectors: vectors[sequence, head][None, None])
         for keys, values, columns in found:
-            if smoothing is not None and is_packed(segment):
+            if smoothing is not None:
                 keys = smoothing.restored(keys)
             parts.append((keys[0, 0], values[0, 0], columns + position))
     keys, values, columns = (torch.cat(each) for each in zip(*parts, strict=True))

@@ -8,13 +8,14 @@ group. A rotation spreads a channel that varies over all others. Two vectors men
 - Each channel is divided by a factor. The query is multiplied by it, as in QServe's SmoothAttention (Lin et al. 2024,
   https://arxiv.org/abs/2405.04532).
 
-Both are found in the first block that is packed, and hold for all packed tokens of a sequence. So they must not cost
-where that block is unusual. Its statistics are those of most of its tokens, which a few large ones do not move. The
-blocks that are packed with it are asked too: a factor that one of them finds much too large becomes the least that any
-asks for, and the mean of a channel that costs one of them is left out. Blocks that agree change nothing, so that how a
-prompt is cut into chunks does not change its vectors then. Blocks that are packed later are not asked.
+Both are found in the first block that is packed. They must not cost where that block is unusual. Its statistics are
+those of most of its tokens, which a few large ones do not move. Other blocks are asked too, when they are packed: a
+factor that one of them finds much too large becomes the least that any asks for, and the mean of a channel that costs
+one of them is left out. What is packed already keeps its vectors, so a store holds runs of blocks, each with vectors of
+its own. Blocks that agree change nothing, so that how a prompt is cut into chunks does not change its vectors then.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -72,8 +73,8 @@ error, which is a twentieth more for all of 64 channels.
 LEAST_MEAN = 1 / 32
 """Of the variance of a channel, the least square of a mean that is subtracted.
 
-The mean of a block is none of the sequence if the channel turns with positions. It then moves the largest keys outwards,
-by which codes without a zero are scaled: by this much they lose no more than a tenth.
+The mean of a block is none of the sequence if the channel turns with positions. It then moves the largest keys
+outwards, by which codes without a zero are scaled: by this much they lose no more than a tenth.
 """
 
 LARGEST_VARIATION = 0.25
@@ -91,8 +92,19 @@ Means of noise over 64 tokens raise it by a few hundredths. In one of some thous
 BLOCKS_ASKED = 16
 """Blocks of a prompt that are asked, spread over it: their statistics take memory as one call of a quantizer does."""
 
-NAMES = ("smoothing_factor", "smoothing_mean")
+MOST_RUNS = 4
+"""Runs of blocks with vectors of their own that a sequence has at most. The last of these is not smoothed.
+
+Attention reads each run apart. A sequence whose blocks disagree so often has no vectors that hold.
+"""
+
+VECTOR_NAMES = ("smoothing_factor", "smoothing_mean")
 """Names of the vectors in the state of a store."""
+
+STARTS_NAME = "smoothing_starts"
+"""Name of the first block of each run in the state of a store."""
+
+NAMES = (*VECTOR_NAMES, STARTS_NAME)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +121,7 @@ class KeySmoothing:
 
     @classmethod
     def for_keys(cls, keys: Tensor, quantizer: Quantizer, block_tokens: int | None = None) -> Self:
-        """What suits the first block of keys and their quantizer, and costs no other one.
+        """What suits the first block of keys and their quantizer, and costs no other one of them.
 
         Tokens that are not finite do not count.
 
@@ -126,34 +138,47 @@ class KeySmoothing:
             shape = (*keys.shape[:2], 1, keys.shape[3])
             return cls(*(keys.new_empty(shape) if wanted else None for wanted in (factors, means)))
         blocks = torch.unflatten(keys, 2, (-1, block_tokens or keys.shape[2]))
-        unit, mean, variance = _statistics(blocks)
+        found = _Blocks(blocks)
         uneven, large_mean = thresholds(quantizer)
-        spread = variance.median(-1, keepdim=True).values.sqrt() * unit
-        asked = spread >= SILENT * spread.amax(2, keepdim=True)
         # The first block that is asked.
-        first = (asked.cumsum(2) == 0).sum(2, keepdim=True).expand(-1, -1, -1, keys.shape[3])
-        factor = subtracted = None
-        if factors:
-            of_blocks = _factors(variance, uneven, _turned(blocks, unit, mean))
-            factor, least = of_blocks.gather(2, first), torch.where(asked, of_blocks, torch.inf).amin(2, keepdim=True)
-            factor = torch.where(factor > LARGEST_EXCESS * least, least, factor).to(keys.dtype)
+        first = (found.asked.cumsum(2) == 0).sum(2, keepdim=True).expand(-1, -1, -1, keys.shape[3])
+        mean, variance = found.mean, found.variance
+        factor = found.factors(uneven).gather(2, first) if factors else None
+        subtracted = None
         if means:
             is_large = mean.square().sum(-1, keepdim=True) >= large_mean * variance.sum(-1, keepdim=True)
             is_large = is_large & (mean.square() >= LEAST_MEAN * variance)
-            subtracted = torch.where(is_large, mean * unit, 0.0).gather(2, first)
-            cost = (mean - subtracted / unit).square() - mean.square()
-            costs = (asked & (cost > LARGEST_MEAN_COST * variance)).any(2, keepdim=True)
-            subtracted = torch.where(costs, 0.0, subtracted).to(keys.dtype)
-        return cls(factor, subtracted)
+            subtracted = torch.where(is_large, mean * found.unit, 0.0).gather(2, first)
+        return found.lowered(cls(factor, subtracted)).mapped(lambda vectors: vectors.to(keys.dtype))
+
+    def for_more_keys(self, keys: Tensor, block_tokens: int) -> Self | None:
+        """What costs no block of keys that are packed later; `None` if this one does not.
+
+        The host waits for an accelerator to know that, as it decides whether attention reads one more run.
+
+        Args:
+            keys: as of `for_keys`.
+            block_tokens: likewise.
+        """
+        if keys.is_meta or not self.state():
+            return None
+        found = _Blocks(torch.unflatten(keys, 2, (-1, block_tokens))).lowered(self)
+        found = found.mapped(lambda vectors: vectors.to(keys.dtype))
+        return None if found.is_same(self) else found
+
+    def emptied(self) -> Self:
+        """Vectors of the same form that change nothing."""
+        factor = None if self.factor is None else torch.ones_like(self.factor)
+        return self.__class__(factor, None if self.mean is None else torch.zeros_like(self.mean))
 
     @classmethod
     def of_state(cls, tensors: dict[str, Tensor]) -> Self:
         """The one in the state of a store, which has been checked. Older states have no vectors."""
-        return cls(*(tensors.get(name) for name in NAMES))
+        return cls(*(tensors.get(name) for name in VECTOR_NAMES))
 
     def state(self) -> dict[str, Tensor]:
         """The vectors by their names."""
-        pairs = zip(NAMES, (self.factor, self.mean), strict=True)
+        pairs = zip(VECTOR_NAMES, (self.factor, self.mean), strict=True)
         return {name: vector for name, vector in pairs if vector is not None}
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
@@ -227,6 +252,49 @@ def thresholds(quantizer: Quantizer) -> tuple[float, float]:
     if quantizer.format.rotated and not quantizer.format.has_zero:
         return UNEVEN_ROTATED, LARGE_MEAN
     return UNEVEN, 0.0
+
+
+class _Blocks:
+    """What blocks of keys say of vectors.
+
+    Args:
+        blocks: `[batch, kv_heads, blocks, tokens, head_dim]`.
+
+    Attributes:
+        unit: of the others; see `_statistics`.
+        mean: likewise.
+        variance: likewise.
+        asked: which blocks are asked, bool `[batch, kv_heads, blocks, 1]`.
+    """
+
+    def __init__(self, blocks: Tensor) -> None:
+        self.unit, self.mean, self.variance = _statistics(blocks)
+        spread = self.variance.median(-1, keepdim=True).values.sqrt() * self.unit
+        self.asked = spread >= SILENT * spread.amax(2, keepdim=True)
+        self._blocks = blocks
+
+    @functools.cached_property
+    def _turned(self) -> Tensor:
+        return _turned(self._blocks, self.unit, self.mean)
+
+    def factors(self, uneven: float) -> Tensor:
+        """The factors of each block, `[batch, kv_heads, blocks, head_dim]`."""
+        return _factors(self.variance, uneven, self._turned)
+
+    def lowered(self, smoothing: KeySmoothing) -> KeySmoothing:
+        """A smoothing without what costs a block, in float32."""
+        factor, mean = smoothing.factor, smoothing.mean
+        # Zeros that are packed alone lose nothing by any factor.
+        asked = self.asked & (self.variance.amax(-1, keepdim=True) > 0)
+        if factor is not None:
+            # However uneven a block is: channels at the threshold are below it in some.
+            least = torch.where(asked, self.factors(0.0), torch.inf).amin(2, keepdim=True)
+            factor = torch.where(factor.float() > LARGEST_EXCESS * least, least, factor.float())
+        if mean is not None:
+            cost = (self.mean - mean.float() / self.unit).square() - self.mean.square()
+            costs = (asked & (cost > LARGEST_MEAN_COST * self.variance)).any(2, keepdim=True)
+            mean = torch.where(costs, 0.0, mean.float())
+        return KeySmoothing(factor, mean)
 
 
 def _factors(variance: Tensor, uneven: float, turned: Tensor) -> Tensor:

@@ -83,16 +83,21 @@ LARGEST_VARIATION = 0.25
 It is 1 for random numbers. In blocks of 32 of them or more, it is as little as this in less than one pair of a million.
 """
 
-LARGEST_MEAN_COST = 1.0
-"""Of the variance of a channel of a block, by how much a mean may raise its mean square.
+LARGEST_LOSS = 1.1
+"""Times the mean square of a block without a mean that it may have with one. Errors of codes grow with it."""
 
-Means of noise over 64 tokens raise it by a few hundredths. In one of some thousand channels it was by half.
+LARGEST_TURN = 1 / 16
+"""Of the square of a channel's mean in a block that loses, the square of the difference up to which a mean is kept.
+
+Constants turn with positions, each pair of channels at its own speed. Where one has turned so far that a block loses,
+others follow soon, of all heads. What turned less than a quarter of a radian holds several times as long. So as
+sequences grow, runs become rare.
 """
 
 BLOCKS_ASKED = 16
 """Blocks of a prompt that are asked, spread over it: their statistics take memory as one call of a quantizer does."""
 
-MOST_RUNS = 4
+MOST_RUNS = 8
 """Runs of blocks with vectors of their own that a sequence has at most. The last of these is not smoothed.
 
 Attention reads each run apart. A sequence whose blocks disagree so often has no vectors that hold.
@@ -291,10 +296,29 @@ class _Blocks:
             least = torch.where(asked, self.factors(0.0), torch.inf).amin(2, keepdim=True)
             factor = torch.where(factor.float() > LARGEST_EXCESS * least, least, factor.float())
         if mean is not None:
-            cost = (self.mean - mean.float() / self.unit).square() - self.mean.square()
-            costs = (asked & (cost > LARGEST_MEAN_COST * self.variance)).any(2, keepdim=True)
+            before, turn = self.mean.square(), (self.mean - mean.float() / self.unit).square()
+            loses = self._loses(before + self.variance, turn + self.variance, factor)
+            loses = (asked & loses).any(1, keepdim=True)
+            costs = (asked & loses & (turn > LARGEST_TURN * before)).any(2, keepdim=True)
             mean = torch.where(costs, 0.0, mean.float())
         return KeySmoothing(factor, mean)
+
+    @staticmethod
+    def _loses(before: Tensor, after: Tensor, factor: Tensor | None) -> Tensor:
+        """Which blocks lose by a mean, bool `[batch, kv_heads, blocks, 1]`.
+
+        Args:
+            before: mean squares of channels without it, `[batch, kv_heads, blocks, head_dim]`.
+            after: likewise, with it.
+            factor: the factors of channels that share scales; `None` if each channel has its own.
+        """
+        if factor is None:
+            shares = after / before.clamp(min=torch.finfo(torch.float32).tiny)
+            return (shares.mean(-1, keepdim=True) > LARGEST_LOSS) | (
+                after.sum(-1, keepdim=True) > LARGEST_LOSS * before.sum(-1, keepdim=True)
+            )
+        squares = factor.square()
+        return (after / squares).sum(-1, keepdim=True) > LARGEST_LOSS * (before / squares).sum(-1, keepdim=True)
 
 
 def _factors(variance: Tensor, uneven: float, turned: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ class KeySmoothing:
     mean: Tensor | None = None
 
     @classmethod
-    def for_keys(cls, keys: Tensor, quantizer: Quantizer, block_tokens: int | None = None) -> Self:
+    def for_keys(cls, keys: Tensor, quantizer: Quantizer, block_tokens: int | None = None) -> "KeySmoothing":
         """What suits the first block of keys and their quantizer, and costs no other one of them.
 
         Tokens that are not finite do not count.
@@ -156,7 +156,7 @@ class KeySmoothing:
             subtracted = torch.where(is_large, mean * found.unit, 0.0).gather(2, first)
         return found.lowered(cls(factor, subtracted)).mapped(lambda vectors: vectors.to(keys.dtype))
 
-    def for_more_keys(self, keys: Tensor, block_tokens: int) -> Self | None:
+    def for_more_keys(self, keys: Tensor, block_tokens: int) -> "KeySmoothing | None":
         """What costs no block of keys that are packed later; `None` if this one does not.
 
         The host waits for an accelerator to know that, as it decides whether attention reads one more run.

@@ -146,7 +146,8 @@ class QuantizedParts:
     @torch.no_grad()
     def _runs_with(self, blocks: PackedBlocks, states: list[KVPair], asked: range) -> SmoothingRuns:
         """The runs if more blocks are packed, of which the first tokens of some are given; the last run is theirs."""
-        keys = torch.cat([_tokens_of(states, start, blocks.block_tokens)[0] for start in asked], 2)
+        some = [_tokens_of(states, start, blocks.block_tokens)[0] for start in asked]
+        keys = some[0] if len(some) == 1 else torch.cat(some, 2)
         if not len(self.runs):
             return SmoothingRuns.of(blocks.smoothing_for(keys))
         last = self.runs.in_order[-1]

@@ -351,7 +351,11 @@ def states_of(case: Case) -> KVSegments:
             replace(side, codes=side.codes[:, :, start:stop], parameters=side.parameters[:, :, start:stop])
             for side in (keys, values)
         )
-        return PackedSegment(*sides, 0 if start else first, None if ends is None else ends[start:stop])
+        # Each segment has vectors of its own.
+        smoothing = smoothing_of(case) if case.smoothed else None
+        return PackedSegment(
+            *sides, 0 if start else first, None if ends is None else ends[start:stop], smoothing=smoothing
+        )
 
     pieces = itertools.starmap(packed, itertools.pairwise((0, *case.cuts, case.blocks)) if has_packed else ())
     around_cuts = itertools.zip_longest(pieces, map(dense, case.between))
@@ -360,7 +364,7 @@ def states_of(case: Case) -> KVSegments:
         rows = SegmentRows(case.batch, case.rows)
         shared = [segment.with_rows(rows) for segment in shared]
     own = [dense(tokens, len(case.rows) or case.batch) for tokens in case.after]
-    return KVSegments((*shared, *own), smoothing_of(case) if case.smoothed else None)
+    return KVSegments((*shared, *own))
 
 
 def smoothing_of(case: Case) -> KeySmoothing:
@@ -382,7 +386,7 @@ def hadamard(head_dim: int) -> Tensor:
 
 
 def states_in_float64(segment: Segment, side: Side) -> Tensor:
-    """The held states of a segment, rotated back, for each sequence of the batch."""
+    """The held states of a segment, as they were before they were packed, for each sequence of the batch."""
     if isinstance(segment, DenseSegment):
         states = segment.states(side, torch.float64)
     else:
@@ -390,7 +394,9 @@ def states_in_float64(segment: Segment, side: Side) -> Tensor:
         held = counted(packed.blocks, packed.block_tokens, {"first": segment.first, "ends": segment.ends})
         states = packed.dequantized()[:, :, held].double()
         states = states @ hadamard(packed.head_dim) if packed.format.rotated else states
-    return states if segment.rows is None else states[list(segment.rows.known or ())]
+    states = states if segment.rows is None else states[list(segment.rows.known or ())]
+    smoothing = segment.smoothing if isinstance(segment, PackedSegment) and side == "keys" else None
+    return states if smoothing is None else smoothing.restored(states)
 
 
 def reference(
@@ -401,10 +407,6 @@ def reference(
     sides = []
     for side in SIDES:
         parts = [states_in_float64(segment, side) for segment in segments.in_order]
-        if side == "keys" and segments.smoothing is not None:
-            pairs = zip(segments.in_order, parts, strict=True)
-            restored = segments.smoothing.restored
-            parts = [part if isinstance(segment, DenseSegment) else restored(part) for segment, part in pairs]
         sides.append(torch.cat(parts, 2).repeat_interleave(groups, 1))
     scores = query.double() @ sides[0].transpose(2, 3) * options.get("scale", query.shape[3] ** -0.5)
     if mask is not None:
@@ -468,8 +470,9 @@ def errors_of(case: Case) -> dict[str, float]:
     # head_dim in a score, and the weights, of which each output is a mean. With float32 the sums round, and exp2.
     rounding = torch.finfo(case.dtype).eps if case.dtype != torch.float32 else 8 * torch.finfo(torch.float32).eps
     spread = query.double().norm(dim=-1).amax() * scale
-    if "factor" in case.smoothed and segments.smoothing is not None and segments.smoothing.factor is not None:
-        spread = spread * segments.smoothing.factor.double().amax()
+    if "factor" in case.smoothed:
+        # Random factors are below it.
+        spread = spread * 2
     score_limit = rounding * (1 + 2 * abs(float(spread)))
     sizes = [states_in_float64(segment, "values").nan_to_num(0) for segment in segments.in_order]
     size = max((float(states.abs().amax()) for states in sizes if states.numel()), default=1.0)

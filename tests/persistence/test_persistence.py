@@ -396,7 +396,7 @@ def test_the_file_has_the_layout_that_is_documented(path: pathlib.Path) -> None:
         "digests": ("U8", [3, 32]),
     }
     assert set(metadata) == {"format", "format_version", "description", "checksum"}
-    assert (metadata["format"], metadata["format_version"]) == ("kvlayers.cache", "2")
+    assert (metadata["format"], metadata["format_version"]) == ("kvlayers.cache", "3")
     description = json.loads(metadata["description"])
     model = description.pop("model")
     assert model.pop("fields")["rope_parameters"] == {"rope_theta": 10000, "rope_type": "default"}

@@ -94,8 +94,7 @@ def test_blocks_are_quantized_as_the_quantizer_does_each_alone() -> None:
     store, keys, values = filled(quantization, 5 + 3 * BLOCK + 1, kv_heads=2, dims=(16, 24))
     assert coded(store) == 3 * BLOCK
     quantizers = quantization.quantizers(16, 24)
-    smoothing = store.parts.smoothing
-    assert smoothing is not None
+    smoothing = store.parts.runs.in_order[0]
     for seen, states, side in zip(held(store), (smoothing.applied(keys), values), ("keys", "values"), strict=True):
         for start in (5, 5 + BLOCK, 5 + 2 * BLOCK):
             quantizer = quantizers[side]

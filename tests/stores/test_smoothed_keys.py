@@ -3,6 +3,7 @@
 import copy
 import math
 import pathlib
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,10 @@ from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.selection import KeptTokens
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat
-from kvlayers.kernels.codes.smoothing import LARGEST_FACTOR, KeySmoothing, vectors_for
+from kvlayers.kernels.codes.smoothing import LARGEST_FACTOR, MOST_RUNS, KeySmoothing, vectors_for
 from kvlayers.quantized.packed_blocks import PackedBlocks
 from kvlayers.quantized.quantization import Quantization
+from kvlayers.quantized.smoothing_runs import SmoothingRuns
 from kvlayers.quantizers import NativeQuantizer, SideOptions, backend
 from kvlayers.stores import QuantizedStore
 from packed_reference import attention, relative_error
@@ -219,7 +221,7 @@ def test_a_state_without_vectors_is_read_and_goes_on_as_it_was() -> None:
     states = pair(1, 300)
     plain = QuantizedStore(Quantization("native", residual_length=16, sink_tokens=4))
     plain.reserve_form(*(form for form in (kvlayers.core.buffer.form_of(side) for side in states)))
-    plain.parts.smoothing = KeySmoothing()
+    plain.parts.runs = SmoothingRuns.of(KeySmoothing())
     plain.append(*states)
     tensors = plain.state()
     assert not [name for name in tensors if "smoothing" in name]
@@ -244,7 +246,7 @@ def test_an_entry_takes_no_codes_of_one_with_other_vectors(name: str, tmp_path: 
         cache = kvlayers.QuantizedCache(name, residual_length=16, sink_tokens=4)
         cache.update(*(side[:, :, :1] for side in states), 0)
         if smoothing is not None:
-            cache.layers[0].store.parts.smoothing = smoothing
+            cache.layers[0].store.parts.runs = SmoothingRuns.of(smoothing)
             cache.layers[0].store.parts.follows_packed = True
         cache.update(*(side[:, :, 1:count] for side in states), 0)
         prefixes = kvlayers.PrefixStore(2**30, tmp_path)
@@ -261,7 +263,7 @@ def test_other_text_finds_its_own_vectors() -> None:
     keys, values = pair(1, 300)
     store = filled((keys, values))
     store.truncate(2)
-    assert store.parts.smoothing is None
+    assert not len(store.parts.runs)
     other = keys.flip(-1)
     store.validate(other, values)
     store.append(other, values)
@@ -463,8 +465,6 @@ UNLIKE: dict[str, Callable[[Tensor], None]] = {
     "x30 in one sequence": _one_sequence,
     "not finite": _not_finite,
 }
-ONE_TOKEN = ("nothing", "one token of 300", "three tokens of 300", "one token of 1e30", "not finite")
-"""The rows that later blocks need not mend."""
 
 
 def divergence(name: str, states: tuple[Tensor, Tensor], at_once: int, smooths: bool) -> float:
@@ -499,21 +499,66 @@ LIMIT = 1.1
 
 
 @pytest.mark.usefixtures("usual_smoothing")
+@pytest.mark.parametrize("at_once", [SINKS + BLOCK * BLOCKS, BLOCK, 37, 1])
 @pytest.mark.parametrize("row", UNLIKE)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_vectors_cost_nothing_behind_an_unusual_first_block(name: str, row: str) -> None:
+def test_vectors_cost_nothing_behind_an_unusual_first_block(name: str, row: str, at_once: int) -> None:
     states = of_a_row(row)
-    smoothed, plain = (divergence(name, states, states[0].shape[2], smooths) for smooths in (True, False))
+    smoothed, plain = (divergence(name, states, at_once, smooths) for smooths in (True, False))
     assert smoothed <= LIMIT * plain
+
+
+def turning(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Keys with a constant in the two channels of a fast rotary pair, half a head apart, as positions turn it."""
+    keys, values = of_a_row("nothing", seed)
+    positions = torch.arange(keys.shape[2])
+    keys[..., 0] += 42 * positions.cos()
+    keys[..., HEAD_DIM // 2] += 42 * positions.sin()
+    return keys, values
 
 
 @pytest.mark.usefixtures("usual_smoothing")
-@pytest.mark.parametrize("row", ONE_TOKEN)
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize("at_once", [SINKS + BLOCK * BLOCKS, BLOCK])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_unusual_tokens_cost_nothing_when_blocks_are_packed_one_by_one(name: str, row: str) -> None:
-    states = of_a_row(row)
-    smoothed, plain = (divergence(name, states, BLOCK, smooths) for smooths in (True, False))
-    assert smoothed <= LIMIT * plain
+def test_a_constant_that_positions_turn_loses_no_more_than_without_vectors(
+    name: str, at_once: int, neighbours: bool
+) -> None:
+    # Attention goes by such channels, whose queries are as large as the others.
+    keys, values = turning()
+    pair_of = [0, HEAD_DIM // 2]
+    if neighbours:
+        keys[..., [1, HEAD_DIM // 2]] = keys[..., [HEAD_DIM // 2, 1]]
+        pair_of = [0, 1]
+    errors = []
+    for smooths in (True, False):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(type(keys_quantizer(name)), "smooths_keys", smooths)
+            store = QuantizedStore(Quantization(name, 8 if name == "fp8" else 4, residual_length=0, sink_tokens=SINKS))
+            for some in zip(keys.split(at_once, 2), values.split(at_once, 2), strict=True):
+                store.validate(*some)
+                store.append(*some)
+        errors.append((as_dense(store.newest(store.length)[0]) - keys)[..., pair_of].square().mean())
+    assert errors[0] <= LIMIT * errors[1]
+
+
+@pytest.mark.usefixtures("usual_smoothing")
+def test_a_turning_constant_takes_out_what_the_other_factors_do() -> None:
+    keys, _ = turning()
+    alone = KeySmoothing.for_keys(keys[:, :, :64], keys_quantizer("native")).factor
+    assert alone is not None
+    # Other channels may have the factors that noise asks for, by which this one gains as little.
+    assert float(alone[..., [0, HEAD_DIM // 2]].max()) < 1.2
+    keys[..., 5] *= 100
+    factor = KeySmoothing.for_keys(keys[:, :, :64], keys_quantizer("native")).factor
+    assert factor is not None
+    variance = keys[:, :, :64].var(2, keepdim=True)
+    others = torch.ones(HEAD_DIM, dtype=torch.bool)
+    others[[0, HEAD_DIM // 2]] = False
+    gain = variance[..., others].sum(-1) / (variance / factor.square())[..., others].sum(-1)
+    # The statistics are medians of parts of the block.
+    assert torch.allclose(factor[..., 0].square(), gain, rtol=0.5)
+    assert float(factor[..., 0].min()) > 5
 
 
 @pytest.mark.usefixtures("usual_smoothing")
@@ -537,5 +582,217 @@ def test_blocks_that_agree_find_the_same_vectors_in_any_chunks(name: str) -> Non
     for keys, values in zip(*(side.split(64, 2) for side in states), strict=True):
         parts.validate(keys, values)
         parts.append(keys, values)
-    assert whole.parts.smoothing is not None
-    assert whole.parts.smoothing.is_same(parts.parts.smoothing)
+    assert len(whole.parts.runs) == len(parts.parts.runs) == 1
+    assert whole.parts.runs.in_order[0].is_same(parts.parts.runs.in_order[0])
+
+
+# Runs of blocks with vectors of their own
+
+
+def bordered(batch: int, tokens: int = 400, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """As `pair`, but what is large is so in the first 130 tokens alone."""
+    keys, values = pair(batch, tokens, seed)
+    keys[:, 0, 130:, 5] /= 30
+    keys[:, 1, 130:, 40] -= 200
+    return keys, values
+
+
+def in_chunks(states: tuple[Tensor, Tensor], name: str, size: int = 64, **options: Any) -> QuantizedStore:
+    store = QuantizedStore(Quantization(name, **{"residual_length": 16, "sink_tokens": 4, **options}))
+    for keys, values in zip(*(side.split(size, 2) for side in states), strict=True):
+        store.validate(keys, values)
+        store.append(keys, values)
+    return store
+
+
+def check_runs(store: Any, states: tuple[Tensor, Tensor], name: str) -> None:
+    """Attention by every path is that to the store's own states, which are near the exact ones."""
+    keys, values = store.newest(store.length)
+    held = as_dense(keys), as_dense(values)
+    for of_head, limit in ((0, 0.15), (1, 0.15)):
+        exact = states[0][:, of_head]
+        assert relative_error(held[0][:, of_head], exact) < limit, of_head
+    for count in (1, 40):
+        query = torch.randn(states[0].shape[0], 2 * KV_HEADS, count, HEAD_DIM) / 8
+        seen = scaled_dot_product_attention(query, *store.newest(store.length), enable_gqa=True)
+        assert relative_error(seen, attention(query, *held, None)) < 1e-5
+    query = torch.randn(states[0].shape[0], KV_HEADS, 3, HEAD_DIM)
+    expected = query.double() @ held[0].double().transpose(2, 3)
+    assert relative_error(query @ store.newest(store.length)[0].transpose(2, 3), expected) < 1e-5
+
+
+def _crop_before(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
+    store.truncate(100)
+    assert len(store.parts.runs) == 1
+    return store, (states[0][:, :, :100], states[1][:, :, :100])
+
+
+def _crop_behind(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
+    store.truncate(300)
+    assert len(store.parts.runs) > 1
+    return store, (states[0][:, :, :300], states[1][:, :, :300])
+
+
+def _drop_a_run(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
+    before = len(store.parts.runs)
+    store.drop_oldest(280)
+    assert len(store.parts.runs) < before
+    return store, (states[0][:, :, 280:], states[1][:, :, 280:])
+
+
+def _drop_some(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
+    store.drop_oldest(75)
+    return store, (states[0][:, :, 75:], states[1][:, :, 75:])
+
+
+def _pickle(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
+    return pickle.loads(pickle.dumps(store)), states
+
+
+@pytest.mark.usefixtures("usual_smoothing")
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize(
+    "change",
+    [_crop_before, _crop_behind, _drop_a_run, _drop_some, _reorder, _expand, _fork, _copy, _save, _pickle],
+)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_runs_go_on_after_a_change(
+    name: str, change: Callable[..., Any], kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernel:
+        monkeypatch.setattr("kvlayers.utils.native_library.NativeLibrary.get", lambda self: None)
+    states = bordered(2)
+    store = in_chunks(states, name)
+    assert len(store.parts.runs) > 1
+    check_runs(store, states, name)
+    store, states = change(store, states)
+    check_runs(store, states, name)
+    more = tuple(side[:, :, 200:] for side in bordered(states[0].shape[0], seed=3))
+    for some in zip(*(side.split(1, 2) for side in more), strict=True):
+        store.validate(*some)
+        store.extend(*some)
+    check_runs(store, tuple(torch.cat(sides, 2) for sides in zip(states, more, strict=True)), name)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("usual_smoothing")
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_eviction_reads_tokens_of_all_runs(name: str, per_head: bool) -> None:
+    states = bordered(2)
+    store: Any = in_chunks(states, name)
+    assert len(store.parts.runs) > 1
+    for _ in range(2):
+        held = held_tokens(store)
+        assert held.blocks is not None
+        kept = torch.ones(held.keys.shape[:3], dtype=torch.bool)
+        kept[held.blocks == 1] = False
+        if per_head:
+            kept[0, 1][held.blocks[0, 1] == 3] = False
+        kept &= torch.arange(kept.shape[2]) >= kept.shape[2] - held.counts[..., None]
+        before = [[side[row, head][kept[row, head]] for side in (held.keys, held.values)] for row, head in HEADS]
+        counts = kept.sum(2)
+        indices = kept.byte().argsort(dim=2, stable=True)[..., -int(counts.max()) :]
+        store = evicted(store, held, KeptTokens(indices, counts))
+        after = held_tokens(store)
+        for (row, head), (keys, values) in zip(HEADS, before, strict=True):
+            count = int(after.counts[row, head])
+            seen = after.keys[row, head, -count:], after.values[row, head, -count:]
+            # Keys of older runs are quantized twice.
+            assert relative_error(seen[0], keys) < 0.12
+            assert relative_error(seen[1], values) < 1e-5
+        keys, values = store.attended_states() if hasattr(store, "flat") else store.newest(store.length)
+        query = query_for(2)
+        out = scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+        for row, head in HEADS:
+            count = int(after.counts[row, head])
+            own = [side[row : row + 1, head : head + 1, -count:] for side in (after.keys, after.values)]
+            group = slice(row, row + 1), slice(2 * head, 2 * head + 2)
+            # Products with constants of some hundred cancel each other, and their sums round.
+            assert relative_error(out[group], attention(query[group], *own, None)) < 1e-4
+        # What follows is another run, so that the next eviction meets two.
+        more = bordered(2, 200, seed=5)
+        more[0][..., 3] -= 300
+        more[0][..., 7] *= 0.01
+        for some in zip(*(side.split(64, 2) for side in more), strict=True):
+            store.validate(*some)
+            store.extend(*some)
+
+
+HEADS = [(row, head) for row in range(2) for head in range(KV_HEADS)]
+
+
+@pytest.mark.usefixtures("usual_smoothing")
+@pytest.mark.parametrize("name", BACKENDS)
+def test_blocks_that_never_agree_are_packed_as_they_are_at_last(name: str) -> None:
+    keys, values = of_a_row("nothing")
+    # In each block, one more channel is small that was large, and one more constant has another sign.
+    keys[..., :BLOCKS] *= 30
+    keys[..., 20 : 20 + BLOCKS] += 30
+    for block in range(1, BLOCKS):
+        behind = slice(SINKS + block * BLOCK, None)
+        keys[:, :, behind, block - 1] /= 30
+        keys[:, :, behind, 20 + block - 1] -= 60
+    store = in_chunks((keys, values), name, residual_length=0, sink_tokens=SINKS, nbits=8 if name == "fp8" else 4)
+    runs = store.parts.runs.in_order
+    assert 2 < len(runs) <= MOST_RUNS
+    if len(runs) == MOST_RUNS:
+        assert runs[-1].is_same(runs[-1].emptied())
+    plain, smoothed = (divergence(name, (keys, values), BLOCK, smooths) for smooths in (False, True))
+    # What float8 loses of a constant depends on how far it is below a power of two, more than on its size.
+    assert smoothed <= (1.5 if name == "fp8" else LIMIT) * plain
+
+
+@pytest.mark.usefixtures("usual_smoothing")
+@pytest.mark.parametrize("silent", [0.0, 3.0])
+@pytest.mark.parametrize("name", ["native", "turboquant"])
+def test_a_later_block_of_equal_keys_starts_no_run(name: str, silent: float) -> None:
+    keys, values = of_a_row("nothing")
+    keys[..., 5] *= 30
+    keys[:, :, FIRST.stop : FIRST.stop + BLOCK] = silent
+    store = in_chunks((keys, values), name, residual_length=0, sink_tokens=SINKS)
+    assert len(store.parts.runs) == 1
+
+
+@pytest.mark.usefixtures("usual_smoothing")
+@pytest.mark.parametrize("starts", [[0], [1, 2], [0, 5, 3], [[0, 2]], [0.0, 2.0], list(range(9))])
+def test_starts_of_runs_that_cannot_be_are_refused(starts: list[Any]) -> None:
+    store = in_chunks(bordered(1), "native")
+    tensors = store.state()
+    assert len(tensors["smoothing_starts"]) == 2
+    with pytest.raises(StateMismatchError, match="smoothing_"):
+        store.check_state({**tensors, "smoothing_starts": torch.tensor(starts)})
+    store.check_state(tensors)
+
+
+@pytest.mark.usefixtures("usual_smoothing")
+@pytest.mark.parametrize("name", BACKENDS)
+def test_files_and_prefixes_go_on_across_a_border(name: str, tmp_path: pathlib.Path) -> None:
+    states, ids = bordered(1), torch.arange(400)
+
+    def filled_cache(count: int) -> kvlayers.QuantizedCache:
+        cache = kvlayers.QuantizedCache(name, residual_length=16, sink_tokens=4)
+        for start in range(0, count, 64):
+            cache.update(*(side[:, :, start : min(start + 64, count)] for side in states), 0)
+        return cache
+
+    cache = filled_cache(400)
+    expected = [as_dense(side) for side in (cache.layers[0].keys, cache.layers[0].values)]
+    kvlayers.save_cache(cache, tmp_path / "cache.safetensors")
+    loaded = kvlayers.load_cache(tmp_path / "cache.safetensors")
+    for seen, side in zip((loaded.layers[0].keys, loaded.layers[0].values), expected, strict=True):
+        assert torch.equal(as_dense(seen), side)
+    (tmp_path / "store").mkdir()
+    prefixes = kvlayers.PrefixStore(2**30, tmp_path / "store")
+    for count in (100, 400):
+        prefixes.insert(ids[:count], filled_cache(count), model="m")
+    prefixes.evict()
+    for count in (100, 200, 400):
+        other = torch.cat([ids[:count], torch.tensor([1000, 1001])])
+        hit = kvlayers.PrefixStore(2**30, tmp_path / "store").lookup(other, model="m")
+        assert hit.covered <= count
+        if hit.covered > 20:
+            layer = hit.cache.layers[0]
+            assert relative_error(as_dense(layer.keys), states[0][:, :, : hit.covered]) < 0.15
+            rest = [side[:, :, hit.covered :] for side in states]
+            hit.cache.update(*rest, 0)
+            check_runs(layer.store, states, name)

@@ -55,7 +55,7 @@ def _of_segments(states: KVPair, segments: tuple[Segment, ...]) -> KVPair:
     """The same states with other segments."""
     keys, values = states
     snapshot = snapshot_of(keys, values)
-    whole = replace(snapshot, segments=KVSegments(segments, snapshot.segments.smoothing))
+    whole = replace(snapshot, segments=KVSegments(segments))
     return packed_like(keys, values, whole)
 
 

@@ -13,7 +13,7 @@ from kvlayers.core.dense_store import DenseStore, without_spare_room
 from kvlayers.core.token_store import BufferSwap, KVPair
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment
-from kvlayers.kernels.attention.segments import GatheredSegment
+from kvlayers.kernels.attention.segments import GatheredSegment, smoothing_of
 from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.quantized.packed_blocks import PackedBlocks
 
@@ -244,11 +244,17 @@ class FlatTokens(ABC):
         """Columns: the most tokens of any head."""
         return self.tables.width
 
-    def gathered(self) -> GatheredSegment:
-        """The tokens as attention reads them: the same object each time, while they stay where they are."""
-        if self._gathered is None:
+    def gathered(self, smoothing: KeySmoothing | None) -> GatheredSegment:
+        """The tokens as attention reads them: the same object each time, while they stay where they are.
+
+        Args:
+            smoothing: how packed keys were smoothed.
+        """
+        if self._gathered is None or smoothing_of(self._gathered) is not smoothing:
             tables = self.tables
             source = self._source(*tables.counts.shape[:2])
+            if isinstance(source, PackedSegment):
+                source = replace(source, smoothing=smoothing)
             self._gathered = GatheredSegment(source, tables.starts, tables.counts, tables.columns, tables.width)
         return self._gathered
 

@@ -1,7 +1,12 @@
-"""Eviction from stores that pack tokens: codes move as they are, and no token is quantized twice."""
+"""Eviction from stores that pack tokens: codes move as they are, and no token is quantized twice.
+
+There is one exception. What an eviction leaves is read with the same vectors, those of the newest run of blocks. So
+keys of older runs are packed again with these. There are few runs, and most sequences have one.
+"""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +24,7 @@ from kvlayers.quantized.checks import checked_quantizers
 from kvlayers.quantized.packed_blocks import SIDES, PackedBlocks
 from kvlayers.quantized.quantization import Quantization, block_tokens
 from kvlayers.quantized.quantized_store import QuantizedStore
+from kvlayers.quantized.smoothing_runs import SmoothingRuns
 
 
 def check_evictable(quantization: Quantization) -> None:
@@ -39,7 +45,7 @@ class PackedPieces:
         codes: codes and parameters of each side, `[blocks, bytes or numbers]`.
         starts: number of each block of each head, int64 `[batch, kv_heads, held]`.
         counts: tokens of each of these blocks, int64 `[batch, kv_heads, held]`; 0 for no block.
-        smoothing: how their keys were smoothed.
+        smoothing: how their keys were smoothed, `None` before one was packed.
     """
 
     codes: dict[Side, KVPair]
@@ -58,22 +64,61 @@ def packed_pieces(store: TokenStore) -> PackedPieces | None:
     tail = store.tail if isinstance(store, RaggedStore) else store
     if not isinstance(tail, QuantizedStore):
         return None
-    smoothing = tail.parts.smoothing
+    blocks, runs = tail.parts.blocks, tail.parts.runs
+    smoothing = runs.in_order[-1] if len(runs) else None
     found = [] if not isinstance(flat, PackedFlatTokens) else [_of_flat(flat, smoothing)]
-    if tail.parts.blocks:
-        found.append(_of_store(tail.parts.blocks, smoothing))
-    if not found:
+    numbers = [0] * found[0].starts.shape[2] if found else []
+    if blocks:
+        found.append(_of_store(blocks, smoothing))
+        numbers += runs.numbers(len(blocks))
+    if not found or blocks is None:
         return None
-    if len(found) == 1:
-        return found[0]
-    first, second = found
+    pieces = found[0] if len(found) == 1 else _joined(*found)
+    return pieces if len(runs) == 1 else _in_last_run(pieces, blocks, runs, numbers)
+
+
+def _joined(first: PackedPieces, second: PackedPieces) -> PackedPieces:
     codes: dict[Side, KVPair] = {}
     for side in SIDES:
         pairs = zip(first.codes[side], second.codes[side], strict=True)
         both = [torch.cat(pair) for pair in pairs]
         codes[side] = both[0], both[1]
     starts = torch.cat([first.starts, second.starts + first.codes["keys"][0].shape[0]], 2)
-    return PackedPieces(codes, starts, torch.cat([first.counts, second.counts], 2), smoothing)
+    return PackedPieces(codes, starts, torch.cat([first.counts, second.counts], 2), first.smoothing)
+
+
+@torch.no_grad()
+def _in_last_run(pieces: PackedPieces, blocks: PackedBlocks, runs: SmoothingRuns, numbers: list[int]) -> PackedPieces:
+    """Pieces whose keys are smoothed as those of the last run.
+
+    Args:
+        pieces: the pieces.
+        blocks: blocks of the same quantizers.
+        runs: the runs.
+        numbers: the run of each piece of a head.
+    """
+    run = torch.tensor(numbers, device=pieces.starts.device)
+    sequence, kv_head, piece = ((run < len(runs) - 1) & (pieces.counts > 0)).nonzero(as_tuple=True)
+    rows = pieces.starts[sequence, kv_head, piece]
+    if not len(rows) or pieces.smoothing is None:
+        return pieces
+    older: dict[Side, KVPair] = {}
+    for side, (codes, parameters) in pieces.codes.items():
+        older[side] = codes[rows][None, None], parameters[rows][None, None]
+    flat = blocks.with_codes(older)
+    segment = next(flat.segments())
+    where = (part.repeat_interleave(flat.block_tokens) for part in (sequence, kv_head, run[piece]))
+    sequence, kv_head, run = where
+    keys = _of_tokens(runs.vectors, sequence, kv_head, run).restored(segment.states("keys", flat.dtype))
+    again = flat.fork()
+    again.clear()
+    again.prepare(len(rows))
+    keys = _of_tokens(pieces.smoothing, sequence, kv_head).applied(keys)
+    again.write(0, keys, segment.states("values", flat.dtype))
+    again.hold(len(rows))
+    packed = _rows_of(again.state())["keys"]
+    of_keys = [held.index_copy(0, rows, new) for held, new in zip(pieces.codes["keys"], packed, strict=True)]
+    return replace(pieces, codes={**pieces.codes, "keys": (of_keys[0], of_keys[1])})
 
 
 def _of_flat(flat: PackedFlatTokens, smoothing: KeySmoothing | None) -> PackedPieces:
@@ -187,7 +232,7 @@ def packed_evicted(
     ends = _singles(chosen, torch.cat([_first(chosen, 0, sinks), _last(chosen, newest)], 2))
     tail.validate(*ends)
     tail.reserve_form(key_form, value_form)
-    tail.parts.smoothing, tail.parts.follows_packed = smoothing, True
+    tail.parts.runs, tail.parts.follows_packed = SmoothingRuns.of(smoothing), True
     tail.append(*ends)
     fresh = PackedBlocks(
         quantizers, (flat_form(key_form), flat_form(value_form)), size, int((-(-middle // size)).sum())
@@ -224,7 +269,7 @@ def _even(quantization: Quantization, chosen: _Kept, held: PackedPieces | None) 
         if sinks:
             tensors |= {"sink_keys": first[0], "sink_values": first[1]}
         if held.smoothing is not None:
-            tensors |= held.smoothing.state()
+            tensors |= SmoothingRuns.of(held.smoothing).state()
         store.load_state(tensors)
     else:
         sinks = 0
@@ -294,9 +339,11 @@ def _pack(blocks: PackedBlocks, chosen: _Kept, sinks: int, middle: Tensor, smoot
     blocks.hold(count)
 
 
-def _of_tokens(smoothing: KeySmoothing, sequence: Tensor, kv_head: Tensor) -> KeySmoothing:
-    """The smoothing of tokens of several heads, one behind the other: `[1, 1, tokens, head_dim]`."""
-    return smoothing.mapped(lambda vectors: vectors[sequence, kv_head, 0][None, None])
+def _of_tokens(
+    smoothing: KeySmoothing, sequence: Tensor, kv_head: Tensor, run: Tensor | Literal[0] = 0
+) -> KeySmoothing:
+    """The smoothing of tokens of several heads and runs, one behind the other: `[1, 1, tokens, head_dim]`."""
+    return smoothing.mapped(lambda vectors: vectors[sequence, kv_head, run][None, None])
 
 
 def _flat_of(

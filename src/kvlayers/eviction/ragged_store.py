@@ -25,6 +25,7 @@ from kvlayers.kernels.attention.segments import UNEVEN_HEADS, KVSegments
 from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.quantized.checks import in_one_dtype
 from kvlayers.quantized.quantized_store import QuantizedStore
+from kvlayers.quantized.smoothing_runs import SmoothingRuns
 
 UNREAD_DIVISOR = 8
 """`trim` copies the flat part if more than this part of it is no longer read."""
@@ -87,8 +88,9 @@ class RaggedStore(TokenStore):
 
     @property
     def smoothing(self) -> KeySmoothing | None:
-        """How the packed keys of both parts were smoothed. The tail holds it."""
-        return self._tail.parts.smoothing if isinstance(self._tail, QuantizedStore) else None
+        """How the packed keys of the flat part were smoothed: as the first run of the tail, which holds the vectors."""
+        runs = self._tail.parts.runs.in_order if isinstance(self._tail, QuantizedStore) else ()
+        return runs[0] if runs else None
 
     @property
     def sinks(self) -> int:
@@ -177,12 +179,13 @@ class RaggedStore(TokenStore):
     def _with_flat(self, flat: FlatTokens, tail: KVPair) -> KVPair:
         """Keys and values of the flat part, and of the tail, which the tail has returned."""
         keys, values = tail
+        gathered = flat.gathered(self.smoothing)
         if not isinstance(keys, PackedStates):
-            segments = KVSegments((flat.gathered(), DenseSegment(keys.as_subclass(Tensor), values)), self.smoothing)
+            segments = KVSegments((gathered, DenseSegment(keys.as_subclass(Tensor), values)))
             return self._returned.attended(self, segments, self._forms(), self.length, segments.tokens)
         # The tail knows when the states become stale, because the flat part never changes.
         snapshot = keys.snapshot
-        segments = KVSegments((flat.gathered(), *snapshot.segments.in_order), self.smoothing)
+        segments = KVSegments((gathered, *snapshot.segments.in_order))
         whole = replace(snapshot, segments=segments, length=self.length, paths=self._returned.paths)
         return packed_like(keys, values, whole)
 
@@ -354,6 +357,6 @@ class RaggedStore(TokenStore):
         flat = flat_tokens_of(tensors, self._tail) if is_ragged(tensors) else None
         self._tail.load_state(tail_state(tensors))
         if flat is not None and isinstance(self._tail, QuantizedStore):
-            self._tail.parts.smoothing = KeySmoothing.of_state(tensors).mapped(torch.clone)
+            self._tail.parts.runs = SmoothingRuns.of_state(tensors)
             self._tail.parts.follows_packed = True
         self._hold(flat, RaggedColumns.of_state(tensors) if flat is not None else RaggedColumns())

@@ -197,7 +197,7 @@ class PagedReads:
                 brought.append(kept)
         if choose:
             self._always_read = always_read
-        return KVSegments(tuple(brought), segments.smoothing)
+        return KVSegments(tuple(brought))
 
     def _pages(self, segment: GatheredSegment, page_tokens: int, device: torch.device, carry: Carry) -> GatheredSegment:
         """Chosen pages, from the pool."""

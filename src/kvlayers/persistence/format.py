@@ -14,10 +14,10 @@ from kvlayers.errors import OptionError
 from kvlayers.persistence.safetensors_header import parse_json, refuse, shown
 
 FORMAT = "kvlayers.cache"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """The version of whole caches, the only one that is read and written."""
 
-NODE_VERSION = 5
+NODE_VERSION = 6
 """The version of a node of a prefix store, which has a part of the states."""
 
 MAX_TOKENS = 2**40

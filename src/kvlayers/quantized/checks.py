@@ -1,5 +1,8 @@
 """States that are to be quantized, and saved states of a quantized store: checks, and what a plan asks for."""
 
+from itertools import pairwise
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,8 +10,8 @@ from kvlayers.core.arguments import check_dense_state, check_one_batch
 from kvlayers.core.buffer import StateForm, form_of, nbytes_of
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.codes.quantizer_contract import Quantizer, Side, fits_heads
+from kvlayers.kernels.codes.smoothing import MOST_RUNS, STARTS_NAME, VECTOR_NAMES, KeySmoothing
 from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
-from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.quantized.packed_blocks import PACKED_NAMES, SIDES, block_nbytes, check_packed_state
 from kvlayers.quantized.quantization import Quantization, block_tokens, blocks_beyond
 
@@ -86,14 +89,26 @@ def check_quantized_state(tensors: dict[str, Tensor], quantization: Quantization
 
 def check_smoothing(tensors: dict[str, Tensor], form: StateForm) -> None:
     """Raise `StateMismatchError` if the vectors of a state cannot be those of keys of this form."""
-    shape = (form.batch_size, form.kv_heads, 1, form.head_dim)
+    starts: list[Any] = tensors[STARTS_NAME].tolist() if STARTS_NAME in tensors else [0]
+    if (
+        tensors.get(STARTS_NAME, torch.zeros(1, dtype=torch.int64)).dtype != torch.int64
+        or not isinstance(starts, list)
+        or starts[:1] != [0]
+        or len(starts) > MOST_RUNS
+        or any(start > later for start, later in pairwise(starts))
+    ):
+        raise StateMismatchError(
+            f"`{STARTS_NAME}` of a state must be 1 to {MOST_RUNS} blocks from 0 on, ascending, got {starts}: take the "
+            "state again."
+        )
+    shape = (form.batch_size, form.kv_heads, len(starts), form.head_dim)
     for name, vectors in KeySmoothing.of_state(tensors).state().items():
         if vectors.shape != shape or vectors.dtype != form.dtype:
             raise StateMismatchError(
                 f"`{name}` of a state must be {list(shape)} of {form.dtype}, got {list(vectors.shape)} of "
                 f"{vectors.dtype}: take the state again."
             )
-        if not bool(vectors.isfinite().all()) or (name == SMOOTHING_NAMES[0] and not bool((vectors >= 1).all())):
+        if not bool(vectors.isfinite().all()) or (name == VECTOR_NAMES[0] and not bool((vectors >= 1).all())):
             raise StateMismatchError(
                 f"`{name}` of a state must be finite numbers, and factors at least 1, got some that are not: take the "
                 "state again."

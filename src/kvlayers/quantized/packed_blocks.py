@@ -20,6 +20,7 @@ from kvlayers.kernels.codes.groups import BlockLayout
 from kvlayers.kernels.codes.packed_side import PackedSide, pack_side, side_bytes
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Quantizer, Side, check_groups
 from kvlayers.kernels.codes.smoothing import KeySmoothing, vectors_for
+from kvlayers.quantized.smoothing_runs import SmoothingRuns
 from kvlayers.utils.transforms import without_autocast
 
 GROWTH_DIVISOR = 128
@@ -196,8 +197,13 @@ class PackedBlocks:
         whole = torch.unflatten(parameters, 3, (code_format.parameters, groups.shape[3], -1))
         return torch.where(groups[:, :, :, None, :, None], whole, torch.nan).flatten(3)
 
-    def segments(self, skipped: int = 0) -> Iterator[PackedSegment]:
-        """The held tokens without the oldest `skipped` ones, as attention reads them."""
+    def segments(self, skipped: int = 0, runs: SmoothingRuns | None = None) -> Iterator[PackedSegment]:
+        """The held tokens without the oldest `skipped` ones, as attention reads them.
+
+        Args:
+            skipped: how many are left out.
+            runs: how the keys were smoothed, `None` if they were not.
+        """
         first, block = self._first + skipped, 0
         while block < len(self._ends) and first >= self._ends[block]:
             first -= self._ends[block]
@@ -206,16 +212,21 @@ class PackedBlocks:
         if not ends:
             return
         self._make_alike()
+        runs = runs or SmoothingRuns()
         for keys, values in zip(*(self._packed[side].pieces(len(ends)) for side in SIDES), strict=True):
-            held, ends = ends[: keys.tokens], ends[keys.tokens :]
-            all_full = set(held) == {self.block_tokens}
-            sides = self._side("keys", keys), self._side("values", values)
-            yield PackedSegment(*sides, first, None if all_full else tuple(held), keys.rows)
-            first = 0
+            for start, stop, smoothing in runs.within(block, block + keys.tokens):
+                some = slice(start - block, stop - block)
+                held = ends[some]
+                all_full = set(held) == {self.block_tokens}
+                sides = self._side("keys", keys, some), self._side("values", values, some)
+                yield PackedSegment(*sides, first, None if all_full else tuple(held), keys.rows, smoothing)
+                first = 0
+            ends, block = ends[keys.tokens :], block + keys.tokens
 
-    def _side(self, side: Side, piece: DenseSegment) -> PackedSide:
+    def _side(self, side: Side, piece: DenseSegment, some: slice) -> PackedSide:
         layout = self._layouts[side]
-        return PackedSide(piece.keys, piece.values, layout.format, side, layout.head_dim, self.block_tokens)
+        codes, parameters = piece.keys[:, :, some], piece.values[:, :, some]
+        return PackedSide(codes, parameters, layout.format, side, layout.head_dim, self.block_tokens)
 
     def drop_oldest(self, tokens: int) -> None:
         """Forget the oldest tokens. A block is dropped with the last of its tokens."""
@@ -301,13 +312,19 @@ class PackedBlocks:
         for store in self._packed.values():
             store.expand(repeats)
 
-    def share_prefix(self, other: Self, tokens: int) -> None:
-        """Hold the whole blocks of the first `tokens` tokens as `other` holds them, as far as both have the same."""
+    def share_prefix(self, other: Self, tokens: int, most: int) -> None:
+        """Hold the whole blocks of the first `tokens` tokens as `other` holds them, as far as both have the same.
+
+        Args:
+            other: what holds them.
+            tokens: how many tokens both have.
+            most: of how many blocks the keys were smoothed alike.
+        """
         if self._first != other._first:
             return
         other._make_alike()
         blocks, held = 0, -self._first
-        for end, of_other in zip(self._ends, other._ends, strict=False):
+        for end, of_other in zip(self._ends[:most], other._ends, strict=False):
             held += end
             if end != of_other or held > tokens:
                 break

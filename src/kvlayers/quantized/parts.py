@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.core.buffer import StateForm, TokenBuffer, form_of
+from kvlayers.core.buffer import StateForm, form_of
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.token_store import BufferSwap, KVPair
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments, Segment
-from kvlayers.kernels.codes.smoothing import BLOCKS_ASKED, KeySmoothing
+from kvlayers.kernels.codes.smoothing import BLOCKS_ASKED, MOST_RUNS
 from kvlayers.quantized.packed_blocks import PackedBlocks
+from kvlayers.quantized.smoothing_runs import SmoothingRuns
 
 RESIDUAL_GROWTH_DIVISOR = 16
 """A full residual behind packed blocks grows by its size divided by this."""
@@ -51,7 +52,9 @@ class QuantizedParts:
         sinks: the oldest tokens, in full precision.
         blocks: the packed tokens, `None` before the first states.
         residual: the newest tokens, in full precision.
-        follows_packed: whether these tokens follow packed ones of another store, whose keys have the same smoothing.
+        runs: how runs of packed blocks were smoothed; none before a block is packed.
+        follows_packed: whether these tokens follow packed ones of another store, whose keys are smoothed as the first
+            run.
     """
 
     def __init__(
@@ -59,30 +62,14 @@ class QuantizedParts:
         sinks: DenseStore,
         blocks: PackedBlocks | None,
         residual: DenseStore,
-        vectors: dict[str, TokenBuffer] | None = None,
+        runs: SmoothingRuns | None = None,
         follows_packed: bool = False,
     ) -> None:
         self.sinks = sinks
         self.blocks = blocks
         self.residual = residual
         self.follows_packed = follows_packed
-        self._vectors = vectors
-        """The vectors of `smoothing` by their names, in buffers because they are offloaded with the tokens."""
-
-    @property
-    def smoothing(self) -> KeySmoothing | None:
-        """How all packed keys were smoothed, found in those that were packed first; `None` before one is packed."""
-        vectors = self._vectors
-        return None if vectors is None else KeySmoothing.of_state({name: vectors[name].tensor for name in vectors})
-
-    @smoothing.setter
-    def smoothing(self, smoothing: KeySmoothing) -> None:
-        self._vectors = {name: TokenBuffer(vectors) for name, vectors in smoothing.state().items()}
-
-    def _forget_smoothing(self) -> None:
-        """Let the next block find its own smoothing, if no packed token has this one."""
-        if not self.blocks and not self.follows_packed:
-            self._vectors = None
+        self.runs = SmoothingRuns() if runs is None else runs
 
     @property
     def old_tokens(self) -> int:
@@ -120,14 +107,12 @@ class QuantizedParts:
         packed = sinks + count * size
         # Everything that can fail comes first, and goes where nobody reads: held and returned states stay valid.
         blocks.prepare(count)
-        smoothing = self.smoothing
-        if smoothing is None:
-            asked = range(sinks, packed, size * -(-count // BLOCKS_ASKED))
-            smoothing = blocks.smoothing_for(torch.cat([_tokens_of(states, start, size)[0] for start in asked], 2))
+        asked = range(sinks, packed, size * -(-count // BLOCKS_ASKED))
+        runs = self.runs if self.runs.are_settled else self._runs_with(blocks, states, asked)
         at_once = blocks.blocks_at_once
         for done in range(0, count, at_once):
             some = _tokens_of(states, sinks + done * size, min(at_once, count - done) * size)
-            blocks.write(done, *some, smoothing)
+            blocks.write(done, *some, runs.in_order[-1])
         new_sinks = self.sinks
         if sinks:
             new_sinks = self.sinks.fork()
@@ -146,30 +131,42 @@ class QuantizedParts:
             residual.prepare_slots(rest)
             _copy_tokens(states, packed, rest, residual.slots_ahead(0, rest))
             residual.hold(rest)
-        before, vectors = blocks.tokens, self._vectors
-        if vectors is None:
-            self.smoothing = smoothing
+        before, runs_before = blocks.tokens, self.runs
+        self.runs = runs
         try:
             blocks.hold(count)
         except BaseException:
             # Interrupted: the residual still holds these tokens, so no block may hold them too, nor one side of it.
             blocks.truncate(before)
-            self._vectors = vectors
+            self.runs = runs_before
             raise
         retired, self.sinks, self.residual = self.residual, new_sinks, residual
         retired.retire()
+
+    @torch.no_grad()
+    def _runs_with(self, blocks: PackedBlocks, states: list[KVPair], asked: range) -> SmoothingRuns:
+        """The runs if more blocks are packed, of which the first tokens of some are given; the last run is theirs."""
+        some = [_tokens_of(states, start, blocks.block_tokens)[0] for start in asked]
+        keys = some[0] if len(some) == 1 else torch.cat(some, 2)
+        if not len(self.runs):
+            return SmoothingRuns.of(blocks.smoothing_for(keys))
+        last = self.runs.in_order[-1]
+        own = last.for_more_keys(keys, blocks.block_tokens)
+        if own is None:
+            return self.runs
+        return self.runs.followed(len(blocks), last.emptied() if len(self.runs) == MOST_RUNS - 1 else own)
 
     # Reading
 
     def old_segments(self, skipped: int = 0) -> tuple[Segment, ...]:
         """Sinks and packed tokens, without the oldest `skipped` tokens."""
         sinks = max(self.sinks.length - skipped, 0)
-        packed = () if self.blocks is None else self.blocks.segments(max(skipped - self.sinks.length, 0))
+        packed = () if self.blocks is None else self.blocks.segments(max(skipped - self.sinks.length, 0), self.runs)
         return *self.sinks.pieces(sinks), *packed
 
     def segments(self, old: tuple[Segment, ...], count: int) -> KVSegments:
         """The segments `old`, and the residual's tokens among the newest `count` of the store."""
-        return KVSegments((*old, *self.residual.pieces(min(count, self.residual.length))), self.smoothing)
+        return KVSegments((*old, *self.residual.pieces(min(count, self.residual.length))))
 
     # Dropping, cropping and the batch
 
@@ -180,8 +177,10 @@ class QuantizedParts:
         from_blocks = 0
         if self.blocks:
             from_blocks = min(count - from_sinks, self.blocks.tokens)
+            held = len(self.blocks)
             self.blocks.drop_oldest(from_blocks)
-            self._forget_smoothing()
+            self.runs = self.runs.dropped(held - len(self.blocks), self.follows_packed)
+            self._crop_runs()
         self.residual.drop_oldest(count - from_sinks - from_blocks)
 
     def truncate(self, length: int) -> None:
@@ -194,27 +193,24 @@ class QuantizedParts:
                 self.blocks.truncate(length - sinks)
             if sinks < self.sinks.length:
                 self.sinks.truncate(sinks)
-            self._forget_smoothing()
+            self._crop_runs()
+
+    def _crop_runs(self) -> None:
+        """Let the next block find its own vectors, if no packed token has any."""
+        self.runs = self.runs.cropped(len(self.blocks or ()), self.follows_packed)
 
     def selected(self, indices: Tensor) -> Self:
         """Parts of the selected sequences. If there is no memory for them, this one has not changed."""
         sinks, residual = self.sinks.selected(indices), self.residual.selected(indices)
         blocks = None if self.blocks is None else self.blocks.selected(indices)
-        return self.__class__(sinks, blocks, residual, self._selected_vectors(indices), self.follows_packed)
-
-    def _selected_vectors(self, indices: Tensor) -> dict[str, TokenBuffer] | None:
-        if self._vectors is None:
-            return None
-        return {name: buffer.selected(indices, 0, 1, 1) for name, buffer in self._vectors.items()}
+        return self.__class__(sinks, blocks, residual, self.runs.selected(indices), self.follows_packed)
 
     def expanded(self, batch: int, repeats: int) -> Self:
         """Parts in which each of `batch` sequences is repeated in a row, and held once as far as possible."""
         twin = self.fork()
         for part in twin._each():
             part.expand(repeats)
-        if self._vectors:
-            device = next(iter(self._vectors.values())).tensor.device
-            twin._vectors = self._selected_vectors(torch.arange(batch, device=device).repeat_interleave(repeats))
+        twin.runs = self.runs.repeated(batch, repeats)
         return twin
 
     def promoted(self, forms: tuple[StateForm, StateForm]) -> Self:
@@ -222,13 +218,12 @@ class QuantizedParts:
         twin = self.fork()
         for part in twin._each():
             part.promote(*forms)
-        if self.smoothing is not None:
-            twin.smoothing = self.smoothing.mapped(lambda vectors: vectors.to(forms[0].dtype))
+        twin.runs = self.runs.promoted(forms[0].dtype)
         return twin
 
     def clear(self) -> None:
         """Forget all tokens; keep the memory."""
-        self._vectors, self.follows_packed = None, False
+        self.runs, self.follows_packed = SmoothingRuns(), False
         for part in self._each():
             part.clear()
 
@@ -243,17 +238,12 @@ class QuantizedParts:
     def snapshot(self) -> Self:
         """See `TokenStore.snapshot`."""
         blocks = None if self.blocks is None else self.blocks.snapshot()
-        return self.__class__(
-            self.sinks.snapshot(), blocks, self.residual.snapshot(), self._vectors, self.follows_packed
-        )
+        return self.__class__(self.sinks.snapshot(), blocks, self.residual.snapshot(), self.runs, self.follows_packed)
 
     def fork(self) -> Self:
         """Independent parts with the same tokens."""
-        blocks, vectors = None if self.blocks is None else self.blocks.fork(), self._vectors
-        if vectors is not None:
-            # Nobody writes to them, but memory that is offloaded has one owner.
-            vectors = {name: _own(buffer) for name, buffer in vectors.items()}
-        return self.__class__(self.sinks.fork(), blocks, self.residual.fork(), vectors, self.follows_packed)
+        blocks = None if self.blocks is None else self.blocks.fork()
+        return self.__class__(self.sinks.fork(), blocks, self.residual.fork(), self.runs.owned(), self.follows_packed)
 
     def share_prefix(self, other: Self, tokens: int) -> None:
         """Hold sinks and whole blocks of the first `tokens` tokens as `other` holds them."""
@@ -261,8 +251,8 @@ class QuantizedParts:
         if self.blocks is None or other.blocks is None or sinks != other.sinks.length or tokens < sinks:
             return
         self.sinks.share_prefix(other.sinks, sinks)
-        if self._vectors == other._vectors or (self.smoothing is not None and self.smoothing.is_same(other.smoothing)):
-            self.blocks.share_prefix(other.blocks, tokens - sinks)
+        most = self.runs.common_blocks(other.runs, min(len(self.blocks), len(other.blocks)))
+        self.blocks.share_prefix(other.blocks, tokens - sinks, most)
 
     def trim(self) -> None:
         """See `TokenStore.trim`."""
@@ -278,23 +268,19 @@ class QuantizedParts:
         """See `TokenStore.swap_buffers`."""
         for part in self._each():
             part.swap_buffers(swap)
-        self._swap_vectors(swap)
+        self.runs = self.runs.swapped(swap)
 
     def swap_unpaged_buffers(self, swap: BufferSwap) -> None:
         """See `TokenStore.swap_unpaged_buffers`."""
         self.sinks.swap_buffers(swap)
         self.residual.swap_buffers(swap)
-        self._swap_vectors(swap)
-
-    def _swap_vectors(self, swap: BufferSwap) -> None:
-        if self._vectors is not None:
-            self._vectors = {name: swap(buffer, 0, 1) for name, buffer in self._vectors.items()}
+        self.runs = self.runs.swapped(swap)
 
     def held_tensors(self) -> Iterator[Tensor]:
         """See `TokenStore.held_tensors`."""
         for part in self._each():
             yield from part.held_tensors()
-        yield from (buffer.tensor for buffer in (self._vectors or {}).values())
+        yield from self.runs.held_tensors()
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all held tensors; empty before the first states."""
@@ -303,14 +289,7 @@ class QuantizedParts:
         tensors = {**self.residual.state(), **self.blocks.state()}
         if self.sinks.length:
             tensors.update({f"sink_{name}": states for name, states in self.sinks.state().items()})
-        if self.smoothing is not None:
-            tensors.update(self.smoothing.mapped(torch.clone).state())
-        return tensors
-
-
-def _own(buffer: TokenBuffer) -> TokenBuffer:
-    """The buffer, or a copy of it if it is offloaded."""
-    return buffer if type(buffer) is TokenBuffer else buffer.reallocated(0, 1, 1)
+        return {**tensors, **self.runs.state()}
 
 
 def append_states(store: DenseStore, states: KVPair) -> None:

@@ -22,11 +22,11 @@ from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments, Segment
 from kvlayers.kernels.codes.quantizer_contract import backend
 from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
-from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.quantized.checks import check_quantized_state, checked_quantizers, in_one_dtype, most_blocks, planned_bits
 from kvlayers.quantized.packed_blocks import PackedBlocks
 from kvlayers.quantized.parts import QuantizedParts, append_states, residual_after_blocks, residual_length_hint
 from kvlayers.quantized.quantization import Quantization, block_tokens, blocks_beyond
+from kvlayers.quantized.smoothing_runs import SmoothingRuns
 
 
 @register_store
@@ -166,7 +166,7 @@ class QuantizedStore(TokenStore):
             if not parts.old_tokens:
                 return marked_for_sdpa(*residual.newest(length), 1)
             return self._attended(self._segments(length))
-        segments = KVSegments((*self._all_old_segments(), residual.tail_segment()), parts.smoothing)
+        segments = KVSegments((*self._all_old_segments(), residual.tail_segment()))
         return self._returned.attended(self, segments, self._known_forms(), length, length)
 
     @override
@@ -347,7 +347,7 @@ class QuantizedStore(TokenStore):
         """The newest `past` held tokens, and the new tokens."""
         segments = self._segments(past)
         new = DenseSegment(self._in_held_dtype(keys), self._in_held_dtype(values))
-        return KVSegments((*segments.in_order, new), segments.smoothing)
+        return KVSegments((*segments.in_order, new))
 
     # Dropping, cropping and the batch
 
@@ -487,7 +487,7 @@ class QuantizedStore(TokenStore):
         if "sink_keys" in tensors:
             append_states(parts.sinks, (tensors["sink_keys"], tensors["sink_values"]))
         if not {"block_ends", *SMOOTHING_NAMES}.isdisjoint(tensors):
-            parts.smoothing = KeySmoothing.of_state(tensors).mapped(torch.clone)
+            parts.runs = SmoothingRuns.of_state(tensors, len(tensors.get("block_ends", ())[1:]))
         if "block_ends" in tensors and parts.blocks is not None:
             parts.blocks.load_state(tensors)
             parts.residual = residual_after_blocks(parts.blocks.block_tokens)

@@ -354,7 +354,7 @@ def chosen_segments(segments: KVSegments, places: PagePlaces, first: int, last: 
             found += cut(segment, stop - start, end - start)
         start = end
         blocks += segment.blocks if isinstance(segment, PackedSegment) else 0
-    return KVSegments(tuple(found), segments.smoothing)
+    return KVSegments(tuple(found))
 
 
 def _gathered(

@@ -177,11 +177,11 @@ def _attend_packed(query: Tensor, rotated: Tensor, segments: KVSegments, mask: T
     of_rotated = _both(rotated.reshape(batch, 1, rows, -1).float() * scale)
     if mask is not None:
         mask = mask.expand(batch, heads, queries, segments.tokens)
-    softmax, smoothing = OnlineSoftmax(of_latents[False]), segments.smoothing
+    softmax = OnlineSoftmax(of_latents[False])
     for position, segment in segments.with_columns:
         for piece in state_pieces(position, segment, rows):
             latents, latents_rotated = piece.states("keys"), piece.keys_rotated
-            if smoothing is not None and piece.is_packed:
+            if (smoothing := piece.smoothing) is not None:
                 # Latents are summed up as well, so the queries cannot make up for it.
                 latents = smoothing.restored(rotate(latents) if latents_rotated else latents)
                 latents_rotated = False

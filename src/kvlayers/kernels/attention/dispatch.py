@@ -10,6 +10,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,9 +19,8 @@ from kvlayers.kernels.attention import fused, reference
 from kvlayers.kernels.attention.cpu import kernel as cpu_kernel
 from kvlayers.kernels.attention.cuda import kernel as cuda_kernel
 from kvlayers.kernels.attention.gqa import attend_dense
-from kvlayers.kernels.attention.segment_kinds import SegmentRows
-from kvlayers.kernels.attention.segments import KVSegments, without_rows
-from kvlayers.kernels.codes.smoothing import KeySmoothing
+from kvlayers.kernels.attention.segment_kinds import PackedSegment, SegmentRows
+from kvlayers.kernels.attention.segments import KVSegments, Segment, without_rows
 from kvlayers.upstream.callers import running_attention_implementation, warn_the_caller
 from kvlayers.utils.transforms import without_autocast
 
@@ -206,22 +206,25 @@ def _parts(segments: KVSegments, on_accelerator: bool) -> Iterator[tuple[KVSegme
         same_rows = tuple(group)
         rows = same_rows[0].rows
         if rows is None or not (rows.are_even or on_accelerator):
-            held, rows = KVSegments(same_rows, segments.smoothing), None
+            held, rows = KVSegments(same_rows), None
         else:
-            held = KVSegments(tuple(map(without_rows, same_rows)), _of_sequences(segments.smoothing, rows))
+            held = KVSegments(tuple(_of_sequences(segment, rows) for segment in same_rows))
         start, position = position, position + held.tokens
         if position > start:
             yield held, rows, slice(start, position)
 
 
-def _of_sequences(smoothing: KeySmoothing | None, rows: SegmentRows) -> KeySmoothing | None:
-    """The smoothing of each sequence of segments, which all sequences of the batch that read it have in common."""
+def _of_sequences(segment: Segment, rows: SegmentRows) -> Segment:
+    """A segment without rows, smoothed as all sequences of the batch that read one of its sequences have in common."""
 
     def of_sequences(vectors: Tensor) -> Tensor:
         own = vectors.new_ones((rows.sequences, *vectors.shape[1:]))
         return own.index_copy_(0, rows.on(vectors.device)[0], vectors)
 
-    return None if smoothing is None else smoothing.mapped(of_sequences)
+    segment = without_rows(segment)
+    if not isinstance(segment, PackedSegment) or segment.smoothing is None:
+        return segment
+    return replace(segment, smoothing=segment.smoothing.mapped(of_sequences))
 
 
 def _read(

@@ -129,15 +129,16 @@ def _attend_slabs(
     if query.stride(3) != 1 or any(stride % ALIGNED_NUMBERS for stride in query.stride()[:3]):
         query = query.contiguous()
     parts: list[tuple[Tensor, Tensor]] = []
-    smoothing = segments.smoothing
-    for_packed = query if smoothing is None else smoothing.queries(query)
-    offsets = None if smoothing is None else smoothing.offsets(query)
+    smoothing, rows, offsets = None, query, None
     for slab in slabs(segments, query.dtype, 0 if mask is None else mask.shape[:3].numel()):
-        rows = for_packed if slab.is_packed else query
+        if slab.smoothing is not smoothing:
+            smoothing = slab.smoothing
+            rows = query if smoothing is None else smoothing.queries(query)
+            offsets = None if smoothing is None else smoothing.offsets(query)
         out, logsumexp = attend_dense(
             rows, slab.states("keys"), slab.states("values"), _mask_of(slab, query, mask), scale
         )
-        if slab.is_packed and offsets is not None:
+        if offsets is not None:
             logsumexp = logsumexp + (offsets[..., 0] * scale).view(logsumexp.shape)
         parts.append((out, logsumexp))
         if len(parts) == PARTS_AT_ONCE:

@@ -14,8 +14,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
-from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, PieceColumns, Segment
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, PieceColumns, Segment, smoothing_of
 from kvlayers.kernels.codes.quantizer_contract import Side
+from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.utils.triton_support import runs_triton
 
 CPU_SCORES_AT_ONCE = 1 << 15
@@ -62,9 +63,9 @@ class SegmentPiece(ABC):
     gathered: PieceColumns | None = None
 
     @property
-    def is_packed(self) -> bool:
-        """Whether the tokens are packed, so that their keys are smoothed."""
-        return isinstance(self.segment, PackedSegment)
+    def smoothing(self) -> KeySmoothing | None:
+        """How the keys were smoothed; `None` if they were not."""
+        return smoothing_of(self.segment)
 
     @property
     def tokens(self) -> int:

@@ -4,7 +4,6 @@ It serves a CPU in prefill, in dtypes without a kernel, and without a compiler; 
 products of eager attention, `scores` and `combine`, serve both.
 """
 
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -43,7 +42,7 @@ def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scal
     kv_heads = segments.kv_heads
     rows = heads // kv_heads * queries
     scaled = query.reshape(batch, kv_heads, rows, head_dim).float() * scale
-    softmax, scores_of = OnlineSoftmax(scaled), _KeyProducts(scaled, segments.smoothing)
+    softmax, scores_of = OnlineSoftmax(scaled), _KeyProducts(scaled)
     for some in _rounds(pieces_for(segments, rows), rows):
         found = [masked(scores_of(piece), piece, mask) for piece in some]
         weights = softmax.weights(found[0] if len(found) == 1 else torch.cat(found, -1))
@@ -96,21 +95,23 @@ def _rotated_back(sums: dict[bool, Tensor]) -> Tensor:
 class _KeyProducts:
     """Products of queries `[batch, kv_heads, rows, head_dim]` and the keys of pieces, however these are packed."""
 
-    def __init__(self, query: Tensor, smoothing: KeySmoothing | None) -> None:
+    def __init__(self, query: Tensor) -> None:
         self._plain = query
-        self._packed = query if smoothing is None else smoothing.queries(query)
-        self._offsets = None if smoothing is None else smoothing.offsets(query)
-
-    @functools.cached_property
-    def _rotated(self) -> Tensor:
-        # Products stay the same if both sides are rotated, so keys need not be rotated back.
-        return rotate(self._packed)
+        self._smoothed: dict[tuple[KeySmoothing | None, bool], tuple[Tensor, Tensor | None]] = {}
 
     def __call__(self, piece: SegmentPiece) -> Tensor:
-        if not piece.is_packed:
-            return piece.scores(self._plain)
-        products = piece.scores(self._rotated if piece.keys_rotated else self._packed)
-        return products if self._offsets is None else (products + self._offsets).to(products.dtype)
+        kind = piece.smoothing, piece.keys_rotated
+        if kind not in self._smoothed:
+            self._smoothed[kind] = self._query_for(*kind)
+        query, offsets = self._smoothed[kind]
+        products = piece.scores(query)
+        return products if offsets is None else (products + offsets).to(products.dtype)
+
+    def _query_for(self, smoothing: KeySmoothing | None, rotated: bool) -> tuple[Tensor, Tensor | None]:
+        """The queries for keys that were smoothed, and perhaps rotated, and what is added to the products."""
+        query = self._plain if smoothing is None else smoothing.queries(self._plain)
+        # Products stay the same if both sides are rotated, so keys need not be rotated back.
+        return rotate(query) if rotated else query, None if smoothing is None else smoothing.offsets(self._plain)
 
 
 def _rounds(pieces: Iterable[SegmentPiece], rows: int) -> Iterator[list[SegmentPiece]]:
@@ -169,7 +170,7 @@ def scores(query: Tensor, segments: KVSegments) -> Tensor:
         if isinstance(segment, GatheredSegment) and segment.tokens:
             # Padding is written behind the last column.
             products[position] = by_kv_head.new_full((*by_kv_head.shape[:3], segment.width + 1), -torch.inf)
-    scores_of = _KeyProducts(by_kv_head, segments.smoothing)
+    scores_of = _KeyProducts(by_kv_head)
     for piece in _pieces(query, segments, rows):
         found = scores_of(piece)
         if piece.gathered is None:

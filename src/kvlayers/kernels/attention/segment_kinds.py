@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvlayers.kernels.codes.packed_side import PackedSide
 from kvlayers.kernels.codes.quantizer_contract import Side
+from kvlayers.kernels.codes.smoothing import KeySmoothing
 
 MAXIMUM_UNREAD_SEQUENCES = 64
 """Sequences up to which indices on an accelerator are not read. The queries of all sequences attend to each sequence of
@@ -225,6 +226,7 @@ class PackedSegment:
         first: tokens at the beginning of the first block that have been evicted.
         ends: for each block the tokens that it holds, counted from its beginning; `None` if all are full.
         rows: as `DenseSegment.rows`.
+        smoothing: how the keys were smoothed, for each sequence of the batch; `None` if they were not.
         kernel_cache: as `DenseSegment.kernel_cache`.
     """
 
@@ -233,6 +235,7 @@ class PackedSegment:
     first: int = 0
     ends: tuple[int, ...] | None = None
     rows: SegmentRows | None = None
+    smoothing: KeySmoothing | None = None
     kernel_cache: KernelCache = field(default_factory=KernelCache, init=False, repr=False)
 
     @property

@@ -196,13 +196,10 @@ class KVSegments:
 
     Attributes:
         in_order: the segments, at least one.
-        smoothing: how the keys of all packed segments were smoothed, for each sequence of the batch; `None` if there is
-            no such segment.
         kernel_cache: as `DenseSegment.kernel_cache`.
     """
 
     in_order: tuple[Segment, ...]
-    smoothing: KeySmoothing | None = None
     kernel_cache: KernelCache = field(default_factory=KernelCache, init=False, repr=False)
 
     @property
@@ -246,7 +243,7 @@ class KVSegments:
 
     def with_prefix(self, segment: DenseSegment) -> "KVSegments":
         """The same segments with another one in front."""
-        return KVSegments((segment, *self.in_order), self.smoothing)
+        return KVSegments((segment, *self.in_order))
 
     @property
     def tokens(self) -> int:
@@ -304,12 +301,13 @@ class KVSegments:
             keys, values = segment.padded_states("keys", dtype), segment.padded_states("values", dtype)
         else:
             keys, values = segment.states("keys", dtype), segment.states("values", dtype)
-        if self.smoothing is None or not is_packed(segment):
+        smoothing = smoothing_of(segment)
+        if smoothing is None:
             return DenseSegment(keys, values, segment.rows)
         if segment.rows is not None:
             # The smoothing is that of each sequence of the batch.
             keys, values = segment.rows.select(keys), segment.rows.select(values)
-        return DenseSegment(self.smoothing.restored(keys), values)
+        return DenseSegment(smoothing.restored(keys), values)
 
     def dense(self, side: Side, dtype: torch.dtype) -> Tensor:
         """All states of one side in full precision, `[batch, kv_heads, tokens, head_dim]`.
@@ -322,8 +320,9 @@ class KVSegments:
             states = segment.states(side, dtype)
             if segment.rows is not None:
                 states = segment.rows.select(states)
-            if side == "keys" and self.smoothing is not None and is_packed(segment):
-                states = self.smoothing.restored(states)
+            smoothing = smoothing_of(segment)
+            if side == "keys" and smoothing is not None:
+                states = smoothing.restored(states)
             parts.append(states)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
@@ -331,6 +330,12 @@ class KVSegments:
 def is_packed(segment: Segment) -> bool:
     """Whether the states of a segment, or of its source, are packed."""
     return isinstance(_source(segment), PackedSegment)
+
+
+def smoothing_of(segment: Segment) -> KeySmoothing | None:
+    """How the keys of a segment were smoothed, for each sequence of the batch; `None` if they were not."""
+    source = _source(segment)
+    return source.smoothing if isinstance(source, PackedSegment) else None
 
 
 def _source(segment: Segment) -> DenseSegment | PackedSegment:

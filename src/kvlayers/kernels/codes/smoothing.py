@@ -8,13 +8,14 @@ group. A rotation spreads a channel that varies over all others. Two vectors men
 - Each channel is divided by a factor. The query is multiplied by it, as in QServe's SmoothAttention (Lin et al. 2024,
   https://arxiv.org/abs/2405.04532).
 
-Both are found in the first block that is packed, and hold for all packed tokens of a sequence. So they must not cost
-where that block is unusual. Its statistics are those of most of its tokens, which a few large ones do not move. The
-blocks that are packed with it are asked too: a factor that one of them finds much too large becomes the least that any
-asks for, and the mean of a channel that costs one of them is left out. Blocks that agree change nothing, so that how a
-prompt is cut into chunks does not change its vectors then. Blocks that are packed later are not asked.
+Both are found in the first block that is packed. They must not cost where that block is unusual. Its statistics are
+those of most of its tokens, which a few large ones do not move. Other blocks are asked too, when they are packed: a
+factor that one of them finds much too large becomes the least that any asks for, and the mean of a channel that costs
+one of them is left out. What is packed already keeps its vectors, so a store holds runs of blocks, each with vectors of
+its own. Blocks that agree change nothing, so that how a prompt is cut into chunks does not change its vectors then.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -69,17 +70,46 @@ The factors of blocks with the same distribution differ by less. A channel with 
 error, which is a twentieth more for all of 64 channels.
 """
 
-LARGEST_MEAN_COST = 1.0
-"""Of the variance of a channel of a block, by how much a mean may raise its mean square.
+LEAST_MEAN = 1 / 32
+"""Of the variance of a channel, the least square of a mean that is subtracted.
 
-Means of noise over 64 tokens raise it by a few hundredths. In one of some thousand channels it was by half.
+The mean of a block is none of the sequence if the channel turns with positions. It then moves the largest keys
+outwards, by which codes without a zero are scaled: by this much they lose no more than a tenth.
+"""
+
+LARGEST_VARIATION = 0.25
+"""The largest variance of the squared radius of a pair of channels that turns, relative to the square of its mean.
+
+It is 1 for random numbers. In blocks of 32 of them or more, it is as little as this in less than one pair of a million.
+"""
+
+LARGEST_LOSS = 1.1
+"""Times the mean square of a block without a mean that it may have with one. Errors of codes grow with it."""
+
+LARGEST_TURN = 1 / 16
+"""Of the square of a channel's mean in a block that loses, the square of the difference up to which a mean is kept.
+
+Constants turn with positions, each pair of channels at its own speed. Where one has turned so far that a block loses,
+others follow soon, of all heads. What turned less than a quarter of a radian holds several times as long. So as
+sequences grow, runs become rare.
 """
 
 BLOCKS_ASKED = 16
 """Blocks of a prompt that are asked, spread over it: their statistics take memory as one call of a quantizer does."""
 
-NAMES = ("smoothing_factor", "smoothing_mean")
+MOST_RUNS = 8
+"""Runs of blocks with vectors of their own that a sequence has at most. The last of these is not smoothed.
+
+Attention reads each run apart. A sequence whose blocks disagree so often has no vectors that hold.
+"""
+
+VECTOR_NAMES = ("smoothing_factor", "smoothing_mean")
 """Names of the vectors in the state of a store."""
+
+STARTS_NAME = "smoothing_starts"
+"""Name of the first block of each run in the state of a store."""
+
+NAMES = (*VECTOR_NAMES, STARTS_NAME)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +125,8 @@ class KeySmoothing:
     mean: Tensor | None = None
 
     @classmethod
-    def for_keys(cls, keys: Tensor, quantizer: Quantizer, block_tokens: int | None = None) -> Self:
-        """What suits the first block of keys and their quantizer, and costs no other one.
+    def for_keys(cls, keys: Tensor, quantizer: Quantizer, block_tokens: int | None = None) -> "KeySmoothing":
+        """What suits the first block of keys and their quantizer, and costs no other one of them.
 
         Tokens that are not finite do not count.
 
@@ -112,33 +142,48 @@ class KeySmoothing:
             # A plan asks for bytes alone.
             shape = (*keys.shape[:2], 1, keys.shape[3])
             return cls(*(keys.new_empty(shape) if wanted else None for wanted in (factors, means)))
-        unit, mean, variance = _statistics(torch.unflatten(keys, 2, (-1, block_tokens or keys.shape[2])))
+        blocks = torch.unflatten(keys, 2, (-1, block_tokens or keys.shape[2]))
+        found = _Blocks(blocks)
         uneven, large_mean = thresholds(quantizer)
-        spread = variance.median(-1, keepdim=True).values.sqrt() * unit
-        asked = spread >= SILENT * spread.amax(2, keepdim=True)
         # The first block that is asked.
-        first = (asked.cumsum(2) == 0).sum(2, keepdim=True).expand(-1, -1, -1, keys.shape[3])
-        factor = subtracted = None
-        if factors:
-            of_blocks = _factors(variance, uneven)
-            factor, least = of_blocks.gather(2, first), torch.where(asked, of_blocks, torch.inf).amin(2, keepdim=True)
-            factor = torch.where(factor > LARGEST_EXCESS * least, least, factor).to(keys.dtype)
+        first = (found.asked.cumsum(2) == 0).sum(2, keepdim=True).expand(-1, -1, -1, keys.shape[3])
+        mean, variance = found.mean, found.variance
+        factor = found.factors(uneven).gather(2, first) if factors else None
+        subtracted = None
         if means:
             is_large = mean.square().sum(-1, keepdim=True) >= large_mean * variance.sum(-1, keepdim=True)
-            subtracted = torch.where(is_large, mean * unit, 0.0).gather(2, first)
-            cost = (mean - subtracted / unit).square() - mean.square()
-            costs = (asked & (cost > LARGEST_MEAN_COST * variance)).any(2, keepdim=True)
-            subtracted = torch.where(costs, 0.0, subtracted).to(keys.dtype)
-        return cls(factor, subtracted)
+            is_large = is_large & (mean.square() >= LEAST_MEAN * variance)
+            subtracted = torch.where(is_large, mean * found.unit, 0.0).gather(2, first)
+        return found.lowered(cls(factor, subtracted)).mapped(lambda vectors: vectors.to(keys.dtype))
+
+    def for_more_keys(self, keys: Tensor, block_tokens: int) -> "KeySmoothing | None":
+        """What costs no block of keys that are packed later; `None` if this one does not.
+
+        The host waits for an accelerator to know that, as it decides whether attention reads one more run.
+
+        Args:
+            keys: as of `for_keys`.
+            block_tokens: likewise.
+        """
+        if keys.is_meta or not self.state():
+            return None
+        found = _Blocks(torch.unflatten(keys, 2, (-1, block_tokens))).lowered(self)
+        found = found.mapped(lambda vectors: vectors.to(keys.dtype))
+        return None if found.is_same(self) else found
+
+    def emptied(self) -> Self:
+        """Vectors of the same form that change nothing."""
+        factor = None if self.factor is None else torch.ones_like(self.factor)
+        return self.__class__(factor, None if self.mean is None else torch.zeros_like(self.mean))
 
     @classmethod
     def of_state(cls, tensors: dict[str, Tensor]) -> Self:
         """The one in the state of a store, which has been checked. Older states have no vectors."""
-        return cls(*(tensors.get(name) for name in NAMES))
+        return cls(*(tensors.get(name) for name in VECTOR_NAMES))
 
     def state(self) -> dict[str, Tensor]:
         """The vectors by their names."""
-        pairs = zip(NAMES, (self.factor, self.mean), strict=True)
+        pairs = zip(VECTOR_NAMES, (self.factor, self.mean), strict=True)
         return {name: vector for name, vector in pairs if vector is not None}
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
@@ -214,16 +259,113 @@ def thresholds(quantizer: Quantizer) -> tuple[float, float]:
     return UNEVEN, 0.0
 
 
-def _factors(variance: Tensor, uneven: float) -> Tensor:
+class _Blocks:
+    """What blocks of keys say of vectors.
+
+    Args:
+        blocks: `[batch, kv_heads, blocks, tokens, head_dim]`.
+
+    Attributes:
+        unit: of the others; see `_statistics`.
+        mean: likewise.
+        variance: likewise.
+        asked: which blocks are asked, bool `[batch, kv_heads, blocks, 1]`.
+    """
+
+    def __init__(self, blocks: Tensor) -> None:
+        self.unit, self.mean, self.variance = _statistics(blocks)
+        spread = self.variance.median(-1, keepdim=True).values.sqrt() * self.unit
+        self.asked = spread >= SILENT * spread.amax(2, keepdim=True)
+        self._blocks = blocks
+
+    @functools.cached_property
+    def _turned(self) -> Tensor:
+        return _turned(self._blocks, self.unit, self.mean)
+
+    def factors(self, uneven: float) -> Tensor:
+        """The factors of each block, `[batch, kv_heads, blocks, head_dim]`."""
+        return _factors(self.variance, uneven, self._turned)
+
+    def lowered(self, smoothing: KeySmoothing) -> KeySmoothing:
+        """A smoothing without what costs a block, in float32."""
+        factor, mean = smoothing.factor, smoothing.mean
+        # Zeros that are packed alone lose nothing by any factor.
+        asked = self.asked & (self.variance.amax(-1, keepdim=True) > 0)
+        if factor is not None:
+            # However uneven a block is: channels at the threshold are below it in some.
+            least = torch.where(asked, self.factors(0.0), torch.inf).amin(2, keepdim=True)
+            factor = torch.where(factor.float() > LARGEST_EXCESS * least, least, factor.float())
+        if mean is not None:
+            before, turn = self.mean.square(), (self.mean - mean.float() / self.unit).square()
+            loses = self._loses(before + self.variance, turn + self.variance, factor)
+            loses = (asked & loses).any(1, keepdim=True)
+            costs = (asked & loses & (turn > LARGEST_TURN * before)).any(2, keepdim=True)
+            mean = torch.where(costs, 0.0, mean.float())
+        return KeySmoothing(factor, mean)
+
+    @staticmethod
+    def _loses(before: Tensor, after: Tensor, factor: Tensor | None) -> Tensor:
+        """Which blocks lose by a mean, bool `[batch, kv_heads, blocks, 1]`.
+
+        Args:
+            before: mean squares of channels without it, `[batch, kv_heads, blocks, head_dim]`.
+            after: likewise, with it.
+            factor: the factors of channels that share scales; `None` if each channel has its own.
+        """
+        if factor is None:
+            shares = after / before.clamp(min=torch.finfo(torch.float32).tiny)
+            return (shares.mean(-1, keepdim=True) > LARGEST_LOSS) | (
+                after.sum(-1, keepdim=True) > LARGEST_LOSS * before.sum(-1, keepdim=True)
+            )
+        squares = factor.square()
+        return (after / squares).sum(-1, keepdim=True) > LARGEST_LOSS * (before / squares).sum(-1, keepdim=True)
+
+
+def _factors(variance: Tensor, uneven: float, turned: Tensor) -> Tensor:
     """Factors of channels, from their variances `[..., head_dim]` in any unit.
 
     The exponents are half those of the variances, because a factor divides a standard deviation.
+
+    Args:
+        variance: the variances.
+        uneven: see `thresholds`.
+        turned: channels that hold a constant which positions turn, bool of the same shape. Nothing says that their
+            queries are small, and attention goes by them. So their error must not exceed that without factors, which
+            all channels share: the factor takes out no more than the factors of the others do.
     """
     median = variance.median(-1, keepdim=True).values
     relative = (variance / median.clamp(min=torch.finfo(torch.float32).tiny)).clamp(1.0, LARGEST_FACTOR**4)
     taken_out = torch.maximum(relative**POWER, relative / LARGEST_VARIANCE)
-    factors = torch.where(relative.amax(-1, keepdim=True) > uneven, taken_out, 1.0).sqrt()
-    return factors.clamp(max=LARGEST_FACTOR)
+    squares = torch.where(relative.amax(-1, keepdim=True) > uneven, taken_out, 1.0).clamp(max=LARGEST_FACTOR**2)
+    others = torch.where(turned, 0.0, variance)
+    left = (others / squares).sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    most = (others.sum(-1, keepdim=True) / left).clamp(min=1.0)
+    return torch.where(turned, torch.minimum(squares, most), squares).sqrt()
+
+
+def _turned(blocks: Tensor, unit: Tensor, mean: Tensor) -> Tensor:
+    """Which channels of each block hold a constant that positions turn, such as a bias in a fast rotary pair.
+
+    Around their mean, the two channels of such a pair go in a circle. Of random numbers the squared radius would vary
+    as much as it is large. Pairs are neighbours or half a head apart. Other pairs are not found.
+
+    Args:
+        blocks: `[batch, kv_heads, blocks, tokens, head_dim]`.
+        unit: as of `_statistics`.
+        mean: likewise.
+
+    Returns:
+        Bool `[batch, kv_heads, blocks, head_dim]`.
+    """
+    squares = (blocks.float() / unit.unsqueeze(3) - mean.unsqueeze(3)).square()
+    turned = torch.zeros_like(mean, dtype=torch.bool)
+    half = blocks.shape[4] // 2
+    for inner in (half, 1) if blocks.shape[4] % 2 == 0 else ():
+        pairs: Tensor = torch.unflatten(squares, 4, (-1, 2, inner))
+        radius = pairs.sum(5)
+        varies = radius.var(3, correction=0) / radius.mean(3).square()
+        turned |= (varies < LARGEST_VARIATION).unsqueeze(4).expand(*varies.shape[:4], 2, inner).flatten(3)
+    return turned
 
 
 def _statistics(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,6 +35,8 @@ struct Packed {
     int64_t blocks, block_tokens, first;
     const int32_t* ends;
     int64_t keys_rotated, values_rotated;
+    // How the keys were smoothed, [batch, kv_heads, key_dim] in the dtype of the states; null for nothing.
+    const void *factor, *mean;
 };
 
 // Pieces of the dense or packed tokens, other ones for each kv head of each sequence: [batch, kv_heads, pieces].
@@ -69,14 +71,12 @@ struct Arguments {
     double scale;
     double softcap;      // limit of the scores, 0 for no limit
     const float* sinks;  // [heads], scores of keys without a value; null for no sinks
-    // How packed keys were smoothed, [batch, kv_heads, key_dim] in the dtype of the states; null for nothing.
-    const void *factor, *mean;
     int64_t segment_count;
     Mask mask;
 };
 
 // `call.py` packs as many bytes, as a test says.
-static_assert(sizeof(void*) == 8 && sizeof(Segment) == 456 && sizeof(Arguments) == 224);
+static_assert(sizeof(void*) == 8 && sizeof(Segment) == 472 && sizeof(Arguments) == 208);
 
 struct Call : Arguments {
     const Segment* segments;

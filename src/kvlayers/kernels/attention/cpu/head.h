@@ -71,6 +71,7 @@ struct Head {
     int64_t segment_row = 0, kv_head = 0, rows = 0;
     const int64_t rows_of_reader, padded_key, padded_value, padded_unit;
     bool has_packed_query = false, has_rotated_query = false;
+    const void *factor = nullptr, *mean = nullptr;  // of the packed query
 
     Head(const Call& call, const Plan& plan, Memory<State>& memory)
         : call(call),
@@ -124,26 +125,33 @@ struct Head {
     }
 
     // Queries for packed keys that are not rotated, and what their products lack.
-    const FloatBuffer& smoothed_query() {
-        if (!call.factor && !call.mean) return memory.query;
-        if (has_packed_query) return memory.packed_query;
+    const FloatBuffer& smoothed_query(const Packed& packed) {
+        if (!has_packed_query || packed.factor != factor || packed.mean != mean) {
+            factor = packed.factor;
+            mean = packed.mean;
+            has_packed_query = true;
+            has_rotated_query = false;
+            if (factor || mean) smooth_query();
+        }
+        return factor || mean ? memory.packed_query : memory.query;
+    }
+
+    void smooth_query() {
         memory.packed_query = memory.query;
         memory.offsets.assign(rows, 0.0f);
         for (int64_t row = 0; row < rows; ++row) {
             float* query = memory.packed_query.data() + row * padded_key;
-            const State* mean = call.mean ? smoothing_row(call.mean, row) : nullptr;
-            const State* factor = call.factor ? smoothing_row(call.factor, row) : nullptr;
+            const State* means = mean ? smoothing_row(mean, row) : nullptr;
+            const State* factors = factor ? smoothing_row(factor, row) : nullptr;
             for (int64_t channel = 0; channel < call.key_dim; ++channel) {
-                if (mean) memory.offsets[row] += query[channel] * to_float(mean[channel]);
-                if (factor) query[channel] *= to_float(factor[channel]);
+                if (means) memory.offsets[row] += query[channel] * to_float(means[channel]);
+                if (factors) query[channel] *= to_float(factors[channel]);
             }
         }
-        has_packed_query = true;
-        return memory.packed_query;
     }
 
     const float* packed_query(const Segment& segment) {
-        const FloatBuffer& query = smoothed_query();
+        const FloatBuffer& query = smoothed_query(segment.packed);
         // Products stay the same if both sides are rotated, so the keys need not be rotated back.
         if (!segment.packed.keys_rotated) return query.data();
         if (!has_rotated_query) {
@@ -174,7 +182,7 @@ struct Head {
             const Packed& packed = unit.segment->packed;
             const float* query = packed_query(*unit.segment) + row * padded_key;
             for (int i = 0; i < R; ++i)
-                std::fill_n(scores_of(i), packed.block_tokens + 8, call.mean ? memory.offsets[row + i] : 0.0f);
+                std::fill_n(scores_of(i), packed.block_tokens + 8, packed.mean ? memory.offsets[row + i] : 0.0f);
             memory.products.template add<R, State>(packed.keys, source_row(*unit.segment), kv_head, unit.index, 0,
                                                    call.key_dim, query, padded_key, memory.scores.data(), padded_unit);
         } else {

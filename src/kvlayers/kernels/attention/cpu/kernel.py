@@ -21,6 +21,7 @@ from torch import Tensor
 from kvlayers.kernels.attention.segment_kinds import PackedSegment
 from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
 from kvlayers.kernels.codes.packed_side import PackedSide
+from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.utils.native_library import NativeLibrary
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,13 +40,13 @@ COMMON_BITS = (4, 8)
 # The fields are those of the structures in `call.h`, in the same order: P is a pointer, q an int64_t, d a double, x a
 # byte that is not used.
 _SIDE = struct.Struct("@2P 12q 3P")
-_BLOCKS = struct.Struct("@3q P 2q")
+_BLOCKS = struct.Struct("@3q P 2q 2P")
 _GATHERED = struct.Struct("@3P 2q P")
 _KIND = struct.Struct("@2q")
 _AFTER_DENSE = 2 * _SIDE.size + _BLOCKS.size + _GATHERED.size
 _DENSE = struct.Struct(f"@2q 2P 7q {_AFTER_DENSE}x")
 _NO_DENSE = bytes(_DENSE.size - _AFTER_DENSE - _KIND.size)
-_CALL = struct.Struct("@2P 6q 6q 2q 2d 3P q")
+_CALL = struct.Struct("@2P 6q 6q 2q 2d P q")
 _MASK = struct.Struct("@P 5q")
 _POINTER = struct.Struct("@P")
 
@@ -98,7 +99,6 @@ def of_call(
     mask: bytes = NO_MASK,
     softcap: float = 0.0,
     sinks: int = 0,
-    smoothing: tuple[int, int] = (0, 0),
 ) -> bytes:
     """The arguments of a call, without those of its segments.
 
@@ -112,7 +112,6 @@ def of_call(
         mask: from `of_mask`.
         softcap: limit of the scores, 0 for no limit.
         sinks: address of `[heads]` scores of keys without a value, float32; 0 for none.
-        smoothing: addresses of the factors and of the means of `KeySmoothing`, contiguous; 0 for none.
     """
     batch, heads, queries, _ = query.shape
     numbers = _CALL.pack(
@@ -120,18 +119,9 @@ def of_call(
         *query.stride()[:3],
         *out.stride()[:3],
         *(batch, kv_heads, heads // kv_heads, queries, *head_dims),
-        *(DTYPES.index(query.dtype), torch.get_num_threads(), scale, softcap, sinks, *smoothing, segments),
+        *(DTYPES.index(query.dtype), torch.get_num_threads(), scale, softcap, sinks, segments),
     )
     return numbers + mask
-
-
-def of_smoothing(segments: KVSegments) -> tuple[int, int]:
-    """Addresses of the factors and of the means of the keys, 0 without. The segments keep their memory."""
-    smoothing = segments.smoothing
-    if smoothing is None:
-        return 0, 0
-    factor, mean = smoothing.factor, smoothing.mean
-    return 0 if factor is None else factor.data_ptr(), 0 if mean is None else mean.data_ptr()
 
 
 def of_segments(segments: KVSegments, device: torch.device) -> tuple[bytes, bytes]:
@@ -170,10 +160,12 @@ def of_dense(keys: Tensor, values: Tensor, start: int, tokens: int) -> tuple[byt
 
 def _of_packed(segment: PackedSegment) -> tuple[bytes, Any]:
     ends = None if segment.ends is None else (ctypes.c_int32 * segment.blocks)(*segment.ends)
+    smoothing = segment.smoothing or KeySmoothing()
     blocks = _BLOCKS.pack(
         *(segment.blocks, segment.keys.block_tokens, segment.first),
         0 if ends is None else ctypes.addressof(ends),
         *(segment.keys.format.rotated, segment.values.format.rotated),
+        *(0 if vectors is None else vectors.data_ptr() for vectors in (smoothing.factor, smoothing.mean)),
     )
     sides = _of_side(segment.keys) + _of_side(segment.values)
     return _KIND.pack(True, False) + _NO_DENSE + sides + blocks + bytes(_GATHERED.size), ends
@@ -280,8 +272,8 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
     """Softmax attention; arguments and result are those of `reference.attend`. States have the dtype of the query."""
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.float()
-    smoothing, count = of_smoothing(segments), len(segments.in_order)
-    query, out, numbers = _called(query, segments.kv_heads, segments.head_dims, count, scale, mask, smoothing=smoothing)
+    count = len(segments.in_order)
+    query, out, numbers = _called(query, segments.kv_heads, segments.head_dims, count, scale, mask)
     _loaded().kvlayers_attend(numbers, *of_segments(segments, query.device))
     return out
 
@@ -344,7 +336,6 @@ def _called(
     mask: Tensor | None,
     softcap: float = 0.0,
     sinks: int = 0,
-    smoothing: tuple[int, int] = (0, 0),
 ) -> tuple[Tensor, Tensor, bytes]:
     """The query as the kernels read it, memory for the result, and the arguments, which are those of `of_call`."""
     query = readable(query)
@@ -353,7 +344,7 @@ def _called(
     strides = (heads * queries * head_dims[1], head_dims[1], heads * head_dims[1], 1)
     out = query.new_empty_strided((batch, heads, queries, head_dims[1]), strides)
     described = NO_MASK if mask is None else of_mask(mask)
-    return query, out, of_call(query, out, kv_heads, head_dims, segments, scale, described, softcap, sinks, smoothing)
+    return query, out, of_call(query, out, kv_heads, head_dims, segments, scale, described, softcap, sinks)
 
 
 def scores(query: Tensor, segments: KVSegments) -> Tensor:
@@ -375,9 +366,7 @@ def combine(weights: Tensor, segments: KVSegments) -> Tensor:
 
 def _call_without_mask(query: Tensor, out: Tensor, segments: KVSegments) -> tuple[bytes, bytes, bytes]:
     """What a function of the kernel is called with for a single product. The tensors must live until it returns."""
-    smoothing = of_smoothing(segments)
-    count = len(segments.in_order)
-    numbers = of_call(query, out, segments.kv_heads, segments.head_dims, count, 1.0, smoothing=smoothing)
+    numbers = of_call(query, out, segments.kv_heads, segments.head_dims, len(segments.in_order), 1.0)
     return numbers, *of_segments(segments, query.device)
 
 

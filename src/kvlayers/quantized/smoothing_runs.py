@@ -1,0 +1,159 @@
+"""Runs of packed blocks, whose keys were smoothed by the same vectors."""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from kvlayers.core.buffer import TokenBuffer
+from kvlayers.core.token_store import BufferSwap
+from kvlayers.kernels.codes.smoothing import MOST_RUNS, STARTS_NAME, KeySmoothing
+
+
+class SmoothingRuns:
+    """Where runs begin, and their vectors. It is never changed.
+
+    Args:
+        starts: first block of each run; of the first one 0.
+        vectors: the vectors of all runs by their names, `[batch, kv_heads, runs, head_dim]`, in buffers because they
+            are offloaded with the tokens.
+    """
+
+    def __init__(self, starts: tuple[int, ...] = (), vectors: Mapping[str, TokenBuffer] | None = None) -> None:
+        self._starts = starts
+        self._vectors = vectors or {}
+        self._in_order: tuple[KeySmoothing, ...] | None = None
+
+    @classmethod
+    def of(cls, vectors: KeySmoothing, starts: tuple[int, ...] = (0,)) -> Self:
+        """Runs with vectors `[batch, kv_heads, runs, head_dim]`."""
+        return cls(starts, {name: TokenBuffer(held) for name, held in vectors.state().items()})
+
+    @classmethod
+    def of_state(cls, tensors: dict[str, Tensor], blocks: int | None = None) -> Self:
+        """Copies of those in the state of a store, which has been checked, that begin before a number of blocks."""
+        starts = tuple(tensors[STARTS_NAME].tolist()) if STARTS_NAME in tensors else (0,)
+        runs = cls.of(KeySmoothing.of_state(tensors).mapped(torch.clone), starts)
+        return runs if blocks is None else runs.cropped(blocks, keeps_first=True)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_in_order": None}
+
+    @property
+    def are_settled(self) -> bool:
+        """Whether no later block is asked: there are no vectors, or as many runs as there may be."""
+        return len(self) == MOST_RUNS or (len(self) > 0 and not self._vectors)
+
+    @property
+    def vectors(self) -> KeySmoothing:
+        """The vectors of all runs."""
+        return KeySmoothing.of_state({name: buffer.tensor for name, buffer in self._vectors.items()})
+
+    @property
+    def in_order(self) -> tuple[KeySmoothing, ...]:
+        """How the keys of each run were smoothed: the same objects each time."""
+        if self._in_order is None:
+            vectors = self.vectors
+            self._in_order = tuple(_of_run(vectors, run) for run in range(len(self)))
+        return self._in_order
+
+    def followed(self, start: int, smoothing: KeySmoothing) -> Self:
+        """These runs, and one more that begins at a block."""
+        held, new = self.vectors.state(), smoothing.state()
+        both = {name: torch.cat([vectors, new[name]], 2) for name, vectors in held.items()}
+        return self.of(KeySmoothing.of_state(both), (*self._starts, start))
+
+    def numbers(self, blocks: int) -> list[int]:
+        """The run of each of the first blocks."""
+        ends = (*self._starts[1:], blocks)
+        return [run for run, (start, end) in enumerate(zip(self._starts, ends, strict=True)) for _ in range(start, end)]
+
+    def within(self, begin: int, end: int) -> Iterator[tuple[int, int, KeySmoothing | None]]:
+        """The parts of the blocks from `begin` to `end` that belong to a run: first block, block behind, and run."""
+        if not self._starts:
+            yield begin, end, None
+        for (start, stop), smoothing in zip(pairwise((*self._starts, end)), self.in_order, strict=True):
+            start, stop = max(start, begin), min(stop, end)
+            if start < stop:
+                yield start, stop, smoothing
+
+    def dropped(self, gone: int, keeps_first: bool) -> Self:
+        """The runs without the oldest `gone` blocks. The first one may serve other tokens, and is kept then."""
+        starts = tuple(max(start - gone, 0) for start in self._starts)
+        return self if starts == self._starts else self._part(0 if keeps_first else max(starts.count(0) - 1, 0), starts)
+
+    def cropped(self, blocks: int, keeps_first: bool) -> Self:
+        """The runs of the first `blocks` blocks, likewise."""
+        count = max(sum(start < blocks for start in self._starts), int(keeps_first))
+        return self._part(0, self._starts[:count])
+
+    def _part(self, skipped: int, starts: tuple[int, ...]) -> Self:
+        """The runs behind `skipped` ones, up to the last of `starts`."""
+        count = len(starts) - skipped
+        if count == len(self):
+            return self.__class__(starts, self._vectors)
+        if count <= 0:
+            return self.__class__()
+        return self._each(lambda buffer: buffer.reallocated(skipped, count, count), starts[skipped:])
+
+    def _each(self, change: Callable[[TokenBuffer], TokenBuffer], starts: tuple[int, ...] | None = None) -> Self:
+        vectors = {name: change(buffer) for name, buffer in self._vectors.items()}
+        return self.__class__(self._starts if starts is None else starts, vectors)
+
+    def selected(self, indices: Tensor) -> Self:
+        """The runs of the selected sequences."""
+        return self._each(lambda buffer: buffer.selected(indices, 0, len(self), len(self)))
+
+    def repeated(self, batch: int, repeats: int) -> Self:
+        """The runs of `batch` sequences, each of which is repeated in a row."""
+        if not self._vectors:
+            return self
+        device = next(iter(self._vectors.values())).tensor.device
+        return self.selected(torch.arange(batch, device=device).repeat_interleave(repeats))
+
+    def promoted(self, dtype: torch.dtype) -> Self:
+        """The runs in another dtype."""
+        return self.of(self.vectors.mapped(lambda vectors: vectors.to(dtype)), self._starts)
+
+    def owned(self) -> Self:
+        """The same runs: nobody writes to them, but memory that is offloaded has one owner."""
+        if all(type(buffer) is TokenBuffer for buffer in self._vectors.values()):
+            return self
+        return self._each(lambda buffer: buffer.reallocated(0, len(self), len(self)))
+
+    def swapped(self, swap: BufferSwap) -> Self:
+        """The runs in other buffers."""
+        return self._each(lambda buffer: swap(buffer, 0, len(self)))
+
+    def common_blocks(self, other: Self, blocks: int) -> int:
+        """How many of the first blocks have the same vectors as in other runs of as many sequences, of `blocks`."""
+        if self is other:
+            return blocks
+        for mine, others in zip(self.within(0, blocks), other.within(0, blocks), strict=False):
+            if mine[2] is None or others[2] is None or not mine[2].is_same(others[2]):
+                return mine[0]
+            if mine[1] != others[1]:
+                return min(mine[1], others[1])
+        return blocks
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """See `TokenStore.held_tensors`."""
+        yield from (buffer.tensor for buffer in self._vectors.values())
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of the vectors, and where the runs begin; empty without vectors."""
+        tensors = self.vectors.mapped(torch.clone).state()
+        if tensors:
+            device = next(iter(tensors.values())).device
+            tensors[STARTS_NAME] = torch.tensor(self._starts, dtype=torch.int64, device=device)
+        return tensors
+
+
+def _of_run(vectors: KeySmoothing, run: int) -> KeySmoothing:
+    """The vectors of one run, contiguous as kernels read them."""
+    return vectors.mapped(lambda of_all: of_all[:, :, run : run + 1].contiguous())

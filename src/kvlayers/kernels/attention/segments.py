@@ -327,6 +327,11 @@ class KVSegments:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
+def is_packed(segment: Segment) -> bool:
+    """Whether the states of a segment, or of its source, are packed."""
+    return isinstance(_source(segment), PackedSegment)
+
+
 def smoothing_of(segment: Segment) -> KeySmoothing | None:
     """How the keys of a segment were smoothed, for each sequence of the batch; `None` if they were not."""
     source = _source(segment)

@@ -17,6 +17,7 @@ from typing_extensions import override
 from kvlayers.kernels.attention.gqa import attend_dense
 from kvlayers.kernels.attention.packed_tensor import (
     UNCHANGED,
+    VIEWS,
     HeldStates,
     Implementations,
     StateTensor,
@@ -24,7 +25,6 @@ from kvlayers.kernels.attention.packed_tensor import (
     are_repeated,
     implements,
 )
-from kvlayers.kernels.attention.state_views import VIEWS
 
 
 class RowStates(HeldStates):

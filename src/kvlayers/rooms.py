@@ -32,6 +32,7 @@ PROVIDED = {
     "recall": "kvlayers.recall.recall_layer:Recall.of",
     "recall in facts": "kvlayers.recall.recall_layer:Recall.from_facts",
     "adapter": "kvlayers.interop.adapter:adapter",
+    "DynamicCache": "kvlayers.core.dynamic_cache:DynamicCache",
     "room for rows": "kvlayers.planning.rows:RoomForRows",
     "chosen_cache": "kvlayers.planning.auto:chosen_cache",
 }

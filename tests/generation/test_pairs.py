@@ -92,25 +92,42 @@ def test_a_decoder_with_the_output_of_an_encoder(family: str, how: str) -> None:
     assert torch.equal(found, by_full_passes(family, model))
 
 
-@pytest.mark.parametrize("cache", [None, "int8", "dynamic_full", "static", "offloaded"])
-@pytest.mark.parametrize("beams", [1, 2])
-def test_captions(cache: str | None, beams: int) -> None:
-    """By the name of a call, and by the name for programs that give none."""
+def blip() -> tuple[Any, dict[str, Any]]:
+    """A model that describes images, and a call of it."""
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = {**TEXT, "encoder_hidden_size": 32, "eos_token_id": 2, "sep_token_id": 2}
     config = transformers.BlipConfig(
         text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}, projection_dim=32
     )
     torch.manual_seed(0)
-    model = with_large_weights(transformers.BlipForConditionalGeneration(config))
     images = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(3))
-    how = {"max_new_tokens": 10, "do_sample": False, "num_beams": beams}
-    asked = {"input_ids": torch.tensor([[1, 5, 6, 2]]), "pixel_values": images, **how}
+    model = with_large_weights(transformers.BlipForConditionalGeneration(config))
+    asked = {"input_ids": torch.tensor([[1, 5, 6, 2]]), "pixel_values": images}
+    return model, {**asked, "max_new_tokens": 10, "do_sample": False}
+
+
+@pytest.mark.parametrize("cache", [None, "int8", "dynamic_full", "static", "offloaded"])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_captions(cache: str | None, beams: int) -> None:
+    """By the name of a call, and by the name for programs that give none."""
+    model, asked = blip()
+    asked = {**asked, "num_beams": beams}
     expected = model.generate(**asked, use_cache=False)
     with kvlayers.installed():
         assert torch.equal(model.generate(**asked, cache_implementation=cache), expected)
     with kvlayers.installed(cache=cache):
         assert torch.equal(model.generate(**asked), expected)
+
+
+@pytest.mark.parametrize("kind", [kvlayers.QuantizedCache, kvlayers.EvictingCache])
+def test_a_cache_that_is_no_pair_is_refused_without_install(kind: type[kvlayers.Cache]) -> None:
+    """The model makes a pair of transformers' DynamicCache alone; any other would hold the image behind the text."""
+    model, asked = blip()
+    config = model.config.text_config
+    with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="must be given a pair of caches"):
+        model.generate(**asked, past_key_values=kind(config=config))
+    expected = model.generate(**asked, use_cache=False)
+    assert torch.equal(model.generate(**asked, past_key_values=kvlayers.DynamicCache(config=config)), expected)
 
 
 def test_text_alone_needs_no_pair() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import kvlayers
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers.kernels.attention.row_states import RowStates
 from matrix import seeds
 from models import given, prompt, tiny_model
 
@@ -301,3 +302,11 @@ def test_rows_of_pairs_go_on_as_if_they_were_alone() -> None:
                     encoder_outputs=encoded[row], decoder_input_ids=new[row : row + 1], **given(cache)
                 ).logits
                 torch.testing.assert_close(logits[row : row + 1], expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("columns", [3, 4, 7])
+def test_masks_of_other_columns_than_the_longest_row_are_refused(columns: int) -> None:
+    states = RowStates([torch.randn(1, 2, tokens, 8) for tokens in (3, 5)])
+    mask = torch.ones(2, 1, 1, columns, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        torch.nn.functional.scaled_dot_product_attention(torch.randn(2, 2, 1, 8), states, states, mask)

@@ -247,10 +247,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         Args:
             encoder_length: tokens of the encoder's output, if they are known, for a cache that must reserve them.
         """
-        # Now, as a `DynamicCache` is a cache.
-        from kvlayers.core.dynamic_cache import DynamicCache
-
-        return DynamicCache(**self.offloading_options())
+        growing: Cache = late.function("DynamicCache")(**self.offloading_options())
+        return growing
 
     def summary(self) -> CacheSummary:
         """What the cache holds: kinds of layers, tokens, bits, and bytes by their place. Printed, it is a table.

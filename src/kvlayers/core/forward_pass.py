@@ -20,8 +20,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from typing_extensions import Self
 
 from kvlayers.core.layer_operations import LayerOperations
-from kvlayers.errors import InterruptedPassError, StateMismatchError, UnusedCacheError
+from kvlayers.errors import InterruptedPassError, StateMismatchError, UnsupportedLayerError, UnusedCacheError
 from kvlayers.upstream import cache_argument
+from kvlayers.upstream.model_types import knows_pairs
 
 ALL = sys.maxsize
 
@@ -242,6 +243,7 @@ class GivenToGenerate:
         self._hooks: list[Any] = []
         self._thread = 0
         self._began: PassStart | None = None
+        self._seen: int | None = None
         self._model: nn.Module | None = None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -258,6 +260,7 @@ class GivenToGenerate:
         if cache is None or not cache_argument.HAS_OLD_NAMES or cache.is_compileable:
             return
         self._thread, self._began = threading.get_ident(), cache.newest_pass()
+        self._seen = _seen_by(cache, 0)
         self._hooks = [
             register_module_forward_pre_hook(self._before_module),
             register_module_forward_hook(self._after_module, always_call=True),
@@ -278,12 +281,23 @@ class GivenToGenerate:
         self.end()
         cache, self._model = self._cache(), None
         # A pass that failed has no output.
-        if output is not None and cache is not None and cache.newest_pass() is self._began:
+        if output is None or cache is None:
+            return
+        newest = cache.newest_pass()
+        if newest is self._began:
             raise UnusedCacheError(
                 "`generate()` must be given a cache that the model updates, got one that "
                 f"{type(module).__name__} ignores, so that no token would see those before it: call "
                 "kvlayers.install(), by which models get their cache that were written for another version of "
                 "transformers, or that read a prompt again as their RoPE changes with its length (Phi-3)."
+            )
+        # Self-attention and cross-attention of a layer have updated the same layer of the cache, one after the other.
+        lengths = None if newest is None else newest.length, self._seen
+        if None not in lengths and lengths[0] != lengths[1] and knows_pairs(module):
+            raise UnsupportedLayerError(
+                f"`generate()` of a {type(module).__name__} that attends to an encoder must be given a pair of caches, "
+                f"got a {type(cache).__name__}, which has mixed the states of both: pass "
+                "kvlayers.EncoderDecoderCache(cache, cross_attention_cache), or call kvlayers.install()."
             )
 
 

@@ -99,9 +99,7 @@ class SinkLayer(WindowLayer):
         sinks = self._sinks.with_tokens(seen, key_states, value_states)
         past = self.attended_past(seen)
         first = seen - past
-        front = sinks.rotated_before(first) if first > sinks.first_start else None
-        if front is not None and first <= sinks.last_start:
-            front = self._only_where_apart(sinks.are_apart_before(first), front, store.newest(past))
+        front = self._in_front(sinks, first, past)
         # The sinks stand where the oldest tokens of the window are, which no query attends to any more. A rollback may
         # still need them while the past is recorded.
         behind = past
@@ -126,20 +124,25 @@ class SinkLayer(WindowLayer):
             self._drop_beyond_window()
         return attended
 
-    def _only_where_apart(self, are_apart: Tensor, sinks: KVPair, held: KVPair) -> KVPair:
-        """The sinks of each sequence whose sinks are apart from the window, and the oldest held tokens of the others.
+    def _in_front(self, sinks: Sinks, first: int, count: int) -> KVPair | None:
+        """What stands in the place of the oldest of the newest `count` held tokens, `None` if the tokens themselves.
 
-        A sequence without tokens between its sinks and the window attends to its sinks as part of the window.
+        In a sequence without tokens between its sinks and the window, the oldest tokens are the sinks.
 
         Args:
-            are_apart: bool `[batch, 1, 1, 1]`, see `Sinks.are_apart_before`.
-            sinks: keys and values of the sinks, `[batch, kv_heads, num_sink_tokens, head_dim]`.
-            held: keys and values `[batch, kv_heads, held, head_dim]`.
+            sinks: the sinks.
+            first: position of the oldest of these tokens.
+            count: held tokens that are read.
         """
-        width = self.num_sink_tokens
+        if first <= sinks.first_start:
+            return None
+        front = sinks.rotated_before(first)
+        if first > sinks.last_start:
+            return front
+        are_apart, held = sinks.are_apart_before(first), self._store.newest(count)
         keys, values = (
-            torch.where(are_apart, first, as_dense(states[:, :, :width]))
-            for first, states in zip(sinks, held, strict=True)
+            torch.where(are_apart, turned, as_dense(states[:, :, : self.num_sink_tokens]))
+            for turned, states in zip(front, held, strict=True)
         )
         return keys, values
 
@@ -182,12 +185,9 @@ class SinkLayer(WindowLayer):
         if self._store.key_form is None:
             return None, None
         past = self.attended_past(self._seen)
-        first = self._seen - past
-        if first <= self._sinks.first_start:
+        front = self._in_front(self._sinks, self._seen - past, past)
+        if front is None:
             return self._store.newest(past)
-        front = self._sinks.rotated_before(first)
-        if first <= self._sinks.last_start:
-            front = self._only_where_apart(self._sinks.are_apart_before(first), front, self._store.newest(past))
         return _behind(front, self._store.newest(past - self.num_sink_tokens), 0)
 
     @override
@@ -222,7 +222,11 @@ class SinkLayer(WindowLayer):
 
     @override
     def state(self) -> LayerState:
-        state = super().state()
+        state, held = super().state(), self._store.length
+        front = self._in_front(self._sinks, self._seen - held, held) if self._store.holds_tokens_apart else None
+        for name, states in zip(("keys", "values"), front or (), strict=False):
+            # Whether the store has written the sinks there depends on its forks, and no state does.
+            state.tensors[name][:, :, : self.num_sink_tokens] = states
         return LayerState(state.kind, {**state.tensors, **self._sinks.state()}, state.facts)
 
     @override

@@ -153,9 +153,7 @@ def encoded_for(model: Any, model_kwargs: Mapping[str, Any]) -> torch.Tensor | N
     encoded: torch.Tensor | None = given if isinstance(given, torch.Tensor | None) else given[0]
     if encoded is None or model.config.is_encoder_decoder:
         return encoded
-    modules = {type(module).__module__ for module in model.modules()}
-    knows_pairs = any("EncoderDecoderCache" in vars(sys.modules[name]) for name in modules)
-    return encoded if knows_pairs else None
+    return encoded if model_types.knows_pairs(model) else None
 
 
 def own_positions(model: Any, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> torch.Tensor | None:

@@ -515,3 +515,9 @@ def effect_of_training(module: nn.Module) -> str | None:
         rates["dropout"] = module.p
     above_zero = (name for name, rate in rates.items() if isinstance(rate, int | float) and rate > 0)
     return next((f"{name}={rates[name]}" for name in above_zero if _RATES.search(name)), None)
+
+
+def knows_pairs(model: Any) -> bool:
+    """Whether the code of a model reads its cache as a pair, if it is one."""
+    modules = {type(module).__module__ for module in model.modules()}
+    return any("EncoderDecoderCache" in vars(sys.modules[name]) for name in modules)

@@ -20,9 +20,8 @@ from typing_extensions import override
 from kvlayers.kernels.attention import absorption
 from kvlayers.kernels.attention.absorption import HeadWeights, Projection
 from kvlayers.kernels.attention.packed_ops import packed_like, snapshot_of
-from kvlayers.kernels.attention.packed_tensor import Implementations, PackedStates, StateTensor, implements
+from kvlayers.kernels.attention.packed_tensor import Implementations, PackedStates, StateTensor, implements, sizes_of
 from kvlayers.kernels.attention.snapshot import Snapshot
-from kvlayers.kernels.attention.state_views import sizes_of
 from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.transforms import is_changed_by_torch
 

@@ -14,11 +14,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvlayers.kernels.attention import dispatch
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.gqa import attend_dense
-from kvlayers.kernels.attention.packed_tensor import PackedStates, are_repeated, implements
+from kvlayers.kernels.attention.packed_tensor import VIEWS, PackedStates, are_repeated, implements
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.attention.snapshot import Snapshot, Version, attend_packed
-from kvlayers.kernels.attention.state_views import VIEWS
 from kvlayers.utils.transforms import autocast_converts, transforms_run
 
 

@@ -17,6 +17,7 @@ from typing_extensions import override
 from kvlayers.kernels.attention.gqa import attend_dense
 from kvlayers.kernels.attention.packed_tensor import (
     UNCHANGED,
+    VIEWS,
     HeldStates,
     Implementations,
     StateTensor,
@@ -24,7 +25,6 @@ from kvlayers.kernels.attention.packed_tensor import (
     are_repeated,
     implements,
 )
-from kvlayers.kernels.attention.state_views import VIEWS
 
 
 class RowStates(HeldStates):
@@ -106,8 +106,6 @@ def _attention(
         or not are_repeated(key.view_taken, value.view_taken)
     ):
         return "queries do not fit the rows"
-    if attn_mask is not None and attn_mask.shape[-1] not in (1, tokens):
-        return "the mask does not fit the rows"
     attended = []
     for row, (keys, values) in enumerate(zip(key.rows, value.rows, strict=True)):
         mask = attn_mask

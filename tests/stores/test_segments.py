@@ -508,3 +508,15 @@ def test_an_interrupt_finds_a_change_done_or_not_begun(change: str, segmented: b
     while interrupted(at):
         at += 1
     assert at > 1 or (not segmented and "tail" in change), "no call of the package was interrupted"
+
+
+def test_older_tokens_than_are_attended_to_may_be_kept() -> None:
+    keys, values = torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 4)
+    store = DenseStore()
+    store.validate(keys[:, :, :8], values[:, :, :8])
+    store.append(keys[:, :, :8], values[:, :, :8])
+    attended = store.extend_and_evict(keys[:, :, 8:], values[:, :, 8:], past=2, kept=5)
+    for seen, held, states in zip(attended, store.newest(5), (keys, values), strict=True):
+        assert torch.equal(seen, states[:, :, 6:])
+        assert torch.equal(held, states[:, :, 4:])
+    assert store.length == 5

@@ -21,6 +21,7 @@ OLD_STYLE = re.compile(
 
 TREES = {
     "README": [ROOT / "README.md", ROOT / "lab" / "benchmarks" / "README.md"],
+    "chapters": sorted((ROOT / "src").rglob("*.md")),
     "docs": sorted((ROOT / "docs").rglob("*.md")),
     "lab": sorted((ROOT / "lab").rglob("*.py")),
     "src": sorted((ROOT / "src").rglob("*.py")),

@@ -1,4 +1,4 @@
-"""docs/design.md lists each method of transformers that kvlayers replaces, and each private name that it touches."""
+"""src/kvlayers/upstream/README.md lists each method of transformers that kvlayers replaces, and each private name that it touches."""
 
 import ast
 import importlib
@@ -57,8 +57,8 @@ PRIVATE = re.compile(r"_[A-Za-z]\w*")
 
 
 def rows(heading: str) -> list[list[str]]:
-    """The cells of the table below a heading of docs/design.md, without its first row."""
-    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    """The cells of the table below a heading of src/kvlayers/upstream/README.md, without its first row."""
+    text = (ROOT / "src" / "kvlayers" / "upstream" / "README.md").read_text(encoding="utf-8")
     lines = text.split(f"\n{heading}\n", 1)[1].split("\n#", 1)[0].splitlines()
     table = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
     return [[cell.strip() for cell in row] for row in table]

@@ -73,7 +73,7 @@ error, which is a twentieth more for all of 64 channels.
 LEAST_MEAN = 1 / 32
 """Of the variance of a channel, the least square of a mean that is subtracted.
 
-The mean of a block is none of the sequence if the channel turns with positions. It then moves the largest keys
+The mean of a block is not that of the sequence if the channel turns with positions. It then moves the largest keys
 outwards, by which codes without a zero are scaled: by this much they lose no more than a tenth.
 """
 

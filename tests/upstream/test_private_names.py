@@ -1,4 +1,4 @@
-"""src/kvlayers/upstream/README.md lists each method of transformers that kvlayers replaces, and each private name that it touches."""
+"""`upstream/README.md` lists each method of transformers that kvlayers replaces, and each private name it touches."""
 
 import ast
 import importlib

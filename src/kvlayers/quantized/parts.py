@@ -145,7 +145,10 @@ class QuantizedParts:
 
     @torch.no_grad()
     def _runs_with(self, blocks: PackedBlocks, states: list[KVPair], asked: range) -> SmoothingRuns:
-        """The runs if more blocks are packed, of which the first tokens of some are given; the last run is that of the new blocks."""
+        """The runs if more blocks are packed, of which the first tokens of some are given.
+
+        The last run is that of the new blocks.
+        """
         some = [_tokens_of(states, start, blocks.block_tokens)[0] for start in asked]
         keys = some[0] if len(some) == 1 else torch.cat(some, 2)
         if not len(self.runs):

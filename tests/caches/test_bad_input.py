@@ -275,7 +275,7 @@ WRONG_ARGUMENTS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = 
         lambda: kvlayers.EncoderDecoderCache(*(kvlayers.DynamicCache() for _ in range(3))),
     ),
     "one part twice": (OPTION, "share nothing", lambda: kvlayers.EncoderDecoderCache(*[kvlayers.DynamicCache()] * 2)),
-    "one layer twice": (CONFIG, "one layer twice", lambda: kvlayers.Cache(layers=[kvlayers.DynamicLayer()] * 2)),
+    "one layer twice": (CONFIG, "got one twice", lambda: kvlayers.Cache(layers=[kvlayers.DynamicLayer()] * 2)),
     "half a pair": (
         kvlayers.errors.LegacyFormatError,
         "only one",

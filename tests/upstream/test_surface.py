@@ -464,7 +464,7 @@ def test_counts_of_other_layers_are_their_own() -> None:
 def test_a_layer_that_is_said_not_to_be_initialized_is_reset() -> None:
     for make in (kvlayers.DynamicLayer, *COUNTED.values()):
         layer = make()
-        with pytest.raises(kvlayers.errors.StateMismatchError, match="is_initialized = True on an empty layer"):
+        with pytest.raises(kvlayers.errors.StateMismatchError, match="got True on an empty layer"):
             layer.is_initialized = True
         filled(layer, 4)
         layer.is_initialized = True

@@ -260,7 +260,6 @@ class GivenToGenerate:
         if cache is None or not cache_argument.HAS_OLD_NAMES or cache.is_compileable:
             return
         self._thread, self._began = threading.get_ident(), cache.newest_pass()
-        self._seen = _seen_by(cache, 0)
         self._hooks = [
             register_module_forward_pre_hook(self._before_module),
             register_module_forward_hook(self._after_module, always_call=True),
@@ -273,7 +272,8 @@ class GivenToGenerate:
 
     def _before_module(self, module: nn.Module, args: object) -> None:
         if self._model is None and threading.get_ident() == self._thread and cache_argument.is_generator(module):
-            self._model = module
+            self._model, cache = module, self._cache()
+            self._seen = None if cache is None else _seen_by(cache, 0)
 
     def _after_module(self, module: nn.Module, args: object, output: object) -> None:
         if module is not self._model or threading.get_ident() != self._thread:

@@ -20,7 +20,7 @@ PROMPT = 36
 
 TELLING = (
     *("bamba", "bloom", "cpmant", "deepseek_v3", "deepseek_v4", "gemma3_text", "llama", "mamba2", "mpt", "prophetnet"),
-    *("qwen3_next", "recurrent_gemma"),
+    *("inkling_text", "qwen3_next", "recurrent_gemma"),
 )
 """Types of models that keep something else than the others, or keep it elsewhere. All types take half an hour."""
 

@@ -228,7 +228,7 @@ class Schedules(RuleBasedStateMachine):
     def replace(self, new: list[int], start: int) -> None:
         (text,) = self.rows
         self.cache.known_ids = torch.tensor([text])
-        self.cache.replace(start, start + 1, torch.tensor([new]), self.model)
+        kvlayers.replace_tokens(self.cache, start, start + 1, torch.tensor([new]), self.model)
         self.rows = [[*text[:start], *new, *text[start + 1 :]]]
 
     @precondition(lambda self: len(self.rows) == 1)
@@ -236,7 +236,7 @@ class Schedules(RuleBasedStateMachine):
     def move(self, to: int) -> None:
         """What was moved is no prompt of a store."""
         try:
-            moved = self.cache.moved(to, self.model)
+            moved = kvlayers.moved(self.cache, to, self.model)
         except (UnsupportedLayerError, KVLayersError):
             return
         assert moved.first_position == to

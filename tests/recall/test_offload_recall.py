@@ -368,3 +368,28 @@ def test_a_block_for_which_there_is_no_room_at_home_changes_nothing(tmp_path: pa
     memory.is_full = False
     pair.update(1, steps=3)
     pair.check()
+
+
+@pytest.mark.usefixtures("usual_smoothing")
+def test_pages_of_each_run_of_blocks_are_apart(tmp_path: pathlib.Path) -> None:
+    """Blocks of a later run have other vectors, and are numbered from its beginning."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, KV_HEADS, 480, 64, generator=generator)
+    keys[:, 0, :130, 5] *= 30
+    keys[:, 1, :130, 40] *= 30
+    recall = Recall(pages=3, page_tokens=64, sink_tokens=4, recent_tokens=8)
+    plain, other = (
+        RecallLayer(recall, store=QuantizedStore(Quantization(nbits=4, residual_length=16, sink_tokens=4)))
+        for _ in range(2)
+    )
+    offloaded = OffloadedLayer(other, Prefetcher(DiskMemory(tmp_path)))
+    for start in range(0, 400, 64):
+        end = min(start + 64, 400)
+        for layer in (plain, offloaded):
+            layer.update(keys[:, :, start:end], values[:, :, start:end])
+    assert len(plain.store.parts.runs) > 1
+    for token in range(400, 480):
+        query = torch.randn(1, HEADS, 1, 64, generator=generator)
+        new = keys[:, :, token : token + 1], values[:, :, token : token + 1]
+        found = [layer.update(*new) for layer in (plain, offloaded)]
+        assert torch.equal(*(scaled_dot_product_attention(query, *states, enable_gqa=True) for states in found))

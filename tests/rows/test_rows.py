@@ -310,3 +310,13 @@ def test_masks_of_other_columns_than_the_longest_row_are_refused(columns: int) -
     mask = torch.ones(2, 1, 1, columns, dtype=torch.bool)
     with pytest.raises(RuntimeError, match="must match the size"):
         torch.nn.functional.scaled_dot_product_attention(torch.randn(2, 2, 1, 8), states, states, mask)
+
+
+def test_copies_of_rows_with_an_axis_of_their_own_multiply() -> None:
+    rows = [torch.randn(1, 2, tokens, 8) for tokens in (3, 5)]
+    values = RowStates(rows)[:, :, None].expand(2, 2, 2, 5, 8)
+    weights = torch.rand(2, 2, 2, 1, 5)
+    weights[0, ..., :2] = 0
+    padded = torch.cat([torch.nn.functional.pad(row, (0, 0, 5 - row.shape[2], 0)) for row in rows])
+    expected = torch.matmul(weights, padded[:, :, None].expand(2, 2, 2, 5, 8))
+    torch.testing.assert_close(torch.matmul(weights, values), expected)

@@ -10,10 +10,12 @@ import pytest
 import torch
 import transformers as tf
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 import versions
 from kvlayers import Quantization, SinkCache, SinkLayer
+from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import QuantizedStore
 from models import COMMON, fresh_model, prompt, tiny_model
@@ -369,3 +371,18 @@ def test_padding_of_another_batch_is_refused_before_anything_is_changed(model: A
     with pytest.raises(kvlayers.errors.StateMismatchError, match="3 sequences"):
         model(prompt(2), past_key_values=cache)
     assert cache.get_seq_length() == 0
+
+
+def test_sinks_of_another_dtype_than_the_window_are_read_in_that_of_the_window() -> None:
+    """A prompt under autocast, and tokens outside of it."""
+    turn = Rotary(10000.0 ** -(torch.arange(0, 64, 2) / 64).double(), "halves")
+    layer = SinkLayer(64, 4, turn, store=QuantizedStore(Quantization(nbits=8, residual_length=16, sink_tokens=0)))
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, 2, 110, 64, generator=generator)
+    layer.update(keys[:, :, :100].bfloat16(), values[:, :, :100].bfloat16())
+    for token in range(100, 110):
+        states = layer.update(keys[:, :, token : token + 1], values[:, :, token : token + 1])
+        query = torch.randn(1, 4, 1, 64, generator=generator)
+        found = scaled_dot_product_attention(query, *states, enable_gqa=True)
+        dense = [as_dense(side).float() for side in states]
+        torch.testing.assert_close(found, scaled_dot_product_attention(query, *dense, enable_gqa=True))

@@ -790,7 +790,9 @@ def test_files_and_prefixes_go_on_across_a_border(name: str, tmp_path: pathlib.P
         other = torch.cat([ids[:count], torch.tensor([1000, 1001])])
         hit = kvlayers.PrefixStore(2**30, tmp_path / "store").lookup(other, model="m")
         assert hit.covered <= count
-        if hit.covered > 20:
+        # Runs of a longer prompt are of no use to one that parts before they end.
+        assert hit.covered == count or count == 200
+        if hit.covered:
             layer = hit.cache.layers[0]
             assert relative_error(as_dense(layer.keys), states[0][:, :, : hit.covered]) < 0.15
             rest = [side[:, :, hit.covered :] for side in states]

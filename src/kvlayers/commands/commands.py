@@ -184,7 +184,7 @@ def run(
 OF_THE_LAB = ("bench", "fidelity", "calibrate", "lm-eval")
 """Commands that people look for here, and that another package adds."""
 
-GET_THE_LAB = "pip install kvlayers-lab"
+GET_THE_LAB = "pip install ./lab (in a checkout of kvlayers)"
 
 ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings under which typer refuses no argument, and answers no `--help`."""

@@ -89,9 +89,13 @@ class LayerList(ABC):
         Raises:
             LayerIndexError: no layer has that index.
         """
-        if not isinstance(layer_idx, int) or not -len(self.layers) <= layer_idx < len(self.layers):
+        try:
+            index = operator.index(layer_idx)
+        except TypeError:
+            raise self._no_layer(layer_idx) from None
+        if not -len(self.layers) <= index < len(self.layers):
             raise self._no_layer(layer_idx)
-        return layer_idx % len(self.layers)
+        return index % len(self.layers)
 
     def _no_layer(self, layer_idx: object) -> LayerIndexError:
         return LayerIndexError(

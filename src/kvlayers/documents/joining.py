@@ -82,7 +82,7 @@ def moved(cache: Cache, to: int, model: Any) -> Cache:
     """
     position, length = whole_number(to, "`to`"), _checked([cache], model)[0]
     if position < 0:
-        raise OptionError(f"`to` must be a position, at least 0, got {to}.")
+        raise OptionError(f"`to` must be a position, at least 0, got {to}: pass where the first token goes.")
     found = _joined([Piece(cache, 0, length, position)], model, length).cache
     found.known_ids = cache.known_ids
     found.origins = (Origin(position, 0 if position else cache.exact_tokens),)
@@ -245,7 +245,9 @@ def replace_tokens(
 def _checked(caches: Sequence[Cache], model: Any) -> list[int]:
     """The lengths of caches, if they may be concatenated."""
     if not isinstance(caches, list | tuple) or not caches or not all(isinstance(cache, Cache) for cache in caches):
-        raise OptionError(f"`caches` must be a list of at least one cache of kvlayers, got {caches!r}: pass caches.")
+        raise OptionError(
+            f"What is moved or joined must be caches of kvlayers, at least one, got {caches!r}: pass caches."
+        )
     expected = caches[0].form_of_rows()
     for cache in caches:
         if len(cache.parts()) > 1:

@@ -1,7 +1,7 @@
 """Eviction from stores that pack tokens: codes move as they are, and no token is quantized twice.
 
 There is one exception. What an eviction leaves is read with the same vectors, those of the newest run of blocks. So
-keys of older runs are packed again with these. There are few runs, and most sequences have one.
+keys of older runs are packed again with these: at each eviction that begins behind a new run. Most sequences have one.
 """
 
 import math
@@ -78,13 +78,18 @@ def packed_pieces(store: TokenStore) -> PackedPieces | None:
 
 
 def _joined(first: PackedPieces, second: PackedPieces) -> PackedPieces:
-    codes: dict[Side, KVPair] = {}
-    for side in SIDES:
-        pairs = zip(first.codes[side], second.codes[side], strict=True)
-        both = [torch.cat(pair) for pair in pairs]
-        codes[side] = both[0], both[1]
+    codes = _one_behind_the_other(first.codes, second.codes)
     starts = torch.cat([first.starts, second.starts + first.codes["keys"][0].shape[0]], 2)
     return PackedPieces(codes, starts, torch.cat([first.counts, second.counts], 2), first.smoothing)
+
+
+def _one_behind_the_other(first: dict[Side, KVPair], second: dict[Side, KVPair]) -> dict[Side, KVPair]:
+    """Codes and parameters of two lists of blocks in one."""
+    both: dict[Side, KVPair] = {}
+    for side in SIDES:
+        codes, parameters = (torch.cat(pair) for pair in zip(first[side], second[side], strict=True))
+        both[side] = codes, parameters
+    return both
 
 
 @torch.no_grad()
@@ -98,8 +103,8 @@ def _in_last_run(pieces: PackedPieces, blocks: PackedBlocks, runs: SmoothingRuns
         numbers: the run of each piece of a head.
     """
     run = torch.tensor(numbers, device=pieces.starts.device)
-    sequence, kv_head, piece = ((run < len(runs) - 1) & (pieces.counts > 0)).nonzero(as_tuple=True)
-    rows = pieces.starts[sequence, kv_head, piece]
+    sequence_of, head_of, piece = ((run < len(runs) - 1) & (pieces.counts > 0)).nonzero(as_tuple=True)
+    rows = pieces.starts[sequence_of, head_of, piece]
     if not len(rows) or pieces.smoothing is None:
         return pieces
     older: dict[Side, KVPair] = {}
@@ -107,7 +112,7 @@ def _in_last_run(pieces: PackedPieces, blocks: PackedBlocks, runs: SmoothingRuns
         older[side] = codes[rows][None, None], parameters[rows][None, None]
     flat = blocks.with_codes(older)
     segment = next(flat.segments())
-    where = (part.repeat_interleave(flat.block_tokens) for part in (sequence, kv_head, run[piece]))
+    where = (part.repeat_interleave(flat.block_tokens) for part in (sequence_of, head_of, run[piece]))
     sequence, kv_head, run = where
     keys = _of_tokens(runs.vectors, sequence, kv_head, run).restored(segment.states("keys", flat.dtype))
     again = flat.fork()
@@ -116,9 +121,15 @@ def _in_last_run(pieces: PackedPieces, blocks: PackedBlocks, runs: SmoothingRuns
     keys = _of_tokens(pieces.smoothing, sequence, kv_head).applied(keys)
     again.write(0, keys, segment.states("values", flat.dtype))
     again.hold(len(rows))
-    packed = _rows_of(again.state())["keys"]
-    of_keys = [held.index_copy(0, rows, new) for held, new in zip(pieces.codes["keys"], packed, strict=True)]
-    return replace(pieces, codes={**pieces.codes, "keys": (of_keys[0], of_keys[1])})
+    # Behind the others, as sequences that went on from one beginning share rows and may have other vectors.
+    starts = pieces.starts.clone()
+    starts[sequence_of, head_of, piece] = pieces.codes["keys"][0].shape[0] + torch.arange(len(rows), device=rows.device)
+    held_values = pieces.codes["values"]
+    new: dict[Side, KVPair] = {
+        "keys": _rows_of(again.state())["keys"],
+        "values": (held_values[0][rows], held_values[1][rows]),
+    }
+    return replace(pieces, codes=_one_behind_the_other(pieces.codes, new), starts=starts)
 
 
 def _of_flat(flat: PackedFlatTokens, smoothing: KeySmoothing | None) -> PackedPieces:

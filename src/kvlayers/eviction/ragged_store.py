@@ -357,6 +357,6 @@ class RaggedStore(TokenStore):
         flat = flat_tokens_of(tensors, self._tail) if is_ragged(tensors) else None
         self._tail.load_state(tail_state(tensors))
         if flat is not None and isinstance(self._tail, QuantizedStore):
-            self._tail.parts.runs = SmoothingRuns.of_state(tensors)
+            self._tail.parts.runs = SmoothingRuns.of_state(tensors, len(self._tail.parts.blocks or ()))
             self._tail.parts.follows_packed = True
         self._hold(flat, RaggedColumns.of_state(tensors) if flat is not None else RaggedColumns())

@@ -283,6 +283,8 @@ def store_document(
         >>> kvlayers.store_document(store, ids, model).get_seq_length(), store.statistics.tokens_covered
         (3, 3)
     """
+    if not isinstance(store, PrefixStore):
+        raise OptionError(f"`store` must be a PrefixStore, got a {type(store).__name__}: pass it first.")
     ids_of = functools.partial(_ids, None, model_device(model))
     before = [] if beginning is None else [ids_of("beginning", beginning)]
     whole = torch.cat([*before, ids_of("ids", ids)], dim=1)

@@ -129,7 +129,8 @@ def generate_many(
             are decoded by the model itself, without the compiled code. A model that keeps states in its modules, such
             as RecurrentGemma, answers one prompt after another, whatever `max_rows` says.
         prompts: texts, messages of a chat (lists of dicts, by the tokenizer's chat template), or ids: lists of numbers,
-            or int64 `[tokens]` or `[1, tokens]`. They are asked for one by one, as rows become free.
+            or int64 `[tokens]` or `[1, tokens]`. They are asked for one by one, as rows
+            become free; while one waits for room, at most 8 of those behind it.
         tokenizer: for texts, chats and stop strings.
         max_new_tokens: most tokens of an answer. Default: that of `generation_config`, or 128.
         max_rows: most answers at a time.

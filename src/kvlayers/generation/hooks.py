@@ -61,7 +61,7 @@ def generate(original: Method) -> Method:
             return plain(*args, **kwargs)
         return prefixed_call.generate(active, plain, self, args, kwargs)
 
-    def generate_without_store(self: Any, requested: str | None, cache_name: str, *args: Any, **kwargs: Any) -> Any:
+    def generate_without_store(self: Any, requested: str | None, cache_name: str, /, *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
         # A draft model gets the same cache several times within one call, and rolls it back in between.
         is_assistant, is_pair = config is not None and config.is_assistant, self.config.is_encoder_decoder

@@ -125,7 +125,8 @@ class PagedReads:
     """
 
     def __init__(self) -> None:
-        self._pool: PagePool | None = None
+        self._pools: dict[int, PagePool] = {}
+        """Pages of each segment of which pages are chosen, by its place among these: runs of blocks are apart."""
         self._always_read: dict[tuple[int, int], DenseSegment | PackedSegment] = {}
         """Tokens that every step reads, by the positions of the first of them and behind the last."""
         self._newest = DenseStore()
@@ -138,8 +139,7 @@ class PagedReads:
 
     def held_tensors(self) -> Iterator[Tensor]:
         """Every tensor on the device."""
-        pages = () if self._pool is None else (self._pool.segment,)
-        for segment in (*pages, *self._always_read.values()):
+        for segment in (*(pool.segment for pool in self._pools.values()), *self._always_read.values()):
             yield from segment.tensors
         yield from self._newest.held_tensors()
 
@@ -178,6 +178,7 @@ class PagedReads:
     def _bring(self, page_tokens: int, carry: Carry, device: torch.device, segments: KVSegments) -> KVSegments:
         """Segments on the device, instead of where the pages are held."""
         brought: list[Segment] = []
+        pools = 0
         always_read: dict[tuple[int, int], DenseSegment | PackedSegment] = {}
         end, tokens, are_packed, choose = 0, segments.tokens, segments.holds_packed, segments.holds_gathered
         for segment in segments.in_order:
@@ -185,7 +186,8 @@ class PagedReads:
             if are_packed and not is_packed(segment):
                 brought.append(segment)
             elif isinstance(segment, GatheredSegment):
-                brought.append(self._pages(segment, page_tokens, device, carry))
+                brought.append(self._pages(pools, segment, page_tokens, device, carry))
+                pools += 1
             elif not choose:
                 brought.append(segment.with_tensors(_carried(segment, carry)))
             elif end == tokens and isinstance(segment, DenseSegment):
@@ -199,17 +201,20 @@ class PagedReads:
             self._always_read = always_read
         return KVSegments(tuple(brought))
 
-    def _pages(self, segment: GatheredSegment, page_tokens: int, device: torch.device, carry: Carry) -> GatheredSegment:
-        """Chosen pages, from the pool."""
+    def _pages(
+        self, number: int, segment: GatheredSegment, page_tokens: int, device: torch.device, carry: Carry
+    ) -> GatheredSegment:
+        """Chosen pages, from the pool with a number."""
         source = segment.source
         slots = page_tokens if isinstance(source, DenseSegment) else 1
         starts, counts = torch.stack([segment.starts, segment.counts]).cpu()
         pages = starts.div(slots, rounding_mode="floor").masked_fill_(counts == 0, NO_PAGE)
-        if self._pool is None or self._pool.places < pages.shape[2]:
-            self._pool = PagePool(source, slots, pages.shape[2], device)
-        places = self._pool.bring(source, pages, carry)
+        pool = self._pools.get(number)
+        if pool is None or pool.places < pages.shape[2]:
+            pool = self._pools[number] = PagePool(source, slots, pages.shape[2], device)
+        places = pool.bring(source, pages, carry)
         inside = places * slots + starts % slots
-        return replace(segment, source=self._pool.segment, starts=inside.to(device))
+        return replace(segment, source=pool.segment, starts=inside.to(device))
 
     def _newest_tokens(self, segment: DenseSegment, end: int, carry: Carry) -> DenseSegment:
         """The newest tokens, which end at position `end`."""

@@ -98,7 +98,7 @@ class PrefixStore:
             _check_count("directory_max_bytes", directory_max_bytes, "bytes")
             if directory is None:
                 raise OptionError("`directory_max_bytes` needs a `directory`, got none: pass both.")
-        if policy is not None and not isinstance(policy, EvictionPolicy):
+        if policy is not None and (isinstance(policy, type) or not isinstance(policy, EvictionPolicy)):
             raise OptionError(
                 f"`policy` must have a method `order`, got {policy!r}: pass, for example, LeastRecentlyUsed()."
             )

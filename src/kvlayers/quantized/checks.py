@@ -89,17 +89,19 @@ def check_quantized_state(tensors: dict[str, Tensor], quantization: Quantization
 
 def check_smoothing(tensors: dict[str, Tensor], form: StateForm) -> None:
     """Raise `StateMismatchError` if the vectors of a state cannot be those of keys of this form."""
-    starts: list[Any] = tensors[STARTS_NAME].tolist() if STARTS_NAME in tensors else [0]
+    held = tensors.get(STARTS_NAME, torch.zeros(1, dtype=torch.int64))
+    # A forged file may have any number of them.
+    starts: list[Any] = held.flatten()[: MOST_RUNS + 1].tolist()
     if (
-        tensors.get(STARTS_NAME, torch.zeros(1, dtype=torch.int64)).dtype != torch.int64
-        or not isinstance(starts, list)
+        held.dtype != torch.int64
+        or held.dim() != 1
         or starts[:1] != [0]
         or len(starts) > MOST_RUNS
         or any(start > later for start, later in pairwise(starts))
     ):
         raise StateMismatchError(
-            f"`{STARTS_NAME}` of a state must be 1 to {MOST_RUNS} blocks from 0 on, ascending, got {starts}: take the "
-            "state again."
+            f"`{STARTS_NAME}` of a state must be the first blocks of 1 to {MOST_RUNS} runs, from 0 on, got {starts}: "
+            "take the state again."
         )
     shape = (form.batch_size, form.kv_heads, len(starts), form.head_dim)
     for name, vectors in KeySmoothing.of_state(tensors).state().items():

@@ -96,7 +96,7 @@ class SmoothingRuns:
         """The runs behind `skipped` ones, up to the last of `starts`."""
         count = len(starts) - skipped
         if count == len(self):
-            return self.__class__(starts, self._vectors)
+            return self if starts == self._starts else self.__class__(starts, self._vectors)
         if count <= 0:
             return self.__class__()
         return self._each(lambda buffer: buffer.reallocated(skipped, count, count), starts[skipped:])

@@ -110,7 +110,10 @@ class LinearPast:
             self._expect_scan(state_idx)
             return
         self.check_scanned()
-        self._scans_in_place |= bool(self._unscanned)
+        self._scans_in_place |= any(
+            held is not None and held is self._states.recurrent[index] and held._version != version
+            for index, (held, version) in self._unscanned.items()
+        )
         # Models may write to the states until here. Only here are all states known to be after the same token.
         if len(self._given) != 1:
             self._given = {state_idx}

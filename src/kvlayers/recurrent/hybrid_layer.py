@@ -350,7 +350,9 @@ def recurrent_kinds(
 
     def recurrent(spec: LayerSpec) -> LinearAttentionLayer:
         states = spec.options.get("number_of_states", 1)
-        return LinearAttentionLayer(states, policy, tokens_at_once, scans=spec.layer_type != "conv")
+        # Layers of several convolutions (inkling) have no scan behind them.
+        scans = spec.layer_type != "conv" and states == 1
+        return LinearAttentionLayer(states, policy, tokens_at_once, scans=scans)
 
     def hybrid(spec: LayerSpec) -> HybridLayer:
         return HybridLayer(attention[HYBRID[spec.layer_type]](spec), recurrent(spec))

@@ -112,6 +112,11 @@ class RecurrentRows(LinearAttentionLayer):
         held = self._states.recurrent[state_idx]
         return recurrent_states if held is None else held
 
+    @property
+    @override
+    def is_interrupted(self) -> bool:  # type: ignore[override]
+        return self._is_torn or any(row.is_interrupted for row in self.rows)
+
     def _check_whole(self) -> None:
         """Raise `InterruptedPassError` if an update has reached some rows alone: their states are one token ahead."""
         if self._is_torn:

@@ -150,7 +150,7 @@ class SinkLayer(WindowLayer):
     @override
     def exact_from(self) -> int | None:
         first, dropped = super().exact_from, self._seen - self._store.length
-        if first is None or dropped <= self._sinks.last_start:
+        if first is None or dropped <= self._sinks.first_start:
             return first
         # Where the sinks stand, no token of the window is.
         return max(first, dropped + self.num_sink_tokens)
@@ -297,7 +297,9 @@ def _behind(front: KVPair, attended: KVPair, tokens: int) -> KVPair:
     keys, values = attended
     if isinstance(keys, PackedStates):
         snapshot = keys.snapshot
-        segments = snapshot.segments.with_prefix(DenseSegment(*front))
+        # Sinks keep the dtype that they came in, and a store may hold another one since.
+        first_keys, first_values = (states.to(snapshot.dtype) for states in front)
+        segments = snapshot.segments.with_prefix(DenseSegment(first_keys, first_values))
         return packed_like(keys, values, replace(snapshot, segments=segments))
     return marked_for_sdpa(torch.cat([front[0], keys], dim=2), torch.cat([front[1], values], dim=2), tokens)
 

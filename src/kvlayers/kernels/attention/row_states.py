@@ -122,6 +122,8 @@ def _product(left: Tensor, right: Tensor) -> Tensor | str:
     """`queries @ keys.transpose(2, 3)`, or `weights @ values`."""
     if not isinstance(right, RowStates) or isinstance(left, StateTensor) or left.shape[:2] != right.shape[:2]:
         return "it is not a product of attention"
+    if right.view_taken.grouped:
+        return "its copies have an axis of their own"
     view, found = right.view_taken, []
     for own, row in zip(torch.split(left, 1), right.rows, strict=True):
         tokens, head_dim = row.shape[2:]

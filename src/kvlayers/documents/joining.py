@@ -246,7 +246,7 @@ def _checked(caches: Sequence[Cache], model: Any) -> list[int]:
     """The lengths of caches, if they may be concatenated."""
     if not isinstance(caches, list | tuple) or not caches or not all(isinstance(cache, Cache) for cache in caches):
         raise OptionError(
-            f"What is moved or joined must be caches of kvlayers, at least one, got {caches!r}: pass caches."
+            f"`cache`, or each of `caches`, must be a cache of kvlayers, got {caches!r}: pass at least one."
         )
     expected = caches[0].form_of_rows()
     for cache in caches:

@@ -155,9 +155,9 @@ def in_readme() -> str:
 
     return (
         f"A step of `generate()` with the shape of an 8B model and 32,768 tokens ({where(read('first'))}):\n\n"
-        f"- transformers' `DynamicCache` takes {at(steps, REFERENCE)} ms in {at(peaks, REFERENCE)} GB. With cuDNN's "
-        f"attention turned off, which torch prefers there, this cache takes {at(steps, WITHOUT_CUDNN)} ms: cuDNN plans "
-        "anew for each length.\n"
+        f"- transformers' `DynamicCache` takes {at(steps, REFERENCE)} ms in {at(peaks, REFERENCE)} GB: torch prefers "
+        "cuDNN's attention there, which makes a plan for each length anew. With cuDNN's attention turned off, this "
+        f"cache takes {at(steps, WITHOUT_CUDNN)} ms.\n"
         f"- kvlayers' `DynamicCache` takes {at(steps, DYNAMIC)} ms without any setting.\n"
         f"- kvlayers' `int4` takes {at(steps, INT4)} ms in {at(peaks, INT4)} GB. In a CUDA graph, where the host does "
         f"not launch each kernel, `int4` takes {at(in_graph, INT4)} ms, and {at(in_graph, INT4, LARGEST)} ms for eight "

@@ -34,7 +34,7 @@ def test_a_command_of_the_lab_says_how_to_install_it(
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr == (
-        f"kvlayers {name}: this command is in the package kvlayers-lab: pip install kvlayers-lab\n"
+        f"kvlayers {name}: this command is in the package kvlayers-lab: pip install ./lab (in a checkout of kvlayers)\n"
     )
 
 
@@ -42,7 +42,7 @@ def test_help_without_the_lab_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with_entry_points(monkeypatch)
     shown = command_line.run("--help").output
     assert not any(re.search(rf"^│ {name} ", shown, re.M) for name in OF_THE_LAB)
-    assert "pip install kvlayers-lab" in " ".join(shown.split())
+    assert "pip install ./lab (in a checkout of kvlayers)" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ class SinkLayer(WindowLayer):
     @override
     def exact_from(self) -> int | None:
         first, dropped = super().exact_from, self._seen - self._store.length
-        if first is None or dropped <= self._sinks.first_start:
+        if first is None or dropped <= self._sinks.last_start:
             return first
         # Where the sinks stand, no token of the window is.
         return max(first, dropped + self.num_sink_tokens)

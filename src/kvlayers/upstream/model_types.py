@@ -322,30 +322,20 @@ def _of_falcon(numbers: ConfigNumbers, layer_type: str) -> int:
     return 1 if one else numbers.number("num_kv_heads")
 
 
-def _of_gpt_bigcode(numbers: ConfigNumbers, layer_type: str) -> int:
-    return 1 if numbers.get("multi_query") else numbers.number("num_attention_heads")
-
-
-def _of_dbrx(numbers: ConfigNumbers, layer_type: str) -> int:
-    return ConfigNumbers(numbers.get("attn_config")).number("kv_n_heads")
-
-
 def _of_gemma4(numbers: ConfigNumbers, layer_type: str) -> int:
     shared = layer_type == "full_attention" and numbers.get("attention_k_eq_v")
     of_full_attention = numbers.number_or_none("num_global_key_value_heads") if shared else None
     return of_full_attention or numbers.number("num_key_value_heads")
 
 
-def _of_mimo(numbers: ConfigNumbers, layer_type: str) -> int:
-    return numbers.number("num_key_value_heads") * (2 if layer_type == "sliding_attention" else 1)
-
-
 _OWN_KV_HEADS: dict[str, Callable[[ConfigNumbers, str], int]] = {
-    "dbrx": _of_dbrx,
+    "dbrx": lambda numbers, _: ConfigNumbers(numbers.get("attn_config")).number("kv_n_heads"),
     "falcon": _of_falcon,
     "gemma4_text": _of_gemma4,
-    "gpt_bigcode": _of_gpt_bigcode,
-    "mimo_v2_flash": _of_mimo,
+    "gpt_bigcode": lambda numbers, _: 1 if numbers.get("multi_query") else numbers.number("num_attention_heads"),
+    "mimo_v2_flash": lambda numbers, layer_type: (
+        numbers.number("num_key_value_heads") * (2 if layer_type == "sliding_attention" else 1)
+    ),
 }
 """Model types whose heads of keys follow from more than one field."""
 

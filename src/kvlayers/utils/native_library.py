@@ -168,11 +168,9 @@ def _is_locked_by_us(descriptor: int) -> bool:
 
 def cache_directory() -> pathlib.Path:
     """Directory of compiled kernels: `$KVLAYERS_CACHE`, or `kvlayers` in the user's cache directory."""
-    if os.environ.get("KVLAYERS_CACHE"):
-        return pathlib.Path(os.environ["KVLAYERS_CACHE"]).expanduser().resolve()
-    if os.environ.get("XDG_CACHE_HOME"):
-        return pathlib.Path(os.environ["XDG_CACHE_HOME"]) / "kvlayers"
-    return pathlib.Path.home() / ".cache" / "kvlayers"
+    if own := os.environ.get("KVLAYERS_CACHE"):
+        return pathlib.Path(own).expanduser().resolve()
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "kvlayers"
 
 
 VARIABLE = "KVLAYERS_COMPILE"

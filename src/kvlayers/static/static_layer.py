@@ -80,8 +80,8 @@ class ReservedLayer(TokenLayer):
         super().check_held(held, seen)
         if self.token_limit is not None and seen > self.token_limit:
             raise CapacityError(
-                f"`state` must be of at most the {self.token_limit} tokens that the reservation is for, got {seen}: "
-                "make the cache with a longer max_cache_len, or with grow=True."
+                f"`state` must be of at most {self.token_limit} tokens, which the layer may see, got {seen}: make the "
+                "cache with a longer max_cache_len, or with grow=True."
             )
 
     @override

@@ -14,7 +14,7 @@ from typing_extensions import Self, override
 from kvlayers.core.arguments import no_room_for_tokens
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.cache_layer import forwarded
-from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.description import Fact
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.token_store import Fidelity
 from kvlayers.errors import OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
@@ -101,19 +101,6 @@ class TransformersLayer(LayerOperations):
     def kind(self) -> str:
         """Module and name of the layer's class. No kind of kvlayers has such a name."""
         return f"{type(self.layer).__module__}.{type(self.layer).__qualname__}"
-
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        """Refuse: the layer is made from the model's config, and has no facts.
-
-        Raises:
-            UnsupportedLayerError: always.
-        """
-        raise UnsupportedLayerError(
-            "A layer that is made from facts must be of a kind of kvlayers, got one of transformers: pass the config "
-            "of the model, which it is made from."
-        )
 
     # Attention
 
@@ -220,18 +207,10 @@ class TransformersLayer(LayerOperations):
         """Keys held, `[batch, kv_heads, tokens, head_dim]`, `None` for a layer that does not attend."""
         return self.layer.keys if self.attends else None
 
-    @keys.setter
-    def keys(self, states: Tensor) -> None:
-        self.layer.keys = states
-
     @property
     def values(self) -> Tensor | None:
         """Values held, `[batch, kv_heads, tokens, head_dim]`, `None` for a layer that does not attend."""
         return self.layer.values if self.attends else None
-
-    @values.setter
-    def values(self, states: Tensor) -> None:
-        self.layer.values = states
 
     @override
     def peek(self) -> tuple[Tensor | None, Tensor | None]:

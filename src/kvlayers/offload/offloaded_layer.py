@@ -116,7 +116,10 @@ class OffloadedLayer(WrapperLayer):
         if not self.prefetcher.offloads(key_states.device):
             attended = self.wrapped.update(key_states, value_states)
         elif (page_tokens := _page_tokens_of(self.wrapped, key_states)) is not None:
-            attended = self._update_pages(key_states, value_states, page_tokens)
+            # A token is taken in where the pages are held. Then the pages that its query chooses are brought.
+            with self.prefetcher.pages_at_home(self, self.wrapped.store):
+                states = self.wrapped.update(key_states, value_states)
+            attended = self._pages.attended(self, self.prefetcher, page_tokens, (key_states, value_states), states)
         else:
             attended = self._update_offloaded(key_states, value_states)
         self._read_counts()
@@ -137,12 +140,6 @@ class OffloadedLayer(WrapperLayer):
             self.prefetcher.discard(self)
             raise
         return attended
-
-    def _update_pages(self, keys: Tensor, values: Tensor, page_tokens: int) -> tuple[Tensor, Tensor]:
-        """Take in a token where the pages are held, and bring the pages that its query chooses."""
-        with self.prefetcher.pages_at_home(self, self.wrapped.store):
-            states = self.wrapped.update(keys, values)
-        return self._pages.attended(self, self.prefetcher, page_tokens, (keys, values), states)
 
     def _show(self, observe: Callable[[Tensor], None], query: Tensor) -> None:
         """Show queries to a layer that evicts by them, while its states are on the device; write back what is left."""

@@ -211,13 +211,13 @@ class LinearPast:
 
     # Between forward passes
 
-    def start_recording(self) -> None:
+    def activate_past_recording(self) -> None:
         """From now on, be able to go back to the present length."""
         self.is_recording = True
         self.end_pass()
         self._keep_beginning()
 
-    def stop_recording(self) -> None:
+    def deactivate_past_recording(self) -> None:
         """Hold no more columns than are needed. Checkpoints stay."""
         self.is_recording = False
         self._recorded = {}

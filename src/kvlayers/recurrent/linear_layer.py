@@ -87,6 +87,8 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     is_interrupted = forwarded("_past")
     scans = forwarded("_past")
     nearest_restorable = forwarded("_past")
+    activate_past_recording = forwarded("_past")
+    deactivate_past_recording = forwarded("_past")
     length = forwarded("_count")
     """Tokens seen and not rolled back, `None` if the model does not pass one column for each token."""
 
@@ -257,16 +259,6 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         return held
 
     # Rolling back
-
-    @override
-    def activate_past_recording(self) -> None:
-        """From now on, be able to go back to the present length."""
-        self._past.start_recording()
-
-    @override
-    def deactivate_past_recording(self) -> None:
-        """Hold no more columns than are needed. Checkpoints stay."""
-        self._past.stop_recording()
 
     @property
     def record_past(self) -> bool:

@@ -416,8 +416,10 @@ def kept_states(model: nn.Module) -> str | None:
     """
     for path, module in model.named_modules():
         for name in assigned_in_a_pass(module.__class__):
-            is_meant = name not in MADE_ANEW and not _is_registered(module, name)
-            if is_meant and isinstance(vars(module).get(name), Tensor | None):
+            is_registered = name in (*module._buffers, *module._parameters, *module._modules) or isinstance(
+                inspect.getattr_static(type(module), name, None), property
+            )
+            if name not in MADE_ANEW and not is_registered and isinstance(vars(module).get(name), Tensor | None):
                 return f"{path}.{name}" if path else name
     return None
 
@@ -427,15 +429,6 @@ def is_of_its_class(forward: Callable[..., Any], module_class: type[nn.Module]) 
     """Whether `forward`, which modules of a class have, was defined with the class, rather than put there later."""
     owner = next(each for each in module_class.__mro__ if "forward" in vars(each))
     return forward.__module__ == owner.__module__
-
-
-def _is_registered(module: nn.Module, name: str) -> bool:
-    return (
-        name in module._buffers
-        or name in module._parameters
-        or name in module._modules
-        or isinstance(inspect.getattr_static(type(module), name, None), property)
-    )
 
 
 @cache

@@ -5,7 +5,6 @@ directory, one compiles at a time. The compiler itself holds the lock: it may go
 and the lock is free when the compiler ends, however it does.
 """
 
-import contextlib
 import ctypes
 import hashlib
 import logging
@@ -115,11 +114,7 @@ class Compilation:
             RuntimeError: the compiler failed, or took more than `COMPILE_SECONDS`.
         """
         while not self.is_done():
-            if self._process is None:
-                time.sleep(SECONDS_BETWEEN_LOOKS)
-            else:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(max(0.0, self._deadline - time.monotonic()))
+            time.sleep(SECONDS_BETWEEN_LOOKS / 10)
 
     def is_done(self) -> bool:
         """Whether the library is there. If another process compiled it, and failed, this one begins.
@@ -154,14 +149,12 @@ def _is_locked_by_us(descriptor: int) -> bool:
     """Whether the lock of an open file was free, and is held now; true where files have no locks."""
     try:
         import fcntl
-    except ImportError:
-        return True
-    try:
+
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:
-        # Some network file systems have none.
+    except (ImportError, OSError):
+        # Windows has none, nor have some network file systems.
         return True
     return True
 

@@ -12,8 +12,8 @@ from kvlayers.generation.cache_by_name import (
     requested_cache,
     unknown_name,
 )
+from kvlayers.generation.call_cache import validate
 from kvlayers.generation.install import call_with_kvlayers
-from kvlayers.generation.passed_caches import validate
 from kvlayers.generation.prefill import MIN_TOKENS
 from kvlayers.generation.prefix_reuse.active_store import CURRENT, optional_store, required_store
 from kvlayers.generation.prefix_reuse.eligibility import StorePart

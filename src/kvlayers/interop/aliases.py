@@ -179,7 +179,7 @@ class HQQQuantizedCache(QuantizedCache):
 # Caches of recurrent models
 
 
-class _States(tuple[Tensor | None, ...]):
+class _StatesOfLayers(tuple[Tensor | None, ...]):
     """The convolution states, or the recurrent states, of all layers, to be read by the index of a layer."""
 
     __slots__ = ()
@@ -197,14 +197,14 @@ class _RecurrentCache(DynamicCache):
     """A cache for models with recurrent layers, which hands out their states as transformers 4 did."""
 
     @property
-    def conv_states(self) -> _States:
+    def conv_states(self) -> _StatesOfLayers:
         """The convolution state of each layer, `[batch, channels, conv_kernel_size]`; `None` for a layer without."""
-        return _States(part and part.conv_states[0] for part in self._recurrent_parts())
+        return _StatesOfLayers(part and part.conv_states[0] for part in self._recurrent_parts())
 
     @property
-    def ssm_states(self) -> _States:
+    def ssm_states(self) -> _StatesOfLayers:
         """The recurrent state of each layer, whose first axis is the batch; `None` for a layer without."""
-        return _States(part and part.recurrent_states[0] for part in self._recurrent_parts())
+        return _StatesOfLayers(part and part.recurrent_states[0] for part in self._recurrent_parts())
 
     def _recurrent_parts(self) -> Iterator[Any]:
         for layer in self.adapted_layers():

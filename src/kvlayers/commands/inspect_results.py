@@ -107,8 +107,10 @@ def show_directory(directory: str, as_json: bool) -> bool:
 
 def show(console: Console, found: DirectoryReport) -> None:
     """Draw what a directory holds, and say what is wrong with it."""
+    counts = f"{_count(found.entries, 'entry', 'entries')}, {_count(found.tokens, 'token')}"
+    apart = f", {readable_bytes(found.unshared_nbytes)} if they shared nothing" if found.entries > 1 else ""
     title = Text(found.directory, style="bold")
-    title.append(f"\n{_summary(found)}", style="not bold")
+    title.append(f"\n{counts}, {readable_bytes(found.nbytes)}{apart}", style="not bold")
     console.print(drawn(found.tree, title), soft_wrap=True)
     if found.unreferenced:
         nbytes = readable_bytes(sum(file.nbytes for file in found.unreferenced))
@@ -119,12 +121,6 @@ def show(console: Console, found: DirectoryReport) -> None:
         )
     for problem in found.problems:
         console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
-
-
-def _summary(found: DirectoryReport) -> str:
-    counts = f"{_count(found.entries, 'entry', 'entries')}, {_count(found.tokens, 'token')}"
-    apart = f", {readable_bytes(found.unshared_nbytes)} if they shared nothing" if found.entries > 1 else ""
-    return f"{counts}, {readable_bytes(found.nbytes)}{apart}"
 
 
 def drawn(tree: PrefixTree, title: Text) -> Tree:

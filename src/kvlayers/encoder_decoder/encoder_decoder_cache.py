@@ -73,11 +73,6 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         self.self_attention_cache, self.cross_attention_cache = own, cross
         self._read: Fingerprint | None = None
 
-    @property
-    def self_attention(self) -> Cache:
-        """The part that self-attention uses."""
-        return self.self_attention_cache
-
     @override
     def _layers_by_use(self) -> dict[str, Sequence[LayerOperations]]:
         own, cross = self.parts()
@@ -121,6 +116,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         return self.self_attention_cache.layers
 
     # What is asked of one cache is asked of the one of self-attention.
+    self_attention = forwarded("self_attention_cache")
     origins = forwarded("self_attention_cache")
     adapted_layers = forwarded("self_attention_cache")
     adapted_layer = forwarded("self_attention_cache")

@@ -257,19 +257,18 @@ BOUNDS, ENDS = "page_bounds", "page_ends"
 """Names of the tensors of a state."""
 
 
-class PagePriority:
+class PagePriority(NamedTuple):
     """The pages of padded sequences: padding is not read, and the sinks of each sequence come first.
 
-    Args:
+    Attributes:
         padding: tokens of padding before each sequence, int64 `[batch]`.
         sink_tokens: first tokens behind the padding that are read by every query.
         pages: pages to read besides those of the sinks.
     """
 
-    def __init__(self, padding: Tensor, sink_tokens: int, pages: int) -> None:
-        self._padding = padding[:, None, None]
-        self._sink_tokens = sink_tokens
-        self._pages = pages
+    padding: Tensor
+    sink_tokens: int
+    pages: int
 
     def ordered(self, scores: Tensor, starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
         """Scores `[batch, kv_heads, pages]`, infinite for sinks and for padding, and how many pages to read at most.
@@ -279,10 +278,11 @@ class PagePriority:
             starts: position of the first token of each page, int64 `[pages]`.
             ends: position behind its last token, as `starts`.
         """
-        is_padding = ends <= self._padding
+        padding = self.padding[:, None, None]
+        is_padding = ends <= padding
         # Without sinks, the page in which padding ends is one like any other.
-        are_sinks = (starts < self._padding + self._sink_tokens) & ~is_padding & (self._sink_tokens > 0)
-        most = are_sinks.sum(2, keepdim=True) + self._pages
+        are_sinks = (starts < padding + self.sink_tokens) & ~is_padding & (self.sink_tokens > 0)
+        most = are_sinks.sum(2, keepdim=True) + self.pages
         return scores.masked_fill(are_sinks, torch.inf).masked_fill(is_padding, -torch.inf), most
 
 

@@ -98,10 +98,6 @@ class Recall(OptionFacts):
         return RecallLayer(self, length_hint) if store is None else RecallLayer(self, store=store)
 
 
-PageRange = tuple[int, int]
-"""The first page to choose from, and the page behind the last one."""
-
-
 @register_layer
 class RecallLayer(DynamicLayer):
     """Full attention that keeps every token, and lets a single query attend to the pages that matter to it.
@@ -171,7 +167,9 @@ class RecallLayer(DynamicLayer):
             bounds.hold(made)
         if new != 1:
             return attended
-        first, last = self._choice()
+        # Of the pages between those of the sinks and the newest tokens, if no sequence is padded.
+        first = bounds.pages_from(self.recall.sink_tokens)
+        last = bounds.pages_within(store.length - self.recall.recent_tokens)
         if last - first <= pages:
             return attended
         choose = functools.partial(self._choose, (first, last))
@@ -211,22 +209,14 @@ class RecallLayer(DynamicLayer):
 
     # The choice
 
-    def _choice(self) -> PageRange:
-        """The pages that a single query chooses from, if no sequence is padded."""
-        bounds = self._bounds
-        return (
-            bounds.pages_from(self.recall.sink_tokens),
-            bounds.pages_within(self._store.length - self.recall.recent_tokens),
-        )
-
-    def _choose(self, choice: PageRange, query: Tensor, segments: KVSegments, mask: Tensor | None) -> KVSegments:
+    def _choose(self, choice: tuple[int, int], query: Tensor, segments: KVSegments, mask: Tensor | None) -> KVSegments:
         """The segments with the same columns that the query of one token reads.
 
         The pages are chosen from their bounds alone, wherever the states are. Whatever is not in the range that they
         are chosen from is read.
 
         Args:
-            choice: what `_choice` returned when the token of the query came.
+            choice: the first page to choose from, and the page behind the last one, when the token of the query came.
             query: `[batch, heads, 1, head_dim]`. If there is a mask, transformers' "sdpa" makes the query heads of a KV
                 head queries, and shows them as `[batch, kv_heads, group, head_dim]`: all of them of the one new token.
             segments: all tokens of the layer.

@@ -73,7 +73,7 @@ def test_a_model_that_is_wrapped_is_one_too(mistral: Any) -> None:
 def test_alibi_is_seen_in_a_model_as_in_its_config() -> None:
     bloom = tf.BloomForCausalLM(tf.BloomConfig(vocab_size=97, hidden_size=32, n_layer=1, n_head=4))
     for given in (bloom, bloom.config):
-        with pytest.raises(kvlayers.errors.ConfigError, match="the alibi of BloomConfig"):
+        with pytest.raises(kvlayers.errors.ConfigError, match="got a BloomConfig, whose alibi"):
             kvlayers.StaticCache(given, 32, compiled=True)
 
 

@@ -445,3 +445,35 @@ assert {name: dict(vars(caches)[name]) for name in maps} == maps
 def test_an_unknown_name_is_answered_by_what_to_write_first(name: str, said: str) -> None:
     with pytest.raises(kvlayers.errors.RegistryError, match=said):
         kvlayers.make_cache(name, tiny_model("llama"))
+
+
+LISTING = """
+import os, threading
+import kvlayers
+from kvlayers.generation import cache_by_name
+from transformers.generation import configuration_utils
+
+kinds = []
+
+def list_names():
+    if not kinds:
+        kinds.append(kvlayers.register("while names are listed")(lambda request: kvlayers.DynamicCache()))
+    return kvlayers.cache_names()
+
+kvlayers.install()
+thread = threading.Thread(target=cache_by_name.accept_names, args=(list_names,), daemon=True)
+thread.start()
+thread.join(30)
+if thread.is_alive():
+    # Whatever else ends the process would wait too.
+    os._exit(1)
+print("while names are listed" in configuration_utils.ALL_CACHE_IMPLEMENTATIONS)
+kvlayers.unregister("while names are listed")
+print("while names are listed" in configuration_utils.ALL_CACHE_IMPLEMENTATIONS)
+"""
+
+
+def test_a_name_may_be_registered_while_names_are_listed() -> None:
+    """A room registers its names when it is imported, which listing all names does."""
+    run = fresh_process.run(LISTING)
+    assert run.stdout.split() == ["True", "False"], run.stderr

@@ -394,6 +394,8 @@ def accept_names(list_names: Callable[[], list[str]]) -> None:
         list_names: returns all names that kvlayers adds now; the names that it added before are removed.
     """
     global _added_names, _accepted
+    # Not within the lock at first: this imports rooms, whose names are registered then, which leads here again.
+    list_names()
     with _lock:
         other_names = tuple(name for name in configuration.ALL_CACHE_IMPLEMENTATIONS if name not in _added_names)
         _added_names = tuple(name for name in list_names() if name not in other_names)

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ from kvlayers.core.description import Fact
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.generation import cache_by_name
-from kvlayers.generation.call_names import requested_name, resolve_name
-from kvlayers.generation.patching import ScopedValue
+from kvlayers.generation.cache_by_name import requested_name, resolve_name
+from kvlayers.generation.patching import overriding
 from kvlayers.generation.prefill import MIN_TOKENS, pass_limit, pass_tokens
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
@@ -98,9 +99,9 @@ def depends_on_chunks(cache: Cache) -> bool:
     return any(not layer.is_upstream and layer.fidelity == "evicting" for layer in cache.adapted_layers())
 
 
-_CACHE_FROM_STORE: ScopedValue[Cache | None] = ScopedValue("the cache that the current call starts from", None)
+_CACHE_FROM_STORE: ContextVar[Cache | None] = ContextVar("the cache that the current call starts from", default=None)
 
-_BYPASS_REASON: ScopedValue[str | None] = ScopedValue("why the current call does not use its store", None)
+_BYPASS_REASON: ContextVar[str | None] = ContextVar("why the current call does not use its store", default=None)
 
 Generate = Callable[..., Any]
 
@@ -134,7 +135,7 @@ def generate(active: ActiveStore, plain: Generate, model: Any, args: tuple[Any, 
             cache, new_arguments = call.prepare()
         except IneligibleError as reason:
             active.on_bypass(str(reason))
-            with _BYPASS_REASON.override(str(reason)):
+            with overriding(_BYPASS_REASON, str(reason)):
                 return _with_cached_tokens(plain(*args, **arguments), ())
         try:
             output = call_with(cache, functools.partial(plain, *call.unnamed), new_arguments, call.cached_tokens)
@@ -161,7 +162,7 @@ def call_with(cache: Cache, plain: Generate, arguments: Mapping[str, Any], cache
     covered = active_store.COVERED.get()
     if covered is not None:
         covered.append(sum(cached_tokens))
-    with active_store.CURRENT.override(None), _CACHE_FROM_STORE.override(cache):
+    with active_store.CURRENT.override(None), overriding(_CACHE_FROM_STORE, cache):
         return _with_cached_tokens(plain(**arguments), cached_tokens)
 
 

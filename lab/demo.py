@@ -124,7 +124,8 @@ def verdict(result: ContenderResult, is_reference: bool) -> str:
         return f"{fidelity}, KL {result.kl:.2g}"
     if not result.same_tokens:
         return f"[red]{result.other_tokens - result.ties} other tokens[/red]"
-    return f"[green]same tokens[/green]{f', {result.ties} tied' if result.ties else ''}"
+    # What another order of sums does: the least that a rounded cache could have.
+    return f"[green]same tokens[/green], KL {result.kl:.2g}"
 
 
 def table_of_samples(alone: Samples, shared: Samples, prompt_tokens: int) -> Table:
@@ -175,17 +176,18 @@ def summary(
     reference, sentences = results[0], []
     ran = {result.contender.key: result for result in results if not result.failure}
     speeds = {} if is_noisy(results) else {key: reference.step_seconds / each.step_seconds for key, each in ran.items()}
-    dynamic, static, int4 = (speeds.get(key, 0.0) for key in ((KVLAYERS, "dynamic"), TRANSFORMERS_STATIC, INT4))
+    dynamic, static = (speeds.get(key, 0.0) for key in ((KVLAYERS, "dynamic"), TRANSFORMERS_STATIC))
     if dynamic >= LEAST_GAIN:
-        beside = f", and {dynamic / static:.1f} times as fast as its StaticCache of this length" if static else ""
+        gain = dynamic / static if static else 0.0
+        beside = f", and {gain:.1f} times as fast as its StaticCache of this length" if gain >= LEAST_GAIN else ""
         prompt = reference.prefill_seconds / ran[KVLAYERS, "dynamic"].prefill_seconds
         read = f" It reads the prompt {prompt:.1f} times as fast." if prompt >= LEAST_GAIN else ""
         sentences.append(f"dynamic decodes {dynamic:.1f} times as fast as transformers' DynamicCache{beside}.{read}")
     if INT4 in ran and ran[INT4].nbytes < reference.nbytes:
-        sentences.append(
-            f"int4 holds {ran[INT4].nbytes / reference.nbytes:.0%} of the bytes of DynamicCache"
-            f"{f' and decodes {int4:.1f} times as fast' if int4 >= LEAST_GAIN else ''}."
-        )
+        share, pace = ran[INT4].nbytes / reference.nbytes, ""
+        if dynamic:
+            pace = f", at {ran[KVLAYERS, 'dynamic'].step_seconds / ran[INT4].step_seconds:.2f} of dynamic's speed"
+        sentences.append(f"int4 holds {share:.0%} of the bytes{pace}.")
     if samples is not None and samples[0].seconds / samples[1].seconds >= LEAST_GAIN:
         sentences.append(
             f"{SAMPLES} samples of one prompt come {samples[0].seconds / samples[1].seconds:.1f} times as fast."
@@ -366,7 +368,8 @@ def _compare(console: Console, loaded: LoadedModel, ids: Tensor, tokens: int, tr
         f"Prompt: the forward pass over {ids.shape[1]} tokens. Step: the forward pass over one more token, median of "
         f"{tokens - 1}{f', of {trials} trials' if trials > 1 else ''}, and half of the range of the middle ones; the "
         "caches take turns. transformers' static cache is given exactly the length that it needs. Held: bytes that the "
-        "cache keeps alive. KL: mean KL divergence of the predictions from DynamicCache's, in nats.",
+        "cache keeps alive. KL: mean KL divergence of the predictions from DynamicCache's, in nats; that of exact "
+        "caches is what another order of sums does in this dtype.",
         highlight=False,
     )
     if is_noisy(results):
@@ -374,10 +377,12 @@ def _compare(console: Console, loaded: LoadedModel, ids: Tensor, tokens: int, tr
             "The machine is busy: the same step takes very different times, so compare the caches on a quiet one.",
             style="yellow",
         )
-    if any(result.ties for result in results if result.same_tokens):
+    ties = max(result.ties for result in results if result.same_tokens)
+    if ties:
         console.print(
-            "Tied: two tokens are equally likely within the precision of the dtype, and attention that sums in another "
-            "order picks the other one. --dtype float32 tells them apart.",
+            f"Same tokens, but for ties: at {ties} of {tokens} places two tokens are equally likely within the "
+            "precision of the dtype, and attention that sums in another order picks the other one. --dtype float32 "
+            "tells them apart.",
             highlight=False,
         )
     return results

@@ -31,8 +31,6 @@ class Claim:
         bound: the figure that the pages give. It is conservative, so that a rerun on the same machine stays within it.
         at_most: whether the bound is an upper one. It is a lower one otherwise.
         form: the format specification for the bound and the figure.
-        said: the phrase in README.md that gives the bound, with `{}` where the bound stands; empty if README.md
-            does not give it.
     """
 
     row: str
@@ -40,7 +38,6 @@ class Claim:
     bound: float
     at_most: bool = False
     form: str = "g"
-    said: str = ""
 
     def holds(self, value: float) -> bool:
         return math.isfinite(value) and (value <= self.bound if self.at_most else value >= self.bound)
@@ -49,10 +46,6 @@ class Claim:
     def asked(self) -> str:
         """The bound as the tables write it."""
         return f"{'≤' if self.at_most else '≥'} {self.bound:{self.form}}"
-
-    @property
-    def phrase(self) -> str:
-        return self.said.format(f"{self.bound:{self.form}}")
 
 
 @dataclass(frozen=True)
@@ -80,12 +73,12 @@ class Group:
         return self.also_by or self.name
 
 
-def at_least(row: str, column: str, bound: float, form: str = ".1f", said: str = "") -> Claim:
-    return Claim(row, column, bound, form=form, said=said)
+def at_least(row: str, column: str, bound: float, form: str = ".1f") -> Claim:
+    return Claim(row, column, bound, form=form)
 
 
-def at_most(row: str, column: str, bound: float, form: str = ".2f", said: str = "") -> Claim:
-    return Claim(row, column, bound, at_most=True, form=form, said=said)
+def at_most(row: str, column: str, bound: float, form: str = ".2f") -> Claim:
+    return Claim(row, column, bound, at_most=True, form=form)
 
 
 # Names of rows and columns. The record uses them as keys.
@@ -160,21 +153,19 @@ GROUPS = (
         f'{LLAMA}, 16,384 tokens in the cache. "Preallocated memory" is a cache of the exact final length that is '
         "written in place, without any checks.",
         (
-            at_least(DYNAMIC, TIMES_AS_FAST, 4, said="at least {} times as fast as with transformers' `DynamicCache`"),
-            at_least(
-                DYNAMIC, OF_PREALLOCATED, 0.9, ".2f", said="at least {} of the speed of an ideal preallocated cache"
-            ),
+            at_least(DYNAMIC, TIMES_AS_FAST, 4),
+            at_least(DYNAMIC, OF_PREALLOCATED, 0.9, ".2f"),
             at_most(DYNAMIC, OF_DENSE, 1.13),
             at_least(INT8, TIMES_AS_FAST, 5),
             at_most(INT8, OF_DENSE, 0.55),
             at_least(FP8, TIMES_AS_FAST, 4.5),
             at_most(FP8, OF_DENSE, 0.53),
             at_least(INT4, TIMES_AS_FAST, 5),
-            at_least(INT4, OVER_DYNAMIC, 1.05, ".2f", said="at least {} times as fast as kvlayers' `DynamicCache`"),
-            at_least(INT4, OVER_QUANTO, 6, ".0f", said="at least {} times as fast as transformers' quanto cache"),
-            at_most(INT4, OF_DENSE, 0.3, said="at most {} of the dense bytes"),
+            at_least(INT4, OVER_DYNAMIC, 1.05, ".2f"),
+            at_least(INT4, OVER_QUANTO, 6, ".0f"),
+            at_most(INT4, OF_DENSE, 0.3),
             at_least(INT2, TIMES_AS_FAST, 5),
-            at_most(INT2, OF_DENSE, 0.18, said="or {} at 2 bits"),
+            at_most(INT2, OF_DENSE, 0.18),
             at_most(QUANTO_4, TIMES_AS_FAST, 0.9),
             at_most(QUANTO_4, OF_DENSE, 0.29),
         ),
@@ -200,7 +191,7 @@ GROUPS = (
         (
             at_least(batch_row(8, 128), TIMES_AS_FAST, 1.2),
             at_least(batch_row(8, 128), OVER_BETTER, 0.93, ".2f"),
-            at_least(batch_row(32, 128), TIMES_AS_FAST, 1.6, said="at least {} times as fast (SmolLM2-135M)"),
+            at_least(batch_row(32, 128), TIMES_AS_FAST, 1.6),
             at_least(batch_row(32, 128), OVER_BETTER, 0.93, ".2f"),
             at_least(batch_row(8, 1024), TIMES_AS_FAST, 1.5),
             at_least(batch_row(8, 1024), OVER_BETTER, 0.93, ".2f"),
@@ -213,9 +204,7 @@ GROUPS = (
         f"{LLAMA}, 1,024 tokens in the cache. Both libraries reserve 32,768 tokens; the smallest reservation is 1,088 "
         "tokens.",
         (
-            at_least(
-                COMPILED_STATIC, TIMES_STATIC, 10, ".0f", said="at least {} times as fast as with transformers' static"
-            ),
+            at_least(COMPILED_STATIC, TIMES_STATIC, 10, ".0f"),
             at_most(COMPILED_STATIC, TIME_OF_SMALL, 1.3),
             at_least(EAGER_STATIC, TIMES_STATIC, 2.5),
             at_most(EAGER_STATIC, TIME_OF_SMALL, 1.15),
@@ -228,7 +217,7 @@ GROUPS = (
         "`static` with 4,096 tokens reserved: 512 tokens after a prompt of 200, so that decode steps reach three "
         "buckets. Random llama of 2 layers: the number of graphs depends on neither the size nor the backend.",
         (
-            at_most(STATIC, FIRST_CALL, 2, ".0f", said="compiles at most {} graphs"),
+            at_most(STATIC, FIRST_CALL, 2, ".0f"),
             at_most(STATIC, LATER_CALLS, 0, ".0f"),
         ),
         "static-caches",
@@ -275,13 +264,13 @@ GROUPS = (
         "they keep the sinks and more of the newest tokens in full precision. With groups of 16 numbers instead of "
         "64, quanto holds more bytes.",
         (
-            at_least(INT4, TIMES_LESS, 10, ".0f", said="at least {} times less than quanto does"),
-            at_most(INT4, BYTES_OF_QUANTO, 1.2, said="at most {} and"),
-            at_least(INT4, LESS_THAN_FINE, 5, ".0f", said="at least {} times as much at 4 bits"),
+            at_least(INT4, TIMES_LESS, 10, ".0f"),
+            at_most(INT4, BYTES_OF_QUANTO, 1.2),
+            at_least(INT4, LESS_THAN_FINE, 5, ".0f"),
             at_most(INT4, BYTES_OF_FINE, 1),
-            at_least(INT2, TIMES_LESS, 40, ".0f", said="2 bits at least {} times less"),
-            at_most(INT2, BYTES_OF_QUANTO, 1.4, said="{} times quanto's bytes"),
-            at_least(INT2, LESS_THAN_FINE, 8, ".0f", said="at least {} times as much at 2 bits"),
+            at_least(INT2, TIMES_LESS, 40, ".0f"),
+            at_most(INT2, BYTES_OF_QUANTO, 1.4),
+            at_least(INT2, LESS_THAN_FINE, 8, ".0f"),
             at_most(INT2, BYTES_OF_FINE, 1),
         ),
         "fidelity-at-equal-bytes",
@@ -303,7 +292,7 @@ GROUPS = (
         "Memory of a model with sliding windows",
         "Random mistral of 8 layers with 8 KV heads of 64, sliding window 512, bfloat16, after a prefill of 4,096 "
         "tokens.",
-        (at_most(DYNAMIC, BYTES_OF_TRANSFORMERS, 0.2, said="at most {} of the bytes"),),
+        (at_most(DYNAMIC, BYTES_OF_TRANSFORMERS, 0.2),),
         "bytes",
     ),
     Group(

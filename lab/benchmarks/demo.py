@@ -21,6 +21,10 @@ from pages import RECORDED, ROOT, between, write_pages
 README = ROOT / "README.md"
 BEGIN, END = "<!-- demo: written by lab/benchmarks/demo.py -->", "<!-- end of demo -->"
 FIRST, NOTE, SUMMARY, NEXT = " Library", "Prompt: the forward pass", "With kvlayers, ", "Next: "
+LEGEND = (
+    "Prompt: the whole prompt. Step: one token more. Held: bytes that the cache keeps. KL: how far predictions are "
+    "from `DynamicCache`'s, in nats; exact caches differ by rounding alone, which is what the dtype allows."
+)
 ABOUT = re.compile(r"(?P<model>\S+) in (?P<dtype>\w+) on .*? Prompt: (?P<tokens>\d+) tokens")
 
 
@@ -51,7 +55,8 @@ def block(record: Mapping[str, Any]) -> str:
     hardware, versions, shown = record["hardware"], record["versions"], record["results"]["demo"]
     lines = "\n".join(shown["lines"])
     return (
-        f"```\n{lines}\n```\n\nThat was {shown['model']} in {shown['dtype']} after {int(shown['tokens']):,} tokens "
+        f"```\n{lines}\n```\n\n{LEGEND}\n\n"
+        f"That was {shown['model']} in {shown['dtype']} after {int(shown['tokens']):,} tokens "
         f"({hardware['cpu']}, {hardware['threads']} threads, transformers {versions['transformers']}, "
         f"{record['date'][:10]})."
     )

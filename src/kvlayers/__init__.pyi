@@ -9,12 +9,12 @@ from .encoder_decoder.encoder_decoder_cache import EncoderDecoderCache
 from .errors import CapacityError, KVLayersError, OptionError
 from .eviction.evicting_cache import EvictingCache
 from .generation.cache_by_name import make_cache
+from .generation.call_cache import free_reservations
 from .generation.chat import Chat
 from .generation.documents import store_document
 from .generation.generate_many import Generated, generate_many
 from .generation.install import generate, install, installed, is_installed, uninstall
 from .generation.known_ids import PromptMismatchWarning
-from .generation.make_cache import free_reservations
 from .generation.resilient import SteppedDownWarning, resilient_generate
 from .interop.aliases import (
     HQQQuantizedCache,

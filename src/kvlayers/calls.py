@@ -12,13 +12,13 @@ from kvlayers.generation.cache_by_name import (
     requested_cache,
     unknown_name,
 )
+from kvlayers.generation.call_cache import validate
 from kvlayers.generation.install import call_with_kvlayers
-from kvlayers.generation.passed_caches import validate
 from kvlayers.generation.prefill import MIN_TOKENS
 from kvlayers.generation.prefix_reuse.active_store import CURRENT, optional_store, required_store
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import usable_cache
-from kvlayers.interop.calls import check_reservation
+from kvlayers.interop.adapter import check_reservation
 from kvlayers.planning.cache_bytes import CacheTrial, fidelity_of
 from kvlayers.planning.shapes import layer_shapes
 

@@ -17,7 +17,7 @@ ROOMS = (
     "kvlayers.eviction",
     "kvlayers.interop",
     "kvlayers.rows",
-    "kvlayers.generation",
+    "kvlayers.planning",
 )
 """Their import registers the kinds of layers, stores and caches."""
 
@@ -33,8 +33,7 @@ PROVIDED = {
     "recall in facts": "kvlayers.recall.recall_layer:Recall.from_facts",
     "adapter": "kvlayers.interop.adapter:adapter",
     "DynamicCache": "kvlayers.core.dynamic_cache:DynamicCache",
-    "room for rows": "kvlayers.planning.rows:RoomForRows",
-    "chosen_cache": "kvlayers.planning.auto:chosen_cache",
+    "room for rows": "kvlayers.planning.auto:RoomForRows",
 }
 
 late.provide(ROOMS, PROVIDED)

@@ -22,7 +22,7 @@ from kvlayers import OptionError
 from kvlayers.core import named_caches
 from kvlayers.core.buffer import TokenBuffer
 from kvlayers.errors import RegistryError
-from kvlayers.generation import make_cache, resilient
+from kvlayers.generation import call_cache, resilient
 from kvlayers.generation.ladder import AS_REQUESTED, DEFAULT_LADDER, Rung
 from kvlayers.generation.resilient import SteppedDownWarning, resilient_generate
 from kvlayers.upstream import cache_argument
@@ -845,7 +845,7 @@ def test_memory_that_is_kept_for_the_next_call_is_given_back(installed: None) ->
     # Only compiled calls keep memory for the next one.
     compiling = {"compile_config": transformers.CompileConfig(backend="eager", fullgraph=False)}
     uninterrupted(model, ids, cache_implementation="static", **compiling)
-    idle = [weakref.ref(cache) for cache in make_cache._idle.values()]
+    idle = [weakref.ref(cache) for cache in call_cache._idle.values()]
     assert len(idle) == 1
     resilient.free_memory()
     assert idle[0]() is None

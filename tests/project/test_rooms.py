@@ -107,7 +107,7 @@ def test_imports_follow_the_arrows(room: str) -> None:
 
 def test_rooms_that_register_kinds_are_those_that_are_drawn() -> None:
     kinds = {room for room, others in ARROWS.items() if "core" in others and room not in {*LADDER, *FACADES}}
-    assert {name.removeprefix("kvlayers.") for name in rooms.ROOMS} == {*kinds, "core", "generation"}
+    assert {name.removeprefix("kvlayers.") for name in rooms.ROOMS} == {*kinds, "core", "planning"}
 
 
 def test_what_the_core_asks_for_is_where_the_table_says() -> None:

@@ -13,7 +13,7 @@ import kvlayers
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.generation import prefill
 from kvlayers.generation.generate_many import MAX_OVERTAKEN
-from kvlayers.planning import rows
+from kvlayers.planning import auto
 from kvlayers.upstream import compat
 from models import fresh_model, prompt, tiny_model
 
@@ -181,13 +181,13 @@ def test_short_prompts_join_before_one_that_does_not_fit_and_a_bounded_number_of
 
 def test_nothing_behind_one_that_waits_is_looked_at_again_before_a_row_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = tiny_model("llama"), []
-    fits = rows.RoomForRows.fits
+    fits = auto.RoomForRows.fits
 
     def count(self: Any, tokens: int, others: Any) -> bool:
         asked.append(tokens)
         return fits(self, tokens, others)
 
-    monkeypatch.setattr(rows.RoomForRows, "fits", count)
+    monkeypatch.setattr(auto.RoomForRows, "fits", count)
     memory = kvlayers.plan(model.config, 768, names=["dynamic"]).caches[0].device_bytes
     many(model, [PROMPTS[0], prompt(1, 600)[0]], max_rows=3, memory=memory, max_new_tokens=24)
     assert len(asked) == 3
@@ -201,7 +201,7 @@ def test_a_reservation_that_holds_the_answer_is_large_enough() -> None:
 
 def test_what_is_free_does_not_keep_a_prompt_from_being_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    monkeypatch.setattr(rows, "free_memory", lambda device: 1)
+    monkeypatch.setattr(auto, "free_memory", lambda device: 1)
     seen: list[int] = []
 
     def look(_: Any, args: Any, arguments: Any) -> None:

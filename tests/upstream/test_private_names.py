@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import kvlayers
-from kvlayers.generation import call_names, install
+from kvlayers.generation import cache_by_name, install
 from kvlayers.upstream import supported
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +135,7 @@ def test_every_private_name_is_probed_before_it_is_used() -> None:
 
 def test_every_method_that_is_replaced_is_listed() -> None:
     listed = {row[0].strip("`") for row in rows("### Replaced methods")}
-    methods = [patch for patch in install._PATCHES if patch._name != call_names.FIELD]
+    methods = [patch for patch in install._PATCHES if patch._name != cache_by_name.FIELD]
     replaced = {f"{patch._owner.__name__}.{patch._name}" for patch in methods}
     assert replaced <= listed
     # An older version lacks some of them.

@@ -65,7 +65,7 @@ class Running:
     def check(self) -> None:
         """Raise what `install` would raise, and what opening the store raises."""
         if self.cache is not None:
-            from kvlayers.generation.call_names import DefaultCache
+            from kvlayers.generation.cache_by_name import DefaultCache
 
             DefaultCache(self.cache)
         if self.prefix_store is not None:

@@ -1,16 +1,16 @@
 """What holds for the call of `generate()` that runs in a context, which belongs to one thread."""
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.named_caches import CacheRequest
 from kvlayers.generation.known_ids import TokenRecord
-from kvlayers.generation.patching import ScopedValue
 
 Acquired = tuple[Cache, CacheRequest]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class CurrentCall:
     """A call of `generate()`.
 
@@ -28,5 +28,7 @@ class CurrentCall:
     acquired: list[Acquired] | None = None
 
 
-CURRENT: ScopedValue[CurrentCall] = ScopedValue("current call of generate()", CurrentCall())
-"""The default stands for code outside of a call."""
+_OUTSIDE = CurrentCall()
+"""Code outside of a call."""
+
+CURRENT: ContextVar[CurrentCall] = ContextVar("current call of generate()", default=_OUTSIDE)

@@ -10,6 +10,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, TypeGuard
 
 import torch
@@ -25,14 +26,12 @@ from kvlayers.generation import (
     assisted,
     cache_by_name,
     call_arguments,
-    call_names,
+    call_cache,
     known_ids,
     legacy_tuples,
-    make_cache,
-    passed_caches,
 )
 from kvlayers.generation.current_call import CURRENT, Acquired, CurrentCall
-from kvlayers.generation.patching import Method, Patch, ScopedValue
+from kvlayers.generation.patching import Method, Patch, overriding
 from kvlayers.generation.prefill import prefill_in_chunks, prefill_once
 from kvlayers.generation.prefix_reuse import active_store, prefixed_call
 from kvlayers.rope.from_config import frequencies_within
@@ -55,7 +54,7 @@ def generate(original: Method) -> Method:
         cache_by_name.move_name_to_option(cache_name, kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         call_arguments.check_call(self, given, cache_name)
-        plain = functools.partial(generate_without_store, self, call_names.requested_name(given), cache_name)
+        plain = functools.partial(generate_without_store, self, cache_by_name.requested_name(given), cache_name)
         active = active_store.for_call()
         if active is None:
             return plain(*args, **kwargs)
@@ -73,16 +72,16 @@ def generate(original: Method) -> Method:
         is_own, mask = isinstance(past, Cache), kwargs.get("attention_mask")
         input_ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
         if compat.LOOPS_COUNT_CACHE_POSITION and is_own and not is_pair:
-            passed_caches.check_whole_sequence(past, input_ids)
+            call_cache.check_whole_sequence(past, input_ids)
         if is_own and not is_assistant and not is_pair:
-            passed_caches.check_rows(past, mask)
+            call_cache.check_rows(past, mask)
             _forget_images(self, past, input_ids, mask)
         if is_own and not is_assistant:
-            kwargs.update(passed_caches.decoder_mask(self, past, kwargs))
-        if type(past) in passed_caches.CLASSES:
-            passed_caches.replace_layers(past, self)
+            kwargs.update(call_cache.decoder_mask(self, past, kwargs))
+        if type(past) in call_cache.CLASSES:
+            call_cache.replace_layers(past, self)
         was_recording = is_own and any(layer.is_recording for layer in past.adapted_layers())
-        mask_mode = None if past is None else make_cache.mask_mode(past)
+        mask_mode = None if past is None else call_cache.mask_mode(past)
         was_compiled = mask_mode is not None and mask_mode.compiled
         is_from_store = prefixed_call.is_from_store(past)
         cache_sees_ids = not (is_pair or is_assistant or is_from_store) and kwargs.get("inputs_embeds") is None
@@ -93,7 +92,7 @@ def generate(original: Method) -> Method:
         may_be_stopped = bool(given.get("stopping_criteria")) or given.get("custom_generate") is not None
         acquired: list[Acquired] = []
         try:
-            with CURRENT.override(CurrentCall(requested, record, may_be_stopped, acquired)):
+            with overriding(CURRENT, CurrentCall(requested, record, may_be_stopped, acquired)):
                 output = original(assisted.view_for_generate(self, given), *args, **kwargs)
         except BaseException:
             # A retry with less memory must not find the cache kept alive here.
@@ -109,11 +108,11 @@ def generate(original: Method) -> Method:
         if returns_tuples and isinstance(output, ModelOutput) and cache is not None:
             cache_argument.replace_in_output(output, legacy_tuples.to_tuples(cache))
         if acquired:
-            make_cache.remember_lengths(self, acquired)
+            call_cache.remember_lengths(self, acquired)
         if isinstance(output, Tensor):
             # Nobody but the pool refers to the caches now.
             del cache
-            make_cache.release(self, acquired)
+            call_cache.release(self, acquired)
         return output
 
     return generate
@@ -172,7 +171,7 @@ def prepare_cache_for_generation(original: Method) -> Method:
     ) -> None:
         argument, call = cache_argument.name_in_generate(self), CURRENT.get()
         past = model_kwargs.get(argument)
-        call_names.resolve_name(self, generation_config, call.requested_name, past is not None)
+        cache_by_name.resolve_name(self, generation_config, call.requested_name, past is not None)
         name = generation_config.cache_implementation or "dynamic"
         if isinstance(past, transformers.Cache) and not generation_config.is_assistant:
             encoded = generate_calls.encoded_for(self, model_kwargs)
@@ -181,7 +180,7 @@ def prepare_cache_for_generation(original: Method) -> Method:
         if past is not None:
             _prepare_passed_cache(self, past, generation_config, model_kwargs, max_cache_length, generation_mode)
         if call.record is not None:
-            call.record.begin(past, generation_config, passed_caches.padding_mask(model_kwargs))
+            call.record.begin(past, generation_config, call_cache.padding_mask(model_kwargs))
         if generation_config.prefill_chunk_size is not None:
             is_filled = compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.get_seq_length()
             if is_filled or kept_states(self) is not None:
@@ -199,9 +198,9 @@ def prepare_cache_for_generation(original: Method) -> Method:
                 # What the cache would look at by itself has been checked here.
                 past.forget_call()
             elif past is None:
-                passed_caches.leave_on_host(model_kwargs.get(argument), self)
+                call_cache.leave_on_host(model_kwargs.get(argument), self)
             return
-        cache = make_cache.for_call(
+        cache = call_cache.for_call(
             self, name, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
         if generation_mode == GenerationMode.ASSISTED_GENERATION:
@@ -228,25 +227,25 @@ def _prepare_passed_cache(
     if isinstance(past, Cache) and generation_config.use_cache is False:
         # Some model configs say so (MPT). All tokens would then be passed to the cache at every step.
         generation_config.use_cache = model_kwargs["use_cache"] = True
-    attention_mask = passed_caches.padding_mask(model_kwargs)
+    attention_mask = call_cache.padding_mask(model_kwargs)
     # A draft model gets its own cache several times within one call.
     encoded = None if generation_config.is_assistant else generate_calls.encoded_for(model, model_kwargs)
     record = CURRENT.get().record
     total_tokens = None if record is None else record.total_tokens
     if attention_mask is not None:
         total_tokens = attention_mask.shape[1]
-    passed_caches.validate(model, past, attention_mask, total_tokens, encoded, model_kwargs.get("inputs_embeds"))
+    call_cache.validate(model, past, attention_mask, total_tokens, encoded, model_kwargs.get("inputs_embeds"))
     new_tokens = generation_config.max_new_tokens
     if new_tokens is not None and total_tokens is not None and not model.config.is_encoder_decoder:
         # The new tokens may have been passed alone, with a mask for all.
         max_cache_length = max(max_cache_length, total_tokens + new_tokens - 1)
-    make_cache.check_room(past, generation_config, max_cache_length)
-    mask_mode = make_cache.mask_mode(past)
+    call_cache.check_room(past, generation_config, max_cache_length)
+    mask_mode = call_cache.mask_mode(past)
     if mask_mode is not None:
         # A cache of transformers does not say whether it is compiled around, and no cache whether its masks are right.
         must_ask = not isinstance(past, Cache) or generate_calls.gives_windows_full_masks(model)
         if generation_config.compile_config is not None or must_ask:
-            mask_mode.compiled = make_cache.will_be_compiled(model, generation_config, generation_mode, past)
+            mask_mode.compiled = call_cache.will_be_compiled(model, generation_config, generation_mode, past)
 
 
 def prefill(original: Method) -> Method:
@@ -325,7 +324,7 @@ is_active: Callable[[], bool] | None = None
 `None` when it is no longer in place: another library may still call the replacement underneath its own."""
 
 
-_MAKER: ScopedValue[Any] = ScopedValue("the model whose pass was given no cache", None)
+_MAKER: ContextVar[Any] = ContextVar("the model whose pass was given no cache", default=None)
 
 
 def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -356,7 +355,7 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
         if is_compiling or not is_active_now():
             return original(self, *args, **kwargs)
         if past is None:
-            with _MAKER.override(self):
+            with overriding(_MAKER, self):
                 return original(self, *args, **kwargs)
         return _forward_with_cache(functools.partial(original, self), self, name, past, args, kwargs)
 
@@ -366,9 +365,9 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
 def _forward_with_cache(
     forward: Callable[..., Any], model: Any, name: str, past: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if type(past) in passed_caches.CLASSES:
-        passed_caches.replace_layers(past, model)
-        passed_caches.warn_of_another(past, CURRENT.get().requested_name, model)
+    if type(past) in call_cache.CLASSES:
+        call_cache.replace_layers(past, model)
+        call_cache.warn_of_another(past, CURRENT.get().requested_name, model)
     elif isinstance(past, str):
         kwargs = {**kwargs, name: cache_by_name.make_cache(past, model)}
     else:
@@ -392,8 +391,8 @@ def make_dynamic_cache(original: Callable[..., None]) -> Callable[..., None]:
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_active_now is None:
             return
         maker = _MAKER.get()
-        if maker is not None and type(self) in passed_caches.CLASSES and is_active_now():
-            passed_caches.replace_layers(self, maker)
+        if maker is not None and type(self) in call_cache.CLASSES and is_active_now():
+            call_cache.replace_layers(self, maker)
 
     return init
 

@@ -1,6 +1,6 @@
 """Let `generate()` use kvlayers' caches: explicitly, reversibly, and with as few changes to transformers as possible.
 
-While kvlayers is installed, these are replaced (`hooks.py` and `call_names.py` have what replaces them):
+While kvlayers is installed, these are replaced (`hooks.py` and `cache_by_name.py` have what replaces them):
 
 * `GenerationMixin.generate`, so that it takes legacy tuples and `return_legacy_cache=True`, which transformers 5
   dropped, keeps the name of a cache that it is asked for, and uses a prefix store (`prefixes/`). To decode with drafts
@@ -10,7 +10,7 @@ While kvlayers is installed, these are replaced (`hooks.py` and `call_names.py` 
 * `GenerationMixin._prefill`, which ignores what a cache has seen if the model's scan starts from zero
   (`prefill.py`).
 * `PreTrainedModel.__call__`, so that models take and return legacy tuples (`legacy_tuples.py`), empty caches of
-  transformers get layers of kvlayers (`passed_caches.py`), and caches remember the ids of prompts (`known_ids.py`).
+  transformers get layers of kvlayers (`call_cache.py`), and caches remember the ids of prompts (`known_ids.py`).
 * `DynamicCache.__init__`, so that a cache that a model makes itself, in a call without one, gets layers of kvlayers.
 * `GenerationConfig.save_pretrained`, so that a config with a name that only kvlayers knows can be loaded without
   kvlayers.
@@ -32,6 +32,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -47,15 +48,13 @@ from kvlayers.errors import OptionError
 from kvlayers.generation import (
     cache_by_name,
     call_arguments,
-    call_names,
+    call_cache,
     hooks,
     known_ids,
-    make_cache,
-    passed_caches,
     transformers4_names,
 )
 from kvlayers.generation.documents import DocumentPrompt
-from kvlayers.generation.patching import Activation, Method, Patch, ScopedValue
+from kvlayers.generation.patching import Activation, Method, Patch, ScopedValue, overriding
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.interop.export import register_export_support
 from kvlayers.kernels.attention import model_attention
@@ -120,9 +119,9 @@ def uninstall() -> None:
     """
     with _lock:
         active_store.CURRENT.set_default(None)
-        passed_caches.REPLACE.set_default(True)
+        call_cache.REPLACE.set_default(True)
         known_ids.STRICT_PROMPTS.set_default(False)
-        call_names.DEFAULT.set_default(None)
+        cache_by_name.DEFAULT.set_default(None)
         transformers4_names.ACTIVATION.deactivate()
         _activation.deactivate()
 
@@ -208,20 +207,20 @@ def _given(
             raise OptionError(f"`{name}` must be True or False, got {value!r}.")
     settings: list[tuple[ScopedValue[Any], Any]] = [
         (active_store.CURRENT, active),
-        (passed_caches.REPLACE, replace_empty_caches),
+        (call_cache.REPLACE, replace_empty_caches),
         (known_ids.STRICT_PROMPTS, strict_prompts),
-        (call_names.DEFAULT, None if asked is None else call_names.DefaultCache(asked)),
+        (cache_by_name.DEFAULT, None if asked is None else cache_by_name.DefaultCache(asked)),
     ]
     return [(setting, value) for setting, value in settings if value is not None]
 
 
-_in_call: ScopedValue[bool | None] = ScopedValue("whether the current call of generate() uses kvlayers", None)
+_in_call: ContextVar[bool | None] = ContextVar("whether the current call of generate() uses kvlayers", default=None)
 
 
 @contextmanager
 def call_with_kvlayers() -> Iterator[None]:
     """Lasts for one call that uses kvlayers, installed or not. Calls in other threads are not affected."""
-    with _activation.private_call(), _in_call.override(True):
+    with _activation.private_call(), overriding(_in_call, True):
         yield
 
 
@@ -234,7 +233,7 @@ def _call_of_generate() -> Iterator[bool]:
     """
     with _activation.call() as is_active, transformers4_names.ACTIVATION.call():
         uses_kvlayers = is_active or bool(_in_call.get())
-        with _in_call.override(uses_kvlayers):
+        with overriding(_in_call, uses_kvlayers):
             yield uses_kvlayers
 
 
@@ -282,7 +281,7 @@ def _patches() -> list[Patch]:
     """The table of all that is replaced in classes of transformers while kvlayers is installed."""
     replacements: list[tuple[type, str, Callable[[Method], Method]]] = [
         (GenerationMixin, "_prepare_cache_for_generation", hooks.prepare_cache_for_generation),
-        (GenerationConfig, "save_pretrained", call_names.save_pretrained),
+        (GenerationConfig, "save_pretrained", cache_by_name.save_pretrained),
     ]
     if compat.PREFILLS_APART:
         replacements.append((GenerationMixin, "_prefill", hooks.prefill))
@@ -299,8 +298,8 @@ def _patches() -> list[Patch]:
         # A config that is loaded outside of calls takes over its saved name.
         Patch(
             GenerationConfig,
-            call_names.FIELD,
-            lambda _: call_names.SavedName(lambda: is_installed() and _in_call.get() is None),
+            cache_by_name.FIELD,
+            lambda _: cache_by_name.SavedName(lambda: is_installed() and _in_call.get() is None),
         ),
     ]
 
@@ -329,7 +328,7 @@ def _apply_patches() -> None:
     hooks.is_active = _uses_kvlayers
     for interface, function in _ATTENTION:
         interface.register(model_attention.NAME, function)
-    if not call_names.are_accepted():
+    if not cache_by_name.are_accepted():
         _accept_names()
 
 
@@ -346,7 +345,7 @@ def _remove_patches() -> None:
             if functions.get(model_attention.NAME) is function:
                 del functions[model_attention.NAME]
     _accept_names()
-    make_cache.free_reservations()
+    call_cache.free_reservations()
 
 
 _activation = Activation(_apply_patches, _remove_patches)
@@ -354,7 +353,7 @@ _activation = Activation(_apply_patches, _remove_patches)
 
 def _accept_names() -> None:
     """Let a `GenerationConfig` accept the names of the registry while kvlayers is in place, and no longer."""
-    call_names.accept_names(lambda: named_caches.cache_names() if _activation.is_in_place else [])
+    cache_by_name.accept_names(lambda: named_caches.cache_names() if _activation.is_in_place else [])
 
 
 named_caches.on_change(_accept_names)

@@ -26,7 +26,7 @@ from transformers.utils import ModelOutput
 from kvlayers.core import named_caches
 from kvlayers.errors import KVLayersError, OptionError
 from kvlayers.generation import cache_by_name
-from kvlayers.generation.call_names import requested_name, resolve_name
+from kvlayers.generation.cache_by_name import requested_name, resolve_name
 from kvlayers.generation.install import call_with_kvlayers, is_installed
 from kvlayers.generation.legacy_tuples import kvlayers_view
 from kvlayers.upstream import cache_argument, generate_calls

@@ -172,11 +172,16 @@ class ScopedValue(Generic[T]):
         """Change the process-wide value. Contexts with a value of their own keep it."""
         self._default = value
 
-    @contextmanager
-    def override(self, value: T) -> Iterator[None]:
+    def override(self, value: T) -> AbstractContextManager[None]:
         """Use `value` in this context for the length of a `with` block."""
-        token = self._override.set((value,))
-        try:
-            yield
-        finally:
-            self._override.reset(token)
+        return overriding(self._override, (value,))
+
+
+@contextmanager
+def overriding(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Set a variable of this context for the length of a `with` block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from kvlayers.generation.call_arguments import check_model, with_prompt_by_name
+from kvlayers.generation.call_cache import free_reservations
 from kvlayers.generation.ladder import DEFAULT_LADDER, GenerateCall, Rung, RungLike, first_line, suitable_rungs
-from kvlayers.generation.make_cache import free_reservations
 from kvlayers.upstream import cache_argument
 from kvlayers.utils.tensor_memory import is_out_of_memory
 

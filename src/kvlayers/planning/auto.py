@@ -1,16 +1,18 @@
-"""`cache_implementation="auto"`: the cache that a plan recommends for the free memory."""
+"""What fits into memory: the cache that a plan recommends (`cache_implementation="auto"`), and rows side by side."""
 
 import dataclasses
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import transformers
 
-from kvlayers.core.named_caches import CacheRequest
-from kvlayers.errors import ConfigError, OptionError
+from kvlayers.core.named_caches import CacheRequest, register
+from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionError, UnsupportedLayerError
 from kvlayers.generation.cache_by_name import AUTO, cache_for
-from kvlayers.planning.planner import plan_for
+from kvlayers.planning.planner import bytes_by_length, checked_count, plan_for
+from kvlayers.rows.dense_rows import capacity_for
 from kvlayers.utils.units import amount_of_bytes, readable_bytes
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,7 @@ WITHOUT_PLAN = "dynamic"
 """The cache of a model that cannot be planned."""
 
 
+@register(AUTO)
 def chosen_cache(request: CacheRequest) -> transformers.Cache:
     """The cache that a plan recommends. The log says which: as a warning unless it is exact and on the device.
 
@@ -77,19 +80,12 @@ def _budget(request: CacheRequest) -> int | dict[torch.device, int]:
     if memory is None:
         free = {device: int(SHARE_FOR_CACHE * free_memory(device)) for device in _devices(request)}
         return free if request.layer_devices else sum(free.values())
-    return checked_memory(memory)
+    return _bytes_of(memory)
 
 
-def checked_memory(memory: Any) -> int:
-    """The bytes of `memory`, a number or a text such as "1GiB".
-
-    Raises:
-        OptionError: it is neither, or less than 1.
-    """
-    nbytes = amount_of_bytes(memory, "memory")
-    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 1:
-        raise OptionError(f"`memory` must be a whole number of bytes, at least 1, got {memory!r}.")
-    return nbytes
+def _bytes_of(memory: Any) -> int:
+    """The bytes of `memory`, a number or a text such as "1GiB"."""
+    return checked_count(amount_of_bytes(memory, "memory"), "memory", "bytes")
 
 
 def free_memory(device: torch.device) -> int:
@@ -113,3 +109,63 @@ def free_memory(device: torch.device) -> int:
         f"torch reports the free memory of cpu, cuda, xpu and mps, but not of {device}: pass `memory`, in bytes, or "
         "name a cache."
     )
+
+
+# Rows side by side
+
+ROUNDING = 256
+"""Tokens to a multiple of which the length of a row is rounded up, to count its bytes."""
+
+
+class RoomForRows:
+    """Which rows fit side by side.
+
+    Args:
+        name: name of the rows' caches.
+        request: what the cache of one row is for.
+        memory: bytes of the device that all rows may take; `None` for half of what is free, but at least one row, and
+            for no limit if it is not known what is free, or what such a cache takes.
+
+    Raises:
+        OptionError: `memory` is not a number of bytes.
+        ConfigError, UnsupportedLayerError: `memory` is given, and the bytes of such a cache are not known.
+    """
+
+    def __init__(self, name: str, request: CacheRequest, memory: int | str | None) -> None:
+        self._memory, self._is_given = 0, memory is not None
+        self._bytes_of: Callable[[int], int] = lambda tokens: 0
+        try:
+            free = free_memory(request.device or torch.device("cpu")) if memory is None else 0
+            self._memory = free // 2 if memory is None else _bytes_of(memory)
+            self._bytes_of = bytes_by_length(name, request)
+        except KVLayersError:
+            if memory is not None:
+                raise
+
+    def fits(self, tokens: int, others: Sequence[int]) -> bool:
+        """Whether a row of up to `tokens` tokens fits beside others. All may take the room of the longest.
+
+        Raises:
+            CapacityError: it does not even fit alone.
+        """
+        if not self._is_given and not others:
+            return True
+        own, longest = self._bytes(tokens), self._bytes(max(tokens, *others, 0))
+        if self._is_given and own > self._memory:
+            raise CapacityError(
+                f"`memory` must be at least {readable_bytes(own)} for a prompt and answer of {tokens} tokens, got "
+                f"{readable_bytes(self._memory)}: give more, or name a smaller cache."
+            )
+        return longest * (len(others) + 1) <= self._memory
+
+    def _bytes(self, tokens: int) -> int:
+        try:
+            # Rounded up, so that few lengths are tried.
+            return self._bytes_of(-(-capacity_for(tokens) // ROUNDING) * ROUNDING)
+        except CapacityError:
+            # A reservation of its own may be no larger than the tokens.
+            return self._bytes_of(tokens)
+        except UnsupportedLayerError:
+            if self._is_given:
+                raise
+            return 0

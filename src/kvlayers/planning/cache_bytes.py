@@ -230,7 +230,22 @@ def layer_bytes(layer: LayerOperations, shape: LayerShape, tokens: int) -> Layer
         ConfigError: the layer attends, and the model's layer does not.
     """
     try:
-        return _bytes_after_update(layer, shape, tokens)
+        if isinstance(layer, HybridLayer):
+            attention, linear = (layer_bytes(part, shape, tokens) for part in (layer.wrapped, layer.linear))
+            return attention._replace(device=attention.device + linear.device)
+        if isinstance(layer, OffloadedLayer):
+            states, beside = _states_and_beside(layer.wrapped, shape, tokens)
+            spare = sum(layer.prefetcher.memory.allocated_nbytes(nbytes) - nbytes for nbytes in states)
+            return LayerBytes(beside, sum(states), spare, layer.wrapped.copies_nbytes(shape, tokens))
+        if isinstance(layer, LinearAttentionLayer):
+            return LayerBytes(_recurrent_nbytes(layer, shape, tokens))
+        if isinstance(layer, TransformersLayer):
+            return LayerBytes(_upstream_nbytes(layer, shape, tokens))
+        if isinstance(layer, EvictingLayer):
+            states, queries = _evicting_nbytes(layer, shape, tokens)
+            return LayerBytes(sum(states) + queries)
+        _fill(layer, shape, tokens)
+        return LayerBytes(layer.nbytes)
     except KVLayersError:
         raise
     # torch's error for code that reads the numbers of a meta tensor is one of these.
@@ -239,25 +254,6 @@ def layer_bytes(layer: LayerOperations, shape: LayerShape, tokens: int) -> Layer
             f"The memory of a `{type(layer).__name__}` cannot be planned, because it cannot take in states on the meta "
             f"device, which have no numbers ({error}): make the cache, run the model, and ask the cache for `nbytes`."
         ) from error
-
-
-def _bytes_after_update(layer: LayerOperations, shape: LayerShape, tokens: int) -> LayerBytes:
-    if isinstance(layer, HybridLayer):
-        attention, linear = (_bytes_after_update(part, shape, tokens) for part in (layer.wrapped, layer.linear))
-        return attention._replace(device=attention.device + linear.device)
-    if isinstance(layer, OffloadedLayer):
-        states, beside = _states_and_beside(layer.wrapped, shape, tokens)
-        spare = sum(layer.prefetcher.memory.allocated_nbytes(nbytes) - nbytes for nbytes in states)
-        return LayerBytes(beside, sum(states), spare, layer.wrapped.copies_nbytes(shape, tokens))
-    if isinstance(layer, LinearAttentionLayer):
-        return LayerBytes(_recurrent_nbytes(layer, shape, tokens))
-    if isinstance(layer, TransformersLayer):
-        return LayerBytes(_upstream_nbytes(layer, shape, tokens))
-    if isinstance(layer, EvictingLayer):
-        states, queries = _evicting_nbytes(layer, shape, tokens)
-        return LayerBytes(sum(states) + queries)
-    _fill(layer, shape, tokens)
-    return LayerBytes(layer.nbytes)
 
 
 def _states_and_beside(layer: Any, shape: LayerShape, tokens: int) -> tuple[list[int], int]:

@@ -91,11 +91,11 @@ def plan(
     of_model = model_types.config_of(config)
     limit = None if memory is None else bytes_or_share(memory, "memory")
     if limit is not None and not isinstance(limit, Fraction):
-        limit = _count(limit, "memory", "bytes")
+        limit = checked_count(limit, "memory", "bytes")
     wanted = _Wanted(
         of_model,
-        _count(tokens(context_length, "context_length"), "context_length", "tokens"),
-        _count(batch_size, "batch_size", "sequences"),
+        checked_count(tokens(context_length, "context_length"), "context_length", "tokens"),
+        checked_count(batch_size, "batch_size", "sequences"),
         _dtype_of(model_types.decoder_config(of_model), dtype),
         None,
         _encoder_length(of_model, encoder_length),
@@ -336,8 +336,9 @@ def _bytes_per_token(trial: CacheTrial, costs: CacheBytes, context_length: int) 
     return (further.total - costs.total) / TOKENS_AHEAD
 
 
-def _count(number: object, name: str, what: str) -> int:
-    count = whole_number(number, name)
+def checked_count(number: object, name: str, what: str) -> int:
+    """`number` as an `int`, at least 1. Raises `OptionError` that names the argument, and `what` it counts."""
+    count = whole_number(number, f"`{name}`")
     if isinstance(number, bool) or count < 1:
         raise OptionError(f"`{name}` must be a whole number of {what}, at least 1, got {number!r}.")
     return count
@@ -359,4 +360,4 @@ def _encoder_length(config: PretrainedConfig, encoder_length: int | str | None) 
             "`encoder_length` is missing, and cross-attention caches the output of the model's encoder: pass the "
             "number of tokens in that output."
         )
-    return _count(tokens(encoder_length, "encoder_length"), "encoder_length", "tokens")
+    return checked_count(tokens(encoder_length, "encoder_length"), "encoder_length", "tokens")

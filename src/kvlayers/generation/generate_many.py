@@ -166,7 +166,9 @@ def generate_many(
     named = requested_cache(either(cache, cache_implementation) or "dynamic", cache_config)
     drafter, tokens_of_drafts = _drafter(model, config, prompt_lookup_num_tokens, assistant_model)
     active = required_store(prefix_store, namespace)
-    engine = RowEngine(model, config, named, active, max_rows, memory, chunk_tokens, drafter, tokens_of_drafts)
+    engine = RowEngine[_Numbered](
+        model, config, named, active, max_rows, memory, chunk_tokens, drafter, tokens_of_drafts
+    )
     requests = _requests(prompts, model, config, {**given, "tokenizer": tokenizer}, on_token)
     answers = _answers(engine, requests, tokenizer)
     answers = _in_order(answers) if in_order else answers
@@ -253,7 +255,7 @@ def _ids_of(prompt: Any, tokenizer: Any) -> Tensor:
     return ids.to(torch.int64)
 
 
-def _answers(engine: RowEngine, requests: Iterator[_Numbered], tokenizer: Any) -> Iterator[Generated]:
+def _answers(engine: RowEngine[_Numbered], requests: Iterator[_Numbered], tokenizer: Any) -> Iterator[Generated]:
     """The answers as they end."""
     while True:
         for failed in engine.admit(lambda: next(requests, None)):

@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from kvlayers.utils import late
 MAX_OVERTAKEN = 8
 """How many requests may join before one that must wait, for room or for rows with its frequencies. As many are looked
 at behind it. Then it is the next one, so that no request waits for ever."""
+
+
+Kind = TypeVar("Kind", bound="Request")
 
 
 @dataclass(eq=False)
@@ -78,7 +81,7 @@ class Request:
         return self.ids[0, :0] if self.row is None else self.row.new_ids
 
 
-class RowEngine:
+class RowEngine(Generic[Kind]):
     """Requests that wait, those whose prompts are being read, and rows that are being decoded.
 
     Args:
@@ -135,9 +138,9 @@ class RowEngine:
         self._room = late.function("room for rows")(named.name, request_of(model, named.options, batch_size=1), memory)
         self._part_of_store()
         self._decoder = RowDecoder(model, self._show, drafter)
-        self._waiting: list[Request] = []
-        self._reading: deque[Request] = deque()
-        self._of: dict[DecodedRow, Request] = {}
+        self._waiting: list[Kind] = []
+        self._reading: deque[Kind] = deque()
+        self._of: dict[DecodedRow, Kind] = {}
         self._held_before = 1
 
     def _empty_cache(self, length_hint: int) -> Cache:
@@ -151,23 +154,25 @@ class RowEngine:
         return cache
 
     @property
-    def held(self) -> list[Request]:
+    def held(self) -> list[Kind]:
         """The requests whose states are held."""
         return [*self._of.values(), *self._reading]
 
     @property
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[Kind]:
         """All requests that have not ended, those that wait last."""
         return [*self.held, *self._waiting]
 
-    def admit(self, more: Callable[[], Request | None]) -> Iterator[Request]:
+    def admit(self, more: Callable[[], Kind | None]) -> Iterator[Kind]:
         """Let requests join that fit, and yield those that have failed.
 
         Args:
             more: the next request that waits, `None` for none.
         """
-        # As long as no row leaves, those that wait wait on.
-        place = 0 if len(self.held) < self._held_before else MAX_OVERTAKEN + 1
+        # As long as no row leaves, those that wait wait on, and only new ones are looked at.
+        place = 0 if len(self.held) < self._held_before else len(self._waiting)
+        if place and any(each.overtaken >= MAX_OVERTAKEN for each in self._waiting):
+            return
         while len(self.held) < self._max_rows and place <= MAX_OVERTAKEN:
             if place >= len(self._waiting):
                 new = more()
@@ -193,14 +198,14 @@ class RowEngine:
                 break
         self._held_before = len(self.held)
 
-    def advance(self) -> Iterator[Request]:
+    def advance(self) -> Iterator[Kind]:
         """Read a chunk of a prompt, take a step with all rows, and yield the requests that have ended."""
         yield from self._read()
         self._decoder.step()
         for row, reason in self._decoder.drop_ended():
             yield self._ended(self._of.pop(row), reason)
 
-    def cancel(self, request: Request) -> bool:
+    def cancel(self, request: Kind) -> bool:
         """Take a request out, and return whether it is out now: one that is being decoded ends with the next step."""
         if request.row is not None and request.row in self._of:
             request.row.is_stopped = True
@@ -218,7 +223,7 @@ class RowEngine:
     def _part_of_store(self) -> StorePart | None:
         return StorePart.if_usable(self._model, self._active, self._named.name, self._named.options)
 
-    def _joins(self, request: Request) -> bool:
+    def _joins(self, request: Kind) -> bool:
         """Whether a request may join those that are held, which it then does."""
         held = self.held
         request.most_tokens = request.prompt_tokens + int(request.config.max_new_tokens) + self._room_for_drafts
@@ -239,7 +244,7 @@ class RowEngine:
         self._reading.append(request)
         return True
 
-    def _cache_of(self, request: Request) -> Cache:
+    def _cache_of(self, request: Kind) -> Cache:
         """The cache of a prompt, which has seen what the store has: also what the prompts before have inserted."""
         if request.cache is None:
             # The model may have changed since the prompts before.
@@ -250,12 +255,12 @@ class RowEngine:
             request.cached_tokens = found.covered
         return request.cache
 
-    def _read(self) -> Iterator[Request]:
+    def _read(self) -> Iterator[Kind]:
         """Read a chunk of the first prompt that is being read, and let it join if that was the last one.
 
         Without rows that would wait, prompts are read until all have joined.
         """
-        ready: list[Request] = []
+        ready: list[Kind] = []
         while self._reading:
             request = self._reading[0]
             try:
@@ -282,16 +287,17 @@ class RowEngine:
             if row not in going_on:
                 yield self._ended(self._of.pop(row), self._decoder.errors.pop(row, None))
 
-    def _wait_with(self, request: Request, logits: Tensor) -> None:
+    def _wait_with(self, request: Kind, logits: Tensor) -> None:
         """Let the copies of a request wait first, with what it has read."""
         for each in request.copies:
             each.cache, each.logits = self._cache_of(request).fork(), logits
             each.cached_tokens = request.prompt_tokens
-        self._waiting[:0] = request.copies
+        # Those of this engine were made as the request was.
+        self._waiting[:0] = cast("Sequence[Kind]", request.copies)
         request.copies = ()
 
     @torch.no_grad()
-    def _logits_of(self, request: Request) -> Tensor | None:
+    def _logits_of(self, request: Kind) -> Tensor | None:
         """The logits after the last token of a prompt, `[1, vocab]`, or `None` if there is more to read."""
         if request.logits is not None:
             return request.logits
@@ -313,6 +319,6 @@ class RowEngine:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _ended(self, request: Request, error: Exception | None) -> Request:
+    def _ended(self, request: Kind, error: Exception | None) -> Kind:
         request.error, request.cache = error, None
         return request

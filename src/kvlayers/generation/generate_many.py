@@ -14,7 +14,6 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from kvlayers.core.cache import Cache
 from kvlayers.errors import OptionError
-from kvlayers.generation.batch_drafts import DraftModel, tokens_of_draft
 from kvlayers.generation.cache_by_name import (
     AUTO,
     NamedCache,
@@ -24,11 +23,11 @@ from kvlayers.generation.cache_by_name import (
     requested_cache,
 )
 from kvlayers.generation.call_arguments import check_generation_config, check_model
-from kvlayers.generation.prefill import pass_limit
+from kvlayers.generation.prefill import pass_limit, pass_unseen
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore, required_store
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
-from kvlayers.generation.prefix_reuse.prefixed_call import pass_unseen, usable_cache
-from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, check_positions
+from kvlayers.generation.prefix_reuse.prefixed_call import usable_cache
+from kvlayers.generation.row_decoding import DecodedRow, Drafter, RowDecoder, check_positions, drafter_of
 from kvlayers.prefix import Hit, PrefixStore
 from kvlayers.rope.from_config import frequencies_within, remembers_lengths
 from kvlayers.upstream import generate_calls, model_types
@@ -265,19 +264,18 @@ def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> 
     """What makes drafts, and of how many tokens."""
     if looked_up is not None and assistant is not None:
         raise OptionError("`prompt_lookup_num_tokens` must be left out beside an `assistant_model`, got both.")
+    if looked_up is None and assistant is None:
+        return None, 0
     if looked_up is not None:
         check_whole_number(looked_up, "`prompt_lookup_num_tokens`", 1, of="tokens")
-        return LookedUp(generate_calls.prompt_lookup(config, looked_up)), looked_up
-    if assistant is None:
-        return None, 0
+        return drafter_of(config, looked_up, None)
     assistant = model_types.unwrapped(assistant)
     if not isinstance(assistant, PreTrainedModel):
         raise OptionError(f"`assistant_model` must be a model of transformers, got a {type(assistant).__name__}.")
     own, smaller = (model_types.decoder_config(each.config).vocab_size for each in (model, assistant))
     if own != smaller:
         raise OptionError(f"`assistant_model` must have the vocabulary of the model, {own} tokens, got {smaller}.")
-    tokens = tokens_of_draft(assistant, config)
-    return DraftModel(assistant, tokens), tokens
+    return drafter_of(config, None, assistant)
 
 
 def _empty(model: Any, named: NamedCache, length_hint: int) -> Cache:

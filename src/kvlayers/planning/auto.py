@@ -75,7 +75,9 @@ def _budget(request: CacheRequest) -> int | dict[torch.device, int]:
     """Bytes that the cache may take: `memory`, or most of what is free, of each device if the layers are on several."""
     others = sorted(request.options.keys() - {"memory"})
     if others:
-        raise OptionError(f"'{AUTO}' has only the option `memory`, got {others}: name the cache that has them.")
+        raise OptionError(
+            f"`cache_config` of '{AUTO}' must have the option `memory` alone, got {others}: name one that has them."
+        )
     memory = request.options.get("memory")
     if memory is None:
         free = {device: int(SHARE_FOR_CACHE * free_memory(device)) for device in _devices(request)}
@@ -106,8 +108,8 @@ def free_memory(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
     raise OptionError(
-        f"torch reports the free memory of cpu, cuda, xpu and mps, but not of {device}: pass `memory`, in bytes, or "
-        "name a cache."
+        f"`device` must be one whose free memory torch reports (cpu, cuda, xpu, mps), got {device}: pass `memory`, in "
+        "bytes, or name a cache."
     )
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
 from types import MappingProxyType
 
@@ -128,7 +127,7 @@ def plan_for(request: CacheRequest, memory: int | Mapping[torch.device, int], na
     """
     if request.length_hint is None:
         raise OptionError(
-            f"'{AUTO}' chooses a cache for a number of tokens, but got no `length_hint`: pass one, or name a cache."
+            f"`length_hint` must be the number of tokens for which '{AUTO}' chooses, got none: pass it, or name one."
         )
     encoder_length = request.encoder_length
     if encoder_length is None and request.config.is_encoder_decoder:
@@ -147,7 +146,7 @@ def plan_for(request: CacheRequest, memory: int | Mapping[torch.device, int], na
     return wanted.plan(*wanted.caches(names))
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Wanted:
     """What caches are planned for: the arguments of `plan`, checked.
 
@@ -163,7 +162,7 @@ class _Wanted:
     memory: int | None
     encoder_length: int | None
     layer_devices: Sequence[torch.device] = ()
-    memory_by_device: Mapping[torch.device | None, int] = field(default_factory=dict)
+    memory_by_device: Mapping[torch.device | None, int] = dataclasses.field(default_factory=dict)
 
     def bytes_in_full(self) -> int:
         """Bytes of the device that a cache in full precision takes.

@@ -18,7 +18,7 @@ from kvlayers.generation.prefill import MIN_TOKENS
 from kvlayers.generation.prefix_reuse.active_store import CURRENT, optional_store, required_store
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import usable_cache
-from kvlayers.interop.calls import check_reservation
+from kvlayers.interop.adapter import check_reservation
 from kvlayers.planning.cache_bytes import CacheTrial, fidelity_of
 from kvlayers.planning.shapes import layer_shapes
 

@@ -457,7 +457,7 @@ def test_a_limit_is_no_way_around_by_a_state() -> None:
     ahead = kvlayers.StaticSlidingLayer(20, 8)
     for _ in range(30):
         ahead.update(states(*GOOD), states(*GOOD))
-    with pytest.raises(kvlayers.CapacityError, match="at most 20 seen tokens, got 30"):
+    with pytest.raises(kvlayers.CapacityError, match="at most 20 tokens, which the layer may see, got 30"):
         kvlayers.StaticSlidingLayer(20, 8, token_limit=20).load_state(ahead.state())
 
 

@@ -170,7 +170,7 @@ def test_a_name_gives_a_pair_of_its_kinds(family: str, name: str, installed: Non
             assert (type(pair), type(own), type(cross)) == (Pair, own_type, cross_type)
             assert pair.offloading is own.offloading is cross.offloading is offloading
             assert len(own) == len(cross) == 2
-            held = [layer.layer if offloading else layer for layer in cross.layers]
+            held = [layer.wrapped if offloading else layer for layer in cross.layers]
             assert {type(layer) for layer in held} == {layer_type}
             encoded = 16 if family == "whisper" else ENCODED
             assert {layer.length for layer in held} == {encoded}

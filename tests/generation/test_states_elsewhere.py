@@ -197,7 +197,7 @@ def test_a_layer_is_cropped_if_its_crop_knows_its_states(layer_class: type, may:
     if may:
         layer.remove_newest(2)
     else:
-        with pytest.raises(kvlayers.errors.RollbackError, match="WithMeans has states beside its keys and values"):
+        with pytest.raises(kvlayers.errors.RollbackError, match="WithMeans .* states beside its keys and values"):
             layer.remove_newest(2)
     assert layer.length == (3 if may else 5)
 

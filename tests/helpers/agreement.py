@@ -61,7 +61,7 @@ def check_at_rest(layer: CacheLayer, oracle: Oracle) -> None:
     assert type(layer.get_seq_length()) is int
     assert layer.exact_from == oracle.exact_from
     # What is on its way is the prefetcher's, and comes and goes.
-    assert layer.nbytes == bytes_reached(layer.layer if isinstance(layer, OffloadedLayer) else layer)
+    assert layer.nbytes == bytes_reached(layer.wrapped if isinstance(layer, OffloadedLayer) else layer)
     if oracle.length:
         kept = oracle.length - oracle.first_attended(oracle.length)
         # Not `keys` and `values`, which are handed out for good, and so change what a fork shares.

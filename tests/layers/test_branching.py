@@ -23,8 +23,8 @@ from kvlayers import (
     StaticLayer,
     StaticSlidingLayer,
 )
+from kvlayers.eviction.flat_tokens import is_ragged
 from kvlayers.eviction.held_tokens import held_tokens
-from kvlayers.eviction.ragged_state import is_ragged
 from kvlayers.offload import Prefetcher
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import QuantizedStore
@@ -78,7 +78,7 @@ NEEDS = {"hqq": "hqq", "quanto": "optimum.quanto"}
 def holds_the_same(branch: Branch) -> None:
     """To the last bit, since nothing is computed from it; and all memory is counted."""
     shared = branch.shared
-    held = (shared.layer, [*shared._pages.held_tensors()]) if isinstance(shared, OffloadedLayer) else shared
+    held = (shared.wrapped, [*shared._pages.held_tensors()]) if isinstance(shared, OffloadedLayer) else shared
     assert shared.nbytes == bytes_reached(held)
     seen, expected = branch.shared.state(), branch.alone.state()
     assert (seen.kind, seen.facts) == (expected.kind, expected.facts)

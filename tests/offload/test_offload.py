@@ -217,7 +217,7 @@ def test_encoder_decoders_send_cross_attention_once(
     own = outputs[1].past_key_values.self_attention_cache
     assert own.offloading
     assert cross.offloading
-    bytes_held = sum(layer.layer.keys.nbytes + layer.layer.values.nbytes for layer in cross.layers)
+    bytes_held = sum(layer.wrapped.keys.nbytes + layer.wrapped.values.nbytes for layer in cross.layers)
     if name != "offloaded_quantized":
         assert cross.traffic.total.to_host == bytes_held
 
@@ -228,7 +228,9 @@ def test_encoder_decoders_send_cross_attention_once(
 def live_bytes(layer: Any) -> int:
     """Bytes of the tokens that a layer holds, without spare room."""
     found = []
-    layer.layer.swap_buffers(lambda buffer, start, end: found.append(buffer.read(start, end - start).nbytes) or buffer)
+    layer.wrapped.swap_buffers(
+        lambda buffer, start, end: found.append(buffer.read(start, end - start).nbytes) or buffer
+    )
     return sum(found)
 
 
@@ -282,12 +284,12 @@ def test_windows_stay_on_the_device_where_they_are_asked_to(recorded: list[Recor
 def test_a_static_cache_stays_at_its_addresses(recorded: list[RecordingTransfers]) -> None:
     model, _, cache = pair("static", "llama")
     decode(model, cache, prompt(2, 21), 2)
-    addresses = [layer.layer.keys.data_ptr() for layer in cache.layers]
+    addresses = [layer.wrapped.keys.data_ptr() for layer in cache.layers]
     decode(model, cache, prompt(2, 1), 60)
     cache.crop(-5)
     cache.reorder_cache(torch.tensor([1, 0]))
     decode(model, cache, prompt(2, 1), 5)
-    assert [layer.layer.keys.data_ptr() for layer in cache.layers] == addresses
+    assert [layer.wrapped.keys.data_ptr() for layer in cache.layers] == addresses
 
 
 def test_layers_that_are_left_out_or_come_in_another_order_cost_traffic_and_nothing_else() -> None:
@@ -459,7 +461,7 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     ),
     "a layer of transformers that holds tokens": (
         UnsupportedLayerError,
-        "expected layers that can be offloaded",
+        "Layers must be of a kind that can be offloaded",
         lambda: kvlayers.Cache(layers=[transformers.cache_utils.DynamicLayer()], offloading=True),
     ),
 }

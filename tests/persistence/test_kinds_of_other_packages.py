@@ -208,7 +208,7 @@ def test_layers_describe_the_layers_that_they_are_made_of(registered: None) -> N
     twin = kvlayers.HybridLayer.from_description(hybrid.describe(), context)
     assert twin.describe() == hybrid.describe()
     assert isinstance(twin.attention, kvlayers.OffloadedLayer)
-    assert (type(twin.attention.layer), twin.attention.layer.store.step) == (RecentLayer, 5)
+    assert (type(twin.attention.wrapped), twin.attention.wrapped.store.step) == (RecentLayer, 5)
     assert (twin.linear.number_of_states, twin.linear.checkpoints, twin.linear.tokens_at_once) == (
         2,
         linear.checkpoints,

@@ -707,7 +707,7 @@ def test_an_answer_outlives_what_becomes_of_the_store() -> None:
     model, ids = tiny_model("llama"), prompt(tokens=DOCUMENT)
 
     class Broken:
-        def order(self, entries: Any) -> Any:
+        def rank(self, entry: Any) -> float:
             raise RuntimeError("a policy of somebody else's")
 
     store = PrefixStore(plain(model, ids, return_dict_in_generate=True).past_key_values.nbytes * 2, policy=Broken())

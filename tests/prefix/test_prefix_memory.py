@@ -230,14 +230,14 @@ def test_a_document_of_a_directory_is_held_once_too(tmp_path: pathlib.Path) -> N
 # What leaves
 
 
-def test_an_entry_leaves_after_those_that_continue_it() -> None:
+def test_snapshots_of_a_chain_leave_before_its_end() -> None:
     store, cache = PrefixStore(2**30), kvlayers.DynamicCache(LAYERS)
     taken = snapshots(3)
     for ids, cache in taken:
         store.insert(ids, cache, model="m")
-    # The shortest was used longest ago, and the others read its memory.
+    # The shortest was used longest ago, and what the others have of its memory stays.
     assert store.evict(1) > 0
-    assert [store.lookup(torch.cat([ids, ids[:1] - 1]), model="m").covered for ids, _ in taken] == [16, 32, 32]
+    assert [store.lookup(torch.cat([ids, ids[:1] - 1]), model="m").covered for ids, _ in taken] == [0, 32, 48]
 
 
 def test_memory_that_only_a_gone_entry_has_read_is_given_back() -> None:
@@ -310,15 +310,20 @@ def test_states_that_a_fork_copies_are_copied_once_to_be_inserted(monkeypatch: p
     assert store.lookup(torch.arange(2 * STEP + 1), model="m").covered == 2 * STEP
 
 
-def test_a_policy_cannot_change_what_is_evicted() -> None:
-    class Greedy:
-        def order(self, entries: Any) -> Any:
-            assert isinstance(entries, tuple)
-            return [*entries, *entries, PrefixEntry("other", entries[0].ids)]
+def test_a_policy_ranks_entries() -> None:
+    class ShortestFirst:
+        def rank(self, entry: PrefixEntry) -> float:
+            return entry.length
 
-    store = PrefixStore(2**30, policy=Greedy())
-    for ids, cache in snapshots(3):
+    store = PrefixStore(2**30, policy=ShortestFirst())
+    # The longest ones come in first.
+    for ids, cache in reversed(snapshots(3)):
         store.insert(ids, cache, model="m")
+    while not store.statistics.evictions:
+        store.evict(1)
+    assert (len(store), store.statistics.evictions) == (2, 1)
+    ids, _ = snapshots(3)[0]
+    assert store.lookup(torch.cat([ids, torch.tensor([99])]), model="m").covered == 0
     assert store.evict() > 0
     assert (len(store), store.statistics.bytes, store.statistics.evictions) == (0, 0, 3)
 
@@ -416,6 +421,6 @@ def test_an_interrupt_while_memory_is_counted_leaves_a_store_that_goes_on(
             assert store.statistics.bytes == union_of(store) <= 2 * taken[-1][1].nbytes
             assert store.insert(ids + 100 * calls, cache.fork(), model="m") in (True, False)
             assert store.statistics.bytes == union_of(store)
-    assert interrupts > 10
+    assert interrupts > 8
     store.evict()
     assert (store.statistics.bytes, len(store)) == (0, 0)

@@ -310,12 +310,28 @@ def test_a_store_without_a_size_has_one_gibibyte_and_is_a_store_though_it_is_emp
     )
 
 
-def test_the_budget_holds_whatever_a_policy_says() -> None:
-    class Nothing:
-        def order(self, entries: Any) -> list[Any]:
-            return []
+class Constant:
+    def rank(self, entry: Any) -> float:
+        return float("nan")
 
-    store = PrefixStore(room_for(2), policy=Nothing())
+
+class Growing:
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def rank(self, entry: Any) -> float:
+        self.asked += 1
+        return self.asked
+
+
+class Falling(Growing):
+    def rank(self, entry: Any) -> float:
+        return -super().rank(entry)
+
+
+@pytest.mark.parametrize("policy", [Constant, Growing, Falling])
+def test_the_budget_holds_whatever_a_policy_says(policy: Any) -> None:
+    store = PrefixStore(room_for(2), policy=policy())
     for first in range(9):
         store.insert(ids_of(first, 0, 0), filled([first, 0, 0]), model="m")
         assert store.statistics.bytes <= room_for(2)
@@ -736,7 +752,7 @@ def test_namespaces_that_were_asked_for_in_vain_leave_nothing() -> None:
         store.lookup(ids_of(1, 2), model="m", namespace=str(number))
     store.insert(ids_of(1, 2), filled([1, 2]), model="m")
     store.evict()
-    assert store._index._trees == {}
+    assert len(list(store._index._entries)) == 0
 
 
 def test_a_reason_tells_what_ends_from_what_parts() -> None:

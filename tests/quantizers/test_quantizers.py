@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fresh_process
+from kvlayers.core.buffer import StateForm
 from kvlayers.errors import OptionError, RegistryError
-from kvlayers.interop import calls
+from kvlayers.interop.adapter import TransformersLayer
 from kvlayers.kernels.codes.groups import rotate
 from kvlayers.quantized.quantizers import other_packages
 from kvlayers.quantizers import (
@@ -289,7 +290,8 @@ def transformers_layer(name: str, nbits: int, axis: int, group_size: int) -> Cal
     layer: Any = kind(nbits=nbits, axis_key=axis, axis_value=axis, q_group_size=group_size)
 
     def quantize(states: Tensor) -> Tensor:
-        calls.reserve(layer, states)
+        form = StateForm(1, 1, states.shape[-1], states.dtype, states.device)
+        TransformersLayer(layer).reserve_form(form, form)
         held: Tensor = layer._dequantize(layer._quantize(states.contiguous(), axis=axis))
         return held
 

@@ -11,7 +11,6 @@ import fresh_process
 import kvlayers
 import versions
 from kvlayers.generation import install
-from kvlayers.interop import calls
 from kvlayers.upstream import compat, model_layers, supported
 from kvlayers.upstream.supported import NEWEST_TESTED, check_supported
 from models import ATTENDING, CONFIGS, tiny_model
@@ -140,7 +139,9 @@ def test_a_layer_of_transformers_is_asked_in_its_own_words(kind: str) -> None:
         at = end - kv_offset
         assert torch.equal(keys[:, :, at - (end - begin) : at], new)
     assert cache.get_seq_length() == 9
-    assert cache.get_max_length(0) == calls.max_length(layer)
+    assert cache.get_max_length(0) == (
+        layer.max_cache_len if kind == "static" else layer.sliding_window if kind == "window" else -1
+    )
 
 
 @pytest.mark.parametrize("make", [kvlayers.DynamicCache, lambda: kvlayers.StaticCache(CONFIGS["llama"](), 32)])

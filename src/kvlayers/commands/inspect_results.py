@@ -1,8 +1,6 @@
 """How `kvlayers inspect` shows a saved cache, or a directory of a prefix store."""
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -43,6 +41,8 @@ def _table(found: CacheFile) -> Table:
     table = Table(show_header=False, box=None)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
+    known = found.model or {}
+    model = (found.model_name, found.model_commit, found.weights_id, known.get("model_type")) if known else ()
     groups = ((kind, len(list(same))) for kind, same in itertools.groupby(found.layers))
     rows = {
         "cache": found.kind,
@@ -56,7 +56,7 @@ def _table(found: CacheFile) -> Table:
         "metadata": ", ".join(found.metadata) or "none",
         "loads with": "the model's config" if found.needs_config else "nothing else",
         "prefixes": "can be loaded" if found.has_prefixes else "cannot be loaded",
-        "model": _model(found),
+        "model": ", ".join(str(fact) for fact in model if fact) or "unknown",
         "made by": ", ".join(f"{package} {version}" for package, version in found.versions.items()),
         "fingerprint": found.fingerprint,
         "checksum": found.checksum,
@@ -82,13 +82,6 @@ def _bits(found: CacheFile) -> str:
     return "; ".join(parts) or "full precision"
 
 
-def _model(found: CacheFile) -> str:
-    if found.model is None:
-        return "unknown"
-    known = (found.model_name, found.model_commit, found.weights_id, found.model.get("model_type"))
-    return ", ".join(str(fact) for fact in known if fact)
-
-
 def show_directory(directory: str, as_json: bool) -> bool:
     """Draw what a directory holds, with a progress bar on a terminal. Returns whether all of its files are whole.
 
@@ -97,8 +90,10 @@ def show_directory(directory: str, as_json: bool) -> bool:
         OptionError: it is a URL of an unknown scheme, or of one whose package is not installed.
     """
     backend = existing_backend(directory, None)
-    with _bar(Console(stderr=True)) as progress:
-        found = report_on(backend, progress)
+    console, columns = Console(stderr=True), (TextColumn("reading entries"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        found = report_on(backend, lambda done, total: bar.update(task, completed=done, total=total))
     if not found.entries and not found.problems:
         raise CachePathError(
             f"{found.directory} has no entries of a prefix store: name the directory of a store, or a saved cache."
@@ -108,14 +103,6 @@ def show_directory(directory: str, as_json: bool) -> bool:
     else:
         show(Console(), found)
     return not found.problems
-
-
-@contextmanager
-def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
-    columns = (TextColumn("reading entries"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def show(console: Console, found: DirectoryReport) -> None:

@@ -20,7 +20,7 @@ from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.named_caches import register_cache_class
 from kvlayers.encoder_decoder.cross_attention import CrossAttentionFlags, Fingerprint, are_alike, fingerprint
 from kvlayers.errors import BatchIndexError, LayerIndexError, LegacyFormatError, OptionError, StateMismatchError
-from kvlayers.offload.transfers import TrafficMeter
+from kvlayers.offload.transfers import Traffic, TrafficMeter
 from kvlayers.rope.rotary import Rotary
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.tensor_memory import Storages
@@ -128,6 +128,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     for_cross_attention = forwarded("self_attention_cache")
     offloading_options = forwarded("self_attention_cache")
     is_compileable = forwarded("self_attention_cache")
+    get_seq_length = forwarded("self_attention_cache")
 
     @override
     def parts(self) -> tuple[Cache, Cache]:
@@ -192,11 +193,6 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
             part.early_initialization(batch_size, num_heads, head_dim, dtype, device)
 
     @override
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that a layer of self-attention has seen; see `Cache.get_seq_length`."""
-        return self.self_attention_cache.get_seq_length(layer_idx)
-
-    @override
     def forget_pass(self) -> None:
         for part in self.parts():
             part.forget_pass()
@@ -214,8 +210,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         if not meters:
             return None
         both = TrafficMeter()
-        for meter in meters:
-            both.total += meter.total
+        both.total = sum((meter.total for meter in meters), Traffic())
         return both
 
     @override
@@ -323,16 +318,9 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         layers = enumerate(self.adapted_layers())
         return (legacy_api.with_window(self._four(layer_idx), layer) for layer_idx, layer in layers)
 
-    def to_legacy_cache(self) -> legacy_api.LegacyStates:
-        """Copies of the states, `((keys, values, cross_keys, cross_values), ...)`; only `(keys, values)` if empty.
-
-        Raises:
-            LegacyFormatError: a layer has dropped tokens, which tuples cannot express.
-        """
-        return super().to_legacy_cache()
-
     @override
     def as_tuples(self, states_of: Callable[[Any], legacy_api.StatePair]) -> legacy_api.LegacyStates:
+        """For each layer, `(keys, values, cross_keys, cross_values)`; only `(keys, values)` without cross-attention."""
         own, cross = (part.as_tuples(states_of) for part in self.parts())
         if not cross:
             return own

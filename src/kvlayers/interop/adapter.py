@@ -1,5 +1,9 @@
-"""Transformers' layers behind an adapter, which gives them the contract of kvlayers' layers."""
+"""Transformers' layers behind an adapter, which gives them the contract of kvlayers' layers.
 
+It calls, rolls back, copies and saves them as the installed version of transformers does.
+"""
+
+import copy
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -7,13 +11,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
+from kvlayers.core.arguments import no_room_for_tokens
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.cache_layer import forwarded
-from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.description import Fact
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.token_store import Fidelity
-from kvlayers.errors import OptionError, UnsupportedLayerError
-from kvlayers.interop import calls
+from kvlayers.errors import OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.upstream import compat
 
 
@@ -32,6 +36,11 @@ class _Indexed(Protocol):
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor: ...
 
 
+@runtime_checkable
+class _Croppable(Protocol):
+    def crop(self, tokens_to_remove: int) -> None: ...
+
+
 def adapter(layer: Any, grows: bool = False) -> LayerOperations:
     """An adapter over one of transformers' layers.
 
@@ -45,6 +54,12 @@ def adapter(layer: Any, grows: bool = False) -> LayerOperations:
             "cache.layers."
         )
     return TransformersLayer(layer, grows)
+
+
+def check_reservation(layer: Any, seen: int, tokens: int) -> None:
+    """Raise `CapacityError` if `tokens` more tokens, after `seen`, exceed the reservation of transformers' layer."""
+    if seen + tokens > layer.max_cache_len:
+        raise no_room_for_tokens(layer.max_cache_len, seen, tokens)
 
 
 class TransformersLayer(LayerOperations):
@@ -87,36 +102,45 @@ class TransformersLayer(LayerOperations):
         """Module and name of the layer's class. No kind of kvlayers has such a name."""
         return f"{type(self.layer).__module__}.{type(self.layer).__qualname__}"
 
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        """Refuse: the layer is made from the model's config, and has no facts.
-
-        Raises:
-            UnsupportedLayerError: always.
-        """
-        raise UnsupportedLayerError(
-            "expected a kind of kvlayers, but transformers' layers are made from the config of the model: pass it."
-        )
-
     # Attention
 
     @override
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """`update` of the layer, which is handed what the model has passed besides the states."""
         if not self.attends:
             raise self._does_not_attend()
-        return calls.update(self.layer, key_states, value_states, *args, **kwargs)
+        layer = self.layer
+        if self._is_checked_on_host(key_states):
+            check_reservation(layer, int(layer.get_seq_length()), key_states.shape[-2])
+        if compat.UPDATES_BY_CACHE_POSITION:
+            # Static layers write to slot 0 unless a dict of arguments tells them another slot.
+            told = dict((args[0] if args else kwargs.get("cache_kwargs")) or {})
+            if told.get("cache_position") is None:
+                seen = int(layer.get_seq_length())
+                told["cache_position"] = torch.arange(seen, seen + key_states.shape[2], device=key_states.device)
+            args, kwargs = (told,), {}
+        return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Take in the indexer keys of new tokens, `[batch, new, index_head_dim]`, and return those of all tokens."""
-        if calls.is_checked_on_host(self.layer, indexer_key_states):
+        if self._is_checked_on_host(indexer_key_states):
             # An indexer has a count of its own, since attention may have taken in the tokens already.
             seen = int(self.layer.indexer_cumulative_length) if self.layer.is_indexer_initialized else 0
-            calls.check_reservation(self.layer, seen, indexer_key_states.shape[-2])
+            check_reservation(self.layer, seen, indexer_key_states.shape[-2])
         updated: Tensor = self.layer.update_indexer(indexer_key_states)
         return updated
+
+    def _is_reserved(self) -> bool:
+        """Whether every token is in a reservation, in code that eager Python runs: a static indexer, or a model's own
+        class.
+        """
+        kind, layer = compat.STATIC_LAYER, self.layer
+        is_reserved = isinstance(layer, kind) and type(layer) is not kind and not layer.is_sliding
+        return is_reserved and not torch.compiler.is_compiling()
+
+    def _is_checked_on_host(self, states: Tensor) -> bool:
+        """Whether an update checks that its states fit. On an accelerator it would have to wait for the count."""
+        return states.device.type == "cpu" and self._is_reserved()
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -126,18 +150,33 @@ class TransformersLayer(LayerOperations):
 
     @override
     def make_room(self, tokens: int) -> None:
-        if calls.is_reserved(self.layer) and not torch.compiler.is_compiling():
-            (calls.grow if self.grows else calls.check_room)(self.layer, tokens)
+        if not self._is_reserved():
+            return
+        layer = self.layer
+        reserved, seen = layer.max_cache_len, int(layer.get_seq_length())
+        if not self.grows:
+            check_reservation(layer, seen, tokens)
+        elif seen + tokens > reserved:
+            layer.max_cache_len = max(seen + tokens, 2 * reserved)
+            for name, states in vars(layer).items():
+                # States have a row for each reserved token, and counts do not.
+                if isinstance(states, Tensor) and states.dim() > 2 and states.shape[-2] == reserved:
+                    with torch.inference_mode(False):
+                        larger = states.new_zeros(*states.shape[:-2], layer.max_cache_len, states.shape[-1])
+                    larger[..., :reserved, :] = states
+                    torch._dynamo.mark_static_address(larger)
+                    setattr(layer, name, larger)
 
     @property
     def supports_early_init(self) -> bool:  # type: ignore[override]
-        """Whether memory can be reserved before the first states."""
-        return calls.reserves(self.layer)
+        """Whether memory can be reserved before the first states. Before 5.13, any layer that attends could."""
+        return bool(self.layer.supports_early_init) if compat.SAYS_WHAT_RESERVES else self.attends
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
         batch, kv_heads, head_dim, dtype, device = key_form
-        calls.reserve(self.layer, torch.empty((batch, kv_heads, 0, head_dim), dtype=dtype, device=device))
+        no_tokens = torch.empty((batch, kv_heads, 0, head_dim), dtype=dtype, device=device)
+        self.layer.lazy_initialization(*([no_tokens] * (2 if compat.RESERVES_FOR_KEYS_AND_VALUES else 1)))
 
     @property
     @override
@@ -155,7 +194,7 @@ class TransformersLayer(LayerOperations):
     def capacity(self) -> int | None:
         if not self.attends:
             return None
-        most = calls.max_length(self.layer)
+        most = int(self.layer.get_max_length() if compat.RENAMED_MAXIMA else self.layer.get_max_cache_shape())
         return None if most < 0 else most
 
     @property
@@ -168,18 +207,10 @@ class TransformersLayer(LayerOperations):
         """Keys held, `[batch, kv_heads, tokens, head_dim]`, `None` for a layer that does not attend."""
         return self.layer.keys if self.attends else None
 
-    @keys.setter
-    def keys(self, states: Tensor) -> None:
-        self.layer.keys = states
-
     @property
     def values(self) -> Tensor | None:
         """Values held, `[batch, kv_heads, tokens, head_dim]`, `None` for a layer that does not attend."""
         return self.layer.values if self.attends else None
-
-    @values.setter
-    def values(self, states: Tensor) -> None:
-        self.layer.values = states
 
     @override
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
@@ -196,24 +227,24 @@ class TransformersLayer(LayerOperations):
     @property
     def has_previous_state(self) -> dict[int, bool]:
         """By state index, whether tokens have been seen."""
-        return calls.by_index(self.layer.has_previous_state)
+        return _by_index(self.layer.has_previous_state)
 
     def conv_state(self, state_idx: int) -> Tensor | None:
         """The convolution state, `None` before the first tokens."""
-        return calls.by_index(self.layer.conv_states)[state_idx]  # type: ignore[no-any-return]
+        return _by_index(self.layer.conv_states)[state_idx]  # type: ignore[no-any-return]
 
     def recurrent_state(self, state_idx: int) -> Tensor | None:
         """The recurrent state, `None` before the first tokens."""
-        return calls.by_index(self.layer.recurrent_states)[state_idx]  # type: ignore[no-any-return]
+        return _by_index(self.layer.recurrent_states)[state_idx]  # type: ignore[no-any-return]
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **layer_options: Any) -> Tensor:
         """Take in the inputs of a convolution, as the layer does, which checks `layer_options` itself."""
-        which = calls.which_state(state_idx)
+        which = (state_idx,) if compat.STATES_BY_INDEX else ()
         return self.layer.update_conv_state(conv_states, *which, **layer_options)  # type: ignore[no-any-return]
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **layer_options: Any) -> Tensor:
         """Replace a recurrent state, as the layer does, which checks `layer_options` itself."""
-        which = calls.which_state(state_idx)
+        which = (state_idx,) if compat.STATES_BY_INDEX else ()
         return self.layer.update_recurrent_state(recurrent_states, *which, **layer_options)  # type: ignore[no-any-return]
 
     # Planning
@@ -237,7 +268,7 @@ class TransformersLayer(LayerOperations):
             return int(self.keys.shape[0])
         if not self.is_recurrent:
             return None
-        held = map(calls.by_index, (self.layer.conv_states, self.layer.recurrent_states))
+        held = map(_by_index, (self.layer.conv_states, self.layer.recurrent_states))
         return next((int(one.shape[0]) for states in held for one in states.values() if one is not None), None)
 
     @property
@@ -248,14 +279,37 @@ class TransformersLayer(LayerOperations):
     @property
     def record_past(self) -> bool:  # type: ignore[override]
         """Whether more is held than is needed, for a later crop. Not every class of transformers says so."""
-        return calls.records_past(self.layer)
+        return bool(vars(self.layer).get("record_past", False))
 
     # Rolling back
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether `remove_newest` can put the layer back as it was."""
-        return calls.is_croppable(self.layer) and calls.crops_every_state(self.layer)
+        return self._says_it_is_croppable() and self._crops_every_state()
+
+    def _says_it_is_croppable(self) -> bool:
+        # Before 5.17 no recurrent layer could do that.
+        known = compat.LAYERS_SAY_WHAT_THEY_CAN_CROP
+        return bool(self.layer.is_croppable) if known else self.attends and not self.is_recurrent
+
+    def _crops_every_state(self) -> bool:
+        """Whether `crop` knows of every state that the layer holds: a class that adds states must define it anew.
+
+        DeepSeek-V4 adds compressed states to a window, and inherits a `crop` that rolls the window back alone.
+        """
+        known = ("keys", "values", "cumulative_length")
+        holds_more = any(
+            isinstance(held, Tensor) and held.dim() and name.partition(".")[0] not in known
+            for name, value in self._entries()
+            for held in (value if isinstance(value, list | tuple) else (value,))
+        )
+        for owner in type(self.layer).__mro__:
+            if "crop" in vars(owner):
+                return True
+            if holds_more and not {"__init__", "reorder_cache"}.isdisjoint(vars(owner)):
+                return False
+        return False
 
     @override
     def check_truncate(self, length: int) -> None:
@@ -268,16 +322,45 @@ class TransformersLayer(LayerOperations):
     @property
     def is_empty(self) -> bool:
         """Whether the layer holds nothing."""
-        return calls.is_empty(self.layer)
+        return next(self.held_tensors(), None) is None
 
     @override
     def check_removal(self, tokens: int) -> None:
-        calls.check_removal(self.layer, tokens)
+        obstacle = None if self.is_empty or tokens == 0 else self._obstacle_to_removal(tokens)
+        if obstacle is not None:
+            raise RollbackError(f"A {type(self.layer).__name__} of transformers must {obstacle}.")
+
+    def _obstacle_to_removal(self, tokens: int) -> str | None:
+        """What is not so, but must be before the newest `tokens` tokens can be removed exactly; `None` for nothing."""
+        layer: Any = self.layer
+        length, recording = self.length, "call activate_past_recording() before the tokens that may be taken back"
+        if tokens < 0:
+            return f"hold all tokens that are to be kept, got {-tokens} fewer: pass a smaller length"
+        window = vars(layer).get("sliding_window")
+        if window is not None and (length or 0) >= window and not self.record_past:
+            return f"have recorded its past to be rolled back, got a full window that did not: {recording}"
+        forking = "fork() the cache before the tokens that may be taken back"
+        if not isinstance(self.layer, _Croppable):
+            return f"have a crop() to be rolled back, got none: {forking}"
+        if not self._crops_every_state():
+            return f"have a crop() of all its states, got states beside its keys and values: {forking}"
+        if self.is_recurrent:
+            if not self._says_it_is_croppable():
+                return f"hold nothing recurrent to be rolled back, got a state without a past: {forking}"
+            if not layer.record_past:
+                return f"have recorded its past to be rolled back, got a recurrent state that did not: {recording}"
+            kernels, held = layer.conv_kernel_size, layer.conv_states
+            room = min((states.shape[-1] - kernels[index] for index, states in held.items()), default=tokens)
+            if tokens > room:
+                return f"be rolled back by at most the {room} tokens that it recorded, got {tokens}: {forking}"
+        if length is not None and tokens > length:
+            return f"be rolled back by at most the {length} tokens that it has, got {tokens}: remove fewer"
+        return None
 
     @override
     def remove_newest(self, tokens: int) -> None:
         self.check_removal(tokens)
-        if self.is_empty or not isinstance(self.layer, calls.Croppable):
+        if self.is_empty or not isinstance(self.layer, _Croppable):
             return
         # A past that was recorded for this is forgotten.
         if tokens or (self.is_recurrent and self.record_past):
@@ -287,8 +370,8 @@ class TransformersLayer(LayerOperations):
     def check_select(self, batch_size: int) -> None:
         if not isinstance(self.layer, _Reorderable):
             raise UnsupportedLayerError(
-                f"expected layers whose sequences can be selected, but transformers' {type(self.layer).__name__} has "
-                "no reorder_cache: run one sequence at a time."
+                "Layers must have a reorder_cache for their sequences to be selected, got a "
+                f"{type(self.layer).__name__} of transformers without one: run one sequence at a time."
             )
 
     @override
@@ -296,23 +379,21 @@ class TransformersLayer(LayerOperations):
         self.check_select(indices.shape[0])
         if self.is_empty:
             return
-        rows, before = self.batch_size, list(self._states_by_name())
+        rows, held = self.batch_size, vars(self.layer)
+        by_name = [
+            (attribute, name, states)
+            for attribute, named in held.items()
+            if isinstance(named, dict)
+            for name, states in named.items()
+            if isinstance(states, Tensor) and states.dim()
+        ]
         self.layer.reorder_cache(indices)
         # Before 5.23, `reorder_cache` of deepseek_v4 leaves what its layers keep by name, besides keys and values.
-        for attribute, name, states in before:
-            named = vars(self.layer)[attribute]
-            if named[name] is states and states.shape[0] == rows:
-                named[name] = states.index_select(0, indices.to(states.device))
-        if "batch_size" in vars(self.layer):
+        for attribute, name, states in by_name:
+            if held[attribute][name] is states and states.shape[0] == rows:
+                held[attribute][name] = states.index_select(0, indices.to(states.device))
+        if "batch_size" in held:
             self.layer.batch_size = indices.shape[0]
-
-    def _states_by_name(self) -> Iterator[tuple[str, Any, Tensor]]:
-        """Tensors in dicts of the layer, with the attribute and the name in it."""
-        for attribute, named in vars(self.layer).items():
-            if isinstance(named, dict):
-                for name, states in named.items():
-                    if isinstance(states, Tensor) and states.dim():
-                        yield attribute, name, states
 
     @override
     def activate_past_recording(self) -> None:
@@ -321,7 +402,17 @@ class TransformersLayer(LayerOperations):
 
     @override
     def deactivate_past_recording(self) -> None:
-        calls.stop_recording(self.layer)
+        if not self.record_past:
+            return
+        layer = self.layer
+        layer.record_past = False
+        for index, states in _by_index(layer.conv_states).items() if self.is_recurrent else ():
+            if states is not None:
+                # A layer that does not record writes its convolutions in place, and so needs them of their own size.
+                columns = layer.conv_kernel_size[index]
+                missing = max(columns - states.shape[-1], 0)
+                newest = torch.nn.functional.pad(states[..., -columns:], (missing, 0))
+                layer.conv_states[index] = newest.contiguous()
 
     @override
     def reset(self) -> None:
@@ -336,15 +427,30 @@ class TransformersLayer(LayerOperations):
 
     @override
     def fork(self) -> Self:
-        return type(self)(calls.copy_of(self.layer), self.grows)
+        twin = copy.copy(self.layer)
+        vars(twin).update({name: _copied(value) for name, value in vars(self.layer).items()})
+        return type(self)(twin, self.grows)
+
+    # State
+
+    def _entries(self) -> Iterator[tuple[str, Any]]:
+        """The attributes of the layer. An entry of a dict is named `attribute.key`."""
+        for name, value in vars(self.layer).items():
+            if isinstance(value, dict):
+                yield from ((f"{name}.{key}", item) for key, item in value.items())
+            else:
+                yield name, value
 
     @override
     def held_tensors(self) -> Iterator[Tensor]:
-        yield from calls.held_tensors(self.layer)
+        """The tensors that hold states. Counts of tokens exist before the first token: scalars, or of one element."""
+        for name, value in self._entries():
+            if isinstance(value, Tensor) and value.dim() and name != "cumulative_length":
+                yield value
 
     @override
     def state(self) -> LayerState:
-        found = dict(calls.entries(self.layer))
+        found = dict(self._entries())
         facts: dict[str, Fact] = {
             name: value for name, value in found.items() if isinstance(value, int | str | bool | None)
         }
@@ -353,10 +459,60 @@ class TransformersLayer(LayerOperations):
 
     @override
     def check_state(self, state: LayerState) -> None:
-        # Files of the first version have the name of the class alone.
-        calls.check_state(self.layer, state, (self.kind, type(self.layer).__name__))
+        if state.kind != self.kind:
+            raise StateMismatchError(
+                f"`state` must be that of a {type(self.layer).__name__}, got that of a {state.kind}: load it into a "
+                "cache that was made for the same model config."
+            )
+        known = {name for name, _ in self._entries()}
+        if not vars(self.layer).get("is_initialized", True):
+            # A layer of transformers gets the attributes that describe its states with the first ones.
+            known |= {name for name in state.facts if "." not in name}
+        needed = {
+            name.replace("is_", "", 1).replace("_initialized", "", 1)
+            for name, value in state.facts.items()
+            if name.startswith("is_") and "states_initialized." in name and value
+        }
+        unknown, missing = {*state.facts, *state.tensors} - known, needed - set(state.tensors)
+        if unknown or missing:
+            raise StateMismatchError(
+                f"`state` must be that of a {type(self.layer).__name__} as this one, got {sorted(unknown)} besides, "
+                f"and not {sorted(missing)}: load it into a cache for the same config and version of transformers."
+            )
 
     @override
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
-        calls.load_state(self.layer, state)
+        layer = self.layer
+        tensors = {name: _copied(held) for name, held in state.tensors.items()}
+        for name, value in {**state.facts, **tensors}.items():
+            attribute, _, key = name.partition(".")
+            if key:
+                held = getattr(layer, attribute)
+                held[next((known for known in held if str(known) == key), key)] = value
+            else:
+                setattr(layer, attribute, value)
+        for name, states in state.tensors.items():
+            if name == "indexer_keys":
+                layer.indexer_dtype, layer.indexer_device = states.dtype, states.device
+            else:
+                layer.dtype, layer.device = states.dtype, states.device
+
+
+def _by_index(held: Any) -> dict[int, Any]:
+    """The states of a recurrent layer by their index. Before 5.14, transformers' layers had one state of each kind."""
+    return held if isinstance(held, dict) else {0: held}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        # A clone that is made in inference mode could never be written to outside of it.
+        with torch.inference_mode(False):
+            return value.clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    if isinstance(value, int | str | bool | None | torch.dtype | torch.device):
+        return value
+    return copy.deepcopy(value)

@@ -1,8 +1,8 @@
 """Caches by the names that transformers has or had for them: other caches with some arguments set."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,46 +179,40 @@ class HQQQuantizedCache(QuantizedCache):
 # Caches of recurrent models
 
 
-class _StateList(Sequence[Tensor | None]):
-    """The convolution states, or the recurrent states, of all layers, as a list that can be read."""
+class _States(tuple[Tensor | None, ...]):
+    """The convolution states, or the recurrent states, of all layers, to be read by the index of a layer."""
 
-    def __init__(self, states: list[Tensor | None]) -> None:
-        self._states = states
+    __slots__ = ()
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Tensor | None]: ...
-    def __getitem__(self, index: int | slice) -> list[Tensor | None] | Tensor | None:
+    def __getitem__(self, index: Any) -> Any:
         try:
-            return self._states[index]
+            return super().__getitem__(index)
         except IndexError:
             raise LayerIndexError(
-                f"The layer index must be below {len(self._states)}, got {index}: use an index that the cache has a "
-                "layer for."
+                f"The layer index must be below {len(self)}, got {index}: use an index that the cache has a layer for."
             ) from None
 
-    def __len__(self) -> int:
-        return len(self._states)
 
+class _RecurrentCache(DynamicCache):
+    """A cache for models with recurrent layers, which hands out their states as transformers 4 did."""
 
-def _recurrent_parts(cache: DynamicCache) -> list[Any]:
-    """The part of each layer that has recurrent states, `None` for a layer without."""
-    return [next((part for part in layer.parts if part.counts_columns), None) for layer in cache.adapted_layers()]
+    @property
+    def conv_states(self) -> _States:
+        """The convolution state of each layer, `[batch, channels, conv_kernel_size]`; `None` for a layer without."""
+        return _States(part and part.conv_states[0] for part in self._recurrent_parts())
 
+    @property
+    def ssm_states(self) -> _States:
+        """The recurrent state of each layer, whose first axis is the batch; `None` for a layer without."""
+        return _States(part and part.recurrent_states[0] for part in self._recurrent_parts())
 
-def _conv_states(cache: DynamicCache) -> Sequence[Tensor | None]:
-    """The convolution state of each layer, `[batch, channels, conv_kernel_size]`; `None` for a layer without."""
-    return _StateList([None if part is None else part.conv_states[0] for part in _recurrent_parts(cache)])
-
-
-def _ssm_states(cache: DynamicCache) -> Sequence[Tensor | None]:
-    """The recurrent state of each layer, whose first axis is the batch; `None` for a layer without."""
-    return _StateList([None if part is None else part.recurrent_states[0] for part in _recurrent_parts(cache)])
+    def _recurrent_parts(self) -> Iterator[Any]:
+        for layer in self.adapted_layers():
+            yield next((part for part in layer.parts if part.counts_columns), None)
 
 
 @register_cache_class
-class MambaCache(DynamicCache):
+class MambaCache(_RecurrentCache):
     """A `DynamicCache` for mamba and falcon_mamba, by the name of transformers 4.
 
     Memory is taken when the first tokens come, for as many sequences as they are, in their dtype and on their device.
@@ -240,9 +234,6 @@ class MambaCache(DynamicCache):
         MambaCache(2 x LinearAttentionLayer, 0 tokens, 0 B)
     """
 
-    conv_states = property(_conv_states)
-    ssm_states = property(_ssm_states)
-
     @checks_options
     def __init__(
         self,
@@ -256,14 +247,14 @@ class MambaCache(DynamicCache):
         others = {spec.layer_type for spec in model_layers.layer_specs(config)} - {*RECURRENT, "dummy"}
         if others:
             raise ConfigError(
-                f"expected a model whose layers are all recurrent, but {type(config).__name__} has others as well "
-                f"({', '.join(sorted(others))}): use HybridMambaAttentionDynamicCache, or DynamicCache."
+                f"`config` must be of a model whose layers are all recurrent, got a {type(config).__name__} with "
+                f"others ({', '.join(sorted(others))}): use HybridMambaAttentionDynamicCache, or DynamicCache."
             )
         super().__init__(config=config, checkpoints=checkpoints)
 
 
 @register_cache_class
-class HybridMambaAttentionDynamicCache(DynamicCache):
+class HybridMambaAttentionDynamicCache(_RecurrentCache):
     """A `DynamicCache` for models with recurrent layers and layers that attend, by the name of transformers 4.
 
     Memory is taken as for `MambaCache`.
@@ -280,9 +271,6 @@ class HybridMambaAttentionDynamicCache(DynamicCache):
         OptionError: an option that does not exist, or an argument of another kind.
     """
 
-    conv_states = property(_conv_states)
-    ssm_states = property(_ssm_states)
-
     @checks_options
     def __init__(
         self,
@@ -296,7 +284,7 @@ class HybridMambaAttentionDynamicCache(DynamicCache):
         layer_types = {spec.layer_type for spec in model_layers.layer_specs(config)}
         if layer_types.isdisjoint((*RECURRENT, *HYBRID)):
             raise ConfigError(
-                f"expected a model with recurrent layers, but the layers of {type(config).__name__} are of other types "
+                f"`config` must be of a model with recurrent layers, got a {type(config).__name__} with others alone "
                 f"({', '.join(sorted(layer_types))}): use DynamicCache."
             )
         super().__init__(config=config, checkpoints=checkpoints)

@@ -57,8 +57,9 @@ def register_export_support() -> None:
         >>> torch.utils._pytree.tree_unflatten(leaves, spec).get_seq_length()
         3
     """
-    kinds: list[type[Cache]] = [Cache, *_subclasses(Cache)]
+    kinds: list[type[Cache]] = [Cache]
     for kind in kinds:
+        kinds += kind.__subclasses__()
         flatten, rebuild, names = _TREES.get(kind, (_refuse, _refuse_to_rebuild, ()))
         _register(kind, flatten, rebuild, names)
 
@@ -88,12 +89,6 @@ def _register(
         serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
         flatten_with_keys_fn=flatten_with_keys,
     )
-
-
-def _subclasses(kind: type[Cache]) -> Iterator[type[Cache]]:
-    for subclass in kind.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)
 
 
 def _flatten_dynamic(cache: DynamicCache) -> tuple[Children, Context]:
@@ -248,8 +243,8 @@ class ExportableDecoder(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         raise UnsupportedLayerError(
-            "expected a module that stays on its device, since its cache holds the buffers too: move or convert the "
-            "model before."
+            "An ExportableDecoder must stay as it was made, since its cache holds the buffers too, got a call to "
+            "move or convert it: move or convert the model before."
         )
 
     def forward(self, input_ids: Tensor, cache_position: Tensor) -> Tensor:
@@ -273,6 +268,5 @@ class ExportableDecoder(nn.Module):
         else:
             self.cache.truncate(int(cache_position[0]))
         told = {"cache_position": cache_position} if compat.MASKS_BY_CACHE_POSITION else {}
-        passed = {cache_argument.name_for(self.model): self.cache}
-        logits: Tensor = self.model(input_ids, **passed, **told).logits
-        return logits
+        output = self.model(input_ids, **{cache_argument.name_for(self.model): self.cache}, **told)
+        return output.logits  # type: ignore[no-any-return]

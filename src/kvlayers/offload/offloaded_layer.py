@@ -29,13 +29,6 @@ def facts_of_wrapped(facts: Facts) -> dict[str, Fact]:
     return {name: fact for name, fact in facts.items() if name != "offloaded"}
 
 
-def on_host(state: LayerState, device: torch.device | None) -> LayerState:
-    """The state of a wrapped layer with tensors on the host, which says on which device they are computed."""
-    # What a layer holds beside its store, such as queries, is on the device.
-    tensors = {name: tensor.cpu() for name, tensor in state.tensors.items()}
-    return LayerState(state.kind, tensors, {**state.facts, "device": None if device is None else str(device)})
-
-
 def on_device(state: LayerState, device: torch.device | None) -> LayerState:
     """The state with tensors on a device, or on the device that the state says if `device` is `None`."""
     goal = state.facts.get("device") if device is None else device
@@ -43,6 +36,16 @@ def on_device(state: LayerState, device: torch.device | None) -> LayerState:
         return state
     tensors = {name: tensor.to(goal) for name, tensor in state.tensors.items()}
     return LayerState(state.kind, tensors, state.facts)
+
+
+def _done_on_host(name: str) -> Any:
+    """An operation that the wrapped layer does where its states are held."""
+
+    def call(layer: "OffloadedLayer", *args: Any) -> None:
+        with layer._on_host() as wrapped:
+            getattr(wrapped, name)(*args)
+
+    return call
 
 
 @register_layer
@@ -97,11 +100,6 @@ class OffloadedLayer(WrapperLayer):
         self._pages = PagedReads()
         self._read_counts()
 
-    @property
-    def layer(self) -> TokenLayer:
-        """The wrapped layer."""
-        return self.wrapped
-
     # Taking in states
 
     @override
@@ -118,7 +116,10 @@ class OffloadedLayer(WrapperLayer):
         if not self.prefetcher.offloads(key_states.device):
             attended = self.wrapped.update(key_states, value_states)
         elif (page_tokens := _page_tokens_of(self.wrapped, key_states)) is not None:
-            attended = self._update_pages(key_states, value_states, page_tokens)
+            # A token is taken in where the pages are held. Then the pages that its query chooses are brought.
+            with self.prefetcher.pages_at_home(self, self.wrapped.store):
+                states = self.wrapped.update(key_states, value_states)
+            attended = self._pages.attended(self, self.prefetcher, page_tokens, (key_states, value_states), states)
         else:
             attended = self._update_offloaded(key_states, value_states)
         self._read_counts()
@@ -139,12 +140,6 @@ class OffloadedLayer(WrapperLayer):
             self.prefetcher.discard(self)
             raise
         return attended
-
-    def _update_pages(self, keys: Tensor, values: Tensor, page_tokens: int) -> tuple[Tensor, Tensor]:
-        """Take in a token where the pages are held, and bring the pages that its query chooses."""
-        with self.prefetcher.pages_at_home(self, self.wrapped.store):
-            states = self.wrapped.update(keys, values)
-        return self._pages.attended(self, self.prefetcher, page_tokens, (keys, values), states)
 
     def _show(self, observe: Callable[[Tensor], None], query: Tensor) -> None:
         """Show queries to a layer that evicts by them, while its states are on the device; write back what is left."""
@@ -259,40 +254,18 @@ class OffloadedLayer(WrapperLayer):
 
     # Operations
 
+    select = _done_on_host("select")
+    expand = _done_on_host("expand")
+    trim = _done_on_host("trim")
+    compact = _done_on_host("compact")
+    reset = _done_on_host("reset")
+    recount = _done_on_host("recount")
+    activate_past_recording = _done_on_host("activate_past_recording")
+
     @override
     def truncate(self, length: int) -> None:
         with self._where_it_evicts() as layer:
             layer.truncate(length)
-
-    @override
-    def select(self, indices: Tensor) -> None:
-        with self._on_host() as layer:
-            layer.select(indices)
-
-    @override
-    def expand(self, repeats: int) -> None:
-        with self._on_host() as layer:
-            layer.expand(repeats)
-
-    @override
-    def trim(self) -> None:
-        with self._on_host() as layer:
-            layer.trim()
-
-    @override
-    def compact(self) -> None:
-        with self._on_host() as layer:
-            layer.compact()
-
-    @override
-    def reset(self) -> None:
-        with self._on_host() as layer:
-            layer.reset()
-
-    @override
-    def activate_past_recording(self) -> None:
-        with self._on_host() as layer:
-            layer.activate_past_recording()
 
     @override
     def deactivate_past_recording(self) -> None:
@@ -335,9 +308,12 @@ class OffloadedLayer(WrapperLayer):
 
     @override
     def state(self) -> LayerState:
-        """The state of the wrapped layer, with tensors on the host."""
+        """The state of the wrapped layer, with tensors on the host. It says on which device they are computed."""
         self._settle()
-        return on_host(self.wrapped.state(), self.device)
+        state, device = self.wrapped.state(), self.device
+        # What a layer holds beside its store, such as queries, is on the device.
+        tensors = {name: tensor.cpu() for name, tensor in state.tensors.items()}
+        return LayerState(state.kind, tensors, {**state.facts, "device": None if device is None else str(device)})
 
     @override
     def load_state(self, state: LayerState) -> None:
@@ -351,11 +327,6 @@ class OffloadedLayer(WrapperLayer):
     @override
     def prefetch(self) -> None:
         """Do nothing: the prefetcher brings the states of the next layer by itself."""
-
-    @override
-    def recount(self, length: int) -> None:
-        with self._on_host() as layer:
-            layer.recount(length)
 
     # Members of the wrapped layer
 
@@ -444,7 +415,7 @@ def placed(layer: Any, prefetcher: Prefetcher, only_non_sliding: bool) -> Any:
         return known.with_attention(wrapped)
     if attention.attends:
         raise UnsupportedLayerError(
-            f"expected layers that can be offloaded, but a {type(attention.original).__name__} holds tokens in a way "
-            "of its own: leave out offloading."
+            f"Layers must be of a kind that can be offloaded, got a {type(attention.original).__name__}, which holds "
+            "tokens in a way of its own: leave out offloading."
         )
     return layer

@@ -8,7 +8,7 @@ from typing_extensions import Self
 
 from kvlayers.errors import OptionError
 from kvlayers.offload.prefetcher import Prefetcher
-from kvlayers.offload.storage import TIERS, DiskMemory, HomeMemory, HostMemory
+from kvlayers.offload.storage import TIERS, DiskMemory, HostMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,6 @@ class Offloading:
             "offload_directory": self.offload_directory,
         }
 
-    def prefetcher(self) -> "Prefetcher":
+    def prefetcher(self) -> Prefetcher:
         """A prefetcher that holds states in the memory that these options choose."""
-        return Prefetcher(self.memory())
-
-    def memory(self) -> HomeMemory:
-        """The memory that these options choose."""
-        return HostMemory() if self.offload_directory is None else DiskMemory(self.offload_directory)
+        return Prefetcher(HostMemory() if self.offload_directory is None else DiskMemory(self.offload_directory))

@@ -12,7 +12,7 @@ from kvlayers.core.token_store import BufferSwap, TokenStore
 from kvlayers.offload.buffers import HostBuffer, StagedBuffer
 from kvlayers.offload.device_queue import DeviceQueue, OffloadTarget, Staged, WriteBack
 from kvlayers.offload.storage import HomeMemory, HostMemory
-from kvlayers.offload.transfers import BufferRows, Traffic, TrafficMeter, Transfers, transfers_for
+from kvlayers.offload.transfers import BlockingTransfers, BufferRows, Traffic, TrafficMeter, Transfers, transfers_for
 
 TransfersMaker = Callable[[torch.device], Transfers | None]
 
@@ -153,21 +153,16 @@ class Prefetcher:
         # In two passes: if there is no memory for one buffer, none has been swapped.
         layer.swap_buffers(write_back.prepare)
         layer.swap_buffers(write_back.host_buffer_of)
-        if write_back.pairs:
-            self._copy_to_host(queue, layer, write_back)
-        if queue is not None and (write_back.pairs or write_back.moves_buffers):
-            # Even if nothing is copied: the staged copies are of other host buffers than the layer has now.
-            queue.staged.pop(layer, None)
-
-    def _copy_to_host(self, queue: DeviceQueue | None, layer: OffloadTarget, write_back: WriteBack) -> None:
         if queue is None:
             # From host memory to host memory: no traffic.
-            with torch.no_grad():
-                for on_host, rows in write_back.pairs:
-                    on_host.states.copy_(rows.states)
+            BlockingTransfers(device).copy_to_host(write_back.pairs)
             return
-        queue.copy_to_host(write_back.pairs)
-        self.meter.count(layer.index, Traffic(to_host=sum(rows.nbytes for _, rows in write_back.pairs)))
+        if write_back.pairs:
+            queue.copy_to_host(write_back.pairs)
+            self.meter.count(layer.index, Traffic(to_host=sum(rows.nbytes for _, rows in write_back.pairs)))
+        if write_back.pairs or write_back.moves_buffers:
+            # Even if nothing is copied: the staged copies are of other host buffers than the layer has now.
+            queue.staged.pop(layer, None)
 
     def carry(self, layer: OffloadTarget, device: torch.device, states: Sequence[Tensor]) -> Sequence[Tensor]:
         """Bring parts of a layer's states to their device, for all work that the current stream queues from now on.

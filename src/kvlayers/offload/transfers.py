@@ -251,11 +251,6 @@ class Traffic:
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(self.to_host + other.to_host, self.to_device + other.to_device)
 
-    def __iadd__(self, other: "Traffic") -> "Traffic":
-        self.to_host += other.to_host
-        self.to_device += other.to_device
-        return self
-
 
 class TrafficMeter:
     """Counts the bytes that an offloaded cache and its forks move to their devices and back.
@@ -288,7 +283,7 @@ class TrafficMeter:
         self.total += traffic
         if not self.steps:
             self.steps.append({})
-        self.steps[-1].setdefault(layer, Traffic()).__iadd__(traffic)
+        self.steps[-1][layer] = self.steps[-1].get(layer, Traffic()) + traffic
 
     def of_step(self, step: int = -1) -> Traffic:
         """The traffic of all layers in one step, by default the newest."""

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -125,20 +126,21 @@ class RoomForRows:
     Args:
         name: name of the rows' caches.
         request: what the cache of one row is for.
-        memory: bytes of the device that all rows may take; `None` for half of what is free, but at least one row, and
-            for no limit if it is not known what is free, or what such a cache takes.
+        memory: bytes of the device that all rows may take, or a share of what is free; `None` for half of it, but at
+            least one row, and for no limit if it is not known what is free, or what such a cache takes.
 
     Raises:
         OptionError: `memory` is not a number of bytes.
         ConfigError, UnsupportedLayerError: `memory` is given, and the bytes of such a cache are not known.
     """
 
-    def __init__(self, name: str, request: CacheRequest, memory: int | str | None) -> None:
+    def __init__(self, name: str, request: CacheRequest, memory: int | str | Fraction | None) -> None:
         self._memory, self._is_given = 0, memory is not None
         self._bytes_of: Callable[[int], int] = lambda tokens: 0
         try:
-            free = free_memory(request.device or torch.device("cpu")) if memory is None else 0
-            self._memory = free // 2 if memory is None else _bytes_of(memory)
+            given = Fraction(1, 2) if memory is None else memory
+            device = request.device or torch.device("cpu")
+            self._memory = int(given * free_memory(device)) if isinstance(given, Fraction) else _bytes_of(given)
             self._bytes_of = bytes_by_length(name, request)
         except KVLayersError:
             if memory is not None:

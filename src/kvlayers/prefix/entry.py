@@ -1,6 +1,7 @@
 """An entry of a prefix store: its tokens and its cache, what memory it takes, and when it leaves."""
 
-from collections.abc import Iterable, Sequence
+import heapq
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -9,7 +10,7 @@ from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.errors import RollbackError
 from kvlayers.eviction.evicting_layer import EvictingLayer
 from kvlayers.offload.offloaded_layer import OffloadedLayer
-from kvlayers.prefix.keys import PrefixMatch, RadixTree, Tokens
+from kvlayers.prefix.keys import PrefixMatch, Tokens
 from kvlayers.utils.tensor_memory import Storages
 
 
@@ -158,8 +159,12 @@ class EvictionPolicy(Protocol):
     It is asked while the lock of the store is held, so it must not use the store. It must not change the entries.
     """
 
-    def order(self, entries: Iterable[PrefixEntry]) -> Sequence[PrefixEntry]:
-        """The entries in order of eviction. Entries that are left out are evicted last."""
+    def rank(self, entry: PrefixEntry) -> float:
+        """A number: the entry with the smallest one is evicted first.
+
+        It is asked for when an entry comes in, and again when the entry would be evicted, which the entry is not if it
+        ranks higher by then. So a rank may grow with each use, and one that falls is noticed late.
+        """
 
 
 class LeastRecentlyUsed:
@@ -171,39 +176,75 @@ class LeastRecentlyUsed:
         PrefixStore(0 entries, 0 B of 1.00 GiB)
     """
 
-    def order(self, entries: Iterable[PrefixEntry]) -> Sequence[PrefixEntry]:
-        """The entries by last use, the oldest first."""
-        return sorted(entries, key=lambda entry: entry.last_use)
+    def rank(self, entry: PrefixEntry) -> float:
+        """When all tokens of the entry were last used."""
+        return entry.last_use
 
 
-def eviction_order(
-    policy: EvictionPolicy, entries: Sequence[PrefixEntry], trees: Iterable[RadixTree[PrefixEntry]]
-) -> list[PrefixEntry]:
-    """All `entries` in the order of the policy, but an entry comes after the entries that continue its tokens.
-
-    These read its memory, so evicting it before them would free nothing.
+class EvictionOrder:
+    """The entries that may be evicted, in the order of a policy. One costs the logarithm of their number.
 
     Args:
         policy: the policy.
-        entries: the entries that may be evicted.
-        trees: the trees that hold them, and others.
     """
-    ranks: dict[int, int] = {}
-    # Entries that the policy leaves out come last, since the budget must hold whatever it returns.
-    for entry in [*policy.order(tuple(entries)), *entries]:
-        ranks.setdefault(id(entry), len(ranks))
-    last_below: dict[int, int] = {}
-    for tree in trees:
-        nodes = list(tree.nodes())
-        last = [-1 if node.value is None else ranks.get(id(node.value), -1) for node in nodes]
-        # Children stand behind their parents.
-        for number in range(len(nodes) - 1, 0, -1):
-            node = nodes[number]
-            if node.value is not None:
-                last_below[id(node.value)] = last[number]
-            if node.parent is not None:
-                last[node.parent] = max(last[node.parent], last[number])
-    return sorted(entries, key=lambda entry: (last_below[id(entry)], -entry.length))
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._new: dict[PrefixEntry, None] = {}
+        # By rank as it was, and by number. An entry has one number that counts.
+        self._heap: list[tuple[tuple[bool, float], int, PrefixEntry]] = []
+        self._numbers: dict[PrefixEntry, int] = {}
+        self._count = 0
+
+    def add(self, entry: PrefixEntry) -> None:
+        """Add an entry, or note that it may rank lower than before."""
+        self._new[entry] = None
+
+    def discard(self, entry: PrefixEntry) -> None:
+        """Remove an entry, if it is there."""
+        self._new.pop(entry, None)
+        self._numbers.pop(entry, None)
+        if len(self._heap) > 2 * len(self._numbers) + 64:
+            self._heap = [item for item in self._heap if self._numbers.get(item[2]) == item[1]]
+            heapq.heapify(self._heap)
+
+    def first(self, besides: Collection[PrefixEntry | None]) -> PrefixEntry | None:
+        """The entry that is to be evicted first, except for these and for pinned ones; `None` without one."""
+        for entry in list(self._new):
+            self._push(entry, self._rank(entry))
+            del self._new[entry]
+        passed_over: list[PrefixEntry] = []
+        looked_at: set[PrefixEntry] = set()
+        found = None
+        while self._heap and found is None:
+            before, number, entry = self._heap[0]
+            if self._numbers.get(entry) != number:
+                heapq.heappop(self._heap)
+                continue
+            rank = self._rank(entry)
+            if rank > before and entry not in looked_at:
+                # Not twice, as the budget must hold whatever a policy says.
+                looked_at.add(entry)
+                self._push(entry, rank)
+            elif entry.pins:
+                # Pinned entries come last.
+                break
+            elif entry in besides:
+                passed_over.append(entry)
+                del self._numbers[entry]
+            else:
+                found = entry
+        for entry in passed_over:
+            self.add(entry)
+        return found
+
+    def _rank(self, entry: PrefixEntry) -> tuple[bool, float]:
+        return bool(entry.pins), self._policy.rank(entry)
+
+    def _push(self, entry: PrefixEntry, rank: tuple[bool, float]) -> None:
+        self._count += 1
+        self._numbers[entry] = self._count
+        heapq.heappush(self._heap, (rank, self._count, entry))
 
 
 class MemoryAccount:

@@ -1,6 +1,7 @@
 """The entries of a store, and the memory that they take. Not thread-safe by itself, and it reads and writes no file."""
 
 import contextlib
+import itertools
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,24 +9,30 @@ from dataclasses import dataclass
 from kvlayers.core.cache import Cache
 from kvlayers.errors import CapacityError, KVLayersError
 from kvlayers.prefix.entry import (
+    EvictionOrder,
     EvictionPolicy,
     MemoryAccount,
     PrefixEntry,
     can_restore,
-    eviction_order,
     fork_at,
     packed,
     shares_memory,
 )
-from kvlayers.prefix.keys import PrefixMatch, RadixTree, Tokens
+from kvlayers.prefix.keys import PrefixMatch, PrefixTrees, RadixTree, Tokens
 from kvlayers.utils.tensor_memory import Storages
 from kvlayers.utils.units import exact_bytes
 
 MOST_NEIGHBOURS = 4
 """Entries in files whose blocks a new file may refer to."""
 
+MOST_TRIED = 16
+"""Entries that go on behind the same tokens, of which a look-up asks whether they can be rolled back."""
+
 MOST_APART = 3
 """Caches that hold more than so many times the budget do not fit in, whatever they share."""
+
+MOST_PACKED = 2
+"""Entries of which one insertion gives back spare room, since this copies."""
 
 LEAST_PART = 32
 """At least one token in so many leaves an entry at a time, since what stays of its own memory is copied."""
@@ -61,11 +68,18 @@ class EntryIndex:
 
     def __init__(self, max_bytes: int, policy: EvictionPolicy, has_directory: bool) -> None:
         self.max_bytes = max_bytes
-        self.policy = policy
         self.has_directory = has_directory
         self.evictions = 0
-        self._trees: dict[str, RadixTree[PrefixEntry]] = {}
         self.uses = 0
+        self._policy = policy
+        self._start()
+
+    def _start(self) -> None:
+        """Have no entries."""
+        self._entries = PrefixTrees[PrefixEntry]()
+        self._in_memory = PrefixTrees[PrefixEntry]()
+        self._order = EvictionOrder(self._policy)
+        self._pinned: dict[PrefixEntry, None] = {}
         self._memory = MemoryAccount()
         self._staying = MemoryAccount()
         self._holders: dict[int, set[PrefixEntry]] = {}
@@ -73,11 +87,11 @@ class EntryIndex:
         self._stuck: PrefixEntry | None = None
 
     def __iter__(self) -> Iterator[PrefixEntry]:
-        for tree in self._trees.values():
+        for tree in self._entries:
             yield from tree.values()
 
     def __len__(self) -> int:
-        return sum(len(tree) for tree in self._trees.values())
+        return sum(map(len, self._entries))
 
     def __contains__(self, entry: PrefixEntry) -> bool:
         return self.tree(entry.label).get(entry.ids) is entry
@@ -86,7 +100,11 @@ class EntryIndex:
 
     def tree(self, label: str) -> RadixTree[PrefixEntry]:
         """The entries of a model and a namespace, for reading only."""
-        return self._trees.get(label, RadixTree())
+        return self._entries.of(label)
+
+    def tree_in_memory(self, label: str) -> RadixTree[PrefixEntry]:
+        """Those of them that are in memory, for reading only."""
+        return self._in_memory.of(label)
 
     @property
     def nbytes(self) -> int:
@@ -101,20 +119,11 @@ class EntryIndex:
     @property
     def tokens(self) -> int:
         """Tokens in memory. Those that several entries begin with count once."""
-        count = 0
-        for tree in self._trees.values():
-            nodes = list(tree.nodes())
-            held = [node.value is not None and node.value.cache is not None for node in nodes]
-            # Children stand behind their parents.
-            for number in range(len(nodes) - 1, 0, -1):
-                if held[number]:
-                    count += nodes[number].tokens
-                    held[nodes[number].parent or 0] = True
-        return count
+        return sum(tree.tokens for tree in self._in_memory)
 
     def entry_covering(self, label: str, ids: Tokens) -> PrefixEntry | None:
         """An entry in memory that can be rolled back to exactly these tokens, or `None`."""
-        for found in self.tree(label).nearest(ids):
+        for found in itertools.islice(self.tree_in_memory(label).nearest(ids), MOST_TRIED):
             if found.tokens < len(ids):
                 return None
             if found.value.can_restore((len(ids),)):
@@ -125,10 +134,10 @@ class EntryIndex:
         self, label: str, ids: Tokens, besides: PrefixEntry | None = None
     ) -> PrefixMatch[PrefixEntry] | None:
         """The entry in memory that begins with most of these tokens, and how many they are; `None` without one."""
-        for found in self.tree(label).nearest(ids):
+        for found in self.tree_in_memory(label).nearest(ids):
             if not found.tokens:
                 return None
-            if found.value.cache is not None and found.value is not besides:
+            if found.value is not besides:
                 return found
         return None
 
@@ -151,7 +160,7 @@ class EntryIndex:
 
     def add(self, entry: PrefixEntry) -> None:
         """Add an entry, or note that it is used now."""
-        self._trees.setdefault(entry.label, RadixTree()).insert(entry.ids, entry)
+        self._entries.insert(entry.label, entry.ids, entry)
         self.touch(entry, entry.length)
 
     def touch(self, entry: PrefixEntry, tokens: int) -> None:
@@ -164,11 +173,21 @@ class EntryIndex:
         if entry.is_leaving:
             entry.is_leaving = False
             self._staying.add(entry.storages)
+            self._order.add(entry)
 
     def pin(self, entry: PrefixEntry) -> None:
         """Pin an entry. If it was leaving memory, it stays."""
         entry.pins += 1
+        self._pinned[entry] = None
         self._stay(entry)
+
+    def unpin(self, entry: PrefixEntry) -> None:
+        """Undo one `pin`."""
+        entry.pins -= 1
+        if not entry.pins:
+            self._pinned.pop(entry, None)
+            if entry.cache is not None and not entry.is_leaving:
+                self._order.add(entry)
 
     def set_stuck(self, entry: PrefixEntry) -> None:
         """Make room elsewhere from now on, since writing this entry takes too long."""
@@ -189,16 +208,16 @@ class EntryIndex:
     def remove(self, entry: PrefixEntry) -> None:
         """Remove an entry from the index; its file stays."""
         self.drop_cache(entry)
-        tree = self.tree(entry.label)
-        tree.remove(entry.ids)
-        if not len(tree):
-            self._trees.pop(entry.label, None)
+        self._entries.remove(entry.label, entry.ids)
+        self._pinned.pop(entry, None)
 
     def set_cache(self, entry: PrefixEntry, cache: Cache) -> None:
         """Hold a cache of the tokens of an entry in memory, in place of the one that it may have had."""
         self.drop_cache(entry)
         entry.cache = cache
+        self._in_memory.insert(entry.label, entry.ids, entry)
         self._count(entry, cache.storages())
+        self._order.add(entry)
         self._unpacked[entry] = None
 
     def _count(self, entry: PrefixEntry, storages: Storages) -> None:
@@ -217,8 +236,12 @@ class EntryIndex:
 
     def drop_cache(self, entry: PrefixEntry) -> None:
         """Stop holding the cache of an entry in memory. Memory that it alone has read is given back."""
+        if entry.cache is None:
+            return
         before = entry.storages
         entry.cache = None
+        self._in_memory.remove(entry.label, entry.ids)
+        self._order.discard(entry)
         self.unset_stuck(entry)
         self._count(entry, {})
         entry.is_leaving = False
@@ -253,6 +276,7 @@ class EntryIndex:
         if not entry.is_leaving:
             entry.is_leaving = True
             self._staying.remove(entry.storages)
+            self._order.discard(entry)
 
     def set_file(self, entry: PrefixEntry, path: str, nbytes: int) -> None:
         """Record the file of an entry, which leaves memory if it was to."""
@@ -289,8 +313,7 @@ class EntryIndex:
         """Remove all entries, pinned or not, and return the paths of their files."""
         entries = list(self)
         # At once, or memory would be moved for entries that go next.
-        self._trees, self._holders, self._unpacked, self._stuck = {}, {}, {}, None
-        self._memory, self._staying = MemoryAccount(), MemoryAccount()
+        self._start()
         for entry in entries:
             entry.cache, entry.storages, entry.is_leaving = None, {}, False
         return [entry.path for entry in entries if entry.path is not None]
@@ -328,8 +351,8 @@ class EntryIndex:
         if self.nbytes + nbytes <= self.max_bytes:
             # Whatever of it is pinned. There may be many thousands of entries.
             return
-        others = self._unaffected(exchange)
-        pinned = [(entry, entry.cache) for entry in others if entry.pins and entry.cache is not None]
+        affected = {exchange.entry, *exchange.replaced}
+        pinned = [(entry, entry.cache) for entry in self._pinned if entry.cache is not None and entry not in affected]
         if pinned and self._bytes_of([*pinned, new]) > self.max_bytes:
             raise CapacityError(
                 f"there is no room for {exact_bytes(nbytes)}, as {exact_bytes(self._bytes_of(pinned))} of "
@@ -343,11 +366,6 @@ class EntryIndex:
         if not self.max_bytes < nbytes <= MOST_APART * self.max_bytes:
             return nbytes
         return MemoryAccount(cache.storages() for cache in _packed_together(held)).nbytes
-
-    def _unaffected(self, exchange: Exchange) -> list[PrefixEntry]:
-        """The other entries in memory."""
-        affected = {id(exchange.entry), *map(id, exchange.replaced)}
-        return [entry for entry in self if entry.cache is not None and id(entry) not in affected]
 
     def make(self, exchange: Exchange) -> tuple[bool, list[PrefixEntry]]:
         """Make an exchange if there is room for it now. If not, there is room when what is leaving has left.
@@ -366,18 +384,18 @@ class EntryIndex:
             for old in staying:
                 self.leave(old)
             gone = [old for old in exchange.replaced if not old.is_being_written]
-            if self._staying.nbytes > self.max_bytes:
-                others = self._unaffected(exchange)
-                leaving = self._evict(others, self.max_bytes)
-                is_settled = not any(each.is_leaving or each.is_being_written for each in others)
-                if is_settled and len(gone) == len(exchange.replaced) and self._staying.nbytes > self.max_bytes:
+            affected = {entry, *exchange.replaced}
+            leaving = self._evict(self.max_bytes, affected)
+            if len(gone) == len(exchange.replaced) and self._staying.nbytes > self.max_bytes:
+                others = [each for tree in self._in_memory for each in tree.values() if each not in affected]
+                if not any(each.is_leaving or each.is_being_written for each in others):
                     # All that can leave has left, but these hold memory that it has shared with them.
                     self._move_apart((entry, *others))
             is_made = self._fits_without(gone)
         except BaseException:
             entry.cache = None
             if is_new:
-                self.tree(entry.label).remove(entry.ids)
+                self._entries.remove(entry.label, entry.ids)
             for old in staying:
                 old.is_leaving = False
             raise
@@ -425,11 +443,19 @@ class EntryIndex:
             raise
 
     def _recount(self) -> None:
-        self._memory, self._staying, self._holders = MemoryAccount(), MemoryAccount(), {}
-        self._unpacked = dict.fromkeys(entry for entry in self if entry.cache is not None)
-        for entry in self:
+        entries = list(self)
+        self._start()
+        for entry in entries:
+            self._entries.insert(entry.label, entry.ids, entry)
             entry.storages = {}
-            self._count(entry, {} if entry.cache is None else entry.cache.storages())
+            if entry.pins:
+                self._pinned[entry] = None
+            if entry.cache is not None:
+                self._in_memory.insert(entry.label, entry.ids, entry)
+                self._count(entry, entry.cache.storages())
+                self._unpacked[entry] = None
+                if not entry.is_leaving:
+                    self._order.add(entry)
 
     def evict(self, nbytes: int | None) -> list[PrefixEntry]:
         """Evict entries until `nbytes` bytes of memory are free or will be (`None` for all), except for pinned ones.
@@ -438,42 +464,32 @@ class EntryIndex:
             Entries that must be written before they leave.
         """
         most = 0 if nbytes is None else self.nbytes - nbytes
-        return self._evict([entry for entry in self if entry.cache is not None], most)
+        return self._evict(most)
 
-    def _evict(self, candidates: Sequence[PrefixEntry], most: int) -> list[PrefixEntry]:
-        """Evict entries until the staying entries take at most `most` bytes, or only pinned entries are left."""
+    def _evict(self, most: int, besides: Collection[PrefixEntry] = ()) -> list[PrefixEntry]:
+        """Evict entries until those that stay take at most `most` bytes, or only pinned ones and `besides` are left."""
         must_be_written: list[PrefixEntry] = []
         # If everything goes, nothing has to be moved.
-        for entry in [entry for entry in self._unpacked if not entry.is_leaving] if most > 0 else ():
-            if self._staying.nbytes <= most:
-                break
-            self._pack(entry, entry.length)
-        pending: list[PrefixEntry] = []
-        while self._staying.nbytes > most:
-            if not pending:
-                staying = (entry for entry in candidates if entry.cache is not None and not entry.is_leaving)
-                evictable = [entry for entry in staying if not entry.pins and entry is not self._stuck]
-                # The first one last, as the list gets shorter from there.
-                pending = eviction_order(self.policy, evictable, self._trees.values())[::-1]
-            if not pending:
-                break
-            entry = pending.pop()
+        unpacked = (each for each in self._unpacked if not each.is_leaving)
+        for each in list(itertools.islice(unpacked, MOST_PACKED)) if most > 0 else ():
+            if self._staying.nbytes > most:
+                self._pack(each, each.length)
+        kept = [*besides, self._stuck]
+        while self._staying.nbytes > most and (entry := self._order.first(kept)) is not None:
             self.evictions += 1
             if entry.path is not None:
                 self.drop_cache(entry)
             elif self.has_directory:
                 self.leave(entry)
                 must_be_written.append(entry)
-            elif self._shorten(entry, most):
-                # The tokens that stay may have been used later than those of other entries.
-                pending = []
+            else:
+                self._shorten(entry, most)
         return must_be_written
 
-    def _shorten(self, entry: PrefixEntry, most: int) -> bool:
+    def _shorten(self, entry: PrefixEntry, most: int) -> None:
         """Drop the last tokens of an entry: as many as needed of those that no other entry has, and of the oldest use.
 
-        Returns:
-            Whether some of them stay. If not, the entry is removed.
+        If none stay, the entry is removed.
         """
         closest = self.closest_in_memory(entry.label, entry.ids, besides=entry)
         shared = 0 if closest is None else closest.tokens
@@ -486,12 +502,12 @@ class EntryIndex:
             if stays:
                 self._pack(entry, length)
         if stays and entry.length > shared:
-            return True
+            # What stays may have been used later than other entries.
+            return
         if closest is not None:
             for tokens, time in entry.uses.items():
                 closest.value.use(min(tokens, shared), time)
         self.remove(entry)
-        return False
 
     def _pack(self, entry: PrefixEntry, length: int) -> None:
         """Hold the first tokens of an entry alone: where another entry has them, the others in memory of their own."""
@@ -514,9 +530,11 @@ class EntryIndex:
         del cache
         is_shorter = length < entry.length
         if is_shorter:
-            self.tree(entry.label).remove(entry.ids)
+            for trees in (self._entries, self._in_memory):
+                trees.remove(entry.label, entry.ids)
             entry.cut(length)
-            self.tree(entry.label).insert(entry.ids, entry)
+            for trees in (self._entries, self._in_memory):
+                trees.insert(entry.label, entry.ids, entry)
         self._trim(entry)
         if is_shorter and self.nbytes >= before:
             # A caller holds what this entry has left, so the others that read some of it move.
@@ -526,11 +544,12 @@ class EntryIndex:
     def _move_apart(self, entries: Collection[PrefixEntry]) -> None:
         """Hold entries in memory that they share with each other alone, if that is less."""
         in_order = sorted(entries, key=lambda entry: entry.last_use)
-        held = [(entry, entry.cache) for entry in in_order if entry.cache is not None]
-        moved = _packed_together(held)
-        before = MemoryAccount(entry.storages for entry, _ in held).nbytes
+        in_order = [entry for entry in in_order if entry.cache is not None]
+        # Nothing else here holds the caches, so each one's memory is free as soon as it is replaced.
+        moved = _packed_together([(entry, entry.cache) for entry in in_order if entry.cache is not None])
+        before = MemoryAccount(entry.storages for entry in in_order).nbytes
         if MemoryAccount(cache.storages() for cache in moved).nbytes < before:
-            for (entry, _), cache in zip(held, moved, strict=True):
+            for entry, cache in zip(in_order, moved, strict=True):
                 self.set_cache(entry, cache)
                 self._unpacked.pop(entry, None)
 
@@ -538,12 +557,11 @@ class EntryIndex:
 def _packed_together(held: Sequence[tuple[PrefixEntry, Cache]]) -> list[Cache]:
     """Forks of the caches of entries, which have the memory that they need together, and share it with nobody else."""
     # Numbers, as the nodes of a tree refer to each other: caches in them would stay until cycles are collected.
-    trees: dict[str, RadixTree[int]] = {}
+    trees = PrefixTrees[int]()
     forks: list[Cache] = []
     for entry, cache in held:
-        tree = trees.setdefault(entry.label, RadixTree())
-        closest = next(tree.nearest(entry.ids), None)
+        closest = next(trees.of(entry.label).nearest(entry.ids), None)
         beside = None if closest is None else PrefixMatch(forks[closest.value], closest.tokens)
-        tree.insert(entry.ids, len(forks))
+        trees.insert(entry.label, entry.ids, len(forks))
         forks.append(packed(cache, entry.length, beside))
     return forks

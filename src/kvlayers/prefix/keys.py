@@ -29,14 +29,19 @@ class _Node(Generic[T]):
         self.value = value
         self.children: dict[int, _Node[T]] = {}
 
-    def values(self) -> Iterator[T]:
-        # Not recursive, since a chat of a thousand turns is a thousand nodes deep.
-        pending = [self]
+    def values(self, besides: "_Node[T] | None" = None) -> Iterator[T]:
+        """The values of this node and of those below, each behind its prefixes, except for those of one child."""
+        # Not recursive, since a chat of a thousand turns is a thousand nodes deep. By iterators, since a node may have
+        # thousands of children, of which a caller needs one.
+        pending = [iter((self,))]
         while pending:
-            node = pending.pop()
-            if node.value is not None:
-                yield node.value
-            pending.extend(node.children.values())
+            node = next(pending[-1], None)
+            if node is None:
+                pending.pop()
+            elif node is not besides:
+                if node.value is not None:
+                    yield node.value
+                pending.append(iter(reversed(node.children.values())))
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,9 @@ class TreeNode(Generic[T]):
 class RadixTree(Generic[T]):
     """A mapping from sequences of token ids to values, which stores common prefixes once.
 
+    Attributes:
+        tokens: tokens of all sequences. Those that several of them begin with count once.
+
     Example:
         >>> import numpy as np
         >>> tree = RadixTree()
@@ -77,6 +85,7 @@ class RadixTree(Generic[T]):
     def __init__(self) -> None:
         self._root: _Node[T] = _Node(np.empty(0, np.int64), None)
         self._count = 0
+        self.tokens = 0
 
     def __len__(self) -> int:
         return self._count
@@ -96,6 +105,7 @@ class RadixTree(Generic[T]):
             leaf: _Node[T] = _Node(ids[matched:].copy(), node)
             node.children[int(ids[matched])] = leaf
             node = leaf
+            self.tokens += len(leaf.edge)
         self._count += node.value is None
         node.value = value
 
@@ -109,6 +119,7 @@ class RadixTree(Generic[T]):
         while node.parent is not None and node.value is None and not node.children:
             parent = node.parent
             del parent.children[int(node.edge[0])]
+            self.tokens -= len(node.edge)
             node = parent
         if node.parent is not None and node.value is None and len(node.children) == 1:
             self._join(node)
@@ -130,32 +141,23 @@ class RadixTree(Generic[T]):
     def nearest(self, ids: Tokens) -> Iterator[PrefixMatch[T]]:
         """All values, in descending order of the prefix that they share with `ids`. Take as many as needed.
 
-        Among equally long shared prefixes, the value of exactly the prefix comes before those of longer sequences.
+        Among equally long shared prefixes, the value of exactly the prefix comes before those of longer sequences. The
+        values that are taken cost time, and the others do not. The tree must not change meanwhile.
         """
-        node, matched, inside = self._descend(ids)
-        if inside:
-            for value in node.values():
+        for matched, values in self.groups(ids):
+            for value in values:
                 yield PrefixMatch(value, matched)
-            came_from, node = node, node.parent or node
-            matched -= inside
-        else:
-            came_from = node
-            for value in node.values():
-                yield PrefixMatch(value, matched)
-            if node.parent is None:
-                return
-            matched -= len(node.edge)
-            node = node.parent
-        while True:
-            if node.value is not None:
-                yield PrefixMatch(node.value, matched)
-            for child in list(node.children.values()):
-                if child is not came_from:
-                    for value in child.values():
-                        yield PrefixMatch(value, matched)
-            if node.parent is None:
-                return
-            matched -= len(node.edge)
+
+    def groups(self, ids: Tokens) -> Iterator[tuple[int, Iterator[T]]]:
+        """The values as `nearest` has them, those together that share equally many tokens with `ids`."""
+        found, matched, inside = self._descend(ids)
+        node: _Node[T] | None = found
+        came_from = None
+        while node is not None:
+            yield matched, node.values(besides=came_from)
+            # The tokens of `ids` may end inside an edge.
+            matched -= inside or len(node.edge)
+            inside = 0
             came_from, node = node, node.parent
 
     def values(self) -> Iterator[T]:
@@ -199,6 +201,31 @@ class RadixTree(Generic[T]):
         (child,) = node.children.values()
         child.edge, child.parent = np.concatenate([node.edge, child.edge]), parent
         parent.children[int(child.edge[0])] = child
+
+
+class PrefixTrees(Generic[T]):
+    """A tree for each model and namespace that has values."""
+
+    def __init__(self) -> None:
+        self._trees: dict[str, RadixTree[T]] = {}
+
+    def __iter__(self) -> Iterator[RadixTree[T]]:
+        return iter(self._trees.values())
+
+    def of(self, label: str) -> RadixTree[T]:
+        """The tree of a label, for reading only."""
+        return self._trees.get(label, RadixTree())
+
+    def insert(self, label: str, ids: Tokens, value: T) -> None:
+        """Set the value of these tokens."""
+        self._trees.setdefault(label, RadixTree()).insert(ids, value)
+
+    def remove(self, label: str, ids: Tokens) -> None:
+        """Remove the value of these tokens, if there is one."""
+        tree = self.of(label)
+        tree.remove(ids)
+        if not len(tree):
+            self._trees.pop(label, None)
 
 
 def common_tokens(one: Tokens, other: Tokens) -> int:

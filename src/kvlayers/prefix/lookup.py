@@ -5,7 +5,7 @@ import contextvars
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ from kvlayers.errors import CacheFileError, CachePathError, CapacityError
 from kvlayers.prefix.backends import UnreachableError
 from kvlayers.prefix.directory import Directory, FileCandidate, NeedsConfigError
 from kvlayers.prefix.entry import PrefixEntry, fork_at, restorable_length, shares_memory
-from kvlayers.prefix.index import EntryIndex, Exchange
-from kvlayers.prefix.keys import PrefixMatch, Tokens
+from kvlayers.prefix.index import MOST_TRIED, EntryIndex, Exchange
+from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.write_queue import WriteQueue
 
 MAX_FILES = 4
@@ -33,11 +33,13 @@ class Hit:
         cache: a cache that has seen the first `covered` tokens, and belongs to the caller; `None` if nothing was found.
         covered: number of tokens of the prompt that need not be computed.
         reason: why it is not more; empty if only tokens are left that the lookup was to leave.
+        known: number of tokens that other prompts have begun with, whether or not their states can go back to there.
     """
 
     cache: Cache | None = None
     covered: int = 0
     reason: str = ""
+    known: int = 0
 
 
 @dataclass(eq=False)
@@ -93,38 +95,37 @@ class Search:
 
     def choose(self, index: EntryIndex) -> None:
         """Find the longest prefix in memory, and the files that may have a longer one."""
-        most_tokens, tree = self.most_tokens, index.tree(self.label)
-        self.found, self.files, self._shared, self._entries = Found(), [], 0, len(tree)
+        most_tokens = self.most_tokens
+        stored, held = index.tree(self.label), index.tree_in_memory(self.label)
+        self.found, self.files, self._shared, self._entries = Found(), [], 0, len(stored)
         if not most_tokens or not self._entries:
             return
-        files: list[FileCandidate] = []
-        groups = itertools.groupby(tree.nearest(self.ids), key=lambda match: min(match.tokens, most_tokens))
-        for bound, group in groups:
-            self._shared = max(self._shared, bound)
+        ids = self.ids[:most_tokens]
+        for bound, group in held.groups(ids):
             if bound <= self.found.covered:
                 break
-            # The shortest first, as a window that has moved less is more likely to be rolled back far enough.
-            ordered = sorted(group, key=lambda match: match.value.length)
-            self._choose_in_memory(ordered, bound)
-            if self.found.covered < bound:
-                files += [
-                    FileCandidate(match.value, match.value.ids, match.value.path, bound)
-                    for match in ordered
-                    if match.value.cache is None and match.value.path is not None
-                ]
-            if sum(file.is_whole for file in files) >= MAX_FILES:
+            self._choose_in_memory(itertools.islice(group, MOST_TRIED), bound)
+        for bound, group in stored.groups(ids):
+            self._shared = max(self._shared, bound)
+            if bound <= self.found.covered or sum(file.is_whole for file in self.files) >= MAX_FILES:
                 # More would never be read, unless all of these are damaged.
                 break
-        self.files = [file for file in files if file.shared > self.found.covered]
+            in_files = (
+                FileCandidate(entry, entry.ids, entry.path, bound)
+                for entry in group
+                if entry.cache is None and entry.path is not None
+            )
+            self.files += sorted(itertools.islice(in_files, MOST_TRIED), key=lambda file: len(file.ids))
 
-    def _choose_in_memory(self, group: list[PrefixMatch[PrefixEntry]], bound: int) -> None:
-        for match in group:
+    def _choose_in_memory(self, group: Iterable[PrefixEntry], bound: int) -> None:
+        # The shortest first, as a window that has moved less is more likely to be rolled back far enough.
+        for entry in sorted(group, key=lambda entry: entry.length):
             covered = self.found.covered
             if covered >= bound:
                 return
-            cache = match.value.cache
+            cache = entry.cache
             if cache is not None and (target := restorable_length(cache, bound)) > covered:
-                self.found.cache, self.found.entry = fork_at(cache, target), match.value
+                self.found.cache, self.found.entry = fork_at(cache, target), entry
 
     def load(
         self, directory: Directory, config: object | None, device: torch.device | str | None, deadline: float
@@ -153,9 +154,9 @@ class Search:
         """The longest prefix that was found. It belongs to the caller."""
         found, most_tokens = self.found, self.most_tokens
         if found.cache is None or found.entry is None:
-            return Hit(reason=self._reason(0, most_tokens, ends=False))
+            return Hit(reason=self._reason(0, most_tokens, ends=False), known=self._shared)
         ends = found.entry.length == found.covered
-        return Hit(found.cache, found.covered, self._reason(found.covered, most_tokens, ends))
+        return Hit(found.cache, found.covered, self._reason(found.covered, most_tokens, ends), self._shared)
 
     def _reason(self, covered: int, most_tokens: int, ends: bool) -> str:
         if covered == most_tokens:

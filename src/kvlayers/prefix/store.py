@@ -71,7 +71,7 @@ class PrefixStore:
         >>> store.insert(torch.tensor([1, 2, 3, 4, 5]), cache, model="mine")
         True
         >>> store.lookup(torch.tensor([1, 2, 3, 9]), model="mine")
-        Hit(cache=DynamicCache(1 x DynamicLayer, 3 tokens, batch 1, 1.25 KiB), covered=3, reason='')
+        Hit(cache=DynamicCache(1 x DynamicLayer, 3 tokens, batch 1, 1.25 KiB), covered=3, reason='', known=3)
         >>> store.lookup(torch.tensor([1, 2, 3, 9]), model="mine", namespace="somebody else").cache is None
         True
     """
@@ -100,7 +100,7 @@ class PrefixStore:
                 raise OptionError("`directory_max_bytes` needs a `directory`, got none: pass both.")
         if policy is not None and (isinstance(policy, type) or not isinstance(policy, EvictionPolicy)):
             raise OptionError(
-                f"`policy` must have a method `order`, got {policy!r}: pass, for example, LeastRecentlyUsed()."
+                f"`policy` must have a method `rank`, got {policy!r}: pass, for example, LeastRecentlyUsed()."
             )
         if storage_options is not None and directory is None:
             raise OptionError("`storage_options` need a `directory`, got none: pass both.")
@@ -240,7 +240,7 @@ class PrefixStore:
                 raise PrefixError(
                     f"the entry for these {len(ids)} tokens is not pinned: call unpin() once for each pin()."
                 )
-            entry.pins -= 1
+            self._index.unpin(entry)
 
     def evict(self, nbytes: int | str | None = None) -> int:
         """Evict entries until at least `nbytes` bytes of memory are free, or all that are not pinned.

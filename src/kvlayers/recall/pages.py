@@ -69,11 +69,6 @@ class PageBounds:
         """Position behind the last page."""
         return self._ends[-1] if self._ends else self.first
 
-    @property
-    def are_full(self) -> bool:
-        """Whether every page has `page_tokens` tokens."""
-        return self.end == self.first + len(self._ends) * self.page_tokens
-
     def start_of(self, page: int) -> int:
         """Position of the first token of a page."""
         return self._ends[page - 1] if page else self.first
@@ -188,7 +183,8 @@ class PageBounds:
             scores, most = priority.ordered(scores, starts, ends)
         highest, numbers = scores.topk(count, dim=2, sorted=priority is not None)
         numbers = numbers + first
-        if self.are_full:
+        if self.end == self.first + len(self._ends) * self.page_tokens:
+            # Every page is full.
             starts = numbers * self.page_tokens + self.first
             ends = starts + self.page_tokens
         else:

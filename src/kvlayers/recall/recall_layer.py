@@ -33,7 +33,6 @@ from kvlayers.recall.pages import (
     BOUNDS,
     ENDS,
     PageBounds,
-    PagePlaces,
     PagePriority,
     check_bounds_state,
     chosen_segments,
@@ -220,37 +219,33 @@ class RecallLayer(DynamicLayer):
             bounds.pages_within(self._store.length - self.recall.recent_tokens),
         )
 
-    def choose_pages(self, query: Tensor, mask: Tensor | None, choice: PageRange) -> tuple[PagePlaces, PageRange]:
-        """The pages that a query reads, made from the bounds alone, wherever the states are.
-
-        Args:
-            query: `[batch, heads, 1, head_dim]`, or `[batch, kv_heads, group, head_dim]`.
-            mask: mask of all tokens, bool or additive, of the same shape but for `tokens` in place of head_dim, or
-                `None`.
-            choice: what `_choice` returned when the token of the query came.
-
-        Returns:
-            The pages, and the range that they were chosen from. Whatever is not in that range is read.
-        """
-        pages, recall = int(self.recall.pages), self.recall
-        first, last = choice
-        if mask is None:
-            return self._bounds.best(query, first, last, pages, None), choice
-        # The first tokens of a padded sequence are in another page than those of the others.
-        most = pages + (0 if not recall.sink_tokens else 2 + (recall.sink_tokens - 2) // recall.page_tokens)
-        priority = PagePriority(_left_padding(mask), recall.sink_tokens, pages)
-        return self._bounds.best(query, 0, last, min(most, last), priority), (0, last)
-
     def _choose(self, choice: PageRange, query: Tensor, segments: KVSegments, mask: Tensor | None) -> KVSegments:
         """The segments with the same columns that the query of one token reads.
 
-        If there is a mask, transformers' "sdpa" makes the query heads of a KV head queries, and shows them as
-        `[batch, kv_heads, group, head_dim]`. All of them are of the one new token.
+        The pages are chosen from their bounds alone, wherever the states are. Whatever is not in the range that they
+        are chosen from is read.
+
+        Args:
+            choice: what `_choice` returned when the token of the query came.
+            query: `[batch, heads, 1, head_dim]`. If there is a mask, transformers' "sdpa" makes the query heads of a KV
+                head queries, and shows them as `[batch, kv_heads, group, head_dim]`: all of them of the one new token.
+            segments: all tokens of the layer.
+            mask: mask of all tokens, bool or additive, of the shape of the query but for `tokens` in place of head_dim,
+                to which it is expanded; `None` for none.
         """
-        if mask is not None:
-            mask = mask.expand(*query.shape[:3], segments.tokens)
-        places, (first, last) = self.choose_pages(query, mask, choice)
-        bounds = self._bounds
+        pages, recall, bounds = int(self.recall.pages), self.recall, self._bounds
+        first, last = choice
+        if mask is None:
+            places = bounds.best(query, first, last, pages, None)
+        else:
+            visible = mask.expand(*query.shape[:3], segments.tokens)[:, 0, -1]
+            if visible.dtype != torch.bool:
+                visible = visible > torch.finfo(visible.dtype).min / 2
+            padding = visible.to(torch.uint8).argmax(1)
+            # The first tokens of a padded sequence are in another page than those of the others.
+            further = 0 if not recall.sink_tokens else 2 + (recall.sink_tokens - 2) // recall.page_tokens
+            first, most = 0, pages + further
+            places = bounds.best(query, 0, last, min(most, last), PagePriority(padding, recall.sink_tokens, pages))
         return chosen_segments(segments, places, bounds.start_of(first), bounds.start_of(last))
 
     @property
@@ -374,14 +369,6 @@ class RecallLayer(DynamicLayer):
             self._bounds.load_state(own)
         elif self._store.holds_tokens_apart and held.tensors:
             self._make_pages(held.tensors["keys"])
-
-
-def _left_padding(mask: Tensor) -> Tensor:
-    """Tokens that a mask `[batch, heads, 1, tokens]` hides at the beginning of each sequence, int64 `[batch]`."""
-    visible = mask[:, 0, -1]
-    if visible.dtype != torch.bool:
-        visible = visible > torch.finfo(visible.dtype).min / 2
-    return visible.to(torch.uint8).argmax(1)
 
 
 register("recall")(named(DynamicCache, "length_hint", {"recall": Recall()}))

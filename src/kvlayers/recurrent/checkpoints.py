@@ -1,16 +1,13 @@
 """The past of a recurrent layer: checkpoints and recorded columns, to which it can be put back."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.core.description import Fact, Facts
 from kvlayers.core.from_config import Checkpoints
-from kvlayers.core.layer_operations import LayerState, check_kind_of_state
-from kvlayers.errors import InterruptedPassError, RollbackError, StateMismatchError
+from kvlayers.errors import InterruptedPassError, RollbackError
 from kvlayers.recurrent.states import LinearStates, States, TokenCount, kept, rows
 
 LEAST_WHILE_RECORDING = 2
@@ -23,15 +20,13 @@ class Checkpoint:
 
     Attributes:
         seen: tokens that each convolution state has seen.
-        conv: convolution states.
-        recurrent: recurrent states.
+        held: the states.
         chosen: the sequences that were selected since, int64 `[batch]`. The tensors are not indexed at once, because a
             beam search selects at every step and never goes back.
     """
 
     seen: dict[int, int]
-    conv: States = field(default_factory=dict)
-    recurrent: States = field(default_factory=dict)
+    held: States = field(default_factory=dict)
     chosen: Tensor | None = None
 
     @property
@@ -43,7 +38,7 @@ class Checkpoint:
         """The checkpoint of the sequences at `indices`, int64 `[new_batch]`."""
         chosen = indices.clone() if self.chosen is None else rows(self.chosen, indices)
         selected = replace(self, chosen=chosen)
-        held = max((states.shape[0] for states in self.states()), default=0)
+        held = max((states.shape[0] for states in self.held.values()), default=0)
         # If fewer sequences are left, the memory of the others is freed.
         return selected.resolved() if chosen.shape[0] < held else selected
 
@@ -52,22 +47,15 @@ class Checkpoint:
         chosen = self.chosen
         if chosen is None:
             return self
-        conv, recurrent = (
-            {index: rows(states, chosen) for index, states in held.items()} for held in (self.conv, self.recurrent)
-        )
-        return Checkpoint(self.seen, conv, recurrent)
+        return Checkpoint(self.seen, {key: rows(states, chosen) for key, states in self.held.items()})
 
     def copy(self) -> "Checkpoint":
         """Another checkpoint over the same tensors, to which states may be added."""
-        return Checkpoint(dict(self.seen), dict(self.conv), dict(self.recurrent), self.chosen)
-
-    def states(self) -> list[Tensor]:
-        """All states."""
-        return [*self.conv.values(), *self.recurrent.values()]
+        return Checkpoint(dict(self.seen), dict(self.held), self.chosen)
 
     def tensors(self) -> list[Tensor]:
         """All tensors that keep memory alive."""
-        return [*self.states(), *(() if self.chosen is None else (self.chosen,))]
+        return [*self.held.values(), *(() if self.chosen is None else (self.chosen,))]
 
 
 class LinearPast:
@@ -89,7 +77,7 @@ class LinearPast:
         self.is_recording = False
         self._states = states
         self._count = count
-        self._recorded: States = {}
+        self._recorded: dict[int, Tensor] = {}
         # The forward pass under way: indices of the convolutions that it has updated, and the checkpoint of its end.
         self._given: set[int] = set()
         self._open: Checkpoint | None = None
@@ -159,7 +147,12 @@ class LinearPast:
     def note_columns(self, state_idx: int, columns: int, full: Tensor) -> None:
         """Note that a convolution was given columns, which are the newest of `full`, `[batch, channels, any]`."""
         if self.is_recording and not any(self._states.has_recurrent.values()):
-            self._record(state_idx, columns, full)
+            past, kernel = self._recorded.get(state_idx), self._states.kernel[state_idx] or 0
+            if past is None:
+                missing = max(kernel + columns - full.shape[-1], 0)
+                self._recorded[state_idx] = torch.nn.functional.pad(full.detach(), (missing, 0))
+            else:
+                self._recorded[state_idx] = torch.cat([past, full[..., -columns:].detach()], dim=-1)
         held, most = self._states.conv[state_idx], self._most
         if columns == 1 or not most or held is None:
             return
@@ -167,7 +160,7 @@ class LinearPast:
             self._open = Checkpoint(dict(self._count.seen()))
             self._hold(self._open)
         self._open.seen = dict(self._count.seen())
-        self._open.conv[state_idx] = kept(held)
+        self._open.held["conv", state_idx] = kept(held)
 
     def note_recurrent(self, state_idx: int, held: Tensor, alone: bool) -> None:
         """Note that a recurrent state was given: `alone`, without columns, or after them."""
@@ -178,15 +171,7 @@ class LinearPast:
             self._given, self._open = set(), None
             self._take_if_due()
         elif self._open is not None:
-            self._open.recurrent[state_idx] = kept(held)
-
-    def _record(self, state_idx: int, columns: int, full: Tensor) -> None:
-        past, kernel = self._recorded.get(state_idx), self._states.kernel[state_idx] or 0
-        if past is None:
-            missing = max(kernel + columns - full.shape[-1], 0)
-            self._recorded[state_idx] = torch.nn.functional.pad(full.detach(), (missing, 0))
-        else:
-            self._recorded[state_idx] = torch.cat([past, full[..., -columns:].detach()], dim=-1)
+            self._open.held["recurrent", state_idx] = kept(held)
 
     def _take_if_due(self) -> None:
         if self.checkpoints.due_at(self._count.length or 0):
@@ -201,8 +186,8 @@ class LinearPast:
         if there_is is None or there_is.length != length:
             # Such a checkpoint is left of an interrupted update.
             self._drop_from(length)
-            conv, recurrent = ({index: kept(states) for index, states in live.items()} for live in self._states.live())
-            self._hold(Checkpoint(dict(self._count.seen()), conv, recurrent))
+            held = {key: kept(states) for key, states in self._states.live().items()}
+            self._hold(Checkpoint(dict(self._count.seen()), held))
 
     def _hold(self, checkpoint: Checkpoint) -> None:
         """Hold one more checkpoint, and drop the oldest ones beyond the most that are kept."""
@@ -210,13 +195,11 @@ class LinearPast:
 
     def _latest(self, length: int) -> Checkpoint | None:
         """The latest checkpoint, at `length` tokens or before, that has all states."""
-        whole = self._states.filled()
-        if self.scans and not whole[1]:
+        whole = self._states.live().keys()
+        if self.scans and not any(self._states.has_recurrent.values()):
             return None
-        for checkpoint in reversed(self.history):
-            if checkpoint.length <= length and (set(checkpoint.conv), set(checkpoint.recurrent)) == whole:
-                return checkpoint
-        return None
+        there = (held for held in reversed(self.history) if held.length <= length and held.held.keys() == whole)
+        return next(there, None)
 
     def _drop_from(self, length: int) -> None:
         self.history = [checkpoint for checkpoint in self.history if checkpoint.length < length]
@@ -228,13 +211,13 @@ class LinearPast:
 
     # Between forward passes
 
-    def start_recording(self) -> None:
+    def activate_past_recording(self) -> None:
         """From now on, be able to go back to the present length."""
         self.is_recording = True
         self.end_pass()
         self._keep_beginning()
 
-    def stop_recording(self) -> None:
+    def deactivate_past_recording(self) -> None:
         """Hold no more columns than are needed. Checkpoints stay."""
         self.is_recording = False
         self._recorded = {}
@@ -257,11 +240,14 @@ class LinearPast:
         held = self._count.length
         if held is None:
             raise RollbackError(
-                "expected a recurrent layer that counts its tokens, but the model does not tell this one how many it "
-                "has seen: fork() the cache before the tokens that may be taken back."
+                "The model must pass a column for each token, so that its recurrent layer counts its tokens, got other "
+                "columns: fork() the cache before the tokens that may be taken back."
             )
         if not 0 <= length <= held:
-            raise RollbackError(f"expected to roll back to between 0 and {held} tokens, but was asked for {length}.")
+            raise RollbackError(
+                f"`length` must be from 0 to the {held} tokens that the recurrent layer has seen, got {length}: pass "
+                "one of these."
+            )
         if (length == held and not self._is_broken()) or 0 < held - length <= self._recorded_tokens():
             return length
         checkpoint = self._latest(length)
@@ -274,14 +260,14 @@ class LinearPast:
         last = self.history[-1] if self.history else None
         if last is None or last.length != self._count.length:
             return False
-        return (set(last.conv), set(last.recurrent)) != self._states.filled()
+        return last.held.keys() != self._states.live().keys()
 
     def _recorded_tokens(self) -> int:
         """How many of the newest tokens the recorded columns can take back."""
-        conv, recurrent = self._states.filled()
-        if recurrent or set(self._recorded) != conv:
+        if {("conv", index) for index in self._recorded} != self._states.live().keys():
             return 0
-        return min((self._recorded[i].shape[-1] - (self._states.kernel[i] or 0) for i in conv), default=0)
+        kernel = self._states.kernel
+        return min((held.shape[-1] - (kernel[index] or 0) for index, held in self._recorded.items()), default=0)
 
     def put_back(self, target: int) -> None:
         """Restore the states of a length that `nearest_restorable` has returned, but not of length 0."""
@@ -290,17 +276,16 @@ class LinearPast:
             for index, columns in self._recorded.items():
                 kernel = self._states.kernel[index] or 0
                 rest = columns[..., : columns.shape[-1] - removed]
-                self._states.put_conv(index, rest[..., -kernel:], kernel)
-            self._count.remove(removed)
+                self._states.put("conv", index, rest[..., -kernel:])
+            self._count.set({index: seen - removed for index, seen in self._count.seen().items()})
         elif removed or self._is_broken():
             checkpoint = self._latest(target)
             if checkpoint is None or checkpoint.length != target:
-                raise RollbackError(f"expected a checkpoint at {target} tokens, but no checkpoint is there.")
-            restored = checkpoint.resolved()
-            for index, columns in restored.conv.items():
-                self._states.put_conv(index, columns, columns.shape[-1])
-            for index, states in restored.recurrent.items():
-                self._states.put_recurrent(index, states)
+                raise RollbackError(
+                    f"`length` must be one that has a checkpoint, got {target}: ask nearest_restorable() for one."
+                )
+            for key, states in checkpoint.resolved().held.items():
+                self._states.put(*key, states)
             self._count.set(checkpoint.seen)
         self._drop_from(target + 1)
         self._recorded = {}
@@ -340,67 +325,3 @@ class LinearPast:
     def tensors(self) -> list[Tensor]:
         """The tensors of checkpoints and recorded columns."""
         return [*(tensor for held in self.history for tensor in held.tensors()), *self._recorded.values()]
-
-
-def linear_state(
-    kind: str, described: Facts, states: LinearStates, count: TokenCount, history: Sequence[Checkpoint]
-) -> LayerState:
-    """Copies of all states and checkpoints. Their names say which of them each tensor is."""
-    conv, recurrent = states.live()
-    tensors = _named("", conv, recurrent)
-    facts: dict[str, Fact] = {**described, "checkpoints": len(history), **count.facts()}
-    facts |= {f"conv_kernel_size.{index}": held.shape[-1] for index, held in conv.items()}
-    facts |= {f"has_recurrent_state.{index}": True for index in recurrent}
-    facts["length"] = count.length
-    for number, checkpoint in enumerate(checkpoint.resolved() for checkpoint in history):
-        tensors |= _named(f"checkpoint.{number}.", checkpoint.conv, checkpoint.recurrent)
-        facts |= {f"checkpoint.{number}.tokens.{index}": seen for index, seen in checkpoint.seen.items()}
-    return LayerState(kind, {name: kept(held) for name, held in tensors.items()}, facts)
-
-
-def _named(prefix: str, conv: Mapping[int, Tensor], recurrent: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    return {
-        **{f"{prefix}conv_states.{index}": states for index, states in conv.items()},
-        **{f"{prefix}recurrent_states.{index}": states for index, states in recurrent.items()},
-    }
-
-
-def check_linear_state(state: LayerState, kind: str, number_of_states: int) -> None:
-    """Raise `StateMismatchError` if a layer of this kind cannot become what it was when `state` was taken."""
-    check_kind_of_state(state, kind)
-    if state.facts.get("number_of_states") != number_of_states:
-        raise StateMismatchError(
-            f"`state` must be that of a layer with {number_of_states} states, got that of one with "
-            f"{state.facts.get('number_of_states')}: load it into a cache that was made for the same model config."
-        )
-    needed = {name.replace("conv_kernel_size", "conv_states") for name in state.facts if name.startswith("conv_kernel")}
-    needed |= {name.replace("has_recurrent_state", "recurrent_states") for name in state.facts if "has_rec" in name}
-    present = {name for name in state.tensors if not name.startswith("checkpoint.")}
-    if needed != present:
-        raise StateMismatchError(
-            f"`state` must have the tensors {sorted(needed)}, got {sorted(present)}: take the state again."
-        )
-    sizes = {tensor.shape[0] for tensor in state.tensors.values() if tensor.dim()}
-    if len(sizes) > 1 or any(tensor.layout != torch.strided or not tensor.dim() for tensor in state.tensors.values()):
-        raise StateMismatchError(
-            f"`state` must have dense tensors of one batch size, got batch sizes {sorted(sizes)}: take the state again."
-        )
-
-
-def read_history(state: LayerState) -> list[Checkpoint]:
-    """The checkpoints of a state, copied."""
-    count = state.facts.get("checkpoints")
-    checkpoints = []
-    for number in range(count if isinstance(count, int) else 0):
-        prefix = f"checkpoint.{number}."
-        of_one = {name.removeprefix(prefix): value for name, value in state.facts.items() if name.startswith(prefix)}
-        seen = {int(name.removeprefix("tokens.")): value for name, value in of_one.items() if isinstance(value, int)}
-        checkpoint = Checkpoint(seen)
-        for name, states in state.tensors.items():
-            if name.startswith(prefix):
-                family, _, index = name.removeprefix(prefix).partition(".")
-                held = checkpoint.conv if family == "conv_states" else checkpoint.recurrent
-                held[int(index)] = kept(states)
-        if seen:
-            checkpoints.append(checkpoint)
-    return checkpoints

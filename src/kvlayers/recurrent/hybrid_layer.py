@@ -22,6 +22,16 @@ LINEAR = "linear."
 """Prefix of the names of the recurrent part in a saved state."""
 
 
+def _of_both(name: str) -> Any:
+    """A method that calls the one of this name of both layers."""
+
+    def call(layer: "HybridLayer", *args: Any) -> None:
+        for part in layer.parts:
+            getattr(part, name)(*args)
+
+    return call
+
+
 @register_layer
 class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     """An attention layer and a linear-attention layer for one layer of a model that has both.
@@ -85,6 +95,9 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     use_prefetcher = forwarded("wrapped")
     trim = forwarded("wrapped")
     compact = forwarded("wrapped")
+    counts_rows = forwarded("wrapped")
+    separate_rows = forwarded("wrapped")
+    row_lengths = forwarded("wrapped")
 
     @property
     @override
@@ -121,6 +134,13 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
             self.deactivate_past_recording()
 
     # Both
+
+    activate_past_recording = _of_both("activate_past_recording")
+    deactivate_past_recording = _of_both("deactivate_past_recording")
+    check_truncate_rows = _of_both("check_truncate_rows")
+    truncate_rows = _of_both("truncate_rows")
+    expand = _of_both("expand")
+    reset = _of_both("reset")
 
     @property
     @override
@@ -199,31 +219,6 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
             self.linear.remove_newest(tokens)
 
     @override
-    def activate_past_recording(self) -> None:
-        self.wrapped.activate_past_recording()
-        self.linear.activate_past_recording()
-
-    @override
-    def deactivate_past_recording(self) -> None:
-        self.wrapped.deactivate_past_recording()
-        self.linear.deactivate_past_recording()
-
-    @property
-    @override
-    def counts_rows(self) -> bool:  # type: ignore[override]
-        return bool(self.wrapped.counts_rows)
-
-    @property
-    @override
-    def separate_rows(self) -> Sequence[LayerOperations]:
-        return self.wrapped.separate_rows
-
-    @property
-    @override
-    def row_lengths(self) -> tuple[int | None, ...]:
-        return self.wrapped.row_lengths
-
-    @override
     def row(self, index: int) -> LayerOperations:
         attention = self.wrapped.row(index) if self.wrapped.batch_size is not None else self.wrapped.fork()
         linear = self.linear.row(index) if self.linear.batch_size is not None else self.linear.fork()
@@ -240,35 +235,15 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         return HybridLayer(cast("CacheLayer", joined[0]), cast("LinearAttentionLayer", joined[1]))
 
     @override
-    def check_truncate_rows(self, lengths: Sequence[int]) -> None:
-        for part in self.parts:
-            part.check_truncate_rows(lengths)
-
-    @override
-    def truncate_rows(self, lengths: Sequence[int]) -> None:
-        for part in self.parts:
-            part.truncate_rows(lengths)
-
-    @override
     def select(self, indices: Tensor) -> None:
         if self.wrapped.batch_size is not None:
             self.wrapped.select(indices)
         self.linear.select(indices)
 
     @override
-    def expand(self, repeats: int) -> None:
-        self.wrapped.expand(repeats)
-        self.linear.expand(repeats)
-
-    @override
     def share_prefix(self, other: LayerOperations, tokens: int) -> None:
         if isinstance(other, HybridLayer):
             self.wrapped.share_prefix(other.wrapped, tokens)
-
-    @override
-    def reset(self) -> None:
-        self.wrapped.reset()
-        self.linear.reset()
 
     @override
     def fork(self) -> Self:

@@ -1,5 +1,6 @@
 """A layer with a state of fixed size instead of tokens: linear attention, state spaces, short convolutions."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -8,21 +9,24 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache_layer import forwarded
-from kvlayers.core.description import OptionsArgument
+from kvlayers.core.description import Fact, OptionsArgument
 from kvlayers.core.from_config import Checkpoints
-from kvlayers.core.layer_operations import LayerOperations, LayerState, rows_of
+from kvlayers.core.layer_operations import LayerOperations, LayerState, check_kind_of_state, rows_of
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_store import Fidelity
-from kvlayers.errors import RollbackError, UnsupportedLayerError
-from kvlayers.recurrent.checkpoints import LinearPast, check_linear_state, linear_state, read_history
+from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers.recurrent.checkpoints import Checkpoint, LinearPast
 from kvlayers.recurrent.states import (
+    FAMILIES,
     MOST_STATES,
     LinearStates,
+    States,
     StatesByIndex,
     TokenCount,
     check_columns,
     check_first_columns,
     check_recurrent,
+    kept,
     no_state,
 )
 from kvlayers.upstream import compat
@@ -83,6 +87,8 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     is_interrupted = forwarded("_past")
     scans = forwarded("_past")
     nearest_restorable = forwarded("_past")
+    activate_past_recording = forwarded("_past")
+    deactivate_past_recording = forwarded("_past")
     length = forwarded("_count")
     """Tokens seen and not rolled back, `None` if the model does not pass one column for each token."""
 
@@ -117,12 +123,12 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         States that are assigned to an index are copied. The layer then does not know any more how many tokens it has
         seen, so it cannot be rolled back until it is reset.
         """
-        return StatesByIndex(self._states.conv, self._assign_conv)
+        return StatesByIndex(self._states.conv, functools.partial(self._assign, "conv"))
 
     @conv_states.setter
     def conv_states(self, states: Mapping[int, Tensor | None]) -> None:
         for index, assigned in states.items():
-            self._assign_conv(index, assigned)
+            self._assign("conv", index, assigned)
 
     @property
     def recurrent_states(self) -> dict[int, Tensor | None]:
@@ -130,35 +136,24 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
 
         States can be assigned as to `conv_states`.
         """
-        return StatesByIndex(self._states.recurrent, self._assign_recurrent)
+        return StatesByIndex(self._states.recurrent, functools.partial(self._assign, "recurrent"))
 
     @recurrent_states.setter
     def recurrent_states(self, states: Mapping[int, Tensor | None]) -> None:
         for index, assigned in states.items():
-            self._assign_recurrent(index, assigned)
+            self._assign("recurrent", index, assigned)
 
-    def _assign_conv(self, state_idx: int, states: Tensor | None) -> None:
-        self._forget_past(state_idx)
-        if states is None:
-            self._states.forget_conv(state_idx)
-        else:
-            kernel = self._states.kernel[state_idx] or states.shape[-1]
-            newest = states[..., -kernel:]
-            self._states.put_conv(state_idx, newest, newest.shape[-1])
-
-    def _assign_recurrent(self, state_idx: int, states: Tensor | None) -> None:
-        self._forget_past(state_idx)
-        if states is None:
-            self._states.forget_recurrent(state_idx)
-        else:
-            self._states.put_recurrent(state_idx, states)
-
-    def _forget_past(self, state_idx: int) -> None:
-        """Forget the count of tokens and the checkpoints, which do not belong to the assigned states."""
+    def _assign(self, family: str, state_idx: int, states: Tensor | None) -> None:
+        """Hold an assigned state. Forget the count of tokens and the checkpoints, which do not belong to it."""
         if state_idx not in self._states.conv:
             raise no_state(state_idx, self.number_of_states)
         self._count.stop_counting()
         self._past.clear()
+        if states is None:
+            self._states.forget(family, state_idx)
+        else:
+            kernel = self._states.kernel[state_idx] if family == "conv" else None
+            self._states.put(family, state_idx, states if kernel is None else states[..., -kernel:])
 
     @property
     def conv_kernel_size(self) -> dict[int, int | None]:
@@ -209,7 +204,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         if held is None:
             check_first_columns(conv_states, kernel, states.live_batch)
         else:
-            kernel = states.kernel[state_idx] or 0
+            kernel = held.shape[-1]
             check_columns(conv_states, held, conv_kernel_size, kernel)
             if self.tokens_at_once is not None and columns > self.tokens_at_once:
                 raise UnsupportedLayerError(
@@ -226,7 +221,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
             full = torch.cat((held, conv_states), -1)
         newest = full.narrow(-1, full.shape[-1] - kernel, kernel)
         if held is None or newest.requires_grad or held.requires_grad:
-            states.put_conv(state_idx, newest, kernel)
+            states.put("conv", state_idx, newest)
         else:
             held.copy_(newest)
         if counted:
@@ -256,7 +251,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         # A model that writes the column of a single token by itself passes only the recurrent state.
         alone = self._count.add_token_without_columns(state_idx)
         if held is None or recurrent_states.requires_grad or held.requires_grad:
-            held = states.put_recurrent(state_idx, recurrent_states)
+            held = states.put("recurrent", state_idx, recurrent_states)
         else:
             held.copy_(recurrent_states)
         if not torch.compiler.is_compiling():
@@ -264,16 +259,6 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         return held
 
     # Rolling back
-
-    @override
-    def activate_past_recording(self) -> None:
-        """From now on, be able to go back to the present length."""
-        self._past.start_recording()
-
-    @override
-    def deactivate_past_recording(self) -> None:
-        """Hold no more columns than are needed. Checkpoints stay."""
-        self._past.stop_recording()
 
     @property
     def record_past(self) -> bool:
@@ -291,9 +276,9 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         latest = self.nearest_restorable(length)
         if latest != length:
             raise RollbackError(
-                f"expected a checkpoint at {length} tokens, but the latest one before is at {latest}: use truncate() "
-                f"of the cache, which goes back to {latest}, and pass the next {length - latest} tokens again; or "
-                "fork() the cache before the tokens that may be taken back."
+                f"`length` must be one that has a checkpoint, got {length} where the latest one before is at {latest}: "
+                f"use truncate() of the cache, which goes back to {latest}, and pass the next {length - latest} tokens "
+                "again; or fork() the cache before the tokens that may be taken back."
             )
 
     @override
@@ -354,25 +339,63 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
 
     @override
     def state(self) -> LayerState:
+        """Copies of all states and checkpoints. Their names say which of them each tensor is."""
         self._past.check_scanned()
-        return linear_state(self.kind, self.describe(), self._states, self._count, self._past.history)
+        live, history = self._states.live(), self._past.history
+        facts: dict[str, Fact] = {**self.describe(), "checkpoints": len(history), **self._count.facts()}
+        for (family, index), states in live.items():
+            if family == "conv":
+                facts[f"conv_kernel_size.{index}"] = states.shape[-1]
+            else:
+                facts[f"has_recurrent_state.{index}"] = True
+        facts["length"] = self.length
+        tensors = _named("", live)
+        for number, checkpoint in enumerate(checkpoint.resolved() for checkpoint in history):
+            tensors |= _named(f"checkpoint.{number}.", checkpoint.held)
+            facts |= {f"checkpoint.{number}.tokens.{index}": seen for index, seen in checkpoint.seen.items()}
+        return LayerState(self.kind, {name: kept(held) for name, held in tensors.items()}, facts)
 
     @override
     def check_state(self, state: LayerState) -> None:
-        check_linear_state(state, self.kind, self.number_of_states)
+        check_kind_of_state(state, self.kind)
+        facts, number = state.facts, state.facts.get("number_of_states")
+        if number != self.number_of_states:
+            raise StateMismatchError(
+                f"`state` must be that of a layer with {self.number_of_states} states, got that of one with {number}: "
+                "load it into a cache that was made for the same model config."
+            )
+        needed = {name.replace("conv_kernel_size", "conv_states") for name in facts if name.startswith("conv_kernel")}
+        needed |= {name.replace("has_recurrent_state", "recurrent_states") for name in facts if "has_rec" in name}
+        present = {name for name in state.tensors if not name.startswith("checkpoint.")}
+        if needed != present:
+            raise StateMismatchError(
+                f"`state` must have the tensors {sorted(needed)}, got {sorted(present)}: take the state again."
+            )
+        tensors = state.tensors.values()
+        sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
+        if len(sizes) > 1 or any(tensor.layout != torch.strided or not tensor.dim() for tensor in tensors):
+            raise StateMismatchError(
+                f"`state` must have dense tensors of one batch size, got batch sizes {sorted(sizes)}: take the state "
+                "again."
+            )
 
     @override
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
         self.reset()
-        for name, tensor in state.tensors.items():
-            family, _, index = name.partition(".")
-            if family == "conv_states":
-                self._states.put_conv(int(index), tensor, tensor.shape[-1])
-            elif family == "recurrent_states":
-                self._states.put_recurrent(int(index), tensor)
+        for key, tensor in _by_key("", state.tensors).items():
+            self._states.put(*key, tensor)
         self._count.read(state.facts)
-        self._past.history = read_history(state)
+        number = state.facts.get("checkpoints")
+        for prefix in (f"checkpoint.{index}." for index in range(number if isinstance(number, int) else 0)):
+            tokens = {
+                int(name.rpartition(".")[2]): seen
+                for name, seen in state.facts.items()
+                if name.startswith(f"{prefix}tokens.") and isinstance(seen, int)
+            }
+            if tokens:
+                held = {key: kept(states) for key, states in _by_key(prefix, state.tensors).items()}
+                self._past.history.append(Checkpoint(tokens, held))
 
     # What it is
 
@@ -417,3 +440,18 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         columns = 0 if conv_states is None else conv_states.shape[-1]
         kernel = columns if conv_kernel_size is None else conv_kernel_size
         self._states.reserve(state_idx, conv_states, recurrent_states, kernel)
+
+
+def _named(prefix: str, held: States) -> dict[str, Tensor]:
+    """States by their names in a state of the layer."""
+    return {f"{prefix}{family}_states.{index}": states for (family, index), states in held.items()}
+
+
+def _by_key(prefix: str, tensors: Mapping[str, Tensor]) -> States:
+    """The states that `_named` has named so."""
+    return {
+        (family, int(index)): states
+        for name, states in tensors.items()
+        for family, found, index in (name.removeprefix(prefix).partition("_states."),)
+        if name.startswith(prefix) and found and family in FAMILIES
+    }

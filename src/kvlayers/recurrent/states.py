@@ -10,8 +10,11 @@ from kvlayers.core.buffer import COUNT_DTYPE
 from kvlayers.core.description import Fact
 from kvlayers.errors import LayerIndexError, StateMismatchError
 
-States = dict[int, Tensor]
-"""Convolution states, or recurrent states, by their index within the layer."""
+FAMILIES = ("conv", "recurrent")
+"""The two kinds of states: of convolutions, and recurrent ones."""
+
+States = dict[tuple[str, int], Tensor]
+"""States by their family, and their index within the layer."""
 
 
 class LinearStates:
@@ -26,7 +29,6 @@ class LinearStates:
     Attributes:
         conv: convolution states `[batch, channels, kernel]`, `None` before the first tokens.
         recurrent: recurrent states, whose first axis is the batch, `None` before the first tokens.
-        kernel: columns of each convolution state.
         has_conv: whether the convolution state holds tokens, and not only memory for them.
         has_recurrent: the same for the recurrent state.
     """
@@ -35,59 +37,47 @@ class LinearStates:
         indices = range(number_of_states)
         self.conv: dict[int, Tensor | None] = dict.fromkeys(indices)
         self.recurrent: dict[int, Tensor | None] = dict.fromkeys(indices)
-        self.kernel: dict[int, int | None] = dict.fromkeys(indices)
         self.has_conv: dict[int, bool] = dict.fromkeys(indices, False)
         self.has_recurrent: dict[int, bool] = dict.fromkeys(indices, False)
 
-    def put_conv(self, state_idx: int, columns: Tensor, kernel: int) -> None:
-        """Hold `columns`, `[batch, channels, kernel]`."""
-        self.conv[state_idx] = written(self.conv[state_idx], columns)
-        self.kernel[state_idx], self.has_conv[state_idx] = kernel, True
+    def put(self, family: str, state_idx: int, states: Tensor) -> Tensor:
+        """Hold a convolution state, `[batch, channels, kernel]`, or a recurrent state, and return the held tensor."""
+        held: dict[int, Tensor | None] = getattr(self, family)
+        here = held[state_idx] = written(held[state_idx], states)
+        getattr(self, f"has_{family}")[state_idx] = True
+        return here
 
-    def put_recurrent(self, state_idx: int, states: Tensor) -> Tensor:
-        """Hold a recurrent state, and return the held tensor."""
-        held = self.recurrent[state_idx] = written(self.recurrent[state_idx], states)
-        self.has_recurrent[state_idx] = True
-        return held
+    def forget(self, family: str, state_idx: int) -> None:
+        """Hold neither a state nor memory for it."""
+        getattr(self, family)[state_idx] = None
+        getattr(self, f"has_{family}")[state_idx] = False
 
-    def forget_conv(self, state_idx: int) -> None:
-        """Hold neither columns nor memory for them."""
-        self.conv[state_idx] = self.kernel[state_idx] = None
-        self.has_conv[state_idx] = False
-
-    def forget_recurrent(self, state_idx: int) -> None:
-        """Hold neither a recurrent state nor memory for it."""
-        self.recurrent[state_idx] = None
-        self.has_recurrent[state_idx] = False
+    @property
+    def kernel(self) -> dict[int, int | None]:
+        """Columns of each convolution state, `None` before the first tokens."""
+        return {index: None if held is None else held.shape[-1] for index, held in self.conv.items()}
 
     def reserve(self, state_idx: int, conv: Tensor | None, recurrent: Tensor | None, kernel: int) -> None:
         """Take memory for states of these shapes, unless the layer holds states already."""
         if conv is not None and not self.has_conv[state_idx]:
             self.conv[state_idx] = _reserved(conv, (*conv.shape[:-1], kernel))
-            self.kernel[state_idx] = kernel
         if recurrent is not None and not self.has_recurrent[state_idx]:
             self.recurrent[state_idx] = _reserved(recurrent, tuple(recurrent.shape))
 
-    def filled(self) -> tuple[set[int], set[int]]:
-        """Indices of the convolution states and of the recurrent states that hold tokens."""
-        conv = {index for index, filled in self.has_conv.items() if filled}
-        return conv, {index for index, filled in self.has_recurrent.items() if filled}
-
-    def live(self) -> tuple[States, States]:
-        """The convolution states and the recurrent states that hold tokens."""
-        conv, recurrent = self.filled()
-        return (
-            {index: states for index, states in self.conv.items() if states is not None and index in conv},
-            {index: states for index, states in self.recurrent.items() if states is not None and index in recurrent},
-        )
+    def live(self) -> States:
+        """The states that hold tokens."""
+        return {
+            (family, index): states
+            for family in FAMILIES
+            for index, states in getattr(self, family).items()
+            if states is not None and getattr(self, f"has_{family}")[index]
+        }
 
     @property
     def live_batch(self) -> int | None:
         """Batch size of the states that hold tokens, `None` if no state does."""
-        for given, held in ((self.has_conv, self.conv), (self.has_recurrent, self.recurrent)):
-            for index, states in held.items():
-                if states is not None and given[index]:
-                    return states.shape[0]
+        for states in self.live().values():
+            return states.shape[0]
         return None
 
     def select(self, indices: Tensor) -> None:
@@ -111,11 +101,10 @@ class LinearStates:
     def fork(self) -> Self:
         """Independent copies of all states."""
         twin = type(self)(len(self.conv))
-        for name in ("conv", "recurrent"):
+        for name in FAMILIES:
             held = vars(self)[name]
             vars(twin)[name] = {index: None if states is None else _copied(states) for index, states in held.items()}
-        twin.kernel, twin.has_conv = dict(self.kernel), dict(self.has_conv)
-        twin.has_recurrent = dict(self.has_recurrent)
+        twin.has_conv, twin.has_recurrent = dict(self.has_conv), dict(self.has_recurrent)
         return twin
 
     def tensors(self) -> Iterator[Tensor]:
@@ -275,10 +264,6 @@ class TokenCount:
         self.seen()
         self._seen = dict(seen)
         self._columns_were_counted = dict.fromkeys(self._columns_were_counted, False)
-
-    def remove(self, tokens: int) -> None:
-        """Take back the newest tokens."""
-        self.set({index: seen - tokens for index, seen in self.seen().items()})
 
     def clear(self) -> None:
         """Count from zero again."""

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvlayers.core.buffer import COUNT_DTYPE
 from kvlayers.core.description import OptionFacts
 from kvlayers.errors import OptionError
 from kvlayers.utils.options import check_whole_number, checks_options
@@ -239,12 +238,6 @@ def is_static_int(number: int) -> bool:
     return has_static_value(number)
 
 
-def device_count(number: int, device: torch.device) -> Tensor:
-    """A count on a device: int64, without a dimension."""
-    with torch.inference_mode(False):
-        return torch.full((), number, dtype=COUNT_DTYPE, device=device)
-
-
 class MaskMode:
     """Facts on which all layers of a cache agree, because the masks of all layers are made alike.
 
@@ -296,29 +289,26 @@ class MaskExtent:
     bucket, whose size stays the same for many tokens. A mask may be made outside of the compiled code that uses it, or
     the reverse, so the mask decides: its size is chosen first, and the update follows. Layers that share a mask share
     a `MaskExtent`.
+
+    Attributes:
+        mode: what all layers of the cache agree on.
+        asked_at: the slot of the first token that the last mask was asked for.
+        bucket_of: the same slot if its bucket was chosen, `None` if the held tokens were.
     """
 
     def __init__(self, mode: MaskMode | None = None) -> None:
         self.mode = MaskMode() if mode is None else mode
-        self._slot: Slot | None = None
-        self._asked_at: Slot | None = None
+        self.asked_at: Slot | None = None
+        self.bucket_of: Slot | None = None
 
     def choose(self, slot: Slot, is_step: bool) -> None:
         """Choose the bucket of a slot if the mode uses buckets and a single token goes there, else the held tokens."""
-        self._asked_at = slot
-        self._slot = slot if is_step and self.mode.uses_buckets else None
-
-    def was_asked_at(self, slot: Slot) -> bool:
-        """Whether a mask was asked for, of tokens from this slot on."""
-        return self._asked_at is slot
-
-    def is_bucket_of(self, slot: Slot) -> bool:
-        """Whether the bucket of `slot` was chosen."""
-        return self._slot is slot
+        self.asked_at = slot
+        self.bucket_of = slot if is_step and self.mode.uses_buckets else None
 
     def forget(self) -> None:
         """Forget the choice, because the tokens that it was made for have changed."""
-        self._slot = self._asked_at = None
+        self.asked_at = self.bucket_of = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_slot": None, "_asked_at": None}
+        return {**self.__dict__, "asked_at": None, "bucket_of": None}

@@ -192,8 +192,8 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
             raise OptionError(f"`compiled` must be True, False or None, got {compiled!r}.")
         if compiled and of_all:
             raise ConfigError(
-                f"expected a model that attends to as many slots as its cache returns, but the alibi of "
-                f"{type(config).__name__} is made for all that are reserved: leave out compiled=True."
+                "`config` must be of a model that attends to as many slots as its cache returns, got a "
+                f"{type(config).__name__}, whose alibi is made for all that are reserved: leave out compiled=True."
             )
         return compiled
 

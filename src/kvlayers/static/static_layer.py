@@ -1,5 +1,6 @@
 """Layers over memory that is reserved once, at an address that does not change: full attention, and windows."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import no_room_for_tokens
-from kvlayers.core.description import Argument, Facts, OptionsArgument
+from kvlayers.core.description import Argument, OptionsArgument
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_list import in_step
 from kvlayers.core.layer_registry import register_layer
@@ -33,6 +34,8 @@ class ReservedLayer(TokenLayer):
     reservation_facts = RESERVATION_FACTS
 
     _store: StaticStore
+    token_limit: int | None
+    """The most tokens that the layer may see, `None` for no limit."""
     followers: "tuple[ReservedLayer, ...]" = ()
     """Layers that make room when this layer is asked for its mask sizes, in a cache that asks one layer for all."""
 
@@ -71,6 +74,15 @@ class ReservedLayer(TokenLayer):
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _followers_in_step(self) -> tuple[int, ...]:
         return in_step(self, self.followers)
+
+    @override
+    def check_held(self, held: int, seen: int) -> None:
+        super().check_held(held, seen)
+        if self.token_limit is not None and seen > self.token_limit:
+            raise CapacityError(
+                f"`state` must be of at most {self.token_limit} tokens, which the layer may see, got {seen}: make the "
+                "cache with a longer max_cache_len, or with grow=True."
+            )
 
     @override
     def get_seq_length(self) -> int:
@@ -116,6 +128,11 @@ class StaticLayer(ReservedLayer, DynamicLayer):
     def max_cache_len(self) -> int:
         """Tokens reserved."""
         return self._store.capacity
+
+    @property
+    def token_limit(self) -> int | None:  # type: ignore[override]
+        """The most tokens that the layer may see, `None` if it grows."""
+        return None if self._store.grow else self._store.capacity
 
     @property
     @override
@@ -167,18 +184,8 @@ class StaticLayer(ReservedLayer, DynamicLayer):
 
     @classmethod
     @override
-    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
-        given: Any = facts
-        return given["max_cache_len"], given["max_batch_size"] or 0
-
-    @override
-    def check_held(self, held: int, seen: int) -> None:
-        super().check_held(held, seen)
-        if held > self.max_cache_len and not self._store.grow:
-            raise CapacityError(
-                f"`state` must have at most the {self.max_cache_len} tokens of the reservation, got {held}: make the "
-                "cache with a longer max_cache_len, or with grow=True."
-            )
+    def reserved_by(cls, facts: Mapping[str, Any]) -> tuple[int, int]:
+        return facts["max_cache_len"], facts["max_batch_size"] or 0
 
 
 def reserved_room(max_cache_len: int, sliding_window: int, grow: bool) -> int:
@@ -239,7 +246,7 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
 
     @_seen.setter
     def _seen(self, seen: int) -> None:
-        self._store.total = seen
+        self._store.set_total(seen)
 
     @override
     def update(
@@ -281,18 +288,16 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
     def _update_compiled(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         store = self._store
         tokens = store.validate(key_states, value_states)
-        if not torch.compiler.is_compiling() or not store.reads_bucket(tokens):
+        if not torch.compiler.is_compiling() or store.bucket_for(tokens) is None:
             self._check_token_limit(tokens)
-        if store.reads_bucket(tokens):
+        if store.bucket_for(tokens) is not None:
             return store.extend(key_states, value_states)
-        seen, past = self._seen, self._past
+        past = self._past
         if past + tokens > self.room:
             kept = past + tokens
             if kept >= self.sliding_window - 1:
                 kept = self.sliding_window - 1
-            attended = store.extend_and_evict(key_states, value_states, past, kept)
-            store.set_total(seen + tokens)
-            return attended
+            return store.extend_and_evict(key_states, value_states, past, kept)
         self.make_room(tokens)
         return store.extend(key_states, value_states, past)
 
@@ -354,16 +359,6 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
 
     @classmethod
     @override
-    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
-        given: Any = facts
-        room = reserved_room(given["max_cache_len"], given["sliding_window"], given["grow"])
-        return room, given["max_batch_size"] or 0
-
-    @override
-    def check_held(self, held: int, seen: int) -> None:
-        super().check_held(held, seen)
-        if self.token_limit is not None and seen > self.token_limit:
-            raise CapacityError(
-                f"`state` must be of at most {self.token_limit} seen tokens, got {seen}: make the cache with a longer "
-                "max_cache_len."
-            )
+    def reserved_by(cls, facts: Mapping[str, Any]) -> tuple[int, int]:
+        room = reserved_room(facts["max_cache_len"], facts["sliding_window"], facts["grow"])
+        return room, facts["max_batch_size"] or 0

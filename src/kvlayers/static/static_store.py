@@ -1,7 +1,7 @@
 """Tokens in full precision, in buffers that are reserved once and keep their address."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,9 +9,9 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import mismatch, no_room_for_batch, no_room_for_tokens
-from kvlayers.core.buffer import StateForm, TokenBuffer, form_of
+from kvlayers.core.buffer import COUNT_DTYPE, StateForm, TokenBuffer, form_of
 from kvlayers.core.dense_store import DenseStore
-from kvlayers.core.description import Argument, Facts, OptionsArgument
+from kvlayers.core.description import Argument, OptionsArgument
 from kvlayers.core.forward_pass import in_module
 from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore, register_store
 from kvlayers.errors import OptionError, StateMismatchError
@@ -22,7 +22,6 @@ from kvlayers.static.slots import (
     Buckets,
     MaskExtent,
     TracedCount,
-    device_count,
     is_static_int,
     slots_of,
     symbolic_number,
@@ -106,9 +105,8 @@ class StaticStore(DenseStore):
 
     @classmethod
     @override
-    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
-        given: Any = facts
-        return given["capacity"], given["max_batch_size"] or 0
+    def reserved_by(cls, facts: Mapping[str, Any]) -> tuple[int, int]:
+        return facts["capacity"], facts["max_batch_size"] or 0
 
     # Taking in states
 
@@ -128,13 +126,10 @@ class StaticStore(DenseStore):
 
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
-        if torch.compiler.is_compiling():
-            self._append_at_cursor(keys, values)
-        else:
+        if not torch.compiler.is_compiling():
             super().append(keys, values)
             self._sync_cursor()
-
-    def _append_at_cursor(self, keys: Tensor, values: Tensor) -> None:
+            return
         tokens = keys.shape[2]
         exporting = compat.is_exporting()
         self._reserve_in_graph(tokens)
@@ -157,10 +152,10 @@ class StaticStore(DenseStore):
 
     @override
     def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> KVPair:
-        bucket = self._bucket_for(keys.shape[2])
+        bucket = self.bucket_for(keys.shape[2])
         if bucket is None:
             # A model takes in the next tokens, and has not asked for the sizes of a mask.
-            is_asked = self.mask_extent.was_asked_at(self._slot)
+            is_asked = self.mask_extent.asked_at is self._slot
             has_custom_mask = not is_asked and (torch.compiler.is_compiling() or in_module())
             attended = super().extend(keys, values, past)
             return marked_for_custom_masks(*attended, self._reserved_columns()) if has_custom_mask else attended
@@ -171,18 +166,24 @@ class StaticStore(DenseStore):
 
     @override
     def extend_and_evict(self, keys: Tensor, values: Tensor, past: int, kept: int) -> KVPair:
+        tokens = keys.shape[2]
+        total = self.total + tokens
         if not torch.compiler.is_compiling():
-            return super().extend_and_evict(keys, values, past, kept)
-        total = self.total + keys.shape[2]
+            attended = super().extend_and_evict(keys, values, past, kept)
+            self.set_total(total)
+            return attended
         self._reserve_in_graph(kept)
-        attended = keys.detach(), values.detach()
-        if past:
-            earlier = self.newest(past)
-            attended = torch.cat([earlier[0], attended[0]], dim=2), torch.cat([earlier[1], attended[1]], dim=2)
-        for buffer, states in zip(self._buffers(), attended, strict=True):
-            buffer.tensor[:, :, :kept].copy_(states[:, :, states.shape[2] - kept :])
+        # Some of the tokens to keep may be older than those to attend to. Not max(): if none is, which compiled code
+        # knows, `past` stays the number that it is there.
+        held = kept - tokens if kept > past + tokens else past
+        states = keys.detach(), values.detach()
+        if held:
+            earlier = self.newest(held)
+            states = torch.cat([earlier[0], states[0]], dim=2), torch.cat([earlier[1], states[1]], dim=2)
+        for buffer, each in zip(self._buffers(), states, strict=True):
+            buffer.tensor[:, :, :kept].copy_(each[:, :, each.shape[2] - kept :])
         self._set_position(kept, total)
-        return attended
+        return states if held == past else (states[0][:, :, held - past :], states[1][:, :, held - past :])
 
     # A constant of compiled code: a number may vary there, and cannot make a class.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -225,10 +226,6 @@ class StaticStore(DenseStore):
         """Tokens taken in and not truncated, including the evicted ones."""
         return self.offset + self._end
 
-    @total.setter
-    def total(self, total: int) -> None:
-        self.set_total(total)
-
     def set_total(self, total: int) -> None:
         """Set `total`, of which the newest tokens are held."""
         offset = total - self._end
@@ -269,13 +266,6 @@ class StaticStore(DenseStore):
         if self._cursor is not None:
             self._cursor.fill_(self._end)
 
-    def _count_on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The two counts on the device: of the slots in use, and of the tokens before the first slot."""
-        if self._cursor is None or self._offset_on_device is None:
-            self._cursor = device_count(self._end, device)
-            self._offset_on_device = device_count(self.offset, device)
-        return self._cursor, self._offset_on_device
-
     def sync_slot(self) -> None:
         """Find the slot again, if compiled code has taken in several tokens at once and could not name it."""
         if self._unslotted and not torch.compiler.is_compiling():
@@ -309,17 +299,14 @@ class StaticStore(DenseStore):
         masks with the size of a bucket would cost more than they save.
         """
         self.mask_extent.choose(self._slot, self._can_step(tokens))
-        return self._bucket_for(tokens)
+        return self.bucket_for(tokens)
 
-    def reads_bucket(self, tokens: int) -> bool:
-        """Whether `extend` of `tokens` returns the bucket that was chosen."""
-        return self._bucket_for(tokens) is not None
-
-    def _bucket_for(self, tokens: int) -> int | None:
+    def bucket_for(self, tokens: int) -> int | None:
+        """The slots that `extend` of `tokens` returns, if it returns the bucket that was chosen; else `None`."""
         if compat.may_be_exporting():
             # An exported program serves any number of tokens, which it is told when it runs.
             return self.capacity
-        return self._slot.bucket if self._can_step(tokens) and self.mask_extent.is_bucket_of(self._slot) else None
+        return self._slot.bucket if self._can_step(tokens) and self.mask_extent.bucket_of is self._slot else None
 
     def _can_step(self, tokens: int) -> bool:
         return self.is_step(tokens) and self._slot.next is not None
@@ -397,9 +384,9 @@ class StaticStore(DenseStore):
             raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
         length, total = self.length, self.total
         held = self.newest(length) if length else None
-        if held is not None and self._is_reserved(self._key_form.batch_size, capacity):
-            held = held[0].clone(), held[1].clone()
         reserved = self._reservation(self._key_form, self._value_form, capacity)
+        if held is not None and reserved is self._reserved:
+            held = held[0].clone(), held[1].clone()
         self._use_reservation(reserved, self._key_form, self._value_form, held, 0)
         if capacity != self.capacity:
             self._set_capacity(capacity)
@@ -409,12 +396,12 @@ class StaticStore(DenseStore):
         self, key_form: StateForm, value_form: StateForm, capacity: int
     ) -> tuple[TokenBuffer, TokenBuffer]:
         """The current reservation if it is large enough, else a new one of zeros."""
-        batch_size = key_form.batch_size
-        if self._reserved is not None and self._is_reserved(batch_size, capacity):
-            return self._reserved
+        batch_size, current = key_form.batch_size, self._reserved
+        if current is not None and current[0].capacity == capacity and current[0].form.batch_size >= batch_size:
+            return current
         self.check_batch(batch_size)
         rows = max(batch_size, self.reserved_batch_size or 0)
-        alike = (self._keys, self._values) if self._reserved is None else self._reserved
+        alike = (self._keys, self._values) if current is None else current
         keys, values = (
             TokenBuffer.allocate(form.of_batch(rows), capacity, torch.zeros)
             if buffer is None
@@ -427,10 +414,6 @@ class StaticStore(DenseStore):
     @override
     def sized_for(self) -> int | None:
         return self.capacity
-
-    def _is_reserved(self, batch_size: int, capacity: int) -> bool:
-        reserved = self._reserved
-        return reserved is not None and reserved[0].capacity == capacity and reserved[0].form.batch_size >= batch_size
 
     def _use_reservation(
         self,
@@ -449,11 +432,16 @@ class StaticStore(DenseStore):
         self._reserved, self._keys, self._values, self._capacity = reserved, keys, values, keys.capacity
         self._views = None
         self._key_form, self._value_form, self._tracks_gradients = key_form, value_form, False
-        counts = self._count_on_device(key_form.device)
+        if self._cursor is None or self._offset_on_device is None:
+            with torch.inference_mode(False):
+                self._cursor, self._offset_on_device = (
+                    torch.full((), count, dtype=COUNT_DTYPE, device=key_form.device)
+                    for count in (self._end, self.offset)
+                )
         if not torch.compiler.is_compiling():
             self.mask_extent.mode.device = key_form.device
             # Memory that a compiled function allocates is one of its results, and has no fixed address.
-            for tensor in (keys.tensor, values.tensor, *counts):
+            for tensor in (keys.tensor, values.tensor, self._cursor, self._offset_on_device):
                 torch._dynamo.mark_static_address(tensor)
 
     def make_room(self, tokens: int) -> None:
@@ -522,7 +510,7 @@ class StaticStore(DenseStore):
         if keys.shape[2] > self.capacity:
             self._set_capacity(keys.shape[2])
         super()._adopt(keys, values)
-        self.total = first + self._end
+        self.set_total(first + self._end)
 
     # Operations in place
 
@@ -568,7 +556,7 @@ class StaticStore(DenseStore):
         self.mask_extent.forget()
         super().clear()
         self._sync_cursor()
-        self.total = 0
+        self.set_total(0)
 
     def _erase(self, start: int, end: int) -> None:
         """Fill slots with zeros. Attention reads the free slots of a bucket too: masked, but 0 times NaN is NaN."""

@@ -6,7 +6,7 @@ From transformers 5.24 on, every model calls it `cache`. Before, models call it 
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -87,7 +87,15 @@ def respelled(model: Any, arguments: dict[str, Any], name: str | None = None) ->
     for other in SPELLINGS:
         # Some models take another thing by a name that is not that of their cache.
         if other != name and other in arguments and not _has_parameter(type(model), other):
-            arguments = _renamed(arguments, other, name)
+            past, present = arguments[other], arguments.get(name)
+            if past is not None and present is not None and present is not past:
+                raise OptionError(
+                    f"`{other}` and `{name}` must be the same cache, got a {type(past).__name__} and a "
+                    f"{type(present).__name__}: pass one cache, as `{name}`."
+                )
+            arguments = {key: value for key, value in arguments.items() if key != other}
+            if past is not None:
+                arguments[name] = past
     return arguments
 
 
@@ -142,17 +150,6 @@ def _has_parameter(model_class: type, name: str) -> bool:
     return name in _parameters(model_class)
 
 
-def _renamed(arguments: dict[str, Any], old: str, new: str) -> dict[str, Any]:
-    past, present = arguments[old], arguments.get(new)
-    if past is not None and present is not None and present is not past:
-        raise OptionError(
-            f"`{old}` and `{new}` must be the same cache, got a {type(past).__name__} and a {type(present).__name__}: "
-            f"pass one cache, as `{new}`."
-        )
-    rest = {name: value for name, value in arguments.items() if name != old}
-    return rest if past is None else {**rest, new: past}
-
-
 def is_generator(module: object) -> bool:
     """Whether a module is a model that `generate()` can run."""
     from transformers.generation.utils import GenerationMixin
@@ -162,7 +159,8 @@ def is_generator(module: object) -> bool:
 
 def in_output(output: Any) -> Any:
     """The cache in what a forward pass or `generate()` returned, found by its type; `None` without a cache."""
-    return next((value for value in _values(output) if isinstance(value, transformers.Cache)), None)
+    values = output.values() if isinstance(output, ModelOutput) else output if type(output) is tuple else ()
+    return next((value for value in values if isinstance(value, transformers.Cache)), None)
 
 
 def replace_in_output(output: Any, replacement: Any) -> None:
@@ -175,9 +173,3 @@ def replace_in_output(output: Any, replacement: Any) -> None:
 def as_field(output_class: Any, cache: Any) -> dict[str, Any]:
     """The argument by which a class of outputs, a dataclass, takes a cache."""
     return {name: cache for name in SPELLINGS if name in output_class.__dataclass_fields__}
-
-
-def _values(output: Any) -> Iterable[Any]:
-    if isinstance(output, ModelOutput):
-        return output.values()  # type: ignore[no-any-return]
-    return output if type(output) is tuple else ()

@@ -1,7 +1,7 @@
 """The layers of a model, as its config describes them to the caches of the installed version of transformers."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +72,8 @@ def layer_specs(config: object) -> list[LayerSpec]:
         since = TAKES_CACHES_SINCE[decoder.model_type]
         newer = "" if since is None else f", or use transformers {since} or newer"
         raise ConfigError(
-            f"expected a model whose cache holds all of its states, but on transformers {TRANSFORMERS} models of type "
-            f"'{decoder.model_type}' make a cache of their own: leave it to generate(){newer}."
+            f"`config` must be of a model whose cache holds all of its states, got one of type '{decoder.model_type}': "
+            f"on transformers {TRANSFORMERS} such models make a cache of their own: leave it to generate(){newer}."
         )
     try:
         if getattr(decoder, "layer_types", None) is not None:
@@ -85,9 +85,9 @@ def layer_specs(config: object) -> list[LayerSpec]:
     # values are compared with one another.
     except (AttributeError, TypeError, ValueError, IndexError) as wrong:
         raise ConfigError(
-            f"expected a config that describes its layers (num_hidden_layers, and layer_types, sliding_window or "
-            f"attention_chunk_size if layers differ), but in {type(decoder).__name__} {wrong}: pass the config of "
-            "the model itself, or make the cache without a config."
+            "`config` must be one that describes its layers (num_hidden_layers, and layer_types, sliding_window or "
+            f"attention_chunk_size if layers differ), got a {type(decoder).__name__} in which {wrong}: pass the config "
+            "of the model itself, or make the cache without a config."
         ) from wrong
     options_of = options if isinstance(options, list) else [options] * len(layer_types)
     shared = {"config": decoder} if LAYER_CLASSES_TAKE_CONFIG else {}
@@ -183,7 +183,7 @@ def _layer_makers(spec: LayerSpec, max_cache_len: int | None) -> dict[str, Calla
     return makers
 
 
-def layer_devices(model: object) -> tuple[torch.device, ...]:
+def layer_devices(model: Any) -> tuple[torch.device, ...]:
     """The device on which each layer of the decoder is computed; empty if all are on the model's device.
 
     Args:
@@ -194,8 +194,11 @@ def layer_devices(model: object) -> tuple[torch.device, ...]:
     """
     if not isinstance(model, nn.Module) or len(vars(model).get("hf_device_map", ())) < 2:
         return ()
-    device = model_device(model)
-    devices = tuple(_device(layer, device) for layer in _decoder_layers(model))
+    device, count = model_device(model), model_types.decoder_config(model).num_hidden_layers
+    parts = model.get_decoder().modules()  # type: ignore[operator]
+    lists = (part for part in parts if isinstance(part, nn.ModuleList))
+    layers: Iterable[nn.Module] = next((layers for layers in lists if len(layers) == count), ())
+    devices = tuple(_device(layer, device) for layer in layers)
     return devices if set(devices) - {device} else ()
 
 
@@ -203,12 +206,6 @@ def model_device(model: Any) -> torch.device:
     """The device of a model, also if accelerate keeps its first weights on disk, which are on no device."""
     device: torch.device = model.device
     return _device(model, device) if device.type == "meta" else device
-
-
-def _decoder_layers(model: Any) -> Sequence[nn.Module]:
-    count = model_types.decoder_config(model).num_hidden_layers
-    lists = (part for part in model.get_decoder().modules() if isinstance(part, nn.ModuleList))
-    return next((list(layers) for layers in lists if len(layers) == count), [])
 
 
 def _device(layer: nn.Module, otherwise: torch.device) -> torch.device:

@@ -322,30 +322,20 @@ def _of_falcon(numbers: ConfigNumbers, layer_type: str) -> int:
     return 1 if one else numbers.number("num_kv_heads")
 
 
-def _of_gpt_bigcode(numbers: ConfigNumbers, layer_type: str) -> int:
-    return 1 if numbers.get("multi_query") else numbers.number("num_attention_heads")
-
-
-def _of_dbrx(numbers: ConfigNumbers, layer_type: str) -> int:
-    return ConfigNumbers(numbers.get("attn_config")).number("kv_n_heads")
-
-
 def _of_gemma4(numbers: ConfigNumbers, layer_type: str) -> int:
     shared = layer_type == "full_attention" and numbers.get("attention_k_eq_v")
     of_full_attention = numbers.number_or_none("num_global_key_value_heads") if shared else None
     return of_full_attention or numbers.number("num_key_value_heads")
 
 
-def _of_mimo(numbers: ConfigNumbers, layer_type: str) -> int:
-    return numbers.number("num_key_value_heads") * (2 if layer_type == "sliding_attention" else 1)
-
-
 _OWN_KV_HEADS: dict[str, Callable[[ConfigNumbers, str], int]] = {
-    "dbrx": _of_dbrx,
+    "dbrx": lambda numbers, _: ConfigNumbers(numbers.get("attn_config")).number("kv_n_heads"),
     "falcon": _of_falcon,
     "gemma4_text": _of_gemma4,
-    "gpt_bigcode": _of_gpt_bigcode,
-    "mimo_v2_flash": _of_mimo,
+    "gpt_bigcode": lambda numbers, _: 1 if numbers.get("multi_query") else numbers.number("num_attention_heads"),
+    "mimo_v2_flash": lambda numbers, layer_type: (
+        numbers.number("num_key_value_heads") * (2 if layer_type == "sliding_attention" else 1)
+    ),
 }
 """Model types whose heads of keys follow from more than one field."""
 
@@ -426,8 +416,10 @@ def kept_states(model: nn.Module) -> str | None:
     """
     for path, module in model.named_modules():
         for name in assigned_in_a_pass(module.__class__):
-            is_meant = name not in MADE_ANEW and not _is_registered(module, name)
-            if is_meant and isinstance(vars(module).get(name), Tensor | None):
+            is_registered = name in (*module._buffers, *module._parameters, *module._modules) or isinstance(
+                inspect.getattr_static(type(module), name, None), property
+            )
+            if name not in MADE_ANEW and not is_registered and isinstance(vars(module).get(name), Tensor | None):
                 return f"{path}.{name}" if path else name
     return None
 
@@ -437,15 +429,6 @@ def is_of_its_class(forward: Callable[..., Any], module_class: type[nn.Module]) 
     """Whether `forward`, which modules of a class have, was defined with the class, rather than put there later."""
     owner = next(each for each in module_class.__mro__ if "forward" in vars(each))
     return forward.__module__ == owner.__module__
-
-
-def _is_registered(module: nn.Module, name: str) -> bool:
-    return (
-        name in module._buffers
-        or name in module._parameters
-        or name in module._modules
-        or isinstance(inspect.getattr_static(type(module), name, None), property)
-    )
 
 
 @cache

@@ -37,7 +37,7 @@ def function(name: str) -> Callable[..., Any]:
         from kvlayers.errors import RegistryError
 
         raise RegistryError(
-            f"expected a room of kvlayers that provides '{name}', but this installation has none: install kvlayers "
+            f"This installation of kvlayers must have a room that provides '{name}', got none: install kvlayers "
             "with the room, or leave out what needs it."
         )
     module, _, attribute = _targets[name].partition(":")

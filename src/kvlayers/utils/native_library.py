@@ -5,7 +5,6 @@ directory, one compiles at a time. The compiler itself holds the lock: it may go
 and the lock is free when the compiler ends, however it does.
 """
 
-import contextlib
 import ctypes
 import hashlib
 import logging
@@ -115,11 +114,7 @@ class Compilation:
             RuntimeError: the compiler failed, or took more than `COMPILE_SECONDS`.
         """
         while not self.is_done():
-            if self._process is None:
-                time.sleep(SECONDS_BETWEEN_LOOKS)
-            else:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(max(0.0, self._deadline - time.monotonic()))
+            time.sleep(SECONDS_BETWEEN_LOOKS / 10)
 
     def is_done(self) -> bool:
         """Whether the library is there. If another process compiled it, and failed, this one begins.
@@ -154,25 +149,21 @@ def _is_locked_by_us(descriptor: int) -> bool:
     """Whether the lock of an open file was free, and is held now; true where files have no locks."""
     try:
         import fcntl
-    except ImportError:
-        return True
-    try:
+
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:
-        # Some network file systems have none.
+    except (ImportError, OSError):
+        # Windows has none, nor have some network file systems.
         return True
     return True
 
 
 def cache_directory() -> pathlib.Path:
     """Directory of compiled kernels: `$KVLAYERS_CACHE`, or `kvlayers` in the user's cache directory."""
-    if os.environ.get("KVLAYERS_CACHE"):
-        return pathlib.Path(os.environ["KVLAYERS_CACHE"]).expanduser().resolve()
-    if os.environ.get("XDG_CACHE_HOME"):
-        return pathlib.Path(os.environ["XDG_CACHE_HOME"]) / "kvlayers"
-    return pathlib.Path.home() / ".cache" / "kvlayers"
+    if own := os.environ.get("KVLAYERS_CACHE"):
+        return pathlib.Path(own).expanduser().resolve()
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "kvlayers"
 
 
 VARIABLE = "KVLAYERS_COMPILE"

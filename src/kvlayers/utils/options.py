@@ -22,7 +22,7 @@ def checks_options(init: Callable[P, None]) -> Callable[P, None]:
     def advice(unknown: str) -> str:
         late.load_rooms()
         for option in accepted:
-            if unknown in _arguments.get(option, ()):
+            if option in _classes and unknown in inspect.signature(_classes[option]).parameters:
                 return f"it is part of the option `{option}`, as in {option}={{'{unknown}': ...}}."
         return suggestion(unknown, accepted) or "remove it."
 
@@ -54,20 +54,16 @@ def suggestion(unknown: object, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else ""
 
 
-_arguments: dict[str, tuple[str, ...]] = {}
-"""For each option that `mapping_option` knows, the arguments of its class."""
-
-_options: dict[type, str] = {}
-"""For each class that `mapping_option` knows, the name of its option."""
+_classes: dict[str, type] = {}
+"""The class of each option that `mapping_option` knows."""
 
 
 def mapping_option(option: str) -> Callable[[type[Options]], type[Options]]:
     """Decorator for the class of an option of caches that is given as an object, or as a mapping of its arguments."""
 
     def known(cls: type[Options]) -> type[Options]:
-        _arguments[option] = tuple(inspect.signature(cls).parameters)
         cls.__init__ = checks_options(cls.__init__)  # type: ignore[method-assign]
-        _options[cls] = option
+        _classes[option] = cls
         return cls
 
     return known
@@ -86,8 +82,8 @@ def as_options(cls: type[Options], given: object, example: str) -> Options:
     """
     if isinstance(given, cls):
         return given
-    option = _options[cls]
-    accepted = _arguments[option]
+    option = next(name for name, known in _classes.items() if known is cls)
+    accepted = list(inspect.signature(cls).parameters)
     if not isinstance(given, Mapping):
         raise OptionError(
             f"`{option}` must be a {cls.__name__} or a mapping of its arguments ({', '.join(accepted)}), got "

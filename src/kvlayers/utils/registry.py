@@ -1,7 +1,6 @@
 """Registries of named factories and classes, added by a call or by another package's entry points."""
 
 import contextlib
-import difflib
 import functools
 import importlib.metadata
 import inspect
@@ -13,6 +12,7 @@ from typing_extensions import override
 
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.utils import late
+from kvlayers.utils.options import suggestion
 
 Entry = TypeVar("Entry", bound=Callable[..., Any])
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -69,9 +69,9 @@ class Registry(Generic[Entry]):
 
     def unknown(self, name: object) -> str:
         """The error for a name that is not registered, which lists the names that are."""
-        near = difflib.get_close_matches(str(name).lower(), self.names(), n=1)
-        suggestion = f": did you mean {near[0]!r}?" if near else "."
-        return f"unknown {self.what} name {name!r}{suggestion} Known names are {', '.join(self.names())}."
+        known = self.names()
+        meant = suggestion(str(name).lower(), known)
+        return f"unknown {self.what} name {name!r}{f': {meant}' if meant else '.'} Known names are {', '.join(known)}."
 
     def own_names(self) -> list[str]:
         """The names that were added by a call, sorted."""
@@ -118,6 +118,19 @@ class Registry(Generic[Entry]):
     def check(self, entry: object) -> None:
         """Raise `RegistryError` if `entry` cannot be registered here."""
 
+    def _check_kind(self, entry: object, base: type) -> None:
+        """Raise `RegistryError` if `entry` is no class derived from `base`, or lacks members of its contract."""
+        named = f"{base.__module__}.{base.__name__}"
+        if not isinstance(entry, type) or not issubclass(entry, base):
+            seen = f"the class {entry.__qualname__}" if isinstance(entry, type) else f"a {type(entry).__name__}"
+            raise RegistryError(f"A {self.what} must be a class derived from {named}, got {seen}: derive it from that.")
+        missing = sorted(getattr(entry, "__abstractmethods__", ()))
+        if missing:
+            raise RegistryError(
+                f"{entry.__qualname__} must have every member of {named}, but it has no `{missing[0]}`: define "
+                f"{', '.join(f'`{name}`' for name in missing)}."
+            )
+
     @functools.cached_property
     def _entry_points(self) -> importlib.metadata.EntryPoints:
         return importlib.metadata.entry_points(group=self.group)
@@ -150,13 +163,8 @@ class FactoryRegistry(Registry[Callable[..., Made]], Generic[Made]):
 
     @override
     def check(self, entry: object) -> None:
-        base = f"{self._base.__module__}.{self._base.__name__}"
-        if isinstance(entry, type) and not issubclass(entry, self._base):
-            raise RegistryError(f"The class of the {self.what} must be derived from {base}, got {entry.__qualname__}.")
-        if missing := sorted(getattr(entry, "__abstractmethods__", ())):
-            raise RegistryError(
-                f"The class of the {self.what} must have every member of {base}, but it lacks `{missing[0]}`."
-            )
+        if isinstance(entry, type):
+            self._check_kind(entry, self._base)
         try:
             inspect.signature(entry).bind()  # type: ignore[arg-type]
         except TypeError as error:
@@ -263,16 +271,7 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
     @override
     def check(self, entry: object) -> None:
         """Raise `RegistryError` if a class lacks members of the contract, which the error names."""
-        base = f"{self._base.__module__}.{self._base.__name__}"
-        if not isinstance(entry, type) or not issubclass(entry, self._base):
-            seen = f"the class {entry.__qualname__}" if isinstance(entry, type) else f"a {type(entry).__name__}"
-            raise RegistryError(f"A {self.what} must be a class derived from {base}, got {seen}.")
-        missing = sorted(getattr(entry, "__abstractmethods__", ()))
-        if missing:
-            raise RegistryError(
-                f"{entry.__qualname__} must have every member of {base}, but it has no `{missing[0]}`: define "
-                f"{', '.join(f'`{name}`' for name in missing)}."
-            )
+        self._check_kind(entry, self._base)
         if self._check_class is not None:
             self._check_class(entry, self._base)
 

@@ -1,9 +1,8 @@
 """How objects with states get into another process."""
 
 import pickle
-from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Sent = TypeVar("Sent")
 
@@ -17,9 +16,5 @@ def sent_by_value(cls: type[Sent]) -> type[Sent]:
 
     The decorator holds for the class alone, not for subclasses.
     """
-    ForkingPickler.register(cls, _copy_of)
+    ForkingPickler.register(cls, lambda sent: (pickle.loads, (pickle.dumps(sent, pickle.HIGHEST_PROTOCOL),)))
     return cls
-
-
-def _copy_of(sent: Any) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-    return pickle.loads, (pickle.dumps(sent, pickle.HIGHEST_PROTOCOL),)

@@ -44,6 +44,8 @@ from kvlayers.generation.prefix_reuse.eligibility import (
 )
 from kvlayers.generation.prefix_reuse.images import Images, ImagesApart, images_in_place
 from kvlayers.prefix import Hit
+from kvlayers.prefix.borders import snapshot_lengths
+from kvlayers.prefix.keys import tokens_of
 from kvlayers.recurrent.hybrid_layer import LINEAR
 from kvlayers.upstream import cache_argument, generate_calls, model_types
 from kvlayers.utils.tensor_memory import is_out_of_memory
@@ -51,6 +53,9 @@ from kvlayers.utils.tensor_memory import is_out_of_memory
 ROOM_FOR_ANSWER = 256
 """Tokens of an answer for which memory is reserved at first. Stored caches keep the reservation, and most answers end
 early."""
+
+MOST_SINGLY = 16
+"""Tokens that a model which takes one at a time reads so. If more are left behind a snapshot, it is read by itself."""
 
 CHECKPOINTS = {"most": 16}
 """Checkpoints of recurrent states, so that one entry serves many of the places where prompts may diverge."""
@@ -219,6 +224,8 @@ class PrefixedCall:
         self._name, self._options = self.config.cache_implementation or "dynamic", options_of(self.config)
         self._part = StorePart(model, active, self._name, self._options)
         self.cached_tokens: tuple[int, ...] = ()
+        self._known: dict[int, int] = {}
+        """How many tokens of each prompt others have begun with."""
         self._notes: list[str] = []
         """What each lookup has found."""
 
@@ -358,6 +365,7 @@ class PrefixedCall:
         """Look up a prompt, or its first `tokens`."""
         keys = self._keys.row(row)[:, :tokens]
         hit = self._images.lookup(self._part, keys)
+        self._known[row] = hit.known
         while (whole := self._images.boundary(row, hit.covered)) < hit.covered:
             hit = self._images.lookup(self._part, keys[:, : whole + 1])
         reason = f": {hit.reason}" if hit.reason else ""
@@ -411,9 +419,13 @@ class PrefixedCall:
             return
         begin, limit = cache.get_seq_length(), pass_limit(self._model, cache)
         ids, positions = self._prompts.row(row).to(self._part.device), self._positions_of(row)
-        stops = (self._images.boundary(row, stop) for stop in self._snapshot_lengths(cache, begin, length))
+        stops = (self._images.boundary(row, stop) for stop in self._snapshot_lengths(row, cache, begin, length))
         for stop in sorted({stop for stop in stops if stop > begin}):
             of_images = self._images.arguments(row, begin, stop)
+            if limit is not None and begin == 0 and length - stop > MOST_SINGLY:
+                if not of_images:
+                    self._insert_apart(row, stop, ids, positions)
+                continue
             # A model that takes tokens one by one does so only behind others. Otherwise chunks are those of generate().
             chunk = self.config.prefill_chunk_size if limit is None else stop if begin == 0 else limit
             chunk = None if of_images else chunk
@@ -429,16 +441,22 @@ class PrefixedCall:
             return torch.arange(tokens - padding, device=self._part.device)[None]
         return self._positions[..., row : row + 1, padding:].to(self._part.device)
 
-    def _snapshot_lengths(self, cache: Cache, begin: int, length: int) -> list[int]:
+    def _insert_apart(self, row: int, stop: int, ids: Tensor, positions: Tensor) -> None:
+        """Read the first tokens of a prompt by themselves, and insert them."""
+        apart = self.empty()
+        pass_unseen(self._model, ids[:, :stop], apart, stop, positions[..., :stop])
+        check_counted(self._model, apart, stop)
+        self._images.insert(self._part, self._keys.row(row)[:, :stop], apart)
+
+    def _snapshot_lengths(self, row: int, cache: Cache, begin: int, length: int) -> list[int]:
         """The lengths between `begin` and `length` at which the cache is inserted into the store."""
-        if begin >= length:
-            return []
-        # A cache that cannot be rolled back does not serve prompts that diverge in between. With a model that takes
-        # tokens one by one, snapshots in between would take long.
-        every = self._part.active.store.snapshot_tokens
-        if cache.keeps_every_token or pass_limit(self._model, cache) is not None or every is None:
+        if cache.keeps_every_token:
             return [length]
-        return [*range(begin - begin % every + every, length, every), length]
+        # A cache that cannot be rolled back does not serve prompts that diverge in between. With a model that takes
+        # tokens one by one, snapshots of long texts would take long.
+        every = None if pass_limit(self._model, cache) is not None else self._part.active.store.snapshot_tokens
+        ends = torch.tensor(self.config.eos_token_id or []).reshape(-1).tolist()
+        return snapshot_lengths(tokens_of(self._keys.row(row)), begin, length, self._known.get(row, 0), ends, every)
 
 
 def can_be_stacked(cache: Cache) -> bool:

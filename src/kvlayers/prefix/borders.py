@@ -1,0 +1,60 @@
+"""Where a prompt is cut while it is read, so that states that cannot go back are stored where other prompts part."""
+
+from collections.abc import Collection
+
+import numpy as np
+
+from kvlayers.prefix.keys import Tokens
+
+MOST_BETWEEN = 8
+"""Most tokens that a template puts behind every end of a message."""
+
+LEAST_TO_BRANCH = 16
+"""Tokens before a branch that are worth a snapshot. Fewer are what every prompt begins with."""
+
+
+def snapshot_lengths(
+    ids: Tokens, begin: int, length: int, branch: int, ends: Collection[int], every: int | None
+) -> list[int]:
+    """Numbers of tokens behind which states are to be stored.
+
+    Args:
+        ids: the prompt.
+        begin: tokens whose states are there.
+        length: tokens that are to be read, the last of these lengths.
+        branch: how many of its first tokens other prompts are known to have: those that part there may do so again.
+        ends: ids of tokens that end a message. The next turn begins with this prompt up to its last message, but
+            possibly not with what the template puts behind that, in order to ask for an answer.
+        every: so many tokens are a snapshot apart at most, for long texts; `None` for no limit.
+    """
+    lengths = {last_border(ids, ends), length}
+    if branch - begin >= LEAST_TO_BRANCH:
+        lengths.add(branch)
+    if every is not None:
+        lengths.update(range(begin - begin % every + every, length, every))
+    return sorted(stop for stop in lengths if begin < stop <= length)
+
+
+def last_border(ids: Tokens, ends: Collection[int]) -> int:
+    """How many tokens there are up to the last border between messages; 0 without one.
+
+    Behind the end of a message stand the tokens that follow every end, such as a line feed and the start of the next
+    message: they stand there whatever the next message is.
+
+    Example:
+        >>> import numpy as np
+        >>> end, line, start, user, assistant = range(5)
+        >>> text = [start, user, 7, 8, end, line, start, user, 9, end, line, start, assistant]
+        >>> last_border(np.array(text), [end])
+        12
+    """
+    positions = np.flatnonzero(np.isin(ids, list(ends)))
+    if not len(positions):
+        return 0
+    border = int(positions[-1]) + 1
+    while len(positions) > 1 and border < len(ids) and border - positions[-1] <= MOST_BETWEEN:
+        following = ids[positions + (border - positions[-1])]
+        if (following != ids[border]).any():
+            break
+        border += 1
+    return border

@@ -39,6 +39,9 @@ IDLE_SECONDS = 0.1
 SERVED: ScopedValue[bool | None] = ScopedValue("whether rows serve continuous batching", None)
 """The option `continuous_batching` of `install()`; `None` for models on a CPU alone."""
 
+NO_END = -1
+"""The `eos_token_id` of transformers' continuous batching for answers that end by their length alone."""
+
 PAGED = "paged|"
 """What stands before the name of an attention function that reads pages, which rows do not have."""
 
@@ -261,6 +264,8 @@ class RowsManager:
         if config.max_new_tokens is None:
             # Until the model has no positions left, as the length of a prompt is not known here.
             config.max_new_tokens = (model_types.most_positions(self.model.config) or MAX_ROWS * CHUNK_TOKENS) - 1
+        if config.eos_token_id == NO_END:
+            config.eos_token_id = None
         generate_calls.prepare_special_tokens(self.model, config)
         return config
 
@@ -383,8 +388,6 @@ class RowsManager:
         request_id = f"req_{next(self._numbers)}" if request_id is None else request_id
         own = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
         options |= {name: value for name, value in own.items() if value is not None}
-        if options.get("eos_token_id") == -1:
-            options["eos_token_id"] = None
         config, error = self._config, None
         try:
             config = self._config_with(options) if options else config
@@ -459,9 +462,14 @@ class RowsManager:
             yield output
 
     def request_id_iter(self, request_id: str) -> Iterator[Any]:
-        """The outputs of one request, up to the last one."""
-        while request_id in self._asked and (output := self.get_result(request_id, IDLE_SECONDS)) is not None:
-            yield output
+        """The outputs of one request, up to the last one. It ends without one if the request is given up."""
+        while True:
+            is_asked = request_id in self._asked and self.is_running()
+            output = self.get_result(request_id, IDLE_SECONDS)
+            if output is not None:
+                yield output
+            if not is_asked or (output is not None and output.is_finished()):
+                return
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], object]) -> None:
         """Hand the outputs of a request to a function, in the event loop that runs now."""
@@ -530,8 +538,11 @@ class RowsManager:
     def _end(self, asked: _Asked, error: BaseException | None) -> None:
         """Tell how a request ended, and its copies if it has not been read."""
         names = [asked.request_id, *(each.request_id for each in asked.copies if isinstance(each, _Asked))]
-        for ended in filter(None, (self._asked.pop(name, None) for name in names)):
-            self._outputs.put(ended.output("FINISHED", error))
+        for name in names:
+            if name in self._asked:
+                self._outputs.put(self._asked[name].output("FINISHED", error))
+                # Only now, as whoever waits for outputs looks whether there will be more.
+                del self._asked[name]
 
 
 def _say_what_means_nothing(batching_config: Any) -> None:

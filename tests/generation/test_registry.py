@@ -320,9 +320,7 @@ def test_a_static_cache_needs_a_size() -> None:
 def test_a_factory_that_returns_no_cache_is_named() -> None:
     kvlayers.register("broken")(lambda request: 3)
     try:
-        with pytest.raises(
-            kvlayers.errors.RegistryError, match="factory of 'broken' must return a cache, but returned a int"
-        ):
+        with pytest.raises(kvlayers.errors.RegistryError, match="factory of 'broken' must return a cache, got a int"):
             kvlayers.make_cache("broken", tiny_model("llama"))
     finally:
         kvlayers.unregister("broken")

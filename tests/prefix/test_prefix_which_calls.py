@@ -72,6 +72,24 @@ def test_training_mode_is_refused_if_it_changes_states(change: str) -> None:
     assert ("is in training mode" in store.explain()) == bool(change)
 
 
+def test_a_config_that_changes_between_calls_is_looked_at_again() -> None:
+    """What a config says of a model is found once, and again if a field changes, also one within another."""
+    model, store, ids = fresh_model("llama"), PrefixStore("1GiB"), prompt(tokens=TOKENS)
+    with kvlayers.installed(prefix_store=store):
+        for _ in range(2):
+            model.generate(ids, **OPTIONS)
+        assert (store.statistics.hits, store.statistics.bypassed) == (1, 0)
+        # Before transformers 5, a config has no such field without a type.
+        parameters = vars(model.config).get("rope_parameters")
+        if parameters is None:
+            model.config.rope_scaling = {"rope_type": "dynamic", "factor": 2.0}
+        else:
+            parameters["rope_type"] = "dynamic"
+        model.generate(ids, **OPTIONS)
+        assert (store.statistics.hits, store.statistics.bypassed) == (1, 1)
+    assert "depends on the length of the prompt" in store.explain()
+
+
 def test_each_reason_is_logged_once_and_counted_always(caplog: pytest.LogCaptureFixture) -> None:
     model, store, ids = tiny_model("llama"), PrefixStore("1GiB"), prompt(tokens=TOKENS)
     with caplog.at_level(logging.WARNING, logger="kvlayers"), kvlayers.installed(prefix_store=store):

@@ -22,10 +22,9 @@ from kvlayers.core.arguments import crop_target
 from kvlayers.core.cache import Cache
 from kvlayers.core.legacy_api import crop_argument
 from kvlayers.errors import RollbackError
-from kvlayers.generation import batch_drafts
+from kvlayers.generation import row_decoding
 from kvlayers.generation.prefill import pass_limit, pass_tokens, without_last
 from kvlayers.upstream import cache_argument, compat, generate_calls
-from kvlayers.upstream.generate_calls import full_generation_config
 from kvlayers.upstream.model_types import kept_states
 
 ASKS_FOR_DRAFTS = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp")
@@ -137,7 +136,10 @@ def view_for_generate(model: Any, arguments: Mapping[str, Any]) -> Any:
     # A draft model decodes without drafts, whatever its config says.
     if not asks or arguments.get("custom_generate") is not None or (given is not None and given.is_assistant):
         return model
-    if full_generation_config(model, arguments)[0].get_generation_mode(assistant) != GenerationMode.ASSISTED_GENERATION:
+    if (
+        generate_calls.full_generation_config(model, arguments)[0].get_generation_mode(assistant)
+        != GenerationMode.ASSISTED_GENERATION
+    ):
         return model
     loop = getattr(type(model), generate_calls.loop_name(GenerationMode.ASSISTED_GENERATION))
     return _class_of_views()(
@@ -234,9 +236,9 @@ def decode(
             f"{type(assistant).__name__}, which keeps some in {kept}: pass another model, or leave it out."
         )
     # transformers' loop would rotate tokens by the frequencies of a draft's length.
-    is_apart = input_ids.shape[0] > 1 or batch_drafts.frequencies_of(model, input_ids, kwargs) is None
+    is_apart = input_ids.shape[0] > 1 or row_decoding.frequencies_of(model, input_ids, kwargs) is None
     if is_apart and isinstance(cache, Cache) and not model.config.is_encoder_decoder:
-        return batch_drafts.decode(model, cache, input_ids, kwargs, given)
+        return row_decoding.decode_batch(model, cache, input_ids, kwargs, given)
     if isinstance(cache, Cache) and not compat.RECORDS_BEFORE_DRAFTS:
         cache.activate_past_recording()
     if not isinstance(cache, Cache) or not cache.recurrent_parts():

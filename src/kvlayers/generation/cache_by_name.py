@@ -111,14 +111,19 @@ def request_of(model: Any, options: Mapping[str, Any] = MappingProxyType({}), **
 
 def cache_for(name: str, request: CacheRequest) -> transformers.Cache:
     """Make the cache called `name` for a request. Raises as `make_cache`."""
-    named = requested_cache(name, request.options)
-    factory = factory_of(named.name)
+    factory = factory_of(name)
+    if factory is None:
+        # Options may stand behind the name.
+        named = requested_cache(name, request.options)
+        factory, request = factory_of(named.name), dataclasses.replace(request, options=named.options)
+    else:
+        _checked_options(request.options)
     if factory is None:
         raise unknown_name(name)
-    cache = factory(dataclasses.replace(request, options=named.options))
+    cache = factory(request)
     if not isinstance(cache, transformers.Cache):
         raise RegistryError(
-            f"the factory of '{name}' must return a cache, but returned a {type(cache).__name__}: correct the factory."
+            f"the factory of '{name}' must return a cache, got a {type(cache).__name__}: correct the factory."
         )
     has_cross_attention = request.config.is_encoder_decoder or request.encoder_length is not None
     return paired(cache, request.encoder_length) if has_cross_attention else cache
@@ -153,26 +158,35 @@ def check_rope_dtype(model: torch.nn.Module, cache: Any) -> None:
             )
 
 
-def move_name_to_option(argument: str, arguments: dict[str, Any]) -> None:
-    """If a call of `generate()` has a name in the place of a cache, make it the `cache_implementation`.
+def read_cache_argument(model: Any, argument: str, arguments: dict[str, Any]) -> None:
+    """Read what a call of `generate()` passes in the place of a cache, which is a cache or legacy tuples from then on.
 
-    Options that stand behind a name become its `cache_config`.
+    A name becomes the `cache_implementation`, and options that stand behind it the `cache_config`.
 
     Args:
+        model: the model.
         argument: name of the argument that takes a cache.
         arguments: arguments of the call, changed in place.
 
     Raises:
-        OptionError: `cache_implementation` is another name.
+        OptionError: it is no cache, such as a class or a config; or `cache_implementation` is another name.
     """
-    if isinstance(arguments.get(argument), str):
-        arguments["cache_implementation"] = either(
-            arguments.pop(argument), arguments.get("cache_implementation"), argument
+    given, name = arguments.get(argument), arguments.get("cache_implementation")
+    if isinstance(given, str):
+        name = arguments["cache_implementation"] = either(arguments.pop(argument), name, argument)
+    # Models with a cache of their own may take any class.
+    elif not isinstance(given, transformers.Cache | tuple | list | None) and model._supports_default_dynamic_cache():
+        raise OptionError(
+            f"`{argument}` must be a cache or the name of one, got {_what(given)}: pass for example "
+            "kvlayers.DynamicCache(config=model.config), or cache_implementation='int4'."
         )
-    name = arguments.get("cache_implementation")
     named = named_cache(name)
     if named is not None and named.options:
         arguments.update(requested_cache(name, arguments.get("cache_config")).generate_options)
+
+
+def _what(given: object) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
 
 
 def either(cache: Any, cache_implementation: str | None, argument: str = "cache") -> Any:
@@ -185,8 +199,8 @@ def either(cache: Any, cache_implementation: str | None, argument: str = "cache"
         return cache
     if cache is not None and cache != cache_implementation:
         raise OptionError(
-            f"{argument}={cache!r} and cache_implementation={cache_implementation!r} ask for different caches: pass "
-            "one of them."
+            f"`{argument}` must be what `cache_implementation` is, got {argument}={cache!r} and "
+            f"cache_implementation={cache_implementation!r}, which ask for different caches: pass one of them."
         )
     return cache_implementation
 
@@ -194,10 +208,9 @@ def either(cache: Any, cache_implementation: str | None, argument: str = "cache"
 def unknown_name(name: object) -> OptionError | RegistryError:
     """The error for a name that is not registered, which lists the names that are, or for what is no name."""
     if not isinstance(name, str):
-        what = f"the class {name.__name__}" if isinstance(name, type) else f"a {type(name).__name__}"
         return OptionError(
-            f"`cache` must be the name of a cache here, such as 'int4', got {what}: pass its name, and its options as "
-            "`cache_config`; generate() takes a cache that you made as its argument `cache`."
+            f"`cache` must be the name of a cache here, such as 'int4', got {_what(name)}: pass its name, and its "
+            "options as `cache_config`; generate() takes a cache that you made as its argument `cache`."
         )
     lower, config, what = name.lower(), "", ""
     if lower in quantizer_names():
@@ -207,14 +220,14 @@ def unknown_name(name: object) -> OptionError | RegistryError:
         config = ", ".join(f'"{option}": {count}' for option, count in bits.groupdict().items() if count)
     elif name in eviction_rule_names():
         return RegistryError(
-            f"'{name}' is an eviction rule of your own, and no cache name: use cache_implementation='evicting' with "
-            f"cache_config={{'rule': '{name}'}}, or 'evicting:rule={name}' where options stand behind a name."
+            f"`cache_implementation` must be a cache name, got '{name}', an eviction rule of your own: use "
+            f"'evicting' with cache_config={{'rule': '{name}'}}, or write 'evicting:rule={name}'."
         )
     if not what:
         return unknown(name)
     return RegistryError(
-        f"{name!r} is no cache name but {what} of quantized caches: use the name 'quantized' with "
-        f"cache_config={{{config}}}."
+        f"`cache_implementation` must be a cache name, got {name!r}, {what} of quantized caches: use the name "
+        f"'quantized' with cache_config={{{config}}}."
     )
 
 
@@ -280,13 +293,18 @@ def requested_cache(text: object, options: object) -> NamedCache:
     named = named_cache(text)
     if named is None:
         raise unknown_name(text)
-    given = {} if options is None else options
-    if not isinstance(given, Mapping) or "config" in given or not all(isinstance(key, str) for key in given):
+    if options is None:
+        return named
+    return NamedCache(named.name, {**named.options, **_checked_options(options)})
+
+
+def _checked_options(options: Any) -> Mapping[str, Any]:
+    if not isinstance(options, Mapping) or "config" in options or not set(map(type, options)) <= {str}:
         raise OptionError(
             "`cache_config` must be a mapping from names to values, without the config of the model, got "
             f"{options!r}: pass for example cache_config={{'nbits': 4}}."
         )
-    return NamedCache(named.name, {**named.options, **given})
+    return options
 
 
 def options_after(name: str, written: str, text: str) -> dict[str, Any]:

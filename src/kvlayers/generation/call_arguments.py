@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 
 from kvlayers.errors import OptionError
@@ -59,23 +59,14 @@ def with_prompt_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     return (None, *args[1:]) if is_first else args, {**others, **encoded}
 
 
-def check_call(model: Any, given: Mapping[str, Any], cache_name: str) -> None:
-    """Raise `OptionError` if the prompt, its mask, the cache or the config of a call is not of its kind.
+def check_call(model: Any, given: Mapping[str, Any]) -> None:
+    """Raise `OptionError` if the prompt, its mask or the config of a call is not of its kind.
 
     Args:
         model: the model.
         given: arguments of `generate()` by their names.
-        cache_name: the name by which the call passes a cache.
     """
     check_generation_config(given.get("generation_config"))
-    past = given.get(cache_name)
-    # Models with a cache of their own may take any class.
-    if past is not None and not isinstance(past, Cache | tuple | list) and model._supports_default_dynamic_cache():
-        what = f"the class {past.__name__}" if isinstance(past, type) else f"a {type(past).__name__}"
-        raise OptionError(
-            f"`{cache_name}` must be a cache or the name of one, got {what}: pass for example "
-            "kvlayers.DynamicCache(config=model.config), or cache_implementation='int4'."
-        )
     if isinstance(given.get("max_new_tokens"), str):
         raise OptionError(f"`max_new_tokens` must be a whole number, got {given['max_new_tokens']!r}.")
     if model.main_input_name == "input_ids":

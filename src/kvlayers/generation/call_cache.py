@@ -12,7 +12,6 @@ on with the same addresses. Eager code takes any memory, so its caches are not k
 import copy
 import dataclasses
 import gc
-import inspect
 import itertools
 import logging
 import sys
@@ -46,7 +45,6 @@ from kvlayers.static.static_cache import StaticCache, fixed_layers, iter_fixed_l
 from kvlayers.static.static_layer import StaticLayer, StaticSlidingLayer
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_layers, model_types
 from kvlayers.upstream.callers import warn_the_caller
-from kvlayers.upstream.generate_calls import sequences_per_prompt
 from kvlayers.utils.transforms import autocast_dtype
 
 logger = logging.getLogger(__name__)
@@ -190,12 +188,12 @@ def check_rows(cache: Cache, attention_mask: Tensor | None) -> None:
         )
 
 
-def decoder_mask(model: Any, past: Any, kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def decoder_mask(model: Any, past: Cache, kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """A mask which says that the decoder's ids are the whole sequence, if a cache has seen a part of it.
 
     Args:
         model: the model that generates.
-        past: the cache that it was given, if any.
+        past: the pair of caches that it was given.
         kwargs: arguments of `generate()`.
 
     Returns:
@@ -205,11 +203,8 @@ def decoder_mask(model: Any, past: Any, kwargs: Mapping[str, Any]) -> dict[str, 
         StateMismatchError: there is no mask, and no more tokens than the cache has seen.
     """
     has_mask = kwargs.get("decoder_attention_mask") is not None
-    if not isinstance(past, Cache) or not past.is_pair or has_mask:
-        return {}
-    seen = past.get_seq_length() if past.layers else 0
-    takes_mask = "decoder_attention_mask" in inspect.signature(model.forward).parameters
-    if not seen or not takes_mask:
+    seen = past.get_seq_length() if past.layers and not has_mask else 0
+    if not seen or "decoder_attention_mask" not in generate_calls.forward_arguments(model):
         return {}
     ids = kwargs.get("decoder_input_ids")
     # Without ids, decoding starts with one token.
@@ -392,7 +387,7 @@ def for_call(
     request = cache_by_name.request_of(
         model,
         {} if options is None else options,
-        batch_size=batch_size * sequences_per_prompt(generation_config),
+        batch_size=batch_size * generate_calls.sequences_per_prompt(generation_config),
         length_hint=most,
         encoder_length=None if encoded is None else encoded.shape[1],
         attention_mask=padding_mask(model_kwargs),

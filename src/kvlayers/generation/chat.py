@@ -244,8 +244,8 @@ class Chat:
         """
         if self._cache is None:
             raise OptionError(
-                "A chat can be saved if it has a cache of its own, but this one has a `prefix_store`: keep "
-                "chat.messages, and give the store a directory to keep its states."
+                "`chat` must have a cache of its own to be saved, got one with a `prefix_store`: keep chat.messages, "
+                "and give the store a directory to keep its states."
             )
         try:
             messages = json.dumps(self.messages)
@@ -348,7 +348,7 @@ def _checked(message: object) -> Message:
     has_content = isinstance(fields.get("content"), str | list) or fields.get("tool_calls")
     if not isinstance(fields.get("role"), str) or not has_content:
         raise OptionError(
-            f"A message must be a text, or have a role and a content, got {message!r}: write for example "
+            f"`message` must be a text, or have a role and a content, got {message!r}: write for example "
             '{"role": "system", "content": "Answer briefly."}.'
         )
     return fields

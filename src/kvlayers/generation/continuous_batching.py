@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from kvlayers.generation.patching import ScopedValue
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.generation.row_decoding import LookedUp
 from kvlayers.generation.row_engine import Request, RowEngine
-from kvlayers.planning.auto import free_memory
 from kvlayers.upstream import generate_calls, model_types
 
 logger = logging.getLogger(__name__)
@@ -286,7 +286,7 @@ class RowsManager:
             cache_by_name.requested_cache(name, named.cache_config),
             active_store.for_call() if given.get("allow_block_sharing", True) else None,
             given.get("max_requests_per_batch") or MAX_ROWS,
-            None if share is None else int(share * free_memory(self.model.device)),
+            None if share is None else Fraction(share),
             given.get("max_batch_tokens") or CHUNK_TOKENS,
             drafter,
             tokens or 0,

@@ -20,14 +20,13 @@ from kvlayers.core.from_config import WINDOWED
 from kvlayers.documents.joining import EVERYTHING, check_into, check_joinable, joined, recompute_amount
 from kvlayers.errors import OptionError
 from kvlayers.generation import cache_by_name
+from kvlayers.generation.prefill import pass_unseen
 from kvlayers.generation.prefix_reuse import active_store
-from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import (
     PrefixedCall,
     call_with,
     check_counted,
-    pass_unseen,
     usable_cache,
 )
 from kvlayers.prefix import PrefixStore
@@ -109,7 +108,7 @@ class DocumentPrompt:
                 before = torch.cat([bos, before], dim=1)
         return cls(before, parts, last, recompute)
 
-    def generate(self, model: Any, active: ActiveStore | None, kwargs: Mapping[str, Any]) -> Any:
+    def generate(self, model: Any, active: active_store.ActiveStore | None, kwargs: Mapping[str, Any]) -> Any:
         """Call `model.generate` with the concatenated states of the documents.
 
         Args:
@@ -126,13 +125,15 @@ class DocumentPrompt:
         """
         name = cache_argument.name_in_generate(model)
         arguments = {**cache_argument.respelled(model, dict(kwargs), name), **self.arguments}
-        cache_by_name.move_name_to_option(name, arguments)
+        cache_by_name.read_cache_argument(model, name, arguments)
         cache, cached_tokens = self._put_together(
             model, active or active_store.for_call() or _for_one_call(), arguments
         )
         return call_with(cache, model.generate, {**arguments, name: cache}, (cached_tokens,))
 
-    def _put_together(self, model: Any, active: ActiveStore, arguments: dict[str, Any]) -> tuple[Cache, int]:
+    def _put_together(
+        self, model: Any, active: active_store.ActiveStore, arguments: dict[str, Any]
+    ) -> tuple[Cache, int]:
         """The cache of a prompt up to its question, for all of its sequences, and how many tokens were not computed."""
         images = [each for each in model_types.image_arguments(model.config) if arguments.get(each) is not None]
         tokens, shared, are_moved = arguments["input_ids"].shape[1], self.beginning.shape[1], len(self.documents) > 1
@@ -185,11 +186,11 @@ def _ids(tokenizer: Any, device: torch.device, name: str, given: object) -> Tens
     return given.reshape(1, -1).to(device)
 
 
-def _for_one_call() -> ActiveStore:
+def _for_one_call() -> active_store.ActiveStore:
     store = PrefixStore(max_bytes=sys.maxsize)
     # Its models are told apart as objects, so that no weights are read.
     store.forget_weights()
-    return ActiveStore(store, "", store.record_bypass)
+    return active_store.ActiveStore(store, "", store.record_bypass)
 
 
 class StoredDocuments:
@@ -213,7 +214,9 @@ class StoredDocuments:
         CapacityError, ConfigError, UnsupportedLayerError: they cannot be concatenated.
     """
 
-    def __init__(self, model: Any, active: ActiveStore, amount: int | Fraction, tokens: int, are_moved: bool) -> None:
+    def __init__(
+        self, model: Any, active: active_store.ActiveStore, amount: int | Fraction, tokens: int, are_moved: bool
+    ) -> None:
         has_windows = any(spec.layer_type in WINDOWED for spec in layer_specs(model.config))
         self._model, self._name = model, "dynamic_full" if has_windows else "dynamic"
         self._part = StorePart(model, active, self._name, {})
@@ -290,7 +293,7 @@ def store_document(
     whole = torch.cat([*before, ids_of("ids", ids)], dim=1)
     with _refusing("`ids` cannot be stored as a document, as {}: pass them to generate() as a part of the prompt."):
         documents = StoredDocuments(
-            model, ActiveStore(store, namespace, store.record_bypass), 0, whole.shape[1], are_moved=True
+            model, active_store.ActiveStore(store, namespace, store.record_bypass), 0, whole.shape[1], are_moved=True
         )
         return documents.find(whole, model.generation_config.prefill_chunk_size)[0]
 

@@ -10,11 +10,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from kvlayers.errors import OptionError
-from kvlayers.generation.batch_drafts import DraftModel, tokens_of_draft
 from kvlayers.generation.cache_by_name import either, requested_cache
 from kvlayers.generation.call_arguments import check_generation_config, check_model
 from kvlayers.generation.prefix_reuse.active_store import required_store
-from kvlayers.generation.row_decoding import Drafter, LookedUp
+from kvlayers.generation.row_decoding import Drafter, drafter_of
 from kvlayers.generation.row_engine import Request, RowEngine
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import generate_calls, model_types
@@ -191,19 +190,18 @@ def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> 
     """What makes drafts, and of how many tokens."""
     if looked_up is not None and assistant is not None:
         raise OptionError("`prompt_lookup_num_tokens` must be left out beside an `assistant_model`, got both.")
+    if looked_up is None and assistant is None:
+        return None, 0
     if looked_up is not None:
         check_whole_number(looked_up, "`prompt_lookup_num_tokens`", 1, of="tokens")
-        return LookedUp(generate_calls.prompt_lookup(config, looked_up)), looked_up
-    if assistant is None:
-        return None, 0
+        return drafter_of(config, looked_up, None)
     assistant = model_types.unwrapped(assistant)
     if not isinstance(assistant, PreTrainedModel):
         raise OptionError(f"`assistant_model` must be a model of transformers, got a {type(assistant).__name__}.")
     own, smaller = (model_types.decoder_config(each.config).vocab_size for each in (model, assistant))
     if own != smaller:
         raise OptionError(f"`assistant_model` must have the vocabulary of the model, {own} tokens, got {smaller}.")
-    tokens = tokens_of_draft(assistant, config)
-    return DraftModel(assistant, tokens), tokens
+    return drafter_of(config, None, assistant)
 
 
 @dataclass(eq=False)

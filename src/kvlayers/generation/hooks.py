@@ -36,7 +36,6 @@ from kvlayers.generation.prefill import prefill_in_chunks, prefill_once
 from kvlayers.generation.prefix_reuse import active_store, prefixed_call
 from kvlayers.rope.from_config import frequencies_within
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
-from kvlayers.upstream.model_types import kept_states, reads_again_behind
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +50,9 @@ def generate(original: Method) -> Method:
         kwargs = cache_argument.respelled(self, kwargs, cache_name)
         hand_over_cache(self)
         args, kwargs = call_arguments.with_prompt_by_name(args, kwargs)
-        cache_by_name.move_name_to_option(cache_name, kwargs)
+        cache_by_name.read_cache_argument(self, cache_name, kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        call_arguments.check_call(self, given, cache_name)
+        call_arguments.check_call(self, given)
         plain = functools.partial(generate_without_store, self, cache_by_name.requested_name(given), cache_name)
         active = active_store.for_call()
         if active is None:
@@ -73,17 +72,18 @@ def generate(original: Method) -> Method:
         input_ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
         if compat.LOOPS_COUNT_CACHE_POSITION and is_own and not is_pair:
             call_cache.check_whole_sequence(past, input_ids)
+        is_from_store = prefixed_call.is_from_store(past)
         if is_own and not is_assistant and not is_pair:
-            call_cache.check_rows(past, mask)
+            if not is_from_store:
+                call_cache.check_rows(past, mask)
             _forget_images(self, past, input_ids, mask)
-        if is_own and not is_assistant:
+        if is_own and not is_assistant and past.is_pair:
             kwargs.update(call_cache.decoder_mask(self, past, kwargs))
         if type(past) in call_cache.CLASSES:
             call_cache.replace_layers(past, self)
         was_recording = is_own and any(layer.is_recording for layer in past.adapted_layers())
         mask_mode = None if past is None else call_cache.mask_mode(past)
         was_compiled = mask_mode is not None and mask_mode.compiled
-        is_from_store = prefixed_call.is_from_store(past)
         cache_sees_ids = not (is_pair or is_assistant or is_from_store) and kwargs.get("inputs_embeds") is None
         record = known_ids.TokenRecord(
             input_ids if cache_sees_ids else None, mask, _total_tokens(self, input_ids, kwargs) if is_own else None
@@ -152,8 +152,8 @@ def _pop_return_legacy_cache(model: Any, config: Any, kwargs: dict[str, Any]) ->
         kwargs["return_legacy_cache"] = False
     if returns_tuples and type(model).generate is not GenerationMixin.generate:
         raise LegacyFormatError(
-            f"return_legacy_cache needs the generate() of transformers, but {type(model).__name__} has its own, which "
-            "takes the cache apart before it returns: leave return_legacy_cache out."
+            f"`model` must have the generate() of transformers for `return_legacy_cache`, got a {type(model).__name__}"
+            ", whose own takes the cache apart before it returns: leave return_legacy_cache out."
         )
     return returns_tuples
 
@@ -183,7 +183,7 @@ def prepare_cache_for_generation(original: Method) -> Method:
             call.record.begin(past, generation_config, call_cache.padding_mask(model_kwargs))
         if generation_config.prefill_chunk_size is not None:
             is_filled = compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.get_seq_length()
-            if is_filled or kept_states(self) is not None:
+            if is_filled or model_types.kept_states(self) is not None:
                 # The new tokens are read in one pass instead.
                 generation_config.prefill_chunk_size = None
         if (
@@ -288,7 +288,7 @@ def hand_over_cache(model: Any) -> None:
     owner = type(model)
     if getattr(owner, METHOD) is getattr(GenerationMixin, METHOD):
         return
-    if not cache_argument.keeps_an_old_name(model) and reads_again_behind(model) is None:
+    if not cache_argument.keeps_an_old_name(model) and model_types.reads_again_behind(model) is None:
         return
     with _handing_lock:
         if owner not in _handing_over:
@@ -345,7 +345,12 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
         past = kwargs.get(name)
         # Eager code prepares caches before a model is compiled.
         is_compiling = torch.compiler.is_compiling()
-        if not args and isinstance(past, Cache) and (is_compiling or not _is_prompt(kwargs.get("input_ids"))):
+        # Of prompts alone ids are recorded, and by a call of generate() in a record of its own.
+        if (
+            not args
+            and isinstance(past, Cache)
+            and (is_compiling or not _is_prompt(kwargs.get("input_ids")) or CURRENT.get().record is not None)
+        ):
             return original(self, *args, **kwargs)
         if isinstance(past, tuple | list):
             return legacy_tuples.forward_with_tuples(original, self, args, kwargs)
@@ -357,25 +362,17 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
         if past is None:
             with overriding(_MAKER, self):
                 return original(self, *args, **kwargs)
-        return _forward_with_cache(functools.partial(original, self), self, name, past, args, kwargs)
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if isinstance(past, Cache) and _is_prompt(ids) and CURRENT.get().record is None:
+            return known_ids.record_forward(past, ids, functools.partial(original, self, *args, **kwargs))
+        if type(past) in call_cache.CLASSES:
+            call_cache.replace_layers(past, self)
+            call_cache.warn_of_another(past, CURRENT.get().requested_name, self)
+        elif isinstance(past, str):
+            kwargs = {**kwargs, name: cache_by_name.make_cache(past, self)}
+        return original(self, *args, **kwargs)
 
     return call
-
-
-def _forward_with_cache(
-    forward: Callable[..., Any], model: Any, name: str, past: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    if type(past) in call_cache.CLASSES:
-        call_cache.replace_layers(past, model)
-        call_cache.warn_of_another(past, CURRENT.get().requested_name, model)
-    elif isinstance(past, str):
-        kwargs = {**kwargs, name: cache_by_name.make_cache(past, model)}
-    else:
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        # A call of generate() has a record of its own.
-        if _is_prompt(ids) and isinstance(past, Cache) and CURRENT.get().record is None:
-            return known_ids.record_forward(past, ids, functools.partial(forward, *args, **kwargs))
-    return forward(*args, **kwargs)
 
 
 def make_dynamic_cache(original: Callable[..., None]) -> Callable[..., None]:

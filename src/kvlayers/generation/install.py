@@ -32,7 +32,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -142,7 +141,7 @@ def is_installed() -> bool:
     return bool(_activation)
 
 
-@contextmanager
+@contextlib.contextmanager
 def installed(
     prefix_store: PrefixStore | None = None,
     namespace: str = "",
@@ -231,24 +230,11 @@ def _given(
 _in_call: ContextVar[bool | None] = ContextVar("whether the current call of generate() uses kvlayers", default=None)
 
 
-@contextmanager
+@contextlib.contextmanager
 def call_with_kvlayers() -> Iterator[None]:
     """Lasts for one call that uses kvlayers, installed or not. Calls in other threads are not affected."""
     with _activation.private_call(), overriding(_in_call, True):
         yield
-
-
-@contextmanager
-def _call_of_generate() -> Iterator[bool]:
-    """Lasts for one call of `generate()`, and yields whether it uses kvlayers.
-
-    This is decided once, so that all methods agree, even if another thread installs or uninstalls meanwhile. A call
-    within another one, such as that of a draft model, follows the outer call.
-    """
-    with _activation.call() as is_active, transformers4_names.ACTIVATION.call():
-        uses_kvlayers = is_active or bool(_in_call.get())
-        with overriding(_in_call, uses_kvlayers):
-            yield uses_kvlayers
 
 
 def _uses_kvlayers() -> bool:
@@ -277,8 +263,12 @@ def _wrap_generate(original: Method) -> Method:
 
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _call_of_generate() as uses_kvlayers:
-            return (replacement if uses_kvlayers else original)(self, *args, **kwargs)
+        with _activation.call() as is_active, transformers4_names.ACTIVATION.call():
+            # Decided once, so that all methods agree, even if another thread installs or uninstalls meanwhile. A call
+            # within another one, such as that of a draft model, follows the outer call.
+            uses_kvlayers = is_active or bool(_in_call.get())
+            with overriding(_in_call, uses_kvlayers):
+                return (replacement if uses_kvlayers else original)(self, *args, **kwargs)
 
     return generate
 
@@ -460,8 +450,8 @@ def generate(
             return model.generate(*args, **kwargs)
     if isinstance(model, GenerationMixin) and type(model).generate is not GenerationMixin.generate:
         raise OptionError(
-            f"prefix_store needs the generate() of transformers, but {type(model).__name__} has its own, which may "
-            "never use the store: leave prefix_store out."
+            f"`model` must have the generate() of transformers for a `prefix_store`, got a {type(model).__name__}, "
+            "whose own may never use the store: leave prefix_store out."
         )
     with active_store.CURRENT.override(active), call_with_kvlayers():
         return model.generate(*args, **kwargs)

@@ -64,13 +64,15 @@ class TokenRecord:
             PromptMismatchError: the prompt starts with other tokens, under `install(strict_prompts=True)`.
         """
         self._has_beams = (generation_config.num_beams or 1) > 1
-        if not _records_ids(cache) or generation_config.is_assistant:
+        if generation_config.is_assistant or not _records_ids(cache):
             return
-        known, length, ids = cache.known_ids, _length(cache), self._ids
-        if known is not None and length and ids is not None and self._is_whole:
-            sequences = ids.cpu().repeat_interleave(sequences_per_prompt(generation_config), dim=0)
-            _compare(cache, known[:, :length].cpu(), sequences, mask)
-        self._cache, self._known_before, self._length_before = cache, known if length else None, length
+        ids, known = self._ids, cache.known_ids
+        if ids is not None:
+            length = _length(cache)
+            if known is not None and length and self._is_whole:
+                sequences = ids.cpu().repeat_interleave(sequences_per_prompt(generation_config), dim=0)
+                _compare(cache, known[:, :length].cpu(), sequences, mask)
+            self._cache, self._known_before, self._length_before = cache, known if length else None, length
         # Unknown until the call ends, and for good if it fails.
         cache.known_ids = None
 

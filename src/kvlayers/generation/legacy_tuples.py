@@ -13,7 +13,6 @@ from kvlayers.core import legacy_api
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.dynamic_cache import DynamicCache
-from kvlayers.core.legacy_api import LegacyStates
 from kvlayers.encoder_decoder.encoder_decoder_cache import EncoderDecoderCache
 from kvlayers.errors import LegacyFormatError, StateMismatchError
 from kvlayers.upstream import cache_argument, model_types
@@ -98,11 +97,6 @@ class PastTuples(tuple[tuple[Tensor, ...], ...]):
             vars(states)["source"] = cache, config
         return states
 
-    def source_for(self, config: object) -> Cache | None:
-        """The cache that these are views of, if `config` is that of its model. It is returned once; then `None`."""
-        cache, made_for = vars(self).pop("source", (None, None))
-        return cache if made_for is config else None
-
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return tuple, (tuple(self),)
 
@@ -117,9 +111,11 @@ def cache_for_forward(config: Any, states: Iterable[Any]) -> Cache:
         LegacyFormatError: the tuples are nested differently, or do not match each other or the model's layers.
     """
     if isinstance(states, PastTuples):
-        source = states.source_for(config)
-        if source is not None:
-            return source
+        # Of one model's forward passes, and once: from then on it holds more tokens than the tuples.
+        source, made_for = vars(states).pop("source", (None, None))
+        if made_for is config and source is not None:
+            cache: Cache = source
+            return cache
     checked = _checked(config, states)
     layers = [] if _has_cross_attention(config) else DynamicCache(config=config).layers
     if layers and all(isinstance(layer, CacheLayer) and not layer.is_recurrent for layer in layers):
@@ -141,7 +137,7 @@ def cache_for_generate(config: Any, states: Iterable[Any]) -> Cache:
     return DynamicCache.from_legacy_cache(checked, config=config)
 
 
-def _checked(config: Any, states: Iterable[Any]) -> LegacyStates:
+def _checked(config: Any, states: Iterable[Any]) -> legacy_api.LegacyStates:
     checked = legacy_api.check_tuples(states, width=(2, 4))
     for index, layer in enumerate(checked):
         legacy_api.check_is_whole(layer, index)
@@ -152,7 +148,7 @@ def _checked(config: Any, states: Iterable[Any]) -> LegacyStates:
     return checked
 
 
-def _check_count(states: LegacyStates, layers: int) -> None:
+def _check_count(states: legacy_api.LegacyStates, layers: int) -> None:
     if len(states) != layers:
         raise LegacyFormatError(
             f"tuples of states must have those of each of the {layers} layers of the model that attend, got "
@@ -165,7 +161,7 @@ def _has_cross_attention(config: Any) -> bool:
     return bool(config.is_encoder_decoder or getattr(config, "add_cross_attention", False))
 
 
-def to_tuples(cache: Any) -> LegacyStates:
+def to_tuples(cache: Any) -> legacy_api.LegacyStates:
     """Copies of the states of a cache, which may be one of transformers, as nested tuples.
 
     Raises:

@@ -68,17 +68,17 @@ class Activation:
     def __init__(self, apply: Callable[[], None], remove: Callable[[], None]) -> None:
         self._apply, self._remove = apply, remove
         self._lock = threading.RLock()
-        self._explicit = False
-        self._blocks: set[object] = set()
+        self._users: set[object] = set()
+        """A token for each block, and the object itself between explicit calls."""
         self._calls: set[object] = set()
 
     def __bool__(self) -> bool:
-        return self._explicit or bool(self._blocks)
+        return bool(self._users)
 
     @property
     def is_in_place(self) -> bool:
         """Whether the changes are active, or a call that began while they were active still runs."""
-        return bool(self) or bool(self._calls)
+        return bool(self._users or self._calls)
 
     @contextmanager
     def call(self) -> Iterator[bool]:
@@ -89,15 +89,13 @@ class Activation:
         token = object()
         try:
             with self._lock:
-                is_active = bool(self)
-                if is_active:
+                if self._users:
                     self._calls.add(token)
-            yield is_active
+            yield token in self._calls
         finally:
             with self._lock:
                 if token in self._calls:
-                    self._calls.discard(token)
-                    self._remove_if_unused()
+                    self._leave(self._calls, token)
 
     def private_call(self) -> AbstractContextManager[None]:
         """Lasts for one call that needs the changes for itself alone. This does not make them active for others."""
@@ -106,24 +104,24 @@ class Activation:
     def activate(self) -> None:
         """Make the changes, until `deactivate`."""
         with self._lock:
-            before, self._explicit = self._explicit, True
+            was_active = self in self._users
+            self._users.add(self)
             try:
                 self._apply()
             except BaseException:
-                self._explicit = before
-                self._remove_if_unused()
+                if not was_active:
+                    self._leave(self._users, self)
                 raise
 
     def deactivate(self) -> None:
         """Remove the changes as soon as no running call needs them, even inside a block."""
         with self._lock:
-            self._explicit = False
-            self._blocks.clear()
-            self._remove_if_unused()
+            self._users.clear()
+            self._leave(self._users, self)
 
     def block(self) -> AbstractContextManager[None]:
         """`activate` for the length of a `with` block. Blocks nest and overlap: the last one to end deactivates."""
-        return self._in_place_for(self._blocks)
+        return self._in_place_for(self._users)
 
     @contextmanager
     def _in_place_for(self, users: set[object]) -> Iterator[None]:
@@ -135,11 +133,11 @@ class Activation:
             yield
         finally:
             with self._lock:
-                users.discard(token)
-                self._remove_if_unused()
+                self._leave(users, token)
 
-    def _remove_if_unused(self) -> None:
-        if not self.is_in_place:
+    def _leave(self, users: set[object], token: object) -> None:
+        users.discard(token)
+        if not self._users and not self._calls:
             self._remove()
 
 

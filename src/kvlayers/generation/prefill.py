@@ -10,8 +10,6 @@ from torch import Tensor
 from kvlayers.core.cache import Cache
 from kvlayers.errors import StateMismatchError
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
-from kvlayers.upstream.generate_calls import sequences_per_prompt
-from kvlayers.upstream.model_types import kept_states
 
 MIN_TOKENS = 32
 """A shorter prompt is not worth holding separately from what follows it."""
@@ -40,7 +38,7 @@ def prefill_once(
     cache = model_kwargs.get(cache_argument.name_in_generate(model))
     if not _can_expand_later(model, cache, input_ids, generation_config, model_kwargs):
         return None
-    repeats = sequences_per_prompt(generation_config)
+    repeats = generate_calls.sequences_per_prompt(generation_config)
     if repeats < rows and _is_by_rows_alone(model):
         repeats = max(repeats, _repeats_in(input_ids, model_kwargs))
     if repeats == 1:
@@ -99,7 +97,7 @@ def _can_expand_later(
     )
     shares = any(layer.attends and layer.reserved is None for layer in cache.adapted_layers())
     # States in modules would have one row for each prompt, where the next pass has one for each sample.
-    return is_usual and shares and not cache.is_static and kept_states(model) is None
+    return is_usual and shares and not cache.is_static and model_types.kept_states(model) is None
 
 
 PER_TOKEN_ARGUMENTS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
@@ -156,6 +154,33 @@ def pass_tokens(
         # The next tokens may be rolled back to this length.
         cache.activate_past_recording()
     return output
+
+
+def pass_unseen(model: Any, ids: Tensor, cache: Cache, chunk: int | None, positions: Tensor, **arguments: Any) -> Any:
+    """Pass those of the tokens `[1, tokens]` to a model that its cache has not seen.
+
+    Args:
+        model: the model.
+        ids: all tokens.
+        cache: the cache.
+        chunk: tokens of one forward pass. Default: as many as the model can take.
+        positions: of all tokens, `[1, tokens]` or `[axes, 1, tokens]`.
+        arguments: further arguments of the model.
+
+    Returns:
+        The output of the last forward pass.
+    """
+    arguments |= {cache_argument.name_in_generate(model): cache, "attention_mask": None, "use_cache": True}
+    arguments |= model_types.newest_logits_only(model)
+    if "position_ids" in generate_calls.forward_arguments(model):
+        arguments["position_ids"] = positions
+    return pass_tokens(model, ids, arguments, cache, cache.get_seq_length(), chunk)
+
+
+def is_told_positions(model: Any) -> bool:
+    """Whether padding before a prompt changes no position: a model is told positions, has relative ones, or none."""
+    is_free = model.config.model_type in (*model_types.HAS_RELATIVE_POSITIONS, *model_types.HAS_NO_POSITIONS)
+    return is_free or "position_ids" in generate_calls.forward_arguments(model)
 
 
 def check_no_padding(mask: Tensor | None, tokens: int) -> None:

@@ -6,15 +6,18 @@ decoding, whatever the draft: each is the greatest score, or a sample, given the
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvlayers.core.cache import Cache
-from kvlayers.errors import OptionError
-from kvlayers.generation.prefix_reuse.prefixed_call import pass_unseen
+from kvlayers.core.dynamic_cache import DynamicCache
+from kvlayers.core.preparation import left_padding_of
+from kvlayers.errors import OptionError, RollbackError
+from kvlayers.generation.prefill import PER_TOKEN_ARGUMENTS, is_told_positions, pass_tokens, pass_unseen
+from kvlayers.rope.from_config import frequencies_within
 from kvlayers.rows import Rows, merge
 from kvlayers.upstream import cache_argument, generate_calls, model_types
 
@@ -117,11 +120,7 @@ class DecodedRow:
 
 def check_positions(model: Any) -> None:
     """Raise `OptionError` if rows of different lengths cannot tell a model their positions."""
-    takes = "position_ids" in generate_calls.forward_arguments(model)
-    if not takes and model.config.model_type not in (
-        *model_types.HAS_RELATIVE_POSITIONS,
-        *model_types.HAS_NO_POSITIONS,
-    ):
+    if not is_told_positions(model):
         raise OptionError(
             f"`model` must take `position_ids`, for rows of different lengths, got a {type(model).__name__}, whose "
             "forward pass names no such argument: pass the base model of a wrapper, or the prompts one by one."
@@ -265,3 +264,254 @@ class RowDecoder:
                 row.is_stopped = self._on_token(row, token)
             if place == len(draft) or token != draft[place] or self.has_ended(row):
                 return
+
+
+class DraftModel(Drafter):
+    """Drafts that a smaller model decodes, greedily, for all rows at once.
+
+    Args:
+        model: the smaller model, with the same vocabulary.
+        tokens: tokens of a draft.
+
+    Raises:
+        OptionError: the smaller model has recurrent states, in its cache or in its modules.
+    """
+
+    def __init__(self, model: Any, tokens: int) -> None:
+        self._model, self._tokens = model, tokens
+        self._cache: Cache | None = None
+        if (kept := model_types.kept_states(model)) is not None:
+            raise OptionError(
+                f"`assistant_model` must keep its states in its cache, to roll drafts back, got a "
+                f"{type(model).__name__}, which keeps some in {kept}: pass another model."
+            )
+        if DynamicCache(config=model.config).recurrent_parts():
+            raise OptionError(
+                "`assistant_model` must be a model without recurrent states for several prompts, got a "
+                f"{type(model).__name__}: pass the prompts one by one."
+            )
+
+    @torch.no_grad()
+    def join(self, rows: Sequence[DecodedRow]) -> None:
+        """Read the tokens of further rows, apart from their last."""
+        caches = [] if self._cache is None else [self._cache]
+        for row in rows:
+            cache = DynamicCache(config=self._model.config)
+            arguments: dict[str, Any] = {cache_argument.name_for(self._model): cache, "use_cache": True}
+            arguments |= model_types.newest_logits_only(self._model)
+            self._model(row.ids[:, row.padding : -1].to(self._model.device), **arguments)
+            cache.activate_past_recording()
+            caches.append(cache)
+        self._cache = merge(caches)
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Draft for the rows at `indices` alone from now on."""
+        if self._cache is not None and indices:
+            self._cache.keep_rows(indices)
+        elif not indices:
+            self._cache = None
+
+    def drafts(self, rows: Sequence[DecodedRow]) -> list[list[int]]:
+        """For each row the tokens that the smaller model would choose."""
+        cache = self._cache
+        if cache is None:
+            return [[] for _ in rows]
+        # What it has seen of a draft that was not accepted goes. What was accepted beyond its draft it has not seen.
+        cache.crop_rows([min(seen, row.tokens - 1) for seen, row in zip(cache.row_lengths, rows, strict=True)])
+        missing = [row.ids[0, row.padding + seen :] for seen, row in zip(cache.row_lengths, rows, strict=True)]
+        most = max(map(len, missing))
+        tokens = torch.stack([torch.cat([own, own[-1:].expand(most - len(own))]) for own in missing])
+        logits = pass_rows(self._model, tokens.to(self._model.device), cache)
+        cache.crop_rows([row.tokens for row in rows])
+        last = torch.tensor([len(own) - 1 for own in missing], device=logits.device)
+        chosen = logits[torch.arange(len(rows), device=logits.device), last].argmax(-1)
+        drafts = [chosen]
+        for _ in range(self._tokens - 1):
+            drafts.append(pass_rows(self._model, drafts[-1][:, None], cache)[:, -1].argmax(-1))
+        return torch.stack(drafts, 1).tolist()
+
+
+# Several prompts with drafts, which transformers decodes for one
+
+
+def decode_batch(model: Any, cache: Cache, input_ids: Tensor, kwargs: dict[str, Any], given: Mapping[str, Any]) -> Any:
+    """Decode a batch with drafts, in the place of transformers' loop.
+
+    Args:
+        model: the model.
+        cache: the cache of the call, which may have seen the first tokens.
+        input_ids: the prompts, int64 `[batch, tokens]`, padded on the left.
+        kwargs: the other arguments of the loop.
+        given: arguments of the call of `generate()`, by name.
+
+    Returns:
+        What `generate()` returns: the sequences, padded on the right, or an output with them and the cache.
+
+    Raises:
+        OptionError: an option that is not supported for several prompts.
+        RollbackError: the model has recurrent states.
+    """
+    config = kwargs["generation_config"]
+    drafter = _drafter(config, kwargs)
+    mask = kwargs.get("attention_mask")
+    padded = None if mask is None else left_padding_of(mask)
+    # Tokens of padding before each prompt.
+    padding = [0] * input_ids.shape[0] if padded is None else padded.tolist()
+    _check_batch(model, cache, input_ids, padding, kwargs, given)
+    first = _prefill(model, cache, input_ids, padding, kwargs)
+    # Where the frequencies change, every token has those of its own pass.
+    decoder = RowDecoder(model, drafter=drafter if frequencies_of(model, input_ids, kwargs, padding) else None)
+    rows = [
+        DecodedRow(
+            ids,
+            # Some of them remember the prompts that they were made for.
+            generate_calls.logits_processors(model, config, ids, given),
+            kwargs["stopping_criteria"],
+            bool(config.do_sample),
+            config.max_length,
+            own,
+        )
+        for ids, own in zip(torch.split(input_ids, 1), padding, strict=True)
+    ]
+    for row, logits in zip(rows, torch.split(first, 1), strict=True):
+        decoder.begin(row, logits)
+    decoder.join(rows, [cache.fork()])
+    alone: dict[DecodedRow, Cache] = {}
+    while decoder.cache is not None:
+        for index, row in enumerate(decoder.rows):
+            if decoder.errors:
+                raise next(iter(decoder.errors.values()))
+            if decoder.has_ended(row):
+                alone[row] = decoder.cache.extract(index)
+        decoder.drop_ended()
+        decoder.step()
+    cache.replace_layers(merge([alone[row] for row in rows]).adapted_layers())
+    return _output(rows, cache, config)
+
+
+def frequencies_of(
+    model: Any, input_ids: Tensor, kwargs: Mapping[str, Any], padding: Sequence[int] = (0,)
+) -> str | None:
+    """By which frequencies all keys of a call are rotated, drafts included; `None` if there are several."""
+    config = kwargs["generation_config"]
+    # transformers does not end a draft that was looked up where the answer ends.
+    longest = config.max_length + (config.prompt_lookup_num_tokens or 0)
+    return frequencies_within(model.config, input_ids.shape[1] - max(padding), longest - min(padding))
+
+
+def _check_batch(
+    model: Any,
+    cache: Cache,
+    input_ids: Tensor,
+    padding: Sequence[int],
+    kwargs: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> None:
+    """Raise what `decode_batch` raises, before anything is computed."""
+    name = type(model).__name__
+    if cache.recurrent_parts():
+        raise RollbackError(
+            f"`input_ids` must be of one prompt for drafts with the recurrent states of {name}, got "
+            f"{input_ids.shape[0]}: leave out the drafts, or pass the prompts one by one."
+        )
+    check_positions(model)
+    if len(padding) > 1 and frequencies_of(model, input_ids, kwargs, padding) is None:
+        raise OptionError(
+            f"`input_ids` must be of one prompt for drafts with {name}, as the frequencies of its RoPE change within "
+            f"these lengths, got {len(padding)}: leave out the drafts, or pass the prompts one by one."
+        )
+    mask, own = kwargs.get("attention_mask"), cache_argument.name_in_generate(model)
+    known = {*OF_LOOPS, *OF_DRAFTS, *OF_PASSES, own}
+    # What the caller has not given, such as positions, follows from the mask.
+    others = [key for key, value in kwargs.items() if value is not None and key not in known and key in given]
+    others += [key for key in OF_BATCH_INDICES if given.get(key) is not None]
+    if model_types.decoder_config(model.config) is not model.config:
+        others.append("model")
+    is_whole = mask is None or mask.shape[1] == input_ids.shape[1]
+    if others or not is_whole or (cache.get_seq_length() and any(padding)):
+        what = ", ".join(others) or "a cache that has seen tokens, beside padding or a mask of other tokens"
+        raise OptionError(
+            f"`input_ids` of several prompts must come with a mask alone for drafts with {name}, got {what}: pass the "
+            "prompts one by one, or leave out the drafts."
+        )
+
+
+NOT_FOR_BATCHES = ("assistant_early_exit", "use_mtp", "output_scores", "output_logits", "output_attentions")
+"""Options of drafts that are not offered for several prompts, and what is not returned for them."""
+
+
+def _drafter(config: Any, kwargs: dict[str, Any]) -> Drafter:
+    """What makes the drafts that a call asks for."""
+    options = vars(config)
+    refused = [name for name in (*NOT_FOR_BATCHES, "output_hidden_states") if options.get(name)]
+    refused += [name for name in ("streamer", "assistant_tokenizer") if kwargs.get(name) is not None]
+    if refused:
+        raise OptionError(
+            f"`{refused[0]}` must be left out of a call with drafts for several prompts, got "
+            f"{kwargs.get(refused[0], options.get(refused[0]))!r}: pass the prompts one by one."
+        )
+    return drafter_of(config, config.prompt_lookup_num_tokens, kwargs.get("assistant_model"))[0]
+
+
+def drafter_of(config: Any, looked_up: int | None, assistant: Any) -> tuple[Drafter, int]:
+    """What makes drafts, and of how many tokens: of an `assistant`, by its own config or else by that of the call."""
+    if assistant is None:
+        tokens = int(looked_up or 0)
+        return LookedUp(generate_calls.prompt_lookup(config, tokens)), tokens
+    of_configs = (assistant.generation_config.num_assistant_tokens, config.num_assistant_tokens)
+    tokens = next((int(each) for each in of_configs if each), NUM_ASSISTANT_TOKENS)
+    return DraftModel(assistant, tokens), tokens
+
+
+NUM_ASSISTANT_TOKENS = 20
+"""Tokens of a draft if no config says it, as in transformers."""
+
+OF_LOOPS = ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer", "inputs_tensor")
+OF_DRAFTS = ("assistant_model", "assistant_tokenizer", "tokenizer")
+"""Arguments of transformers' loop over drafts that are not for the model."""
+
+OF_PASSES = ("attention_mask", "use_cache", "cache_position", "logits_to_keep", "return_dict", *NOT_FOR_BATCHES[2:])
+"""Arguments of the model that do not change what it computes for a row, or that are made for each pass."""
+
+OF_BATCH_INDICES = ("prefix_allowed_tokens_fn", "negative_prompt_ids")
+"""Arguments of `generate()` that would need to know which row of the batch a row is."""
+
+
+def _prefill(model: Any, cache: Cache, input_ids: Tensor, padding: Sequence[int], kwargs: Mapping[str, Any]) -> Tensor:
+    """Pass the tokens that the cache has not seen. Returns the logits after the last one, `[batch, vocab]`."""
+    model_kwargs = {name: value for name, value in kwargs.items() if name not in (*OF_LOOPS, *OF_DRAFTS)}
+    mask, seen = model_kwargs.get("attention_mask"), cache.get_seq_length()
+    if seen or not any(padding) or all(layer.drops_padding for layer in cache.adapted_layers()):
+        logits: Tensor = pass_tokens(model, input_ids, model_kwargs, cache, seen).logits[:, -1]
+        if any(padding) and not seen:
+            Rows(cache, mask)
+        return logits
+    name, alone, last = cache_argument.name_in_generate(model), cache.fork(len(padding)), []
+    for row, (own, padded) in enumerate(zip(alone, padding, strict=True)):
+        if own.learns_padding:
+            # It was told of the padding of the whole batch.
+            own.prepare(model.config)
+        of_row = {key: _of_row(key, value, row, padded, len(padding)) for key, value in model_kwargs.items()}
+        output = pass_tokens(model, input_ids[row : row + 1, padded:], {**of_row, name: own}, own, 0)
+        last.append(output.logits[:, -1])
+    cache.replace_layers(merge(alone).adapted_layers())
+    return torch.cat(last)
+
+
+def _of_row(name: str, value: Any, row: int, padding: int, batch: int) -> Any:
+    """What is passed for one row of an argument of the model."""
+    if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != batch:
+        return value
+    return value[row : row + 1, padding:] if name in PER_TOKEN_ARGUMENTS else value[row : row + 1]
+
+
+def _output(rows: Sequence[DecodedRow], cache: Cache, config: Any) -> Any:
+    ids = [row.ids[0] for row in rows]
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    pad = config.pad_token_id if config.pad_token_id is not None else ends[0] or 0
+    sequences = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=pad)
+    if not config.return_dict_in_generate:
+        return sequences
+    from transformers.generation import GenerateDecoderOnlyOutput
+
+    return GenerateDecoderOnlyOutput(sequences=sequences, **{cache_argument.usual_name(): cache})

@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -14,10 +15,10 @@ from torch import Tensor
 from kvlayers.core.cache import Cache
 from kvlayers.errors import OptionError
 from kvlayers.generation.cache_by_name import AUTO, NamedCache, cache_for, request_of
-from kvlayers.generation.prefill import pass_limit
+from kvlayers.generation.prefill import pass_limit, pass_unseen
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
-from kvlayers.generation.prefix_reuse.prefixed_call import pass_unseen, usable_cache
+from kvlayers.generation.prefix_reuse.prefixed_call import usable_cache
 from kvlayers.generation.row_decoding import DecodedRow, Drafter, RowDecoder, check_positions
 from kvlayers.prefix import Hit
 from kvlayers.rope.from_config import frequencies_within, remembers_lengths
@@ -90,7 +91,7 @@ class RowEngine(Generic[Kind]):
         named: which cache rows have.
         active: the store in which prompts are looked up, and into which they are inserted.
         max_rows: most requests that are read or decoded at a time. A model that keeps states in its modules has one.
-        memory: bytes that all rows may take; `None` for half of what is free.
+        memory: bytes that all rows may take, or a share of what is free; `None` for half of it.
         chunk_tokens: most tokens of a prompt that are read between two steps of the other rows. Prompts are read whole
             if what a cache holds would depend on it.
         drafter: makes drafts, `None` for no drafts.
@@ -108,7 +109,7 @@ class RowEngine(Generic[Kind]):
         named: NamedCache,
         active: ActiveStore | None,
         max_rows: int,
-        memory: int | str | None,
+        memory: int | str | Fraction | None,
         chunk_tokens: int,
         drafter: Drafter | None = None,
         room_for_drafts: int = 0,

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kvlayers.core import legacy_api
 from kvlayers.core.cache import CACHE_CLASSES
-from kvlayers.core.legacy_api import LegacySurface
 from kvlayers.generation.legacy_tuples import kvlayers_view, to_tuples
 from kvlayers.generation.patching import Activation, Patch
 from kvlayers.quantized.quantized_cache import QuantizedCacheConfig
@@ -198,7 +197,7 @@ def _old_attributes() -> dict[type, dict[str, Any]]:
         missing[transformers.Cache]["crop"] = _cropping_to_a_length(transformers.Cache.crop)
     # Old code would take the -1 of later versions, which means "no maximum", for a length.
     missing[transformers.Cache]["get_max_length"] = _max_length_or_none
-    missing[LegacySurface] = {"get_max_length": _max_length_or_none}
+    missing[legacy_api.LegacySurface] = {"get_max_length": _max_length_or_none}
     if compat.RENAMED_MAXIMA:
         # It calls `get_max_length`, which is replaced here.
         missing[transformers.Cache]["get_max_cache_shape"] = cache["get_max_cache_shape"]

@@ -1,7 +1,6 @@
 """What caches cost: their layers take in states without memory, so nothing is allocated, and no weights are needed."""
 
 from kvlayers.planning import auto
-from kvlayers.planning.planned_cache import Plan, PlannedCache
-from kvlayers.planning.planner import plan
+from kvlayers.planning.planner import Plan, PlannedCache, plan
 
 __all__ = ["Plan", "PlannedCache", "auto", "plan"]

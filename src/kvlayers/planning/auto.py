@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -75,7 +76,9 @@ def _budget(request: CacheRequest) -> int | dict[torch.device, int]:
     """Bytes that the cache may take: `memory`, or most of what is free, of each device if the layers are on several."""
     others = sorted(request.options.keys() - {"memory"})
     if others:
-        raise OptionError(f"'{AUTO}' has only the option `memory`, got {others}: name the cache that has them.")
+        raise OptionError(
+            f"`cache_config` of '{AUTO}' must have the option `memory` alone, got {others}: name one that has them."
+        )
     memory = request.options.get("memory")
     if memory is None:
         free = {device: int(SHARE_FOR_CACHE * free_memory(device)) for device in _devices(request)}
@@ -106,8 +109,8 @@ def free_memory(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
     raise OptionError(
-        f"torch reports the free memory of cpu, cuda, xpu and mps, but not of {device}: pass `memory`, in bytes, or "
-        "name a cache."
+        f"`device` must be one whose free memory torch reports (cpu, cuda, xpu, mps), got {device}: pass `memory`, in "
+        "bytes, or name a cache."
     )
 
 
@@ -123,20 +126,21 @@ class RoomForRows:
     Args:
         name: name of the rows' caches.
         request: what the cache of one row is for.
-        memory: bytes of the device that all rows may take; `None` for half of what is free, but at least one row, and
-            for no limit if it is not known what is free, or what such a cache takes.
+        memory: bytes of the device that all rows may take, or a share of what is free; `None` for half of it, but at
+            least one row, and for no limit if it is not known what is free, or what such a cache takes.
 
     Raises:
         OptionError: `memory` is not a number of bytes.
         ConfigError, UnsupportedLayerError: `memory` is given, and the bytes of such a cache are not known.
     """
 
-    def __init__(self, name: str, request: CacheRequest, memory: int | str | None) -> None:
+    def __init__(self, name: str, request: CacheRequest, memory: int | str | Fraction | None) -> None:
         self._memory, self._is_given = 0, memory is not None
         self._bytes_of: Callable[[int], int] = lambda tokens: 0
         try:
-            free = free_memory(request.device or torch.device("cpu")) if memory is None else 0
-            self._memory = free // 2 if memory is None else _bytes_of(memory)
+            given = Fraction(1, 2) if memory is None else memory
+            device = request.device or torch.device("cpu")
+            self._memory = int(given * free_memory(device)) if isinstance(given, Fraction) else _bytes_of(given)
             self._bytes_of = bytes_by_length(name, request)
         except KVLayersError:
             if memory is not None:

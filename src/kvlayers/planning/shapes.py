@@ -9,8 +9,6 @@ from kvlayers.core.buffer import LayerShape, RecurrentShape, TokenShape
 from kvlayers.core.from_config import HYBRID, RECURRENT, WINDOWED
 from kvlayers.errors import ConfigError
 from kvlayers.upstream import compat, model_layers, model_types
-from kvlayers.upstream.model_layers import INDEXED, LayerSpec
-from kvlayers.upstream.model_types import ConfigNumbers, kv_heads
 
 HOLD_NOTHING = ("dummy", "moe", "mlp")
 """Layer types without a cache of their own."""
@@ -44,11 +42,11 @@ def layer_shapes(config: object, batch_size: int, dtype: torch.dtype) -> list[La
     ]
 
 
-def _shape_of(spec: LayerSpec, config: Any, batch_size: int, dtype: torch.dtype) -> LayerShape:
-    numbers, layer_type = ConfigNumbers(config, spec.index), spec.layer_type
+def _shape_of(spec: model_layers.LayerSpec, config: Any, batch_size: int, dtype: torch.dtype) -> LayerShape:
+    numbers, layer_type = model_types.ConfigNumbers(config, spec.index), spec.layer_type
     if layer_type in HOLD_NOTHING:
         return LayerShape(batch_size, dtype)
-    attends = layer_type in ("full_attention", *WINDOWED, *INDEXED, *HYBRID)
+    attends = layer_type in ("full_attention", *WINDOWED, *model_layers.INDEXED, *HYBRID)
     recurs = layer_type in (*RECURRENT, *HYBRID)
     if not attends and not recurs:
         raise ConfigError(
@@ -67,7 +65,7 @@ def _shape_of(spec: LayerSpec, config: Any, batch_size: int, dtype: torch.dtype)
 # Layers of attention
 
 
-def _token_shape(numbers: ConfigNumbers, layer_type: str) -> TokenShape:
+def _token_shape(numbers: model_types.ConfigNumbers, layer_type: str) -> TokenShape:
     """What a layer of attention holds for a token.
 
     Args:
@@ -82,13 +80,13 @@ def _token_shape(numbers: ConfigNumbers, layer_type: str) -> TokenShape:
     head_dim = _head_dim(numbers, layer_type)
     value_head_dim = numbers.number_or_none("v_head_dim") or head_dim
     heads = numbers.number_or_none("num_attention_heads_per_layer", "num_attention_heads")
-    return TokenShape(kv_heads(numbers, layer_type), head_dim, value_head_dim, heads=heads)
+    return TokenShape(model_types.kv_heads(numbers, layer_type), head_dim, value_head_dim, heads=heads)
 
 
-def _latent_shape(numbers: ConfigNumbers, layer_type: str) -> TokenShape:
+def _latent_shape(numbers: model_types.ConfigNumbers, layer_type: str) -> TokenShape:
     """Multi-head latent attention: the latent that heads are made from, or in older versions the heads themselves."""
-    indexer = numbers.number("index_head_dim") if layer_type in INDEXED else 0
-    caches_latents = compat.INDEXERS_CACHE_LATENTS if layer_type in INDEXED else compat.CACHES_LATENTS
+    indexer = numbers.number("index_head_dim") if layer_type in model_layers.INDEXED else 0
+    caches_latents = compat.INDEXERS_CACHE_LATENTS if layer_type in model_layers.INDEXED else compat.CACHES_LATENTS
     rope = numbers.number("qk_rope_head_dim")
     if caches_latents:
         return TokenShape(1, numbers.number("kv_lora_rank"), rope, indexer)
@@ -96,7 +94,7 @@ def _latent_shape(numbers: ConfigNumbers, layer_type: str) -> TokenShape:
     return TokenShape(numbers.number("num_attention_heads"), keys, values, indexer)
 
 
-def _head_dim(numbers: ConfigNumbers, layer_type: str) -> int:
+def _head_dim(numbers: model_types.ConfigNumbers, layer_type: str) -> int:
     # Until transformers 5.13 gemma4 had a field of its own for it.
     if layer_type == "full_attention":
         of_full_attention = numbers.number_or_none("global_head_dim")
@@ -109,7 +107,7 @@ def _head_dim(numbers: ConfigNumbers, layer_type: str) -> int:
 # Recurrent layers
 
 
-def _recurrent_shape(numbers: ConfigNumbers) -> RecurrentShape:
+def _recurrent_shape(numbers: model_types.ConfigNumbers) -> RecurrentShape:
     """What a recurrent layer holds for a sequence.
 
     Raises:
@@ -124,7 +122,7 @@ def _recurrent_shape(numbers: ConfigNumbers) -> RecurrentShape:
     return _SHAPES[model_type](numbers)
 
 
-def _selective_scan(numbers: ConfigNumbers) -> RecurrentShape:
+def _selective_scan(numbers: model_types.ConfigNumbers) -> RecurrentShape:
     """Mamba. Within hybrids, `intermediate_size` is that of other layers."""
     expand = numbers.number_or_none("mamba_expand")
     channels = numbers.number("intermediate_size") if expand is None else expand * numbers.number("hidden_size")
@@ -132,7 +130,7 @@ def _selective_scan(numbers: ConfigNumbers) -> RecurrentShape:
     return RecurrentShape(channels * kernel, channels * state_size)
 
 
-def _state_space_duality(numbers: ConfigNumbers) -> RecurrentShape:
+def _state_space_duality(numbers: model_types.ConfigNumbers) -> RecurrentShape:
     """Mamba 2: the convolution is over what enters the state as well, for each group of heads."""
     # Names of hybrids come first: in their configs, the others are those of attention.
     heads = numbers.number("n_mamba_heads", "mamba_n_heads", "mamba_num_heads", "num_heads")
@@ -143,7 +141,7 @@ def _state_space_duality(numbers: ConfigNumbers) -> RecurrentShape:
     return RecurrentShape(convolved * numbers.number("mamba_d_conv", "conv_kernel"), channels * state_size)
 
 
-def _gated_delta(numbers: ConfigNumbers) -> RecurrentShape:
+def _gated_delta(numbers: model_types.ConfigNumbers) -> RecurrentShape:
     key_head_dim, value_head_dim = numbers.number("linear_key_head_dim"), numbers.number("linear_value_head_dim")
     value_heads = numbers.number("linear_num_value_heads")
     channels = 2 * numbers.number("linear_num_key_heads") * key_head_dim + value_heads * value_head_dim
@@ -152,12 +150,12 @@ def _gated_delta(numbers: ConfigNumbers) -> RecurrentShape:
     )
 
 
-def _delta_attention(numbers: ConfigNumbers) -> RecurrentShape:
+def _delta_attention(numbers: model_types.ConfigNumbers) -> RecurrentShape:
     heads, head_dim = numbers.number("linear_num_heads"), numbers.number("linear_head_dim")
     return RecurrentShape(3 * heads * head_dim * numbers.number("linear_conv_kernel_dim"), heads * head_dim**2)
 
 
-_SHAPES: dict[str, Callable[[ConfigNumbers], RecurrentShape]] = {
+_SHAPES: dict[str, Callable[[model_types.ConfigNumbers], RecurrentShape]] = {
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _selective_scan),
     **dict.fromkeys(("mamba2", "nemotron_h", "bamba", "falcon_h1", "granitemoehybrid", "zamba2"), _state_space_duality),
     **dict.fromkeys(

@@ -56,7 +56,7 @@ def noting_other_threads(store: PrefixStore | None) -> Iterator[None]:
 def for_call() -> ActiveStore | None:
     """The store of a call that starts now. A call that a block in another thread may have been meant for is counted."""
     active = CURRENT.get()
-    if active is None and not CURRENT.is_overridden:
+    if active is None and _of_blocks and not CURRENT.is_overridden:
         for store in list(_of_blocks):
             store.record_bypass(OTHER_THREAD)
     return active
@@ -83,7 +83,7 @@ def required_store(prefix_store: PrefixStore | None, namespace: str) -> ActiveSt
 
 
 def _refuse(reason: str) -> None:
-    raise OptionError(f"this call cannot use a prefix_store, as {reason}: leave prefix_store out.") from None
+    raise OptionError(f"`prefix_store` must be left out of this call, as {reason}.") from None
 
 
 def _check(prefix_store: object, namespace: object) -> None:

@@ -1,9 +1,10 @@
 """Which calls of `generate()` can use a prefix store, those whose states depend on tokens alone, and on which model."""
 
+import copy
 import dataclasses
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +20,10 @@ from kvlayers.persistence.format import canonical
 from kvlayers.prefix import Hit
 from kvlayers.rope.from_config import depends_on_length
 from kvlayers.upstream import cache_argument, generate_calls, implementations, model_layers, model_types
-from kvlayers.upstream.generate_calls import uses_transformers_generate
-from kvlayers.upstream.model_types import kept_states
 from kvlayers.utils.transforms import autocast_dtype
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class PromptBatch:
     """Prompts side by side, padded on the left.
 
@@ -122,7 +121,7 @@ class IneligibleError(Exception):
 
 def check_call(model: Any, arguments: Mapping[str, Any]) -> None:
     """Raise `IneligibleError` if a call is not for the `generate()` of transformers, has a cache, or looks ahead."""
-    if not uses_transformers_generate(model, arguments):
+    if not generate_calls.uses_transformers_generate(model, arguments):
         raise IneligibleError(f"{type(model).__name__} has its own generate(), or was given one (custom_generate)")
     if cache_argument.passed_in(arguments) is not None:
         raise IneligibleError("it is given a cache")
@@ -130,30 +129,49 @@ def check_call(model: Any, arguments: Mapping[str, Any]) -> None:
         raise IneligibleError(f"the tokens of {type(model).__name__} attend to those behind them")
 
 
+_reasons: "weakref.WeakKeyDictionary[Any, tuple[dict[str, Any], str | None]]" = weakref.WeakKeyDictionary()
+"""For each model a copy of the fields of its config, and the reason that was found for them."""
+
+
 def _check_model(model: Any) -> None:
     """Raise `IneligibleError` if the states of a model depend on more than tokens, or are not in its cache."""
     check_call(model, {})
-    name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise IneligibleError(f"the states of {name} depend on an encoder's input")
-    has_parts = model_types.decoder_config(model.config) is not model.config or type(model.config).sub_configs
-    may_depend = has_parts and not model_types.image_arguments(model.config)
-    kept, depends = kept_states(model), depends_on_length(model.config)
-    one_by_one = model_types.decodes_one_token(model.config)
+    fields, known = vars(model.config), _reasons.get(model)
+    if known is None or known[0] != fields:
+        known = _reasons[model] = copy.deepcopy(fields), _reason_in_config(model)
+    name, kept = type(model).__name__, model_types.kept_states(model)
     # Neither a file nor a config says which device the states of a layer belong to.
     is_spread = len({parameter.device for parameter in model.parameters() if not parameter.is_meta}) > 1
     _refuse(
         {
-            f"the states of {name} may depend on more than tokens": may_depend,
-            f"{name} takes no cache": not cache_argument.is_taken_by(model),
-            f"{name} makes its own cache": not model._supports_default_dynamic_cache(),
+            str(known[1]): known[1] is not None,
             f"{name} keeps states outside its cache, in {kept}": kept is not None,
-            f"{name} computes other states for tokens that come one by one": one_by_one,
-            f"the rotation of the keys of {name} depends on the length of the prompt (its rope_type)": depends,
             f"the weights of {name} are on several devices": is_spread,
         }
     )
     _check_modules(model)
+
+
+def _reason_in_config(model: Any) -> str | None:
+    """What in the class or the config of a model lets states depend on more than tokens, `None` for nothing."""
+    name, config = type(model).__name__, model.config
+    if config.is_encoder_decoder:
+        return f"the states of {name} depend on an encoder's input"
+    has_parts = model_types.decoder_config(config) is not config or type(config).sub_configs
+    reasons = {
+        f"the states of {name} may depend on more than tokens": has_parts and not model_types.image_arguments(config),
+        f"{name} takes no cache": not cache_argument.is_taken_by(model),
+        f"{name} makes its own cache": not model._supports_default_dynamic_cache(),
+        f"{name} computes other states for tokens that come one by one": model_types.decodes_one_token(config),
+        f"the rotation of the keys of {name} depends on the length of the prompt (its rope_type)": depends_on_length(
+            config
+        ),
+    }
+    found = next((reason for reason, applies in reasons.items() if applies), None)
+    if found is None and any(spec.layer_type in model_layers.INDEXED for spec in model_layers.layer_specs(config)):
+        # Of equal scores, topk() takes others if there are others to choose from.
+        return f"what the indexers of {name} choose depends on which tokens came at once"
+    return found
 
 
 def _refuse(reasons: Mapping[str, object]) -> None:
@@ -184,18 +202,6 @@ def _check_modules(model: Any) -> None:
     hooks = [*torch_modules._global_forward_hooks.values(), *torch_modules._global_forward_pre_hooks.values()]
     if not all(map(generate_calls.leaves_states_as_they_are, hooks)):
         raise IneligibleError("all modules have hooks, on which states may depend")
-
-
-def check_cache(model: Any, name: str) -> None:
-    """Raise `IneligibleError` if the cache called `name` is not one of kvlayers, or its states depend on chunks."""
-    if not named_caches.is_registered(name) or generate_calls.makes_own_static_cache(model, name):
-        raise IneligibleError(f"the cache '{name}' of {type(model).__name__} is not one of kvlayers")
-    specs = model_layers.layer_specs(model.config)
-    if any(spec.layer_type in model_layers.INDEXED for spec in specs):
-        # Of equal scores, topk() takes others if there are others to choose from.
-        raise IneligibleError(
-            f"what the indexers of {type(model).__name__} choose depends on which tokens came at once"
-        )
 
 
 def check_options(model: Any, config: Any, arguments: Mapping[str, Any], model_kwargs: Mapping[str, Any]) -> None:
@@ -341,7 +347,8 @@ class StorePart:
 
     def __init__(self, model: Any, active: ActiveStore, cache_name: str, options: Mapping[str, Any]) -> None:
         _check_model(model)
-        check_cache(model, cache_name)
+        if not named_caches.is_registered(cache_name) or generate_calls.makes_own_static_cache(model, cache_name):
+            raise IneligibleError(f"the cache '{cache_name}' of {type(model).__name__} is not one of kvlayers")
         try:
             identity = model_identity(model, active.store.weights_id(model))
         except ConfigError as error:

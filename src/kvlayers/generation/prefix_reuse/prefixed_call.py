@@ -14,7 +14,6 @@ ways to make the cache:
 import contextlib
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -28,11 +27,9 @@ from kvlayers.core.description import Fact
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.generation import cache_by_name
-from kvlayers.generation.cache_by_name import requested_name, resolve_name
 from kvlayers.generation.patching import overriding
-from kvlayers.generation.prefill import MIN_TOKENS, pass_limit, pass_tokens
+from kvlayers.generation.prefill import MIN_TOKENS, is_told_positions, pass_limit, pass_unseen
 from kvlayers.generation.prefix_reuse import active_store
-from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.generation.prefix_reuse.eligibility import (
     ID_READERS,
     PADDING_INDEPENDENT_OPTIONS,
@@ -45,15 +42,12 @@ from kvlayers.generation.prefix_reuse.eligibility import (
     options_of,
     prompts_of,
 )
-from kvlayers.generation.prefix_reuse.images import Images, images_in_place
-from kvlayers.generation.prefix_reuse.images_apart import ImagesApart
+from kvlayers.generation.prefix_reuse.images import Images, ImagesApart, images_in_place
 from kvlayers.prefix import Hit
 from kvlayers.prefix.borders import snapshot_lengths
 from kvlayers.prefix.keys import tokens_of
 from kvlayers.recurrent.hybrid_layer import LINEAR
 from kvlayers.upstream import cache_argument, generate_calls, model_types
-from kvlayers.upstream.generate_calls import bind_arguments, full_generation_config, sequences_per_prompt
-from kvlayers.upstream.model_layers import model_device
 from kvlayers.utils.tensor_memory import is_out_of_memory
 
 ROOM_FOR_ANSWER = 256
@@ -113,7 +107,9 @@ def explain_bypass(cache: object) -> None:
         cache.prefix_notes = (f"the call could not use the store: {reason}",)
 
 
-def generate(active: ActiveStore, plain: Generate, model: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
+def generate(
+    active: active_store.ActiveStore, plain: Generate, model: Any, args: tuple[Any, ...], arguments: dict[str, Any]
+) -> Any:
     """Call `plain(*args, **arguments)`, which is `generate()`, with a cache from a store if possible.
 
     Args:
@@ -166,27 +162,6 @@ def call_with(cache: Cache, plain: Generate, arguments: Mapping[str, Any], cache
         return _with_cached_tokens(plain(**arguments), cached_tokens)
 
 
-def pass_unseen(model: Any, ids: Tensor, cache: Cache, chunk: int | None, positions: Tensor, **arguments: Any) -> Any:
-    """Pass those of the tokens `[1, tokens]` to a model that its cache has not seen.
-
-    Args:
-        model: the model.
-        ids: all tokens.
-        cache: the cache.
-        chunk: tokens of one forward pass. Default: as many as the model can take.
-        positions: of all tokens, `[1, tokens]` or `[axes, 1, tokens]`.
-        arguments: further arguments of the model.
-
-    Returns:
-        The output of the last forward pass.
-    """
-    arguments |= {cache_argument.name_in_generate(model): cache, "attention_mask": None, "use_cache": True}
-    arguments |= model_types.newest_logits_only(model)
-    if "position_ids" in generate_calls.forward_arguments(model):
-        arguments["position_ids"] = positions
-    return pass_tokens(model, ids, arguments, cache, cache.get_seq_length(), chunk)
-
-
 def check_counted(model: Any, cache: Cache, tokens: int) -> None:
     """Raise `IneligibleError` unless a cache has counted the tokens that its model was given."""
     if cache.get_seq_length() != tokens:
@@ -222,12 +197,16 @@ class PrefixedCall:
         IneligibleError: the call cannot use a store.
     """
 
-    def __init__(self, active: ActiveStore, model: Any, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self, active: active_store.ActiveStore, model: Any, args: tuple[Any, ...], arguments: Mapping[str, Any]
+    ) -> None:
         self._model = model
-        self.unnamed, self._arguments = bind_arguments(model, args, dict(arguments))
+        self.unnamed, self._arguments = generate_calls.bind_arguments(model, args, dict(arguments))
         check_call(model, self._arguments)
-        self.config, model_kwargs = full_generation_config(model, self._arguments)
-        resolve_name(model, self.config, requested_name(self._arguments), is_given_a_cache=False)
+        self.config, model_kwargs = generate_calls.full_generation_config(model, self._arguments)
+        cache_by_name.resolve_name(
+            model, self.config, cache_by_name.requested_name(self._arguments), is_given_a_cache=False
+        )
         check_options(model, self.config, self._arguments, model_kwargs)
         self._prompts = prompts_of(model, self.config, self._arguments)
         names = model_types.image_arguments(model.config)
@@ -241,11 +220,9 @@ class PrefixedCall:
             self._images = images_in_place(model.config, self._prompts.input_ids, self._prompts.padding, given)
         self._keys = PromptBatch(self._images.keys, self._prompts.padding)
         self._positions = generate_calls.own_positions(model, self._prompts.input_ids, model_kwargs)
-        self._repeats = sequences_per_prompt(self.config)
+        self._repeats = generate_calls.sequences_per_prompt(self.config)
         self._name, self._options = self.config.cache_implementation or "dynamic", options_of(self.config)
         self._part = StorePart(model, active, self._name, self._options)
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        self._device = model_device(model)
         self.cached_tokens: tuple[int, ...] = ()
         self._known: dict[int, int] = {}
         """How many tokens of each prompt others have begun with."""
@@ -270,9 +247,8 @@ class PrefixedCall:
             stackable = can_be_stacked(example)
             shareable = self._can_share(example, common)
             # Else the states of a token differ with padding before it.
-            is_relative = self._model.config.model_type in model_types.HAS_RELATIVE_POSITIONS
             attends = any(layer.attends for layer in example.adapted_layers())
-            if self._prompts.is_padded and attends and not (self._takes_positions or is_relative):
+            if self._prompts.is_padded and attends and not is_told_positions(self._model):
                 raise IneligibleError("its prompts are padded, and the model counts padding in its positions")
             if not shareable and not stackable:
                 raise IneligibleError(
@@ -383,7 +359,7 @@ class PrefixedCall:
         uses_mask = model.is_backend_compatible() and model.config.model_type not in model_types.SCALES_BY_SLOT
         if has_id_readers or changed - PADDING_INDEPENDENT_OPTIONS or self._positions is not None:
             return False
-        return self._takes_positions and uses_mask
+        return "position_ids" in generate_calls.forward_arguments(model) and uses_mask
 
     def _lookup(self, row: int, tokens: int | None = None) -> Hit:
         """Look up a prompt, or its first `tokens`."""
@@ -431,7 +407,7 @@ class PrefixedCall:
 
     def _cache_of(self, hit: Hit) -> Cache:
         """The cache that was found, on the device of the model, or an empty cache."""
-        return usable_cache(hit.cache, self._device, self.empty)
+        return usable_cache(hit.cache, self._part.device, self.empty)
 
     def _compute(self, row: int, cache: Cache, length: int) -> None:
         """Pass those of the first `length` tokens of a prompt that `cache` has not seen, and store snapshots.
@@ -442,7 +418,7 @@ class PrefixedCall:
         if not length:
             return
         begin, limit = cache.get_seq_length(), pass_limit(self._model, cache)
-        ids, positions = self._prompts.row(row).to(self._device), self._positions_of(row)
+        ids, positions = self._prompts.row(row).to(self._part.device), self._positions_of(row)
         stops = (self._images.boundary(row, stop) for stop in self._snapshot_lengths(row, cache, begin, length))
         for stop in sorted({stop for stop in stops if stop > begin}):
             of_images = self._images.arguments(row, begin, stop)
@@ -462,8 +438,8 @@ class PrefixedCall:
         """The positions of a prompt, `[1, tokens]` or as the model makes them, `[axes, 1, tokens]`."""
         padding, tokens = self._prompts.padding[row], self._prompts.input_ids.shape[1]
         if self._positions is None:
-            return torch.arange(tokens - padding, device=self._device)[None]
-        return self._positions[..., row : row + 1, padding:].to(self._device)
+            return torch.arange(tokens - padding, device=self._part.device)[None]
+        return self._positions[..., row : row + 1, padding:].to(self._part.device)
 
     def _insert_apart(self, row: int, stop: int, ids: Tensor, positions: Tensor) -> None:
         """Read the first tokens of a prompt by themselves, and insert them."""

@@ -258,7 +258,7 @@ def test_scales_for_no_layer_are_refused(tmp_path: pathlib.Path) -> None:
     config = copy.deepcopy(models.tiny_model("mistral").config)
     config.name_or_path = checkpoint(tmp_path / "model")
     for given in ("checkpoint", [(0.1, 0.1)] * 2):
-        with pytest.raises(OptionError, match="layers of the model are sliding_attention: leave out `scales`"):
+        with pytest.raises(OptionError, match="got a model with layers of sliding_attention alone: leave out `scales`"):
             kvlayers.QuantizedCache("fp8", config=config, scales=given)
     kvlayers.QuantizedCache("fp8", config=config, scales="checkpoint", quantize_sliding=True)
 
@@ -395,8 +395,8 @@ def test_scales_are_made_once_for_a_device() -> None:
     ("options", "message"),
     [
         ({"backend": "native", "scales": [(0.1, 0.1)]}, "float8 numbers, which the native backend does not hold"),
-        ({"scales": "checkpoint"}, "needs the model"),
-        ({"scales": "checkpoint", "config": config_of()}, "has no name_or_path"),
+        ({"scales": "checkpoint"}, "`config` must be the model"),
+        ({"scales": "checkpoint", "config": config_of()}, "`config.name_or_path` must be"),
         ({"scales": [(0.1, 0.1)], "config": config_of()}, "for each of the 2 layers of the model, got 1"),
         ({"scales": [(0.1, 0.1)], "q_group_size": 32}, "a group size has no effect, got 32"),
         ({"scales": [0.1, 0.1]}, r"must have a pair \(keys, values\) for each layer, got 0.1 for layer 0"),

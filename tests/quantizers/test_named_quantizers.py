@@ -125,7 +125,7 @@ def test_a_cache_of_a_named_quantizer_is_saved_and_goes_on(name: str, nbits: int
 
 def test_turboquant_has_one_scale_for_a_vector() -> None:
     assert made("turboquant", 2, "keys", 80).format.group_channels == 80
-    with pytest.raises(OptionError, match="leave out the group size, got 32 for keys"):
+    with pytest.raises(OptionError, match="The group size must be left out for turboquant, .* got 32 for keys"):
         made("turboquant", 2, "keys", group_size=32)
 
 

@@ -13,7 +13,7 @@ from kvlayers.kernels.codes.quantizer_contract import Quantizer, Side, fits_head
 from kvlayers.kernels.codes.smoothing import MOST_RUNS, STARTS_NAME, VECTOR_NAMES, KeySmoothing
 from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
 from kvlayers.quantized.packed_blocks import PACKED_NAMES, SIDES, block_nbytes, check_packed_state
-from kvlayers.quantized.quantization import Quantization, block_tokens, blocks_beyond
+from kvlayers.quantized.quantization import Quantization, block_tokens
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of states that can be quantized. The arithmetic is in float32."""
@@ -67,7 +67,7 @@ def check_quantized_state(tensors: dict[str, Tensor], quantization: Quantization
     unknown = set(tensors) - {"keys", "values", "sink_keys", "sink_values", *PACKED_NAMES, *SMOOTHING_NAMES}
     if unknown or (tensors and "keys" not in tensors) or len(packed) not in (0, len(PACKED_NAMES)):
         raise StateMismatchError(
-            f"The tensors {sorted(tensors)} are not the state of a quantized store: take the state again."
+            f"A state must have the tensors of a quantized store, got {sorted(tensors)}: take the state again."
         )
     tokens = check_dense_state({name: tensors[name] for name in ("keys", "values") if name in tensors})
     if not tensors:
@@ -81,8 +81,11 @@ def check_quantized_state(tensors: dict[str, Tensor], quantization: Quantization
             f"The state must have at most {quantization.sink_tokens} sinks, got {sink_tokens}: take the state again."
         )
     tokens += sink_tokens
-    if sinks and (form_of(sinks["keys"]), form_of(sinks["values"])) != forms:
-        raise StateMismatchError("The sinks of a state must have the form of its other tokens: take it again.")
+    seen = tuple(map(form_of, sinks.values()))
+    if sinks and seen != forms:
+        raise StateMismatchError(
+            f"The sinks of a state must have the form of its other tokens, {forms}, got {seen}: take the state again."
+        )
     check_smoothing(tensors, forms[0])
     return tokens + (check_packed_state(tensors, quantizers, forms, block_tokens(quantizers)) if packed else 0)
 
@@ -115,16 +118,6 @@ def check_smoothing(tensors: dict[str, Tensor], form: StateForm) -> None:
                 f"`{name}` of a state must be finite numbers, and factors at least 1, got some that are not: take the "
                 "state again."
             )
-
-
-def most_blocks(quantization: Quantization, size: int, length_hint: int | None) -> int | None:
-    """The most blocks of `size` tokens that are expected, if known."""
-    return None if length_hint is None else blocks_beyond(length_hint, _unpacked_room(quantization, size), size)
-
-
-def _unpacked_room(quantization: Quantization, size: int) -> int:
-    """The most tokens that stay in full precision, beside blocks of `size` tokens."""
-    return quantization.sink_tokens + quantization.residual_length + size
 
 
 def planned_bits(quantization: Quantization, forms: tuple[StateForm, StateForm]) -> float:

@@ -64,7 +64,7 @@ class PackedBlocks:
         self.block_tokens = block_tokens
         self._packed: dict[Side, DenseStore] = {}
         for side, form in zip(SIDES, forms, strict=True):
-            store = self._packed[side] = _store_of_blocks(hint)
+            store = self._packed[side] = DenseStore(hint, GROWTH_DIVISOR, MINIMUM_GROWTH)
             store.reserve_form(*packed_forms(quantizers[side].format, side, form, block_tokens))
         self._ends: list[int] = []
         """For each block the number of its tokens that are held, from its beginning: all unless it was cropped."""
@@ -404,9 +404,13 @@ def check_packed_state(
     Raises:
         StateMismatchError: these quantizers do not make such blocks from states of these forms.
     """
-    if tensors["block_ends"].dim() != 1 or tensors["block_ends"].is_floating_point():
-        raise StateMismatchError("`block_ends` of a state must be integers in one dimension: take the state again.")
-    ends: list[Any] = tensors["block_ends"].tolist()
+    seen = tensors["block_ends"]
+    if seen.dim() != 1 or seen.is_floating_point():
+        raise StateMismatchError(
+            f"`block_ends` of a state must be integers in one dimension, got {list(seen.shape)} of {seen.dtype}: take "
+            "the state again."
+        )
+    ends: list[Any] = seen.tolist()
     for side, form in zip(SIDES, forms, strict=True):
         packed = packed_forms(quantizers[side].format, side, form, block_tokens)
         for name, (batch, kv_heads, width, dtype, _) in zip(("codes", "parameters"), packed, strict=True):
@@ -432,10 +436,6 @@ def packed_forms(
     codes = side_bytes(code_format, side, form.head_dim, block_tokens, itemsize=0)
     parameters = side_bytes(code_format, side, form.head_dim, block_tokens, itemsize=1) - codes
     return form._replace(head_dim=codes, dtype=torch.uint8), form._replace(head_dim=parameters)
-
-
-def _store_of_blocks(hint: int | None) -> DenseStore:
-    return DenseStore(hint, GROWTH_DIVISOR, MINIMUM_GROWTH)
 
 
 def block_nbytes(code_format: CodeFormat, side: Side, form: StateForm, block_tokens: int) -> int:

@@ -11,7 +11,7 @@ from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.token_store import BufferSwap, KVPair
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
-from kvlayers.kernels.attention.segments import KVSegments, Segment
+from kvlayers.kernels.attention.segments import Segment
 from kvlayers.kernels.codes.smoothing import BLOCKS_ASKED, MOST_RUNS
 from kvlayers.quantized.packed_blocks import PackedBlocks
 from kvlayers.quantized.smoothing_runs import SmoothingRuns
@@ -166,10 +166,6 @@ class QuantizedParts:
         sinks = max(self.sinks.length - skipped, 0)
         packed = () if self.blocks is None else self.blocks.segments(max(skipped - self.sinks.length, 0), self.runs)
         return *self.sinks.pieces(sinks), *packed
-
-    def segments(self, old: tuple[Segment, ...], count: int) -> KVSegments:
-        """The segments `old`, and the residual's tokens among the newest `count` of the store."""
-        return KVSegments((*old, *self.residual.pieces(min(count, self.residual.length))))
 
     # Dropping, cropping and the batch
 

@@ -165,7 +165,9 @@ def _scales(given: object, name: str) -> Scales:
         try:
             given = tuple(map(float, given.split()))
         except ValueError:
-            raise OptionError(f"`{name}` must be numbers, got {given!r}.") from None
+            raise OptionError(
+                f"`{name}` must be numbers, got {given!r}: pass one, or one for each KV head with spaces between."
+            ) from None
     return () if isinstance(given, Sequence) and not given else checked_scales(given, name, None)
 
 

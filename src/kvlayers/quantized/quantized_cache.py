@@ -124,10 +124,14 @@ def scales_of_layers(
         pairs = [_checked_pair(pair, index, heads_of) for index, pair in enumerate(given)]
     else:
         raise OptionError(
-            f"`scales` must be {CHECKPOINT!r}, a checkpoint, or a pair (keys, values) for each layer, got {given!r}."
+            f"`scales` must be {CHECKPOINT!r}, a checkpoint, or a pair (keys, values) for each layer, got {given!r}: "
+            "pass one of them, or leave out `scales`."
         )
     if not any(keys for keys, _ in pairs):
-        raise OptionError(f"`scales` must have a pair (keys, values) for a layer at least, got {given!r}.")
+        raise OptionError(
+            f"`scales` must have a pair (keys, values) for a layer at least, got {given!r}: leave out `scales`, which "
+            "gives each group a scale of its own."
+        )
     return {"key_scales": [keys for keys, _ in pairs], "value_scales": [values for _, values in pairs]}
 
 
@@ -142,8 +146,8 @@ def _heads_of_layers(config: object, quantize_sliding: bool) -> dict[int, int]:
             found[spec.index] = 1 if has_latents else kv_heads(ConfigNumbers(own, spec.index), attention)
     if not found:
         raise OptionError(
-            "`scales` are for layers of full attention, and for windows with quantize_sliding=True, but the layers of "
-            f"the model are {', '.join(sorted({spec.layer_type for spec in specs}))}: leave out `scales`."
+            "`scales` must be those of layers of full attention, or of windows with quantize_sliding=True, got a model "
+            f"with layers of {', '.join(sorted({spec.layer_type for spec in specs}))} alone: leave out `scales`."
         )
     return found
 
@@ -152,14 +156,14 @@ def _from_checkpoint(
     given: str | os.PathLike[str], config: object | None, heads_of: dict[int, int] | None
 ) -> list[tuple[Scales, Scales]]:
     if config is None or heads_of is None:
-        raise OptionError(f"`scales={os.fspath(given)!r}` needs the model: pass config=model.")
+        raise OptionError(f"`config` must be the model for `scales={os.fspath(given)!r}`, got None: pass config=model.")
     model_config = model_types.config_of(config)
     own = model_config.name_or_path
     checkpoint = own if given == CHECKPOINT else given
     if not checkpoint:
         raise OptionError(
-            f"`scales={CHECKPOINT!r}` needs to know where the model came from, but its config has no name_or_path: "
-            "pass the path of the checkpoint."
+            f"`config.name_or_path` must be the model's checkpoint for `scales={CHECKPOINT!r}`, got {own!r}: pass the "
+            "path of the checkpoint as `scales`."
         )
     # Another commit may have other scales.
     commit = vars(model_config).get("_commit_hash") if checkpoint == own else None
@@ -175,7 +179,10 @@ def _from_checkpoint(
 
 def _checked_pair(pair: object, index: int, heads_of: dict[int, int] | None) -> tuple[Scales, Scales]:
     if isinstance(pair, str | bytes) or not isinstance(pair, Sequence) or len(pair) not in (0, 2):
-        raise OptionError(f"`scales` must have a pair (keys, values) for each layer, got {pair!r} for layer {index}.")
+        raise OptionError(
+            f"`scales` must have a pair (keys, values) for each layer, got {pair!r} for layer {index}: pass () for a "
+            "layer that has none."
+        )
     if not pair:
         return (), ()
     heads = None if heads_of is None else heads_of.get(index)

@@ -22,7 +22,7 @@ from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments, Segment
 from kvlayers.kernels.codes.quantizer_contract import backend
 from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
-from kvlayers.quantized.checks import check_quantized_state, checked_quantizers, in_one_dtype, most_blocks, planned_bits
+from kvlayers.quantized.checks import check_quantized_state, checked_quantizers, in_one_dtype, planned_bits
 from kvlayers.quantized.packed_blocks import PackedBlocks
 from kvlayers.quantized.parts import QuantizedParts, append_states, residual_after_blocks, residual_length_hint
 from kvlayers.quantized.quantization import Quantization, block_tokens, blocks_beyond
@@ -48,6 +48,9 @@ class QuantizedStore(TokenStore):
     Args:
         quantization: bits, groups, and the tokens that stay in full precision.
         length_hint: the most tokens that are expected, if known: memory then grows no further than that.
+
+    Attributes:
+        parts: the held tokens: sinks, packed blocks, and the residual.
     """
 
     is_opaque = True
@@ -77,7 +80,7 @@ class QuantizedStore(TokenStore):
         self.length_hint = length_hint
         self._forms: tuple[StateForm, StateForm] | None = None
         self._validated: tuple[StateForm, StateForm] | None = None
-        self._parts = QuantizedParts(DenseStore(), None, DenseStore())
+        self.parts = QuantizedParts(DenseStore(), None, DenseStore())
         self._length = 0
         self._old_segments: tuple[Segment, ...] | None = None
         self._returned = ReturnedStates()
@@ -108,7 +111,7 @@ class QuantizedStore(TokenStore):
     @override
     def holds_pages_apart(self) -> bool:
         # Before there are blocks, tokens are few.
-        return bool(self._parts.blocks)
+        return bool(self.parts.blocks)
 
     @property
     @override
@@ -136,37 +139,35 @@ class QuantizedStore(TokenStore):
         return self.packing.counts
 
     @property
-    def parts(self) -> QuantizedParts:
-        """The held tokens: sinks, packed blocks, and the residual."""
-        return self._parts
-
-    @property
     def _missing_sinks(self) -> int:
         """Tokens at the front of the residual that become sinks when the first block is packed."""
-        return 0 if self._parts.blocks else self.quantization.sink_tokens - self._parts.sinks.length
+        return 0 if self.parts.blocks else self.quantization.sink_tokens - self.parts.sinks.length
 
     @property
     def _room(self) -> int:
         """Tokens that the residual may hold."""
-        size = 0 if self._parts.blocks is None else self._parts.blocks.block_tokens
+        size = 0 if self.parts.blocks is None else self.parts.blocks.block_tokens
         return self._missing_sinks + self.quantization.residual_length + size
 
     # Taking in states
 
     @override
     def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
-        parts = self._parts
-        residual = parts.residual
-        fits = self._appends_one and residual.length < self._room
+        parts = self.parts
+        # Asked once, as of all that follows: each question is a call at every token.
+        blocks, residual = parts.blocks or None, parts.residual
+        room = self._room if blocks is None else self.quantization.residual_length + blocks.block_tokens
+        fits = self._appends_one and residual.length < room
         if not fits or torch.compiler.is_compiling() or not residual.append_one(keys, values):
             return super().take_in(keys, values)
         length = self._length = self._length + 1
         self._validated = None
-        if not parts.blocks:
+        if blocks is None:
             if not parts.old_tokens:
                 return marked_for_sdpa(*residual.newest(length), 1)
             return self._attended(self._segments(length))
-        segments = KVSegments((*self._all_old_segments(), residual.tail_segment()))
+        old = self._all_old_segments() if self._old_segments is None else self._old_segments
+        segments = KVSegments((*old, residual.tail_segment()))
         return self._returned.attended(self, segments, self._known_forms(), length, length)
 
     @override
@@ -197,7 +198,7 @@ class QuantizedStore(TokenStore):
         if self._validated is not None:
             forms, self._validated = self._validated, None
             if self.length:
-                self._parts, self._forms = self._parts.promoted(forms), forms
+                self.parts, self._forms = self.parts.promoted(forms), forms
                 self._forget_segments()
             else:
                 self._start_over(forms)
@@ -205,14 +206,14 @@ class QuantizedStore(TokenStore):
     def _start_over(self, forms: tuple[StateForm, StateForm]) -> None:
         """Hold no tokens, in memory of which nobody has a view."""
         quantizers = checked_quantizers(self.quantization, *forms)
-        size = block_tokens(quantizers)
+        size, sinks = block_tokens(quantizers), self.quantization.sink_tokens
         self._forms = forms
-        blocks, residual = (
-            PackedBlocks(quantizers, forms, size, most_blocks(self.quantization, size, self.length_hint)),
-            DenseStore(),
-        )
+        unpacked = sinks + self.quantization.residual_length + size
+        most = None if self.length_hint is None else blocks_beyond(self.length_hint, unpacked, size)
+        residual = DenseStore()
         residual.reserve_form(*forms)
-        self._parts = QuantizedParts(DenseStore(length_hint=self.quantization.sink_tokens), blocks, residual)
+        blocks = PackedBlocks(quantizers, forms, size, most)
+        self.parts = QuantizedParts(DenseStore(length_hint=sinks), blocks, residual)
         self._invalidate_snapshots()
         self._length = 0
 
@@ -229,7 +230,7 @@ class QuantizedStore(TokenStore):
     @property
     @override
     def exact_from(self) -> int:
-        return self._parts.old_tokens if self._parts.blocks else 0
+        return self.parts.old_tokens if self.parts.blocks else 0
 
     @override
     def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:
@@ -244,22 +245,17 @@ class QuantizedStore(TokenStore):
         new = keys.shape[2]
         blocks = self._blocks_to_pack(new)
         if blocks:
-            self._parts.pack(
+            self.parts.pack(
                 keys, values, blocks, self._missing_sinks, self.quantization.residual_length, self.length_hint
             )
             self._forget_segments()
-            self._count_packing()
+            for path in () if self.parts.blocks is None else self.parts.blocks.packing_paths():
+                self.packing.record(path)
         else:
             # If it must move, it goes to other memory: states that were returned, or are about to be, read this one.
-            self._parts.residual.reserve(self._parts.residual.length + new)
-            append_states(self._parts.residual, (keys, values))
+            self.parts.residual.reserve(self.parts.residual.length + new)
+            append_states(self.parts.residual, (keys, values))
         self._length += new
-
-    def _count_packing(self) -> None:
-        """Count which path packed the blocks, for `explain()`."""
-        if self._parts.blocks is not None:
-            for path in self._parts.blocks.packing_paths():
-                self.packing.record(path)
 
     def _in_held_dtype(self, states: Tensor) -> Tensor:
         """States in full precision and in the dtype of the held states."""
@@ -269,9 +265,9 @@ class QuantizedStore(TokenStore):
 
     def _blocks_to_pack(self, new: int) -> int:
         """Blocks that must be packed so that the residual has room for `new` tokens."""
-        blocks = self._parts.blocks
+        blocks = self.parts.blocks
         size = 1 if blocks is None else blocks.block_tokens
-        return blocks_beyond(self._parts.residual.length + new, self._room, size)
+        return blocks_beyond(self.parts.residual.length + new, self._room, size)
 
     @override
     def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> KVPair:
@@ -295,9 +291,9 @@ class QuantizedStore(TokenStore):
             fresh = QuantizedStore(self.quantization, self.length_hint)
             fresh._start_over(self._forms)
             fresh.append(keys.narrow(2, new - kept, kept), values.narrow(2, new - kept, kept))
-            self._parts = fresh._parts
+            self.parts = fresh.parts
             self._forget_segments()
-            self._length = self._parts.tokens
+            self._length = self.parts.tokens
         else:
             self.append(keys, values)
             self.drop_oldest(self.length - kept)
@@ -307,14 +303,14 @@ class QuantizedStore(TokenStore):
 
     @override
     def newest(self, count: int) -> KVPair:
-        if count <= self._parts.residual.length and not self._parts.residual.has_segments:
-            return self._parts.residual.newest(count)
+        if count <= self.parts.residual.length and not self.parts.residual.has_segments:
+            return self.parts.residual.newest(count)
         return self._returned.newest(count, self._attended_newest, self._known_forms(), self.length)
 
     @override
     def caller_views(self) -> KVPair:
         # Packed states cannot be written to, and know when they have become stale.
-        return self.newest(self.length) if self._parts.old_tokens else self._parts.residual.caller_views()
+        return self.newest(self.length) if self.parts.old_tokens else self.parts.residual.caller_views()
 
     def _attended_newest(self, count: int) -> KVPair:
         return self._attended(self._segments(count))
@@ -322,7 +318,7 @@ class QuantizedStore(TokenStore):
     def _attended(self, segments: KVSegments) -> KVPair:
         """Keys and values for attention: plain tensors if no token is packed or in a shared segment."""
         forms = self._known_forms()
-        if segments.are_dense and not self._parts.residual.has_segments:
+        if segments.are_dense and not self.parts.residual.has_segments:
             return segments.dense("keys", forms[0].dtype), segments.dense("values", forms[1].dtype)
         return self._returned.attended(self, segments, forms, self.length, segments.tokens)
 
@@ -334,13 +330,14 @@ class QuantizedStore(TokenStore):
     def _segments(self, count: int) -> KVSegments:
         """The newest `count` tokens."""
         skipped = self.length - count
-        old = self._parts.old_segments(skipped) if skipped else self._all_old_segments()
-        return self._parts.segments(old, count)
+        old = self.parts.old_segments(skipped) if skipped else self._all_old_segments()
+        residual = self.parts.residual
+        return KVSegments((*old, *residual.pieces(min(count, residual.length))))
 
     def _all_old_segments(self) -> tuple[Segment, ...]:
         """Sinks and packed blocks, as they were read for the last token."""
         if self._old_segments is None:
-            self._old_segments = self._parts.old_segments()
+            self._old_segments = self.parts.old_segments()
         return self._old_segments
 
     def _segments_with(self, keys: Tensor, values: Tensor, past: int) -> KVSegments:
@@ -353,7 +350,7 @@ class QuantizedStore(TokenStore):
 
     @override
     def drop_oldest(self, count: int) -> None:
-        self._parts.drop_oldest(count)
+        self.parts.drop_oldest(count)
         self._length -= count
         # Returned states stay valid; only states that are returned from now on have fewer tokens.
         self._old_segments = None
@@ -362,9 +359,9 @@ class QuantizedStore(TokenStore):
     @override
     def truncate(self, length: int) -> None:
         # A rollback of a draft reaches no further than into the residual.
-        unchanged = self._old_segments if length >= self._parts.old_tokens else None
-        self._parts.truncate(length)
-        self._length = self._parts.tokens
+        unchanged = self._old_segments if length >= self.parts.old_tokens else None
+        self.parts.truncate(length)
+        self._length = self.parts.tokens
         self._invalidate_snapshots()
         self._old_segments = unchanged
 
@@ -378,26 +375,26 @@ class QuantizedStore(TokenStore):
 
     @override
     def select(self, indices: Tensor) -> None:
-        if self._forms is None or self._parts.blocks is None:
+        if self._forms is None or self.parts.blocks is None:
             return
-        self._hold(self._parts.selected(indices), indices.shape[0])
+        self._hold(self.parts.selected(indices), indices.shape[0])
 
     @override
     def expand(self, repeats: int) -> None:
         if self._forms is not None:
             batch = self._forms[0].batch_size
-            self._hold(self._parts.expanded(batch, repeats), batch * repeats)
+            self._hold(self.parts.expanded(batch, repeats), batch * repeats)
 
     def _hold(self, parts: QuantizedParts, batch: int) -> None:
         """Hold parts of `batch` sequences instead."""
         if self._forms is not None:
             key_form, value_form = self._forms
-            self._parts, self._forms = parts, (key_form.of_batch(batch), value_form.of_batch(batch))
+            self.parts, self._forms = parts, (key_form.of_batch(batch), value_form.of_batch(batch))
             self._invalidate_snapshots()
 
     @override
     def clear(self) -> None:
-        self._parts.clear()
+        self.parts.clear()
         self._length = 0
         self._invalidate_snapshots()
 
@@ -410,7 +407,7 @@ class QuantizedStore(TokenStore):
         """Build segments again for states that are returned from now on. Returned states stay valid."""
         self._old_segments = None
         self._returned.forget()
-        parts = self._parts
+        parts = self.parts
         hint = residual_length_hint(self._room, self.length_hint, parts.old_tokens, parts.residual.length)
         parts.residual.length_hint = hint
 
@@ -419,41 +416,41 @@ class QuantizedStore(TokenStore):
     def _twin(self, parts: QuantizedParts) -> Self:
         twin = self.__class__.__new__(self.__class__)
         twin.__dict__.update(self.__getstate__())
-        twin._parts, twin._returned, twin.packing = parts, ReturnedStates(), PathCounter()
+        twin.parts, twin._returned, twin.packing = parts, ReturnedStates(), PathCounter()
         return twin
 
     @override
     def snapshot(self) -> Self:
-        return self._twin(self._parts.snapshot())
+        return self._twin(self.parts.snapshot())
 
     @override
     def fork(self) -> Self:
-        return self._twin(self._parts.fork())
+        return self._twin(self.parts.fork())
 
     @override
     def share_prefix(self, other: TokenStore, tokens: int) -> None:
         if isinstance(other, QuantizedStore) and (other.quantization, other._forms) == (self.quantization, self._forms):
-            self._parts.share_prefix(other._parts, tokens)
+            self.parts.share_prefix(other.parts, tokens)
             self._forget_segments()
 
     @override
     def trim(self) -> None:
-        self._parts.trim()
+        self.parts.trim()
         self._forget_segments()
 
     @override
     def compact(self) -> None:
-        self._parts.compact()
+        self.parts.compact()
         self._forget_segments()
 
     @override
     def swap_buffers(self, swap: BufferSwap) -> None:
-        self._parts.swap_buffers(swap)
+        self.parts.swap_buffers(swap)
         self._read_other_buffers()
 
     @override
     def swap_unpaged_buffers(self, swap: BufferSwap) -> None:
-        self._parts.swap_unpaged_buffers(swap)
+        self.parts.swap_unpaged_buffers(swap)
         self._read_other_buffers()
 
     def _read_other_buffers(self) -> None:
@@ -467,11 +464,11 @@ class QuantizedStore(TokenStore):
 
     @override
     def held_tensors(self) -> Iterator[Tensor]:
-        yield from self._parts.held_tensors()
+        yield from self.parts.held_tensors()
 
     @override
     def state(self) -> dict[str, Tensor]:
-        return {} if self._forms is None else self._parts.state()
+        return {} if self._forms is None else self.parts.state()
 
     @override
     def check_state(self, tensors: dict[str, Tensor]) -> int:
@@ -483,7 +480,7 @@ class QuantizedStore(TokenStore):
             self.clear()
             return
         self._start_over((form_of(tensors["keys"]), form_of(tensors["values"])))
-        parts = self._parts
+        parts = self.parts
         if "sink_keys" in tensors:
             append_states(parts.sinks, (tensors["sink_keys"], tensors["sink_values"]))
         if not {"block_ends", *SMOOTHING_NAMES}.isdisjoint(tensors):

@@ -44,10 +44,6 @@ class FactorRule:
     power: float
     largest_variance: float
 
-    def for_any(self) -> "FactorRule":
-        """The same factors, for heads that gain by them and for others."""
-        return replace(self, largest_error=math.inf)
-
 
 FACTORS = FactorRule(0.58, 0.75, 2.0)
 """Measured on SmolLM2: of its 90 heads, those that lose by factors would have 0.6 or more of their error."""
@@ -163,11 +159,11 @@ class KeySmoothing:
         # The first block that is asked.
         first = (found.asked.cumsum(2) == 0).sum(2, keepdim=True).expand(-1, -1, -1, keys.shape[3])
         mean, variance = found.mean, found.variance
-        factor = found.factors(found.rule).gather(2, first) if factors else None
+        factor = _factors(variance, found.rule, found.turned).gather(2, first) if factors else None
         subtracted = None
         if means:
             is_large = mean.square() >= LEAST_MEAN * variance
-            if _spreads(quantizer):
+            if found.spreads:
                 is_large &= mean.square().sum(-1, keepdim=True) >= LARGE_MEAN * variance.sum(-1, keepdim=True)
             subtracted = torch.where(is_large, mean * found.unit, 0.0).gather(2, first)
         return found.lowered(cls(factor, subtracted)).mapped(lambda vectors: vectors.to(keys.dtype))
@@ -268,11 +264,6 @@ def vectors_for(quantizer: Quantizer) -> tuple[bool, bool]:
     )
 
 
-def _spreads(quantizer: Quantizer) -> bool:
-    """Whether all channels of a token share a scale by a rotation, which spreads what is large among them."""
-    return quantizer.format.rotated and not quantizer.format.has_zero
-
-
 class _Blocks:
     """What blocks of keys say of vectors.
 
@@ -282,6 +273,7 @@ class _Blocks:
         quantizer: the quantizer of the keys.
 
     Attributes:
+        spreads: whether all channels of a token share a scale by a rotation, which spreads what is large among them.
         rule: which factors suit the quantizer.
         unit: of the others; see `_statistics`.
         mean: likewise.
@@ -291,19 +283,17 @@ class _Blocks:
 
     def __init__(self, keys: Tensor, block_tokens: int, quantizer: Quantizer) -> None:
         blocks: Tensor = torch.unflatten(keys, 2, (-1, block_tokens))
-        self.rule = FACTORS_ROTATED if _spreads(quantizer) else FACTORS
+        self.spreads = quantizer.format.rotated and not quantizer.format.has_zero
+        self.rule = FACTORS_ROTATED if self.spreads else FACTORS
         self.unit, self.mean, self.variance = _statistics(blocks)
         spread = self.variance.median(-1, keepdim=True).values.sqrt() * self.unit
         self.asked = spread >= SILENT * spread.amax(2, keepdim=True)
         self._blocks = blocks
 
     @functools.cached_property
-    def _turned(self) -> Tensor:
+    def turned(self) -> Tensor:
+        """See the function `_turned`."""
         return _turned(self._blocks, self.unit, self.mean)
-
-    def factors(self, rule: FactorRule) -> Tensor:
-        """The factors of each block, `[batch, kv_heads, blocks, head_dim]`."""
-        return _factors(self.variance, rule, self._turned)
 
     def lowered(self, smoothing: KeySmoothing) -> KeySmoothing:
         """A smoothing without what costs a block, in float32."""
@@ -312,7 +302,8 @@ class _Blocks:
         asked = self.asked & (self.variance.amax(-1, keepdim=True) > 0)
         if factor is not None:
             # However uneven a block is: channels at the threshold are below it in some.
-            least = torch.where(asked, self.factors(self.rule.for_any()), torch.inf).amin(2, keepdim=True)
+            of_any = _factors(self.variance, replace(self.rule, largest_error=math.inf), self.turned)
+            least = torch.where(asked, of_any, torch.inf).amin(2, keepdim=True)
             factor = torch.where(factor.float() > LARGEST_EXCESS * least, least, factor.float())
         if mean is not None:
             before, turn = self.mean.square(), (self.mean - mean.float() / self.unit).square()
@@ -356,8 +347,8 @@ def _factors(variance: Tensor, rule: FactorRule, turned: Tensor) -> Tensor:
     relative = (variance / variance.median(-1, keepdim=True).values.clamp(min=tiny)).clamp(1.0, LARGEST_FACTOR**4)
     squares = torch.maximum(relative**rule.power, relative / rule.largest_variance).clamp(max=LARGEST_FACTOR**2)
     others, of_others = torch.where(turned, 0.0, variance), torch.where(turned, 0.0, squares)
-    gain = others.sum(-1, keepdim=True) / (others / squares).sum(-1, keepdim=True).clamp(min=tiny)
-    gain = gain.clamp(min=1.0)
+    left = (others / squares).sum(-1, keepdim=True).clamp(min=tiny)
+    gain = (others.sum(-1, keepdim=True) / left).clamp(min=1.0)
     error = of_others.sum(-1, keepdim=True) / (~turned).sum(-1, keepdim=True).clamp(min=1) / gain
     squares = torch.where(turned, torch.minimum(squares, gain), squares)
     return torch.where(error <= rule.largest_error, squares, 1.0).sqrt()

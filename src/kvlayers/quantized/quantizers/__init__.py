@@ -1,5 +1,8 @@
 """Quantizers, each in a file that registers it. What one implements is in `kernels/codes/quantizer_contract.py`."""
 
-from kvlayers.quantized.quantizers import codebook, fp8, native, other_packages
+import importlib
+import pkgutil
 
-__all__ = ["codebook", "fp8", "native", "other_packages"]
+# Whoever adds a file need not name it here.
+for _file in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_file.name}")

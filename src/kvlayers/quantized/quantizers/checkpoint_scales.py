@@ -148,7 +148,10 @@ def checked_scales(given: object, name: str, kv_heads: int | None) -> Scales:
     if not numbers or not (kv_heads is None or fits_heads(len(numbers), kv_heads)):
         heads = "KV head" if kv_heads is None else f"of {kv_heads} KV heads"
         shape = list(given.shape) if isinstance(given, Tensor) else len(numbers)
-        raise OptionError(f"`scales`: {name} must be one number, or one for each {heads}, got {shape}.")
+        raise OptionError(
+            f"`scales`: {name} must be one number, or one for each {heads}, got {shape}: pass those of the model's "
+            "checkpoint."
+        )
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise OptionError(
@@ -158,7 +161,7 @@ def checked_scales(given: object, name: str, kv_heads: int | None) -> Scales:
         if not _SMALLEST <= number <= _LARGEST:
             raise OptionError(
                 f"`scales`: {name} must be from {_SMALLEST:.2g} to {_LARGEST:.2g}, with which float32 can compute, got "
-                f"{number!r}."
+                f"{number!r}: calibrate it again."
             )
     # What is computed with is a float32, so that is what is kept.
     return tuple(_in_float32(float(number)) for number in numbers)

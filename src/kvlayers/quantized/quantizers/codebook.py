@@ -164,8 +164,8 @@ class TurboQuantBackend(Backend):
         super().check(options)
         if options.group_size is not None:
             raise OptionError(
-                "The turboquant backend has one scale for each vector: leave out the group size, got "
-                f"{options.group_size!r} for {options.side}."
+                "The group size must be left out for turboquant, which has one scale for each vector, got "
+                f"{options.group_size!r} for {options.side}: leave it out."
             )
 
     def quantizer(self, options: SideOptions, head_dim: int) -> TurboQuantizer:

@@ -104,13 +104,10 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
     by = attend_shared if segments.shares_rows else fused.attend
     by_torch = functools.partial(by, query, segments, mask, scale)
     with without_autocast(query.device):
-        found = cuda_kernel.attend_or_why(query, segments, mask, scale, by_torch)
-        if isinstance(found, Tensor):
-            paths.record(CUDA)
-            return found
+        found, why = cuda_kernel.attend_or_why(query, segments, mask, scale, by_torch)
         shared = SHARED if segments.shares_rows else SLABS
-        paths.record(f"{fused.description(query, segments)}, {shared}, as {found}")
-        return by_torch()
+        paths.record(CUDA if why is None else f"{fused.description(query, segments)}, {shared}, as {why}")
+        return by_torch() if found is None else found
 
 
 def _attend_on_cpu(
@@ -124,14 +121,25 @@ def _attend_on_cpu(
         if cpu_kernel.takes_many(query, segments):
             paths.record(f"{MANY}, as {obstacle}")
             return cpu_kernel.attend_many(query, segments, mask, scale)
-        shares = segments.shares_rows
-        if query.shape[2] > 1 and query.dtype != torch.float16 and segments.are_dense and not shares:
-            # Torch's attention is slow for a single query of bfloat16, and for any number of queries of float16.
+        if _copying_pays(query, segments):
             paths.record(f"{COPY}, as {obstacle}")
             keys, values = segments.dense("keys", query.dtype), segments.dense("values", query.dtype)
             return attend_dense(query, keys, values, mask, False, scale)
+        shares = segments.shares_rows
         paths.record(f"{SHARED if shares else BLOCKS}, as {obstacle}")
         return (attend_shared if shares else reference.attend)(query, segments, mask, scale)
+
+
+def _copying_pays(query: Tensor, segments: KVSegments) -> bool:
+    """Whether torch's attention on a copy of all states takes less time than a few of them at once in float32.
+
+    It is slow for a single query of bfloat16, for any number of float16, and keeps all scores if head_dims differ.
+    """
+    if query.dtype == torch.float16 or segments.shares_rows or segments.holds_gathered:
+        return False
+    key_dim, value_dim = segments.head_dims
+    is_unpacked = segments.are_dense or (key_dim == value_dim and query.shape[2] > cpu_kernel.CPU_MAXIMUM_QUERIES)
+    return query.shape[2] > 1 and is_unpacked
 
 
 def scores(query: Tensor, segments: KVSegments, paths: PathCounter) -> Tensor:

@@ -202,7 +202,7 @@ def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, 
     kv_heads, tokens = keys.size(1), keys.size(2)
     mask = mask[(None,) * (4 - mask.dim())].expand(-1, -1, queries, tokens)
     blocks = torch.split(mask, CPU_BLOCK_QUERIES, dim=2)
-    if queries == tokens and _are_causal(blocks):
+    if queries == tokens and mask.dtype == torch.bool and _are_causal(blocks):
         return scaled_dot_product_attention(
             query, keys, values, is_causal=True, scale=scale, enable_gqa=heads != kv_heads
         )
@@ -223,11 +223,9 @@ def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, 
 
 
 def _are_causal(blocks: Sequence[Tensor]) -> bool:
-    """Whether blocks of a mask, `[..., some queries, tokens]` of as many queries as tokens, say no more than causal."""
+    """Whether blocks of a bool mask, `[..., some queries, tokens]`, are causal. It has as many queries as tokens."""
     first = 0
     for block in blocks:
-        if block.dtype != torch.bool:
-            return False
         behind = first + block.size(-2)
         own = block[..., first:behind]
         # The own columns first: they tell a window, or padding, from a causal mask most cheaply.

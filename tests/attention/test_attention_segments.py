@@ -6,6 +6,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -333,9 +334,9 @@ def test_groups_are_read_in_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[int, int]] = []
     of_reference = reference.attend_partly
 
-    def counted(query: Tensor, part: KVSegments, *rest: object) -> tuple[Tensor, Tensor]:
+    def counted(query: Tensor, part: KVSegments, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
         read.append((part.batch, part.tokens))
-        return of_reference(query, part, *rest)  # type: ignore[arg-type]
+        return of_reference(query, part, *rest, **named)
 
     monkeypatch.setattr(reference, "attend_partly", counted)
     dispatch.attend_shared(torch.randn(4, 4, 1, 64), segments, None, 0.2)

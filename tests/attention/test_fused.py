@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers.kernels.attention import dispatch, fused, pieces, reference
+from kvlayers.kernels.attention.cuda import kernel as cuda_kernel
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import KVSegments
@@ -241,3 +242,28 @@ def test_kernels_are_those_that_torch_may_use_now(monkeypatch: pytest.MonkeyPatc
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         assert found() == (True, False)
     assert found() == (True, True)
+
+
+def test_what_a_refused_kernel_is_compared_with_is_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = torch.randn(1, 2, 30, 64)
+    query, held = torch.randn(1, 4, 1, 64), KVSegments((DenseSegment(states, states + 1),))
+    expected = reference.attend(query, held, None, 0.1)
+    monkeypatch.setattr(cuda_kernel, "obstacle", lambda *args: None)
+    monkeypatch.setattr(cuda_kernel, "attend", lambda *args: torch.zeros_like(expected))
+    monkeypatch.setattr(cuda_kernel, "variants_to_compare", lambda *args: [object()])
+    monkeypatch.setattr(cuda_kernel, "compare", lambda variants, seen, wanted: None if seen is wanted else "it differs")
+    computed = []
+
+    def by_torch() -> Tensor:
+        computed.append(1)
+        return expected
+
+    found, why = cuda_kernel.attend_or_why(query, held, None, 0.1, by_torch)
+    assert found is expected
+    assert why == "it differs"
+    monkeypatch.setattr(fused, "INTERPRETED", True)
+    monkeypatch.setattr(fused, "attend", lambda *args: by_torch())
+    paths = PathCounter()
+    assert dispatch.attend(query, held, None, 0.1, paths) is expected
+    assert len(computed) == 2
+    assert "it differs" in next(iter(paths.counts))

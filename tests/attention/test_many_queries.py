@@ -252,6 +252,40 @@ def test_without_a_kernel_a_window_is_cut(monkeypatch: pytest.MonkeyPatch) -> No
     assert dense_kernels.attend_in_blocks(query, keys, values, torch.ones_like(window), None) is None
 
 
+@pytest.mark.parametrize("tokens", [250, 600])
+def test_without_a_kernel_torch_is_told_that_a_mask_is_causal(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel.MANY, "get", lambda: None)
+    query, keys, values = states((2, 6, 2, tokens, tokens, 32, 32), torch.float32)
+    attend, told = scaled_dot_product_attention, []
+    monkeypatch.setattr(
+        dense_kernels,
+        "scaled_dot_product_attention",
+        lambda *args, **kwargs: told.append(kwargs.get("is_causal", False)) or attend(*args, **kwargs),
+    )
+    causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    # What differs from a causal mask in one entry, at the edges of blocks of 256 queries.
+    last = tokens - 1
+    others = [
+        (last, 0, False),
+        (last, last, False),
+        (min(256, last), 0, False),
+        (0, last, True),
+        (min(255, last - 1), last, True),
+    ]
+    expected = attend(query, keys, values, causal, enable_gqa=True)
+    for mask in (causal, causal[None, None].expand(2, 6, -1, -1)):
+        told.clear()
+        torch.testing.assert_close(gqa.attend_dense(query, keys, values, mask, False, None), expected)
+        assert told == [True]
+    for row, column, is_seen in others:
+        mask = causal.clone()
+        mask[row, column] = is_seen
+        told.clear()
+        expected = attend(query, keys, values, mask, enable_gqa=True)
+        torch.testing.assert_close(gqa.attend_dense(query, keys, values, mask, False, None), expected)
+        assert True not in told
+
+
 class Counted:
     """The queries of each call of the kernel, and the calls."""
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvlayers.kernels.codes.groups import pack, padded_columns, row_bytes, unpack
+from kvlayers.kernels.codes import packed_side
+from kvlayers.kernels.codes.groups import pack, padded_columns, rotate, row_bytes, unpack
 from kvlayers.kernels.codes.packed_side import PackedSide, pack_side, side_bytes
 from kvlayers.kernels.codes.quantizer_contract import WIDTHS, CodeFormat, QuantizedGroups, Side
 
@@ -111,6 +112,26 @@ def test_a_side_may_be_a_view_of_larger_buffers(side: Side) -> None:
     view = dataclasses.replace(whole, codes=codes[1:, :, 1:], parameters=parameters[1:, :, 1:])
     assert view.blocks == 2
     assert torch.equal(view.dequantized(), whole.dequantized()[1:, :, BLOCK_TOKENS:])
+
+
+@pytest.mark.parametrize("at_once", [1, 2 * 2 * 3 * BLOCK_TOKENS * 80, 1 << 30])
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_blocks_are_unpacked_a_few_at_a_time(
+    side: Side, rotated: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code_format = CodeFormat(4, *((64, 1) if side == "keys" else (1, 16)), rotated=rotated)
+    groups = quantized(code_format, 5 * BLOCK_TOKENS, 80, torch.float32)
+    codes, parameters = pack_side(groups, code_format, side, BLOCK_TOKENS)
+    packed = PackedSide(codes, parameters, code_format, side, 80, BLOCK_TOKENS)
+    monkeypatch.setattr(packed_side, "CPU_STATES_AT_ONCE", at_once)
+    expected = states_of(groups, code_format)
+    for dtype in (torch.float32, torch.bfloat16):
+        states = packed.states(dtype)
+        assert states.dtype == dtype
+        whole = (rotate(expected) if rotated else expected).to(dtype)
+        # A rotation adds up products of as many codes in any order.
+        torch.testing.assert_close(states, whole, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
 
 
 def test_rows_and_columns_follow_the_side() -> None:

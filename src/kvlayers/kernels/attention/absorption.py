@@ -16,7 +16,7 @@ from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.pieces import state_pieces
 from kvlayers.kernels.attention.reference import OnlineSoftmax, masked
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
-from kvlayers.kernels.attention.segments import KVSegments
+from kvlayers.kernels.attention.segments import KVSegments, smoothing_of
 from kvlayers.kernels.attention.snapshot import Snapshot
 from kvlayers.kernels.codes.groups import rotate
 from kvlayers.utils.transforms import without_autocast
@@ -181,7 +181,7 @@ def _attend_packed(query: Tensor, rotated: Tensor, segments: KVSegments, mask: T
     for position, segment in segments.with_columns:
         for piece in state_pieces(position, segment, rows):
             latents, latents_rotated = piece.states("keys"), piece.keys_rotated
-            if (smoothing := piece.smoothing) is not None:
+            if (smoothing := smoothing_of(piece.segment)) is not None:
                 # Latents are summed up as well, so the queries cannot make up for it.
                 latents = smoothing.restored(rotate(latents) if latents_rotated else latents)
                 latents_rotated = False
@@ -209,7 +209,7 @@ def by_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, sc
 
 def _latents(segments: KVSegments) -> KVSegments:
     """The latents of dense segments, as keys and as values."""
-    dense = [segment for segment in segments.in_order if isinstance(segment, DenseSegment)]
+    dense = (segment for segment in segments.in_order if isinstance(segment, DenseSegment))
     return KVSegments(tuple(DenseSegment(segment.keys, segment.keys, segment.rows) for segment in dense))
 
 

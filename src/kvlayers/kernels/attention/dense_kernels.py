@@ -12,6 +12,7 @@ there are two cases:
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,9 +82,7 @@ def attend(
             return None
         if _library_for(query.size(2)) is not None:
             return attend_on_cpu(query, keys, values, mask, scale, is_causal=is_causal)
-        if mask is None or query.size(2) <= CPU_BLOCK_QUERIES:
-            return None
-        return attend_in_blocks(query, keys, values, mask, scale)
+        return None if mask is None else attend_in_blocks(query, keys, values, mask, scale)
     # First, because a tracer would specialize a program on the sizes that are compared.
     if torch.compiler.is_compiling() or is_causal:
         return None
@@ -196,12 +195,19 @@ def attend_on_cpu(
 def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None) -> Tensor | None:
     """As `attend`, by torch's attention of some queries at a time to the tokens from the first to the last they see.
 
-    It is `None` if they see so many that torch's attention at once takes no more time.
+    It is `None` if they see so many that torch's attention at once takes no more time. If the mask is causal, torch's
+    attention is told so, which skips what is hidden only then.
     """
     batch, heads, queries, head_dim = query.shape
     kv_heads, tokens = keys.size(1), keys.size(2)
     mask = mask[(None,) * (4 - mask.dim())].expand(-1, -1, queries, tokens)
     blocks = torch.split(mask, CPU_BLOCK_QUERIES, dim=2)
+    if queries == tokens and mask.dtype == torch.bool and _are_causal(blocks):
+        return scaled_dot_product_attention(
+            query, keys, values, is_causal=True, scale=scale, enable_gqa=heads != kv_heads
+        )
+    if len(blocks) == 1:
+        return None
     seen = [_seen_columns(block) for block in blocks]
     if sum(end - begin for begin, end in seen) > MOST_SEEN * len(blocks) * tokens:
         return None
@@ -214,6 +220,20 @@ def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, 
         out = scaled_dot_product_attention(grouped, keys[:, :, begin:end], values[:, :, begin:end], part, scale=scale)
         attended.append(out.reshape(batch, heads, rows.size(2), values.size(3)).transpose(1, 2))
     return torch.cat(attended, dim=1).transpose(1, 2)
+
+
+def _are_causal(blocks: Sequence[Tensor]) -> bool:
+    """Whether blocks of a bool mask, `[..., some queries, tokens]`, are causal. It has as many queries as tokens."""
+    first = 0
+    for block in blocks:
+        behind = first + block.size(-2)
+        own = block[..., first:behind]
+        # The own columns first: they tell a window, or padding, from a causal mask most cheaply.
+        is_causal = torch.equal(own, torch.ones_like(own).tril()) and bool(block[..., :first].all())
+        if not is_causal or bool(block[..., behind:].any()):
+            return False
+        first = behind
+    return True
 
 
 def _seen_columns(mask: Tensor) -> tuple[int, int]:
@@ -239,8 +259,7 @@ def _attend_by_triton(
     segments = KVSegments((DenseSegment(keys, values),))
     scale = query.size(3) ** -0.5 if scale is None else float(scale)
     by_torch = functools.partial(fused.attend, query, segments, mask, scale)
-    found = cuda_kernel.attend_or_why(query, segments, mask, scale, by_torch)
-    return found if isinstance(found, Tensor) else None
+    return cuda_kernel.attend_or_why(query, segments, mask, scale, by_torch)[0]
 
 
 def replaces_cudnn(states: Tensor) -> bool:

@@ -101,16 +101,12 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
     scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
     if query.is_cpu and not fused.INTERPRETED:
         return _attend_on_cpu(query, segments, mask, scale, paths)
-    by = attend_shared if segments.shares_rows else fused.attend
-    by_torch = functools.partial(by, query, segments, mask, scale)
+    by_torch = functools.partial(attend_shared if segments.shares_rows else fused.attend, query, segments, mask, scale)
     with without_autocast(query.device):
-        found = cuda_kernel.attend_or_why(query, segments, mask, scale, by_torch)
-        if isinstance(found, Tensor):
-            paths.record(CUDA)
-            return found
+        found, why = cuda_kernel.attend_or_why(query, segments, mask, scale, by_torch)
         shared = SHARED if segments.shares_rows else SLABS
-        paths.record(f"{fused.description(query, segments)}, {shared}, as {found}")
-        return by_torch()
+        paths.record(CUDA if why is None else f"{fused.description(query, segments)}, {shared}, as {why}")
+        return by_torch() if found is None else found
 
 
 def _attend_on_cpu(
@@ -124,36 +120,42 @@ def _attend_on_cpu(
         if cpu_kernel.takes_many(query, segments):
             paths.record(f"{MANY}, as {obstacle}")
             return cpu_kernel.attend_many(query, segments, mask, scale)
-        shares = segments.shares_rows
-        if query.shape[2] > 1 and query.dtype != torch.float16 and segments.are_dense and not shares:
-            # Torch's attention is slow for a single query of bfloat16, and for any number of queries of float16.
+        if _copying_pays(query, segments):
             paths.record(f"{COPY}, as {obstacle}")
             keys, values = segments.dense("keys", query.dtype), segments.dense("values", query.dtype)
             return attend_dense(query, keys, values, mask, False, scale)
+        shares = segments.shares_rows
         paths.record(f"{SHARED if shares else BLOCKS}, as {obstacle}")
         return (attend_shared if shares else reference.attend)(query, segments, mask, scale)
 
 
+def _copying_pays(query: Tensor, segments: KVSegments) -> bool:
+    """Whether torch's attention on a copy of all states takes less time than a few of them at once in float32.
+
+    It is slow for a single query of bfloat16, for any number of float16, and keeps all scores if head_dims differ.
+    """
+    if query.dtype == torch.float16 or segments.shares_rows or segments.holds_gathered:
+        return False
+    if segments.are_dense:
+        return query.shape[2] > 1
+    return query.shape[2] > cpu_kernel.CPU_MAXIMUM_QUERIES and len(set(segments.head_dims)) == 1
+
+
 def scores(query: Tensor, segments: KVSegments, paths: PathCounter) -> Tensor:
     """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`."""
-
-    def products(rows: Tensor, part: KVSegments, _: Tensor | None) -> tuple[Tensor]:
-        return (reference.scores(rows, part),)
-
     with without_autocast(query.device):
         if _are_compiled(query, segments, paths):
             return cpu_kernel.scores(query, segments)
         parts = _parts(segments, fused.serves(query))
-        found = [_read(part, rows, query, None, products)[0] for part, rows, _ in parts]
+        found = [
+            _read(part, rows, query, None, lambda queries, held, _: (reference.scores(queries, held),))[0]
+            for part, rows, _ in parts
+        ]
         return found[0] if len(found) == 1 else torch.cat(found, dim=3)
 
 
 def combine(weights: Tensor, segments: KVSegments, paths: PathCounter) -> Tensor:
     """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
-
-    def summed(rows: Tensor, part: KVSegments, _: Tensor | None) -> tuple[Tensor]:
-        return (reference.combine(rows, part),)
-
     with without_autocast(weights.device):
         if _are_compiled(weights, segments, paths):
             return cpu_kernel.combine(weights, segments)
@@ -161,7 +163,10 @@ def combine(weights: Tensor, segments: KVSegments, paths: PathCounter) -> Tensor
         # On a CPU, sums are in float32, and rounded once.
         exact = weights if on_accelerator else weights.float()
         parts = _parts(segments, on_accelerator)
-        sums = [_read(part, rows, exact[..., columns], None, summed)[0] for part, rows, columns in parts]
+        sums = [
+            _read(part, rows, exact[..., columns], None, lambda some, held, _: (reference.combine(some, held),))[0]
+            for part, rows, columns in parts
+        ]
         return (sums[0] if len(sums) == 1 else torch.stack(sums).sum(0, dtype=torch.float32)).to(weights.dtype)
 
 
@@ -182,15 +187,11 @@ def attend_shared(query: Tensor, segments: KVSegments, mask: Tensor | None, scal
     if mask is not None and on_accelerator:
         # Nothing is copied for each head if the mask is the same for all.
         mask = fused.unexpanded(mask).expand(query.shape[0], -1, query.shape[2], -1)
-    attend_partly = fused.attend_partly if on_accelerator else reference.attend_partly
-
-    def attended(rows: Tensor, part: KVSegments, rows_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        return attend_partly(rows, part, rows_mask, scale)
-
-    pairs: list[tuple[Tensor, Tensor]] = []
-    for part, rows, columns in _parts(segments, on_accelerator):
-        out, logsumexp = _read(part, rows, query, None if mask is None else mask[..., columns], attended)
-        pairs.append((out, logsumexp))
+    attended = functools.partial(fused.attend_partly if on_accelerator else reference.attend_partly, scale=scale)
+    pairs = [
+        _read(part, rows, query, None if mask is None else mask[..., columns], attended)
+        for part, rows, columns in _parts(segments, on_accelerator)
+    ]
     if on_accelerator:
         return fused.attend_all(pairs, mask, segments, query.dtype)
     return reference.merge(*zip(*pairs, strict=True))[0].to(query.dtype)

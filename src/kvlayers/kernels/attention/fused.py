@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.kernels.attention.pieces import StatePiece, slabs
-from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, smoothing_of
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import TritonKernel, power_of_two, runs_triton
 
@@ -54,8 +54,8 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
 
     A number of an additive mask below -2.3e38 hides a token as `-inf` does.
     """
-    parts = _attend_slabs(query, segments, mask, scale)
-    return _clear_hidden(_merged(parts, query.dtype).flatten(1, 2), mask, segments).to(query.dtype)
+    out, _ = _merged(_attend_slabs(query, segments, mask, scale), query.dtype)
+    return _clear_hidden(out.flatten(1, 2), mask, segments).to(query.dtype)
 
 
 def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -66,12 +66,12 @@ def attend_partly(query: Tensor, segments: KVSegments, mask: Tensor | None, scal
         log-sum-exp of the scores, float32 `[batch, heads, queries]`. It is about -1e30 (-65504 in float16) if a query
         sees no token of these, and its values are any finite ones.
     """
-    out, logsumexp = _merged_partly(_attend_slabs(query, segments, mask, scale))
+    out, logsumexp = _merged(_attend_slabs(query, segments, mask, scale))
     return out.flatten(1, 2), logsumexp.flatten(1, 2)
 
 
 def attend_all(
-    parts: Sequence[tuple[Tensor, Tensor]], mask: Tensor | None, segments: KVSegments, dtype: torch.dtype
+    parts: Sequence[Sequence[Tensor]], mask: Tensor | None, segments: KVSegments, dtype: torch.dtype
 ) -> Tensor:
     """Attention to several sets of tokens together, in a dtype, with zeros for queries that see none.
 
@@ -83,7 +83,7 @@ def attend_all(
     """
     # All query heads as one group.
     grouped = [(out.unsqueeze(1), logsumexp.unsqueeze(1)) for out, logsumexp in parts]
-    return _clear_hidden(_merged(grouped, dtype).squeeze(1), mask, segments).to(dtype)
+    return _clear_hidden(_merged(grouped, dtype)[0].squeeze(1), mask, segments).to(dtype)
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -98,27 +98,22 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return (torch.stack(outs) * shares[..., None]).sum(0)
 
 
-def _merged(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
-    """As `merge`, for parts `[batch, kv_heads, group, queries, value_head_dim]`; in `dtype` if that costs nothing."""
-    if len(parts) == 1:
-        return parts[0][0]
-    if _merges_by_triton(parts[0][0], dtype):
-        return _launch_merge(parts, dtype, logsumexp=False)[0]
-    if len(parts) > 2 or {out.dtype for out, _ in parts} != {dtype}:
-        return merge(parts)
-    (first, its_logsumexp), (second, other) = parts
-    share = other - its_logsumexp
-    share = torch.sigmoid(share, out=torch.empty_like(share, dtype=dtype))
-    return torch.lerp(first, second, share[..., None])
+def _merged(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """As `merge`, for parts `[batch, kv_heads, group, queries, value_head_dim]`, with the log-sum-exp of all.
 
-
-def _merged_partly(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """As `_merged`, in float32 if there are several parts, with the log-sum-exp of all."""
-    if len(parts) == 1:
-        return parts[0]
-    if _merges_by_triton(parts[0][0], torch.float32):
-        return _launch_merge(parts, torch.float32, logsumexp=True)
-    return merge(parts), torch.logsumexp(torch.stack([logsumexp for _, logsumexp in parts]), 0)
+    If a dtype is given, results are in it if that costs nothing, and the log-sum-exp may be that of any part.
+    """
+    (first, its_logsumexp), *others = parts
+    if not others:
+        return first, its_logsumexp
+    if _merges_by_triton(first, dtype or torch.float32):
+        return _launch_merge(parts, dtype or torch.float32, logsumexp=dtype is None)
+    if len(others) == 1 and first.dtype == others[0][0].dtype == dtype:
+        share = others[0][1] - its_logsumexp
+        share = torch.sigmoid(share, out=torch.empty_like(share, dtype=dtype))
+        return torch.lerp(first, others[0][0], share[..., None]), its_logsumexp
+    # The log-sum-exp would cost launches that nobody needs.
+    return merge(parts), its_logsumexp if dtype else torch.logsumexp(torch.stack([total for _, total in parts]), 0)
 
 
 def _attend_slabs(
@@ -131,8 +126,8 @@ def _attend_slabs(
     parts: list[tuple[Tensor, Tensor]] = []
     smoothing, rows, offsets = None, query, None
     for slab in slabs(segments, query.dtype, 0 if mask is None else mask.shape[:3].numel()):
-        if slab.smoothing is not smoothing:
-            smoothing = slab.smoothing
+        if (of_slab := smoothing_of(slab.segment)) is not smoothing:
+            smoothing = of_slab
             rows = query if smoothing is None else smoothing.queries(query)
             offsets = None if smoothing is None else smoothing.offsets(query)
         out, logsumexp = attend_dense(
@@ -142,7 +137,7 @@ def _attend_slabs(
             logsumexp = logsumexp + (offsets[..., 0] * scale).view(logsumexp.shape)
         parts.append((out, logsumexp))
         if len(parts) == PARTS_AT_ONCE:
-            parts = [_merged_partly(parts)]
+            parts = [_merged(parts)]
     return parts
 
 
@@ -186,7 +181,7 @@ def _hidden_queries(mask: Tensor | None, segments: KVSegments) -> Tensor | None:
 
 
 def _launch_merge(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, logsumexp: bool) -> tuple[Tensor, Tensor]:
-    """As `_merged` and `_merged_partly`, by the Triton kernel, in the memory layout of torch's attention."""
+    """As `_merged`, by the Triton kernel, in the memory layout of torch's attention."""
     batch, kv_heads, group, queries, width = parts[0][0].shape
     outs = tuple(out if out.stride(4) == 1 else out.contiguous() for out, _ in parts)
     logsumexps = tuple(logsumexp for _, logsumexp in parts)

@@ -104,7 +104,9 @@ class StateTensor(Tensor):
                 return func(*args, **kwargs)
             if torch.compiler.is_dynamo_compiling():
                 traced = cls.in_graphs[func](*args, **kwargs) if func in cls.in_graphs else None
-                return _call_in_graph(func, args, kwargs) if traced is None else traced
+                if traced is not None:
+                    return traced
+                return func(*map(_in_graph, args), **{name: _in_graph(argument) for name, argument in kwargs.items()})
             implementation = cls.implementations.get(func)
             computed = NOT_IMPLEMENTED if implementation is None else implementation(*args, **kwargs)
         return _call_on_dense(func, args, kwargs, computed) if isinstance(computed, str) else computed
@@ -375,12 +377,8 @@ def as_dense(states: Tensor) -> Tensor:
     return states.dense() if isinstance(states, PackedStates) else states
 
 
-def _call_in_graph(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As `_call_on_dense` with packed states, for TorchDynamo to trace."""
-    return func(*map(_in_graph, args), **{name: _in_graph(argument) for name, argument in kwargs.items()})
-
-
 def _in_graph(argument: Any) -> Any:
+    """An argument in which packed states are in full precision, as TorchDynamo traces it."""
     if isinstance(argument, PackedStates):
         snapshot, view = argument.snapshot, argument.view_taken
         if view.grouped or view.swapped or snapshot.follows_gradients:

@@ -14,9 +14,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
-from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, PieceColumns, Segment, smoothing_of
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, PieceColumns, Segment
 from kvlayers.kernels.codes.quantizer_contract import Side
-from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.utils.triton_support import runs_triton
 
 CPU_SCORES_AT_ONCE = 1 << 15
@@ -61,11 +60,6 @@ class SegmentPiece(ABC):
     keys_rotated: bool = False
     values_rotated: bool = False
     gathered: PieceColumns | None = None
-
-    @property
-    def smoothing(self) -> KeySmoothing | None:
-        """How the keys were smoothed; `None` if they were not."""
-        return smoothing_of(self.segment)
 
     @property
     def tokens(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvlayers.kernels.attention import fused
 from kvlayers.kernels.attention.pieces import CPU_SCORES_AT_ONCE, SegmentPiece, pieces_for, slabs
-from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments
+from kvlayers.kernels.attention.segments import KVSegments, smoothing_of
 from kvlayers.kernels.codes.groups import rotate
 from kvlayers.kernels.codes.smoothing import KeySmoothing
 
@@ -100,7 +100,7 @@ class _KeyProducts:
         self._smoothed: dict[tuple[KeySmoothing | None, bool], tuple[Tensor, Tensor | None]] = {}
 
     def __call__(self, piece: SegmentPiece) -> Tensor:
-        kind = piece.smoothing, piece.keys_rotated
+        kind = smoothing_of(piece.segment), piece.keys_rotated
         if kind not in self._smoothed:
             self._smoothed[kind] = self._query_for(*kind)
         query, offsets = self._smoothed[kind]
@@ -165,23 +165,16 @@ def scores(query: Tensor, segments: KVSegments) -> Tensor:
     rows = heads // segments.kv_heads * queries
     by_kv_head = query.reshape(batch, segments.kv_heads, rows, head_dim)
     by_kv_head = by_kv_head if fused.serves(query) else by_kv_head.float()
-    products: dict[int, Tensor] = {}
-    for position, segment in segments.with_columns:
-        if isinstance(segment, GatheredSegment) and segment.tokens:
-            # Padding is written behind the last column.
-            products[position] = by_kv_head.new_full((*by_kv_head.shape[:3], segment.width + 1), -torch.inf)
+    # Padding is written as -inf, to the column behind its segment: that of a later piece, or the last one.
+    products = by_kv_head.new_full((*by_kv_head.shape[:3], segments.tokens + 1), -torch.inf)
     scores_of = _KeyProducts(by_kv_head)
     for piece in _pieces(query, segments, rows):
-        found = scores_of(piece)
+        found = masked(scores_of(piece), piece, None)
         if piece.gathered is None:
-            products[piece.position] = found
+            products[..., piece.position : piece.position + piece.tokens] = found
         else:
-            piece.gathered.write(found, products[piece.position])
-    for position, segment in segments.with_columns:
-        if isinstance(segment, GatheredSegment) and segment.tokens:
-            products[position] = products[position][..., : segment.width]
-    in_order = [products[position] for position in sorted(products)]
-    return torch.cat(in_order, 3).reshape(batch, heads, queries, segments.tokens).to(query.dtype)
+            piece.gathered.write(found, products.narrow(3, piece.position, piece.gathered.width + 1))
+    return products[..., :-1].to(query.dtype).reshape(batch, heads, queries, segments.tokens)
 
 
 def combine(weights: Tensor, segments: KVSegments) -> Tensor:

@@ -7,7 +7,6 @@ the operators read the newest states that the store has returned. They run the c
 """
 
 import itertools
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -175,7 +174,6 @@ def attend_packed(
         snapshot = _newest(number, version, tokens)
         if is_causal:
             mask = torch.ones(query.shape[2], tokens, dtype=torch.bool, device=query.device).tril()
-        scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
         return dispatch.attend(query, snapshot.read_for(query, mask), mask, scale, snapshot.paths).contiguous()
 
 

@@ -4,7 +4,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from kvlayers.utils.transforms import is_followed, is_memory, transforms_run
 
 MOST_KEPT = 1 << 21
 """Numbers that a thread keeps memory for."""
+
+
+CPU_STATES_AT_ONCE = 1 << 17
+"""States that are unpacked at once on a CPU, so that those in float32 stay in its cache."""
 
 
 class _Memory(threading.local):
@@ -140,8 +144,19 @@ class PackedSide:
         """
         if read_obstacle(self.layout, dtype, self.codes.device) is None:
             return read_blocks(self.codes, self.parameters, self.layout, dtype)
+        batch, kv_heads, blocks, _ = self.codes.shape
+        at_once = max(1, CPU_STATES_AT_ONCE // max(1, batch * kv_heads * self.block_tokens * self.head_dim))
+        if blocks <= at_once or not is_memory(self.codes):
+            return self._rotated_back().to(dtype)
+        states = self.codes.new_empty((batch, kv_heads, blocks * self.block_tokens, self.head_dim), dtype=dtype)
+        parts = torch.split(self.codes, at_once, 2), torch.split(self.parameters, at_once, 2)
+        for part, codes, parameters in zip(torch.split(states, at_once * self.block_tokens, 2), *parts, strict=True):
+            part.copy_(replace(self, codes=codes, parameters=parameters)._rotated_back())
+        return states
+
+    def _rotated_back(self) -> Tensor:
         states = self.dequantized()
-        return (rotate(states) if self.format.rotated else states).to(dtype)
+        return rotate(states) if self.format.rotated else states
 
 
 def pack_side(groups: QuantizedGroups, code_format: CodeFormat, side: Side, block_tokens: int) -> tuple[Tensor, Tensor]:

@@ -207,11 +207,6 @@ class SideOptions:
     group_size: int | None = None
     scales: tuple[float, ...] = ()
 
-    @property
-    def axis_name(self) -> str:
-        """Name of the option that `axis` came from."""
-        return "axis_key" if self.side == "keys" else "axis_value"
-
 
 DEFAULT_GROUP_SIZE = 64
 
@@ -246,9 +241,8 @@ class Backend(ABC):
             )
         if options.axis is not None and (not _is_whole(options.axis) or options.axis not in self.axes):
             taken = f"one of {', '.join(map(str, self.axes))}" if self.axes else "left out"
-            raise OptionError(
-                f"`{options.axis_name}` of the {self.name} backend must be {taken}, got {options.axis!r}."
-            )
+            name = "axis_key" if options.side == "keys" else "axis_value"
+            raise OptionError(f"`{name}` of the {self.name} backend must be {taken}, got {options.axis!r}.")
         size = options.group_size
         if size is not None and (not _is_whole(size) or size < 1):
             raise OptionError(f"The group size must be a whole number of at least 1, got {size!r} for {options.side}.")

@@ -374,7 +374,7 @@ def _turned(blocks: Tensor, unit: Tensor, mean: Tensor) -> Tensor:
     for inner in (half, 1) if blocks.shape[4] % 2 == 0 else ():
         pairs: Tensor = torch.unflatten(squares, 4, (-1, 2, inner))
         radius = pairs.sum(5)
-        varies = radius.var(3, correction=0) / radius.mean(3).square()
+        varies = (radius / radius.mean(3, keepdim=True) - 1).square().mean(3)
         turned |= (varies < LARGEST_VARIATION).unsqueeze(4).expand(*varies.shape[:4], 2, inner).flatten(3)
     return turned
 

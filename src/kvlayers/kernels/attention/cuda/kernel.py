@@ -438,15 +438,23 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
 
 def attend_or_why(
     query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float, by_torch: Callable[[], Tensor]
-) -> Tensor | str:
-    """As `attend`, or why the kernel cannot. The first result of a variant is compared with what `by_torch` gives."""
+) -> tuple[Tensor | None, str | None]:
+    """As `attend`, or why the kernel cannot. The first result of a variant is compared with what `by_torch` gives.
+
+    Returns:
+        The result, and why it is not the kernel's, `None` if it is. The result is that of `by_torch` if the two differ,
+        and `None` if nothing was computed.
+    """
     why = obstacle(query, segments, mask)
     if why is not None:
-        return why
+        return None, why
     out = attend(query, segments, mask, scale)
     to_compare = variants_to_compare(query, segments, mask)
-    why = compare(to_compare, out, by_torch()) if to_compare else None
-    return out if why is None else why
+    if to_compare:
+        expected = by_torch()
+        why = compare(to_compare, out, expected)
+        out = out if why is None else expected
+    return out, why
 
 
 def _reads(segments: KVSegments) -> list[Read]:

@@ -1,0 +1,335 @@
+"""transformers' continuous batching under `install()`: answers are those of `generate()`, whatever else is asked."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import families
+import kvlayers
+from kvlayers.upstream import compat
+from models import fresh_model, prompt, tiny_model
+
+pytestmark = pytest.mark.skipif(
+    compat.BATCHING is None, reason="this version of transformers gives continuous batching no config of its own"
+)
+
+PROMPTS = [prompt(1, tokens, tokens)[0].tolist() for tokens in (5, 12, 30, 7, 9, 22)]
+NEW = 8
+
+
+def config_of(**options: Any) -> transformers.GenerationConfig:
+    return transformers.GenerationConfig(
+        **{"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1, **options}
+    )
+
+
+def alone(model: Any, ids: list[int], **options: Any) -> list[int]:
+    """What `generate()` answers."""
+    prompt_ids = torch.tensor([ids])
+    with kvlayers.installed():
+        output = model.generate(
+            prompt_ids,
+            attention_mask=torch.ones_like(prompt_ids),
+            **{"max_new_tokens": NEW, "do_sample": False, **options},
+        )
+    return output[0, len(ids) :].tolist()
+
+
+def model_of(family: str) -> Any:
+    return families.model_and_inputs(family)[0] if family in families.FAMILIES else fresh_model(family)
+
+
+@pytest.fixture
+def llama() -> Any:
+    return fresh_model("llama")
+
+
+@pytest.fixture
+def running(llama: Any) -> Iterator[Any]:
+    """A manager that runs, with streamed outputs and few rows."""
+    config = transformers.ContinuousBatchingConfig(max_requests_per_batch=2, max_batch_tokens=4)
+    with (
+        kvlayers.installed(),
+        llama.continuous_batching_context_manager(config_of(), continuous_batching_config=config) as manager,
+    ):
+        yield manager
+
+
+def wait_for(condition: Any, seconds: float = 20) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama", "gemma3", "qwen2", "mistral", "gpt2", "deepseek_v3", "mamba2", "jamba", "lfm2", "qwen3_next",
+        "falcon_h1", "recurrent_gemma",
+    ],
+)  # fmt: skip
+def test_answers_are_those_of_generate(family: str) -> None:
+    model = model_of(family)
+    with kvlayers.installed():
+        outputs = model.generate_batch(PROMPTS, generation_config=config_of())
+    assert [output.generated_tokens for output in outputs.values()] == [alone(model, ids) for ids in PROMPTS]
+    assert all(output.error is None and output.status.name == "FINISHED" for output in outputs.values())
+    assert [output.prompt_ids for output in outputs.values()] == PROMPTS
+
+
+@pytest.mark.parametrize("name", ["dynamic", "static", "int4", "sink:window_length=20", "offloaded", "fp8"])
+def test_rows_have_the_cache_of_install(name: str, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kvlayers.installed(cache=name):
+        outputs = llama.generate_batch(PROMPTS, generation_config=config_of())
+        expected = [
+            llama.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), generation_config=config_of())
+            for ids in PROMPTS
+        ]
+    answers = [output.generated_tokens for output in outputs.values()]
+    assert answers == [each[0, len(ids) :].tolist() for each, ids in zip(expected, PROMPTS, strict=True)]
+
+
+def test_a_store_has_what_requests_begin_with(llama: Any) -> None:
+    store, beginning = kvlayers.PrefixStore(), prompt(1, 20, 7)[0].tolist()
+    with kvlayers.installed(prefix_store=store):
+        config = transformers.ContinuousBatchingConfig(max_requests_per_batch=1)
+        outputs = llama.generate_batch(
+            [[*beginning, 5], [*beginning, 6]], generation_config=config_of(), continuous_batching_config=config
+        )
+    assert store.statistics.tokens_covered >= 20
+    expected = [alone(llama, [*beginning, token]) for token in (5, 6)]
+    assert [output.generated_tokens for output in outputs.values()] == expected
+
+
+def test_requests_have_options_of_their_own(running: Any, llama: Any) -> None:
+    first = running.add_request(PROMPTS[0], max_new_tokens=3)
+    penalized = running.add_request(PROMPTS[1], repetition_penalty=1.7)
+    wrong = running.add_request(PROMPTS[2], no_such_option=1)
+    ended = alone(llama, PROMPTS[3])
+    until = running.add_request(PROMPTS[3], eos_token_id=ended[2])
+    outputs = {output.request_id: output for output in (running.get_result(timeout=20) for _ in range(4))}
+    assert outputs[first].generated_tokens == alone(llama, PROMPTS[0])[:3]
+    assert outputs[penalized].generated_tokens == alone(llama, PROMPTS[1], repetition_penalty=1.7)
+    assert outputs[until].generated_tokens == ended[: ended.index(ended[2]) + 1]
+    assert "no_such_option" in outputs[wrong].error
+    assert outputs[wrong].status.name == "FAILED"
+
+
+def test_tokens_are_streamed_and_timed(running: Any, llama: Any) -> None:
+    name = running.add_request(PROMPTS[2], streaming=True, record_timestamps=True)
+    outputs = list(running.request_id_iter(name))
+    assert [len(output.generated_tokens) for output in outputs] == [*range(1, NEW), NEW]
+    assert outputs[-1].generated_tokens == alone(llama, PROMPTS[2])
+    assert [output.is_finished() for output in outputs] == [False] * (NEW - 1) + [True]
+    assert len(outputs[-1].timestamps) == NEW
+    assert outputs[-1].timestamps == sorted(outputs[-1].timestamps)
+    began, ended = outputs[-1].lifespan
+    assert outputs[-1].created_time <= began <= ended
+
+
+def test_several_answers_to_a_prompt_are_named_after_it(llama: Any) -> None:
+    with kvlayers.installed():
+        config = config_of(num_return_sequences=3, do_sample=True, temperature=2.0)
+        torch.manual_seed(0)
+        outputs = llama.generate_batch(PROMPTS[:2], generation_config=config)
+    assert sorted(outputs) == sorted(
+        [
+            *(f"req_{index}" for index in range(2)),
+            *(f"req_{index}__child#{child}" for index in range(2) for child in range(2)),
+        ]
+    )
+    assert all(len(output.generated_tokens) == NEW for output in outputs.values())
+    assert len({tuple(output.generated_tokens) for output in outputs.values()}) > 2
+
+
+def test_log_probabilities_are_those_of_the_scores(llama: Any) -> None:
+    with kvlayers.installed():
+        outputs = llama.generate_batch(
+            PROMPTS[:2],
+            generation_config=config_of(),
+            continuous_batching_config=transformers.ContinuousBatchingConfig(return_logprobs=True),
+        )
+    for ids, output in zip(PROMPTS, outputs.values(), strict=False):
+        whole = torch.tensor([[*ids, *output.generated_tokens]])
+        logits = llama(whole).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+        expected = logits.gather(-1, torch.tensor(output.generated_tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_request_that_is_given_up_changes_no_other(running: Any, llama: Any) -> None:
+    names = [running.add_request(ids, max_new_tokens=200) for ids in PROMPTS[:3]]
+    others = [running.add_request(ids) for ids in PROMPTS[3:]]
+    wait_for(lambda: running.metrics["decoding"])
+    for name in (*names, "nobody"):
+        running.cancel_request(name)
+    outputs = {output.request_id: output for output in (running.get_result(timeout=20) for _ in others)}
+    assert [outputs[name].generated_tokens for name in others] == [alone(llama, ids) for ids in PROMPTS[3:]]
+    assert list(running.request_id_iter(names[0])) == []
+    assert running.get_result(timeout=0.05) is None
+    assert running.metrics == {"waiting": 0, "reading": 0, "decoding": 0}
+
+
+def test_one_request_fails_alone(llama: Any, running: Any) -> None:
+    too_long = running.add_request([5] * 256)
+    empty = running.add_request([])
+    names = [running.add_request(ids) for ids in PROMPTS]
+    outputs = {output.request_id: output for output in (running.get_result(timeout=20) for _ in range(len(names) + 2))}
+    assert "256" in outputs[too_long].error
+    assert outputs[empty].status.name == "FAILED"
+    assert [outputs[name].generated_tokens for name in names] == [alone(llama, ids) for ids in PROMPTS]
+
+
+def test_a_pass_that_fails_fails_all_and_is_told(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kvlayers.installed():
+        manager = llama.init_continuous_batching(config_of())
+    monkeypatch.setattr(llama, "forward", lambda *_, **__: 1 / 0)
+    manager.start()
+    names = [manager.add_request(ids) for ids in PROMPTS]
+    outputs = [manager.get_result(timeout=20) for _ in names]
+    # Each prompt is read by itself, so each fails by itself.
+    assert all("division by zero" in output.error for output in outputs)
+    manager.stop()
+    assert not manager.is_running()
+
+
+def test_nothing_moves_in_a_pause_and_all_goes_on_after_it(running: Any, llama: Any) -> None:
+    expected = [alone(llama, ids) for ids in PROMPTS]
+    names = [running.add_request(ids, streaming=True) for ids in PROMPTS]
+    with running.pause():
+        while running.get_result(timeout=0.01) is not None:
+            pass
+        assert running.get_result(timeout=0.2) is None
+        with pytest.raises(RuntimeError, match="leave the block"):
+            running.stop()
+    last = {name: list(running.request_id_iter(name))[-1] for name in names}
+    assert [last[name].generated_tokens for name in names] == expected
+
+
+def test_pauses_of_several_threads_overlap(running: Any) -> None:
+    name = running.add_request(PROMPTS[0], max_new_tokens=100)
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with running.pause():
+            entered.set()
+            leave.wait(20)
+
+    thread = threading.Thread(target=hold)
+    with running.pause():
+        thread.start()
+        assert entered.wait(20)
+    assert running.get_result(name, timeout=0.2) is None
+    leave.set()
+    thread.join(20)
+    assert len(running.get_result(name, timeout=20).generated_tokens) == 100
+
+
+def test_a_stop_waits_for_all_and_a_hard_stop_for_none(llama: Any) -> None:
+    for is_hard in (False, True):
+        with kvlayers.installed():
+            manager = llama.init_continuous_batching(config_of())
+        manager.start()
+        names = [manager.add_request(ids, max_new_tokens=NEW if not is_hard else 230) for ids in PROMPTS[:2]]
+        manager.stop(hard_stop=is_hard)
+        outputs = [manager.get_result(timeout=0.1) for _ in names]
+        assert {output.status.name for output in outputs} == {"FAILED" if is_hard else "FINISHED"}
+        assert manager.add_request(PROMPTS[0]) is None
+        with pytest.raises(RuntimeError, match="start"), manager.pause():
+            pass
+
+
+def test_outputs_are_handed_to_an_event_loop(running: Any, llama: Any) -> None:
+    async def ask(ids: list[int]) -> list[int]:
+        outputs: asyncio.Queue[Any] = asyncio.Queue()
+        name = f"mine-{len(ids)}"
+        running.register_result_handler(name, outputs.put_nowait)
+        running.add_request(ids, request_id=name, streaming=True)
+        while not (output := await asyncio.wait_for(outputs.get(), 20)).is_finished():
+            pass
+        return list(output.generated_tokens)
+
+    async def ask_all() -> list[list[int]]:
+        return list(await asyncio.gather(*map(ask, PROMPTS)))
+
+    assert asyncio.run(ask_all()) == [alone(llama, ids) for ids in PROMPTS]
+    assert running.get_result(timeout=0.05) is None
+
+
+def test_a_client_whose_loop_is_gone_is_no_error(running: Any, llama: Any) -> None:
+    async def ask() -> None:
+        running.register_result_handler("gone", lambda _: None)
+        running.add_request(PROMPTS[0], request_id="gone", max_new_tokens=60, streaming=True)
+
+    asyncio.run(ask())
+    name = running.add_request(PROMPTS[1])
+    assert running.get_result(name, timeout=20).generated_tokens == alone(llama, PROMPTS[1])
+    wait_for(lambda: running.metrics["decoding"] == 0)
+    assert running.background_thread_status.fatal_error is None
+
+
+def test_five_hundred_requests_at_once_are_all_answered(llama: Any) -> None:
+    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(500)]
+    with kvlayers.installed():
+        outputs = llama.generate_batch(prompts, generation_config=config_of(max_new_tokens=2))
+    expected = [alone(llama, ids)[:2] for ids in PROMPTS]
+    assert [each.generated_tokens for each in outputs.values()] == [
+        expected[number % len(PROMPTS)] for number in range(500)
+    ]
+    assert not any(thread.name == "kvlayers rows" for thread in threading.enumerate())
+
+
+def test_drafts_are_looked_up(llama: Any) -> None:
+    with kvlayers.installed():
+        outputs = llama.generate_batch(PROMPTS, generation_config=config_of(prompt_lookup_num_tokens=3))
+    assert [output.generated_tokens for output in outputs.values()] == [alone(llama, ids) for ids in PROMPTS]
+
+
+def test_a_manager_may_be_kept_and_destroyed(llama: Any) -> None:
+    with kvlayers.installed():
+        first = llama.generate_batch(PROMPTS, generation_config=config_of(), persistent_manager=True)
+        kept = llama.init_continuous_batching()
+        second = llama.generate_batch(PROMPTS, generation_config=config_of(), persistent_manager=True)
+        assert llama.init_continuous_batching() is kept
+        llama.destroy_cached_continuous_batching_manager()
+        assert llama.init_continuous_batching(config_of()) is not kept
+    tokens = [[output.generated_tokens for output in outputs.values()] for outputs in (first, second)]
+    assert tokens[0] == tokens[1]
+
+
+def test_what_rows_refuse_and_who_asks_for_it_is_served_by_transformers(
+    llama: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = transformers.generation.continuous_batching.ContinuousBatchingManager
+    with kvlayers.installed(continuous_batching=False):
+        assert isinstance(llama.init_continuous_batching(config_of()), theirs)
+    with kvlayers.installed(cache="auto"):
+        assert isinstance(llama.init_continuous_batching(config_of()), theirs)
+    assert "is that of transformers" in caplog.text
+    llama.set_attn_implementation("sdpa")
+    with pytest.raises(kvlayers.OptionError, match="`continuous_batching` must be True or False"):
+        kvlayers.install(continuous_batching="yes")  # type: ignore[arg-type]
+
+
+def test_what_of_a_config_means_nothing_is_said(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
+    config = transformers.ContinuousBatchingConfig(num_blocks=8, scheduler_type="prefill_first")
+    with kvlayers.installed(), caplog.at_level(logging.WARNING):
+        llama.generate_batch(PROMPTS[:1], generation_config=config_of(), continuous_batching_config=config)
+    assert "no use for num_blocks, scheduler_type" in caplog.text
+
+
+def test_pages_of_the_attention_are_put_back(llama: Any) -> None:
+    # Newer versions need no other name for pages with SDPA.
+    llama.set_attn_implementation("paged|eager")
+    with kvlayers.installed():
+        outputs = llama.generate_batch(PROMPTS, generation_config=config_of())
+    assert llama.config._attn_implementation == "paged|eager"
+    expected = [alone(tiny_model("llama"), ids) for ids in PROMPTS]
+    assert [output.generated_tokens for output in outputs.values()] == expected

@@ -1,6 +1,7 @@
 """Caches in files: what is loaded decodes on as what was saved, and a path that cannot be used changes nothing."""
 
 import contextlib
+import hashlib
 import json
 import os
 import pathlib
@@ -17,6 +18,7 @@ from typing import Any, cast
 import pytest
 import torch
 import transformers as tf
+from safetensors import safe_open
 
 import fresh_process
 import kvlayers
@@ -397,6 +399,13 @@ def test_the_file_has_the_layout_that_is_documented(path: pathlib.Path) -> None:
     }
     assert set(metadata) == {"format", "format_version", "description"}
     assert (metadata["format"], metadata["format_version"]) == ("kvlayers.cache", "7")
+    with safe_open(path, "pt") as file:
+        assert file.get_tensor("layers.0.values").equal(torch.ones(1, 2, 3, 4))
+    data = {name: content[8 + length :][slice(*entry["data_offsets"])] for name, entry in header.items()}
+    digests = [hashlib.sha256(data[name]).digest() for name in ("layers.0.keys", "layers.0.values", "token_ids")]
+    last = hashlib.sha256(content[: 8 + length] + b"".join(digests)).digest()
+    assert data["digests"] == b"".join([*digests, last])
+    assert inspect_cache(path).checksum == last.hex()
     description = json.loads(metadata["description"])
     model = description.pop("model")
     assert model.pop("fields")["rope_parameters"] == {"rope_theta": 10000, "rope_type": "default"}

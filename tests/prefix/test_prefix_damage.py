@@ -57,9 +57,7 @@ def written() -> dict[str, Written]:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_damaged_nodes_and_snapshots_are_named_or_do_not_matter(
-    data: st.DataObject, written: dict[str, Written]
-) -> None:
+def test_damage_of_nodes_is_named_or_does_not_matter(data: st.DataObject, written: dict[str, Written]) -> None:
     it = written[data.draw(st.sampled_from(sorted(written)))]
     name = data.draw(st.sampled_from(sorted(it.files)))
     content = bytearray(it.files[name])

@@ -7,8 +7,6 @@ import secrets
 import time
 from collections.abc import Iterator
 
-from safetensors import SafetensorError
-
 from kvlayers.errors import CachePathError
 from kvlayers.persistence.safetensors_header import check_regular
 
@@ -101,9 +99,4 @@ def _named_errors(path: str, directory: str) -> Iterator[None]:
         remedy = "choose another" if error.errno in _UNWRITABLE else "make room in it, or choose another"
         raise CachePathError(
             f"`path` must be in a directory that can be written to, got {directory} ({error.strerror}): {remedy}."
-        ) from error
-    except SafetensorError as error:
-        raise CachePathError(
-            f"`path` must be in a directory that can be written to, got {directory} ({error}): make room in it, or "
-            "choose another."
         ) from error

@@ -17,6 +17,7 @@ from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -93,6 +94,8 @@ OF_LOADING = re.compile(r"_(is_)?hf_\w+|_\w+_(plan|installed)")
 
 CHANGES_WITH_LENGTH = ("dynamic", "longrope")
 """Types of RoPE whose frequencies a pass replaces."""
+
+_OF_THE_LENGTH = ("max_seq_len_cached", "long_inv_freq")
 
 
 class _Plain:
@@ -302,13 +305,17 @@ def _weights_and_facts(model: torch.nn.Module) -> tuple[list[tuple[str, Tensor]]
     """All tensors of a model by name, and the attributes of its modules that are no tensors.
 
     What a pass assigns is left out: it follows from the tokens. Every call of `generate()` with a store comes here, so
-    there is no call for an attribute or a weight of an ordinary type.
+    there is no call for a module, nor for an attribute or a weight of an ordinary type.
     """
     weights: list[tuple[str, Tensor]] = []
     facts: Facts = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        own = vars(module)
-        dot = path and f"{path}."
+    waiting: list[tuple[str, Any]] = [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        own, dot = vars(module), path and f"{path}."
+        for name, child in reversed(own["_modules"].items()):
+            if child is not None:
+                waiting.append((dot + name, child))
         transient = own["_non_persistent_buffers_set"]
         # Frequencies that follow the length are those of the newest pass, as are attributes with these ends.
         left_out = transient if transient and _frequencies_change(own.get("rope_type")) else set()
@@ -322,18 +329,20 @@ def _weights_and_facts(model: torch.nn.Module) -> tuple[list[tuple[str, Tensor]]
                 else:
                     _ModuleReader(dot + name, weights, facts).read("", weight)
         for name, value in own.items():
-            if (
-                (left_out and name.endswith(("max_seq_len_cached", "long_inv_freq")))
-                or name in HOUSEKEEPING
-                or OF_LOADING.fullmatch(name)
-                or name in assigned_in_a_pass(module.__class__)
-            ):
+            if _is_passing(module.__class__, name) or (left_out and name.endswith(_OF_THE_LENGTH)):
                 continue
             if type(value) in SIMPLE or (type(value) is tuple and SIMPLE.issuperset(map(type, value))):
                 facts.append((path, name, value))
             else:
                 _ModuleReader(dot + name, weights, facts).read("", value)
     return weights, facts
+
+
+@functools.cache
+def _is_passing(module_class: Any, name: str) -> bool:
+    """Whether no state depends on what this attribute of a module is when no pass runs."""
+    is_known = name in HOUSEKEEPING or OF_LOADING.fullmatch(name) is not None
+    return is_known or name in assigned_in_a_pass(module_class)
 
 
 def _frequencies_change(rope_type: object) -> bool:
@@ -372,31 +381,30 @@ class _ModuleReader:
         else:
             self._within.add(id(value))
             self._facts.append((self._path, name, f"{kind.__module__}.{kind.__qualname__}"))
-            self._read_parts(name, value)
+            if isinstance(value, Tensor):
+                self._read_tensor(name, value)
+            elif isinstance(value, type | FunctionType | BuiltinFunctionType):
+                self._read_name(name, value)
+            else:
+                for end, part in self._parts(value):
+                    self.read(name + end, part)
             self._within.remove(id(value))
 
-    def _read_parts(self, name: str, value: Any) -> None:
-        if isinstance(value, Tensor):
-            self._read_tensor(name, value)
-        elif isinstance(value, Enum):
-            self.read(f"{name}.value", value.value)
-        elif isinstance(value, set | frozenset):
-            self.read(name, tuple(sorted(map(repr, value))))
-        elif isinstance(value, Mapping):
-            for key, each in value.items():
-                self.read(f"{name}[{key!r}]", each)
-        elif isinstance(value, list | tuple | deque):
-            for index, each in enumerate(value):
-                self.read(f"{name}[{index}]", each)
-        elif isinstance(value, functools.partial):
-            self.read(name, (value.func, value.args, value.keywords))
-        elif isinstance(value, type | FunctionType | BuiltinFunctionType):
-            self._read_name(name, value)
-        elif type(value).__basicsize__ <= _Plain.__basicsize__:
-            for key, each in vars(value).items():
-                self.read(f"{name}.{key}", each)
-        else:
-            raise self._incomparable(value)
+    def _parts(self, value: Any) -> list[tuple[str, object]]:
+        """What an object is made of, with the ends of the names of its parts."""
+        if isinstance(value, Enum):
+            return [(".value", value.value)]
+        if isinstance(value, set | frozenset):
+            return [("", tuple(sorted(map(repr, value))))]
+        if isinstance(value, Mapping):
+            return [(f"[{key!r}]", each) for key, each in value.items()]
+        if isinstance(value, list | tuple | deque):
+            return [(f"[{index}]", each) for index, each in enumerate(value)]
+        if isinstance(value, functools.partial):
+            return [("", (value.func, value.args, value.keywords))]
+        if type(value).__basicsize__ <= _Plain.__basicsize__:
+            return [(f".{key}", each) for key, each in vars(value).items()]
+        raise self._incomparable(value)
 
     def _read_name(self, name: str, value: Any) -> None:
         """A function or a class of a package is what its name says; that of a program may be another one each time."""
@@ -503,13 +511,6 @@ def _words(weight: Tensor) -> Tensor:
 
 @functools.cache
 def _factors() -> Tensor:
-    """Pseudorandom odd numbers from splitmix64, int64 `[BLOCK]`, the same on every machine."""
-    factors, mask = [], 2**64 - 1
-    for index in range(1, BLOCK + 1):
-        mixed = index * 0x9E3779B97F4A7C15 & mask
-        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & mask
-        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & mask
-        mixed = (mixed ^ mixed >> 31) | 1
-        factors.append(mixed - 2**64 if mixed >= 2**63 else mixed)
+    """Pseudorandom odd numbers, int64 `[BLOCK]`, the same on every machine: numpy never changes what PCG64 yields."""
     with torch.inference_mode(False):
-        return torch.tensor(factors, dtype=torch.int64)
+        return torch.from_numpy(np.random.PCG64(0).random_raw(BLOCK).astype(np.uint64).view(np.int64) | 1)

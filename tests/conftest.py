@@ -96,9 +96,10 @@ def _kernels_are_there() -> None:
 
 
 # Keys as even as those of tests have factors and means too, so that whatever reads packed keys is seen to use them.
-THRESHOLDS = {name: getattr(smoothing, name) for name in ("UNEVEN", "UNEVEN_ROTATED", "LARGE_MEAN")}
-for _name in THRESHOLDS:
-    setattr(smoothing, _name, 0.0)
+THRESHOLDS = {name: getattr(smoothing, name) for name in ("FACTORS", "FACTORS_ROTATED", "LARGE_MEAN")}
+smoothing.FACTORS = smoothing.FACTORS.for_any()
+smoothing.FACTORS_ROTATED = smoothing.FACTORS_ROTATED.for_any()
+smoothing.LARGE_MEAN = 0.0
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from kvlayers import (
     StaticLayer,
     StaticSlidingLayer,
 )
+from kvlayers.eviction.flat_tokens import is_ragged
 from kvlayers.eviction.held_tokens import held_tokens
-from kvlayers.eviction.ragged_state import is_ragged
 from kvlayers.offload import Prefetcher
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import QuantizedStore

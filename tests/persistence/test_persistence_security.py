@@ -23,9 +23,9 @@ import versions
 from kvlayers import KVLayersError, inspect_cache, load_cache, save_cache
 from kvlayers.errors import CacheFileError
 from kvlayers.persistence import rebuild
-from kvlayers.persistence.checksums import checksum, digest_table
-from kvlayers.persistence.format import canonical, read_description
+from kvlayers.persistence.format import canonical
 from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry
+from kvlayers.persistence.tensor_file import content_of, file_header
 from models import CONFIGS
 
 ROOM = 192 * 2**20
@@ -93,17 +93,10 @@ class Forged:
         return found
 
     def content(self) -> bytes:
-        self.description["fingerprint"] = "0" * 64
-        try:
-            read_description("it", canonical(self.description))
-        except CacheFileError as error:
-            if "fingerprint" in str(error):
-                self.description["fingerprint"] = str(error).split("the fingerprint ")[1][:64]
-        text = canonical(self.description)
+        own = {name: text for name, text in self.metadata.items() if "format" not in name}
         entries = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
-        digests = digest_table(self.tensors)
-        metadata = {**self.metadata, "description": text, "checksum": checksum(text, entries, digests)}
-        return raw({**self.tensors, "digests": digests}, metadata)
+        header = file_header(entries, {**own, "description": canonical(self.description)})
+        return bytes(content_of(header, {name: [tensor] for name, tensor in self.tensors.items()}))
 
 
 def raw(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
@@ -175,7 +168,7 @@ RAW: dict[str, bytes] = {
     "bytes between two": framed(json.dumps({"x": _entry([1], [0, 4]), "y": _entry([1], [8, 12])}).encode()) + bytes(12),
     "a pickle": pickle.dumps({"keys": [1, 2, 3]}),
     "another safetensors file": raw({"weight": torch.ones(2, 2)}, {"format": "pt"}),
-    "no description": raw({}, {"format": "kvlayers.cache", "format_version": "3"}),
+    "no description": raw({}, {"format": "kvlayers.cache", "format_version": "7"}),
 }
 
 
@@ -385,11 +378,11 @@ def test_what_is_no_file_of_a_cache_is_refused(name: str, path: pathlib.Path) ->
         inspect_cache(path)
 
 
-@pytest.mark.parametrize("version", [1, 2, 5, 6])
-def test_files_of_prefix_stores_and_of_other_versions_are_refused(version: int, path: pathlib.Path) -> None:
+@pytest.mark.parametrize("version", [3, 6, 8])
+def test_files_of_other_versions_are_refused(version: int, path: pathlib.Path) -> None:
     path.write_bytes(raw({}, {"format": "kvlayers.cache", "format_version": str(version)}))
     for read in (load_cache, inspect_cache):
-        with pytest.raises(CacheFileError, match=r"chat\.safetensors must"):
+        with pytest.raises(CacheFileError, match=r"chat\.safetensors must have version 7 of the format"):
             read(path)
 
 

@@ -20,15 +20,12 @@ import kvlayers
 from backend_cases import PART, Files, FilesystemFiles, LocalFiles, ServerFiles, covered, filled, large, put
 from kvlayers import OptionError, PrefixStore
 from kvlayers.errors import CachePathError
-from kvlayers.persistence.checksums import checksum, first_rows
-from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry
 from kvlayers.prefix.backends import redis
 from kvlayers.prefix.backends.contract import SUFFIX, Address
 from kvlayers.prefix.backends.fsspec import FsspecBackend
 from kvlayers.prefix.backends.remote import HEAD_BYTES
 from models import prompt, tiny_model
 from redis_server import running, why_not
-from whole_entries import whole_entry
 
 ROOM = 2**30
 
@@ -441,7 +438,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_again(failing: Filesys
 def test_a_remote_file_that_claims_much_is_not_read(failing: FilesystemFiles, tmp_path: pathlib.Path) -> None:
     put(PrefixStore(ROOM, failing.url), [1, 5, 6])
     (name,) = failing.names()
-    content, (_, whole) = failing.read(name), whole_entry([1, 5, 6], filled([1, 5, 6]))
+    content = failing.read(name)
     terabyte = 2**40
 
     class Endless(Failing):
@@ -470,7 +467,6 @@ def test_a_remote_file_that_claims_much_is_not_read(failing: FilesystemFiles, tm
     claims = {
         "a header of 2**60 bytes": struct.pack("<Q", 2**60),
         "a header of 4 MiB of nothing": struct.pack("<Q", 2**22),
-        "digests of nearly a terabyte": _endless(whole, terabyte),
         "a node of ids of nearly a terabyte": _endless_node(content, terabyte),
         "a file of other bytes": content,
     }
@@ -479,35 +475,6 @@ def test_a_remote_file_that_claims_much_is_not_read(failing: FilesystemFiles, tm
         store = PrefixStore(ROOM, "endless://host/team")
         assert (what, len(store), store.statistics.damaged) == (what, 0, 1)
         assert sum(end - start for start, end in Endless.asked) < 80 * 2**20, what
-
-
-def _endless(content: bytes, nbytes: int) -> bytes:
-    """The header of a cache of so many bytes, nearly all of digests, whose checksum is right if these are 0."""
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    metadata = header.pop("__metadata__")
-    sizes = {name: int(claim["data_offsets"][1] - claim["data_offsets"][0]) for name, claim in header.items()}
-    which, row = "digests", 32
-    room = 2**16 - 8
-    # The header is filled up, so that what is left is a whole number of rows.
-    left = nbytes - 8 - room - sum(size for name, size in sizes.items() if name != which)
-    room += left % row
-    sizes[which] = left - left % row
-    header[which]["shape"] = [sizes[which] // row, row]
-    end = 0
-    for name, claim in header.items():
-        claim["data_offsets"] = [end, end + sizes[name]]
-        end += sizes[name]
-    entries = {
-        name: TensorEntry(DTYPES[claim["dtype"]], tuple(claim["shape"]))
-        for name, claim in header.items()
-        if name != "digests"
-    }
-    digests = torch.zeros(first_rows(entries)[""], 32, dtype=torch.uint8)
-    metadata["checksum"] = checksum(metadata["description"], entries, digests)
-    text = json.dumps({"__metadata__": metadata, **header}).encode().ljust(room)
-    assert 8 + len(text) + end == nbytes
-    return struct.pack("<Q", len(text)) + text
 
 
 def _endless_node(content: bytes, nbytes: int) -> bytes:

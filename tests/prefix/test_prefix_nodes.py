@@ -346,7 +346,7 @@ def test_an_entry_of_another_tenant_is_not_believed(tmp_path: pathlib.Path) -> N
 def test_a_version_of_the_future_is_refused_and_stays(tmp_path: pathlib.Path) -> None:
     writer = Directory(LocalBackend(str(tmp_path)))
     path = pathlib.Path(write(writer, DOCUMENT).path)
-    path.write_bytes(path.read_bytes().replace(b'"format_version":"6"', b'"format_version":"7"'))
+    path.write_bytes(path.read_bytes().replace(b'"format_version":"7"', b'"format_version":"8"'))
     age(tmp_path)
     directory = Directory(LocalBackend(str(tmp_path)))
     # The tokens before it may be used.
@@ -399,11 +399,13 @@ def forged(content: bytes, change: Any) -> tuple[str, bytes]:
     metadata["entry"], metadata["node"] = json.dumps(entry), json.dumps(node)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    changed = len(text).to_bytes(8, "little") + text + content[8 + length : -32]
-    begin, end = header["token_ids"]["data_offsets"]
-    ids = content[8 + length + begin : 8 + length + end]
-    name = hashlib.sha256(f"{metadata['entry']}\n{metadata['node']}\n".encode() + ids).hexdigest()
-    return f"{name}.safetensors", changed + hashlib.sha256(changed).digest()
+    begin = len(text).to_bytes(8, "little") + text
+    claims = {name: claim["data_offsets"] for name, claim in header.items() if name not in ("__metadata__", "digests")}
+    data = {name: content[8 + length + start : 8 + length + end] for name, (start, end) in claims.items()}
+    table = b"".join(hashlib.sha256(data[name]).digest() for name in sorted(data))
+    table += hashlib.sha256(begin + table).digest()
+    name = hashlib.sha256(f"{metadata['entry']}\n{metadata['node']}\n".encode() + data["token_ids"]).hexdigest()
+    return f"{name}.safetensors", begin + content[8 + length : -len(table)] + table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -443,7 +445,7 @@ FORGERIES: dict[str, Callable[[Forgery], Any]] = {
     "no saved cache": lambda of: of.node.update(cache=""),
     "a label that is none": lambda of: of.entry.update(label=5),
     "versions that are none": lambda of: of.entry.update(versions=[1]),
-    "a digest before the end": lambda of: of.swap("cache", "digest"),
+    "a digest before the end": lambda of: of.swap("cache", "digests"),
     # These are well-formed, and seen to be wrong as soon as they are used.
     "tensors of another layer": lambda of: of.entry["groups"][0].__setitem__(0, [7]),
     "tensors of other names": lambda of: (

@@ -17,6 +17,7 @@ import torch
 from backend_cases import covered, filled
 from controlled_backend import READS, WRITES, ControlledBackend, use
 from kvlayers import CapacityError, DynamicCache, OptionError, PrefixStore
+from kvlayers.prefix.backends.local import LocalBackend
 
 ROOM = 2**30
 BOUND = 0.05
@@ -498,3 +499,40 @@ def test_bounds_that_are_no_number_of_seconds_are_refused(value: Any) -> None:
     for name in ("write_wait_seconds", "read_wait_seconds"):
         with pytest.raises(OptionError, match=f"`{name}` must be a number of seconds, 0 or more, got"):
             PrefixStore(ROOM, **{name: value})
+
+
+# The order of uses in files
+
+
+def test_uses_are_in_order_however_coarse_the_clock_is_and_also_if_it_goes_back(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = LocalBackend(str(tmp_path))
+    for name in ("a", "b", "c"):
+        backend.write(f"{name}.safetensors", b"content")
+    now = time.time_ns() + 10**9
+    for moment in (now, now, now - 10**12):
+        monkeypatch.setattr(time, "time_ns", lambda moment=moment: moment)
+        for order in ("cab", "abcb", "bca"):
+            backend.touch([f"{name}.safetensors" for name in order])
+            uses = backend.last_uses()
+            wanted = [name for place, name in enumerate(order) if name not in order[place + 1 :]]
+            assert sorted(uses, key=lambda name: uses[name]) == [f"{name}.safetensors" for name in wanted]
+    backend.write("d.safetensors", b"content")
+    uses = backend.last_uses()
+    assert max(uses, key=lambda name: uses[name]) == "d.safetensors"
+
+
+def test_what_was_inserted_again_stays_in_the_directory(tmp_path: pathlib.Path) -> None:
+    first, second, third = ([start, *range(5, 44)] for start in (1, 2, 3))
+    with PrefixStore(ROOM, tmp_path / "one") as store:
+        insert(store, first)
+    (file,) = (tmp_path / "one").iterdir()
+    most = int(file.stat().st_size * 2.5)
+    with PrefixStore(ROOM, tmp_path / "all", directory_max_bytes=most) as store:
+        for ids in (first, second, first):
+            insert(store, ids)
+            assert store.flush()
+        insert(store, third)
+    again = PrefixStore(ROOM, tmp_path / "all")
+    assert [covered(again, ids) for ids in (first, second, third)] == [40, 0, 40]

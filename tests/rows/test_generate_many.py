@@ -12,7 +12,7 @@ import transformers
 import kvlayers
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.generation import prefill
-from kvlayers.generation.generate_many import MAX_OVERTAKEN
+from kvlayers.generation.row_engine import MAX_OVERTAKEN
 from kvlayers.planning import auto
 from kvlayers.upstream import compat
 from models import fresh_model, prompt, tiny_model

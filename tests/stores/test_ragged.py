@@ -138,7 +138,7 @@ def test_memory_is_that_of_the_kept_tokens_their_tables_and_the_tail() -> None:
     store, lists = ragged()
     flat = int(lists.counts.sum()) - 4 * RECENT
     assert store.flat is not None
-    pieces = store.flat.tables.counts.shape[2]
+    pieces = store.flat.counts.shape[2]
     tail = 2 * KV_HEADS * (RECENT + RECENT)
     assert store.nbytes == (flat + tail) * (KEY_DIM + VALUE_DIM) * 4 + 3 * 4 * pieces * 8
     for _ in range(RECENT + 1):

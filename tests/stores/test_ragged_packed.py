@@ -157,7 +157,7 @@ def test_budgets_that_differ_by_whole_blocks_fill_every_block() -> None:
     counts = [[50 + 7 * BLOCK, 50 + 2 * BLOCK], [50 + BLOCK, 50 + 5 * BLOCK]]
     store, _ = ragged(counts)
     assert store.flat is not None
-    counts_of_pieces = store.flat.tables.counts
+    counts_of_pieces = store.flat.counts
     assert set(counts_of_pieces.unique().tolist()) <= {0, BLOCK}
     assert store.tail.length == 50
     assert store.flat.places == 7 + 2 + 1 + 5

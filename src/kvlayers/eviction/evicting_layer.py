@@ -25,8 +25,8 @@ from kvlayers.eviction.evicting_attention import (
     with_columns,
 )
 from kvlayers.eviction.eviction_progress import PROGRESS_NAMES, WHOLE_FROM, EvictionProgress, evict
+from kvlayers.eviction.flat_tokens import is_ragged
 from kvlayers.eviction.packed_eviction import check_evictable
-from kvlayers.eviction.ragged_state import is_ragged
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.rule import EvictionRule
 from kvlayers.eviction.settings import STEP, EvictionSettings

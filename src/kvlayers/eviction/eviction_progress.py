@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvlayers.core.dense_store import may_share, store_of
+from kvlayers.core.dense_store import may_share, store_of, without_spare_room
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.preparation import PADDING_NAME
 from kvlayers.core.token_store import KVPair, TokenStore
 from kvlayers.errors import RollbackError, StateMismatchError
 from kvlayers.eviction.evicting_attention import QUERIES_NAME, ObservedQueries
-from kvlayers.eviction.flat_tokens import DenseFlatTokens, PieceTables
+from kvlayers.eviction.flat_tokens import FlatTokens, pieces_in_a_row
 from kvlayers.eviction.held_tokens import HeldTokens, cannot_evict_from, held_tokens, taken
 from kvlayers.eviction.packed_eviction import packed_evicted, packed_pieces
 from kvlayers.eviction.ragged_store import RaggedStore
@@ -379,9 +379,9 @@ def _dense(growth: tuple[int, int], states: KVPair, kept: KeptTokens, run: int) 
     tail = store_of(keys[:, :, first:], values[:, :, first:], *growth)
     counts = kept.counts - run
     places = _first_places(kept, counts)
-    tables = PieceTables.of_heads(counts, DENSE_PIECE_TOKENS)
-    flat = DenseFlatTokens.of(keys[places][None, None], values[places][None, None], tables)
-    return RaggedStore.of(tail, flat)
+    starts, pieces = (table.to(keys.device) for table in pieces_in_a_row(counts, DENSE_PIECE_TOKENS, 1))
+    part = without_spare_room(keys[places][None, None], values[places][None, None])
+    return RaggedStore.of(tail, FlatTokens.of(part, starts, pieces))
 
 
 def _first_places(kept: KeptTokens, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,135 +1,236 @@
-"""The flat part of a ragged store: one head behind another, and tables of the pieces of each head."""
+"""The flat part of a ragged store: one head behind another, tables of the pieces of each head, and their state."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, override
+from typing_extensions import Self
 
-from kvlayers.core.buffer import StateForm
+from kvlayers.core.arguments import check_dense_state
+from kvlayers.core.buffer import COUNT_DTYPE, StateForm, form_of
 from kvlayers.core.dense_store import DenseStore, without_spare_room
-from kvlayers.core.token_store import BufferSwap, KVPair
+from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import GatheredSegment, smoothing_of
 from kvlayers.kernels.codes.smoothing import KeySmoothing
-from kvlayers.quantized.packed_blocks import PackedBlocks
+from kvlayers.quantized.checks import checked_quantizers
+from kvlayers.quantized.packed_blocks import PACKED_NAMES, PackedBlocks, check_packed_state
+from kvlayers.quantized.quantization import block_tokens
+from kvlayers.quantized.quantized_store import QuantizedStore
+
+TABLE_NAMES = ("piece_starts", "piece_counts")
+COLUMNS_NAME = "ragged_columns"
+FLAT = "flat_"
+"""What the names of the tensors of the flat part begin with."""
 
 
-@dataclass(frozen=True, eq=False)
-class PieceTables:
-    """The pieces of each KV head of each sequence, in the order of their tokens.
+@dataclass(eq=False)
+class FlatTokens:
+    """Tokens in a flat part, a pseudo batch of one sequence with one head, and the pieces that each head reads.
 
-    The tokens of a head are right-aligned: its last token is in the last column.
+    The tokens never change, so forks share them, and sequences may read the same ones. The tokens of a head are
+    right-aligned: its last token is in the last column.
 
     Attributes:
-        starts: where each piece is in the flat part, int64 `[batch, kv_heads, pieces]`: its first token in a dense
-            part, or its block in a packed one.
-        counts: tokens of each piece, int64 `[batch, kv_heads, pieces]`; 0 behind the last piece of a head.
+        part: the tokens: `[1, 1, tokens, head_dim]` in full precision, or packed blocks `[1, 1, blocks, bytes]`.
+        starts: where each piece is, int64 `[batch, kv_heads, pieces]`: its first token in full precision, of at most
+            `DENSE_PIECE_TOKENS`, or its packed block, of which it may be the beginning.
+        counts: tokens of each piece, int64 `[batch, kv_heads, pieces]`; 0 for no piece.
         columns: column of the first token of each piece, int64 `[batch, kv_heads, pieces]`.
-        width: columns of the flat part, at least the most tokens of any head.
+        width: columns, at least the most tokens of any head.
+        sinks: how many of the oldest tokens of the tail, behind the flat part, are older than those in it.
+        own: how many of the oldest tokens of the tail may be other tokens of the text for each head.
     """
 
+    part: DenseStore | PackedBlocks
     starts: Tensor
     counts: Tensor
     columns: Tensor
     width: int
+    sinks: int = 0
+    own: int = 0
+    _gathered: GatheredSegment | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def of_pieces(cls, starts: Tensor, counts: Tensor, width: int | None = None) -> Self:
-        """Tables of pieces whose `starts` and `counts` are known, with the fewest columns if no width is given."""
+    def of(
+        cls,
+        part: DenseStore | PackedBlocks,
+        starts: Tensor,
+        counts: Tensor,
+        width: int | None = None,
+        sinks: int = 0,
+        own: int = 0,
+    ) -> Self:
+        """Pieces whose `starts` and `counts` are known, with the fewest columns if no width is given."""
         ends = counts.cumsum(2)
         tokens = ends[:, :, -1:]
         if width is None:
             width = int(tokens.max())
-        columns = torch.where(counts > 0, width - tokens + ends - counts, 0)
-        return cls(starts, counts, columns, width)
-
-    @classmethod
-    def of_heads(cls, tokens: Tensor, piece_tokens: int) -> Self:
-        """Tables of heads one behind the other.
-
-        Args:
-            tokens: tokens of each head, int64 `[batch, kv_heads]` on the host. At least one head has a token.
-            piece_tokens: most tokens of a piece.
-        """
-        before = tokens.flatten().cumsum(0).view_as(tokens) - tokens
-        skipped = torch.arange(0, int(tokens.max()), piece_tokens)
-        counts = (tokens[:, :, None] - skipped).clamp(0, piece_tokens)
-        return cls.of_pieces(torch.where(counts > 0, before[:, :, None] + skipped, 0), counts)
+        return cls(part, starts, counts, torch.where(counts > 0, width - tokens + ends - counts, 0), width, sinks, own)
 
     @property
     def tokens(self) -> Tensor:
         """Tokens of each head, int64 `[batch, kv_heads]`."""
         return self.counts.sum(2)
 
-    def on(self, device: torch.device) -> Self:
-        """The tables on a device."""
-        starts, counts, columns = (table.to(device) for table in (self.starts, self.counts, self.columns))
-        return replace(self, starts=starts, counts=counts, columns=columns)
+    @property
+    def places(self) -> int:
+        """Tokens of a dense part, or blocks of a packed one."""
+        return len(self.part) if isinstance(self.part, PackedBlocks) else self.part.length
 
-    def selected(self, indices: Tensor) -> Self:
-        """The tables of the sequences at `indices`, int64 `[new_batch]`."""
-        indices = indices.to(self.starts.device)
-        starts, counts, columns = (table.index_select(0, indices) for table in self.held_tensors())
-        return replace(self, starts=starts, counts=counts, columns=columns)
+    def gathered(self, smoothing: KeySmoothing | None) -> GatheredSegment:
+        """The tokens as attention reads them: the same object each time, while they stay where they are.
 
-    def expanded(self, repeats: int) -> Self:
-        """The tables if each sequence is repeated `repeats` times in a row."""
-        starts, counts, columns = (table.repeat_interleave(repeats, 0) for table in self.held_tensors())
-        return replace(self, starts=starts, counts=counts, columns=columns)
+        Args:
+            smoothing: how packed keys were smoothed.
+        """
+        if self._gathered is None or smoothing_of(self._gathered) is not smoothing:
+            source = self._source(smoothing)
+            self._gathered = GatheredSegment(source, self.starts, self.counts, self.columns, self.width)
+        return self._gathered
 
-    def columns_of(self, piece_tokens: int, step: int) -> tuple[Tensor, Tensor]:
+    def _source(self, smoothing: KeySmoothing | None) -> DenseSegment | PackedSegment:
+        """The flat part as if each head of each sequence held all of it."""
+
+        def held_by_all(states: Tensor) -> Tensor:
+            return states.expand(*self.counts.shape[:2], -1, -1)
+
+        if isinstance(self.part, DenseStore):
+            keys, values = self.part.newest(self.part.length)
+            return DenseSegment(held_by_all(keys), held_by_all(values))
+        segment = next(self.part.segments())
+        packed_keys, packed_values = (
+            replace(side, codes=held_by_all(side.codes), parameters=held_by_all(side.parameters))
+            for side in (segment.keys, segment.values)
+        )
+        return PackedSegment(packed_keys, packed_values, smoothing=smoothing)
+
+    def padded(self, smoothing: KeySmoothing | None) -> tuple[KVPair, Tensor | None]:
         """What is in each column.
 
         Args:
-            piece_tokens: most tokens of a piece.
-            step: tokens of the flat part from one start to the next.
+            smoothing: how packed keys were smoothed.
 
         Returns:
-            The token of the flat part, and the number of the piece, both int64 `[batch, kv_heads, width]`, and -1 in
-            columns without a token.
+            Copies of keys and values, `[batch, kv_heads, width, head_dim]` in full precision, with zeros in columns
+            without a token; and the numbers of the packed blocks of a head, int64 `[batch, kv_heads, width]`, -1 in a
+            column without a token, `None` if no token is packed.
         """
-        within = torch.arange(piece_tokens, device=self.starts.device)
-        is_token = within < self.counts[..., None]
+        if isinstance(self.part, DenseStore):
+            size, step, states = DENSE_PIECE_TOKENS, 1, self.part.newest(self.part.length)
+        else:
+            size = step = self.part.block_tokens
+            segment = next(self.part.segments())
+            states = segment.states("keys", self.part.dtype), segment.states("values", self.part.dtype)
+        within = torch.arange(size, device=self.starts.device)
         # Whatever is no token goes to one more column, which is cut off.
-        columns = torch.where(is_token, self.columns[..., None] + within, self.width).flatten(2)
-        tokens = (self.starts[..., None] * step + within).flatten(2)
-        pieces = torch.arange(self.counts.shape[2], device=tokens.device).repeat_interleave(piece_tokens)
-        found = tokens.new_full((2, *tokens.shape[:2], self.width + 1), -1)
-        found[0].scatter_(2, columns, tokens)
+        columns = torch.where(within < self.counts[..., None], self.columns[..., None] + within, self.width).flatten(2)
+        found = self.starts.new_full((2, *self.counts.shape[:2], self.width + 1), -1)
+        found[0].scatter_(2, columns, (self.starts[..., None] * step + within).flatten(2))
+        pieces = torch.arange(self.counts.shape[2], device=columns.device).repeat_interleave(size)
         found[1].scatter_(2, columns, pieces.expand_as(columns))
-        return found[0][..., :-1], found[1][..., :-1]
+        tokens, numbers = found[..., :-1]
+        absent = (tokens < 0)[..., None]
+        keys, values = (side[0, 0, tokens.clamp(min=0)] for side in states)
+        if smoothing is not None:
+            keys = smoothing.restored(keys)
+        shown = keys.masked_fill(absent, 0), values.masked_fill(absent, 0)
+        return shown, None if isinstance(self.part, DenseStore) else numbers
 
-    def state(self, device: torch.device) -> dict[str, Tensor]:
-        """Copies from which the tables can be made again, by `TABLE_NAMES`."""
-        tables = (self.starts, self.counts)
-        return {name: table.to(device, copy=True) for name, table in zip(TABLE_NAMES, tables, strict=True)}
+    # The batch, copies and memory
+
+    def with_tables(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same tokens in the same memory, read by tables in which `change` has moved the sequences."""
+        starts, counts, columns = map(change, (self.starts, self.counts, self.columns))
+        return replace(self, starts=starts, counts=counts, columns=columns)
+
+    def with_part(self, part: DenseStore | PackedBlocks) -> Self:
+        """The same with a twin of the flat part."""
+        return replace(self, part=part)
+
+    def _read(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The places that some head reads, int64 `[read]`: their starts, their lengths, and the start of each piece."""
+        is_read = self.counts > 0
+        starts, numbers = torch.unique(self.starts[is_read], return_inverse=True)
+        lengths = torch.ones_like(starts)
+        if isinstance(self.part, DenseStore):
+            # The longest of pieces with one start, which differ only in a hostile file.
+            lengths = torch.zeros_like(starts).scatter_reduce(0, numbers, self.counts[is_read], "amax")
+        moved = self.starts.clone()
+        moved[is_read] = (lengths.cumsum(0) - lengths)[numbers]
+        return starts, lengths, moved
+
+    def places_read(self) -> int:
+        """Places that some head reads."""
+        return int(self._read()[1].sum())
+
+    def without_unread(self) -> Self:
+        """The same tokens in memory of their own, without tokens that no head reads."""
+        starts, lengths, moved = self._read()
+        within = torch.arange(DENSE_PIECE_TOKENS, device=starts.device)
+        places = (starts[:, None] + within)[within < lengths[:, None]]
+        if isinstance(self.part, PackedBlocks):
+            return replace(self, part=self.part.taken(places.cpu()), starts=moved)
+        # The tables are on the device that computes, wherever the states are held.
+        states = self.part.newest(self.part.length)
+        keys, values = (side.index_select(2, places.to(side.device)) for side in states)
+        return replace(self, part=without_spare_room(keys, values), starts=moved)
+
+    def swap_buffers(self, swap: BufferSwap) -> None:
+        """See `TokenStore.swap_buffers`."""
+        self.part.swap_buffers(swap)
+        self._gathered = None
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """The tables."""
+        """See `TokenStore.held_tensors`."""
+        yield from self.part.held_tensors()
         yield from (self.starts, self.counts, self.columns)
 
-    def compacted(self) -> tuple[Self, Tensor, Tensor]:
-        """Tables of a dense flat part without the tokens that no head reads.
+    def __getstate__(self) -> dict[str, object]:
+        # The segment has views of states that are in the part already.
+        return {**self.__dict__, "_gathered": None}
 
-        Returns:
-            The tables, and the starts and the counts of the pieces that are read, int64 `[read]`, where they are now.
-            The tables are for a part in which these pieces lie one behind the other.
-        """
-        read = self.counts > 0
-        starts, places = torch.unique(self.starts[read], return_inverse=True)
-        # The longest of pieces with one start, which differ only in a hostile file.
-        counts = torch.zeros_like(starts).scatter_reduce(0, places, self.counts[read], "amax")
-        new_starts = self.starts.clone()
-        new_starts[read] = (counts.cumsum(0) - counts)[places]
-        return replace(self, starts=new_starts), starts, counts
+    # State
+
+    def state(self, device: torch.device) -> dict[str, Tensor]:
+        """Copies of the states and tables by name. The numbers are on the device, so that a state moves as a whole."""
+        tensors = {FLAT + name: states for name, states in self.part.state().items() if name != "block_ends"}
+        for name, table in zip(TABLE_NAMES, (self.starts, self.counts), strict=True):
+            tensors[name] = table.to(device, copy=True)
+        columns = (self.width, self.sinks, self.own)
+        return {**tensors, COLUMNS_NAME: torch.tensor(columns, dtype=COUNT_DTYPE, device=device)}
+
+    @classmethod
+    def of_state(cls, tensors: dict[str, Tensor], tail: TokenStore) -> Self:
+        """The flat part of a state, which has been checked; the tail is one of the kind in the state."""
+        flat, forms = _flat_state(tensors), (form_of(tensors["keys"]), form_of(tensors["values"]))
+        starts, counts = (tensors[name].clone() for name in TABLE_NAMES)
+        part: DenseStore | PackedBlocks
+        if isinstance(tail, QuantizedStore):
+            quantizers = checked_quantizers(tail.quantization, *forms)
+            size, room = block_tokens(quantizers), flat["keys_codes"].shape[2]
+            part = PackedBlocks(quantizers, (flat_form(forms[0]), flat_form(forms[1])), size, room)
+            part.load_state({**flat, "block_ends": torch.tensor([0] + [size] * room)})
+        else:
+            part = without_spare_room(flat["keys"], flat["values"])
+        return cls.of(part, starts, counts, *tensors[COLUMNS_NAME].tolist())
 
 
-TABLE_NAMES = ("piece_starts", "piece_counts")
-"""Names of the tables in the state of a store."""
+def pieces_in_a_row(tokens: Tensor, piece_tokens: int, step: int) -> KVPair:
+    """Starts and counts of the pieces of heads one behind the other, int64 `[batch, kv_heads, pieces]`.
+
+    Args:
+        tokens: tokens of each head, int64 `[batch, kv_heads]` on the host.
+        piece_tokens: most tokens of a piece.
+        step: tokens of a place: 1, or those of a packed block.
+    """
+    places = -(-tokens // step)
+    before = places.flatten().cumsum(0).view_as(tokens) - places
+    skipped = torch.arange(0, int(tokens.max()), piece_tokens)
+    counts = (tokens[:, :, None] - skipped).clamp(0, piece_tokens)
+    return torch.where(counts > 0, before[:, :, None] + skipped // step, 0), counts
 
 
 def tables_nbytes(form: StateForm, tokens: int, piece_tokens: int) -> int:
@@ -138,19 +239,90 @@ def tables_nbytes(form: StateForm, tokens: int, piece_tokens: int) -> int:
     return 3 * form.batch_size * form.kv_heads * pieces * torch.int64.itemsize
 
 
-def check_tables(tensors: dict[str, Tensor], form: StateForm, width: int, most: int, room: int, step: int) -> None:
-    """Check the tables in a state.
+def flat_form(form: StateForm) -> StateForm:
+    """The form of the flat part of states of this form."""
+    return form._replace(batch_size=1, kv_heads=1)
+
+
+def is_ragged(tensors: dict[str, Tensor]) -> bool:
+    """Whether a state has a flat part."""
+    return len(tail_state(tensors)) < len(tensors)
+
+
+def tail_state(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state of the tail."""
+    of_flat = (*TABLE_NAMES, COLUMNS_NAME)
+    return {name: states for name, states in tensors.items() if not name.startswith(FLAT) and name not in of_flat}
+
+
+def _flat_state(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(FLAT): states for name, states in tensors.items() if name.startswith(FLAT)}
+
+
+def check_ragged_state(tensors: dict[str, Tensor], tail: TokenStore, tail_tokens: int) -> int:
+    """Tokens in a state that has a flat part.
+
+    Args:
+        tensors: the state.
+        tail: a tail of the kind whose state it is.
+        tail_tokens: tokens of the tail, whose state has been checked.
+
+    Raises:
+        StateMismatchError: it is not the state of a ragged store with such a tail.
+    """
+    flat = _flat_state(tensors)
+    names = {"keys", "values"}
+    if isinstance(tail, QuantizedStore):
+        names = {name for name in PACKED_NAMES if name != "block_ends"}
+    if set(flat) != names or {"keys", "values", *TABLE_NAMES, COLUMNS_NAME} - set(tensors):
+        raise StateMismatchError(
+            f"The tensors {sorted(tensors)} are not the state of a RaggedStore with a {type(tail).__name__} as its "
+            "tail: take the state again."
+        )
+    numbers = tensors[COLUMNS_NAME]
+    if numbers.dtype != COUNT_DTYPE or numbers.shape != (3,):
+        raise StateMismatchError(
+            f"`{COLUMNS_NAME}` of a state must be three numbers of {COUNT_DTYPE}, got {list(numbers.shape)} of "
+            f"{numbers.dtype}: take the state again."
+        )
+    width, sinks, own = map(int, numbers.tolist())
+    if not 0 <= sinks <= own <= tail_tokens:
+        raise StateMismatchError(
+            f"The {tail_tokens} tokens of a tail must include its sinks and its own tokens, got {sinks} sinks and "
+            f"{own} own tokens: take the state again."
+        )
+    forms = form_of(tensors["keys"]), form_of(tensors["values"])
+    if forms[0].kv_heads != forms[1].kv_heads:
+        raise StateMismatchError(
+            f"Keys and values of a ragged state must have the same kv_heads, got {forms}: take the state again."
+        )
+    flat_forms = flat_form(forms[0]), flat_form(forms[1])
+    if isinstance(tail, QuantizedStore):
+        quantizers = checked_quantizers(tail.quantization, *forms)
+        most, room = block_tokens(quantizers), int(flat["keys_codes"].dim() == 4 and flat["keys_codes"].shape[2])
+        ends = torch.tensor([0] + [most] * room)
+        check_packed_state({**flat, "block_ends": ends}, quantizers, flat_forms, most)
+        _check_tables(tensors, forms[0], width, most, room, places=(tensors[TABLE_NAMES[1]] > 0).long())
+    else:
+        room = check_dense_state(flat)
+        if (form_of(flat["keys"]), form_of(flat["values"])) != flat_forms:
+            raise StateMismatchError("The flat part of a state must have the form of its other tokens: take it again.")
+        _check_tables(tensors, forms[0], width, DENSE_PIECE_TOKENS, room, places=tensors[TABLE_NAMES[1]])
+    return width + tail_tokens
+
+
+def _check_tables(
+    tensors: dict[str, Tensor], form: StateForm, width: int, most: int, room: int, places: Tensor
+) -> None:
+    """Raise `StateMismatchError` if the tables in a state do not fit the flat part, or one another.
 
     Args:
         tensors: the state.
         form: form of the keys of the other tokens.
         width: columns that the state claims to have.
         most: most tokens of a piece.
-        room: tokens, or blocks, in the flat part.
-        step: 1 if a piece of a dense part takes a place for each token; 0 if a piece is a block.
-
-    Raises:
-        StateMismatchError: the tables do not fit the flat part, or one another.
+        room: places in the flat part: tokens, or blocks.
+        places: how many places each piece takes, of the shape of the counts.
     """
     starts, counts = (tensors[name] for name in TABLE_NAMES)
     shape = (form.batch_size, form.kv_heads)
@@ -165,8 +337,7 @@ def check_tables(tensors: dict[str, Tensor], form: StateForm, width: int, most: 
             f"`piece_counts` of a state must be 0 to {most} tokens, got others: take the state again."
         )
     # Compared one by one, because the sum of a start and a count of a hostile file may overflow.
-    inside = (starts >= 0) & (starts <= room) & (starts <= room - (counts * step if step else (counts > 0).long()))
-    if not bool(inside.all()):
+    if not bool(((starts >= 0) & (starts <= room) & (starts <= room - places)).all()):
         raise StateMismatchError(
             f"Pieces of a state must lie within the {room} places of its flat part: take the state again."
         )
@@ -176,248 +347,3 @@ def check_tables(tensors: dict[str, Tensor], form: StateForm, width: int, most: 
             f"A state must have a column for each of the {widest} tokens of its longest head, and at most "
             f"{counts.shape[2] * most}, got {width}: take the state again."
         )
-
-
-class FlatTokens(ABC):
-    """Tokens in a flat part, a pseudo batch of one sequence with one head, and the pieces that each head reads.
-
-    The tokens never change, so forks share them, and sequences may read the same ones.
-
-    Args:
-        part: the tokens, whose states are `[1, 1, tokens, head_dim]`.
-        tables: the pieces of each head, on the device of the states.
-
-    Attributes:
-        tables: the pieces of each head.
-    """
-
-    def __init__(self, part: DenseStore | PackedBlocks, tables: PieceTables) -> None:
-        self._part = part
-        self.tables = tables
-        self._gathered: GatheredSegment | None = None
-
-    @abstractmethod
-    def _source(self, batch: int, kv_heads: int) -> DenseSegment | PackedSegment:
-        """The flat part as if each head of each sequence held all of it."""
-
-    @abstractmethod
-    def state(self) -> dict[str, Tensor]:
-        """Copies of the held states."""
-
-    @abstractmethod
-    def without_unread(self) -> Self:
-        """The same tokens in memory of their own, without tokens that no head reads."""
-
-    @abstractmethod
-    def padded(self, smoothing: KeySmoothing | None) -> KVPair:
-        """Keys and values of each head in its columns, `[batch, kv_heads, width, head_dim]` in full precision.
-
-        They are copies, with zeros in columns without a token.
-
-        Args:
-            smoothing: how packed keys were smoothed.
-        """
-
-    def block_numbers(self) -> Tensor | None:
-        """Number of the packed block in each column, int64 `[batch, kv_heads, width]`, -1 in a column without a token.
-
-        `None` if no token is packed.
-        """
-        return None
-
-    @property
-    @abstractmethod
-    def places(self) -> int:
-        """Tokens of a dense part, or blocks of a packed one."""
-
-    @property
-    @abstractmethod
-    def is_shared(self) -> bool:
-        """Whether others hold the same memory."""
-
-    @abstractmethod
-    def places_read(self) -> int:
-        """Places that some head reads."""
-
-    @property
-    def width(self) -> int:
-        """Columns: the most tokens of any head."""
-        return self.tables.width
-
-    def gathered(self, smoothing: KeySmoothing | None) -> GatheredSegment:
-        """The tokens as attention reads them: the same object each time, while they stay where they are.
-
-        Args:
-            smoothing: how packed keys were smoothed.
-        """
-        if self._gathered is None or smoothing_of(self._gathered) is not smoothing:
-            tables = self.tables
-            source = self._source(*tables.counts.shape[:2])
-            if isinstance(source, PackedSegment):
-                source = replace(source, smoothing=smoothing)
-            self._gathered = GatheredSegment(source, tables.starts, tables.counts, tables.columns, tables.width)
-        return self._gathered
-
-    def _with(self, part: DenseStore | PackedBlocks, tables: PieceTables) -> Self:
-        return self.__class__(part, tables)
-
-    def selected(self, indices: Tensor) -> Self:
-        """The tokens of the sequences at `indices`, in the same memory, in place of these."""
-        return self._with(self._part, self.tables.selected(indices))
-
-    def expanded(self, repeats: int) -> Self:
-        """The tokens if each sequence is repeated `repeats` times in a row, as `selected`."""
-        return self._with(self._part, self.tables.expanded(repeats))
-
-    def fork(self) -> Self:
-        """The same tokens, in the same memory unless it is offloaded."""
-        return self._with(self._part.fork(), self.tables)
-
-    def snapshot(self) -> Self:
-        """See `TokenStore.snapshot`."""
-        return self._with(self._part.snapshot(), self.tables)
-
-    def swap_buffers(self, swap: BufferSwap) -> None:
-        """See `TokenStore.swap_buffers`."""
-        self._part.swap_buffers(swap)
-        self._gathered = None
-
-    def held_tensors(self) -> Iterator[Tensor]:
-        """See `TokenStore.held_tensors`."""
-        yield from self._part.held_tensors()
-        yield from self.tables.held_tensors()
-
-    def __getstate__(self) -> dict[str, object]:
-        # The segment has views of states that are in the part already.
-        return {**self.__dict__, "_gathered": None}
-
-
-class DenseFlatTokens(FlatTokens):
-    """Tokens in full precision, `[1, 1, tokens, head_dim]`, in pieces of at most 64."""
-
-    _part: DenseStore
-
-    @classmethod
-    def of(cls, keys: Tensor, values: Tensor, tables: PieceTables) -> Self:
-        """A copy of keys and values `[1, 1, tokens, head_dim]`, without spare room."""
-        return cls(without_spare_room(keys, values), tables.on(keys.device))
-
-    @override
-    def _source(self, batch: int, kv_heads: int) -> DenseSegment:
-        keys, values = self.states()
-        return DenseSegment(keys.expand(batch, kv_heads, -1, -1), values.expand(batch, kv_heads, -1, -1))
-
-    def states(self) -> KVPair:
-        """Keys and values `[1, 1, tokens, head_dim]`, as views."""
-        return self._part.newest(self._part.length)
-
-    @override
-    def padded(self, smoothing: KeySmoothing | None) -> KVPair:
-        return _padded(self.states(), self.tables.columns_of(DENSE_PIECE_TOKENS, 1)[0])
-
-    @override
-    def state(self) -> dict[str, Tensor]:
-        return {f"flat_{name}": states for name, states in self._part.state().items()}
-
-    @property
-    @override
-    def places(self) -> int:
-        return self._part.length
-
-    @property
-    @override
-    def is_shared(self) -> bool:
-        return self._part.is_shared
-
-    @override
-    def places_read(self) -> int:
-        return int(self.tables.compacted()[2].sum())
-
-    @override
-    def without_unread(self) -> Self:
-        tables, starts, counts = self.tables.compacted()
-        within = torch.arange(DENSE_PIECE_TOKENS, device=starts.device)
-        slots = (starts[:, None] + within)[within < counts[:, None]]
-        # The tables are on the device that computes, wherever the states are held.
-        keys, values = (states.index_select(2, slots.to(states.device)) for states in self.states())
-        return self._with(without_spare_room(keys, values), tables)
-
-
-class PackedFlatTokens(FlatTokens):
-    """Tokens in packed blocks `[1, 1, blocks, bytes]`. A piece is a block, or the beginning of one."""
-
-    _part: PackedBlocks
-
-    @override
-    def _source(self, batch: int, kv_heads: int) -> PackedSegment:
-        segment = self.segment()
-        keys, values = (
-            replace(
-                side,
-                codes=side.codes.expand(batch, kv_heads, -1, -1),
-                parameters=side.parameters.expand(batch, kv_heads, -1, -1),
-            )
-            for side in (segment.keys, segment.values)
-        )
-        return PackedSegment(keys, values)
-
-    def segment(self) -> PackedSegment:
-        """The blocks, of one sequence with one head."""
-        return next(self._part.segments())
-
-    @property
-    def blocks(self) -> PackedBlocks:
-        """The blocks."""
-        return self._part
-
-    @override
-    def padded(self, smoothing: KeySmoothing | None) -> KVPair:
-        segment, size = self.segment(), self._part.block_tokens
-        states = segment.states("keys", self._part.dtype), segment.states("values", self._part.dtype)
-        return _padded(states, self.tables.columns_of(size, size)[0], smoothing)
-
-    @override
-    def block_numbers(self) -> Tensor:
-        return self.tables.columns_of(self._part.block_tokens, self._part.block_tokens)[1]
-
-    @override
-    def state(self) -> dict[str, Tensor]:
-        tensors = self._part.state()
-        del tensors["block_ends"]
-        return {f"flat_{name}": states for name, states in tensors.items()}
-
-    @property
-    @override
-    def places(self) -> int:
-        return len(self._part)
-
-    @property
-    @override
-    def is_shared(self) -> bool:
-        return self._part.is_shared
-
-    @override
-    def places_read(self) -> int:
-        return int(torch.unique(self.tables.starts[self.tables.counts > 0]).numel())
-
-    @override
-    def without_unread(self) -> Self:
-        read = self.tables.counts > 0
-        blocks, places = torch.unique(self.tables.starts[read], return_inverse=True)
-        starts = self.tables.starts.clone()
-        starts[read] = places
-        return self._with(self._part.taken(blocks.cpu()), replace(self.tables, starts=starts))
-
-
-def _padded(states: KVPair, tokens: Tensor, smoothing: KeySmoothing | None = None) -> KVPair:
-    """Tokens of `[1, 1, tokens, head_dim]` by their numbers, int64 `[batch, kv_heads, columns]`; zeros for -1."""
-    absent = (tokens < 0)[..., None]
-    keys, values = (side[0, 0, tokens.clamp(min=0)] for side in states)
-    if smoothing is not None:
-        keys = smoothing.restored(keys)
-    return keys.masked_fill(absent, 0), values.masked_fill(absent, 0)
-
-
-def flat_form(form: StateForm) -> StateForm:
-    """The form of the flat part of states of this form."""
-    return form._replace(batch_size=1, kv_heads=1)

@@ -100,30 +100,30 @@ def _blocks_of(store: DenseStore | QuantizedStore, keys: Tensor) -> Tensor | Non
 
 def _of_ragged(store: RaggedStore, flat: FlatTokens) -> HeldTokens:
     tail = _of_store(store.tail)
-    sides = zip(flat.padded(store.smoothing), (tail.keys, tail.values), strict=True)
-    keys, values = (torch.cat(parts, 2) for parts in sides)
-    numbers, blocks = flat.block_numbers(), None
+    states, numbers = flat.padded(store.smoothing)
+    keys, values = (torch.cat(parts, 2) for parts in zip(states, (tail.keys, tail.values), strict=True))
+    blocks = None
     if numbers is not None:
         of_tail = numbers.new_full(tail.keys.shape[:3], -1) if tail.blocks is None else tail.blocks
         # Blocks of the tail have numbers behind those of the flat part.
-        blocks = torch.cat([numbers, torch.where(of_tail < 0, of_tail, of_tail + flat.tables.counts.shape[2])], 2)
-    if store.sinks:
-        order = columns_in_order(store, flat)
+        blocks = torch.cat([numbers, torch.where(of_tail < 0, of_tail, of_tail + flat.counts.shape[2])], 2)
+    if flat.sinks:
+        order = _columns_in_order(flat, store.length)
         keys, values = taken(keys, order), taken(values, order)
         blocks = None if blocks is None else blocks.gather(2, order)
-    return HeldTokens(keys, values, flat.tables.tokens.cpu() + store.tail.length, blocks)
+    return HeldTokens(keys, values, flat.tokens.cpu() + store.tail.length, blocks)
 
 
-def columns_in_order(store: RaggedStore, flat: FlatTokens) -> Tensor:
-    """The columns of a store in the order of the text, int64 `[batch, kv_heads, length]`.
+def _columns_in_order(flat: FlatTokens, length: int) -> Tensor:
+    """The columns of a store of `length` columns in the order of the text, int64 `[batch, kv_heads, length]`.
 
     The sinks, which are in the tail, come first. Columns without a token come in front of them.
     """
-    tokens = flat.tables.tokens[..., None]
-    columns = torch.arange(store.length, device=tokens.device)
+    tokens = flat.tokens[..., None]
+    columns = torch.arange(length, device=tokens.device)
     first = flat.width - tokens
-    of_flat = torch.where(columns < first + store.sinks, columns + tokens, columns - store.sinks)
-    return torch.where((columns < first) | (columns >= flat.width + store.sinks), columns, of_flat)
+    of_flat = torch.where(columns < first + flat.sinks, columns + tokens, columns - flat.sinks)
+    return torch.where((columns < first) | (columns >= flat.width + flat.sinks), columns, of_flat)
 
 
 def taken(states: Tensor, columns: Tensor) -> Tensor:

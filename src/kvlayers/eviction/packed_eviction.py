@@ -4,7 +4,6 @@ There is one exception. What an eviction leaves is read with the same vectors, t
 keys of older runs are packed again with these: at each eviction that begins behind a new run. Most sequences have one.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from kvlayers.core.buffer import form_of
 from kvlayers.core.token_store import KVPair, TokenStore
 from kvlayers.errors import OptionError, StateMismatchError, UnsupportedLayerError
-from kvlayers.eviction.flat_tokens import PackedFlatTokens, PieceTables, flat_form
+from kvlayers.eviction.flat_tokens import FlatTokens, flat_form, pieces_in_a_row
 from kvlayers.eviction.held_tokens import HeldTokens, taken
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.selection import KeptTokens
@@ -66,7 +65,9 @@ def packed_pieces(store: TokenStore) -> PackedPieces | None:
         return None
     blocks, runs = tail.parts.blocks, tail.parts.runs
     smoothing = runs.in_order[-1] if len(runs) else None
-    found = [] if not isinstance(flat, PackedFlatTokens) else [_of_flat(flat, smoothing)]
+    found = []
+    if flat is not None and isinstance(flat.part, PackedBlocks):
+        found.append(PackedPieces(_rows_of(flat.part.state()), flat.starts, flat.counts, smoothing))
     numbers = [0] * found[0].starts.shape[2] if found else []
     if blocks:
         found.append(_of_store(blocks, smoothing))
@@ -107,10 +108,10 @@ def _in_last_run(pieces: PackedPieces, blocks: PackedBlocks, runs: SmoothingRuns
     rows = pieces.starts[sequence_of, head_of, piece]
     if not len(rows) or pieces.smoothing is None:
         return pieces
-    older: dict[Side, KVPair] = {}
-    for side, (codes, parameters) in pieces.codes.items():
-        older[side] = codes[rows][None, None], parameters[rows][None, None]
-    flat = blocks.with_codes(older)
+    older: dict[Side, KVPair] = {
+        side: (codes[rows], parameters[rows]) for side, (codes, parameters) in pieces.codes.items()
+    }
+    flat = blocks.with_codes(_unpaged(older))
     segment = next(flat.segments())
     where = (part.repeat_interleave(flat.block_tokens) for part in (sequence_of, head_of, run[piece]))
     sequence, kv_head, run = where
@@ -124,16 +125,8 @@ def _in_last_run(pieces: PackedPieces, blocks: PackedBlocks, runs: SmoothingRuns
     # Behind the others, as sequences that went on from one beginning share rows and may have other vectors.
     starts = pieces.starts.clone()
     starts[sequence_of, head_of, piece] = pieces.codes["keys"][0].shape[0] + torch.arange(len(rows), device=rows.device)
-    held_values = pieces.codes["values"]
-    new: dict[Side, KVPair] = {
-        "keys": _rows_of(again.state())["keys"],
-        "values": (held_values[0][rows], held_values[1][rows]),
-    }
+    new: dict[Side, KVPair] = {"keys": _rows_of(again.state())["keys"], "values": older["values"]}
     return replace(pieces, codes=_one_behind_the_other(pieces.codes, new), starts=starts)
-
-
-def _of_flat(flat: PackedFlatTokens, smoothing: KeySmoothing | None) -> PackedPieces:
-    return PackedPieces(_rows_of(flat.blocks.state()), flat.tables.starts, flat.tables.counts, smoothing)
 
 
 def _of_store(blocks: PackedBlocks, smoothing: KeySmoothing | None) -> PackedPieces:
@@ -249,8 +242,8 @@ def packed_evicted(
         quantizers, (flat_form(key_form), flat_form(value_form)), size, int((-(-middle // size)).sum())
     )
     _pack(fresh, chosen, sinks, middle, smoothing)
-    flat = _flat_of(fresh, chosen.blocks, held, middle)
-    return RaggedStore.of(tail, flat, sinks, sinks + newest - min(run, newest))
+    part, starts, counts = _flat_of(fresh, chosen.blocks, held, middle)
+    return RaggedStore.of(tail, FlatTokens.of(part, starts, counts, None, sinks, sinks + newest - min(run, newest)))
 
 
 def _is_even(chosen: _Kept) -> bool:
@@ -359,31 +352,27 @@ def _of_tokens(
 
 def _flat_of(
     fresh: PackedBlocks, kept_blocks: Tensor | None, held: PackedPieces | None, middle: Tensor
-) -> PackedFlatTokens:
-    """The flat part of kept blocks, and behind them of new ones with `middle` tokens of each head."""
-    size = fresh.block_tokens
-    new = math.ceil(int(middle.max()) / size)
-    skipped = torch.arange(new) * size
-    counts = (middle[..., None] - skipped).clamp(0, size)
-    per_head = -(-middle // size)
-    before = per_head.flatten().cumsum(0).view_as(middle) - per_head
-    starts = torch.where(counts > 0, before[..., None] + torch.arange(new), 0)
-    codes: dict[Side, KVPair] = {}
+) -> tuple[PackedBlocks, Tensor, Tensor]:
+    """Kept blocks, and behind them new ones with `middle` tokens of each head; starts and counts of all pieces."""
+    tables = pieces_in_a_row(middle, fresh.block_tokens, fresh.block_tokens)
+    starts, counts = (table.to((fresh if held is None else held.starts).device) for table in tables)
     if held is None or kept_blocks is None:
-        device = held.starts.device if held is not None else fresh.device
-        return PackedFlatTokens(fresh, PieceTables.of_pieces(starts, counts).on(device))
-    device = held.starts.device
+        return fresh, starts, counts
     is_kept = kept_blocks > 0
     moved = held.starts[is_kept]
-    made = _rows_of(fresh.state()) if len(fresh) else {}
-    for side in SIDES:
-        parts = [part[moved] for part in held.codes[side]]
-        if made:
-            parts = [torch.cat(pair) for pair in zip(parts, made[side], strict=True)]
-        codes[side] = parts[0][None, None], parts[1][None, None]
+    kept: dict[Side, KVPair] = {
+        side: (codes[moved], parameters[moved]) for side, (codes, parameters) in held.codes.items()
+    }
+    if len(fresh):
+        kept = _one_behind_the_other(kept, _rows_of(fresh.state()))
     numbers = is_kept.flatten().long().cumsum(0).view_as(is_kept) - 1
-    starts, counts = starts.to(device) + moved.shape[0], counts.to(device)
-    all_starts = torch.cat([torch.where(is_kept, numbers, 0), torch.where(counts > 0, starts, 0)], 2)
+    behind = torch.where(counts > 0, starts + moved.shape[0], 0)
+    all_starts = torch.cat([torch.where(is_kept, numbers, 0), behind], 2)
     all_counts = torch.cat([kept_blocks, counts], 2)
-    tables = PieceTables.of_pieces(_compressed(all_starts, all_counts), _compressed(all_counts, all_counts))
-    return PackedFlatTokens(fresh.with_codes(codes), tables)
+    part = fresh.with_codes(_unpaged(kept))
+    return part, _compressed(all_starts, all_counts), _compressed(all_counts, all_counts)
+
+
+def _unpaged(rows: dict[Side, KVPair]) -> dict[Side, KVPair]:
+    """Rows of codes and parameters as blocks of one sequence with one head."""
+    return {side: (codes[None, None], parameters[None, None]) for side, (codes, parameters) in rows.items()}

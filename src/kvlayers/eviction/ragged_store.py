@@ -1,6 +1,6 @@
 """Tokens of which each sequence and KV head holds its own number, and further tokens behind them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NoReturn
 
@@ -16,8 +16,7 @@ from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.returned_states import ReturnedStates
 from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore, register_store
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
-from kvlayers.eviction.flat_tokens import FlatTokens
-from kvlayers.eviction.ragged_state import RaggedColumns, check_ragged_state, flat_tokens_of, is_ragged, tail_state
+from kvlayers.eviction.flat_tokens import FlatTokens, check_ragged_state, is_ragged, tail_state
 from kvlayers.kernels.attention.packed_ops import packed_like
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
@@ -51,24 +50,14 @@ class RaggedStore(TokenStore):
 
     def __init__(self, tail: TokenStore | None = None) -> None:
         self._tail = dense_in_small_steps() if tail is None else tail
-        self._flat: FlatTokens | None = None
-        self._columns = RaggedColumns()
         self._returned = ReturnedStates()
-        self._length = self._tail.length
+        self._hold(None)
 
     @classmethod
-    def of(cls, tail: TokenStore, flat: FlatTokens, sinks: int = 0, own: int = 0) -> Self:
-        """A store with a flat part.
-
-        Args:
-            tail: the store behind the flat part. Its form is known.
-            flat: the tokens of which each head holds its own number.
-            sinks: how many of the oldest tokens of the tail are older than those in the flat part.
-            own: how many of the oldest tokens of the tail may be other tokens of the text for each head. The tail is
-                not truncated below them.
-        """
+    def of(cls, tail: TokenStore, flat: FlatTokens | None) -> Self:
+        """A store with a flat part before a tail whose form is known."""
         store = cls(tail)
-        store._hold(flat, RaggedColumns(flat.width, sinks, own))
+        store._hold(flat)
         return store
 
     @property
@@ -84,7 +73,7 @@ class RaggedStore(TokenStore):
     @property
     def first_common(self) -> int:
         """Column from which on all heads hold the same tokens of the text. The store is not truncated below it."""
-        return 0 if self._flat is None else self._columns.first_common(0)
+        return 0 if self._flat is None else self._flat.width + self._flat.own
 
     @property
     def smoothing(self) -> KeySmoothing | None:
@@ -95,14 +84,15 @@ class RaggedStore(TokenStore):
     @property
     def sinks(self) -> int:
         """How many of the oldest tokens of the tail are older than those in the flat part."""
-        return self._columns.sinks
+        return 0 if self._flat is None else self._flat.sinks
 
-    def _hold(self, flat: FlatTokens | None, columns: RaggedColumns) -> None:
-        self._flat, self._columns, self._length = flat, columns, columns.width + self._tail.length
+    def _hold(self, flat: FlatTokens | None) -> None:
+        self._flat, self._width = flat, 0 if flat is None else flat.width
+        self._note_tail()
 
     def _note_tail(self) -> None:
         """Count the tokens after the tail has changed."""
-        self._length = self._columns.width + self._tail.length
+        self._length = self._width + self._tail.length
 
     @property
     @override
@@ -134,7 +124,7 @@ class RaggedStore(TokenStore):
     @override
     def exact_from(self) -> int | None:
         in_tail = self._tail.exact_from
-        return in_tail if self._flat is None or in_tail is None else self._columns.first_common(in_tail)
+        return None if in_tail is None else max(self._width + in_tail, self.first_common)
 
     @property
     @override
@@ -170,9 +160,7 @@ class RaggedStore(TokenStore):
         flat = self._flat if past == self.length else None
         if flat is None:
             self._check_common(past)
-            attended = self._tail.extend(keys, values, past)
-        else:
-            attended = self._tail.extend(keys, values)
+        attended = self._tail.extend(keys, values, min(past, self._tail.length))
         self._note_tail()
         return attended if flat is None else self._with_flat(flat, attended)
 
@@ -222,13 +210,13 @@ class RaggedStore(TokenStore):
 
     def _check_common(self, count: int) -> None:
         """Raise `UnsupportedLayerError` if heads hold different tokens among the newest `count`."""
-        if self._flat is not None and count > self._tail.length - self._columns.own:
+        if self._flat is not None and count > self.length - self.first_common:
             self._refuse(f"read the newest {count} tokens as one tensor")
 
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedLayerError(
             f"It is impossible to {what}, because heads hold different tokens since tokens were evicted per head: "
-            f"read at most the newest {self._tail.length - self._columns.own} tokens, or evict with per_head=False."
+            f"read at most the newest {self.length - self.first_common} tokens, or evict with per_head=False."
         )
 
     # Dropping, cropping and the batch
@@ -248,28 +236,31 @@ class RaggedStore(TokenStore):
                 f"tokens, got {length}: reset the cache, or keep a fork of it."
             )
         self._returned.invalidate()
-        self._tail.truncate(length - self._columns.width)
+        self._tail.truncate(length - self._width)
         self._note_tail()
 
     @override
     def reserve(self, tokens: int) -> None:
-        self._tail.reserve(max(tokens - self._columns.width, 0))
+        self._tail.reserve(max(tokens - self._width, 0))
 
     @override
     def shrink(self, tokens: int) -> None:
-        self._tail.shrink(max(tokens - self._columns.width, 0))
+        self._tail.shrink(max(tokens - self._width, 0))
 
     @override
     def select(self, indices: Tensor) -> None:
-        flat = None if self._flat is None else self._flat.selected(indices)
-        self._tail.select(indices)
-        self._flat = flat
-        self._returned.invalidate()
+        self._with_tables(
+            lambda table: table.index_select(0, indices.to(table.device)), lambda: self._tail.select(indices)
+        )
 
     @override
     def expand(self, repeats: int) -> None:
-        flat = None if self._flat is None else self._flat.expanded(repeats)
-        self._tail.expand(repeats)
+        self._with_tables(lambda table: table.repeat_interleave(repeats, 0), lambda: self._tail.expand(repeats))
+
+    def _with_tables(self, change: Callable[[Tensor], Tensor], change_tail: Callable[[], None]) -> None:
+        """Move the sequences of both parts. If there is no memory, nothing has changed."""
+        flat = None if self._flat is None else self._flat.with_tables(change)
+        change_tail()
         self._flat = flat
         self._returned.invalidate()
 
@@ -277,22 +268,19 @@ class RaggedStore(TokenStore):
     def clear(self) -> None:
         self._tail.clear()
         self._returned.invalidate()
-        self._hold(None, RaggedColumns())
+        self._hold(None)
 
     # Sharing
 
-    def _twin(self, tail: TokenStore, flat: FlatTokens | None) -> Self:
-        twin = self.__class__(tail)
-        twin._hold(flat, self._columns)
-        return twin
-
     @override
     def fork(self) -> Self:
-        return self._twin(self._tail.fork(), None if self._flat is None else self._flat.fork())
+        flat = self._flat
+        return self.of(self._tail.fork(), None if flat is None else flat.with_part(flat.part.fork()))
 
     @override
     def snapshot(self) -> Self:
-        return self._twin(self._tail.snapshot(), None if self._flat is None else self._flat.snapshot())
+        flat = self._flat
+        return self.of(self._tail.snapshot(), None if flat is None else flat.with_part(flat.part.snapshot()))
 
     @override
     def share_prefix(self, other: TokenStore, tokens: int) -> None:
@@ -302,16 +290,18 @@ class RaggedStore(TokenStore):
     @override
     def trim(self) -> None:
         self._tail.trim()
-        if self._flat is not None and not self._flat.is_shared:
-            read = self._flat.places_read()
-            if (self._flat.places - read) * UNREAD_DIVISOR > self._flat.places:
-                self._flat = self._flat.without_unread()
+        flat = self._flat
+        if flat is None or flat.part.is_shared:
+            return
+        if (flat.places - flat.places_read()) * UNREAD_DIVISOR > flat.places:
+            self._flat = flat.without_unread()
 
     @override
     def compact(self) -> None:
         self._tail.compact()
-        if self._flat is not None and (self._flat.is_shared or self._flat.places_read() < self._flat.places):
-            self._flat = self._flat.without_unread()
+        flat = self._flat
+        if flat is not None and (flat.part.is_shared or flat.places_read() < flat.places):
+            self._flat = flat.without_unread()
 
     @override
     def swap_buffers(self, swap: BufferSwap) -> None:
@@ -343,8 +333,7 @@ class RaggedStore(TokenStore):
         tensors = self._tail.state()
         if self._flat is None:
             return tensors
-        device = tensors["keys"].device
-        return {**tensors, **self._flat.state(), **self._flat.tables.state(device), **self._columns.state(device)}
+        return {**tensors, **self._flat.state(tensors["keys"].device)}
 
     @override
     def check_state(self, tensors: dict[str, Tensor]) -> int:
@@ -354,9 +343,9 @@ class RaggedStore(TokenStore):
     @override
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         self.clear()
-        flat = flat_tokens_of(tensors, self._tail) if is_ragged(tensors) else None
+        flat = FlatTokens.of_state(tensors, self._tail) if is_ragged(tensors) else None
         self._tail.load_state(tail_state(tensors))
         if flat is not None and isinstance(self._tail, QuantizedStore):
             self._tail.parts.runs = SmoothingRuns.of_state(tensors, len(self._tail.parts.blocks or ()))
             self._tail.parts.follows_packed = True
-        self._hold(flat, RaggedColumns.of_state(tensors) if flat is not None else RaggedColumns())
+        self._hold(flat)

@@ -1,9 +1,6 @@
 """Many prompts through a few rows: rows join as others leave."""
 
-import copy
-import functools
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,37 +9,21 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from kvlayers.core.cache import Cache
 from kvlayers.errors import OptionError
 from kvlayers.generation.batch_drafts import DraftModel, tokens_of_draft
-from kvlayers.generation.cache_by_name import (
-    AUTO,
-    NamedCache,
-    cache_for,
-    either,
-    request_of,
-    requested_cache,
-)
+from kvlayers.generation.cache_by_name import either, requested_cache
 from kvlayers.generation.call_arguments import check_generation_config, check_model
-from kvlayers.generation.prefill import pass_limit
-from kvlayers.generation.prefix_reuse.active_store import ActiveStore, required_store
-from kvlayers.generation.prefix_reuse.eligibility import StorePart
-from kvlayers.generation.prefix_reuse.prefixed_call import pass_unseen, usable_cache
-from kvlayers.generation.row_decoding import DecodedRow, Drafter, LookedUp, RowDecoder, check_positions
-from kvlayers.prefix import Hit, PrefixStore
-from kvlayers.rope.from_config import frequencies_within, remembers_lengths
+from kvlayers.generation.prefix_reuse.active_store import required_store
+from kvlayers.generation.row_decoding import Drafter, LookedUp
+from kvlayers.generation.row_engine import Request, RowEngine
+from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import generate_calls, model_types
-from kvlayers.utils import late
 from kvlayers.utils.options import check_whole_number
 
 MAX_NEW_TOKENS = 128
 
 NOT_HERE = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "token_healing")
 """Options of a `GenerationConfig` that would change nothing."""
-
-MAX_OVERTAKEN = 8
-"""How many prompts may join before one that must wait, for room or for rows with its frequencies. As many are looked at
-behind it. Then it is the next one, so that no prompt waits for ever."""
 
 SEEN_BY_IDS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate()` that are objects, and not options of a `GenerationConfig`."""
@@ -67,36 +48,6 @@ class Generated:
     prompt_tokens: int
     cached_tokens: int = 0
     error: Exception | None = None
-
-
-@dataclass(eq=False)
-class _Reading:
-    """A prompt that is being read."""
-
-    index: int
-    row: DecodedRow
-    most_tokens: int
-    frequencies: str | None
-    cache: Cache | None = None
-    part: StorePart | None = None
-    cached_tokens: int = 0
-
-
-@dataclass(eq=False)
-class _Waiting:
-    """A prompt that has not joined.
-
-    Attributes:
-        index: its number.
-        prompt: as it was given.
-        ids: its ids, int64 `[1, tokens]`, once they were needed.
-        overtaken: how many prompts behind it have joined.
-    """
-
-    index: int
-    prompt: Any
-    ids: Tensor | None = None
-    overtaken: int = 0
 
 
 def generate_many(
@@ -198,9 +149,6 @@ def generate_many(
     for name, number in {"max_new_tokens": max_new_tokens, "max_rows": max_rows, "chunk_tokens": chunk_tokens}.items():
         check_whole_number(number, f"`{name}`", 1)
     model = model_types.unwrapped(model)
-    if model.config.is_encoder_decoder:
-        raise OptionError(f"`model` must be a decoder-only model, got a {type(model).__name__}: use model.generate().")
-    check_positions(model)
     given = {name: options.pop(name) for name in SEEN_BY_IDS if name in options}
     config, left = generate_calls.full_generation_config(model, {"max_new_tokens": max_new_tokens, **options})
     of_generate = options.keys() & {*generate_calls.arguments_of_generate(), "max_length"} - {"generation_config"}
@@ -216,36 +164,14 @@ def generate_many(
         raise OptionError("`tokenizer` must be given for stop strings, got none.")
     generate_calls.prepare_special_tokens(model, config)
     named = requested_cache(either(cache, cache_implementation) or "dynamic", cache_config)
-    if named.name == AUTO:
-        raise OptionError(f"`cache` must be one cache for all rows, got {AUTO!r}: name it, and pass `memory`.")
-    # Now, so that wrong options are refused before the first prompt.
-    example = _empty(model, named, 1 + max_new_tokens)
-    is_kept_elsewhere = model_types.kept_states(model) is not None
-    if is_kept_elsewhere:
-        # Its modules have states of one sequence, and a pass of several tokens begins another one.
-        max_rows, chunk_tokens = 1, sys.maxsize
-    elif any(layer.is_upstream or layer.fidelity != "exact" for layer in example.adapted_layers()):
-        chunk_tokens = config.prefill_chunk_size or sys.maxsize
     drafter, tokens_of_drafts = _drafter(model, config, prompt_lookup_num_tokens, assistant_model)
-    if drafter is not None and (is_kept_elsewhere or example.recurrent_parts()):
-        raise OptionError(
-            "`prompt_lookup_num_tokens` and `assistant_model` must be left out for a model whose states cannot be "
-            f"taken back, got a {type(model).__name__}."
-        )
-    many = _Many(
-        model=model,
-        config=config,
-        given={**given, "tokenizer": tokenizer},
-        named=named,
-        active=required_store(prefix_store, namespace),
-        max_rows=max_rows,
-        room=late.function("room for rows")(named.name, request_of(model, named.options, batch_size=1), memory),
-        chunk_tokens=chunk_tokens,
-        drafter=drafter,
-        room_for_drafts=tokens_of_drafts,
-        on_token=on_token,
+    active = required_store(prefix_store, namespace)
+    engine = RowEngine[_Numbered](
+        model, config, named, active, max_rows, memory, chunk_tokens, drafter, tokens_of_drafts
     )
-    answers = _in_order(many.answers(prompts)) if in_order else many.answers(prompts)
+    requests = _requests(prompts, model, config, {**given, "tokenizer": tokenizer}, on_token)
+    answers = _answers(engine, requests, tokenizer)
+    answers = _in_order(answers) if in_order else answers
     # Beside `on_token`, which shows its own progress, a bar would stand in the middle of its lines.
     return _with_progress(answers, prompts) if progress and on_token is None else answers
 
@@ -280,210 +206,65 @@ def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> 
     return DraftModel(assistant, tokens), tokens
 
 
-def _empty(model: Any, named: NamedCache, length_hint: int) -> Cache:
-    """A cache of one sequence, of so many tokens."""
-    cache = cache_for(named.name, request_of(model, named.options, batch_size=1, length_hint=length_hint))
-    if not isinstance(cache, Cache):
-        raise OptionError(f"`cache` must be a cache of kvlayers, got {named.name!r}, a {type(cache).__name__}.")
-    return cache
+@dataclass(eq=False)
+class _Numbered(Request):
+    """A request with the number of its prompt."""
+
+    index: int = 0
 
 
-class _Many:
-    """The prompts that are being read, and the rows that are being decoded."""
-
-    def __init__(
-        self,
-        model: Any,
-        config: Any,
-        given: dict[str, Any],
-        named: NamedCache,
-        active: ActiveStore | None,
-        max_rows: int,
-        room: Any,
-        chunk_tokens: int,
-        drafter: Drafter | None,
-        room_for_drafts: int,
-        on_token: Callable[[int, int], Any] | None,
-    ) -> None:
-        self._room_for_drafts = room_for_drafts
-        self._model, self._config, self._given = model, config, given
-        self._named, self._active = named, active
-        # Raises before the first prompt.
-        self._part_of_store()
-        self._max_rows, self._room, self._chunk_tokens = max_rows, room, chunk_tokens
+def _requests(
+    prompts: Iterable[Any],
+    model: Any,
+    config: Any,
+    given: Mapping[str, Any],
+    on_token: Callable[[int, int], Any] | None,
+) -> Iterator[_Numbered]:
+    """A request for each prompt. What is wrong with a prompt is its error."""
+    for index, prompt in enumerate(prompts):
+        if given["tokenizer"] is None and _is_text_or_chat(prompt):
+            raise OptionError("`tokenizer` must be given for prompts that are texts or chats, got none.")
         # What it returns may be anything, as that of `print`.
-        show = None if on_token is None else lambda row, token: on_token(self._of[row].index, token) is True
-        self._decoder = RowDecoder(model, show, drafter)
-        self._of: dict[DecodedRow, _Reading] = {}
-        self._reading: deque[_Reading] = deque()
-
-    def _part_of_store(self) -> StorePart | None:
-        return StorePart.if_usable(self._model, self._active, self._named.name, self._named.options)
-
-    def answers(self, prompts: Iterable[Any]) -> Iterator[Generated]:
-        """The answers as they end."""
-        given = enumerate(prompts)
-        waiting: list[_Waiting] = []
-        is_over, held = False, 1
-        while True:
-            # As long as no row leaves, those that wait wait on.
-            place = 0 if len(self._held) < held else MAX_OVERTAKEN + 1
-            while len(self._held) < self._max_rows and place <= MAX_OVERTAKEN:
-                if place == len(waiting):
-                    number, prompt = (-1, None) if is_over else next(given, (-1, None))
-                    if is_over := number < 0:
-                        break
-                    if self._given["tokenizer"] is None and _is_text_or_chat(prompt):
-                        raise OptionError("`tokenizer` must be given for prompts that are texts or chats, got none.")
-                    waiting.append(_Waiting(number, prompt))
-                next_one = waiting[place]
-                try:
-                    joins = self._joins(next_one)
-                except Exception as error:
-                    del waiting[place]
-                    yield Generated(next_one.index, torch.empty(0, dtype=torch.int64), None, 0, error=error)
-                    continue
-                if joins:
-                    del waiting[place]
-                    for each in waiting[:place]:
-                        each.overtaken += 1
-                elif next_one.overtaken < MAX_OVERTAKEN:
-                    place += 1
-                else:
-                    break
-            held = len(self._held)
-            if not held:
-                return
-            yield from self._read()
-            self._decoder.step()
-            for row, reason in self._decoder.drop_ended():
-                yield self._answer(self._of.pop(row), reason)
-
-    def _joins(self, waiting: "_Waiting") -> bool:
-        """Whether a prompt may join those that are held, which it then does."""
-        if waiting.ids is None:
-            waiting.ids = self._ids_of(waiting.prompt)
-        most, held = self._most_tokens(waiting.ids), self._held
-        # One pass has one set of frequencies.
-        if held and self._frequencies(waiting.ids) not in {each.frequencies for each in held} - {None}:
-            return False
-        if not self._room.fits(most, [each.most_tokens for each in held]):
-            return False
-        self._reading.append(self._begin(waiting.index, waiting.ids))
-        return True
-
-    @property
-    def _held(self) -> list[_Reading]:
-        """The prompts whose states are held."""
-        return [*self._of.values(), *self._reading]
-
-    def _frequencies(self, ids: Tensor) -> str | None:
-        """By which frequencies all keys of a row are rotated, `None` if these change with its length."""
-        return frequencies_within(self._model.config, ids.shape[1], self._most_tokens(ids))
-
-    def _most_tokens(self, ids: Tensor) -> int:
-        return ids.shape[1] + int(self._config.max_new_tokens) + self._room_for_drafts
-
-    def _begin(self, number: int, ids: Tensor) -> _Reading:
-        own = copy.copy(self._config)
-        own.max_length = ids.shape[1] + own.max_new_tokens
-        processors = generate_calls.logits_processors(self._model, own, ids, self._given)
-        criteria = generate_calls.stopping_criteria(self._model, own, self._given)
-        frequencies = self._frequencies(ids)
-        # A draft would be rotated by the frequencies of a longer sequence.
-        most = 0 if frequencies is None else own.max_length
-        row = DecodedRow(ids, processors, criteria, bool(own.do_sample), most)
-        return _Reading(number, row, self._most_tokens(ids), frequencies)
-
-    def _cache_of(self, reading: _Reading) -> Cache:
-        """The cache of a prompt, which has seen what the store has: also what the prompts before have inserted."""
-        if reading.cache is None:
-            # The model may have changed since the prompts before.
-            reading.part = self._part_of_store()
-            found = Hit() if reading.part is None else reading.part.lookup(reading.row.ids)
-            empty = functools.partial(_empty, self._model, self._named, reading.most_tokens)
-            reading.cache = usable_cache(found.cache, self._model.device, empty)
-            reading.cached_tokens = found.covered
-        return reading.cache
-
-    def _ids_of(self, prompt: Any) -> Tensor:
-        tokenizer = self._given["tokenizer"]
-        given = prompt
-        if _is_text_or_chat(prompt):
-            prompt = (
-                tokenizer(prompt).input_ids
-                if isinstance(prompt, str)
-                else tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
-            )
-        if isinstance(prompt, Mapping):
-            prompt = prompt.get("input_ids")
+        show = None if on_token is None else lambda token, index=index: on_token(index, token) is True
         try:
-            ids = torch.as_tensor(prompt)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise _no_prompt(given) from error
-        ids = ids[None] if ids.dim() == 1 else ids
-        is_whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-        if ids.dim() != 2 or ids.shape[0] != 1 or not ids.numel() or not is_whole or ids.is_meta:
-            raise _no_prompt(given)
-        return ids.to(self._model.device, torch.int64)
+            ids, error = _ids_of(prompt, given["tokenizer"]).to(model.device), None
+        except Exception as reason:
+            ids, error = torch.empty(1, 0, dtype=torch.int64), reason
+        yield _Numbered(ids, config, show, given, error=error, index=index)
 
-    def _read(self) -> Iterator[Generated]:
-        """Read a chunk of the first prompt that is being read, and let it join if that was the last one.
 
-        Without rows that would wait, prompts are read until all have joined.
-        """
-        ready: list[_Reading] = []
-        while self._reading:
-            reading = self._reading[0]
-            try:
-                logits = self._read_chunk(reading)
-            except Exception as error:
-                self._reading.popleft()
-                yield self._answer(reading, error)
-                continue
-            if logits is not None:
-                self._reading.popleft()
-                self._of[reading.row] = reading
-                self._decoder.begin(reading.row, logits)
-                ready.append(reading)
-            if self._decoder.rows:
-                break
-        # Some may have ended with their first token.
-        going_on = [reading for reading in ready if not self._decoder.has_ended(reading.row)]
-        self._decoder.join([reading.row for reading in going_on], [self._cache_of(reading) for reading in going_on])
-        for reading in going_on:
-            # Its states are those of its row now.
-            reading.cache = None
-        for reading in ready:
-            if reading not in going_on:
-                yield self._answer(self._of.pop(reading.row), self._decoder.errors.pop(reading.row, None))
+def _ids_of(prompt: Any, tokenizer: Any) -> Tensor:
+    """The ids of a prompt, int64 `[1, tokens]`."""
+    given = prompt
+    if _is_text_or_chat(prompt):
+        prompt = (
+            tokenizer(prompt).input_ids
+            if isinstance(prompt, str)
+            else tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        )
+    if isinstance(prompt, Mapping):
+        prompt = prompt.get("input_ids")
+    try:
+        ids = torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _no_prompt(given) from error
+    ids = ids[None] if ids.dim() == 1 else ids
+    is_whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if ids.dim() != 2 or ids.shape[0] != 1 or not ids.numel() or not is_whole or ids.is_meta:
+        raise _no_prompt(given)
+    return ids.to(torch.int64)
 
-    @torch.no_grad()
-    def _read_chunk(self, reading: _Reading) -> Tensor | None:
-        """The logits after the last token of a prompt, `[1, vocab]`, or `None` if there is more to read."""
-        ids, cache, model = reading.row.ids, self._cache_of(reading), self._model
-        seen, end = cache.get_seq_length(), ids.shape[1]
-        if seen == 0 and remembers_lengths(model.config):
-            # By a pass over a short sequence, so that the answer does not depend on those before it.
-            model(ids[:, :1], use_cache=False)
-        is_whole = frequencies_within(model.config, 1, end) is None
-        stop = end if is_whole else min(seen + self._chunk_tokens, end)
-        positions = torch.arange(stop, device=model.device)[None]
-        output = pass_unseen(model, ids[:, :stop], cache, pass_limit(model, cache) if seen else None, positions)
-        if stop < end:
-            return None
-        if reading.part is not None:
-            now = self._part_of_store()
-            if now is not None and now.is_of_same_states(reading.part):
-                now.insert(ids, cache)
-        logits: Tensor = output.logits[:, -1]
-        return logits
 
-    def _answer(self, reading: _Reading, error: Exception | None) -> Generated:
-        ids = reading.row.new_ids
-        tokenizer = self._given["tokenizer"]
-        text = None if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=True)
-        return Generated(reading.index, ids, text, reading.row.prompt_tokens, reading.cached_tokens, error)
+def _answers(engine: RowEngine[_Numbered], requests: Iterator[_Numbered], tokenizer: Any) -> Iterator[Generated]:
+    """The answers as they end."""
+    while True:
+        for failed in engine.admit(lambda: next(requests, None)):
+            yield Generated(failed.index, failed.new_ids, None, failed.prompt_tokens, error=failed.error)
+        if not engine.held:
+            return
+        for ended in engine.advance():
+            text = None if tokenizer is None else tokenizer.decode(ended.new_ids, skip_special_tokens=True)
+            yield Generated(ended.index, ended.new_ids, text, ended.prompt_tokens, ended.cached_tokens, ended.error)
 
 
 def _is_text_or_chat(prompt: object) -> bool:

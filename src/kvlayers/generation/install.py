@@ -14,6 +14,7 @@ While kvlayers is installed, these are replaced (`hooks.py` and `cache_by_name.p
 * `DynamicCache.__init__`, so that a cache that a model makes itself, in a call without one, gets layers of kvlayers.
 * `GenerationConfig.save_pretrained`, so that a config with a name that only kvlayers knows can be loaded without
   kvlayers.
+* `init_continuous_batching` and what destroys its manager, so that rows serve it (`continuous_batching.py`).
 * `HfExporter.__init__`, so that torch takes kvlayers' caches apart before the exporter does it differently.
 * `prepare_inputs_for_generation` of models that keep an older name of the cache argument, so that they get the cache
   (`hooks.py`).
@@ -30,7 +31,7 @@ These are added to:
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -53,6 +54,7 @@ from kvlayers.generation import (
     known_ids,
     transformers4_names,
 )
+from kvlayers.generation.continuous_batching import SERVED, destroy_kept_manager, init_continuous_batching
 from kvlayers.generation.documents import DocumentPrompt
 from kvlayers.generation.patching import Activation, Method, Patch, ScopedValue, overriding
 from kvlayers.generation.prefix_reuse import active_store
@@ -73,6 +75,7 @@ def install(
     strict_prompts: bool | None = None,
     cache: str | None = None,
     cache_implementation: str | None = None,
+    continuous_batching: bool | None = None,
 ) -> None:
     """Make every call of `generate()` use kvlayers' caches, until `uninstall()`.
 
@@ -94,15 +97,22 @@ def install(
         cache: the name of the cache of calls that neither name nor pass one, such as "int4", also with options:
             "sink:window_length=512". Models that cannot have it go on without it, and the log says so once.
         cache_implementation: the same as `cache`, by the name that `generate()` has for it.
+        continuous_batching: whether rows of kvlayers serve `generate_batch`, `continuous_batching_context_manager` and
+            `transformers serve --continuous-batching`, with the cache and the store of the other options. Default: for
+            models on a CPU. Models that rows refuse are served by transformers, and the log says so.
 
     Raises:
         OptionError: `prefix_store` is not a `PrefixStore`, `namespace` is given without a store, the cache has no such
             option, or another option is not a bool. Nothing is changed.
         RegistryError: no cache has this name. Nothing is changed.
     """
-    given = _given(
-        prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts, cache, cache_implementation
-    )
+    flags = {
+        "legacy_names": legacy_names,
+        "replace_empty_caches": replace_empty_caches,
+        "strict_prompts": strict_prompts,
+        "continuous_batching": continuous_batching,
+    }
+    given = _given(prefix_store, namespace, flags, cache, cache_implementation)
     with _lock:
         if legacy_names:
             transformers4_names.ACTIVATION.activate()
@@ -122,6 +132,7 @@ def uninstall() -> None:
         call_cache.REPLACE.set_default(True)
         known_ids.STRICT_PROMPTS.set_default(False)
         cache_by_name.DEFAULT.set_default(None)
+        SERVED.set_default(None)
         transformers4_names.ACTIVATION.deactivate()
         _activation.deactivate()
 
@@ -140,6 +151,7 @@ def installed(
     strict_prompts: bool | None = None,
     cache: str | None = None,
     cache_implementation: str | None = None,
+    continuous_batching: bool | None = None,
 ) -> Iterator[None]:
     """`install()` for the length of a `with` block. Blocks nest and overlap: the last one to end uninstalls.
 
@@ -155,6 +167,7 @@ def installed(
         strict_prompts: as for `install`.
         cache: as for `install`.
         cache_implementation: as for `install`.
+        continuous_batching: as for `install`.
 
     Raises:
         OptionError: as `install`.
@@ -174,9 +187,13 @@ def installed(
         >>> type(cache).__name__, kvlayers.is_installed()
         ('QuantizedCache', False)
     """
-    given = _given(
-        prefix_store, namespace, legacy_names, replace_empty_caches, strict_prompts, cache, cache_implementation
-    )
+    flags = {
+        "legacy_names": legacy_names,
+        "replace_empty_caches": replace_empty_caches,
+        "strict_prompts": strict_prompts,
+        "continuous_batching": continuous_batching,
+    }
+    given = _given(prefix_store, namespace, flags, cache, cache_implementation)
     with contextlib.ExitStack() as stack:
         with _lock:
             stack.enter_context(_activation.block())
@@ -191,24 +208,21 @@ def installed(
 def _given(
     prefix_store: PrefixStore | None,
     namespace: str,
-    legacy_names: object,
-    replace_empty_caches: object,
-    strict_prompts: object,
+    flags: Mapping[str, object],
     cache: str | None,
     cache_implementation: str | None,
 ) -> list[tuple[ScopedValue[Any], Any]]:
     """The settings that are given, with their values."""
     asked = cache_by_name.either(cache, cache_implementation)
     active = active_store.optional_store(prefix_store, namespace)
-    if not isinstance(legacy_names, bool):
-        raise OptionError(f"`legacy_names` must be True or False, got {legacy_names!r}.")
-    for name, value in {"replace_empty_caches": replace_empty_caches, "strict_prompts": strict_prompts}.items():
-        if value is not None and not isinstance(value, bool):
+    for name, value in flags.items():
+        if not isinstance(value, bool) and (value is not None or name == "legacy_names"):
             raise OptionError(f"`{name}` must be True or False, got {value!r}.")
     settings: list[tuple[ScopedValue[Any], Any]] = [
         (active_store.CURRENT, active),
-        (call_cache.REPLACE, replace_empty_caches),
-        (known_ids.STRICT_PROMPTS, strict_prompts),
+        (call_cache.REPLACE, flags["replace_empty_caches"]),
+        (known_ids.STRICT_PROMPTS, flags["strict_prompts"]),
+        (SERVED, flags["continuous_batching"]),
         (cache_by_name.DEFAULT, None if asked is None else cache_by_name.DefaultCache(asked)),
     ]
     return [(setting, value) for setting, value in settings if value is not None]
@@ -285,6 +299,9 @@ def _patches() -> list[Patch]:
     ]
     if compat.PREFILLS_APART:
         replacements.append((GenerationMixin, "_prefill", hooks.prefill))
+    if compat.BATCHING is not None:
+        served = (init_continuous_batching, destroy_kept_manager)
+        replacements += [(compat.BATCHING, *each) for each in zip(compat.BATCHING_METHODS, served, strict=True)]
     if compat.HAS_EXPORTERS:
         from transformers.exporters.base import HfExporter
 

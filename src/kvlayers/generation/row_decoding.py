@@ -63,6 +63,7 @@ class DecodedRow:
         ids: all tokens so far, `[1, tokens]`.
         last: the newest token that was chosen, so that nobody waits for a device to tell it.
         is_stopped: whether the caller has ended the row.
+        logprobs: log-probabilities of the new tokens, given their scores; `None` if nobody asks for them.
         prompt_tokens: how many of them are the prompt, padding included.
         padding: as passed.
     """
@@ -72,6 +73,7 @@ class DecodedRow:
         self.most = most
         self.last = -1
         self.is_stopped = False
+        self.logprobs: list[float] | None = None
         self.prompt_tokens = ids.shape[1]
         self.padding = padding
         self._processors, self._criteria, self._samples = processors, criteria, samples
@@ -84,7 +86,7 @@ class DecodedRow:
     @property
     def chooses_the_greatest(self) -> bool:
         """Whether the next token is the one with the greatest score, which needs no look at the other ids."""
-        return not self._processors and not self._samples
+        return not self._processors and not self._samples and self.logprobs is None
 
     def choose(self, logits: Tensor) -> int:
         """Append the next token, given its logits `[1, vocab]`; return it."""
@@ -92,6 +94,8 @@ class DecodedRow:
         if self._processors:
             scores = self._processors(self.ids, scores)
         chosen = torch.multinomial(scores.softmax(-1), 1)[:, 0] if self._samples else scores.argmax(-1)
+        if self.logprobs is not None:
+            self.logprobs.append(float(scores.log_softmax(-1)[0, chosen]))
         self.append(int(chosen))
         return int(chosen)
 

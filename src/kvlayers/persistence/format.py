@@ -1,27 +1,16 @@
 """The format of a saved cache: its description, plain facts in JSON beside the tensors."""
 
-import dataclasses
 import hashlib
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from types import NoneType
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+import torch
 
 from kvlayers.core.description import Fact
 from kvlayers.errors import OptionError
-from kvlayers.persistence.safetensors_header import parse_json, refuse, shown
-
-FORMAT = "kvlayers.cache"
-FORMAT_VERSION = 3
-"""The version of whole caches, the only one that is read and written."""
-
-NODE_VERSION = 6
-"""The version of a node of a prefix store, which has a part of the states."""
-
-MAX_TOKENS = 2**40
-"""Far more than anybody will ever decode. A count of tokens beyond this is refused."""
+from kvlayers.persistence.safetensors_header import DTYPE_NAMES, MOST_FILE_BYTES, parse_json, refuse, shown, typed
 
 MAX_METADATA_BYTES, MAX_METADATA_BRACKETS = 2**20, 50_000
 """Of a caller's own texts, which are in the header of a file: a quarter of what a header may have."""
@@ -29,8 +18,10 @@ MAX_METADATA_BYTES, MAX_METADATA_BRACKETS = 2**20, 50_000
 OWN_METADATA = "metadata"
 """In the metadata of a saved cache: texts of the caller's own, as JSON."""
 
+DESCRIPTION = "description"
+"""In the metadata of a saved cache: what its tensors mean, as JSON."""
+
 TOKEN_IDS = "token_ids"
-DIGESTS = "digests"
 
 Options = dict[str, Any]
 
@@ -52,7 +43,7 @@ class CacheRecord:
     Attributes:
         kind: name of the cache's class.
         length: tokens seen.
-        batch_size: sequences side by side, -1 before the first states.
+        batch_size: sequences side by side, 0 before the first states.
         options: what the cache's `describe()` returned.
         layers: a record for each layer.
         parts: records of self-attention and cross-attention, for a pair.
@@ -118,14 +109,16 @@ class Description:
             for index, layer in enumerate(cache.layers):
                 yield layer_prefix(number if self.cache.parts else None, index), layer
 
-    def to_json(self) -> str:
-        """The description as text. Equal descriptions give equal texts."""
-        return canonical({**dataclasses.asdict(self), "fingerprint": self.fingerprint})
-
 
 def canonical(content: object) -> str:
-    """`content` as JSON, with sorted keys and no spaces."""
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    """`content` as JSON, with sorted keys and no spaces. `typed` reads records that were written like this."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_plain)
+
+
+def _plain(record: Any) -> object:
+    if isinstance(record, torch.dtype):
+        return DTYPE_NAMES[record]
+    return {field.name: vars(record)[field.name] for field in fields(record)}
 
 
 def metadata_text(metadata: Mapping[str, str]) -> str:
@@ -134,7 +127,7 @@ def metadata_text(metadata: Mapping[str, str]) -> str:
     Raises:
         OptionError: they are not texts by their names, or too long.
     """
-    if not isinstance(metadata, Mapping) or not _is_texts([*metadata, *metadata.values()]):
+    if not isinstance(metadata, Mapping) or not {str}.issuperset(map(type, [*metadata, *metadata.values()])):
         raise OptionError(f"`metadata` must map names to texts, got {shown(metadata)}: use json.dumps() for the rest.")
     text = canonical(dict(metadata))
     if len(text) > MAX_METADATA_BYTES or text.count("[") + text.count("{") > MAX_METADATA_BRACKETS:
@@ -143,18 +136,6 @@ def metadata_text(metadata: Mapping[str, str]) -> str:
             f"got {len(text)} bytes: keep long texts and pictures elsewhere."
         )
     return text
-
-
-def read_metadata(path: str, text: str) -> dict[str, str]:
-    """The texts that `metadata_text` wrote.
-
-    Raises:
-        CacheFileError: the JSON is something else.
-    """
-    content = parse_json(path, text.encode("utf-8", "surrogatepass"), "the metadata")
-    if not isinstance(content, dict) or not _is_texts(list(content.values())):
-        refuse(path, "metadata that map names to texts", shown(content))
-    return content
 
 
 def layer_prefix(part: int | None, index: int) -> str:
@@ -173,101 +154,20 @@ def read_description(path: str, text: str) -> Description:
     Raises:
         CacheFileError: the text is not a description.
     """
-    content = parse_json(path, text.encode("utf-8", "surrogatepass"), "the description")
-    content = _record(path, content, _DESCRIPTION)
-    model = ModelRecord(**_record(path, content["model"], _MODEL))
-    rotaries = {}
-    for fingerprint, rotary in content["rotaries"].items():
-        if not (isinstance(rotary, list) and len(rotary) == 2 and isinstance(rotary[0], str) and _is_count(rotary[1])):
-            refuse(path, "the layout and the first dimension of a rotation", shown(rotary))
-        rotaries[fingerprint] = rotary[0], rotary[1]
-    cache = _cache_record(path, content["cache"])
-    description = Description(content["versions"], cache, model, rotaries, tuple(content["dtypes"]))
-    if description.fingerprint != content["fingerprint"]:
-        refuse(path, f"the fingerprint {description.fingerprint}", shown(content["fingerprint"]))
+    description: Description = typed(path, "a description", Description, parse_json(path, text, "the description"))
+    _check_counts(path, description.cache)
+    for part in description.cache.parts:
+        _check_counts(path, part)
+        if part.parts or len(description.cache.parts) != 2 or description.cache.layers:
+            refuse(path, "two parts and no other layers, or layers alone", f"{len(description.cache.parts)} parts")
     return description
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= MAX_TOKENS
-
-
-def _is_fact(value: object) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return value is None or isinstance(value, str | bool) or (type(value) is int and abs(value) < 2**63)
-
-
-def _is_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
-
-
-def _is_a(*types: type) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, types)
-
-
-def _is_facts(value: object) -> bool:
-    return isinstance(value, dict) and all(_is_fact(fact) for fact in value.values())
-
-
-_Checks = dict[str, Callable[[object], bool]]
-
-_DESCRIPTION: _Checks = {
-    "versions": lambda value: isinstance(value, dict) and _is_texts(list(value.values())),
-    "cache": _is_a(dict),
-    "model": _is_a(dict),
-    "rotaries": _is_a(dict),
-    "dtypes": _is_texts,
-    "fingerprint": _is_a(str),
-}
-_MODEL: _Checks = {
-    "fields": _is_a(dict, NoneType),
-    "name": _is_a(str, NoneType),
-    "commit": _is_a(str, NoneType),
-    "weights_id": _is_a(str, NoneType),
-}
-_CACHE: _Checks = {
-    "kind": _is_a(str),
-    "length": _is_count,
-    "batch_size": lambda value: value == -1 or _is_count(value),
-    "options": _is_a(dict),
-    "layers": _is_a(list),
-    "parts": _is_a(list),
-}
-_LAYER: _Checks = {
-    "kind": _is_a(str),
-    "facts": _is_facts,
-    "tensors": _is_texts,
-    "recording": _is_a(bool),
-}
-
-
-def _record(path: str, content: object, checks: _Checks) -> dict[str, Any]:
-    """`content`, if it has exactly these names, each with a value of its kind."""
-    if not isinstance(content, dict) or set(content) != set(checks):
-        refuse(path, f"a record of {', '.join(checks)}", shown(content))
-    for name, is_right in checks.items():
-        if not is_right(content[name]):
-            refuse(path, f"a valid {name}", shown(content[name]))
-    return content
-
-
-def _cache_record(path: str, content: object, may_have_parts: bool = True) -> CacheRecord:
-    found = _record(path, content, _CACHE)
-    parts = tuple(_cache_record(path, part, may_have_parts=False) for part in found["parts"])
-    if parts and (not may_have_parts or len(parts) != 2 or found["layers"]):
-        refuse(path, "two parts and no other layers, or layers alone", f"{len(parts)} parts")
-    layers = tuple(_layer_record(path, layer) for layer in found["layers"])
-    return CacheRecord(**{**found, "layers": layers, "parts": parts})
-
-
-def _layer_record(path: str, content: object) -> LayerRecord:
-    found = _record(path, content, _LAYER)
-    for name in ("length", "checkpoints", "linear.checkpoints"):
-        count = found["facts"].get(name)
-        if count is not None and not _is_count(count):
-            refuse(path, f"a {name} of 0 to {MAX_TOKENS}", shown(count))
-        # A count beyond the tensors would be a long loop over nothing.
-        if name != "length" and (count or 0) > len(found["tensors"]):
-            refuse(path, f"at most as many {name} as tensors", shown(count))
-    return LayerRecord(**{**found, "tensors": tuple(found["tensors"])})
+def _check_counts(path: str, cache: CacheRecord) -> None:
+    for layer in cache.layers:
+        for name in ("length", "checkpoints", "linear.checkpoints"):
+            count = layer.facts.get(name, 0)
+            # A count beyond the tensors would be a long loop over nothing.
+            most = MOST_FILE_BYTES if name == "length" else len(layer.tensors)
+            if count is not None and (type(count) is not int or not 0 <= count <= most):
+                refuse(path, f"a {name} of 0 to {most}", shown(count))

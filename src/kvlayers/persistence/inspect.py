@@ -12,8 +12,9 @@ from kvlayers.errors import CacheFileError
 from kvlayers.persistence.format import TOKEN_IDS, Description, LayerRecord
 from kvlayers.persistence.node_file import NodeRecord, is_node, read_node
 from kvlayers.persistence.rebuild import loads_prefixes
-from kvlayers.persistence.safetensors_header import FileTensors, checked_path, opened_tensors, refuse
+from kvlayers.persistence.safetensors_header import checked_path, refuse
 from kvlayers.persistence.saved_file import SavedFile
+from kvlayers.persistence.tensor_file import TensorFile, opened_file
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class CacheFile:
         """
         if not self.has_token_ids:
             return None
-        file = opened_tensors(self.path)
+        file = opened_file(self.path)
         found = SavedFile(file) if self.node is None else read_node(file)
         if found.checksum != self.checksum:
             raise CacheFileError(
@@ -101,16 +102,16 @@ def inspect_cache(path: str | os.PathLike[str]) -> CacheFile:
         CacheFileError: what it says is damaged, or it is no file of a cache.
         CachePathError: there is no such file, it cannot be read, or is no regular file.
     """
-    file = opened_tensors(checked_path(path))
+    file = opened_file(checked_path(path))
     return _of_node(file) if is_node(file.header) else _summary(SavedFile(file))
 
 
-def _of_node(file: FileTensors) -> CacheFile:
+def _of_node(file: TensorFile) -> CacheFile:
     """What a node of a prefix store says, and the node before it that has the saved cache without rows."""
     path, node = file.path, read_node(file)
     holder = node
     while not holder.record.has_cache:
-        before = read_node(opened_tensors(os.path.join(os.path.dirname(path), holder.record.parent)))
+        before = read_node(opened_file(os.path.join(os.path.dirname(path), holder.record.parent)))
         if before.record.start >= holder.record.start:
             refuse(path, "a parent with the tokens before", "one with others")
         holder = before
@@ -137,7 +138,7 @@ def _summary(saved: SavedFile) -> CacheFile:
         kind=cache.kind,
         layers=tuple(layer.kind for part in description.caches() for layer in part.layers),
         length=cache.length,
-        batch_size=cache.batch_size,
+        batch_size=cache.batch_size or -1,
         dtype=_dtype(description, saved),
         nbytes=header.file_bytes,
         fingerprint=description.fingerprint,

@@ -24,8 +24,9 @@ from kvlayers.persistence.rebuild import (
     read_rotaries,
     rebuilt,
 )
-from kvlayers.persistence.safetensors_header import checked_path, opened_tensors
+from kvlayers.persistence.safetensors_header import checked_path
 from kvlayers.persistence.saved_file import SavedFile
+from kvlayers.persistence.tensor_file import opened_file
 from kvlayers.upstream.model_types import config_of
 from kvlayers.utils.options import checked_device
 
@@ -48,8 +49,7 @@ def load_cache(
     Args:
         path: the file.
         device: device of the states, the host if not given.
-        config: config of the model that continues. Needed for layers of transformers, and for recurrent layers in files
-            of the first version of the format.
+        config: config of the model that continues. Needed for layers of transformers.
         length: how many of the first tokens to load, all if not given.
         into: an existing cache to load into, for example of an unregistered class, or with a larger reservation. It
             changes only after every check has passed.
@@ -57,7 +57,7 @@ def load_cache(
         verify: whether to compare every state with its checksum. The description is always compared.
 
     Raises:
-        CacheFileError: the file is damaged, is not the file of a cache, has a later version of the format, names a kind
+        CacheFileError: the file is damaged, is not the file of a cache, has another version of the format, names a kind
             that is not registered, or does not say enough to make a cache without `config` or `into`.
         CachePathError: the file does not exist, cannot be read, or is not a regular file.
         ModelMismatchError: the file was made by another model than that of `config`, or by other weights.
@@ -83,7 +83,7 @@ def load_cache(
         place = _device_of(into) if into is not None else torch.device("cpu")
     else:
         place = checked_device(device)
-    saved = SavedFile(opened_tensors(path))
+    saved = SavedFile(opened_file(path))
     check_model(path, saved.description, config, weights_id)
     _check_length(path, saved.description.cache, length)
     reader = StateReader(saved, place, length, verify)

@@ -8,8 +8,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,24 +17,18 @@ import torch
 from torch import Tensor
 
 from kvlayers.errors import CacheFileError
-from kvlayers.persistence.checksums import DIGEST_BYTES
-from kvlayers.persistence.format import FORMAT, MAX_TOKENS, NODE_VERSION, TOKEN_IDS, canonical
+from kvlayers.persistence.format import TOKEN_IDS, canonical
 from kvlayers.persistence.safetensors_header import (
-    DTYPE_NAMES,
-    DTYPES,
     MAX_EMPTY_ELEMENTS,
-    Content,
-    FileTensors,
     Header,
     ReadRange,
     TensorEntry,
-    header_of,
-    parse_header,
     parse_json,
-    ranges_of,
     refuse,
     shown,
+    typed,
 )
+from kvlayers.persistence.tensor_file import DIGESTS, TensorFile, check_format, digests_entry, file_header, file_in
 
 ENTRY, NODE = "entry", "node"
 """In the metadata: what all nodes of an entry have in common, and the record."""
@@ -43,18 +36,16 @@ ENTRY, NODE = "entry", "node"
 CACHE = "cache"
 """Tensor of bytes: a saved cache that has no rows."""
 
-DIGEST = "digest"
-"""The last tensor: the SHA-256 of all bytes before it."""
-
-MAX_RANGE_BYTES = 64 * 2**20
-"""The largest tensor that is read to inspect a file: the ids of 8 million tokens."""
+MAX_HEAD_BYTES = 64 * 2**20
+"""Of header and ids, which are read to inspect a file: the ids of 8 million tokens."""
 
 KNOWN_ENTRIES = 8
 """Facts of entries that are not parsed again. Each may have as many bytes as a header."""
 
-Rows = npt.NDArray[np.int64]
+_NAMES = re.compile(r"([0-9a-f]{64}\.safetensors)? ([0-9a-f]{64})?")
+"""Name of a parent, and checksum of a saved cache."""
 
-_MALFORMED = (TypeError, ValueError, LookupError, AttributeError)
+Rows = npt.NDArray[np.int64]
 
 
 class TensorForm(NamedTuple):
@@ -75,8 +66,7 @@ class RowRun(NamedTuple):
     rows: int
 
 
-@dataclass(frozen=True)
-class RowGroup:
+class RowGroup(NamedTuple):
     """Layers whose tensors have the same forms and the same tokens. A node holds rows of all of them.
 
     Attributes:
@@ -87,7 +77,7 @@ class RowGroup:
 
     layers: tuple[int, ...]
     tensors: tuple[TensorForm, ...]
-    runs: tuple[RowRun, ...]
+    runs: tuple[RowRun, ...] = ()
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -132,7 +122,7 @@ class EntryFacts:
         cuttable: whether the first tokens can be used without the others.
         settings: equal for caches of the same kinds and settings. Only they share nodes.
         versions: what has written it.
-        groups: the layers and the forms of its rows.
+        groups: the layers and the forms of its rows, without the rows.
     """
 
     label: str
@@ -144,11 +134,7 @@ class EntryFacts:
 
     def to_json(self) -> str:
         """The facts as text. Equal facts give equal texts."""
-        groups = [
-            (group.layers, [(form.name, DTYPE_NAMES[form.dtype], *form[2:]) for form in group.tensors])
-            for group in self.groups
-        ]
-        return canonical({**vars(self), "groups": groups})
+        return canonical(self)
 
 
 @dataclass(frozen=True)
@@ -162,8 +148,8 @@ class NodeRecord:
         stop: rows that begin here or later are not in this node.
         whole: whether all is there that is not in rows, so that the tokens of a cache may end here.
         lengths: lengths that it serves if its tokens are the last ones of an entry that cannot be cut.
-        groups: the rows of a whole node and of its parents, or the rows of this node alone.
-        cache: SHA-256 of the saved cache without rows in this node, "" if the node has no such cache.
+        runs: of each group, the rows of a whole node and of its parents, or the rows of this node alone.
+        cache: checksum of the saved cache without rows in this node, "" if the node has no such cache.
     """
 
     entry: EntryFacts
@@ -172,8 +158,13 @@ class NodeRecord:
     stop: int
     whole: bool = True
     lengths: tuple[int, ...] = ()
-    groups: tuple[RowGroup, ...] = ()
+    runs: tuple[tuple[RowRun, ...], ...] = ()
     cache: str = ""
+
+    @functools.cached_property
+    def groups(self) -> tuple[RowGroup, ...]:
+        """The groups of its entry, with these rows."""
+        return tuple(group._replace(runs=runs) for group, runs in zip(self.entry.groups, self.runs, strict=True))
 
     @property
     def has_cache(self) -> bool:
@@ -185,7 +176,7 @@ class NodeRecord:
         return tuple(group.between(self.start, self.stop) for group in self.groups)
 
     def tensors(self, tokens: int, cache_bytes: int) -> dict[str, TensorEntry]:
-        """Names and forms of the tensors in the file, in their order.
+        """Names and forms of the tensors in the file, besides digests.
 
         Args:
             tokens: number of ids.
@@ -199,16 +190,12 @@ class NodeRecord:
             if group.rows
             for form in group.tensors
         }
-        # Each begins where a number of its dtype can be.
-        ordered = dict(sorted(rows.items(), key=lambda row: -row[1].dtype.itemsize))
         cache = {CACHE: TensorEntry(torch.uint8, (cache_bytes,))} if self.has_cache else {}
-        digest = TensorEntry(torch.uint8, (DIGEST_BYTES,))
-        return {TOKEN_IDS: TensorEntry(torch.int64, (1, tokens)), **ordered, **cache, DIGEST: digest}
+        return {TOKEN_IDS: TensorEntry(torch.int64, (1, tokens)), **rows, **cache}
 
     def to_json(self) -> str:
         """The record as text, without the facts of its entry. Equal records give equal texts."""
-        own = {name: value for name, value in vars(self).items() if name not in ("entry", "groups")}
-        return canonical({**own, "runs": [group.runs for group in self.groups]})
+        return canonical({own.name: vars(self)[own.name] for own in fields(self) if own.name != ENTRY})
 
 
 @dataclass(frozen=True)
@@ -216,16 +203,19 @@ class NodeHead:
     """The beginning of the file of a node, up to its rows.
 
     Attributes:
-        content: its bytes. Two files that begin with the same ones are of the same node.
         header: the header.
         record: the place of the node, and which rows it has.
         ids: its tokens, from `record.start` on, int64 `[tokens]`. There may be more than it has rows for.
     """
 
-    content: bytes
     header: Header
     record: NodeRecord
     ids: Rows
+
+    @property
+    def content(self) -> bytes:
+        """Its bytes. Two files that begin with the same ones are of the same node."""
+        return self.header.content + self.ids.tobytes()
 
     @property
     def digest(self) -> str:
@@ -238,7 +228,7 @@ class NodeHead:
 
 def is_node(header: Header) -> bool:
     """Whether a file is a node."""
-    return header.metadata.get("format") == FORMAT and header.metadata.get("format_version") == str(NODE_VERSION)
+    return NODE in header.metadata
 
 
 def read_head(path: str, header: Header, read: ReadRange) -> NodeHead:
@@ -252,30 +242,26 @@ def read_head(path: str, header: Header, read: ReadRange) -> NodeHead:
     Raises:
         CacheFileError: it has no record of a node, or other tensors than the record says.
     """
+    check_format(path, header)
     if set(header.metadata) != {"format", "format_version", ENTRY, NODE}:
         refuse(path, f"metadata of format, format_version, {ENTRY} and {NODE}", shown(sorted(header.metadata)))
-    try:
-        entry = _entry(header.metadata[ENTRY])
-    except CacheFileError as error:
-        raise CacheFileError(f"{path} is damaged: {error}") from error
-    record = _record(path, entry, header.metadata[NODE])
+    record = _record(path, header.metadata)
     sizes = {name: math.prod(entry.shape) for name, entry in header.tensors.items()}
-    tokens = sizes.get(TOKEN_IDS, 0)
+    tokens, wanted = sizes.get(TOKEN_IDS, 0), record.stop - record.start
     expected = record.tensors(tokens, sizes.get(CACHE, 0))
-    if header.tensors != expected:
+    if header.tensors != {**expected, DIGESTS: digests_entry(expected)}:
         refuse(path, "the rows that it describes", shown(sorted(header.tensors)))
-    ordered = [header.ranges[name] for name in expected]
-    end = ordered[0][1]
-    if ordered != sorted(ordered) or end > MAX_RANGE_BYTES or tokens < record.stop - record.start:
-        refuse(path, f"the ids of its {record.stop - record.start} tokens before its rows", f"{tokens} ids")
-    content = bytes(read(0, end))
-    if len(content) != end:
-        refuse(path, f"{end} bytes of header and ids", str(len(content)))
-    return NodeHead(content, header, record, np.frombuffer(content, np.int64, offset=ordered[0][0]))
+    start, end = header.ranges[TOKEN_IDS]
+    if start != len(header.content) or end > MAX_HEAD_BYTES or tokens < wanted:
+        refuse(path, f"the ids of its {wanted} tokens before its rows", f"{tokens} ids")
+    ids = bytes(read(start, end))
+    if len(ids) != end - start:
+        refuse(path, f"{end} bytes of header and ids", str(start + len(ids)))
+    return NodeHead(header, record, np.frombuffer(ids, np.int64))
 
 
 class NodeFile:
-    """A node, all bytes of which were compared with their digest.
+    """A node, all bytes of which were compared with their digests.
 
     Args:
         file: its tensors.
@@ -284,24 +270,22 @@ class NodeFile:
     Attributes:
         path: path of the file.
         record: its place, and which rows it has.
-        checksum: SHA-256 of all bytes before the digest.
+        checksum: SHA-256 of its header and digests.
 
     Raises:
         CacheFileError: bytes have changed since it was written.
     """
 
-    def __init__(self, file: FileTensors, head: NodeHead) -> None:
-        self.path, self.head, self.record = file.path, head, head.record
-        # Every tensor is in the bytes that are compared here.
-        self.tensor = file.get_tensor
-        end = head.header.file_bytes - DIGEST_BYTES
-        self.checksum = hashlib.sha256(file.read(0, end)).hexdigest()
-        expected = bytes(file.read(end, end + DIGEST_BYTES)).hex()
-        if self.checksum != expected:
-            refuse(file.path, f"bytes with the digest {expected[:16]}...", "others", "it is damaged")
+    def __init__(self, file: TensorFile, head: NodeHead) -> None:
+        self.path, self.head, self.record, self.checksum = file.path, head, head.record, file.checksum
+        self._tensors = {name: file.tensor(name) for name in head.header.tensors if name != DIGESTS}
 
-    def cache(self) -> FileTensors:
-        """The tensors of the saved cache without rows.
+    def tensor(self, name: str) -> Tensor:
+        """A tensor, as a view of the content where that is possible: do not write to it."""
+        return self._tensors[name]
+
+    def cache(self) -> TensorFile:
+        """The saved cache without rows.
 
         Raises:
             CacheFileError: the node has no such cache, or it is damaged.
@@ -309,12 +293,10 @@ class NodeFile:
         if not self.record.has_cache:
             refuse(self.path, "what its cache is", "rows alone")
         # A copy, since its numbers need not be where numbers of their dtype can be in this file.
-        content = self.tensor(CACHE).numpy().tobytes()
-        read = ranges_of(content)
-        return FileTensors(self.path, parse_header(self.path, len(content), read), read)
+        return file_in(self.path, self.tensor(CACHE).numpy().tobytes())
 
 
-def read_node(file: FileTensors) -> NodeFile:
+def read_node(file: TensorFile) -> NodeFile:
     """The node in a file.
 
     Raises:
@@ -332,108 +314,46 @@ def new_head(record: NodeRecord, ids: Rows, cache_bytes: int) -> NodeHead:
         cache_bytes: bytes of the saved cache without rows, if it is to have that.
 
     Raises:
-        CacheFileError: the record is larger than a file can hold.
+        StateMismatchError: the record is larger than a file can hold.
     """
     texts = {ENTRY: record.entry.to_json(), NODE: record.to_json()}
-    metadata = {"format": FORMAT, "format_version": str(NODE_VERSION), **texts}
-    begin, header = header_of(record.tensors(len(ids), cache_bytes), metadata)
-    return NodeHead(begin + ids.tobytes(), header, record, ids.copy())
-
-
-def content_of(head: NodeHead, rows: Mapping[str, Sequence[Tensor]], cache: Content) -> bytearray:
-    """The content of the file of a new node.
-
-    Args:
-        head: its beginning.
-        rows: the tensors of each layer of a group, by the name of the tensor that they become.
-        cache: the saved cache without rows, if it is to have that.
-    """
-    content = bytearray(head.header.file_bytes)
-    content[: len(head.content)] = head.content
-    file = FileTensors("The file", head.header, ranges_of(content))
-    for name, of_layers in rows.items():
-        for place, states in zip(file.get_tensor(name), of_layers, strict=True):
-            place.copy_(states)
-    view = memoryview(content)
-    if head.record.has_cache:
-        start, end = head.header.ranges[CACHE]
-        view[start:end] = cache
-    view[-DIGEST_BYTES:] = hashlib.sha256(view[:-DIGEST_BYTES]).digest()
-    return content
+    return NodeHead(file_header(record.tensors(len(ids), cache_bytes), texts, TOKEN_IDS), record, ids.copy())
 
 
 @functools.lru_cache(KNOWN_ENTRIES)
 def _entry(text: str) -> EntryFacts:
     path = "Its record"
-    content = _json(path, text)
-    try:
-        facts = EntryFacts(
-            **{
-                **content,
-                "layers": tuple(map(_text, content["layers"])),
-                "groups": tuple(_form(*group) for group in content["groups"]),
-            }
-        )
-        for text in (facts.label, facts.settings, *facts.versions, *facts.versions.values()):
-            _text(text)
-        _check(type(facts.cuttable) is bool)
-    except _MALFORMED:
-        refuse(path, "facts of an entry", shown(content))
+    facts: EntryFacts = typed(path, "facts of an entry", EntryFacts, parse_json(path, text, "the facts of an entry"))
     seen: set[tuple[int, str]] = set()
     for group in facts.groups:
         names = {(layer, form.name) for layer in group.layers for form in group.tensors}
-        if seen & names or len(names) != len(group.layers) * len(group.tensors):
-            refuse(path, "each tensor in one group of rows", "one in several")
+        if seen & names or not names or len(names) != len(group.layers) * len(group.tensors) or group.runs:
+            refuse(path, "each tensor in one group of rows", shown(group))
         seen |= names
         if any(math.prod(max(size, 1) for size in form[2:]) > MAX_EMPTY_ELEMENTS for form in group.tensors):
             refuse(path, "forms that states have", shown(group.tensors))
     return facts
 
 
-def _form(layers: list[Any], tensors: list[Any]) -> RowGroup:
-    forms = tuple(TensorForm(_text(name), DTYPES[dtype], *map(_count, sizes)) for name, dtype, *sizes in tensors)
-    _check(bool(layers) and bool(forms))
-    return RowGroup(tuple(map(_count, layers)), forms, ())
-
-
-def _record(path: str, entry: EntryFacts, text: str) -> NodeRecord:
-    content = _json(path, text)
+def _record(path: str, metadata: dict[str, str]) -> NodeRecord:
     try:
-        runs = [tuple(RowRun(*map(_count, run)) for run in of_group) for of_group in content.pop("runs")]
-        groups = [replace(group, runs=of_group) for group, of_group in zip(entry.groups, runs, strict=True)]
-        parts = {"lengths": tuple(map(_count, content["lengths"])), "groups": tuple(groups)}
-        record = NodeRecord(entry, **{**content, **parts})
-        _check(re.fullmatch(r"([0-9a-f]{64}\.safetensors)?", record.parent) is not None)
-        _check(re.fullmatch(r"([0-9a-f]{64})?", record.cache) is not None)
-        _check(type(record.whole) is bool and bool(record.cache) == record.has_cache)
-        _check(_count(record.start) < _count(record.stop) and bool(record.parent) == (record.start > 0))
-    except _MALFORMED:
-        refuse(path, "a record of a node", shown(content))
-    for of_group in runs:
+        entry = _entry(metadata[ENTRY])
+    except CacheFileError as error:
+        raise CacheFileError(f"{path} is damaged: {error}") from error
+    what = "a record of a node"
+    content: dict[str, Any] = typed(path, what, dict[str, Any], parse_json(path, metadata[NODE], what))
+    record: NodeRecord = typed(path, what, NodeRecord, {**content, ENTRY: entry})
+    has_names = _NAMES.fullmatch(f"{record.parent} {record.cache}") and bool(record.cache) == record.has_cache
+    is_placed = record.start < record.stop and bool(record.parent) == (record.start > 0)
+    if ENTRY in content or not has_names or not is_placed:
+        refuse(path, what, shown(metadata[NODE]))
+    if len(record.runs) != len(entry.groups):
+        refuse(path, f"rows of {len(entry.groups)} groups", str(len(record.runs)))
+    for runs in record.runs:
         end = 0
-        for run in of_group:
+        for run in runs:
             last = run.first + run.tokens * (run.rows - 1)
             if run.first < end or not run.rows or not run.tokens or last >= record.stop:
                 refuse(path, f"rows that follow one another before {record.stop}", shown(run))
             end = last + run.tokens
     return record
-
-
-def _json(path: str, text: str) -> Any:
-    return parse_json(path, text.encode("utf-8", "surrogatepass"), "the record of a node")
-
-
-def _check(condition: bool) -> None:
-    if not condition:
-        raise ValueError
-
-
-def _text(value: object) -> str:
-    _check(isinstance(value, str))
-    return str(value)
-
-
-def _count(number: object) -> int:
-    if type(number) is not int or not 0 <= number <= MAX_TOKENS:
-        raise ValueError
-    return number

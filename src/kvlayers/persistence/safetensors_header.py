@@ -1,5 +1,6 @@
-"""Reads, checks and writes the headers of safetensors files, and finds the tensors in their content."""
+"""Reads, checks and writes the headers of safetensors files, and the JSON in them."""
 
+import functools
 import itertools
 import json
 import math
@@ -9,10 +10,10 @@ import reprlib
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NoReturn
+from types import UnionType
+from typing import Any, BinaryIO, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import torch
-from torch import Tensor
 
 from kvlayers.errors import CacheFileError, CachePathError, OptionError
 
@@ -20,7 +21,7 @@ LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header, little-endian."""
 
 MOST_FILE_BYTES = 2**50
-"""More than any file has. The first bytes of a text are a larger number."""
+"""More than any file has, and more tokens than anybody decodes. The first bytes of a text are a larger number."""
 
 MAX_HEADER_BYTES = 4 * 2**20
 """Far more than any cache needs, and still quick to parse."""
@@ -29,7 +30,7 @@ MAX_BRACKETS = 200_000
 """The most lists and objects in a JSON text. A tensor has three, and each takes far more memory than its text."""
 
 MAX_DIGITS = 19
-"""The most digits of a whole number in the header: the digits of an int64."""
+"""The most digits of a whole number: the digits of an int64."""
 
 MAX_DIMS = 8
 MAX_EMPTY_ELEMENTS = 2**32
@@ -74,16 +75,32 @@ class Header:
     """The header of a file.
 
     Attributes:
+        content: the bytes of the file up to its tensors.
         metadata: texts by name.
         tensors: entries of the tensors by name.
         ranges: start and end of each tensor in the file, in bytes.
         file_bytes: size of the whole file.
     """
 
+    content: bytes
     metadata: dict[str, str]
     tensors: dict[str, TensorEntry]
     ranges: dict[str, tuple[int, int]]
     file_bytes: int
+
+    @property
+    def in_order(self) -> list[str]:
+        """The names of the tensors, in the order of their bytes."""
+        return sorted(self.tensors, key=self.ranges.__getitem__)
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What a header says of one tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
 
 
 def refuse(path: str, expected: str, seen: str, remedy: str = "it is damaged, or not made by save_cache()") -> NoReturn:
@@ -174,14 +191,13 @@ def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
         raise CacheFileError(f"{path} is no saved cache: it does not begin as the files of save_cache() do.")
     if length > min(room, MAX_HEADER_BYTES):
         refuse(path, f"a header of at most {min(room, MAX_HEADER_BYTES)} bytes", f"one that claims {length}")
-    content = parse_json(path, bytes(read(LENGTH_BYTES, LENGTH_BYTES + length)), "the header")
+    text = bytes(read(LENGTH_BYTES, LENGTH_BYTES + length))
+    content = parse_json(path, text, "the header")
     if not isinstance(content, dict):
         refuse(path, "a header that names tensors", f"{shown(content)} in its place")
-    metadata = content.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        refuse(path, "metadata of texts", shown(metadata))
+    metadata: dict[str, str] = typed(path, "the metadata", dict[str, str], content.pop("__metadata__", {}))
     entries, ranges = _entries(path, content, LENGTH_BYTES + length, file_bytes)
-    return Header(metadata, entries, ranges, file_bytes)
+    return Header(start + text, metadata, entries, ranges, file_bytes)
 
 
 def _entries(
@@ -190,23 +206,18 @@ def _entries(
     """The tensors of a header, whose bytes must follow one another from the first to the last of the file."""
     entries: dict[str, TensorEntry] = {}
     ranges: dict[str, tuple[int, int]] = {}
-    for name, claim in content.items():
-        if not isinstance(claim, dict) or set(claim) != {"dtype", "shape", "data_offsets"}:
-            refuse(path, f"dtype, shape and data_offsets of {shown(name)}", shown(claim))
-        if not isinstance(claim["dtype"], str) or claim["dtype"] not in DTYPES:
-            refuse(path, f"{shown(name)} of one of {', '.join(DTYPES)}", shown(claim["dtype"]))
-        dtype, shape, offsets = DTYPES[claim["dtype"]], claim["shape"], claim["data_offsets"]
-        if not _are_sizes(shape) or len(shape) > MAX_DIMS:
-            refuse(path, f"a shape of at most {MAX_DIMS} sizes for {shown(name)}", shown(shape))
-        if not _are_sizes(offsets) or len(offsets) != 2:
-            refuse(path, f"the start and end of {shown(name)}", shown(offsets))
-        begin, end = offsets
-        if end - begin != math.prod(shape) * dtype.itemsize:
-            refuse(path, f"{math.prod(shape) * dtype.itemsize} bytes of {shown(name)} {shape}", f"{end - begin}")
-        if math.prod(size for size in shape if size) > MAX_EMPTY_ELEMENTS and begin == end:
-            refuse(path, f"a shape that states have for {shown(name)}", shown(shape))
+    for name, fields in content.items():
+        claim: _Claim = typed(path, f"the entry of {shown(name)}", _Claim, fields)
+        begin, end = claim.data_offsets
+        if len(claim.shape) > MAX_DIMS:
+            refuse(path, f"a shape of at most {MAX_DIMS} sizes for {shown(name)}", shown(claim.shape))
+        nbytes = math.prod(claim.shape) * claim.dtype.itemsize
+        if end - begin != nbytes:
+            refuse(path, f"{nbytes} bytes of {shown(name)} {list(claim.shape)}", f"{end - begin}")
+        if math.prod(size for size in claim.shape if size) > MAX_EMPTY_ELEMENTS and begin == end:
+            refuse(path, f"a shape that states have for {shown(name)}", shown(claim.shape))
         ranges[name] = data_start + begin, data_start + end
-        entries[name] = TensorEntry(dtype, tuple(shape))
+        entries[name] = TensorEntry(claim.dtype, claim.shape)
     following = sorted(ranges.values())
     if [begin for begin, _ in following] != [data_start, *(end for _, end in following)][: len(following)]:
         refuse(path, "tensors that follow one another", "some that overlap, or gaps between them")
@@ -216,67 +227,17 @@ def _entries(
     return entries, ranges
 
 
-class FileTensors:
-    """The tensors of a file, each of which is read when it is asked for.
-
-    Args:
-        path: name of the file in errors.
-        header: its header.
-        read: reads a range of its bytes.
-        most: bytes of the largest tensor that may be read.
-    """
-
-    def __init__(self, path: str, header: Header, read: ReadRange, most: int = MOST_FILE_BYTES) -> None:
-        self.path, self.header, self.read, self._most = path, header, read, most
-
-    def get_tensor(self, name: str) -> Tensor:
-        """A tensor, as a view of the content where that is possible."""
-        entry, (start, end) = self.header.tensors[name], self.header.ranges[name]
-        if start == end:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        if end - start > self._most:
-            refuse(self.path, f"at most {self._most} bytes of {shown(name)}", str(end - start))
-        data = self.read(start, end)
-        if len(data) != end - start:
-            refuse(self.path, f"{end - start} bytes of {shown(name)}", str(len(data)))
-        # Torch warns of memory that must not be written to, and a number must be where one of its dtype can be.
-        if isinstance(data, bytes) or start % entry.dtype.itemsize:
-            data = bytearray(data)
-        return torch.frombuffer(data, dtype=entry.dtype).view(entry.shape)
-
-
-def opened_tensors(path: str) -> FileTensors:
-    """The tensors of a file, mapped into memory.
-
-    Raises:
-        CacheFileError: the header is invalid, or claims more than the file can hold.
-        CachePathError: the file does not exist, or cannot be read.
-    """
-    check_regular(path)
-    try:
-        with open(path, "rb") as opened:
-            content = mapped(opened)
-    except OSError as error:
-        raise CachePathError(f"{path} cannot be read: {error.strerror}.") from error
-    read = ranges_of(content)
-    return FileTensors(path, parse_header(path, len(content), read), read)
-
-
 def ranges_of(content: Content | mmap.mmap) -> ReadRange:
     """What reads ranges of bytes in memory, without copies if they may be written to."""
     view = memoryview(bytearray(content) if isinstance(content, bytes) else content)
     return lambda start, end: view[start:end]
 
 
-def header_of(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
-    """The first bytes of a file of these tensors, and the header in them. Equal ones have equal bytes.
-
-    Args:
-        tensors: their forms in their order. None may follow one of a smaller dtype.
-        metadata: texts by name.
+def new_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> Header:
+    """The header of a file of these tensors, in their order. Equal ones have equal bytes.
 
     Raises:
-        CacheFileError: the header is larger than a file can hold.
+        CacheFileError: it is larger than a header may be.
     """
     claims: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
@@ -285,45 +246,79 @@ def header_of(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -
         claims[name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": (start, end)}
     text = json.dumps(claims, separators=(",", ":"), sort_keys=True).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)
-    begin = len(text).to_bytes(LENGTH_BYTES, "little") + text
-    return begin, parse_header("The file", len(begin) + end, lambda start, stop: begin[start:stop])
+    content = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    return parse_header("The file", len(content) + end, lambda start, stop: content[start:stop])
 
 
-def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytearray:
-    """The content of a file. Equal tensors and texts have equal bytes.
-
-    Raises:
-        CacheFileError: the header is larger than a file can hold.
-    """
-    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    entries = {name: TensorEntry(tensors[name].dtype, tuple(tensors[name].shape)) for name in names}
-    begin, header = header_of(entries, metadata)
-    content = bytearray(begin.ljust(header.file_bytes, b"\0"))
-    file = FileTensors("The file", header, ranges_of(content))
-    for name in names:
-        file.get_tensor(name).copy_(tensors[name])
-    return content
-
-
-def _are_sizes(numbers: object) -> bool:
-    return isinstance(numbers, list) and {int}.issuperset(map(type, numbers)) and min(numbers, default=0) >= 0
-
-
-def parse_json(path: str, text: bytes, what: str) -> Any:
+def parse_json(path: str, text: bytes | str, what: str) -> Any:
     """Parse a JSON text from a file. Anything that two parsers could read differently is refused.
 
     Raises:
         CacheFileError: the text is not JSON, repeats a name, or has numbers that are not finite or far too long.
     """
-    if text.count(b"[") + text.count(b"{") > MAX_BRACKETS:
+    data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    if data.count(b"[") + data.count(b"{") > MAX_BRACKETS:
         refuse(path, f"at most {MAX_BRACKETS} lists and objects in {what}", "more")
     try:
-        return _DECODER.decode(text.decode("utf-8"))
+        return _DECODER.decode(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise CacheFileError(
             f"{path} must have {what} in plain JSON, got {shown(str(error))}: it is damaged, or not made by "
             "save_cache()."
         ) from error
+
+
+def typed(path: str, what: str, form: Any, content: object) -> Any:
+    """What a JSON value means where a value of a type is expected: nothing is converted, and no field may be missing.
+
+    Args:
+        path: name of the file in errors.
+        what: what it is, in errors.
+        form: the type. A dataclass is an object of exactly its fields, a named tuple is a list, a `torch.dtype` the
+            name of one of `DTYPES`, and each `int` that stands alone is a count of at most `MOST_FILE_BYTES`.
+        content: the value, as `parse_json` returns it.
+
+    Raises:
+        CacheFileError: it is of another form.
+    """
+    try:
+        return _read_as(form, content)
+    except _MALFORMED as error:
+        refuse(path, f"{what} as kvlayers writes it", f"{shown(content)} ({shown(str(error))})")
+
+
+_MALFORMED = (TypeError, ValueError, LookupError)
+
+
+def _read_as(form: Any, content: Any) -> Any:
+    origin, parts = get_origin(form), get_args(form)
+    kind = type(content)
+    if form is Any or (kind is form and form is not int):
+        return content
+    if form is int and kind is int and 0 <= content <= MOST_FILE_BYTES:
+        return content
+    if origin in (Union, UnionType) and kind in {get_origin(part) or part for part in parts}:
+        return content
+    if form is torch.dtype:
+        return DTYPES[content]
+    if origin is dict and kind is dict:
+        return {name: _read_as(parts[1], value) for name, value in content.items()}
+    if origin is tuple and kind is list:
+        each = parts[:1] * len(content) if parts[-1] is ... else parts
+        return tuple(_read_as(own, value) for own, value in zip(each, content, strict=True))
+    if origin is None and kind in (dict, list):
+        fields = _fields(form)
+        if kind is dict and content.keys() == fields.keys():
+            return form(**{name: _read_as(own, content[name]) for name, own in fields.items()})
+        if kind is list and issubclass(form, tuple):
+            return form(*_read_as(tuple[tuple(fields.values())], content))  # type: ignore[misc]
+    raise ValueError(f"{shown(content)} for {form}")
+
+
+@functools.cache
+def _fields(form: type) -> dict[str, Any]:
+    """The types of the fields of a dataclass or a named tuple."""
+    return get_type_hints(form)
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -340,7 +335,7 @@ def _no_number(text: str) -> NoReturn:
 
 
 def _whole(text: str) -> int:
-    if len(text) > MAX_DIGITS + 1:
+    if len(text) > MAX_DIGITS + 1 or abs(int(text)) >= 2**63:
         raise ValueError(f"a number of {len(text)} digits")
     return int(text)
 

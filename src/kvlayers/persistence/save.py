@@ -7,32 +7,29 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_operations import CacheState
 from kvlayers.core.layer_operations import LayerState
-from kvlayers.errors import CacheFileError, OptionError, StateMismatchError
+from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.persistence.atomic_file import replacing
-from kvlayers.persistence.checksums import checksum, digest_table
 from kvlayers.persistence.fingerprint import model_record
 from kvlayers.persistence.format import (
-    DIGESTS,
-    FORMAT,
-    FORMAT_VERSION,
+    DESCRIPTION,
     OWN_METADATA,
     TOKEN_IDS,
     CacheRecord,
     Description,
     LayerRecord,
     ModelRecord,
+    canonical,
     layer_prefix,
     metadata_text,
     rotary_name,
 )
-from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry, checked_path, opened_tensors
-from kvlayers.persistence.saved_file import covered_text
+from kvlayers.persistence.safetensors_header import DTYPES, Header, TensorEntry, checked_path
+from kvlayers.persistence.tensor_file import file_header, write_file
 from kvlayers.version import __version__
 
 _STORABLE = frozenset(DTYPES.values())
@@ -88,36 +85,25 @@ def save_cache(
         # States are copied only after the path is known to be writable.
         model = model_record(config, cache.is_pair, weights_id)
         description, tensors = described(cache, cache.state(), model, token_ids)
-        tensors, texts = with_checksums(description, tensors, own)
-        save_file(tensors, temporary, metadata=texts)
-        _check_readable(temporary)
+        header = header_of(description, tensors, own)
+        with open(temporary, "wb") as file:
+            write_file(file, header, {name: [tensor] for name, tensor in tensors.items()})
 
 
-def with_checksums(
-    description: Description, tensors: dict[str, Tensor], own: str | None = None
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """All tensors and the metadata of a file.
+def header_of(description: Description, tensors: Mapping[str, Tensor], own: str | None = None) -> Header:
+    """The header of the file of a cache.
 
     Args:
         description: the cache.
         tensors: the tensors that are in the file.
         own: the caller's own texts, from `metadata_text`.
+
+    Raises:
+        StateMismatchError: it is larger than a file may have.
     """
     entries = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    digests = digest_table(tensors)
-    metadata = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "description": description.to_json()}
-    if own is not None:
-        metadata[OWN_METADATA] = own
-    metadata["checksum"] = checksum(covered_text(metadata), entries, digests)
-    return {**tensors, DIGESTS: digests}, metadata
-
-
-def _check_readable(path: str) -> None:
-    """Raise `StateMismatchError` if the written file could not be read. It must not replace a readable file."""
-    try:
-        opened_tensors(path)
-    except CacheFileError as error:
-        raise StateMismatchError(f"The cache has more than a file can hold: {error}") from error
+    metadata = {DESCRIPTION: canonical(description)}
+    return file_header(entries, metadata if own is None else {**metadata, OWN_METADATA: own})
 
 
 def described(
@@ -133,7 +119,7 @@ def described(
     if cache.is_pair:
         parts = (cache.self_attention_cache, cache.cross_attention_cache)
         own = [_record(part, part_state) for part, part_state in zip(parts, state.parts, strict=True)]
-        record = CacheRecord(state.kind, own[0].length, cache.batch_size, cache.describe(), parts=tuple(own))
+        record = CacheRecord(state.kind, own[0].length, max(cache.batch_size, 0), cache.describe(), parts=tuple(own))
         states: list[tuple[int | None, CacheState]] = list(enumerate(state.parts))
     else:
         record = _record(cache, state)
@@ -162,7 +148,7 @@ def _record(cache: Cache, state: CacheState) -> CacheRecord:
         for layer, layer_state in zip(cache.adapted_layers(), state.layers, strict=True)
     )
     length = max((layer.length or 0 for layer in cache.adapted_layers()), default=0)
-    return CacheRecord(state.kind, length, cache.batch_size, cache.describe(), layers)
+    return CacheRecord(state.kind, length, max(cache.batch_size, 0), cache.describe(), layers)
 
 
 def _facts(state: LayerState) -> dict[str, Any]:
@@ -188,7 +174,7 @@ def _storable(tensor: Tensor, name: str, kind: str) -> Tensor:
 
 def _ids(token_ids: Tensor, record: CacheRecord) -> Tensor:
     whole = isinstance(token_ids, Tensor) and not (token_ids.is_floating_point() or token_ids.dtype == torch.bool)
-    rows = max(record.batch_size, 0)
+    rows = record.batch_size
     fits = whole and token_ids.dim() == 2 and token_ids.shape[0] == rows and token_ids.shape[1] >= record.length
     if not fits:
         seen = f"{list(token_ids.shape)} of {token_ids.dtype}" if isinstance(token_ids, Tensor) else repr(token_ids)

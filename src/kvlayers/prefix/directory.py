@@ -19,7 +19,8 @@ from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.load import StateReader
 from kvlayers.persistence.node_file import NodeFile
 from kvlayers.persistence.rebuild import check_remakeable
-from kvlayers.persistence.safetensors_header import Content, FileTensors, ranges_of
+from kvlayers.persistence.safetensors_header import Content, ranges_of
+from kvlayers.persistence.tensor_file import TensorFile
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
 from kvlayers.prefix.backends.contract import ABANDONED_SECONDS
 from kvlayers.prefix.entry import PrefixEntry, fork_at, restorable_length
@@ -411,7 +412,7 @@ class Directory:
             # Compared now, and not only when the store was opened, since other processes may write to the directory.
             read = ranges_of(content)
             is_same = read(0, len(head.content)) == head.content
-            return NodeFile(FileTensors(path, head.header, read), head) if is_same else replaced
+            return NodeFile(TensorFile(path, head.header, read), head) if is_same else replaced
         except KVLayersError as error:
             return error
 

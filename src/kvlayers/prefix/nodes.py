@@ -13,9 +13,9 @@ import numpy as np
 
 from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.errors import CacheFileError, KVLayersError
-from kvlayers.persistence.node_file import MAX_RANGE_BYTES, NodeHead, NodeRecord, is_node, read_head
-from kvlayers.persistence.safetensors_header import FileTensors, ReadRange, parse_header
-from kvlayers.persistence.saved_file import SavedFile
+from kvlayers.persistence.node_file import NodeHead, NodeRecord, is_node, read_head
+from kvlayers.persistence.safetensors_header import ReadRange, parse_header
+from kvlayers.persistence.tensor_file import check_format
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile
 from kvlayers.prefix.backends.contract import SUFFIX
 from kvlayers.prefix.entry import PrefixEntry
@@ -86,9 +86,9 @@ def look(path: str, file: StoredFile, read: ReadRange) -> Node | None:
         CachePathError: it no longer exists.
     """
     header = parse_header(path, file.nbytes, read)
+    check_format(path, header)
     if not is_node(header):
-        # Somebody may have saved a cache there. Whatever else it is, this says.
-        SavedFile(FileTensors(path, header, read, MAX_RANGE_BYTES))
+        # Somebody has saved a cache there.
         return None
     head = read_head(path, header, read)
     if head.digest + SUFFIX != file.name:

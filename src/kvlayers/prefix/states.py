@@ -18,10 +18,11 @@ from kvlayers.core.dense_store import DenseStore, may_share
 from kvlayers.core.layer_operations import LAYER_CLASSES, LayerState
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import KVPair
-from kvlayers.errors import CacheFileError, StateMismatchError, UnsupportedLayerError
+from kvlayers.errors import CacheFileError, UnsupportedLayerError
 from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
-from kvlayers.persistence.format import Description, LayerRecord, ModelRecord, canonical, layer_prefix
+from kvlayers.persistence.format import TOKEN_IDS, Description, LayerRecord, ModelRecord, canonical, layer_prefix
 from kvlayers.persistence.node_file import (
+    CACHE,
     EntryFacts,
     NodeFile,
     NodeRecord,
@@ -29,14 +30,14 @@ from kvlayers.persistence.node_file import (
     RowRun,
     Rows,
     TensorForm,
-    content_of,
     new_head,
     rows_name,
 )
 from kvlayers.persistence.rebuild import loads_prefixes
-from kvlayers.persistence.safetensors_header import DTYPES, Content, file_of
-from kvlayers.persistence.save import described, with_checksums
+from kvlayers.persistence.safetensors_header import DTYPES, Content
+from kvlayers.persistence.save import described, header_of
 from kvlayers.persistence.saved_file import SavedFile
+from kvlayers.persistence.tensor_file import DIGEST_BYTES, content_of
 from kvlayers.prefix.backends.contract import SUFFIX
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.nodes import Node
@@ -110,10 +111,10 @@ class EntryStates:
             self.cuttable,
             _settings(cache, [(state.kind, settings) for state, _, settings in divided], small),
             description.versions,
-            tuple(replace(group, runs=()) for group in self.groups),
+            tuple(group._replace(runs=()) for group in self.groups),
         )
         self._saved = _saved(description, small, self.cuttable)
-        self._digest = hashlib.sha256(self._saved).hexdigest()
+        self._checksum = bytes(self._saved[-DIGEST_BYTES:]).hex()
 
     def shared(self, chain: Sequence[Node], tokens: int) -> int:
         """The position up to which a new node needs no rows, because these nodes have them.
@@ -153,29 +154,27 @@ class EntryStates:
         cuts = [start, *(NODE_TOKENS * spans[1:]).tolist(), length]
         for first, stop in itertools.pairwise(cuts):
             whole = stop == length or (self.cuttable and all(_can_end(group, stop) for group in self.groups))
-            groups = tuple(group.between(0 if whole else first, stop) for group in self.groups)
-            record = NodeRecord(self._facts, parent, first, stop, whole, self._lengths if whole else (), groups)
+            runs = tuple(group.between(0 if whole else first, stop).runs for group in self.groups)
+            record = NodeRecord(self._facts, parent, first, stop, whole, self._lengths if whole else (), runs)
             if record.has_cache:
-                record = replace(record, cache=self._digest)
+                record = replace(record, cache=self._checksum)
             own = record.own()
             ends = [int(end) for group in own for end in group.positions()[1][-1:]]
-            try:
-                head = new_head(record, self.ids[first : max([stop, *ends])], len(self._saved))
-            except CacheFileError as error:
-                raise StateMismatchError(f"The cache has more than a file can hold: {error}") from error
+            head = new_head(record, self.ids[first : max([stop, *ends])], len(self._saved))
             parent = head.digest + SUFFIX
             yield Node(parent, head.header.file_bytes, record, head.ids, head)
 
     def content(self, node: Node) -> Content:
         """The content of the file of one of these nodes."""
-        tensors: dict[str, list[Tensor]] = {}
+        saved = torch.frombuffer(self._saved, dtype=torch.uint8)
+        tensors = {TOKEN_IDS: [torch.from_numpy(node.head.ids)], CACHE: [saved]}
         for number, (group, held) in enumerate(zip(self.groups, node.record.own(), strict=True)):
             if held.rows:
                 first = int(np.searchsorted(group.positions()[0], held.runs[0].first))
                 found = [source.read(first, held.rows) for source in self._sources[number]]
                 for form in group.tensors:
                     tensors[rows_name(number, form.name)] = [each[form.name] for each in found]
-        return content_of(node.head, tensors, self._saved)
+        return content_of(node.head.header, tensors)
 
 
 def _as_numbers(begins: Rows, ends: Rows) -> Rows:
@@ -205,11 +204,8 @@ def _saved(description: Description, tensors: dict[str, Tensor], cuttable: bool)
         layers = tuple(replace(layer, facts={**layer.facts, "length": 0}) for layer in cache.layers)
         cache = replace(cache, length=0, layers=layers)
     # The record of the node says what has written it.
-    tensors, metadata = with_checksums(replace(description, cache=cache, versions={}), tensors)
-    try:
-        return file_of(tensors, metadata)
-    except CacheFileError as error:
-        raise StateMismatchError(f"The cache has more than a file can hold: {error}") from error
+    header = header_of(replace(description, cache=cache, versions={}), tensors)
+    return content_of(header, {name: [tensor] for name, tensor in tensors.items()})
 
 
 def needed_rows(group: RowGroup, length: int) -> int:

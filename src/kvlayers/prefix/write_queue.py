@@ -78,6 +78,8 @@ class WriteQueue:
         self._is_unreachable = self._is_stalled = False
         self._refreshed = 0
         """Uses of entries up to this time are known to the directory."""
+        self._own: weakref.WeakSet[PrefixEntry] = weakref.WeakSet()
+        """Entries that were inserted here, rather than found in files."""
         _queues.add(self)
 
     # Jobs
@@ -276,6 +278,7 @@ class WriteQueue:
             entry.is_being_written = self._is_unreachable = self._is_stalled = False
             if entry in self._index:
                 self.spilled += 1
+                self._own.add(entry)
                 self._index.set_file(entry, written.path, written.nbytes)
                 useless = [old for old in job.superseded if old in self._index and old.is_spare]
                 for old in useless:
@@ -293,9 +296,9 @@ class WriteQueue:
         with self._changed:
             in_files = [(entry, entry.path) for entry in self._index if entry.path is not None]
             kept = {path for entry, path in in_files if entry.pins and entry.cache is None}
-            # Those that were found in memory. What was read from files, is marked there already.
-            found = [(entry, path) for entry, path in in_files if entry.used is not None]
-            uses = sorted((time, path, tokens) for entry, path in found for tokens, time in entry.uses.items())
+            # Those that were inserted, or found in memory. What was read from files is marked there already.
+            own = [(entry, path) for entry, path in in_files if entry.used is not None or entry in self._own]
+            uses = sorted((time, path, tokens) for entry, path in own for tokens, time in entry.uses.items())
             new = [(path, tokens) for time, path, tokens in uses if time > self._refreshed]
             self._refreshed = self._index.uses
         self._directory.touch(new)
@@ -309,7 +312,8 @@ class WriteQueue:
         """Write every entry that is in memory alone, without waiting for a directory that cannot be reached."""
         with self._changed:
             self._most_tries = 1
-            self.write(self._index)
+            # In the order of their uses, which files have by the times when they were written.
+            self.write(sorted(self._index, key=lambda entry: entry.last_use))
             self._changed.notify_all()
             has_worker = self._worker is not None and self._worker.is_alive()
             if has_worker:

@@ -107,9 +107,10 @@ class PackedBlocks:
             self.compact()
 
     @torch.no_grad()
-    def smoothing_for(self, keys: Tensor) -> KeySmoothing:
-        """How keys are to be smoothed before they are written, found in those of whole blocks, the first one first."""
-        return KeySmoothing.for_keys(keys, self._quantizers["keys"], self.block_tokens)
+    def smoothing_for(self, keys: Tensor, last: KeySmoothing | None = None) -> KeySmoothing:
+        """How keys of whole blocks are to be smoothed before they are written, after blocks that were so as `last`."""
+        find = KeySmoothing.for_keys if last is None else last.for_more_keys
+        return find(keys, self._quantizers["keys"], self.block_tokens)
 
     @torch.no_grad()
     def write(self, skipped: int, keys: Tensor, values: Tensor, smoothing: KeySmoothing | None = None) -> None:

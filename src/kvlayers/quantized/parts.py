@@ -154,8 +154,8 @@ class QuantizedParts:
         if not len(self.runs):
             return SmoothingRuns.of(blocks.smoothing_for(keys))
         last = self.runs.in_order[-1]
-        own = last.for_more_keys(keys, blocks.block_tokens)
-        if own is None:
+        own = blocks.smoothing_for(keys, last)
+        if own is last:
             return self.runs
         return self.runs.followed(len(blocks), last.emptied() if len(self.runs) == MOST_RUNS - 1 else own)
 

@@ -204,7 +204,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         if held is None:
             check_first_columns(conv_states, kernel, states.live_batch)
         else:
-            kernel = states.kernel[state_idx] or 0
+            kernel = held.shape[-1]
             check_columns(conv_states, held, conv_kernel_size, kernel)
             if self.tokens_at_once is not None and columns > self.tokens_at_once:
                 raise UnsupportedLayerError(

@@ -29,7 +29,6 @@ class LinearStates:
     Attributes:
         conv: convolution states `[batch, channels, kernel]`, `None` before the first tokens.
         recurrent: recurrent states, whose first axis is the batch, `None` before the first tokens.
-        kernel: columns of each convolution state.
         has_conv: whether the convolution state holds tokens, and not only memory for them.
         has_recurrent: the same for the recurrent state.
     """
@@ -38,7 +37,6 @@ class LinearStates:
         indices = range(number_of_states)
         self.conv: dict[int, Tensor | None] = dict.fromkeys(indices)
         self.recurrent: dict[int, Tensor | None] = dict.fromkeys(indices)
-        self.kernel: dict[int, int | None] = dict.fromkeys(indices)
         self.has_conv: dict[int, bool] = dict.fromkeys(indices, False)
         self.has_recurrent: dict[int, bool] = dict.fromkeys(indices, False)
 
@@ -47,22 +45,22 @@ class LinearStates:
         held: dict[int, Tensor | None] = getattr(self, family)
         here = held[state_idx] = written(held[state_idx], states)
         getattr(self, f"has_{family}")[state_idx] = True
-        if family == "conv":
-            self.kernel[state_idx] = states.shape[-1]
         return here
 
     def forget(self, family: str, state_idx: int) -> None:
         """Hold neither a state nor memory for it."""
         getattr(self, family)[state_idx] = None
         getattr(self, f"has_{family}")[state_idx] = False
-        if family == "conv":
-            self.kernel[state_idx] = None
+
+    @property
+    def kernel(self) -> dict[int, int | None]:
+        """Columns of each convolution state, `None` before the first tokens."""
+        return {index: None if held is None else held.shape[-1] for index, held in self.conv.items()}
 
     def reserve(self, state_idx: int, conv: Tensor | None, recurrent: Tensor | None, kernel: int) -> None:
         """Take memory for states of these shapes, unless the layer holds states already."""
         if conv is not None and not self.has_conv[state_idx]:
             self.conv[state_idx] = _reserved(conv, (*conv.shape[:-1], kernel))
-            self.kernel[state_idx] = kernel
         if recurrent is not None and not self.has_recurrent[state_idx]:
             self.recurrent[state_idx] = _reserved(recurrent, tuple(recurrent.shape))
 
@@ -106,8 +104,7 @@ class LinearStates:
         for name in FAMILIES:
             held = vars(self)[name]
             vars(twin)[name] = {index: None if states is None else _copied(states) for index, states in held.items()}
-        twin.kernel, twin.has_conv = dict(self.kernel), dict(self.has_conv)
-        twin.has_recurrent = dict(self.has_recurrent)
+        twin.has_conv, twin.has_recurrent = dict(self.has_conv), dict(self.has_recurrent)
         return twin
 
     def tensors(self) -> Iterator[Tensor]:

@@ -50,7 +50,6 @@ class RecurrentRows(LinearAttentionLayer):
         # A row that was rolled back to nothing has zeros, as it had before its first token.
         filled: list[LinearStates] = [row._states for row in self.rows]
         for index in range(self.number_of_states):
-            self._states.kernel[index] = next((own.kernel[index] for own in filled if own.kernel[index]), None)
             self._states.has_conv[index] = any(own.has_conv[index] for own in filled)
             self._states.has_recurrent[index] = any(own.has_recurrent[index] for own in filled)
 

@@ -126,13 +126,10 @@ class StaticStore(DenseStore):
 
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
-        if torch.compiler.is_compiling():
-            self._append_at_cursor(keys, values)
-        else:
+        if not torch.compiler.is_compiling():
             super().append(keys, values)
             self._sync_cursor()
-
-    def _append_at_cursor(self, keys: Tensor, values: Tensor) -> None:
+            return
         tokens = keys.shape[2]
         exporting = compat.is_exporting()
         self._reserve_in_graph(tokens)
@@ -387,9 +384,9 @@ class StaticStore(DenseStore):
             raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
         length, total = self.length, self.total
         held = self.newest(length) if length else None
-        if held is not None and self._is_reserved(self._key_form.batch_size, capacity):
-            held = held[0].clone(), held[1].clone()
         reserved = self._reservation(self._key_form, self._value_form, capacity)
+        if held is not None and reserved is self._reserved:
+            held = held[0].clone(), held[1].clone()
         self._use_reservation(reserved, self._key_form, self._value_form, held, 0)
         if capacity != self.capacity:
             self._set_capacity(capacity)
@@ -399,12 +396,12 @@ class StaticStore(DenseStore):
         self, key_form: StateForm, value_form: StateForm, capacity: int
     ) -> tuple[TokenBuffer, TokenBuffer]:
         """The current reservation if it is large enough, else a new one of zeros."""
-        batch_size = key_form.batch_size
-        if self._reserved is not None and self._is_reserved(batch_size, capacity):
-            return self._reserved
+        batch_size, current = key_form.batch_size, self._reserved
+        if current is not None and current[0].capacity == capacity and current[0].form.batch_size >= batch_size:
+            return current
         self.check_batch(batch_size)
         rows = max(batch_size, self.reserved_batch_size or 0)
-        alike = (self._keys, self._values) if self._reserved is None else self._reserved
+        alike = (self._keys, self._values) if current is None else current
         keys, values = (
             TokenBuffer.allocate(form.of_batch(rows), capacity, torch.zeros)
             if buffer is None
@@ -417,10 +414,6 @@ class StaticStore(DenseStore):
     @override
     def sized_for(self) -> int | None:
         return self.capacity
-
-    def _is_reserved(self, batch_size: int, capacity: int) -> bool:
-        reserved = self._reserved
-        return reserved is not None and reserved[0].capacity == capacity and reserved[0].form.batch_size >= batch_size
 
     def _use_reservation(
         self,

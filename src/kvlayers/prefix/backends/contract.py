@@ -1,6 +1,8 @@
 """What a prefix store needs from the places of its files, and how the URLs of these places are shown."""
 
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -14,6 +16,9 @@ SUFFIX = ".safetensors"
 
 ABANDONED_SECONDS = 3600
 """A file that no entry needs is deleted if nobody has used it for so long."""
+
+USE_STEP_NS = 1000
+"""Nanoseconds between two uses that are recorded together, the least that every backend can tell apart."""
 
 Found = TypeVar("Found")
 
@@ -96,7 +101,7 @@ class StorageBackend(Protocol):
         """
 
     def touch(self, names: Sequence[str]) -> None:
-        """Record that files are used now, as far as the storage can. Files that do not exist are not made."""
+        """Record that files are used now, the last one last, as far as the storage can. No file is made."""
 
     def last_uses(self) -> Mapping[str, int]:
         """Time of the last read or write of each file, by name, in nanoseconds since 1970."""
@@ -110,6 +115,24 @@ class StorageBackend(Protocol):
                 storage can, since another process may come to need a file that nobody did. Default: no file stays.
         """
 
+
+class _Clock:
+    """Times of uses, in nanoseconds since 1970. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def uses(self, names: Sequence[str]) -> dict[str, int]:
+        """A time for each name, later than all before, however coarse the clock is and also if it goes back."""
+        with self._lock:
+            start = max(time.time_ns(), self._next)
+            self._next = start + USE_STEP_NS * len(names)
+        return {name: start + USE_STEP_NS * place for place, name in enumerate(names)}
+
+
+clock = _Clock()
+"""The clock of all backends of this process."""
 
 MAX_DETAIL = 300
 """Characters of another library's error message that are passed on."""

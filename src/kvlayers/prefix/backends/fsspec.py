@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
@@ -20,6 +19,7 @@ from kvlayers.prefix.backends.contract import (
     Address,
     StoredFile,
     UnreachableError,
+    clock,
 )
 from kvlayers.prefix.backends.remote import ByteRange, RemoteBackend
 
@@ -140,9 +140,8 @@ class FsspecBackend(RemoteBackend):
 
     def record_uses(self, names: Sequence[str]) -> None:
         """As `RemoteBackend.record_uses`; other processes do not see it."""
-        now = time.time_ns()
         with self._lock:
-            self._uses.update(dict.fromkeys(names, now))
+            self._uses.update(clock.uses(names))
 
     def last_uses(self) -> Mapping[str, int]:
         """When files were last written, or used by this store, since few file systems record reads."""

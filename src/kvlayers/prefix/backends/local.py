@@ -19,6 +19,7 @@ from kvlayers.prefix.backends.contract import (
     StorageBackend,
     StoredFile,
     UnreachableError,
+    clock,
 )
 
 OWNER_ONLY = 0o700
@@ -122,12 +123,13 @@ class LocalBackend(StorageBackend):
             left = memoryview(content)
             while left:
                 left = left[file.write(left) :]
+            self.touch([os.path.basename(temporary)])
 
     def touch(self, names: Sequence[str]) -> None:
         """As `StorageBackend.touch`."""
-        for name in names:
+        for name, used in clock.uses(names).items():
             with contextlib.suppress(OSError):
-                os.utime(self.path_of(name))
+                os.utime(self.path_of(name), ns=(used, used))
 
     def last_uses(self) -> Mapping[str, int]:
         """As `StorageBackend.last_uses`."""

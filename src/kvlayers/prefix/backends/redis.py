@@ -5,7 +5,6 @@ import importlib
 import json
 import re
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from kvlayers.prefix.backends.contract import (
     Address,
     StoredFile,
     UnreachableError,
+    clock,
 )
 from kvlayers.prefix.backends.remote import ByteRange, RemoteBackend
 
@@ -251,7 +251,7 @@ class RedisBackend(RemoteBackend):
             for part in parts:
                 transaction.persist(part)
             transaction.set(self._key(name), text)
-            transaction.zadd(self._index, {name: _now()})
+            transaction.zadd(self._index, _scores([name]))
             self._unlink_parts(transaction, old)
 
         self._client.transaction(commit, self._key(name))
@@ -286,14 +286,13 @@ class RedisBackend(RemoteBackend):
 
     def record_uses(self, names: Sequence[str]) -> None:
         """As `RemoteBackend.record_uses`."""
-        now = _now()
         if names:
             # `xx`, since a file that was deleted meanwhile must not be listed again.
-            self._call(lambda: self._client.zadd(self._index, dict.fromkeys(names, now), xx=True))
+            self._call(lambda: self._client.zadd(self._index, _scores(names), xx=True))
 
 
-def _now() -> int:
-    return time.time_ns() // 1000
+def _scores(names: Sequence[str]) -> dict[str, int]:
+    return {name: used // 1000 for name, used in clock.uses(names).items()}
 
 
 def _used(score: Any) -> int:

@@ -1,0 +1,546 @@
+"""transformers' continuous batching, served by rows: what `init_continuous_batching` returns under `install()`.
+
+`generate_batch`, `continuous_batching_context_manager` and `transformers serve --continuous-batching` stay those of
+transformers. They call the manager by the methods below, and get transformers' own type of output.
+"""
+
+import asyncio
+import copy
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvlayers.errors import CapacityError, KVLayersError, OptionError
+from kvlayers.generation import cache_by_name
+from kvlayers.generation.call_arguments import check_model
+from kvlayers.generation.patching import ScopedValue
+from kvlayers.generation.prefix_reuse import active_store
+from kvlayers.generation.row_decoding import LookedUp
+from kvlayers.generation.row_engine import Request, RowEngine
+from kvlayers.planning.auto import free_memory
+from kvlayers.upstream import generate_calls, model_types
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS, CHUNK_TOKENS = 32, 512
+
+IDLE_SECONDS = 0.1
+"""How long a thread waits before it looks again whether the other one is still there."""
+
+SERVED: ScopedValue[bool | None] = ScopedValue("whether rows serve continuous batching", None)
+"""The option `continuous_batching` of `install()`; `None` for models on a CPU alone."""
+
+PAGED = "paged|"
+"""What stands before the name of an attention function that reads pages, which rows do not have."""
+
+HONOURED = (
+    "allow_block_sharing", "max_batch_tokens", "max_memory_percent", "max_queue_size", "max_requests_per_batch",
+    "per_request_processors", "return_logprobs", "seed",
+)  # fmt: skip
+"""Attributes of a `ContinuousBatchingConfig` that mean something to rows."""
+
+_KEPT = "_kvlayers_rows_manager"
+"""The attribute of a model in which a manager waits for its next session."""
+
+
+def init_continuous_batching(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `init_continuous_batching`: a manager of rows, or transformers' own for models that rows refuse."""
+
+    def init(
+        self: Any, generation_config: Any = None, continuous_batching_config: Any = None, *args: Any, **more: Any
+    ) -> Any:
+        is_served = self.device.type == "cpu" if SERVED.get() is None else SERVED.get()
+        if is_served and _KEPT in vars(self):
+            return vars(self)[_KEPT]
+        if is_served:
+            try:
+                return RowsManager(self, generation_config or self.generation_config, continuous_batching_config)
+            except KVLayersError as reason:
+                name = type(self).__name__
+                logger.warning("Continuous batching of %s is that of transformers, without kvlayers: %s", name, reason)
+        return original(self, generation_config, continuous_batching_config, *args, **more)
+
+    return init
+
+
+def destroy_kept_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `destroy_cached_continuous_batching_manager`: a manager of rows that waits for its next session, too."""
+
+    def destroy(self: Any) -> None:
+        kept = vars(self).pop(_KEPT, None)
+        if kept is not None:
+            kept.destroy()
+        original(self)
+
+    return destroy
+
+
+@dataclass(eq=False)
+class _Asked(Request):
+    """A request with what its caller is told of it.
+
+    Attributes:
+        request_id: its name.
+        is_streamed: whether each token is told.
+        timestamps: when each token came, `None` if nobody asks.
+        created: when it came.
+        began: when it left the queue, -1 before.
+    """
+
+    request_id: str = ""
+    is_streamed: bool = False
+    timestamps: list[float] | None = None
+    created: float = field(default_factory=time.perf_counter)
+    began: float = -1.0
+
+    def output(self, status: str, error: BaseException | None = None) -> Any:
+        """What the caller gets: the tokens so far, and the name of a `RequestStatus`."""
+        from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+        status = "FAILED" if error is not None else status
+        is_over = status in ("FINISHED", "FAILED")
+        return GenerationOutput(
+            request_id=self.request_id,
+            prompt_ids=self.ids[0].tolist(),
+            generated_tokens=self.new_ids.tolist(),
+            logprobs=list((self.row and self.row.logprobs) or ()),
+            error=None if error is None else str(error),
+            status=RequestStatus[status],
+            created_time=self.created,
+            lifespan=(self.began, time.perf_counter() if is_over else -1),
+            timestamps=None if self.timestamps is None else list(self.timestamps),
+        )
+
+
+class Outputs:
+    """Outputs that wait for their callers, or are handed to the event loops of these."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[Any] = deque()
+        self._handlers: dict[str, tuple[Callable[[Any], object], asyncio.AbstractEventLoop]] = {}
+
+    def handle(self, request_id: str, callback: Callable[[Any], object]) -> None:
+        """Hand the outputs of a request to a function, in the event loop that runs now."""
+        with self._changed:
+            self._handlers[request_id] = callback, asyncio.get_running_loop()
+
+    def forget(self, request_id: str) -> None:
+        """Hand nothing more of a request to anybody."""
+        with self._changed:
+            self._handlers.pop(request_id, None)
+            self._waiting = deque(output for output in self._waiting if output.request_id != request_id)
+
+    def put(self, output: Any) -> None:
+        """Deliver an output."""
+        with self._changed:
+            handler = self._handlers.get(output.request_id)
+            if handler is None:
+                self._waiting.append(output)
+                self._changed.notify_all()
+            elif output.is_finished():
+                del self._handlers[output.request_id]
+        # A client that has gone may have taken its loop along.
+        if handler is not None and not handler[1].is_closed():
+            handler[1].call_soon_threadsafe(handler[0], output)
+
+    def get(self, request_id: str | None, timeout: float | None, is_over: Callable[[], bool]) -> Any:
+        """The first output, or the first of one request; `None` after `timeout` seconds, or if no more will come."""
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while True:
+                for output in self._waiting:
+                    if request_id in (None, output.request_id):
+                        self._waiting.remove(output)
+                        return output
+                left = until - time.monotonic()
+                if left <= 0 or is_over():
+                    return None
+                self._changed.wait(min(left, IDLE_SECONDS))
+
+
+class ThreadStatus:
+    """What the thread of a manager is asked for, and what ended it.
+
+    Attributes:
+        fatal_error: what ended it, apart from `stop()`.
+        is_finishing: whether it takes no more requests.
+        is_stopping: whether it gives up those that it has.
+    """
+
+    def __init__(self) -> None:
+        self.fatal_error: BaseException | None = None
+        self.is_finishing = self.is_stopping = False
+        self._changed = threading.Condition()
+        self._holders: list[int] = []
+        self._is_paused = False
+
+    @property
+    def is_held_here(self) -> bool:
+        """Whether the thread that asks has paused the manager's."""
+        return threading.get_ident() in self._holders
+
+    @contextmanager
+    def pause(self, is_running: Callable[[], bool]) -> Iterator[None]:
+        """A block in which the thread waits between two steps. Blocks of several callers overlap."""
+        holder = threading.get_ident()
+        with self._changed:
+            self._holders.append(holder)
+            self._changed.wait_for(lambda: self._is_paused or not is_running(), IDLE_SECONDS)
+            while not self._is_paused and is_running():
+                self._changed.wait(IDLE_SECONDS)
+        try:
+            if not is_running():
+                raise RuntimeError("The manager must be running to be paused: call start() first.")
+            yield
+        finally:
+            with self._changed:
+                self._holders.remove(holder)
+                self._changed.notify_all()
+
+    def wait_while_held(self) -> None:
+        """Called by the thread between two steps."""
+        with self._changed:
+            self._is_paused = bool(self._holders)
+            while self._holders:
+                self._changed.notify_all()
+                self._changed.wait()
+            self._is_paused = False
+
+
+class RowsManager:
+    """Answers requests by rows, in a thread of its own. Its methods are those of `ContinuousBatchingManager`.
+
+    Args:
+        model: a decoder-only model.
+        generation_config: what requests have in common.
+        batching_config: a `ContinuousBatchingConfig`, of which `HONOURED` means something; `None` for the default.
+
+    Attributes:
+        warmed_up: `True`, since nothing is compiled.
+        background_thread_status: what the thread was asked for, and what ended it.
+
+    Raises:
+        OptionError, RegistryError, ConfigError: the model takes no rows, or there is no such cache.
+    """
+
+    def __init__(self, model: Any, generation_config: Any, batching_config: Any) -> None:
+        check_model(model)
+        self.model, self.generation_config = model.eval(), generation_config
+        self.continuous_batching_config, self.warmed_up = batching_config, True
+        self.background_thread_status, self._outputs = ThreadStatus(), Outputs()
+        given = {} if batching_config is None else vars(batching_config)
+        _say_what_means_nothing(batching_config)
+        self._keeps_logprobs, self._seed = bool(given.get("return_logprobs")), given.get("seed")
+        self._config = self._config_with({})
+        self._engine = self._engine_for(self._config, given)
+        self._numbers, self._work = itertools.count(), threading.Event()
+        self._input: queue.Queue[_Asked] = queue.Queue(given.get("max_queue_size") or 0)
+        self._asked: dict[str, _Asked] = {}
+        self._cancelled: deque[str] = deque()
+        self._thread: threading.Thread | None = None
+
+    def _config_with(self, options: dict[str, Any]) -> Any:
+        """The full config of a request with options of its own."""
+        config, left = generate_calls.full_generation_config(
+            self.model, {"generation_config": self.generation_config, **options}
+        )
+        if left:
+            raise OptionError(
+                f"options of a request must be those of a GenerationConfig, got {', '.join(sorted(left))}."
+            )
+        if config.max_new_tokens is None:
+            # Until the model has no positions left, as the length of a prompt is not known here.
+            config.max_new_tokens = (model_types.most_positions(self.model.config) or MAX_ROWS * CHUNK_TOKENS) - 1
+        generate_calls.prepare_special_tokens(self.model, config)
+        return config
+
+    def _engine_for(self, config: Any, given: dict[str, Any]) -> "RowEngine[_Asked]":
+        named = copy.copy(config)
+        cache_by_name.resolve_name(
+            self.model, named, cache_by_name.requested_name({"generation_config": config}), False
+        )
+        name = named.cache_implementation
+        if name in (None, cache_by_name.CONTINUOUS_BATCHING):
+            name = "dynamic"
+        tokens = config.prompt_lookup_num_tokens
+        drafter = None if tokens is None else LookedUp(generate_calls.prompt_lookup(config, tokens))
+        share = given.get("max_memory_percent")
+        return RowEngine[_Asked](
+            self.model,
+            config,
+            cache_by_name.requested_cache(name, named.cache_config),
+            active_store.for_call() if given.get("allow_block_sharing", True) else None,
+            given.get("max_requests_per_batch") or MAX_ROWS,
+            None if share is None else int(share * free_memory(self.model.device)),
+            given.get("max_batch_tokens") or CHUNK_TOKENS,
+            drafter,
+            tokens or 0,
+        )
+
+    def warmup(self) -> None:
+        """Do nothing: rows compile nothing."""
+
+    def is_running(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread."""
+        if self.is_running():
+            logger.warning("The manager is running already.")
+            return
+        self.background_thread_status = ThreadStatus()
+        # A process may end whatever its requests do.
+        self._thread = threading.Thread(target=self._run, name="kvlayers rows", daemon=True)
+        self._thread.start()
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """End the thread, after all requests or at once.
+
+        Args:
+            block: wait until it has ended.
+            timeout: seconds to wait at most.
+            keep_for_next_session: leave the manager with its model, for the next `init_continuous_batching`.
+            hard_stop: requests that have not ended fail.
+
+        Raises:
+            RuntimeError: the caller has paused the manager.
+        """
+        status = self.background_thread_status
+        if status.is_held_here:
+            raise RuntimeError("The manager must not be paused by who stops it: leave the block of pause() first.")
+        status.is_finishing, status.is_stopping = True, status.is_stopping or hard_stop
+        self._work.set()
+        if block and self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                logger.warning("The thread of continuous batching goes on after %s seconds.", timeout)
+        if keep_for_next_session and self._thread is not None:
+            vars(self.model)[_KEPT] = self
+
+    def destroy(self) -> None:
+        """Stop, and keep nothing."""
+        if self.is_running():
+            self.stop()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """A block in which no step is taken, so that the model may be changed. Requests go on after it.
+
+        Raises:
+            RuntimeError: the manager does not run.
+        """
+        if not self.is_running():
+            raise RuntimeError("The manager must be running to be paused: call start() first.")
+        self._work.set()
+        with self.background_thread_status.pause(self.is_running):
+            yield
+
+    def add_request(
+        self,
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        **options: Any,
+    ) -> str | None:
+        """Ask for an answer.
+
+        Args:
+            input_ids: ids of the prompt.
+            request_id: a name; one is made if there is none.
+            max_new_tokens: most tokens of the answer.
+            streaming: whether each token is an output.
+            record_timestamps: whether outputs say when each token came.
+            eos_token_id: tokens that end the answer.
+            options: other options of a `GenerationConfig`, such as `temperature`. Wrong ones fail this request alone.
+
+        Returns:
+            Its name; `None` if the manager takes no more requests.
+        """
+        status = self.background_thread_status
+        if status.fatal_error is not None or status.is_finishing:
+            logger.warning("A request was dropped: the manager has been stopped, or its thread has failed.")
+            return None
+        request_id = f"req_{next(self._numbers)}" if request_id is None else request_id
+        own = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
+        options |= {name: value for name, value in own.items() if value is not None}
+        if options.get("eos_token_id") == -1:
+            options["eos_token_id"] = None
+        config, error = self._config, None
+        try:
+            config = self._config_with(options) if options else config
+        except Exception as reason:
+            error = reason
+        names = [
+            request_id,
+            *(f"{request_id}__child#{index}" for index in range((config.num_return_sequences or 1) - 1)),
+        ]
+        first, *copies = (
+            self._new(name, input_ids, config, error, streaming, [] if record_timestamps else None) for name in names
+        )
+        first.copies = copies
+        self._asked.update({each.request_id: each for each in (first, *copies)})
+        self._input.put(first)
+        self._work.set()
+        return request_id
+
+    def _new(
+        self,
+        request_id: str,
+        input_ids: Sequence[int],
+        config: Any,
+        error: Exception | None,
+        is_streamed: bool,
+        timestamps: list[float] | None,
+    ) -> _Asked:
+        ids = torch.as_tensor([list(input_ids)], dtype=torch.int64, device=self.model.device)
+        asked = _Asked(
+            ids, config, keeps_logprobs=self._keeps_logprobs, error=error, request_id=request_id,
+            is_streamed=is_streamed, timestamps=timestamps,
+        )  # fmt: skip
+        positions = model_types.most_positions(self.model.config)
+        if error is None and (not ids.numel() or (positions is not None and ids.shape[1] >= positions)):
+            asked.error = CapacityError(
+                f"`input_ids` must have 1 token at least, and fewer than the {positions} positions of the model, got "
+                f"{ids.shape[1]}: shorten the prompt."
+            )
+        asked.on_token = lambda _: self._tell(asked)
+        return asked
+
+    def _tell(self, asked: _Asked) -> bool:
+        if asked.timestamps is not None:
+            asked.timestamps.append(time.perf_counter())
+        if asked.is_streamed and not (asked.row and asked.row.has_ended):
+            self._outputs.put(asked.output("DECODING"))
+        return False
+
+    def add_requests(
+        self,
+        inputs: Sequence[Sequence[int]],
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **options: Any,
+    ) -> list[str | None]:
+        """Ask for several answers; return their names in the order of the prompts."""
+        return [self.add_request(ids, None, max_new_tokens, streaming, record_timestamps, **options) for ids in inputs]
+
+    def cancel_request(self, request_id: str) -> None:
+        """Give a request up: it has no further output."""
+        self._cancelled.append(request_id)
+        self._work.set()
+
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> Any:
+        """The next output, or the next of one request; `None` after `timeout` seconds, or if no more will come."""
+        return self._outputs.get(request_id, timeout, lambda: not self.is_running())
+
+    def __iter__(self) -> Iterator[Any]:
+        """All outputs, as they come, while the manager runs."""
+        while (output := self.get_result()) is not None:
+            yield output
+
+    def request_id_iter(self, request_id: str) -> Iterator[Any]:
+        """The outputs of one request, up to the last one."""
+        while request_id in self._asked and (output := self.get_result(request_id, IDLE_SECONDS)) is not None:
+            yield output
+
+    def register_result_handler(self, request_id: str, callback: Callable[[Any], object]) -> None:
+        """Hand the outputs of a request to a function, in the event loop that runs now."""
+        self._outputs.handle(request_id, callback)
+
+    @property
+    def metrics(self) -> dict[str, int]:
+        """How many requests wait, are read and are decoded."""
+        rows = sum(request.row is not None and request.row.last >= 0 for request in self._engine.held)
+        held = len(self._engine.held)
+        return {"waiting": len(self._asked) - held, "reading": held - rows, "decoding": rows}
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        status = self.background_thread_status
+        attention = model_types.attention_implementation(self.model.config) or ""
+        if attention.startswith(PAGED):
+            self.model.set_attn_implementation(attention.removeprefix(PAGED))
+        try:
+            if self._seed is not None:
+                torch.manual_seed(self._seed)
+            while self._turn(status):
+                pass
+            reason: BaseException = RuntimeError("The manager was stopped before this request had ended.")
+        except Exception as error:
+            logger.exception("Continuous batching has failed, and so have all requests.")
+            status.fatal_error = reason = error
+        if attention.startswith(PAGED):
+            self.model.set_attn_implementation(attention)
+        for asked in list(self._asked.values()):
+            self._engine.cancel(asked)
+            self._end(asked, reason)
+
+    def _turn(self, status: ThreadStatus) -> bool:
+        """Take in what callers have asked for, and take a step. Returns whether there is another turn."""
+        status.wait_while_held()
+        if status.is_stopping:
+            return False
+        while self._cancelled:
+            asked = self._asked.pop(self._cancelled.popleft(), None)
+            if asked is not None:
+                self._engine.cancel(asked)
+                self._outputs.forget(asked.request_id)
+        for failed in self._engine.admit(self._next):
+            self._end(failed, failed.error)
+        if not self._engine.held:
+            if status.is_finishing and self._input.empty():
+                return False
+            self._work.wait(IDLE_SECONDS)
+            self._work.clear()
+            return True
+        for ended in self._engine.advance():
+            self._end(ended, ended.error)
+        return True
+
+    def _next(self) -> _Asked | None:
+        while True:
+            try:
+                asked = self._input.get_nowait()
+            except queue.Empty:
+                return None
+            if asked.request_id in self._asked:
+                asked.began = time.perf_counter()
+                return asked
+
+    def _end(self, asked: _Asked, error: BaseException | None) -> None:
+        """Tell how a request ended, and its copies if it has not been read."""
+        names = [asked.request_id, *(each.request_id for each in asked.copies if isinstance(each, _Asked))]
+        for ended in filter(None, (self._asked.pop(name, None) for name in names)):
+            self._outputs.put(ended.output("FINISHED", error))
+
+
+def _say_what_means_nothing(batching_config: Any) -> None:
+    """Log which attributes of a config do nothing here, if they differ from their defaults."""
+    if batching_config is None:
+        return
+    usual = vars(type(batching_config)())
+    others = [
+        name for name, value in vars(batching_config).items() if name not in HONOURED and value != usual.get(name)
+    ]
+    if others:
+        logger.warning("Rows of kvlayers have no use for %s of a ContinuousBatchingConfig.", ", ".join(sorted(others)))

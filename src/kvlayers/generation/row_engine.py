@@ -1,0 +1,324 @@
+"""Requests that are answered side by side: each waits for room, is read in chunks, is decoded as a row, and leaves."""
+
+import copy
+import functools
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from kvlayers.core.cache import Cache
+from kvlayers.errors import OptionError
+from kvlayers.generation.cache_by_name import AUTO, NamedCache, cache_for, request_of
+from kvlayers.generation.prefill import pass_limit
+from kvlayers.generation.prefix_reuse.active_store import ActiveStore
+from kvlayers.generation.prefix_reuse.eligibility import StorePart
+from kvlayers.generation.prefix_reuse.prefixed_call import pass_unseen, usable_cache
+from kvlayers.generation.row_decoding import DecodedRow, Drafter, RowDecoder, check_positions
+from kvlayers.prefix import Hit
+from kvlayers.rope.from_config import frequencies_within, remembers_lengths
+from kvlayers.upstream import generate_calls, model_types
+from kvlayers.utils import late
+
+MAX_OVERTAKEN = 8
+"""How many requests may join before one that must wait, for room or for rows with its frequencies. As many are looked
+at behind it. Then it is the next one, so that no request waits for ever."""
+
+
+Kind = TypeVar("Kind", bound="Request")
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt on its way to an answer.
+
+    Attributes:
+        ids: the prompt, int64 `[1, tokens]`, on the device of the model.
+        config: a `GenerationConfig` with `max_new_tokens`.
+        on_token: called with each new token; says whether the answer ends there. What it raises ends all answers.
+        given: objects that processors and criteria need: a `tokenizer`, or those that a caller passes to `generate()`.
+        keeps_logprobs: whether the row keeps the log-probability of each token.
+        copies: further requests with the same prompt, which is read once for all of them.
+        error: what ended it, apart from its own end.
+        cached_tokens: how many tokens of the prompt came from a store.
+        row: the row, once it has joined.
+        overtaken: how many requests behind it have joined.
+        most_tokens: tokens of the prompt, the answer and drafts.
+        frequencies: by which frequencies its keys are rotated, `None` if these change with its length.
+        cache: what was read, until the row has it.
+        part: the part of the store that it looked into.
+        logits: after the prompt, `[1, vocab]`, if another request has read it.
+    """
+
+    ids: Tensor
+    config: Any
+    on_token: Callable[[int], bool] | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+    keeps_logprobs: bool = False
+    copies: "Sequence[Request]" = ()
+    error: Exception | None = None
+    cached_tokens: int = field(default=0, init=False)
+    row: DecodedRow | None = field(default=None, init=False)
+    overtaken: int = field(default=0, init=False)
+    most_tokens: int = field(default=0, init=False)
+    frequencies: str | None = field(default=None, init=False)
+    cache: Cache | None = field(default=None, init=False)
+    part: StorePart | None = field(default=None, init=False)
+    logits: Tensor | None = field(default=None, init=False)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.ids.shape[1]
+
+    @property
+    def new_ids(self) -> Tensor:
+        """The tokens of the answer so far, int64 `[tokens]`."""
+        return self.ids[0, :0] if self.row is None else self.row.new_ids
+
+
+class RowEngine(Generic[Kind]):
+    """Requests that wait, those whose prompts are being read, and rows that are being decoded.
+
+    Args:
+        model: a decoder-only model.
+        config: the `GenerationConfig` that requests have in common.
+        named: which cache rows have.
+        active: the store in which prompts are looked up, and into which they are inserted.
+        max_rows: most requests that are read or decoded at a time. A model that keeps states in its modules has one.
+        memory: bytes that all rows may take; `None` for half of what is free.
+        chunk_tokens: most tokens of a prompt that are read between two steps of the other rows. Prompts are read whole
+            if what a cache holds would depend on it.
+        drafter: makes drafts, `None` for no drafts.
+        room_for_drafts: tokens of a draft.
+
+    Raises:
+        OptionError: the model takes no rows, there is no such cache, or no drafts for such a model; or the store is
+            required, and cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: Any,
+        named: NamedCache,
+        active: ActiveStore | None,
+        max_rows: int,
+        memory: int | str | None,
+        chunk_tokens: int,
+        drafter: Drafter | None = None,
+        room_for_drafts: int = 0,
+    ) -> None:
+        self._model, self._named, self._active, self._room_for_drafts = model, named, active, room_for_drafts
+        if model.config.is_encoder_decoder:
+            raise OptionError(
+                f"`model` must be a decoder-only model, got a {type(model).__name__}: use model.generate()."
+            )
+        check_positions(model)
+        if named.name == AUTO:
+            raise OptionError(f"`cache` must be one cache for all rows, got {AUTO!r}: name it, and pass `memory`.")
+        # Now, so that wrong options are refused before the first prompt.
+        example = self._empty_cache(1 + int(config.max_new_tokens))
+        is_kept_elsewhere = model_types.kept_states(model) is not None
+        if is_kept_elsewhere:
+            # Its modules have states of one sequence, and a pass of several tokens begins another one.
+            max_rows, chunk_tokens = 1, sys.maxsize
+        elif any(layer.is_upstream or layer.fidelity != "exact" for layer in example.adapted_layers()):
+            chunk_tokens = config.prefill_chunk_size or sys.maxsize
+        if drafter is not None and (is_kept_elsewhere or example.recurrent_parts()):
+            raise OptionError(
+                "`prompt_lookup_num_tokens` and `assistant_model` must be left out for a model whose states cannot be "
+                f"taken back, got a {type(model).__name__}."
+            )
+        self._max_rows, self._chunk_tokens = max_rows, chunk_tokens
+        self._room = late.function("room for rows")(named.name, request_of(model, named.options, batch_size=1), memory)
+        self._part_of_store()
+        self._decoder = RowDecoder(model, self._show, drafter)
+        self._waiting: list[Kind] = []
+        self._reading: deque[Kind] = deque()
+        self._of: dict[DecodedRow, Kind] = {}
+        self._held_before = 1
+
+    def _empty_cache(self, length_hint: int) -> Cache:
+        """A cache of one sequence, of so many tokens."""
+        request = request_of(self._model, self._named.options, batch_size=1, length_hint=length_hint)
+        cache = cache_for(self._named.name, request)
+        if not isinstance(cache, Cache):
+            raise OptionError(
+                f"`cache` must be a cache of kvlayers, got {self._named.name!r}, a {type(cache).__name__}."
+            )
+        return cache
+
+    @property
+    def held(self) -> list[Kind]:
+        """The requests whose states are held."""
+        return [*self._of.values(), *self._reading]
+
+    @property
+    def requests(self) -> list[Kind]:
+        """All requests that have not ended, those that wait last."""
+        return [*self.held, *self._waiting]
+
+    def admit(self, more: Callable[[], Kind | None]) -> Iterator[Kind]:
+        """Let requests join that fit, and yield those that have failed.
+
+        Args:
+            more: the next request that waits, `None` for none.
+        """
+        # As long as no row leaves, those that wait wait on, and only new ones are looked at.
+        place = 0 if len(self.held) < self._held_before else len(self._waiting)
+        if place and any(each.overtaken >= MAX_OVERTAKEN for each in self._waiting):
+            return
+        while len(self.held) < self._max_rows and place <= MAX_OVERTAKEN:
+            if place >= len(self._waiting):
+                new = more()
+                if new is None:
+                    break
+                place = len(self._waiting)
+                self._waiting.append(new)
+            request = self._waiting[place]
+            try:
+                joins = request.error is None and self._joins(request)
+            except Exception as error:
+                request.error = error
+            if request.error is not None:
+                del self._waiting[place]
+                yield request
+            elif joins:
+                del self._waiting[place]
+                for each in self._waiting[:place]:
+                    each.overtaken += 1
+            elif request.overtaken < MAX_OVERTAKEN:
+                place += 1
+            else:
+                break
+        self._held_before = len(self.held)
+
+    def advance(self) -> Iterator[Kind]:
+        """Read a chunk of a prompt, take a step with all rows, and yield the requests that have ended."""
+        yield from self._read()
+        self._decoder.step()
+        for row, reason in self._decoder.drop_ended():
+            yield self._ended(self._of.pop(row), reason)
+
+    def cancel(self, request: Kind) -> bool:
+        """Take a request out, and return whether it is out now: one that is being decoded ends with the next step."""
+        if request.row is not None and request.row in self._of:
+            request.row.is_stopped = True
+            return False
+        for requests in (self._waiting, self._reading):
+            if request in requests:
+                requests.remove(request)
+                request.cache = None
+        return True
+
+    def _show(self, row: DecodedRow, token: int) -> bool:
+        on_token = self._of[row].on_token
+        return row.is_stopped or (on_token is not None and on_token(token))
+
+    def _part_of_store(self) -> StorePart | None:
+        return StorePart.if_usable(self._model, self._active, self._named.name, self._named.options)
+
+    def _joins(self, request: Kind) -> bool:
+        """Whether a request may join those that are held, which it then does."""
+        held = self.held
+        request.most_tokens = request.prompt_tokens + int(request.config.max_new_tokens) + self._room_for_drafts
+        request.frequencies = frequencies_within(self._model.config, request.prompt_tokens, request.most_tokens)
+        # One pass has one set of frequencies.
+        if held and request.frequencies not in {each.frequencies for each in held} - {None}:
+            return False
+        if not self._room.fits(request.most_tokens, [each.most_tokens for each in held]):
+            return False
+        own = copy.copy(request.config)
+        own.max_length = request.prompt_tokens + own.max_new_tokens
+        processors = generate_calls.logits_processors(self._model, own, request.ids, request.given)
+        criteria = generate_calls.stopping_criteria(self._model, own, request.given)
+        # A draft would be rotated by the frequencies of a longer sequence.
+        longest = 0 if request.frequencies is None else own.max_length
+        request.row = DecodedRow(request.ids, processors, criteria, bool(own.do_sample), longest)
+        request.row.logprobs = [] if request.keeps_logprobs else None
+        self._reading.append(request)
+        return True
+
+    def _cache_of(self, request: Kind) -> Cache:
+        """The cache of a prompt, which has seen what the store has: also what the prompts before have inserted."""
+        if request.cache is None:
+            # The model may have changed since the prompts before.
+            request.part = self._part_of_store()
+            found = Hit() if request.part is None else request.part.lookup(request.ids)
+            empty = functools.partial(self._empty_cache, request.most_tokens)
+            request.cache = usable_cache(found.cache, self._model.device, empty)
+            request.cached_tokens = found.covered
+        return request.cache
+
+    def _read(self) -> Iterator[Kind]:
+        """Read a chunk of the first prompt that is being read, and let it join if that was the last one.
+
+        Without rows that would wait, prompts are read until all have joined.
+        """
+        ready: list[Kind] = []
+        while self._reading:
+            request = self._reading[0]
+            try:
+                logits = self._logits_of(request)
+            except Exception as error:
+                self._reading.popleft()
+                yield self._ended(request, error)
+                continue
+            if logits is not None and request.row is not None:
+                self._reading.popleft()
+                self._wait_with(request, logits)
+                self._of[request.row] = request
+                self._decoder.begin(request.row, logits)
+                ready.append(request)
+            if self._decoder.rows:
+                break
+        # Some may have ended with their first token.
+        rows = {request.row: request for request in ready if request.row is not None}
+        going_on = {row: request for row, request in rows.items() if not self._decoder.has_ended(row)}
+        self._decoder.join(list(going_on), [self._cache_of(request) for request in going_on.values()])
+        for row, request in rows.items():
+            # Its states are those of its row now.
+            request.cache = None
+            if row not in going_on:
+                yield self._ended(self._of.pop(row), self._decoder.errors.pop(row, None))
+
+    def _wait_with(self, request: Kind, logits: Tensor) -> None:
+        """Let the copies of a request wait first, with what it has read."""
+        for each in request.copies:
+            each.cache, each.logits = self._cache_of(request).fork(), logits
+            each.cached_tokens = request.prompt_tokens
+        # Those of this engine were made as the request was.
+        self._waiting[:0] = cast("Sequence[Kind]", request.copies)
+        request.copies = ()
+
+    @torch.no_grad()
+    def _logits_of(self, request: Kind) -> Tensor | None:
+        """The logits after the last token of a prompt, `[1, vocab]`, or `None` if there is more to read."""
+        if request.logits is not None:
+            return request.logits
+        ids, cache, model = request.ids, self._cache_of(request), self._model
+        seen, end = cache.get_seq_length(), ids.shape[1]
+        if seen == 0 and remembers_lengths(model.config):
+            # By a pass over a short sequence, so that the answer does not depend on those before it.
+            model(ids[:, :1], use_cache=False)
+        is_whole = frequencies_within(model.config, 1, end) is None
+        stop = end if is_whole else min(seen + self._chunk_tokens, end)
+        positions = torch.arange(stop, device=model.device)[None]
+        output = pass_unseen(model, ids[:, :stop], cache, pass_limit(model, cache) if seen else None, positions)
+        if stop < end:
+            return None
+        if request.part is not None:
+            now = self._part_of_store()
+            if now is not None and now.is_of_same_states(request.part):
+                now.insert(ids, cache)
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _ended(self, request: Kind, error: Exception | None) -> Kind:
+        request.error, request.cache = error, None
+        return request

@@ -1,0 +1,101 @@
+"""Damaged files of a prefix store: whatever bytes change, what is found is right, or named as damaged."""
+
+import pathlib
+import tempfile
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvlayers
+from kvlayers.errors import KVLayersError
+from kvlayers.prefix.backends.local import LocalBackend
+from kvlayers.prefix.directory import Directory
+from kvlayers.prefix.keys import label_of
+from prefix_caches import KINDS, Kind, check, extend
+
+IDS = list(range(3, 303))
+"""More than one node."""
+
+
+@dataclass(frozen=True)
+class Written:
+    kind: Kind
+    files: dict[str, bytes]
+    path: str
+    ids: np.ndarray
+
+
+@dataclass(frozen=True)
+class Candidate:
+    ids: np.ndarray
+    path: str
+
+
+def _snapshot() -> kvlayers.DynamicCache:
+    return kvlayers.DynamicCache([(None, None, torch.tensor(100))])
+
+
+@pytest.fixture(scope="module")
+def written() -> dict[str, Written]:
+    """A prefix of several nodes, one of packed tokens, and states that stand alone."""
+    kinds = {"full": KINDS["full"], "quantized": KINDS["quantized"], "snapshot": Kind(_snapshot)}
+    found = {}
+    for name, kind in kinds.items():
+        with tempfile.TemporaryDirectory() as directory:
+            cache = kind.make()
+            extend(kind, cache, [], IDS)
+            ids = np.array(IDS, np.int64)
+            entry = Directory(LocalBackend(directory)).write(label_of(None, "m", ""), ids, {len(IDS)}, cache, ())
+            files = {path.name: path.read_bytes() for path in sorted(pathlib.Path(directory).iterdir())}
+            found[name] = Written(kind, files, pathlib.Path(entry.path).name, ids)
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_damaged_nodes_and_snapshots_are_named_or_do_not_matter(
+    data: st.DataObject, written: dict[str, Written]
+) -> None:
+    it = written[data.draw(st.sampled_from(sorted(written)))]
+    name = data.draw(st.sampled_from(sorted(it.files)))
+    content = bytearray(it.files[name])
+    header = 8 + int.from_bytes(content[:8], "little")
+    place = st.one_of(st.integers(0, header - 1), st.integers(0, len(content) - 1))
+    for _ in range(data.draw(st.integers(1, 3))):
+        how, at = data.draw(st.sampled_from(["flip", "set", "cut", "insert", "swap"])), data.draw(place)
+        if how == "insert":
+            content[at:at] = data.draw(st.binary(min_size=1, max_size=9))
+        elif at < len(content):
+            other = data.draw(place) % len(content)
+            if how == "flip":
+                content[at] ^= 1 << data.draw(st.integers(0, 7))
+            elif how == "set":
+                content[at] = data.draw(st.integers(0, 255))
+            elif how == "cut":
+                del content[at : at + data.draw(st.sampled_from([1, 8, len(content)]))]
+            else:
+                content[at], content[other] = content[other], content[at]
+    is_known = data.draw(st.booleans())
+    with tempfile.TemporaryDirectory() as place_of_files:
+        for each, whole in it.files.items():
+            (pathlib.Path(place_of_files) / each).write_bytes(whole)
+        directory = Directory(LocalBackend(place_of_files))
+        if is_known:
+            directory.changes(())
+        path = pathlib.Path(place_of_files) / name
+        path.unlink()
+        path.write_bytes(content)
+        for entry in directory.changes(()).added:
+            try:
+                cache = directory.load(Candidate(entry.ids, str(entry.path)), len(it.ids), None, None)
+            except KVLayersError:
+                assert bytes(content) != it.files[name]
+                continue
+            assert cache is not None
+            length = cache.get_seq_length()
+            assert length == len(it.ids) or bytes(content) != it.files[name]
+            check(it.kind, cache, IDS[:length])

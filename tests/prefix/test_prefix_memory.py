@@ -284,11 +284,12 @@ def test_memory_that_moves_while_a_branch_enters_is_counted_where_it_is() -> Non
 
 
 def test_an_address_that_was_given_to_other_memory_counts_with_its_new_size() -> None:
-    account = MemoryAccount([{1: 100}])
-    account.add({1: 30})
-    account.remove({1: 100})
+    account = MemoryAccount()
+    account.add("one", {1: 100})
+    account.add("other", {1: 30})
+    account.remove("one", {1: 100})
     assert (account.nbytes, account.shared_bytes) == (30, 0)
-    account.remove({1: 30})
+    account.remove("other", {1: 30})
     assert (account.nbytes, account.shared_bytes) == (0, 0)
 
 
@@ -401,12 +402,12 @@ def test_an_interrupt_while_memory_is_counted_leaves_a_store_that_goes_on(
     store = PrefixStore(2 * taken[-1][1].nbytes)
     counted, left = getattr(MemoryAccount, change), 0
 
-    def interrupted(account: MemoryAccount, storages: dict[int, int]) -> None:
+    def interrupted(account: MemoryAccount, holder: object, storages: dict[int, int]) -> None:
         nonlocal left
         left -= 1
         if left == 0:
             raise KeyboardInterrupt
-        counted(account, storages)
+        counted(account, holder, storages)
 
     monkeypatch.setattr(MemoryAccount, change, interrupted)
     interrupts = 0

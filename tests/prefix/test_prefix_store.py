@@ -197,7 +197,7 @@ def test_the_tree_finds_what_plain_comparison_finds() -> None:
         shared = [common_tokens(asked, np.array(each.value, np.int64)) for each in found]
         assert [each.tokens for each in found] == shared == sorted(shared, reverse=True)
         prefixes = [tuple(asked[:n].tolist()) for n in range(1, 8)]
-        assert [each.value for each in tree.prefixes_of(asked)] == [ids for ids in prefixes if ids in kept]
+        assert tree.prefixes_of(asked) == [ids for ids in prefixes if ids in kept]
         assert tree.get(array) == (ids if ids in kept else None)
 
 
@@ -752,7 +752,7 @@ def test_namespaces_that_were_asked_for_in_vain_leave_nothing() -> None:
         store.lookup(ids_of(1, 2), model="m", namespace=str(number))
     store.insert(ids_of(1, 2), filled([1, 2]), model="m")
     store.evict()
-    assert len(list(store._index._entries)) == 0
+    assert len(list(store._index.entries)) == 0
 
 
 def test_a_reason_tells_what_ends_from_what_parts() -> None:

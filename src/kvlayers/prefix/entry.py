@@ -1,9 +1,9 @@
 """An entry of a prefix store: its tokens and its cache, what memory it takes, and when it leaves."""
 
 import heapq
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.layer_operations import LayerOperations
@@ -12,6 +12,9 @@ from kvlayers.eviction.evicting_layer import EvictingLayer
 from kvlayers.offload.offloaded_layer import OffloadedLayer
 from kvlayers.prefix.keys import PrefixMatch, Tokens
 from kvlayers.utils.tensor_memory import Storages
+
+Piece = tuple[int, int]
+"""Address and bytes of a piece of memory."""
 
 
 @dataclass(eq=False)
@@ -78,24 +81,17 @@ class PrefixEntry:
             self.use(min(tokens, length), time)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of memory of the cache, shared memory included; 0 without a cache."""
-        return sum(self.storages.values())
-
-    @property
     def is_spare(self) -> bool:
         """Whether it is needed in a file only, and only until a longer entry in a file serves the same prompts."""
         return (self.cache is None or self.is_leaving) and not self.pins
 
-    def can_restore(self, lengths: Iterable[int]) -> bool:
-        """Whether the cache is in memory and can be rolled back to exactly each of these lengths."""
-        return self.cache is not None and can_restore(self.cache, lengths)
 
-
-def can_restore(cache: Cache, lengths: Iterable[int]) -> bool:
-    """Whether `cache` can be rolled back to exactly each of these lengths."""
-    most = cache.get_seq_length()
-    return all(length <= most and restorable_length(cache, length) == length for length in lengths)
+def can_restore(cache: Cache | None, lengths: Iterable[int]) -> bool:
+    """Whether there is a cache, which can be rolled back to exactly each of these lengths."""
+    most = 0 if cache is None else cache.get_seq_length()
+    return cache is not None and all(
+        length <= most and restorable_length(cache, length) == length for length in lengths
+    )
 
 
 def restorable_length(cache: Cache, length: int) -> int:
@@ -208,87 +204,82 @@ class EvictionOrder:
             self._heap = [item for item in self._heap if self._numbers.get(item[2]) == item[1]]
             heapq.heapify(self._heap)
 
-    def first(self, besides: Collection[PrefixEntry | None]) -> PrefixEntry | None:
-        """The entry that is to be evicted first, except for these and for pinned ones; `None` without one."""
+    def first(self) -> PrefixEntry | None:
+        """The entry that is to be evicted first; `None` if only pinned ones are left."""
         for entry in list(self._new):
-            self._push(entry, self._rank(entry))
+            self._push(entry)
             del self._new[entry]
-        passed_over: list[PrefixEntry] = []
         looked_at: set[PrefixEntry] = set()
-        found = None
-        while self._heap and found is None:
+        while self._heap:
             before, number, entry = self._heap[0]
             if self._numbers.get(entry) != number:
                 heapq.heappop(self._heap)
-                continue
-            rank = self._rank(entry)
-            if rank > before and entry not in looked_at:
+            elif self._rank(entry) > before and entry not in looked_at:
                 # Not twice, as the budget must hold whatever a policy says.
                 looked_at.add(entry)
-                self._push(entry, rank)
-            elif entry.pins:
-                # Pinned entries come last.
-                break
-            elif entry in besides:
-                passed_over.append(entry)
-                del self._numbers[entry]
+                self._push(entry)
             else:
-                found = entry
-        for entry in passed_over:
-            self.add(entry)
-        return found
+                # Pinned entries come last.
+                return None if entry.pins else entry
+        return None
 
     def _rank(self, entry: PrefixEntry) -> tuple[bool, float]:
         return bool(entry.pins), self._policy.rank(entry)
 
-    def _push(self, entry: PrefixEntry, rank: tuple[bool, float]) -> None:
+    def _push(self, entry: PrefixEntry) -> None:
         self._count += 1
         self._numbers[entry] = self._count
-        heapq.heappush(self._heap, (rank, self._count, entry))
+        heapq.heappush(self._heap, (self._rank(entry), self._count, entry))
 
 
 class MemoryAccount:
-    """How many caches hold each piece of memory, by address.
-
-    Args:
-        caches: the pieces of memory of each cache to start with.
+    """Who holds each piece of memory, by its address.
 
     Attributes:
         nbytes: total bytes, each piece counted once.
-        shared_bytes: bytes of the pieces that several caches hold, each piece counted once.
+        shared_bytes: bytes of the pieces that several holders have, each piece counted once.
+        holders: who holds each piece, for reading only.
 
     Example:
-        >>> account = MemoryAccount([{1: 100, 2: 50}, {2: 50, 3: 7}])
+        >>> account = MemoryAccount()
+        >>> account.add("one", {1: 100, 2: 50})
+        >>> account.add("other", {2: 50, 3: 7})
         >>> account.nbytes, account.shared_bytes
         (157, 50)
-        >>> account.remove({1: 100, 2: 50})
+        >>> account.remove("one", {1: 100, 2: 50})
         >>> account.nbytes, account.shared_bytes
         (57, 0)
     """
 
-    def __init__(self, caches: Iterable[Storages] = ()) -> None:
+    def __init__(self) -> None:
         self.nbytes = self.shared_bytes = 0
         # By size as well: memory may have moved before its holder is counted again, and other memory be at its address.
-        self._holders: dict[tuple[int, int], int] = {}
-        for storages in caches:
-            self.add(storages)
+        self.holders: dict[Piece, set[Any]] = {}
 
-    def add(self, storages: Storages) -> None:
-        """Add the memory of a cache."""
+    def add(self, holder: Hashable, storages: Storages) -> None:
+        """Add the memory of a holder."""
         for piece in storages.items():
-            holders = self._holders[piece] = self._holders.get(piece, 0) + 1
-            if holders == 1:
-                self.nbytes += piece[1]
-            elif holders == 2:
-                self.shared_bytes += piece[1]
+            holders = self.holders.setdefault(piece, set())
+            holders.add(holder)
+            self.nbytes += piece[1] * (len(holders) == 1)
+            self.shared_bytes += piece[1] * (len(holders) == 2)
 
-    def remove(self, storages: Storages) -> None:
-        """Remove the memory of a cache that was added before."""
+    def remove(self, holder: Hashable, storages: Storages) -> None:
+        """Remove the memory of a holder that was added before."""
         for piece in storages.items():
-            holders = self._holders.pop(piece) - 1
-            if holders:
-                self._holders[piece] = holders
-            if holders == 1:
-                self.shared_bytes -= piece[1]
-            elif not holders:
-                self.nbytes -= piece[1]
+            holders = self.holders[piece]
+            holders.remove(holder)
+            self.nbytes -= piece[1] * (not holders)
+            self.shared_bytes -= piece[1] * (len(holders) == 1)
+            if not holders:
+                del self.holders[piece]
+
+    def bytes_without(self, holders: Collection[PrefixEntry]) -> int:
+        """Total bytes if these had left."""
+        pieces = {piece for holder in holders for piece in holder.storages.items()}
+        return self.nbytes - sum(piece[1] for piece in pieces if self.holders[piece] <= set(holders))
+
+
+def union_bytes(caches: Iterable[Storages]) -> int:
+    """Bytes of memory of several caches, each piece counted once."""
+    return sum(nbytes for _, nbytes in {piece for storages in caches for piece in storages.items()})

@@ -12,13 +12,15 @@ from kvlayers.prefix.entry import (
     EvictionOrder,
     EvictionPolicy,
     MemoryAccount,
+    Piece,
     PrefixEntry,
     can_restore,
     fork_at,
     packed,
     shares_memory,
+    union_bytes,
 )
-from kvlayers.prefix.keys import PrefixMatch, PrefixTrees, RadixTree, Tokens
+from kvlayers.prefix.keys import PrefixMatch, PrefixTrees, Tokens
 from kvlayers.utils.tensor_memory import Storages
 from kvlayers.utils.units import exact_bytes
 
@@ -64,6 +66,9 @@ class EntryIndex:
     Attributes:
         evictions: how often an entry left memory, is leaving it, or lost its last tokens.
         uses: how often entries were used, which is the time that their uses have.
+        entries: all entries, for reading only.
+        in_memory: those of them that are in memory, also while they are leaving it.
+        memory: what these hold.
     """
 
     def __init__(self, max_bytes: int, policy: EvictionPolicy, has_directory: bool) -> None:
@@ -76,91 +81,64 @@ class EntryIndex:
 
     def _start(self) -> None:
         """Have no entries."""
-        self._entries = PrefixTrees[PrefixEntry]()
-        self._in_memory = PrefixTrees[PrefixEntry]()
+        self.entries = PrefixTrees[PrefixEntry]()
+        self.in_memory = PrefixTrees[PrefixEntry]()
         self._order = EvictionOrder(self._policy)
         self._pinned: dict[PrefixEntry, None] = {}
-        self._memory = MemoryAccount()
+        self.memory = MemoryAccount()
         self._staying = MemoryAccount()
-        self._holders: dict[int, set[PrefixEntry]] = {}
         self._unpacked: dict[PrefixEntry, None] = {}
         self._stuck: PrefixEntry | None = None
 
     def __iter__(self) -> Iterator[PrefixEntry]:
-        for tree in self._entries:
+        for tree in self.entries:
             yield from tree.values()
 
     def __len__(self) -> int:
-        return sum(map(len, self._entries))
+        return sum(map(len, self.entries))
 
     def __contains__(self, entry: PrefixEntry) -> bool:
-        return self.tree(entry.label).get(entry.ids) is entry
+        return self.entries.of(entry.label).get(entry.ids) is entry
 
     # Reading
-
-    def tree(self, label: str) -> RadixTree[PrefixEntry]:
-        """The entries of a model and a namespace, for reading only."""
-        return self._entries.of(label)
-
-    def tree_in_memory(self, label: str) -> RadixTree[PrefixEntry]:
-        """Those of them that are in memory, for reading only."""
-        return self._in_memory.of(label)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory, with entries that are leaving. Shared memory counts once."""
-        return self._memory.nbytes
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of memory that several entries hold, counted once."""
-        return self._memory.shared_bytes
 
     @property
     def tokens(self) -> int:
         """Tokens in memory. Those that several entries begin with count once."""
-        return sum(tree.tokens for tree in self._in_memory)
+        return sum(tree.tokens for tree in self.in_memory)
 
     def entry_covering(self, label: str, ids: Tokens) -> PrefixEntry | None:
         """An entry in memory that can be rolled back to exactly these tokens, or `None`."""
-        for found in itertools.islice(self.tree_in_memory(label).nearest(ids), MOST_TRIED):
-            if found.tokens < len(ids):
-                return None
-            if found.value.can_restore((len(ids),)):
-                return found.value
-        return None
+        begin_alike = itertools.islice(_begin_alike(self.in_memory, label, ids), MOST_TRIED)
+        longer = (each.value for each in begin_alike if each.tokens == len(ids))
+        return next((entry for entry in longer if can_restore(entry.cache, (len(ids),))), None)
 
     def closest_in_memory(
         self, label: str, ids: Tokens, besides: PrefixEntry | None = None
     ) -> PrefixMatch[PrefixEntry] | None:
         """The entry in memory that begins with most of these tokens, and how many they are; `None` without one."""
-        for found in self.tree_in_memory(label).nearest(ids):
-            if not found.tokens:
-                return None
-            if found.value is not besides:
-                return found
-        return None
+        begin_alike = _begin_alike(self.in_memory, label, ids)
+        return next((each for each in begin_alike if each.value is not besides), None)
 
     def neighbours_in_files(self, entry: PrefixEntry) -> list[tuple[str, int]]:
         """Paths of other entries that begin with some of the tokens of `entry`, and how many; the best first."""
-        neighbours: list[tuple[str, int]] = []
-        for found in self.tree(entry.label).nearest(entry.ids):
-            if not found.tokens or len(neighbours) == MOST_NEIGHBOURS:
-                break
-            if found.value is not entry and found.value.path is not None:
-                neighbours.append((found.value.path, found.tokens))
-        return neighbours
+        begin_alike = _begin_alike(self.entries, entry.label, entry.ids)
+        neighbours = ((each.value.path, each.tokens) for each in begin_alike if each.value is not entry)
+        in_files = ((path, tokens) for path, tokens in neighbours if path is not None)
+        return list(itertools.islice(in_files, MOST_NEIGHBOURS))
 
     def superseded_files(self, entry: PrefixEntry) -> list[PrefixEntry]:
         """Entries that nobody needs once `entry`, which is in memory, is in a file as well."""
-        found = [found.value for found in self.tree(entry.label).prefixes_of(entry.ids)]
-        return [old for old in found if old is not entry and old.is_spare and entry.can_restore(old.boundaries)]
+        shorter = self.entries.of(entry.label).prefixes_of(entry.ids)
+        return [
+            old for old in shorter if old is not entry and old.is_spare and can_restore(entry.cache, old.boundaries)
+        ]
 
     # Entries
 
     def add(self, entry: PrefixEntry) -> None:
         """Add an entry, or note that it is used now."""
-        self._entries.insert(entry.label, entry.ids, entry)
+        self.entries.insert(entry.label, entry.ids, entry)
         self.touch(entry, entry.length)
 
     def touch(self, entry: PrefixEntry, tokens: int) -> None:
@@ -172,7 +150,7 @@ class EntryIndex:
     def _stay(self, entry: PrefixEntry) -> None:
         if entry.is_leaving:
             entry.is_leaving = False
-            self._staying.add(entry.storages)
+            self._staying.add(entry, entry.storages)
             self._order.add(entry)
 
     def pin(self, entry: PrefixEntry) -> None:
@@ -208,30 +186,24 @@ class EntryIndex:
     def remove(self, entry: PrefixEntry) -> None:
         """Remove an entry from the index; its file stays."""
         self.drop_cache(entry)
-        self._entries.remove(entry.label, entry.ids)
+        self.entries.remove(entry.label, entry.ids)
         self._pinned.pop(entry, None)
 
     def set_cache(self, entry: PrefixEntry, cache: Cache) -> None:
         """Hold a cache of the tokens of an entry in memory, in place of the one that it may have had."""
         self.drop_cache(entry)
         entry.cache = cache
-        self._in_memory.insert(entry.label, entry.ids, entry)
+        self.in_memory.insert(entry.label, entry.ids, entry)
         self._count(entry, cache.storages())
         self._order.add(entry)
         self._unpacked[entry] = None
 
     def _count(self, entry: PrefixEntry, storages: Storages) -> None:
         """Count the memory of an entry, in place of what was counted for it before."""
-        accounts = [self._memory] if entry.is_leaving else [self._memory, self._staying]
+        accounts = [self.memory] if entry.is_leaving else [self.memory, self._staying]
         for account in accounts:
-            account.remove(entry.storages)
-            account.add(storages)
-        for address in entry.storages:
-            self._holders[address].discard(entry)
-            if not self._holders[address]:
-                del self._holders[address]
-        for address in storages:
-            self._holders.setdefault(address, set()).add(entry)
+            account.remove(entry, entry.storages)
+            account.add(entry, storages)
         entry.storages = storages
 
     def drop_cache(self, entry: PrefixEntry) -> None:
@@ -240,7 +212,7 @@ class EntryIndex:
             return
         before = entry.storages
         entry.cache = None
-        self._in_memory.remove(entry.label, entry.ids)
+        self.in_memory.remove(entry.label, entry.ids)
         self._order.discard(entry)
         self.unset_stuck(entry)
         self._count(entry, {})
@@ -248,14 +220,14 @@ class EntryIndex:
         self._unpacked.pop(entry, None)
         self._trim_holders(before)
 
-    def _trim_holders(self, storages: Iterable[int]) -> None:
+    def _trim_holders(self, storages: Storages) -> None:
         """Give back what nobody reads any more of this memory."""
-        seen: set[int] = set()
-        for address in storages:
+        seen: set[Piece] = set()
+        for piece in storages.items():
             # One of the holders trims what all of them share.
-            holder = next(iter(self._holders.get(address, ())), None)
-            if holder is not None and address not in seen:
-                seen.update(holder.storages)
+            holder = next(iter(self.memory.holders.get(piece, ())), None)
+            if holder is not None and piece not in seen:
+                seen.update(holder.storages.items())
                 self._trim(holder)
 
     def _trim(self, entry: PrefixEntry) -> None:
@@ -263,11 +235,11 @@ class EntryIndex:
         if entry.cache is not None:
             entry.cache.trim()
             self._count(entry, entry.cache.storages())
-            self.note_moves(before.keys() - entry.storages.keys())
+            self.note_moves(before.items() - entry.storages.items())
 
-    def note_moves(self, addresses: Iterable[int]) -> None:
-        """Count the memory of the entries that were in memory at these addresses, and are no longer."""
-        for entry in {entry for address in addresses for entry in self._holders.get(address, ())}:
+    def note_moves(self, pieces: Iterable[Piece]) -> None:
+        """Count the memory of the entries that had these pieces, and have them no longer."""
+        for entry in {entry for piece in pieces for entry in self.memory.holders.get(piece, ())}:
             if entry.cache is not None:
                 self._count(entry, entry.cache.storages())
 
@@ -275,7 +247,7 @@ class EntryIndex:
         """Stop holding the cache of an entry as soon as the entry is in a file."""
         if not entry.is_leaving:
             entry.is_leaving = True
-            self._staying.remove(entry.storages)
+            self._staying.remove(entry, entry.storages)
             self._order.discard(entry)
 
     def set_file(self, entry: PrefixEntry, path: str, nbytes: int) -> None:
@@ -302,7 +274,7 @@ class EntryIndex:
                 self.drop_file(entry)
         before = len(self)
         for entry in added:
-            known = self.tree(entry.label).get(entry.ids)
+            known = self.entries.of(entry.label).get(entry.ids)
             if known is None:
                 self.add(entry)
             elif known.path is None and known.boundaries <= entry.boundaries:
@@ -332,10 +304,10 @@ class EntryIndex:
         """What happens if a cache is inserted; `None` if an entry in memory can be rolled back to its tokens."""
         if self.use_covering(label, ids):
             return None
-        tree = self.tree(label)
+        tree = self.entries.of(label)
         known = tree.get(ids)
         entry = PrefixEntry(label, ids) if known is None else known
-        shorter = [found.value for found in tree.prefixes_of(ids) if found.value is not entry]
+        shorter = [old for old in tree.prefixes_of(ids) if old is not entry]
         replaced = [old for old in shorter if not old.pins and can_restore(cache, old.boundaries)]
         return Exchange(entry, cache, replaced)
 
@@ -348,7 +320,7 @@ class EntryIndex:
                 f"the cache must fit into the store's max_bytes of {exact_bytes(self.max_bytes)}, got one of "
                 f"{exact_bytes(nbytes)}: make the store with a larger max_bytes."
             )
-        if self.nbytes + nbytes <= self.max_bytes:
+        if self.memory.nbytes + nbytes <= self.max_bytes:
             # Whatever of it is pinned. There may be many thousands of entries.
             return
         affected = {exchange.entry, *exchange.replaced}
@@ -361,11 +333,11 @@ class EntryIndex:
 
     def _bytes_of(self, held: Sequence[tuple[PrefixEntry, Cache]]) -> int:
         """Bytes that caches need by themselves. If all that they hold fits, it is counted, whoever reads it."""
-        nbytes = MemoryAccount(cache.storages() for _, cache in held).nbytes
+        nbytes = union_bytes(cache.storages() for _, cache in held)
         # What others hold too is part of the budget, and spare room is less than what is held.
         if not self.max_bytes < nbytes <= MOST_APART * self.max_bytes:
             return nbytes
-        return MemoryAccount(cache.storages() for cache in _packed_together(held)).nbytes
+        return union_bytes(cache.storages() for cache in _packed_together(held))
 
     def make(self, exchange: Exchange) -> tuple[bool, list[PrefixEntry]]:
         """Make an exchange if there is room for it now. If not, there is room when what is leaving has left.
@@ -385,17 +357,17 @@ class EntryIndex:
                 self.leave(old)
             gone = [old for old in exchange.replaced if not old.is_being_written]
             affected = {entry, *exchange.replaced}
-            leaving = self._evict(self.max_bytes, affected)
+            leaving = self.evict(self.max_bytes, entry)
             if len(gone) == len(exchange.replaced) and self._staying.nbytes > self.max_bytes:
-                others = [each for tree in self._in_memory for each in tree.values() if each not in affected]
+                others = [each for tree in self.in_memory for each in tree.values() if each not in affected]
                 if not any(each.is_leaving or each.is_being_written for each in others):
                     # All that can leave has left, but these hold memory that it has shared with them.
                     self._move_apart((entry, *others))
-            is_made = self._fits_without(gone)
+            is_made = self.memory.bytes_without(gone) <= self.max_bytes
         except BaseException:
             entry.cache = None
             if is_new:
-                self._entries.remove(entry.label, entry.ids)
+                self.entries.remove(entry.label, entry.ids)
             for old in staying:
                 old.is_leaving = False
             raise
@@ -406,15 +378,6 @@ class EntryIndex:
         for old in staying:
             self._stay(old)
         return False, leaving
-
-    def _fits_without(self, leaving: Sequence[PrefixEntry]) -> bool:
-        """Whether all that is in memory fits into it without these entries."""
-        for old in leaving:
-            self._memory.remove(old.storages)
-        nbytes = self._memory.nbytes
-        for old in leaving:
-            self._memory.add(old.storages)
-        return nbytes <= self.max_bytes
 
     def _complete(self, exchange: Exchange) -> None:
         entry = exchange.entry
@@ -446,36 +409,35 @@ class EntryIndex:
         entries = list(self)
         self._start()
         for entry in entries:
-            self._entries.insert(entry.label, entry.ids, entry)
-            entry.storages = {}
+            cache, entry.cache, entry.storages = entry.cache, None, {}
+            self.entries.insert(entry.label, entry.ids, entry)
             if entry.pins:
                 self._pinned[entry] = None
-            if entry.cache is not None:
-                self._in_memory.insert(entry.label, entry.ids, entry)
-                self._count(entry, entry.cache.storages())
-                self._unpacked[entry] = None
-                if not entry.is_leaving:
-                    self._order.add(entry)
+            if cache is not None:
+                self.set_cache(entry, cache)
+            if entry.is_leaving:
+                self._order.discard(entry)
 
-    def evict(self, nbytes: int | None) -> list[PrefixEntry]:
-        """Evict entries until `nbytes` bytes of memory are free or will be (`None` for all), except for pinned ones.
+    def evict(self, most: int, kept: PrefixEntry | None = None) -> list[PrefixEntry]:
+        """Evict entries until those that stay take at most `most` bytes, or only pinned ones and one more are left.
+
+        Args:
+            most: bytes; 0 for all entries.
+            kept: an entry that stays.
 
         Returns:
             Entries that must be written before they leave.
         """
-        most = 0 if nbytes is None else self.nbytes - nbytes
-        return self._evict(most)
-
-    def _evict(self, most: int, besides: Collection[PrefixEntry] = ()) -> list[PrefixEntry]:
-        """Evict entries until those that stay take at most `most` bytes, or only pinned ones and `besides` are left."""
         must_be_written: list[PrefixEntry] = []
         # If everything goes, nothing has to be moved.
         unpacked = (each for each in self._unpacked if not each.is_leaving)
         for each in list(itertools.islice(unpacked, MOST_PACKED)) if most > 0 else ():
             if self._staying.nbytes > most:
                 self._pack(each, each.length)
-        kept = [*besides, self._stuck]
-        while self._staying.nbytes > most and (entry := self._order.first(kept)) is not None:
+        stay = [each for each in (kept, self._stuck) if each is not None]
+        for each in stay:
+            self._order.discard(each)
+        while self._staying.nbytes > most and (entry := self._order.first()) is not None:
             self.evictions += 1
             if entry.path is not None:
                 self.drop_cache(entry)
@@ -484,6 +446,8 @@ class EntryIndex:
                 must_be_written.append(entry)
             else:
                 self._shorten(entry, most)
+        for each in stay:
+            self._order.add(each)
         return must_be_written
 
     def _shorten(self, entry: PrefixEntry, most: int) -> None:
@@ -497,8 +461,8 @@ class EntryIndex:
         step = entry.length // LEAST_PART + 1
         stays = most > 0 and entry.cache is not None and shares_memory(entry.cache)
         while stays and entry.length > least and (surplus := self._staying.nbytes - most) > 0:
-            length = max(entry.length - max(surplus * entry.length // entry.nbytes, step), least)
-            stays = length > shared and entry.can_restore((length,))
+            length = max(entry.length - max(surplus * entry.length // sum(entry.storages.values()), step), least)
+            stays = length > shared and can_restore(entry.cache, (length,))
             if stays:
                 self._pack(entry, length)
         if stays and entry.length > shared:
@@ -522,23 +486,23 @@ class EntryIndex:
         closest = self.closest_in_memory(entry.label, ids, besides=entry)
         other = None if closest is None else closest.value.cache
         beside = None if closest is None or other is None else PrefixMatch(other, closest.tokens)
-        before, cache, storages = self.nbytes, entry.cache, entry.storages
+        before, cache, storages = self.memory.nbytes, entry.cache, entry.storages
         self.set_cache(entry, packed(cache, length, beside))
-        if self.nbytes > before:
+        if self.memory.nbytes > before:
             # What it held stays, as a caller goes on with what others share with it.
             self.set_cache(entry, fork_at(cache, length))
         del cache
         is_shorter = length < entry.length
         if is_shorter:
-            for trees in (self._entries, self._in_memory):
+            for trees in (self.entries, self.in_memory):
                 trees.remove(entry.label, entry.ids)
             entry.cut(length)
-            for trees in (self._entries, self._in_memory):
+            for trees in (self.entries, self.in_memory):
                 trees.insert(entry.label, entry.ids, entry)
         self._trim(entry)
-        if is_shorter and self.nbytes >= before:
+        if is_shorter and self.memory.nbytes >= before:
             # A caller holds what this entry has left, so the others that read some of it move.
-            self._move_apart({holder for address in storages for holder in self._holders.get(address, ())})
+            self._move_apart({holder for piece in storages.items() for holder in self.memory.holders.get(piece, ())})
         self._unpacked.pop(entry, None)
 
     def _move_apart(self, entries: Collection[PrefixEntry]) -> None:
@@ -547,11 +511,16 @@ class EntryIndex:
         in_order = [entry for entry in in_order if entry.cache is not None]
         # Nothing else here holds the caches, so each one's memory is free as soon as it is replaced.
         moved = _packed_together([(entry, entry.cache) for entry in in_order if entry.cache is not None])
-        before = MemoryAccount(entry.storages for entry in in_order).nbytes
-        if MemoryAccount(cache.storages() for cache in moved).nbytes < before:
+        before = union_bytes(entry.storages for entry in in_order)
+        if union_bytes(cache.storages() for cache in moved) < before:
             for entry, cache in zip(in_order, moved, strict=True):
                 self.set_cache(entry, cache)
                 self._unpacked.pop(entry, None)
+
+
+def _begin_alike(trees: PrefixTrees[PrefixEntry], label: str, ids: Tokens) -> Iterator[PrefixMatch[PrefixEntry]]:
+    """The entries that begin with some of these tokens, those that begin with most of them first."""
+    return itertools.takewhile(lambda match: match.tokens, trees.of(label).nearest(ids))
 
 
 def _packed_together(held: Sequence[tuple[PrefixEntry, Cache]]) -> list[Cache]:

@@ -52,21 +52,6 @@ class PrefixMatch(Generic[T]):
     tokens: int
 
 
-@dataclass(frozen=True)
-class TreeNode(Generic[T]):
-    """A node of the tree.
-
-    Attributes:
-        parent: number of its parent in the order of `RadixTree.nodes`; `None` for the root.
-        tokens: number of tokens behind those of its parent.
-        value: the value of exactly the tokens that lead here, or `None`.
-    """
-
-    parent: int | None
-    tokens: int
-    value: T | None
-
-
 class RadixTree(Generic[T]):
     """A mapping from sequences of token ids to values, which stores common prefixes once.
 
@@ -124,19 +109,9 @@ class RadixTree(Generic[T]):
         if node.parent is not None and node.value is None and len(node.children) == 1:
             self._join(node)
 
-    def prefixes_of(self, ids: Tokens) -> list[PrefixMatch[T]]:
+    def prefixes_of(self, ids: Tokens) -> list[T]:
         """The values of `ids` and of all of their prefixes, the shortest first."""
-        node, depth, inside = self._descend(ids)
-        found = []
-        up: _Node[T] | None = node
-        if inside:
-            up, depth = node.parent, depth - inside
-        while up is not None:
-            if up.value is not None:
-                found.append(PrefixMatch(up.value, depth))
-            depth -= len(up.edge)
-            up = up.parent
-        return found[::-1]
+        return [node.value for node, _, is_whole in self._path(ids) if is_whole and node.value is not None][::-1]
 
     def nearest(self, ids: Tokens) -> Iterator[PrefixMatch[T]]:
         """All values, in descending order of the prefix that they share with `ids`. Take as many as needed.
@@ -150,28 +125,32 @@ class RadixTree(Generic[T]):
 
     def groups(self, ids: Tokens) -> Iterator[tuple[int, Iterator[T]]]:
         """The values as `nearest` has them, those together that share equally many tokens with `ids`."""
-        found, matched, inside = self._descend(ids)
-        node: _Node[T] | None = found
         came_from = None
-        while node is not None:
+        for node, matched, _ in self._path(ids):
             yield matched, node.values(besides=came_from)
-            # The tokens of `ids` may end inside an edge.
+            came_from = node
+
+    def _path(self, ids: Tokens) -> Iterator[tuple[_Node[T], int, bool]]:
+        """The nodes that `ids` lead to, the last one first, how many tokens match, and whether its whole edge does."""
+        node: _Node[T] | None
+        node, matched, inside = self._descend(ids)
+        while node is not None:
+            yield node, matched, not inside
             matched -= inside or len(node.edge)
-            inside = 0
-            came_from, node = node, node.parent
+            node, inside = node.parent, 0
 
     def values(self) -> Iterator[T]:
         """All values, in no particular order."""
         return self._root.values()
 
-    def nodes(self) -> Iterator[TreeNode[T]]:
-        """All nodes, each behind its parent."""
+    def nodes(self) -> Iterator[tuple[int | None, int, T | None]]:
+        """All nodes, each behind its parent: the parent's number, the tokens behind the parent's, and the value."""
         pending: list[tuple[int | None, _Node[T]]] = [(None, self._root)]
         number = -1
         while pending:
             parent, node = pending.pop()
             number += 1
-            yield TreeNode(parent, len(node.edge), node.value)
+            yield parent, len(node.edge), node.value
             pending.extend((number, child) for child in reversed(node.children.values()))
 
     def _descend(self, ids: Tokens) -> tuple[_Node[T], int, int]:

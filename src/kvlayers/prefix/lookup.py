@@ -5,7 +5,7 @@ import contextvars
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -51,24 +51,19 @@ class Found:
         entry: the entry that it is from.
         is_whole: whether the cache was loaded from a file with all tokens of the entry.
         damaged: entries whose files are gone or damaged.
-        notes: why files did not serve.
+        notes: why files did not serve, each once.
     """
 
     cache: Cache | None = None
     entry: PrefixEntry | None = None
     is_whole: bool = False
     damaged: list[FileCandidate] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
 
     @property
     def covered(self) -> int:
         """Number of tokens."""
         return 0 if self.cache is None else self.cache.get_seq_length()
-
-    def note(self, text: str) -> None:
-        """Add a reason, once."""
-        if text not in self.notes:
-            self.notes.append(text)
 
 
 @dataclass(eq=False)
@@ -96,7 +91,7 @@ class Search:
     def choose(self, index: EntryIndex) -> None:
         """Find the longest prefix in memory, and the files that may have a longer one."""
         most_tokens = self.most_tokens
-        stored, held = index.tree(self.label), index.tree_in_memory(self.label)
+        stored, held = index.entries.of(self.label), index.in_memory.of(self.label)
         self.found, self.files, self._shared, self._entries = Found(), [], 0, len(stored)
         if not most_tokens or not self._entries:
             return
@@ -104,7 +99,12 @@ class Search:
         for bound, group in held.groups(ids):
             if bound <= self.found.covered:
                 break
-            self._choose_in_memory(itertools.islice(group, MOST_TRIED), bound)
+            # The shortest first, as a window that has moved less is more likely to be rolled back far enough.
+            for entry in sorted(itertools.islice(group, MOST_TRIED), key=lambda entry: entry.length):
+                if entry.cache is None or self.found.covered >= bound:
+                    break
+                if (target := restorable_length(entry.cache, bound)) > self.found.covered:
+                    self.found.cache, self.found.entry = fork_at(entry.cache, target), entry
         for bound, group in stored.groups(ids):
             self._shared = max(self._shared, bound)
             if bound <= self.found.covered or sum(file.is_whole for file in self.files) >= MAX_FILES:
@@ -116,16 +116,6 @@ class Search:
                 if entry.cache is None and entry.path is not None
             )
             self.files += sorted(itertools.islice(in_files, MOST_TRIED), key=lambda file: len(file.ids))
-
-    def _choose_in_memory(self, group: Iterable[PrefixEntry], bound: int) -> None:
-        # The shortest first, as a window that has moved less is more likely to be rolled back far enough.
-        for entry in sorted(group, key=lambda entry: entry.length):
-            covered = self.found.covered
-            if covered >= bound:
-                return
-            cache = entry.cache
-            if cache is not None and (target := restorable_length(cache, bound)) > covered:
-                self.found.cache, self.found.entry = fork_at(cache, target), entry
 
     def load(
         self, directory: Directory, config: object | None, device: torch.device | str | None, deadline: float
@@ -148,20 +138,16 @@ class Search:
             self.found = result.result(max(deadline - time.monotonic(), 0.0))
         except FutureTimeout:
             directory.reports.unreachable(UnreachableError(f"{self.files[0].path} was not read in time."))
-            self.found.note("a file could not be reached in time")
+            self.found.notes["a file could not be reached in time"] = None
 
     def hit(self) -> Hit:
         """The longest prefix that was found. It belongs to the caller."""
-        found, most_tokens = self.found, self.most_tokens
-        if found.cache is None or found.entry is None:
-            return Hit(reason=self._reason(0, most_tokens, ends=False), known=self._shared)
-        ends = found.entry.length == found.covered
-        return Hit(found.cache, found.covered, self._reason(found.covered, most_tokens, ends), self._shared)
+        return Hit(self.found.cache, self.found.covered, self._reason(), self._shared)
 
-    def _reason(self, covered: int, most_tokens: int, ends: bool) -> str:
-        if covered == most_tokens:
-            return "" if most_tokens else "the prompt is a single token, which must be computed"
-        notes = self.found.notes
+    def _reason(self) -> str:
+        covered, notes, entry = self.found.covered, self.found.notes, self.found.entry
+        if covered == self.most_tokens:
+            return "" if covered else "the prompt is a single token, which must be computed"
         if not self._entries:
             reason = "nothing is stored for this model and namespace"
         elif not self._shared:
@@ -174,6 +160,7 @@ class Search:
                 "of them only: insert a cache where prompts diverge"
             )
         else:
+            ends = entry is not None and entry.length == covered
             reason = f"the stored sequence {'ends' if ends else 'diverges'} after {covered}"
         return "; ".join([reason, *notes])
 
@@ -192,16 +179,16 @@ def _loaded(
         if file.shared <= found.covered:
             break
         if tried >= MAX_FILES and not file.is_whole:
-            found.note(f"a lookup tries no more than {MAX_FILES} files")
+            found.notes[f"a lookup tries no more than {MAX_FILES} files"] = None
             continue
         tried += 1
         try:
             cache = directory.load(file, file.shared, config, device, deadline)
         except NeedsConfigError:
-            found.note("a file needs config=model.config to be loaded")
+            found.notes["a file needs config=model.config to be loaded"] = None
         except UnreachableError as error:
             directory.reports.unreachable(error)
-            found.note("a file could not be reached")
+            found.notes["a file could not be reached"] = None
             # Do not wait for the others.
             break
         except CachePathError:
@@ -209,11 +196,11 @@ def _loaded(
         except CacheFileError as error:
             directory.reports.damaged(file.path, error)
             found.damaged.append(file)
-            found.note("a damaged file was skipped")
+            found.notes["a damaged file was skipped"] = None
         else:
             length = 0 if cache is None else cache.get_seq_length()
             if cache is not None and cache.keeps_every_token and length < min(file.shared, len(file.ids)):
-                found.note("part of a file was damaged, missing or late")
+                found.notes["part of a file was damaged, missing or late"] = None
             if length > found.covered:
                 found.cache, found.entry, found.is_whole = cache, file.entry, length == len(file.ids)
     return found
@@ -289,7 +276,7 @@ class EntryAccess:
             CapacityError: the longer one shares no memory, and there is no room for a copy of it.
         """
         with self._lock, self._index.counted():
-            entry, covering = self._index.tree(label).get(ids), self._index.entry_covering(label, ids)
+            entry, covering = self._index.entries.of(label).get(ids), self._index.entry_covering(label, ids)
             if entry is None and covering is not None and covering.cache is not None:
                 entry = PrefixEntry(label, ids)
                 if not self._take(Exchange(entry, fork_at(covering.cache, len(ids)))):
@@ -352,7 +339,7 @@ class EntryAccess:
         # This may move what it shares with entries.
         cache.trim()
         with self._lock, self._index.counted():
-            self._index.note_moves(before.keys() - cache.storages().keys())
+            self._index.note_moves(before.items() - cache.storages().items())
 
     def _take(self, exchange: Exchange) -> bool:
         """Make an exchange if there is room for it now. If not, entries are on their way out of memory."""

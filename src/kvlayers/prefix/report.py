@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -197,18 +197,16 @@ def tree_of(entries: Iterable[TreeEntry]) -> PrefixTree:
     now, seen_memory, seen_files = time.time(), set[int](), set[str]()
     tops: list[PrefixNode] = []
     for label, tree in sorted(trees.items()):
-        nodes = list(tree.nodes())
-        holders = [node.value for node in nodes]
-        parents = [node.parent for node in nodes]
+        parents, tokens, holders = zip(*tree.nodes(), strict=True)
         memory = _bytes_where_shared([{} if each is None else each.memory for each in holders], parents, seen_memory)
         files = _bytes_where_shared([{} if each is None else each.files for each in holders], parents, seen_files)
-        below: list[list[PrefixNode]] = [[] for _ in nodes]
+        below: list[list[PrefixNode]] = [[] for _ in parents]
         # Children stand behind their parents.
-        for number in range(len(nodes) - 1, -1, -1):
+        for number in range(len(parents) - 1, -1, -1):
             entry, children = holders[number], tuple(reversed(below[number]))
             made = PrefixNode(
                 label="" if parents[number] is not None else label,
-                tokens=nodes[number].tokens,
+                tokens=tokens[number],
                 nbytes=memory[number],
                 file_bytes=files[number],
                 hits=0 if entry is None else entry.hits,
@@ -223,7 +221,9 @@ def tree_of(entries: Iterable[TreeEntry]) -> PrefixTree:
     return PrefixTree(tuple(tops))
 
 
-def _bytes_where_shared(pieces: list[Mapping[Piece, int]], parents: list[int | None], seen: set[Piece]) -> list[int]:
+def _bytes_where_shared(
+    pieces: list[Mapping[Piece, int]], parents: Sequence[int | None], seen: set[Piece]
+) -> list[int]:
     """For each node, the bytes of the pieces that only nodes below it hold, and that no single child's subtree has.
 
     Args:

@@ -115,7 +115,7 @@ class PrefixStore:
         # Guards all that follows. Nobody reads or writes a file while holding it.
         self._lock = threading.Lock()
         changed = threading.Condition(self._lock)
-        self._hits = self._misses = self._covered = self._asked = self._refused = 0
+        self._counts: Counter[str] = Counter()
         self._bypasses: Counter[str] = Counter()
         self._index = EntryIndex(max_bytes, policy or LeastRecentlyUsed(), directory is not None)
         self._directory: Directory | None = None
@@ -198,10 +198,9 @@ class PrefixStore:
             raise OptionError(f"`leave` must be from 0 to the number of tokens, {len(ids)}, got {leave!r}.")
         hit = self._access.find(label, ids, len(ids) - leave, config, self.device, self.read_wait_seconds)
         with self._lock:
-            self._hits += hit.cache is not None
-            self._misses += hit.cache is None
-            self._covered += hit.covered
-            self._asked += len(ids)
+            found = hit.cache is not None
+            self._counts.update(hits=found, misses=not found, covered=hit.covered, asked=len(ids))
+            self._counts["unusable"] += hit.known - hit.covered
         return hit
 
     def pin(
@@ -233,7 +232,7 @@ class PrefixStore:
         """
         label, ids = label_of(config, model, namespace), tokens_of(input_ids)
         with self._lock:
-            entry = self._index.tree(label).get(ids)
+            entry = self._index.entries.of(label).get(ids)
             if entry is None:
                 raise _no_entry(ids)
             if not entry.pins:
@@ -257,12 +256,12 @@ class PrefixStore:
             nbytes = amount_of_bytes(nbytes, "nbytes")
             _check_count("nbytes", nbytes, "bytes")
         with self._lock, self._index.counted():
-            before = self._index.nbytes
-            leaving = self._index.evict(nbytes)
+            before = self._index.memory.nbytes
+            leaving = self._index.evict(0 if nbytes is None else before - nbytes)
             if self._writes is not None:
                 self._writes.write(leaving)
                 self._writes.wait()
-            return max(before - self._index.nbytes, 0)
+            return max(before - self._index.memory.nbytes, 0)
 
     def flush(self) -> bool:
         """Write every entry in memory to the directory as well, to be found after a restart.
@@ -395,23 +394,23 @@ class PrefixStore:
             index, writes, files = self._index, self._writes, self._directory
             return PrefixStatistics(
                 entries=len(index),
-                bytes=index.nbytes,
+                bytes=index.memory.nbytes,
                 file_bytes=0 if files is None else files.nbytes,
-                hits=self._hits,
-                misses=self._misses,
-                tokens_covered=self._covered,
-                tokens_asked=self._asked,
+                hits=self._counts["hits"],
+                misses=self._counts["misses"],
+                tokens_covered=self._counts["covered"],
+                tokens_asked=self._counts["asked"],
                 evictions=index.evictions,
                 spilled=0 if writes is None else writes.spilled,
                 damaged=0 if files is None else files.reports.damaged_files,
                 failed_writes=0 if writes is None else writes.failed_writes,
                 failed_reads=0 if files is None else files.reports.failed_reads,
                 bypassed=self._bypasses.total(),
-                refused=self._refused,
+                refused=self._counts["refused"],
                 dropped_writes=0 if writes is None else writes.dropped_writes,
                 pending_writes=0 if writes is None else writes.pending_writes,
                 tokens=index.tokens,
-                shared_bytes=index.shared_bytes,
+                shared_bytes=index.memory.shared_bytes,
                 bypasses=dict(self._bypasses),
             )
 
@@ -425,8 +424,13 @@ class PrefixStore:
             0 of 0 tokens that were asked for were stored
             1 calls went on without it: it is given a cache
         """
-        now = self.statistics
+        now, unusable = self.statistics, self._counts["unusable"]
         found = f"{now.tokens_covered} of {now.tokens_asked} tokens that were asked for were stored"
+        if unusable:
+            found += (
+                f"\n{unusable} more were known, but not the states behind them: windows and recurrent states cannot go "
+                "back. generate() stores them where prompts part, for the next prompt that parts there"
+            )
         counts = sorted(now.bypasses.items(), key=lambda bypass: -bypass[1])
         return "\n".join([found, *(f"{count} calls went on without it: {reason}" for reason, count in counts)])
 
@@ -441,7 +445,7 @@ class PrefixStore:
     def record_refusal(self, reason: str) -> None:
         """Count a cache for which there was no room, and log the reason."""
         with self._lock:
-            self._refused += 1
+            self._counts["refused"] += 1
         logger.info("A prefix store did not insert what generate() computed: %s", reason)
 
     def __len__(self) -> int:

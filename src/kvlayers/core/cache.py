@@ -318,7 +318,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         """
         try:
             layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
-        except TypeError:
+        except (TypeError, RuntimeError):
             raise self._no_layer(layer_idx) from None
         if layer is None:
             return self._update_new_layer(key_states, value_states, layer_idx)
@@ -423,12 +423,12 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             InterruptedPassError: layer 0 is asked, outside of the model, and the last forward pass was interrupted, so
                 that later layers have seen fewer tokens. `crop` to the length that they have, or `reset`.
         """
-        if layer_idx >= len(self.layers):
+        layer = self.layer_at(layer_idx)
+        if layer is None:
             return 0
         compiling = torch.compiler.is_compiling()
         if layer_idx == 0 and not compiling and self._pass.at < self._pass.in_step:
             self._pass.check_in_step(self)
-        layer = self.adapted_layer(layer_idx)
         if not layer.attends and (self._first_attending(layer_idx) is not None or not layer.counts_columns):
             layer = self._attending(layer_idx)
         seen = layer.get_seq_length()
@@ -465,9 +465,10 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         """
         if isinstance(query_length, Tensor):
             query_length = query_length.shape[0]
-        if layer_idx >= len(self.layers):
+        layer = self.layer_at(layer_idx)
+        if layer is None:
             return query_length, 0
-        asked = self._attending(layer_idx)
+        asked = layer if layer.attends else self._attending(layer_idx)
         if asked.capacity is not None:
             layers = self.adapted_layers()
             for index in self._in_step_with(layer_idx):
@@ -493,8 +494,9 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         Raises:
             UnsupportedLayerError: it cannot.
         """
-        if not (only_non_sliding and self.is_sliding[layer_idx]):
-            self.adapted_layer(layer_idx).offload()
+        layer = self.adapted_layer(layer_idx)
+        if not (only_non_sliding and layer.is_sliding):
+            layer.offload()
 
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Bring a layer's states back from the host, if its kind can.
@@ -502,8 +504,9 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         Raises:
             UnsupportedLayerError: it cannot.
         """
-        if not (only_non_sliding and self.is_sliding[layer_idx]):
-            self.adapted_layer(layer_idx).prefetch()
+        layer = self.adapted_layer(layer_idx)
+        if not (only_non_sliding and layer.is_sliding):
+            layer.prefetch()
 
     def __repr__(self) -> str:
         try:

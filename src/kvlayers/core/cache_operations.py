@@ -2,7 +2,7 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
@@ -373,6 +373,8 @@ class LayerwiseOperations(LayerList):
             BatchIndexError: there is not one length for each row.
             RollbackError: a row never had such a length, or cannot be put back to it; nothing is changed.
         """
+        if not isinstance(lengths, Iterable):
+            raise BatchIndexError(f"`lengths` must have one length for each row, got {lengths!r}: pass a list.")
         held, wanted = self.row_lengths, [whole_number(length, "`length`") for length in lengths]
         if len(wanted) != len(held):
             raise BatchIndexError(f"`lengths` must have one length for each of {len(held)} rows, got {len(wanted)}.")
@@ -423,9 +425,15 @@ class LayerwiseOperations(LayerList):
         Args:
             other: a cache of the same model with the same first tokens. Nobody may change it while this is done.
             tokens: how many tokens they have in common.
+
+        Raises:
+            OptionError: something that is not a cache of kvlayers, or not a number.
         """
+        if not isinstance(other, LayerwiseOperations):
+            raise OptionError(f"`other` must be a cache of kvlayers, got a {type(other).__name__}: pass such a cache.")
+        common = whole_number(tokens, "`tokens`")
         for layer, other_layer in zip(self.adapted_layers(), other.adapted_layers(), strict=False):
-            layer.share_prefix(other_layer, tokens)
+            layer.share_prefix(other_layer, common)
 
     def trim(self) -> None:
         """Give back spare room, and memory of tokens that no cache reads any more.

@@ -373,6 +373,9 @@ class DenseStore(TokenStore):
     def overwrite(self, count: int, keys: Tensor, values: Tensor) -> bool:
         if self._tracks_gradients or keys.requires_grad or values.requires_grad or count > self._tail_length:
             return False
+        # A traced program must not write to its inputs.
+        if compat.is_exporting():
+            return False
         start = self._end - count
         if self._copy_on_write is not None and not self._may_write(start, start + keys.shape[2]):
             self._leave_buffers(0)

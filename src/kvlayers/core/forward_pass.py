@@ -61,8 +61,8 @@ class Followed(Protocol):
     layers: list[Any]
     layer_class_to_replicate: Callable[[], Any] | None
 
-    def adapted_layer(self, layer_idx: int) -> LayerOperations:
-        """The layer, with the operations of kvlayers' layers."""
+    def layer_at(self, layer_idx: int) -> LayerOperations | None:
+        """The layer, with the operations of kvlayers' layers; `None` if it has not been made yet."""
 
     def adapted_layers(self) -> Sequence[LayerOperations]:
         """All layers, with the operations of kvlayers' layers."""
@@ -146,7 +146,7 @@ class ForwardPassFollower:
             module = outermost_module() if is_in_module and may_go_on else None
             self.began = PassStart(layer_idx, _seen_by(cache, layer_idx), tokens, is_in_module, module)
             if is_in_module and layer_idx < len(layers):
-                _check_parts(cache.adapted_layer(layer_idx), tokens)
+                _check_parts(cache.adapted_layers()[layer_idx], tokens)
             # Now, as an interrupt may come as soon as the layer has changed.
             self.at = layer_idx
         if layer_idx > self.in_step:
@@ -190,7 +190,8 @@ def interruption(cache: Followed) -> InterruptedPassError | None:
 
 def _seen_by(cache: Followed, layer_idx: int) -> int | None:
     """Tokens that a layer has seen, `None` if it does not know, or if an accelerator would have to be waited for."""
-    return cache.adapted_layer(layer_idx).length_on_host if layer_idx < len(cache.layers) else 0
+    layer = cache.layer_at(layer_idx)
+    return 0 if layer is None else layer.length_on_host
 
 
 def _interrupted_cache(cache: Followed, last: int) -> InterruptedPassError:

@@ -65,14 +65,30 @@ class LayerList(ABC):
             self._adapted = known = adapted_anew(self.layers, known, self._grows)
         return known
 
-    def adapted_layer(self, layer_idx: int) -> LayerOperations:
-        """As `adapted_layers()[layer_idx]`, without a look at the other layers."""
-        layer = self.layers[layer_idx]
+    def layer_at(self, layer_idx: int) -> LayerOperations | None:
+        """As `adapted_layer`; `None` for an index beyond the layers, whose layer may be made later."""
+        try:
+            if layer_idx >= len(self.layers):
+                return None
+            layer = self.layers[layer_idx]
+        except (IndexError, TypeError, RuntimeError):
+            raise self._no_layer(layer_idx) from None
         if -len(self._adapted) <= layer_idx < len(self._adapted):
             known = self._adapted[layer_idx]
             if known is layer or known.original is layer:
                 return known
         return self.adapted_layers()[layer_idx]
+
+    def adapted_layer(self, layer_idx: int) -> LayerOperations:
+        """As `adapted_layers()[layer_idx]`, without a look at the other layers.
+
+        Raises:
+            LayerIndexError: no layer has that index.
+        """
+        layer = self.layer_at(layer_idx)
+        if layer is None:
+            raise self._no_layer(layer_idx)
+        return layer
 
     @property
     def keeps_every_token(self) -> bool:
@@ -160,9 +176,8 @@ class LayerList(ABC):
     def most_tokens(self, layer_idx: int | None = None) -> int:
         """As `get_max_length`, whose answer is different under `legacy_names`."""
         if layer_idx is not None:
-            if layer_idx >= len(self.layers):
-                return -1
-            return unbounded_as_minus_one(self.adapted_layer(layer_idx).capacity)
+            layer = self.layer_at(layer_idx)
+            return unbounded_as_minus_one(None if layer is None else layer.capacity)
         capacities = [layer.capacity for layer in self.adapted_layers() if layer.attends]
         bounded = [capacity for capacity in capacities if capacity is not None]
         return unbounded_as_minus_one(max(bounded) if bounded and len(bounded) == len(capacities) else None)
@@ -259,7 +274,7 @@ class LayerList(ABC):
                     "expected a layer with a recurrent state, but no layer has one: make the cache from the config of "
                     "the model that uses it."
                 )
-        elif layer_idx >= len(self.layers):
+        elif self.layer_at(layer_idx) is None:
             return False
         else:
             layer = self._recurrent(layer_idx)

@@ -236,7 +236,11 @@ class TokenStore(ABC):
 
     @abstractmethod
     def extend_and_evict(self, keys: Tensor, values: Tensor, past: int, kept: int) -> KVPair:
-        """As `extend`, but hold only the newest `kept` tokens afterwards, and make room for no more than these."""
+        """As `extend`, but hold only the newest `kept` tokens afterwards, and make room for no more than these.
+
+        `kept` may be more than the `past` and new tokens that are attended to, and at most what is held with the new
+        tokens.
+        """
 
     def overwrite(self, count: int, keys: Tensor, values: Tensor) -> bool:
         """Write other states over the oldest of the newest `count` tokens, where they lie, if that can be done.

@@ -123,7 +123,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     # What is asked of one cache is asked of the one of self-attention.
     origins = forwarded("self_attention_cache")
     adapted_layers = forwarded("self_attention_cache")
-    adapted_layer = forwarded("self_attention_cache")
+    layer_at = forwarded("self_attention_cache")
     layers_for = forwarded("self_attention_cache")
     for_cross_attention = forwarded("self_attention_cache")
     offloading_options = forwarded("self_attention_cache")

@@ -176,13 +176,15 @@ class StaticStore(DenseStore):
         total = self.total + keys.shape[2]
         self._reserve_in_graph(kept)
         attended = keys.detach(), values.detach()
-        if past:
-            earlier = self.newest(past)
+        # Some of the tokens to keep may be older than those to attend to.
+        held = max(past, kept - keys.shape[2])
+        if held:
+            earlier = self.newest(held)
             attended = torch.cat([earlier[0], attended[0]], dim=2), torch.cat([earlier[1], attended[1]], dim=2)
         for buffer, states in zip(self._buffers(), attended, strict=True):
             buffer.tensor[:, :, :kept].copy_(states[:, :, states.shape[2] - kept :])
         self._set_position(kept, total)
-        return attended
+        return attended[0][:, :, held - past :], attended[1][:, :, held - past :]
 
     # A constant of compiled code: a number may vary there, and cannot make a class.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

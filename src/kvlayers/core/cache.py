@@ -337,7 +337,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
                 return updated(handle, layer, layer_idx, key_states, value_states)
         elif not following.at < layer_idx <= following.in_step:
             new = key_states.shape[-2] if isinstance(key_states, Tensor) else 0
-            following.follow(self, layer_idx, new)
+            following.follow(self, layer_idx, layer, new)
         attended: tuple[Tensor, Tensor]
         if layer.is_upstream:
             attended = layer.update(key_states, value_states, *args, **kwargs)
@@ -354,7 +354,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             raise self._no_layer(layer_idx)
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            self._pass.follow(self, layer_idx, key_states.shape[-2])
+            self._pass.follow(self, layer_idx, None, key_states.shape[-2])
         layers = self.layers_for(layer_idx + 1)
         attended: tuple[Tensor, Tensor] = layers[layer_idx].update(key_states, value_states)
         self.layers.extend(layers[len(self.layers) :])

@@ -371,17 +371,17 @@ class DenseStore(TokenStore):
 
     @override
     def overwrite(self, count: int, keys: Tensor, values: Tensor) -> bool:
-        if self._tracks_gradients or keys.requires_grad or values.requires_grad or count > self._tail_length:
-            return False
-        # A traced program must not write to its inputs.
-        if compat.is_exporting():
-            return False
         start = self._end - count
+        if self._tracks_gradients or keys.requires_grad or values.requires_grad or start < self._start:
+            return False
+        # An exported program must not write to its inputs.
+        if torch.compiler.is_compiling() and compat.is_exporting():
+            return False
         if self._copy_on_write is not None and not self._may_write(start, start + keys.shape[2]):
             self._leave_buffers(0)
-            if count > self._tail_length:
-                return False
             start = self._end - count
+            if start < self._start:
+                return False
         if self._is_forked:
             self._returned.invalidate()
         key_buffer, value_buffer = self._buffers()
@@ -456,7 +456,9 @@ class DenseStore(TokenStore):
 
     def tail_segment(self) -> DenseSegment:
         """The tokens in the buffers as attention reads them. Only for code that is not being compiled."""
-        keys, values = self._buffers()
+        keys, values = self._keys, self._values
+        if keys is None or values is None:
+            keys, values = self._buffers()
         return DenseSegment(keys.tensor, values.tensor, None, (self._start, self._end - self._start))
 
     def _plain(self, count: int) -> KVPair:

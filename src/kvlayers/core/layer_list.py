@@ -320,7 +320,7 @@ class LayerList(ABC):
         followed = layer.counts_columns and not torch.compiler.is_compiling()
         following = self._pass
         if followed and not state_idx and not following.at < layer_idx <= following.in_step:
-            following.follow(self, layer_idx, conv_states.shape[-1])
+            following.follow(self, layer_idx, layer, conv_states.shape[-1])
         updated: Tensor = layer.update_conv_state(conv_states, state_idx, **layer_options)
         if followed:
             following.at = layer_idx
@@ -363,12 +363,12 @@ def in_step(asked: LayerOperations, layers: Sequence[LayerOperations]) -> tuple[
         asked: the layer that is asked how its next tokens are masked.
         layers: layers of the same cache.
     """
-    seen, capacity = asked.length_on_host, asked.capacity
+    seen, capacity = None if asked.counts_on_device else asked.length, asked.capacity
     return tuple(
         index
         for index, layer in enumerate(layers)
-        # A count that stands on an accelerator, and is not waited for, is None.
-        if layer.length_on_host in (seen, None) and layer.capacity == capacity
+        # A count that stands on an accelerator is not waited for.
+        if (layer.counts_on_device or layer.length in (seen, None)) and layer.capacity == capacity
     )
 
 

@@ -115,7 +115,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         let_static_layers_agree(self.adapted_layers())
         self.layer_class_to_replicate = None
         if layer_class_to_replicate is not None:
-            self.make_more_with(layer_class_to_replicate)
+            self._make_more_with(layer_class_to_replicate)
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled code knows a copy by another handle.
@@ -177,7 +177,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             setattr(cache, argument.attribute or argument.name, argument.read(options, context))
         make_layer = cache._layer_maker() if options["grows"] else None
         if make_layer is not None:
-            cache.make_more_with(make_layer)
+            cache._make_more_with(make_layer)
         return cache
 
     def _layer_maker(self) -> Callable[[], Any] | None:
@@ -199,7 +199,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         """
         return cls.from_description(options, [], context)._layers_of_model(config)
 
-    def make_more_with(self, make_layer: Callable[[], Any]) -> None:
+    def _make_more_with(self, make_layer: Callable[[], Any]) -> None:
         """Let `make_layer` make a layer whenever the model uses one more."""
         self.layer_class_to_replicate = functools.partial(
             _made_and_placed, make_layer, self._prefetcher, self.only_non_sliding
@@ -221,7 +221,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             for layer in twin.adapted_layers():
                 layer.use_prefetcher(twin._prefetcher)
             if isinstance(self.layer_class_to_replicate, functools.partial):
-                twin.make_more_with(self.layer_class_to_replicate.args[0])
+                twin._make_more_with(self.layer_class_to_replicate.args[0])
         return twin
 
     @property
@@ -323,7 +323,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         if layer is None:
             return self._update_new_layer(key_states, value_states, layer_idx)
         if layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
-            layer = self.adapted_layer(layer_idx)
+            layer = self._layer(layer_idx)
             if not layer.attends:
                 raise UnsupportedLayerError(
                     f"expected a layer that attends, but layer {layer_idx} holds nothing that is attended to: make the "
@@ -494,7 +494,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         Raises:
             UnsupportedLayerError: it cannot.
         """
-        layer = self.adapted_layer(layer_idx)
+        layer = self._layer(layer_idx)
         if not (only_non_sliding and layer.is_sliding):
             layer.offload()
 
@@ -504,7 +504,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         Raises:
             UnsupportedLayerError: it cannot.
         """
-        layer = self.adapted_layer(layer_idx)
+        layer = self._layer(layer_idx)
         if not (only_non_sliding and layer.is_sliding):
             layer.prefetch()
 

@@ -305,7 +305,7 @@ class LayerwiseOperations(LayerList):
                 raise OptionError(f"`caches` must be caches of kvlayers, got a {type(cache).__name__}: pass caches.")
             if not cache.row_lengths:
                 raise StateMismatchError(f"`caches` must each have tokens, got {cache!r}: pass its prompt first.")
-            expected, got = self.form_of_rows(), cache.form_of_rows()
+            expected, got = form_of_rows(self), form_of_rows(cache)
             if expected != got:
                 pairs = zip(expected, got, strict=False)
                 differing = next((pair for pair in pairs if pair[0] != pair[1]), (len(expected), len(got)))
@@ -318,15 +318,6 @@ class LayerwiseOperations(LayerList):
         for part, layers in zip(self.parts(), joined, strict=True):
             part.replace_layers(layers)
         self.origins = _one_if_equal(origins)
-
-    def form_of_rows(self) -> list[Any]:
-        """What caches must have in common so that their sequences can be rows of one: kinds, settings, and forms."""
-        form: list[Any] = [self.kind]
-        for layer in (layer for part in self.parts() for layer in part.adapted_layers()):
-            states = [own._replace(batch_size=1) for own in layer.forms]
-            settings = {name: fact for name, fact in layer.describe().items() if name not in layer.reservation_facts}
-            form.append((layer.kind, layer.memory_tier, settings, states))
-        return form
 
     def _rows_with(self, others: "Sequence[LayerwiseOperations]" = ()) -> list[LayerOperations]:
         """New layers, whose rows are the sequences of this cache and then those of other caches."""
@@ -385,7 +376,7 @@ class LayerwiseOperations(LayerList):
                     "pass lengths that the rows had."
                 )
         part = self.parts()[0]
-        layers = part.adapted_layers()
+        layers: Sequence[Any] = part.adapted_layers()
         if not all(layer.counts_rows for layer in layers if layer.batch_size):
             layers = part._rows_with()
         filled = [layer for layer in layers if layer.batch_size]
@@ -586,6 +577,16 @@ class LayerwiseOperations(LayerList):
             layer.load_state(layer_state)
         self.origins = state.origins
         self.forget_pass()
+
+
+def form_of_rows(cache: LayerwiseOperations) -> list[Any]:
+    """What caches must have in common so that their sequences can be rows of one: kinds, settings, and forms."""
+    form: list[Any] = [cache.kind]
+    for layer in (layer for part in cache.parts() for layer in part.adapted_layers()):
+        states = [own._replace(batch_size=1) for own in layer.forms]
+        settings = {name: fact for name, fact in layer.describe().items() if name not in layer.reservation_facts}
+        form.append((layer.kind, layer.memory_tier, settings, states))
+    return form
 
 
 def _one_if_equal(origins: Sequence[Origin]) -> tuple[Origin, ...]:

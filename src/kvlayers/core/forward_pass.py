@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from typing_extensions import Self
@@ -152,8 +151,8 @@ class ForwardPassFollower:
             # This pass can go further than the one before only if more layers exist, or can be made.
             may_go_on = self.in_step < len(cache.layers) - 1 or cache.layer_class_to_replicate is not None
             module = outermost_module() if is_in_module and may_go_on else None
-            seen = 0 if layer is None else None if layer.counts_on_device else layer.length
-            self.began = PassStart(layer_idx, seen, tokens, is_in_module, module)
+            length = 0 if layer is None else None if layer.counts_on_device else layer.length
+            self.began = PassStart(layer_idx, length, tokens, is_in_module, module)
             if is_in_module and layer is not None:
                 _check_parts(layer, tokens)
             # Now, as an interrupt may come as soon as the layer has changed.

@@ -66,7 +66,7 @@ class LayerList(ABC):
         return known
 
     def layer_at(self, layer_idx: int) -> LayerOperations | None:
-        """As `adapted_layer`; `None` for an index beyond the layers, whose layer may be made later."""
+        """The layer, as in `adapted_layers()`; `None` for an index beyond the layers, whose layer may be made later."""
         try:
             if layer_idx >= len(self.layers):
                 return None
@@ -79,7 +79,7 @@ class LayerList(ABC):
                 return known
         return self.adapted_layers()[layer_idx]
 
-    def adapted_layer(self, layer_idx: int) -> LayerOperations:
+    def _layer(self, layer_idx: int) -> LayerOperations:
         """As `adapted_layers()[layer_idx]`, without a look at the other layers.
 
         Raises:
@@ -99,7 +99,7 @@ class LayerList(ABC):
         """The `LinearAttentionLayer` of each layer that has one: the layer itself, or a part of a hybrid layer."""
         return [part for layer in self.adapted_layers() for part in layer.parts if part.counts_columns]
 
-    def check_layer(self, layer_idx: int) -> int:
+    def _index_of(self, layer_idx: int) -> int:
         """`layer_idx` counted from the first layer. Negative numbers count from the last.
 
         Raises:
@@ -160,7 +160,7 @@ class LayerList(ABC):
 
     def _attending(self, layer_idx: int) -> LayerOperations:
         """The layer if it attends, or the first layer that does if it is layer 0."""
-        layer = self.adapted_layer(layer_idx)
+        layer = self._layer(layer_idx)
         found = layer if layer.attends else self._first_attending(layer_idx)
         if found is None:
             raise UnsupportedLayerError(
@@ -231,7 +231,7 @@ class LayerList(ABC):
         except (IndexError, TypeError):
             raise self._no_recurrent_layer(layer_idx) from None
         if layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
-            layer = self.adapted_layer(layer_idx)
+            layer = self._layer(layer_idx)
         if layer.is_recurrent:
             return layer
         raise UnsupportedLayerError(
@@ -340,11 +340,11 @@ class LayerList(ABC):
         kvlayers' recurrent layers always say so, since they count tokens. A layer's `is_recording` says whether it
         holds more than it needs, for a later rollback.
         """
-        return bool(self.adapted_layer(layer_idx).record_past)
+        return bool(self._layer(layer_idx).record_past)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Take in the indexer keys of new tokens, `[batch, new, index_head_dim]`, in a sparse-attention layer."""
-        layer: Any = self.adapted_layer(layer_idx)
+        layer: Any = self._layer(layer_idx)
         if not layer.has_other_states:
             raise UnsupportedLayerError(
                 f"expected a layer with an indexer, but layer {layer_idx} is a {type(layer.original).__name__}: make "

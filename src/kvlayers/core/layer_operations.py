@@ -218,22 +218,8 @@ class LayerOperations(ABC):
         joined: LayerOperations = late.function("separate rows")(rows_of(layers))
         return joined
 
-    def check_truncate_rows(self, lengths: Sequence[int]) -> None:
-        """Raise `RollbackError` if a row cannot be put back to its length, `[batch]`, exactly."""
-        raise self._has_no_rows()
-
-    def truncate_rows(self, lengths: Sequence[int]) -> None:
-        """Roll each row back to its length, `[batch]`. Only rows that were made by `side_by_side` can."""
-        raise self._has_no_rows()
-
     counts_rows = False
-    """Whether each row can be rolled back by itself."""
-
-    def _has_no_rows(self) -> UnsupportedLayerError:
-        return UnsupportedLayerError(
-            f"`layer` must have rows of its own to roll one of them back, got a {type(self).__name__}: call "
-            "crop_rows() of its cache."
-        )
+    """Whether each row can be rolled back by itself: a layer of rows has `check_truncate_rows` and `truncate_rows`."""
 
     # What it is made from
 

@@ -350,7 +350,7 @@ class LegacySurface(LayerList):
 
     def __getitem__(self, layer_idx: int) -> StatePair:
         """Keys and values that a layer holds, each `[batch, kv_heads, held, head_dim]`, `None` before the first."""
-        layer_idx = self.check_layer(layer_idx)
+        layer_idx = self._index_of(layer_idx)
         layer: Any = self.adapted_layers()[layer_idx]
         return layer.keys, layer.values
 

@@ -311,7 +311,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     def __getitem__(self, layer_idx: int) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Keys and values of self-attention, then keys and values of cross-attention, that a layer holds."""
-        return self._four(self.check_layer(layer_idx))
+        return self._four(self._index_of(layer_idx))
 
     def _four(self, layer_idx: int) -> tuple[Tensor | None, ...]:
         cross = self.cross_attention_cache

@@ -239,14 +239,14 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         ]
         return HybridLayer(cast("CacheLayer", joined[0]), cast("LinearAttentionLayer", joined[1]))
 
-    @override
     def check_truncate_rows(self, lengths: Sequence[int]) -> None:
-        for part in self.parts:
+        """Raise `RollbackError` if a row cannot be put back to its length, `[batch]`, exactly."""
+        for part in cast("tuple[Any, ...]", self.parts):
             part.check_truncate_rows(lengths)
 
-    @override
     def truncate_rows(self, lengths: Sequence[int]) -> None:
-        for part in self.parts:
+        """Roll each row back to its length, `[batch]`, which was checked."""
+        for part in cast("tuple[Any, ...]", self.parts):
             part.truncate_rows(lengths)
 
     @override

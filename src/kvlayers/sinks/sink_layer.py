@@ -191,7 +191,7 @@ class SinkLayer(WindowLayer):
         return _behind(front, self._store.newest(past - self.num_sink_tokens))
 
     @override
-    def assignable(self, states: Tensor) -> Tensor:
+    def _assignable(self, states: Tensor) -> Tensor:
         if self._seen != self._store.length or self._seen > self.attended_past(self._seen):
             raise StateMismatchError(
                 f"expected a layer that holds all of its {self._seen} tokens, but tokens have been evicted: use "

@@ -173,7 +173,6 @@ class StaticStore(DenseStore):
     def extend_and_evict(self, keys: Tensor, values: Tensor, past: int, kept: int) -> KVPair:
         if not torch.compiler.is_compiling():
             return super().extend_and_evict(keys, values, past, kept)
-        total = self.total + keys.shape[2]
         self._reserve_in_graph(kept)
         attended = keys.detach(), values.detach()
         # Some of the tokens to keep may be older than those to attend to.
@@ -183,7 +182,7 @@ class StaticStore(DenseStore):
             attended = torch.cat([earlier[0], attended[0]], dim=2), torch.cat([earlier[1], attended[1]], dim=2)
         for buffer, states in zip(self._buffers(), attended, strict=True):
             buffer.tensor[:, :, :kept].copy_(states[:, :, states.shape[2] - kept :])
-        self._set_position(kept, total)
+        self._set_position(kept, self.total + keys.shape[2])
         return attended[0][:, :, held - past :], attended[1][:, :, held - past :]
 
     # A constant of compiled code: a number may vary there, and cannot make a class.

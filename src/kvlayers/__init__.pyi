@@ -1,5 +1,6 @@
 """The public names of kvlayers, each imported when it is first asked for, as torch takes seconds to import."""
 
+from .batching.generate_many import Generated, generate_many
 from .commands.kernels import compile_kernels
 from .core.cache import Cache
 from .core.dynamic_cache import DynamicCache
@@ -12,7 +13,6 @@ from .generation.cache_by_name import make_cache
 from .generation.call_cache import free_reservations
 from .generation.chat import Chat
 from .generation.documents import store_document
-from .generation.generate_many import Generated, generate_many
 from .generation.install import generate, install, installed, is_installed, uninstall
 from .generation.known_ids import PromptMismatchWarning
 from .generation.resilient import SteppedDownWarning, resilient_generate

@@ -34,6 +34,8 @@ PROVIDED = {
     "adapter": "kvlayers.interop.adapter:adapter",
     "DynamicCache": "kvlayers.core.dynamic_cache:DynamicCache",
     "room for rows": "kvlayers.planning.auto:RoomForRows",
+    "init_continuous_batching": "kvlayers.batching.continuous_batching:init_continuous_batching",
+    "destroy_cached_continuous_batching_manager": "kvlayers.batching.continuous_batching:destroy_kept_manager",
 }
 
 late.provide(ROOMS, PROVIDED)

@@ -34,6 +34,14 @@ def store() -> Any:
 
 
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a truth as a length": (lambda: held().truncate(True), "`length` must be a whole number, got True"),
+    "a truth to crop to": (lambda: held().crop(True), "must be a whole number, got True"),
+    "a length of a layer as a text": (lambda: held().layers[0].check_truncate("3"), "`length` must be a whole number"),
+    "half a length of a layer": (lambda: held().layers[0].nearest_restorable(1.5), "`length` must be a whole number"),
+    "one length for all rows": (lambda: held().crop_rows(3), "`lengths` must have one length for each row, got 3"),
+    "a prefix shared with a number": (lambda: held().share_prefix(3, 3), "`other` must be a cache of kvlayers"),
+    "a shared prefix as a text": (lambda: held().share_prefix(held(), "3"), "`tokens` must be a whole number"),
+    "a layer made ready for nothing": (lambda: layers.DynamicLayer().lazy_initialization(None), "must be tensors"),
     "no states": (lambda: layers.DynamicLayer().update(None, None), "must be tensors, got a NoneType"),
     "no values": (lambda: layers.DynamicLayer().update(STATES, None), "must be tensors, got a Tensor and a NoneType"),
     "lists of states": (lambda: layers.DynamicLayer().update([1], [2]), "must be tensors, got a list"),
@@ -129,6 +137,29 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         "`device` must be a device of torch, got 'cdua'",
     ),
 }
+
+
+BY_INDEX: dict[str, Callable[[Any, Any], Any]] = {
+    "get_seq_length": lambda cache, index: cache.get_seq_length(index),
+    "get_query_offset": lambda cache, index: cache.get_query_offset(index),
+    "get_mask_sizes": lambda cache, index: cache.get_mask_sizes(1, index),
+    "get_max_length": lambda cache, index: cache.get_max_length([index] if index is None else index),
+    "get_usable_length": lambda cache, index: cache.get_usable_length(1, index),
+    "offload": lambda cache, index: cache.offload(index),
+    "prefetch": lambda cache, index: cache.prefetch(index),
+    "is_recording_past": lambda cache, index: cache.is_recording_past(index),
+    "has_previous_state": lambda cache, index: cache.has_previous_state([index] if index is None else index),
+    "update_indexer": lambda cache, index: cache.update_indexer(STATES, index),
+    "update": lambda cache, index: cache.update(STATES, STATES, index),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", BY_INDEX)
+@pytest.mark.parametrize("index", ["0", None, 1.5, [0], (1, 2), torch.tensor([0, 1]), -9], ids=repr)
+def test_an_index_that_no_layer_has_is_named(name: str, index: Any) -> None:
+    with pytest.raises(kvlayers.errors.LayerIndexError, match="`layer_idx` must be a whole number from 0 to 1"):
+        BY_INDEX[name](held(), index)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -60,12 +60,19 @@ class SinkOracle(Oracle):
 
     @property
     def exact_from(self) -> int:
-        return self.held_from
+        padding = self.padding or [0]
+        # In a sequence of which more than padding was dropped, the sinks stand where the oldest tokens were.
+        apart_in_some = min(padding) < self.held_from <= max(padding)
+        return self.held_from + self.sinks if apart_in_some else self.held_from
 
     def select(self, rows: list[int]) -> None:
         super().select(rows)
         if self.padding is not None:
+            before = max(self.padding)
             self.padding = [self.padding[row] for row in rows]
+            if max(self.padding) < self.held_from <= before:
+                # The sinks now stand apart in every sequence that is left.
+                self.held_from += self.sinks
 
     def reset(self) -> None:
         super().reset()

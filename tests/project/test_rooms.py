@@ -44,7 +44,18 @@ ARROWS: dict[str, set[str]] = {
 FACADES = ("caches", "layers", "stores", "quantizers", "models", "options")
 """Public modules that only list names of others."""
 
-LADDER = ("persistence", "prefix", "documents", "generation", "planning", "calls", "commands", "__main__", "__init__")
+LADDER = (
+    "persistence",
+    "prefix",
+    "documents",
+    "generation",
+    "batching",
+    "planning",
+    "calls",
+    "commands",
+    "__main__",
+    "__init__",
+)
 """What people call, from the bottom: each may import every kind, and what stands below it."""
 
 KINDS = set(ARROWS) - {"rooms"}

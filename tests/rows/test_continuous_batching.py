@@ -307,7 +307,7 @@ def test_a_manager_may_be_kept_and_destroyed(llama: Any) -> None:
 def test_what_rows_refuse_and_who_asks_for_it_is_served_by_transformers(
     llama: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    theirs = transformers.generation.continuous_batching.ContinuousBatchingManager
+    theirs = transformers.batching.continuous_batching.ContinuousBatchingManager
     with kvlayers.installed(continuous_batching=False):
         assert isinstance(llama.init_continuous_batching(config_of()), theirs)
     with kvlayers.installed(cache="auto"):

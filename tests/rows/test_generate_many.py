@@ -10,9 +10,9 @@ import torch
 import transformers
 
 import kvlayers
+from kvlayers.batching.row_engine import MAX_OVERTAKEN
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.generation import prefill
-from kvlayers.generation.row_engine import MAX_OVERTAKEN
 from kvlayers.planning import auto
 from kvlayers.upstream import compat
 from models import fresh_model, prompt, tiny_model

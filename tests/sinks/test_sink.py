@@ -386,3 +386,26 @@ def test_sinks_of_another_dtype_than_the_window_are_read_in_that_of_the_window()
         found = scaled_dot_product_attention(query, *states, enable_gqa=True)
         dense = [as_dense(side).float() for side in states]
         torch.testing.assert_close(found, scaled_dot_product_attention(query, *dense, enable_gqa=True))
+
+
+@torch.no_grad()
+def test_a_program_that_is_exported_does_not_write_to_its_inputs() -> None:
+    layer, sinks = SinkLayer(WINDOW, SINKS, rotary=None), (torch.randn(1, 2, SINKS, 8), torch.randn(1, 2, SINKS, 8))
+    layer.update(torch.randn(1, 2, WINDOW - 1, 8), torch.randn(1, 2, WINDOW - 1, 8))
+
+    class Overwriting(torch.nn.Module):
+        def forward(self, keys: Tensor, values: Tensor) -> Tensor:
+            return keys + layer.store.overwrite(WINDOW - 1, keys, values)
+
+    program = torch.export.export(Overwriting(), sinks, strict=False)
+    assert not any("copy_" in str(node.target) for node in program.graph.nodes)
+    assert torch.equal(program.module()(*sinks), sinks[0])
+    assert layer.store.overwrite(WINDOW - 1, *sinks)
+
+
+@torch.no_grad()
+def test_held_states_are_plain_tensors() -> None:
+    layer = SinkLayer(2048, SINKS, rotary=None)
+    # So many that a step's keys are marked for the kernel of one query.
+    layer.update(torch.randn(1, 2, 4096, 64), torch.randn(1, 2, 4096, 64))
+    assert all(type(states) is Tensor for states in (*layer.peek(), layer.keys, layer.values))

@@ -3,6 +3,7 @@
 import pickle
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -510,12 +511,20 @@ def test_an_interrupt_finds_a_change_done_or_not_begun(change: str, segmented: b
     assert at > 1 or (not segmented and "tail" in change), "no call of the package was interrupted"
 
 
-def test_older_tokens_than_are_attended_to_may_be_kept() -> None:
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", [DenseStore, lambda: kvlayers.stores.StaticStore(16)], ids=["dense", "static"])
+def test_older_tokens_than_are_attended_to_may_be_kept(kind: Callable[[], DenseStore], compiled: bool) -> None:
     keys, values = torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 4)
-    store = DenseStore()
+    store = kind()
     store.validate(keys[:, :, :8], values[:, :, :8])
     store.append(keys[:, :, :8], values[:, :, :8])
-    attended = store.extend_and_evict(keys[:, :, 8:], values[:, :, 8:], past=2, kept=5)
+
+    def evict(new_keys: torch.Tensor, new_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return store.extend_and_evict(new_keys, new_values, past=2, kept=5)
+
+    run = torch.compile(evict, backend="eager") if compiled else evict
+    with torch.no_grad():
+        attended = run(keys[:, :, 8:], values[:, :, 8:])
     for seen, held, states in zip(attended, store.newest(5), (keys, values), strict=True):
         assert torch.equal(seen, states[:, :, 6:])
         assert torch.equal(held, states[:, :, 4:])

@@ -1,5 +1,6 @@
 """Checks of what callers pass: batch indices, numbers of tokens, lengths to crop to, new states, saved states."""
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from operator import index
@@ -77,10 +78,10 @@ def whole_number(number: object, what: str) -> int:
     Raises:
         OptionError: it is something else, such as a float.
     """
-    try:
-        return operator.index(number)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise OptionError(f"{what} must be a whole number, got {number!r}: pass an integer.") from error
+    if not isinstance(number, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(number)  # type: ignore[arg-type]
+    raise OptionError(f"{what} must be a whole number, got {number!r}: pass an integer.")
 
 
 def crop_target(tokens: int, length: int) -> int:

@@ -115,7 +115,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         let_static_layers_agree(self.adapted_layers())
         self.layer_class_to_replicate = None
         if layer_class_to_replicate is not None:
-            self.make_more_with(layer_class_to_replicate)
+            self._make_more_with(layer_class_to_replicate)
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled code knows a copy by another handle.
@@ -177,7 +177,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             setattr(cache, argument.attribute or argument.name, argument.read(options, context))
         make_layer = cache._layer_maker() if options["grows"] else None
         if make_layer is not None:
-            cache.make_more_with(make_layer)
+            cache._make_more_with(make_layer)
         return cache
 
     def _layer_maker(self) -> Callable[[], Any] | None:
@@ -199,7 +199,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         """
         return cls.from_description(options, [], context)._layers_of_model(config)
 
-    def make_more_with(self, make_layer: Callable[[], Any]) -> None:
+    def _make_more_with(self, make_layer: Callable[[], Any]) -> None:
         """Let `make_layer` make a layer whenever the model uses one more."""
         self.layer_class_to_replicate = functools.partial(
             _made_and_placed, make_layer, self._prefetcher, self.only_non_sliding
@@ -221,7 +221,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             for layer in twin.adapted_layers():
                 layer.use_prefetcher(twin._prefetcher)
             if isinstance(self.layer_class_to_replicate, functools.partial):
-                twin.make_more_with(self.layer_class_to_replicate.args[0])
+                twin._make_more_with(self.layer_class_to_replicate.args[0])
         return twin
 
     @property
@@ -318,12 +318,12 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         """
         try:
             layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
-        except TypeError:
+        except (TypeError, RuntimeError):
             raise self._no_layer(layer_idx) from None
         if layer is None:
             return self._update_new_layer(key_states, value_states, layer_idx)
         if layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
-            layer = self.adapted_layer(layer_idx)
+            layer = self._layer(layer_idx)
             if not layer.attends:
                 raise UnsupportedLayerError(
                     f"expected a layer that attends, but layer {layer_idx} holds nothing that is attended to: make the "
@@ -337,7 +337,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
                 return updated(handle, layer, layer_idx, key_states, value_states)
         elif not following.at < layer_idx <= following.in_step:
             new = key_states.shape[-2] if isinstance(key_states, Tensor) else 0
-            following.follow(self, layer_idx, new)
+            following.follow(self, layer_idx, layer, new)
         attended: tuple[Tensor, Tensor]
         if layer.is_upstream:
             attended = layer.update(key_states, value_states, *args, **kwargs)
@@ -354,7 +354,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             raise self._no_layer(layer_idx)
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            self._pass.follow(self, layer_idx, key_states.shape[-2])
+            self._pass.follow(self, layer_idx, None, key_states.shape[-2])
         layers = self.layers_for(layer_idx + 1)
         attended: tuple[Tensor, Tensor] = layers[layer_idx].update(key_states, value_states)
         self.layers.extend(layers[len(self.layers) :])
@@ -423,12 +423,12 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             InterruptedPassError: layer 0 is asked, outside of the model, and the last forward pass was interrupted, so
                 that later layers have seen fewer tokens. `crop` to the length that they have, or `reset`.
         """
-        if layer_idx >= len(self.layers):
+        layer = self.layer_at(layer_idx)
+        if layer is None:
             return 0
         compiling = torch.compiler.is_compiling()
         if layer_idx == 0 and not compiling and self._pass.at < self._pass.in_step:
             self._pass.check_in_step(self)
-        layer = self.adapted_layer(layer_idx)
         if not layer.attends and (self._first_attending(layer_idx) is not None or not layer.counts_columns):
             layer = self._attending(layer_idx)
         seen = layer.get_seq_length()
@@ -465,9 +465,10 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         """
         if isinstance(query_length, Tensor):
             query_length = query_length.shape[0]
-        if layer_idx >= len(self.layers):
+        layer = self.layer_at(layer_idx)
+        if layer is None:
             return query_length, 0
-        asked = self._attending(layer_idx)
+        asked = layer if layer.attends else self._attending(layer_idx)
         if asked.capacity is not None:
             layers = self.adapted_layers()
             for index in self._in_step_with(layer_idx):
@@ -493,8 +494,9 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         Raises:
             UnsupportedLayerError: it cannot.
         """
-        if not (only_non_sliding and self.is_sliding[layer_idx]):
-            self.adapted_layer(layer_idx).offload()
+        layer = self._layer(layer_idx)
+        if not (only_non_sliding and layer.is_sliding):
+            layer.offload()
 
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Bring a layer's states back from the host, if its kind can.
@@ -502,8 +504,9 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         Raises:
             UnsupportedLayerError: it cannot.
         """
-        if not (only_non_sliding and self.is_sliding[layer_idx]):
-            self.adapted_layer(layer_idx).prefetch()
+        layer = self._layer(layer_idx)
+        if not (only_non_sliding and layer.is_sliding):
+            layer.prefetch()
 
     def __repr__(self) -> str:
         try:

@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import override
 
-from kvlayers.core.arguments import whole_number
-from kvlayers.core.buffer import StateForm, form_of
+from kvlayers.core.arguments import checked_forms, whole_number
+from kvlayers.core.buffer import StateForm
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.errors import StateMismatchError
 
@@ -129,7 +129,7 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Prepare for states of these shapes, which are not taken in. Values have the form of keys if not given."""
-        self.reserve_form(form_of(key_states), form_of(key_states if value_states is None else value_states))
+        self.reserve_form(*checked_forms(key_states, key_states if value_states is None else value_states))
 
     @override
     def get_seq_length(self) -> int:

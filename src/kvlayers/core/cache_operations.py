@@ -2,7 +2,7 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
@@ -305,7 +305,7 @@ class LayerwiseOperations(LayerList):
                 raise OptionError(f"`caches` must be caches of kvlayers, got a {type(cache).__name__}: pass caches.")
             if not cache.row_lengths:
                 raise StateMismatchError(f"`caches` must each have tokens, got {cache!r}: pass its prompt first.")
-            expected, got = self.form_of_rows(), cache.form_of_rows()
+            expected, got = form_of_rows(self), form_of_rows(cache)
             if expected != got:
                 pairs = zip(expected, got, strict=False)
                 differing = next((pair for pair in pairs if pair[0] != pair[1]), (len(expected), len(got)))
@@ -318,15 +318,6 @@ class LayerwiseOperations(LayerList):
         for part, layers in zip(self.parts(), joined, strict=True):
             part.replace_layers(layers)
         self.origins = _one_if_equal(origins)
-
-    def form_of_rows(self) -> list[Any]:
-        """What caches must have in common so that their sequences can be rows of one: kinds, settings, and forms."""
-        form: list[Any] = [self.kind]
-        for layer in (layer for part in self.parts() for layer in part.adapted_layers()):
-            states = [own._replace(batch_size=1) for own in layer.forms]
-            settings = {name: fact for name, fact in layer.describe().items() if name not in layer.reservation_facts}
-            form.append((layer.kind, layer.memory_tier, settings, states))
-        return form
 
     def _rows_with(self, others: "Sequence[LayerwiseOperations]" = ()) -> list[LayerOperations]:
         """New layers, whose rows are the sequences of this cache and then those of other caches."""
@@ -373,6 +364,8 @@ class LayerwiseOperations(LayerList):
             BatchIndexError: there is not one length for each row.
             RollbackError: a row never had such a length, or cannot be put back to it; nothing is changed.
         """
+        if not isinstance(lengths, Iterable):
+            raise BatchIndexError(f"`lengths` must have one length for each row, got {lengths!r}: pass a list.")
         held, wanted = self.row_lengths, [whole_number(length, "`length`") for length in lengths]
         if len(wanted) != len(held):
             raise BatchIndexError(f"`lengths` must have one length for each of {len(held)} rows, got {len(wanted)}.")
@@ -383,7 +376,7 @@ class LayerwiseOperations(LayerList):
                     "pass lengths that the rows had."
                 )
         part = self.parts()[0]
-        layers = part.adapted_layers()
+        layers: Sequence[Any] = part.adapted_layers()
         if not all(layer.counts_rows for layer in layers if layer.batch_size):
             layers = part._rows_with()
         filled = [layer for layer in layers if layer.batch_size]
@@ -423,9 +416,15 @@ class LayerwiseOperations(LayerList):
         Args:
             other: a cache of the same model with the same first tokens. Nobody may change it while this is done.
             tokens: how many tokens they have in common.
+
+        Raises:
+            OptionError: something that is not a cache of kvlayers, or not a number.
         """
+        if not isinstance(other, LayerwiseOperations):
+            raise OptionError(f"`other` must be a cache of kvlayers, got a {type(other).__name__}: pass such a cache.")
+        common = whole_number(tokens, "`tokens`")
         for layer, other_layer in zip(self.adapted_layers(), other.adapted_layers(), strict=False):
-            layer.share_prefix(other_layer, tokens)
+            layer.share_prefix(other_layer, common)
 
     def trim(self) -> None:
         """Give back spare room, and memory of tokens that no cache reads any more.
@@ -578,6 +577,16 @@ class LayerwiseOperations(LayerList):
             layer.load_state(layer_state)
         self.origins = state.origins
         self.forget_pass()
+
+
+def form_of_rows(cache: LayerwiseOperations) -> list[Any]:
+    """What caches must have in common so that their sequences can be rows of one: kinds, settings, and forms."""
+    form: list[Any] = [cache.kind]
+    for layer in (layer for part in cache.parts() for layer in part.adapted_layers()):
+        states = [own._replace(batch_size=1) for own in layer.forms]
+        settings = {name: fact for name, fact in layer.describe().items() if name not in layer.reservation_facts}
+        form.append((layer.kind, layer.memory_tier, settings, states))
+    return form
 
 
 def _one_if_equal(origins: Sequence[Origin]) -> tuple[Origin, ...]:

@@ -13,7 +13,7 @@ from kvlayers.core.arguments import check_dense_state, check_one_batch, checked_
 from kvlayers.core.buffer import StateForm, TokenBuffer
 from kvlayers.core.returned_states import ReturnedStates
 from kvlayers.core.sharing import CopyOnWrite, SharedSegment, at_most, selected, tokens_of, write_segment
-from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, register_store
+from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, keeps_updates_of, register_store
 from kvlayers.errors import InterruptedPassError, StateMismatchError
 from kvlayers.kernels.attention.gqa import first_grouped_length, marked_for_one_query, marked_for_sdpa
 from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
@@ -102,7 +102,7 @@ class DenseStore(TokenStore):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls._appends_one = cls.keeps_updates_of(DenseStore)
+        cls._appends_one = keeps_updates_of(cls, DenseStore)
 
     def __init__(
         self,
@@ -371,14 +371,16 @@ class DenseStore(TokenStore):
 
     @override
     def overwrite(self, count: int, keys: Tensor, values: Tensor) -> bool:
-        if self._tracks_gradients or keys.requires_grad or values.requires_grad or count > self._tail_length:
-            return False
         start = self._end - count
+        # An exported program must not write to its inputs, nor any code to what a backward pass needs.
+        exporting = torch.compiler.is_compiling() and compat.is_exporting()
+        if exporting or self._tracks_gradients or keys.requires_grad or values.requires_grad or start < self._start:
+            return False
         if self._copy_on_write is not None and not self._may_write(start, start + keys.shape[2]):
             self._leave_buffers(0)
-            if count > self._tail_length:
-                return False
             start = self._end - count
+            if start < self._start:
+                return False
         if self._is_forked:
             self._returned.invalidate()
         key_buffer, value_buffer = self._buffers()
@@ -453,7 +455,9 @@ class DenseStore(TokenStore):
 
     def tail_segment(self) -> DenseSegment:
         """The tokens in the buffers as attention reads them. Only for code that is not being compiled."""
-        keys, values = self._buffers()
+        keys, values = self._keys, self._values
+        if keys is None or values is None:
+            keys, values = self._buffers()
         return DenseSegment(keys.tensor, values.tensor, None, (self._start, self._end - self._start))
 
     def _plain(self, count: int) -> KVPair:
@@ -689,14 +693,6 @@ class DenseStore(TokenStore):
     def reads(self, start: int, end: int) -> bool:
         """Whether any held token is in the slots from `start` to `end`."""
         return start < self._end and self._start < end
-
-    @property
-    def fixed_slots(self) -> tuple[int, int] | None:
-        """See `BufferHolder`."""
-        return None
-
-    def note_move(self) -> None:
-        """See `BufferHolder`."""
 
     def _as_segments(self, tokens: int) -> list[SharedSegment]:
         """The oldest `tokens` tokens, those of the tail included, as segments."""

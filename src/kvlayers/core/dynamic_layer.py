@@ -90,7 +90,7 @@ class DynamicLayer(TokenLayer):
 
 def check_rollback(length: int, held: int) -> None:
     """Raise `RollbackError` if a layer of `held` tokens never had `length` tokens."""
-    if not 0 <= length <= held:
+    if not 0 <= whole_number(length, "`length`") <= held:
         raise RollbackError(
             f"expected to roll back to between 0 and the {held} tokens that are held, but was asked for {length}."
         )

@@ -9,12 +9,11 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from typing_extensions import Self
@@ -30,25 +29,28 @@ CALLERS = 12
 """The most frames between an update and the module that calls it: helpers of models, and wrappers of hooks."""
 
 
-def _module_calls(most: int) -> Iterator[FrameType]:
-    """Calls of modules that this code is within, the innermost first, among the nearest `most` frames."""
-    code = torch.nn.Module._call_impl.__code__
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and most:
-        if frame.f_code is code:
-            yield frame
-        frame, most = frame.f_back, most - 1
+CALLING = nn.Module._call_impl.__code__
+"""The code that calls a module."""
 
 
 def in_module(most: int = CALLERS) -> bool:
     """Whether a module is being called, among the nearest `most` frames."""
-    return next(_module_calls(most), None) is not None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and most:
+        if frame.f_code is CALLING:
+            return True
+        frame, most = frame.f_back, most - 1
+    return False
 
 
 def outermost_module() -> int | None:
     """Identity of the outermost module that is being called: the model, if it is a whole forward pass."""
-    *_, outermost = (None, *_module_calls(ALL))
-    return None if outermost is None else id(outermost.f_locals.get("self"))
+    module, frame = None, sys._getframe().f_back
+    while frame is not None:
+        if frame.f_code is CALLING:
+            module = id(frame.f_locals.get("self"))
+        frame = frame.f_back
+    return module
 
 
 NO_PASS = sys.maxsize
@@ -61,8 +63,8 @@ class Followed(Protocol):
     layers: list[Any]
     layer_class_to_replicate: Callable[[], Any] | None
 
-    def adapted_layer(self, layer_idx: int) -> LayerOperations:
-        """The layer, with the operations of kvlayers' layers."""
+    def layer_at(self, layer_idx: int) -> LayerOperations | None:
+        """The layer, with the operations of kvlayers' layers; `None` if it has not been made yet."""
 
     def adapted_layers(self) -> Sequence[LayerOperations]:
         """All layers, with the operations of kvlayers' layers."""
@@ -128,25 +130,31 @@ class ForwardPassFollower:
         """A follower of a cache that goes on from the same place."""
         return type(self)(self.at, self.in_step, self.began)
 
-    def follow(self, cache: Followed, layer_idx: int, tokens: int) -> None:
+    def follow(self, cache: Followed, layer_idx: int, layer: LayerOperations | None, tokens: int) -> None:
         """Note that a layer is about to be updated, if a pass begins there or goes further than the pass before.
 
         Models may leave out their last layers (early exit). So an interrupted pass shows only when such a layer is
         updated: it would have seen fewer tokens than the layers before it.
 
+        Args:
+            cache: the cache.
+            layer_idx: index of the layer.
+            layer: the layer, `None` if it has not been made yet.
+            tokens: new tokens of the pass.
+
         Raises:
             InterruptedPassError: the layer has seen fewer tokens than the first layer of this pass.
         """
-        layers = cache.layers
         if layer_idx <= self.at:
             self.in_step = min(self.in_step, self.at)
             is_in_module = in_module()
             # This pass can go further than the one before only if more layers exist, or can be made.
-            may_go_on = self.in_step < len(layers) - 1 or cache.layer_class_to_replicate is not None
+            may_go_on = self.in_step < len(cache.layers) - 1 or cache.layer_class_to_replicate is not None
             module = outermost_module() if is_in_module and may_go_on else None
-            self.began = PassStart(layer_idx, _seen_by(cache, layer_idx), tokens, is_in_module, module)
-            if is_in_module and layer_idx < len(layers):
-                _check_parts(cache.adapted_layer(layer_idx), tokens)
+            length = 0 if layer is None else None if layer.counts_on_device else layer.length
+            self.began = PassStart(layer_idx, length, tokens, is_in_module, module)
+            if is_in_module and layer is not None:
+                _check_parts(layer, tokens)
             # Now, as an interrupt may come as soon as the layer has changed.
             self.at = layer_idx
         if layer_idx > self.in_step:
@@ -190,7 +198,8 @@ def interruption(cache: Followed) -> InterruptedPassError | None:
 
 def _seen_by(cache: Followed, layer_idx: int) -> int | None:
     """Tokens that a layer has seen, `None` if it does not know, or if an accelerator would have to be waited for."""
-    return cache.adapted_layer(layer_idx).length_on_host if layer_idx < len(cache.layers) else 0
+    layer = cache.layer_at(layer_idx)
+    return 0 if layer is None else None if layer.counts_on_device else layer.length
 
 
 def _interrupted_cache(cache: Followed, last: int) -> InterruptedPassError:

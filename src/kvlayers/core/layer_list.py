@@ -65,14 +65,30 @@ class LayerList(ABC):
             self._adapted = known = adapted_anew(self.layers, known, self._grows)
         return known
 
-    def adapted_layer(self, layer_idx: int) -> LayerOperations:
-        """As `adapted_layers()[layer_idx]`, without a look at the other layers."""
-        layer = self.layers[layer_idx]
+    def layer_at(self, layer_idx: int) -> LayerOperations | None:
+        """The layer, as in `adapted_layers()`; `None` for an index beyond the layers, whose layer may be made later."""
+        try:
+            if layer_idx >= len(self.layers):
+                return None
+            layer = self.layers[layer_idx]
+        except (IndexError, TypeError, RuntimeError):
+            raise self._no_layer(layer_idx) from None
         if -len(self._adapted) <= layer_idx < len(self._adapted):
             known = self._adapted[layer_idx]
             if known is layer or known.original is layer:
                 return known
         return self.adapted_layers()[layer_idx]
+
+    def _layer(self, layer_idx: int) -> LayerOperations:
+        """As `adapted_layers()[layer_idx]`, without a look at the other layers.
+
+        Raises:
+            LayerIndexError: no layer has that index.
+        """
+        layer = self.layer_at(layer_idx)
+        if layer is None:
+            raise self._no_layer(layer_idx)
+        return layer
 
     @property
     def keeps_every_token(self) -> bool:
@@ -83,7 +99,7 @@ class LayerList(ABC):
         """The `LinearAttentionLayer` of each layer that has one: the layer itself, or a part of a hybrid layer."""
         return [part for layer in self.adapted_layers() for part in layer.parts if part.counts_columns]
 
-    def check_layer(self, layer_idx: int) -> int:
+    def _index_of(self, layer_idx: int) -> int:
         """`layer_idx` counted from the first layer. Negative numbers count from the last.
 
         Raises:
@@ -144,7 +160,7 @@ class LayerList(ABC):
 
     def _attending(self, layer_idx: int) -> LayerOperations:
         """The layer if it attends, or the first layer that does if it is layer 0."""
-        layer = self.adapted_layer(layer_idx)
+        layer = self._layer(layer_idx)
         found = layer if layer.attends else self._first_attending(layer_idx)
         if found is None:
             raise UnsupportedLayerError(
@@ -160,9 +176,8 @@ class LayerList(ABC):
     def most_tokens(self, layer_idx: int | None = None) -> int:
         """As `get_max_length`, whose answer is different under `legacy_names`."""
         if layer_idx is not None:
-            if layer_idx >= len(self.layers):
-                return -1
-            return unbounded_as_minus_one(self.adapted_layer(layer_idx).capacity)
+            layer = self.layer_at(layer_idx)
+            return unbounded_as_minus_one(None if layer is None else layer.capacity)
         capacities = [layer.capacity for layer in self.adapted_layers() if layer.attends]
         bounded = [capacity for capacity in capacities if capacity is not None]
         return unbounded_as_minus_one(max(bounded) if bounded and len(bounded) == len(capacities) else None)
@@ -216,7 +231,7 @@ class LayerList(ABC):
         except (IndexError, TypeError):
             raise self._no_recurrent_layer(layer_idx) from None
         if layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
-            layer = self.adapted_layer(layer_idx)
+            layer = self._layer(layer_idx)
         if layer.is_recurrent:
             return layer
         raise UnsupportedLayerError(
@@ -259,7 +274,7 @@ class LayerList(ABC):
                     "expected a layer with a recurrent state, but no layer has one: make the cache from the config of "
                     "the model that uses it."
                 )
-        elif layer_idx >= len(self.layers):
+        elif self.layer_at(layer_idx) is None:
             return False
         else:
             layer = self._recurrent(layer_idx)
@@ -305,7 +320,7 @@ class LayerList(ABC):
         followed = layer.counts_columns and not torch.compiler.is_compiling()
         following = self._pass
         if followed and not state_idx and not following.at < layer_idx <= following.in_step:
-            following.follow(self, layer_idx, conv_states.shape[-1])
+            following.follow(self, layer_idx, layer, conv_states.shape[-1])
         updated: Tensor = layer.update_conv_state(conv_states, state_idx, **layer_options)
         if followed:
             following.at = layer_idx
@@ -325,11 +340,11 @@ class LayerList(ABC):
         kvlayers' recurrent layers always say so, since they count tokens. A layer's `is_recording` says whether it
         holds more than it needs, for a later rollback.
         """
-        return bool(self.adapted_layer(layer_idx).record_past)
+        return bool(self._layer(layer_idx).record_past)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Take in the indexer keys of new tokens, `[batch, new, index_head_dim]`, in a sparse-attention layer."""
-        layer: Any = self.adapted_layer(layer_idx)
+        layer: Any = self._layer(layer_idx)
         if not layer.has_other_states:
             raise UnsupportedLayerError(
                 f"expected a layer with an indexer, but layer {layer_idx} is a {type(layer.original).__name__}: make "
@@ -348,12 +363,12 @@ def in_step(asked: LayerOperations, layers: Sequence[LayerOperations]) -> tuple[
         asked: the layer that is asked how its next tokens are masked.
         layers: layers of the same cache.
     """
-    seen, capacity = asked.length_on_host, asked.capacity
+    seen, capacity = None if asked.counts_on_device else asked.length, asked.capacity
     return tuple(
         index
         for index, layer in enumerate(layers)
-        # A count that stands on an accelerator, and is not waited for, is None.
-        if layer.length_on_host in (seen, None) and layer.capacity == capacity
+        # A count that stands on an accelerator is not waited for.
+        if (layer.counts_on_device or layer.length in (seen, None)) and layer.capacity == capacity
     )
 
 

@@ -99,6 +99,7 @@ class LayerOperations(ABC):
         sliding_window: tokens that a query attends to, itself included; `None` for full attention.
         is_upstream: whether it is one of transformers' layers, behind an adapter.
         keeps_every_token: whether it can be put back to any number of tokens, whatever it has seen since.
+        counts_on_device: whether its count of tokens stands on a device that would have to be waited for.
         counts_columns: whether it counts its tokens by the columns that its convolutions are given.
         rotaries: rotations that its description names by their fingerprints.
         bits: bits of a number of a key and of a value if they are rounded, `None` in full precision.
@@ -130,6 +131,7 @@ class LayerOperations(ABC):
     sliding_window: int | None = None
     is_upstream = False
     keeps_every_token = False
+    counts_on_device: bool = False
     counts_columns = False
     rotaries: tuple[Rotary, ...] = ()
     bits: tuple[int, int] | None = None
@@ -216,22 +218,8 @@ class LayerOperations(ABC):
         joined: LayerOperations = late.function("separate rows")(rows_of(layers))
         return joined
 
-    def check_truncate_rows(self, lengths: Sequence[int]) -> None:
-        """Raise `RollbackError` if a row cannot be put back to its length, `[batch]`, exactly."""
-        raise self._has_no_rows()
-
-    def truncate_rows(self, lengths: Sequence[int]) -> None:
-        """Roll each row back to its length, `[batch]`. Only rows that were made by `side_by_side` can."""
-        raise self._has_no_rows()
-
     counts_rows = False
-    """Whether each row can be rolled back by itself."""
-
-    def _has_no_rows(self) -> UnsupportedLayerError:
-        return UnsupportedLayerError(
-            f"`layer` must have rows of its own to roll one of them back, got a {type(self).__name__}: call "
-            "crop_rows() of its cache."
-        )
+    """Whether each row can be rolled back by itself: a layer of rows has `check_truncate_rows` and `truncate_rows`."""
 
     # What it is made from
 
@@ -273,11 +261,6 @@ class LayerOperations(ABC):
     @abstractmethod
     def length(self) -> int | None:
         """Tokens seen and not rolled back, `None` if that cannot be known."""
-
-    @property
-    def length_on_host(self) -> int | None:
-        """As `length`, or `None` if the count stands on a device that would have to be waited for."""
-        return self.length
 
     def get_seq_length(self) -> int:
         """As `length`. Static layers return a tensor in compiled code.

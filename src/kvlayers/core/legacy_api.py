@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kvlayers.core.arguments import whole_number
 from kvlayers.core.layer_list import LayerList
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError, UnsupportedLayerError
@@ -349,7 +350,7 @@ class LegacySurface(LayerList):
 
     def __getitem__(self, layer_idx: int) -> StatePair:
         """Keys and values that a layer holds, each `[batch, kv_heads, held, head_dim]`, `None` before the first."""
-        layer_idx = self.check_layer(layer_idx)
+        layer_idx = self._index_of(layer_idx)
         layer: Any = self.adapted_layers()[layer_idx]
         return layer.keys, layer.values
 
@@ -408,7 +409,8 @@ class LegacySurface(LayerList):
             "cache.get_usable_length()", "use cache.get_seq_length(), and cache.get_max_length() for limits"
         )
         most, seen = self.most_tokens(layer_idx), self.get_seq_length(layer_idx)
-        return most - new_seq_length if most >= 0 and seen + new_seq_length > most else seen
+        new = whole_number(new_seq_length, "`new_seq_length`")
+        return most - new if most >= 0 and seen + new > most else seen
 
     def to_legacy_cache(self) -> LegacyStates:
         """Copies of the states as nested tuples, `((keys, values), ...)`.

@@ -50,7 +50,8 @@ class ReturnedStates:
         snapshot = Snapshot(
             segments, key_form.dtype, key_form.device, version, version.number, length, self.paths, store
         )
-        return _pair(snapshot, forms, tokens)
+        batch, kv_heads, key_dim, _, _ = key_form
+        return packed_pair(snapshot, (batch, kv_heads, tokens, key_dim), (batch, kv_heads, tokens, value_form.head_dim))
 
     def newest(
         self, count: int, attended: Callable[[int], KVPair], forms: tuple[StateForm, StateForm], length: int
@@ -67,7 +68,8 @@ class ReturnedStates:
         """
         snapshot = self._newest()
         if snapshot is not None and (snapshot.segments.tokens, snapshot.length) == (count, length):
-            return _pair(snapshot, forms, count)
+            shapes = [(form.batch_size, form.kv_heads, count, form.head_dim) for form in forms]
+            return packed_pair(snapshot, *shapes)
         returned = attended(count)
         if isinstance(returned[0], PackedStates):
             # Whoever reads values after keys still has the keys.
@@ -83,11 +85,6 @@ class ReturnedStates:
         if self._version is not None:
             self._version.advance()
         self._newest = _nothing
-
-
-def _pair(snapshot: Snapshot, forms: tuple[StateForm, StateForm], tokens: int) -> KVPair:
-    batch, kv_heads, key_dim, _, _ = forms[0]
-    return packed_pair(snapshot, (batch, kv_heads, tokens, key_dim), (batch, kv_heads, tokens, forms[1].head_dim))
 
 
 def _nothing() -> None:

@@ -15,17 +15,10 @@ from kvlayers.kernels.attention.segments import KVSegments
 
 
 class BufferHolder(Protocol):
-    """A store, or a segment of one, as far as other stores over the same buffers must know it."""
+    """A store, which may write and read other slots later, or a `SharedSegment`, which reads its own slots alone."""
 
     def reads(self, start: int, end: int) -> bool:
         """Whether any of its tokens is in the slots from `start` to `end`."""
-
-    @property
-    def fixed_slots(self) -> tuple[int, int] | None:
-        """Where its slots start and end if it only reads, `None` if it may write, or read other slots later."""
-
-    def note_move(self) -> None:
-        """Read the tokens where they are now. Called for holders that only read."""
 
 
 class CopyOnWrite:
@@ -113,23 +106,22 @@ class CopyOnWrite:
     def segments_beside(self, holder: BufferHolder) -> list[bool]:
         """For each other holder, whether it is a segment."""
         with self._lock:
-            return [other.fixed_slots is not None for other in self._holders if other is not holder]
+            return [isinstance(other, SharedSegment) for other in self._holders if other is not holder]
 
     def trim(self, divisor: int) -> None:
         """Move to smaller buffers if segments alone are left, and more than one slot in `divisor` is not read."""
         with self._lock:
-            read = [holder.fixed_slots for holder in self._holders]
-            slots = [fixed for fixed in read if fixed is not None]
+            segments = [holder for holder in self._holders if isinstance(holder, SharedSegment)]
             keys, values, first = self.buffers
-            if not slots or len(slots) < len(read):
+            if not segments or len(segments) < len(self._holders):
                 return
-            start, end = min(slot[0] for slot in slots), max(slot[1] for slot in slots)
-            count = end - start
+            start = min(segment.start for segment in segments)
+            count = max(segment.end for segment in segments) - start
             if (keys.capacity - count) * divisor > keys.capacity:
                 shorter = (buffer.reallocated(start - first, count, count) for buffer in (keys, values))
                 self.buffers = *shorter, start  # type: ignore[assignment]
-                for holder in self._holders:
-                    holder.note_move()
+                for segment in segments:
+                    segment.note_move()
 
     def held_tensors(self) -> Iterator[Tensor]:
         """The tensors of the buffers."""
@@ -176,11 +168,6 @@ class SharedSegment:
     def reads(self, start: int, end: int) -> bool:
         """Whether any of the tokens is in the slots from `start` to `end`."""
         return start < self.end and self.start < end
-
-    @property
-    def fixed_slots(self) -> tuple[int, int]:
-        """Where the slots start and end."""
-        return self.start, self.end
 
     def note_move(self) -> None:
         """Read the tokens where they are now."""

@@ -195,7 +195,7 @@ class SlidingLayer(WindowLayer):
         self._seen = length
 
     @override
-    def assignable(self, states: Tensor) -> Tensor:
+    def _assignable(self, states: Tensor) -> Tensor:
         # An assignment does not change how many tokens were seen. The assigned states count as the newest tokens.
         if states.shape[2] > self._seen:
             raise StateMismatchError(

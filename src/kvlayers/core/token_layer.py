@@ -44,7 +44,7 @@ class PendingAssignment:
         """The store with the tokens that are held until then."""
         return self.store
 
-    def visible_states(self) -> tuple[Tensor, Tensor]:
+    def caller_views(self) -> tuple[Tensor, Tensor]:
         """The keys and values, which do not match."""
         return self.keys, self.values
 
@@ -70,6 +70,16 @@ class PendingAssignment:
 def same_tokens(keys: Tensor, values: Tensor) -> bool:
     """Whether keys and values have the same number of sequences and tokens."""
     return (keys.shape[0], keys.shape[2]) == (values.shape[0], values.shape[2])
+
+
+def _part_of_form(side: str, part: str) -> Any:
+    """A property of a layer: a part of the form of its store's keys or values, `None` before the first states."""
+
+    def read(layer: "TokenLayer") -> Any:
+        form = getattr(layer._store, side)
+        return None if form is None else getattr(form, part)
+
+    return property(read)
 
 
 class TokenLayer(CacheLayer):
@@ -185,8 +195,10 @@ class TokenLayer(CacheLayer):
         self._assign(states, "values")
 
     def _handed_out(self, side: Side) -> Tensor | None:
-        keys, values = self._store.visible_states()
-        return keys if side == "keys" else values
+        store = self._store
+        if store.key_form is None and not store.is_pending:
+            return None
+        return store.caller_views()[side == "values"]
 
     @override
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
@@ -203,7 +215,7 @@ class TokenLayer(CacheLayer):
         keys, values = self.keys, self.values
         self._store = before.complete
         try:
-            states = self.assignable(states)
+            states = self._assignable(states)
             keys, values = (states, values) if side == "keys" else (keys, states)
             # A layer without tokens has no states for the other half yet.
             keys, values = (states[:, :, :0] if half is None else half for half in (keys, values))
@@ -215,7 +227,7 @@ class TokenLayer(CacheLayer):
             self._store = before
             raise
 
-    def assignable(self, states: Tensor) -> Tensor:
+    def _assignable(self, states: Tensor) -> Tensor:
         """The part of the assigned `states` that replaces the held states.
 
         Args:
@@ -229,52 +241,17 @@ class TokenLayer(CacheLayer):
     def _replace(self, keys: Tensor, values: Tensor) -> None:
         self._store = self._store.rewritten(keys, values)
 
-    @property
-    @override
-    def batch_size(self) -> int | None:
-        form = self._store.key_form
-        return None if form is None else form.batch_size
+    # Parts of the forms of keys and values, `None` before the first states
 
-    @property
-    def num_heads(self) -> int | None:
-        """KV heads, `None` before the first states."""
-        form = self._store.key_form
-        return None if form is None else form.kv_heads
-
-    @property
-    def k_head_dim(self) -> int | None:
-        """head_dim of the keys, `None` before the first states."""
-        form = self._store.key_form
-        return None if form is None else form.head_dim
-
-    @property
-    def v_head_dim(self) -> int | None:
-        """head_dim of the values, `None` before the first states."""
-        form = self._store.value_form
-        return None if form is None else form.head_dim
-
-    @property
-    def head_dim(self) -> int | None:
-        """As `k_head_dim`, by its name in transformers 4."""
-        return self.k_head_dim
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """dtype of the keys, `None` before the first states."""
-        form = self._store.key_form
-        return None if form is None else form.dtype
-
-    @property
-    def values_dtype(self) -> torch.dtype | None:
-        """dtype of the values, `None` before the first states."""
-        form = self._store.value_form
-        return None if form is None else form.dtype
-
-    @property
-    def device(self) -> torch.device | None:
-        """Device of the keys, `None` before the first states."""
-        form = self._store.key_form
-        return None if form is None else form.device
+    batch_size = _part_of_form("key_form", "batch_size")
+    num_heads = _part_of_form("key_form", "kv_heads")
+    k_head_dim = _part_of_form("key_form", "head_dim")
+    v_head_dim = _part_of_form("value_form", "head_dim")
+    head_dim = _part_of_form("key_form", "head_dim")
+    """As `k_head_dim`, by its name in transformers 4."""
+    dtype = _part_of_form("key_form", "dtype")
+    values_dtype = _part_of_form("value_form", "dtype")
+    device = _part_of_form("key_form", "device")
 
     @override
     def check_select(self, batch_size: int) -> None:

@@ -224,19 +224,18 @@ class TokenStore(ABC):
     def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
         """`validate` states, then `extend` by them.
 
-        A store may take a shorter way for one token, if its class `keeps_updates_of` the class that knows the way.
+        A store may take a shorter way for one token, if its class keeps the updates of the class that knows the way.
         """
         self.validate(keys, values)
         return self.extend(keys, values)
 
-    @classmethod
-    def keeps_updates_of(cls, ancestor: type[Any]) -> bool:
-        """Whether no method that an update calls has been overridden since an ancestor."""
-        return all(getattr(cls, name) is getattr(ancestor, name) for name in UPDATE_METHODS)
-
     @abstractmethod
     def extend_and_evict(self, keys: Tensor, values: Tensor, past: int, kept: int) -> KVPair:
-        """As `extend`, but hold only the newest `kept` tokens afterwards, and make room for no more than these."""
+        """As `extend`, but hold only the newest `kept` tokens afterwards, and make room for no more than these.
+
+        `kept` may be more than the `past` and new tokens that are attended to, and at most what is held with the new
+        tokens.
+        """
 
     def overwrite(self, count: int, keys: Tensor, values: Tensor) -> bool:
         """Write other states over the oldest of the newest `count` tokens, where they lie, if that can be done.
@@ -264,10 +263,6 @@ class TokenStore(ABC):
         `newest` returns are only for reading, before the store changes.
         """
         return self.newest(self.length)
-
-    def visible_states(self) -> tuple[Tensor | None, Tensor | None]:
-        """As `caller_views`, or `None` twice before the first states."""
-        return (None, None) if self.key_form is None else self.caller_views()
 
     @abstractmethod
     def drop_oldest(self, count: int) -> None:
@@ -418,6 +413,11 @@ class TokenStore(ABC):
     def packing_paths(self) -> Mapping[str, int]:
         """How often an accelerator packed keys, or values, on each path; empty if it packs none."""
         return {}
+
+
+def keeps_updates_of(store_class: type[TokenStore], ancestor: type[TokenStore]) -> bool:
+    """Whether no method that an update calls has been overridden since an ancestor of the class."""
+    return all(getattr(store_class, name) is getattr(ancestor, name) for name in UPDATE_METHODS)
 
 
 STORE_CLASSES = ClassRegistry("store", "kvlayers.stores", "unregister_store", TokenStore, check_initialiser)  # type: ignore[type-abstract]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_operations import Origin
+from kvlayers.core.cache_operations import Origin, form_of_rows
 from kvlayers.core.layer_list import adapted
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.token_store import KVPair
@@ -248,13 +248,13 @@ def _checked(caches: Sequence[Cache], model: Any) -> list[int]:
         raise OptionError(
             f"`cache`, or each of `caches`, must be a cache of kvlayers, got {caches!r}: pass at least one."
         )
-    expected = caches[0].form_of_rows()
+    expected = form_of_rows(caches[0])
     for cache in caches:
         if len(cache.parts()) > 1:
             raise UnsupportedLayerError("`caches` must be of a decoder alone, got a pair: its encoder saw one text.")
         if not cache.get_seq_length():
             raise StateMismatchError(f"`caches` must each have tokens, got {cache!r}: pass its document first.")
-        if cache.form_of_rows() != expected or cache.batch_size != caches[0].batch_size:
+        if form_of_rows(cache) != expected or cache.batch_size != caches[0].batch_size:
             raise StateMismatchError(
                 f"`caches` must be of one model, kind, settings and batch size, got {caches[0]!r} and {cache!r}."
             )

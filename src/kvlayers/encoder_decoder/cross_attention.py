@@ -27,7 +27,7 @@ class CrossAttentionFlags(Mapping[int, bool]):
         if not 0 <= layer_idx < len(self._cross.layers):
             raise KeyError(layer_idx)
         # Not get_seq_length(), which is a tensor in compiled code.
-        return bool(self._cross.adapted_layer(layer_idx).length)
+        return bool(self._cross._layer(layer_idx).length)
 
     def get(self, layer_idx: int, default: Any = None) -> Any:
         """Whether a layer has states; `default` if the cache does not have the layer yet."""
@@ -37,7 +37,7 @@ class CrossAttentionFlags(Mapping[int, bool]):
     def __setitem__(self, layer_idx: int, updated: bool) -> None:
         """Let a layer forget its states if `updated` is false. If it is true, nothing changes: the states tell."""
         if not updated and 0 <= layer_idx < len(self._cross.layers):
-            self._cross.adapted_layer(layer_idx).reset()
+            self._cross._layer(layer_idx).reset()
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(len(self._cross.layers)))

@@ -119,7 +119,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     self_attention = forwarded("self_attention_cache")
     origins = forwarded("self_attention_cache")
     adapted_layers = forwarded("self_attention_cache")
-    adapted_layer = forwarded("self_attention_cache")
+    layer_at = forwarded("self_attention_cache")
     layers_for = forwarded("self_attention_cache")
     for_cross_attention = forwarded("self_attention_cache")
     offloading_options = forwarded("self_attention_cache")
@@ -302,7 +302,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     def __getitem__(self, layer_idx: int) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Keys and values of self-attention, then keys and values of cross-attention, that a layer holds."""
-        return self._four(self.check_layer(layer_idx))
+        return self._four(self._index_of(layer_idx))
 
     def _four(self, layer_idx: int) -> tuple[Tensor | None, ...]:
         cross = self.cross_attention_cache

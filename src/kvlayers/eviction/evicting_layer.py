@@ -263,7 +263,7 @@ class EvictingLayer(TokenLayer):
         return super().peek()
 
     @override
-    def assignable(self, states: Tensor) -> Tensor:
+    def _assignable(self, states: Tensor) -> Tensor:
         self._progress.check_assigned(states.shape[2], self._seen)
         return states
 

@@ -14,7 +14,7 @@ While kvlayers is installed, these are replaced (`hooks.py` and `cache_by_name.p
 * `DynamicCache.__init__`, so that a cache that a model makes itself, in a call without one, gets layers of kvlayers.
 * `GenerationConfig.save_pretrained`, so that a config with a name that only kvlayers knows can be loaded without
   kvlayers.
-* `init_continuous_batching` and what destroys its manager, so that rows serve it (`continuous_batching.py`).
+* `init_continuous_batching` and what destroys its manager, so that rows serve it (the room `batching`).
 * `HfExporter.__init__`, so that torch takes kvlayers' caches apart before the exporter does it differently.
 * `prepare_inputs_for_generation` of models that keep an older name of the cache argument, so that they get the cache
   (`hooks.py`).
@@ -53,7 +53,6 @@ from kvlayers.generation import (
     known_ids,
     transformers4_names,
 )
-from kvlayers.generation.continuous_batching import SERVED, destroy_kept_manager, init_continuous_batching
 from kvlayers.generation.documents import DocumentPrompt
 from kvlayers.generation.patching import Activation, Method, Patch, ScopedValue, overriding
 from kvlayers.generation.prefix_reuse import active_store
@@ -61,6 +60,7 @@ from kvlayers.interop.export import register_export_support
 from kvlayers.kernels.attention import model_attention
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import compat, supported
+from kvlayers.utils import late
 
 _lock = threading.RLock()
 """Held while `install` and `uninstall` make several changes, and while an `installed` block starts."""
@@ -227,6 +227,9 @@ def _given(
     return [(setting, value) for setting, value in settings if value is not None]
 
 
+SERVED: ScopedValue[bool | None] = ScopedValue("whether rows serve continuous batching", None)
+"""The option `continuous_batching`; `None` for models on a CPU alone."""
+
 _in_call: ContextVar[bool | None] = ContextVar("whether the current call of generate() uses kvlayers", default=None)
 
 
@@ -281,6 +284,15 @@ def _export_support_first(original: Method) -> Method:
     return init
 
 
+def _by_rows(original: Method) -> Method:
+    """For a method of continuous batching: what rows do in its place. Few programs need what makes them."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return late.function(original.__name__)(original)(self, *args, **kwargs)
+
+    return method
+
+
 def _patches() -> list[Patch]:
     """The table of all that is replaced in classes of transformers while kvlayers is installed."""
     replacements: list[tuple[type, str, Callable[[Method], Method]]] = [
@@ -290,8 +302,7 @@ def _patches() -> list[Patch]:
     if compat.PREFILLS_APART:
         replacements.append((GenerationMixin, "_prefill", hooks.prefill))
     if compat.BATCHING is not None:
-        served = (init_continuous_batching, destroy_kept_manager)
-        replacements += [(compat.BATCHING, *each) for each in zip(compat.BATCHING_METHODS, served, strict=True)]
+        replacements += [(compat.BATCHING, name, _by_rows) for name in compat.BATCHING_METHODS]
     if compat.HAS_EXPORTERS:
         from transformers.exporters.base import HfExporter
 

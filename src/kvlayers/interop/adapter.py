@@ -184,10 +184,9 @@ class TransformersLayer(LayerOperations):
         return int(self.layer.get_seq_length()) if self.attends else None
 
     @property
-    @override
-    def length_on_host(self) -> int | None:
-        seen = self.layer.get_seq_length() if self.attends else None
-        return seen if isinstance(seen, int) else None
+    def counts_on_device(self) -> bool:  # type: ignore[override]
+        """Whether the count stands in a tensor, as that of static layers does."""
+        return self.attends and not isinstance(self.layer.get_seq_length(), int)
 
     @property
     @override

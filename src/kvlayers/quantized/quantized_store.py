@@ -12,7 +12,7 @@ from kvlayers.core.buffer import StateForm, form_of
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import OptionsArgument
 from kvlayers.core.returned_states import ReturnedStates
-from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, register_store
+from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, keeps_updates_of, register_store
 from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.dispatch import PathCounter
@@ -62,7 +62,7 @@ class QuantizedStore(TokenStore):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls._appends_one = cls.keeps_updates_of(QuantizedStore)
+        cls._appends_one = keeps_updates_of(cls, QuantizedStore)
 
     def __init__(self, quantization: Quantization, length_hint: int | None = None) -> None:
         if not isinstance(quantization, Quantization):

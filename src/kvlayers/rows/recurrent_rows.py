@@ -139,13 +139,13 @@ class RecurrentRows(LinearAttentionLayer):
 
     # Rolling back
 
-    @override
     def check_truncate_rows(self, lengths: Sequence[int]) -> None:
+        """Raise `RollbackError` if a row cannot be put back to its length, `[batch]`, exactly."""
         for row, length in zip(self.rows, lengths, strict=True):
             row.check_truncate(length)
 
-    @override
     def truncate_rows(self, lengths: Sequence[int]) -> None:
+        """Roll each row back to its length, `[batch]`, which was checked."""
         self._is_torn = self._is_torn and any(map(operator.eq, lengths, self.row_lengths))
         for row, length in zip(self.rows, lengths, strict=True):
             if length != row.length:

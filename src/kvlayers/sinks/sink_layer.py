@@ -118,7 +118,7 @@ class SinkLayer(WindowLayer):
                 take_back(store, held)
                 raise
         if front is not None and behind < past:
-            attended = _behind(front, attended, tokens)
+            attended = marked_for_sdpa(*_behind(front, attended), tokens)
         self._sinks, self._seen = sinks, seen + tokens
         if not self.record_past:
             self._drop_beyond_window()
@@ -150,9 +150,9 @@ class SinkLayer(WindowLayer):
     @override
     def exact_from(self) -> int | None:
         first, dropped = super().exact_from, self._seen - self._store.length
-        if first is None or dropped <= self._sinks.last_start:
+        if first is None or dropped <= self._sinks.first_start:
             return first
-        # Where the sinks stand, no token of the window is.
+        # Where the sinks of any sequence stand, no token of its window is. In the others these tokens are exact.
         return max(first, dropped + self.num_sink_tokens)
 
     @property
@@ -188,10 +188,10 @@ class SinkLayer(WindowLayer):
         front = self._in_front(self._sinks, self._seen - past, past)
         if front is None:
             return self._store.newest(past)
-        return _behind(front, self._store.newest(past - self.num_sink_tokens), 0)
+        return _behind(front, self._store.newest(past - self.num_sink_tokens))
 
     @override
-    def assignable(self, states: Tensor) -> Tensor:
+    def _assignable(self, states: Tensor) -> Tensor:
         if self._seen != self._store.length or self._seen > self.attended_past(self._seen):
             raise StateMismatchError(
                 f"expected a layer that holds all of its {self._seen} tokens, but tokens have been evicted: use "
@@ -292,8 +292,8 @@ class SinkConfig:
         return SinkLayer(window, self.num_sink_tokens, rotary, store, self.left_padding)
 
 
-def _behind(front: KVPair, attended: KVPair, tokens: int) -> KVPair:
-    """What the queries of `tokens` new tokens attend to, with a segment in front."""
+def _behind(front: KVPair, attended: KVPair) -> KVPair:
+    """What queries attend to, with a segment in front."""
     keys, values = attended
     if isinstance(keys, PackedStates):
         snapshot = keys.snapshot
@@ -301,7 +301,7 @@ def _behind(front: KVPair, attended: KVPair, tokens: int) -> KVPair:
         first_keys, first_values = (states.to(snapshot.dtype) for states in front)
         segments = snapshot.segments.with_prefix(DenseSegment(first_keys, first_values))
         return packed_like(keys, values, replace(snapshot, segments=segments))
-    return marked_for_sdpa(torch.cat([front[0], keys], dim=2), torch.cat([front[1], values], dim=2), tokens)
+    return torch.cat([front[0], keys], dim=2), torch.cat([front[1], values], dim=2)
 
 
 def _copied(states: Tensor | None) -> Tensor | None:

@@ -149,7 +149,7 @@ class StaticLayer(ReservedLayer, DynamicLayer):
         self.truncate(length)
 
     @override
-    def assignable(self, states: Tensor) -> Tensor:
+    def _assignable(self, states: Tensor) -> Tensor:
         held, tokens = self.length, states.shape[2]
         if tokens > held and tokens != self.max_cache_len:
             raise StateMismatchError(
@@ -338,14 +338,14 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
         self._store.mask_extent.mode.recording = False
 
     @override
-    def assignable(self, states: Tensor) -> Tensor:
+    def _assignable(self, states: Tensor) -> Tensor:
         least = min(self._seen, self.sliding_window - 1)
         if states.shape[2] < least:
             raise StateMismatchError(
                 f"Assigned states must have at least the {least} tokens that a static window attends to, since "
                 f"compiled code relies on them, got {states.shape[2]}: use a DynamicCache to evict tokens of a window."
             )
-        return super().assignable(states)
+        return super()._assignable(states)
 
     def covers(self, other: Any, batch_size: int | None) -> bool:
         """Whether this layer can replace another one, for `batch_size` sequences, with the memory that it has."""

@@ -373,7 +373,7 @@ def sizes_of(sizes: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def as_dense(states: Tensor) -> Tensor:
-    """The states in full precision: a copy of packed states, or the tensor itself."""
+    """A tensor in full precision: a copy of packed states, or the tensor itself. States of rows stay as they are."""
     return states.dense() if isinstance(states, PackedStates) else states
 
 

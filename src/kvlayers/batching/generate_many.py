@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from kvlayers.batching.row_engine import Request, RowEngine
 from kvlayers.errors import OptionError
 from kvlayers.generation.cache_by_name import either, requested_cache
 from kvlayers.generation.call_arguments import check_generation_config, check_model
 from kvlayers.generation.prefix_reuse.active_store import required_store
 from kvlayers.generation.row_decoding import Drafter, drafter_of
-from kvlayers.generation.row_engine import Request, RowEngine
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import generate_calls, model_types
 from kvlayers.utils.options import check_whole_number

@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
+from kvlayers.batching.row_engine import Request, RowEngine
 from kvlayers.errors import CapacityError, KVLayersError, OptionError
 from kvlayers.generation import cache_by_name
 from kvlayers.generation.call_arguments import check_model
-from kvlayers.generation.patching import ScopedValue
+from kvlayers.generation.install import SERVED
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.generation.row_decoding import LookedUp
-from kvlayers.generation.row_engine import Request, RowEngine
 from kvlayers.upstream import generate_calls, model_types
 
 logger = logging.getLogger(__name__)
@@ -35,9 +35,6 @@ MAX_ROWS, CHUNK_TOKENS = 32, 512
 
 IDLE_SECONDS = 0.1
 """How long a thread waits before it looks again whether the other one is still there."""
-
-SERVED: ScopedValue[bool | None] = ScopedValue("whether rows serve continuous batching", None)
-"""The option `continuous_batching` of `install()`; `None` for models on a CPU alone."""
 
 NO_END = -1
 """The `eos_token_id` of transformers' continuous batching for answers that end by their length alone."""
@@ -107,7 +104,7 @@ class _Asked(Request):
 
     def output(self, status: str, error: BaseException | None = None) -> Any:
         """What the caller gets: the tokens so far, and the name of a `RequestStatus`."""
-        from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+        from transformers.batching.continuous_batching.requests import GenerationOutput, RequestStatus
 
         status = "FAILED" if error is not None else status
         is_over = status in ("FINISHED", "FAILED")

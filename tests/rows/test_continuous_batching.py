@@ -13,11 +13,12 @@ import transformers
 
 import families
 import kvlayers
-from kvlayers.upstream import compat
+from kvlayers.upstream import generate_calls
 from models import fresh_model, prompt, tiny_model
 
 pytestmark = pytest.mark.skipif(
-    compat.BATCHING is None, reason="this version of transformers gives continuous batching no config of its own"
+    generate_calls.batching() is None,
+    reason="this transformers gives continuous batching no config of its own",
 )
 
 PROMPTS = [prompt(1, tokens, tokens)[0].tolist() for tokens in (5, 12, 30, 7, 9, 22)]
@@ -307,7 +308,7 @@ def test_a_manager_may_be_kept_and_destroyed(llama: Any) -> None:
 def test_what_rows_refuse_and_who_asks_for_it_is_served_by_transformers(
     llama: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    theirs = transformers.batching.continuous_batching.ContinuousBatchingManager
+    theirs = transformers.generation.continuous_batching.ContinuousBatchingManager
     with kvlayers.installed(continuous_batching=False):
         assert isinstance(llama.init_continuous_batching(config_of()), theirs)
     with kvlayers.installed(cache="auto"):

@@ -104,7 +104,7 @@ class _Asked(Request):
 
     def output(self, status: str, error: BaseException | None = None) -> Any:
         """What the caller gets: the tokens so far, and the name of a `RequestStatus`."""
-        from transformers.batching.continuous_batching.requests import GenerationOutput, RequestStatus
+        from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
         status = "FAILED" if error is not None else status
         is_over = status in ("FINISHED", "FAILED")

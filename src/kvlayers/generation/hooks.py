@@ -269,14 +269,6 @@ def prefill(original: Method) -> Method:
     return prefill
 
 
-@functools.cache
-def _note_continuous_batching() -> None:
-    logger.warning(
-        "Continuous batching (generate_batch, cache_implementation='paged') has a cache of its own: it uses neither a "
-        "cache of kvlayers nor a prefix store."
-    )
-
-
 METHOD = "prepare_inputs_for_generation"
 
 _handing_lock = threading.Lock()
@@ -337,8 +329,6 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
         if is_active_now is None:
             return original(self, *args, **kwargs)
         if cache_argument.has_pages(kwargs):
-            if not torch.compiler.is_compiling():
-                _note_continuous_batching()
             return original(self, *args, **kwargs)
         name = cache_argument.name_for(self)
         kwargs = cache_argument.respelled(self, kwargs, name)

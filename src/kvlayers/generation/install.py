@@ -14,7 +14,8 @@ While kvlayers is installed, these are replaced (`hooks.py` and `cache_by_name.p
 * `DynamicCache.__init__`, so that a cache that a model makes itself, in a call without one, gets layers of kvlayers.
 * `GenerationConfig.save_pretrained`, so that a config with a name that only kvlayers knows can be loaded without
   kvlayers.
-* `init_continuous_batching` and what destroys its manager, so that rows serve it (the room `batching`).
+* `ContinuousMixin.init_continuous_batching` and `ContinuousMixin.destroy_cached_continuous_batching_manager`, so that
+  rows serve continuous batching (the room `batching`).
 * `HfExporter.__init__`, so that torch takes kvlayers' caches apart before the exporter does it differently.
 * `prepare_inputs_for_generation` of models that keep an older name of the cache argument, so that they get the cache
   (`hooks.py`).
@@ -59,7 +60,7 @@ from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.interop.export import register_export_support
 from kvlayers.kernels.attention import model_attention
 from kvlayers.prefix import PrefixStore
-from kvlayers.upstream import compat, supported
+from kvlayers.upstream import compat, generate_calls, supported
 from kvlayers.utils import late
 
 _lock = threading.RLock()
@@ -301,8 +302,9 @@ def _patches() -> list[Patch]:
     ]
     if compat.PREFILLS_APART:
         replacements.append((GenerationMixin, "_prefill", hooks.prefill))
-    if compat.BATCHING is not None:
-        replacements += [(compat.BATCHING, name, _by_rows) for name in compat.BATCHING_METHODS]
+    batching = generate_calls.batching()
+    if batching is not None:
+        replacements += [(batching, name, _by_rows) for name in generate_calls.BATCHING_METHODS]
     if compat.HAS_EXPORTERS:
         from transformers.exporters.base import HfExporter
 

@@ -3,8 +3,6 @@
 Each flag says since when ("From x on"), or until when ("Before x"), something is so.
 """
 
-import importlib
-import inspect
 import re
 from typing import Any
 
@@ -135,15 +133,6 @@ HAS_GGUF_CONFIG = Version("5.17") <= TRANSFORMERS
 
 HAS_EXPORTERS = Version("5.14") <= TRANSFORMERS
 """From 5.14 on, transformers has exporters, which take caches apart to make them inputs of a program."""
-
-BATCHING_METHODS = ("init_continuous_batching", "destroy_cached_continuous_batching_manager")
-_BATCHING: Any = getattr(importlib.import_module("transformers.generation.utils"), "ContinuousMixin", None)
-_HAS_BATCHING = all(name in vars(_BATCHING) for name in BATCHING_METHODS) if _BATCHING else False
-_TAKES_CONFIG = (
-    _HAS_BATCHING and "continuous_batching_config" in inspect.signature(_BATCHING.init_continuous_batching).parameters
-)
-BATCHING: type | None = _BATCHING if _TAKES_CONFIG else None
-"""The class whose methods begin and end continuous batching, in versions that give it a config of its own."""
 
 STATIC_CACHES_MADE_APART = Version("5.1") <= TRANSFORMERS
 """From 5.1 on, models may have a method of their own that makes static caches, `_prepare_static_cache`."""

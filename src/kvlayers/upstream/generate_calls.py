@@ -28,6 +28,17 @@ from kvlayers.upstream.compat import (
 from kvlayers.upstream.model_layers import layer_configs, layer_specs
 from kvlayers.upstream.model_types import ConfigNumbers, head_dims, kv_heads
 
+BATCHING_METHODS = ("init_continuous_batching", "destroy_cached_continuous_batching_manager")
+
+
+def batching() -> type | None:
+    """The class whose methods begin and end continuous batching, in versions that give it a config of its own."""
+    owner: Any = getattr(utils, "ContinuousMixin", None)
+    if owner is None or not all(name in vars(owner) for name in BATCHING_METHODS):
+        return None
+    takes = inspect.signature(owner.init_continuous_batching).parameters
+    return owner if "continuous_batching_config" in takes else None
+
 
 def model_kwargs_after(
     model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any], tokens: int

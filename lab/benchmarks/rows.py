@@ -14,14 +14,16 @@ trials.
 The exit code is 1 if more tokens differ from plain decoding than ties explain.
 """
 
+import contextlib
 import copy
+import functools
 import json
 import pathlib
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -230,7 +232,6 @@ class Many:
         self.wanted = [given.least + given.least * 7 * order[number] // max(count - 1, 1) for number in range(count)]
         self.pad = self.model.config.pad_token_id or 0
         self.options = {"max_new_tokens": self.most, "do_sample": False, "eos_token_id": None, "pad_token_id": self.pad}
-        self.paged: Any = None
 
     def batch(self, numbers: Sequence[int]) -> Answers:
         """One call of `generate()` with transformers' cache, which goes on until the longest answer is complete."""
@@ -291,51 +292,66 @@ class Many:
             found = {answer.index: answer.ids.tolist() for answer in answers}
         return Answers(found, list(first.values()), max(held))
 
-    def paged_batch(self) -> Answers:
-        """transformers' continuous batching, whose start is not timed."""
+    def by_manager(self, manager: Any) -> Answers:
+        """Continuous batching, whose start is not timed."""
+        held = [0]
+
+        def look(_: Any, arguments: Any, options: Any) -> None:
+            cache = options.get("cache", options.get("past_key_values"))
+            held.append(cache.nbytes if isinstance(cache, kvlayers.Cache) else 0)
+
         begin = time.perf_counter()
-        names = [
-            self.paged.add_request(own.tolist(), max_new_tokens=wanted, record_timestamps=True)
-            for own, wanted in zip(self.prompts, self.wanted, strict=True)
-        ]
-        ids, first = dict[int, list[int]](), list[float]()
-        while len(ids) < len(names):
-            result = self.paged.get_result(timeout=600)
-            if result is None:
-                raise RuntimeError("generate_batch gave no answer within ten minutes")
-            ids[names.index(result.request_id)] = result.generated_tokens
-            first.append(result.timestamps[0] - begin)
-        return Answers(ids, first, self.paged.batch_processor.cache.cache_tensor.nbytes)
+        with manager.model.register_forward_pre_hook(look, with_kwargs=True):
+            names = [
+                manager.add_request(own.tolist(), max_new_tokens=wanted, record_timestamps=True)
+                for own, wanted in zip(self.prompts, self.wanted, strict=True)
+            ]
+            ids, first = dict[int, list[int]](), list[float]()
+            while len(ids) < len(names):
+                result = manager.get_result(timeout=600)
+                if result is None:
+                    raise RuntimeError("generate_batch gave no answer within ten minutes")
+                ids[names.index(result.request_id)] = result.generated_tokens
+                first.append(result.timestamps[0] - begin)
+        pages = 0 if max(held) else manager.batch_processor.cache.cache_tensor.nbytes
+        return Answers(ids, first, max(*held, pages))
 
     @contextmanager
-    def continuous_batching(self) -> Iterator[bool]:
-        """Continuous batching is there meanwhile, over a model of its own; yields whether transformers has it."""
+    def managers(self) -> Iterator[list[Any]]:
+        """Managers of transformers and of kvlayers, each over a model of its own; none in versions without them."""
         if not hasattr(self.model, "continuous_batching_context_manager"):
-            yield False
+            yield []
             return
         config = transformers.GenerationConfig(**self.options)
         tokens = sum(map(len, self.prompts)) + sum(self.wanted)
         # By default it reserves 60 % of the memory, and warms up in proportion.
         blocks = transformers.ContinuousBatchingConfig(num_blocks=2 * (tokens // 256 + len(self.prompts)))
-        with copy.deepcopy(self.model).continuous_batching_context_manager(
-            generation_config=config, continuous_batching_config=blocks
-        ) as self.paged:
-            yield True
+        with ExitStack() as stack:
+            running = []
+            for settings in (contextlib.nullcontext(), kvlayers.installed()):
+                with settings:
+                    manager = copy.deepcopy(self.model).continuous_batching_context_manager(
+                        generation_config=config, continuous_batching_config=blocks
+                    )
+                    running.append(stack.enter_context(manager))
+            yield running
 
 
 def many(run: report.Session) -> dict[str, Any]:
     """Seconds of prompts whose answers differ 1 to 8 in length."""
     work, count = Many(Subject(run), run.given), run.given.prompts
     best, one, sorted_ones = "kvlayers, generate_many", "transformers, one batch", "transformers, sorted batches"
-    paged = "transformers, generate_batch"
+    batching = ("transformers, generate_batch", "kvlayers, generate_batch")
     ways: dict[str, Callable[[], Answers]] = {
         best: lambda: work.by_rows(count),
         f"{best} of {ROWS} rows": lambda: work.by_rows(ROWS),
         one: lambda: work.batch(range(count)),
         sorted_ones: lambda: work.batches(ROWS),
     }
-    with work.continuous_batching() as has_paged:
-        ways |= {paged: work.paged_batch} if has_paged else {}
+    with work.managers() as managers:
+        ways |= {
+            name: functools.partial(work.by_manager, manager) for name, manager in zip(batching, managers, strict=False)
+        }
         turns = Turns(ways)
         with torch.no_grad(), quiet_clock():
             for _ in range(run.given.trials):
@@ -367,6 +383,9 @@ def many(run: report.Session) -> dict[str, Any]:
         {"": found},
         columns,
     )
+    theirs, ours = (found.get(name) for name in batching)
+    if theirs and ours:
+        run.target("generate_batch by rows, of transformers' time", ours["seconds"] / theirs["seconds"], at_most=0.5)
     run.target("generate_many beside one batch", found[one]["share"], at_most=0.65)
     run.target("generate_many beside sorted batches", found[sorted_ones]["share"], at_most=0.8)
     return found

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from kvlayers.eviction import ALL_QUERIES, EvictionRule, eviction_rule
 from lib import report
-from lib.internals import AdaptiveHeads, EvenHeads, KeptTokens, rules_for, select
+from lib.internals import HEAD_FLOOR, KeptTokens, rules_for, select
 from lib.report import shown
 from lib.workload import RandomModel, Shape
 
@@ -127,7 +127,7 @@ def compared(name: str, model: Any, layers: list[dict[str, Tensor]], found: dict
     """Figures of one rule by the part that is kept; "AdaKV" if heads keep different numbers of tokens."""
     rules = rules_for(eviction_rule(name), model.config)
     results: dict[str, Any] = {}
-    for keep, (kind, budgets) in itertools.product(KEEPS, (("", EvenHeads()), (" AdaKV", AdaptiveHeads()))):
+    for keep, (kind, floor) in itertools.product(KEEPS, (("", 1.0), (" AdaKV", HEAD_FLOOR))):
         parts, apart = [], []
         for index, (rule, layer) in enumerate(zip(rules, layers, strict=True)):
             expected = found.get(f"{name} {keep} {index}{kind}")
@@ -135,7 +135,7 @@ def compared(name: str, model: Any, layers: list[dict[str, Tensor]], found: dict
                 continue
             scores, other = scores_of(rule, layer), list(map(set, expected))
             count = int(scores.shape[2] * keep)
-            own = sets_of(select(scores, count, recent=NEWEST.get(name, 0), head_budgets=budgets))
+            own = sets_of(select(scores, count, recent=NEWEST.get(name, 0), floor=floor))
             same = sum(len(one & another) for one, another in zip(own, other, strict=True))
             parts.append(same / sum(map(len, other)))
             heads = [slice(None)] if kind else [slice(head, head + 1) for head in range(len(own))]

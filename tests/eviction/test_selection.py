@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.errors import OptionError
-from kvlayers.eviction.budgets import AdaptiveHeads, EvenHeads, HeadBudgets, highest
-from kvlayers.eviction.selection import KeptTokens, select
+from kvlayers.eviction.selection import HEAD_FLOOR, KeptTokens, highest, select
 
 
 def kept_sets(kept: KeptTokens) -> list[list[list[int]]]:
@@ -86,7 +85,7 @@ def test_close_scores_of_float64_are_told_apart() -> None:
 def test_scores_are_not_written_to() -> None:
     scores = torch.tensor([[[math.nan, 1.0, -math.inf, 3.0]]])
     before = scores.clone()
-    select(scores, 2, sinks=1, head_budgets=AdaptiveHeads())
+    select(scores, 2, sinks=1, floor=HEAD_FLOOR)
     torch.testing.assert_close(scores, before, rtol=0, atol=0, equal_nan=True)
 
 
@@ -113,7 +112,7 @@ def test_adaptive_heads_keep_the_best_tokens_of_all_heads(seed: int) -> None:
     scores = torch.randn(2, heads, tokens) + torch.randn(2, heads, 1) * 2
     keep = [rng.randint(sinks + recent, tokens) for _ in range(2)]
     floor = rng.choice([0.0, 0.2, 1.0])
-    found = select(scores, keep, sinks=sinks, recent=recent, padding=padding, head_budgets=AdaptiveHeads(floor))
+    found = select(scores, keep, sinks=sinks, recent=recent, padding=padding, floor=floor)
     sets = kept_sets(found)
     for row in range(2):
         front = padding[row]
@@ -127,26 +126,26 @@ def test_adaptive_heads_keep_the_best_tokens_of_all_heads(seed: int) -> None:
 
 def test_a_floor_of_one_is_even() -> None:
     scores = torch.randn(1, 4, 50) + torch.arange(4)[:, None] * 10.0
-    assert select(scores, 20, head_budgets=AdaptiveHeads(1)).counts.tolist() == [[20] * 4]
-    assert select(scores, 20, head_budgets=AdaptiveHeads(0)).counts.tolist() == [[0, 0, 30, 50]]
-    assert select(scores, 20, head_budgets=AdaptiveHeads()).counts.tolist() == [[4, 4, 22, 50]]
+    assert select(scores, 20, floor=1).counts.tolist() == [[20] * 4]
+    assert select(scores, 20, floor=0).counts.tolist() == [[0, 0, 30, 50]]
+    assert select(scores, 20, floor=HEAD_FLOOR).counts.tolist() == [[4, 4, 22, 50]]
 
 
 def test_heads_with_equal_scores_keep_as_many() -> None:
     scores = torch.randn(2, 1, 100).expand(2, 4, 100)
-    found = select(scores, 30, sinks=4, recent=8, padding=[0, 80], head_budgets=AdaptiveHeads())
+    found = select(scores, 30, sinks=4, recent=8, padding=[0, 80], floor=HEAD_FLOOR)
     assert found.counts.tolist() == [[30] * 4, [20] * 4]
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("budgets", [EvenHeads(), AdaptiveHeads()], ids=["even", "adaptive"])
-def test_heads_keep_what_is_protected_and_no_more_than_was_asked_for(budgets: HeadBudgets, seed: int) -> None:
+@pytest.mark.parametrize("floor", [1.0, HEAD_FLOOR], ids=["even", "adaptive"])
+def test_heads_keep_what_is_protected_and_no_more_than_was_asked_for(floor: float, seed: int) -> None:
     rng = random.Random(seed)
     heads, tokens = rng.randint(1, 5), rng.randint(1, 200)
     front, sinks, recent = rng.randint(0, tokens), rng.randint(0, 4), rng.randint(0, 12)
     keep = rng.randint(0, tokens)
     scores = torch.randn(1, heads, tokens) + torch.randn(1, heads, 1) * 2
-    found = select(scores, keep, sinks=sinks, recent=recent, padding=[front], head_budgets=budgets)
+    found = select(scores, keep, sinks=sinks, recent=recent, padding=[front], floor=floor)
     sets, most = kept_sets(found), tokens - front
     least = min(sinks + recent, most)
     for head, count in enumerate(found.counts[0].tolist()):
@@ -158,24 +157,24 @@ def test_heads_keep_what_is_protected_and_no_more_than_was_asked_for(budgets: He
 
 def test_a_short_sequence_keeps_all_and_padding_counts_for_nothing() -> None:
     scores = torch.randn(3, 2, 100)
-    for budgets in (EvenHeads(), AdaptiveHeads()):
-        found = select(scores, [50, 50, 50], sinks=4, recent=8, padding=[0, 90, 100], head_budgets=budgets)
+    for floor in (1.0, HEAD_FLOOR):
+        found = select(scores, [50, 50, 50], sinks=4, recent=8, padding=[0, 90, 100], floor=floor)
         assert found.counts.sum(1).tolist() == [100, 20, 0]
         assert kept_sets(found)[1] == [list(range(90, 100))] * 2
 
 
 def test_nothing_but_padding_keeps_nothing() -> None:
-    found = select(torch.randn(2, 3, 10), 5, padding=[10, 10], head_budgets=AdaptiveHeads())
+    found = select(torch.randn(2, 3, 10), 5, padding=[10, 10], floor=HEAD_FLOOR)
     assert found.indices.shape == (2, 3, 0)
     assert found.are_even
 
 
 def test_the_same_tokens_are_kept_with_and_without_padding() -> None:
     scores = torch.randn(1, 3, 80)
-    for budgets in (EvenHeads(), AdaptiveHeads()):
-        plain = select(scores, 30, sinks=2, recent=5, head_budgets=budgets)
+    for floor in (1.0, HEAD_FLOOR):
+        plain = select(scores, 30, sinks=2, recent=5, floor=floor)
         longer = torch.cat((torch.full((1, 3, 20), 99.0), scores), dim=2)
-        padded = select(longer, 30, sinks=2, recent=5, padding=[20], head_budgets=budgets)
+        padded = select(longer, 30, sinks=2, recent=5, padding=[20], floor=floor)
         assert torch.equal(plain.counts, padded.counts)
         assert kept_sets(plain) == [[[token - 20 for token in head] for head in kept_sets(padded)[0]]]
 
@@ -210,4 +209,4 @@ def test_wrong_numbers_are_named(name: str, options: dict[str, object]) -> None:
 @pytest.mark.parametrize("floor", [-0.1, 1.1, math.nan, True, "a", None])
 def test_a_wrong_floor_is_named(floor: object) -> None:
     with pytest.raises(OptionError, match="floor"):
-        AdaptiveHeads(floor)  # type: ignore[arg-type]
+        select(torch.zeros(2, 1, 8), 3, floor=floor)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvlayers import CacheLayer, OffloadedLayer
-from kvlayers.eviction.eviction_progress import EvictionAccount
+from kvlayers.eviction.eviction_progress import EvictionProgress
 from kvlayers.kernels.attention.snapshot import StoreHandle
 from kvlayers.rope.rotary import Rotary
 from oracle import Oracle, states
@@ -41,7 +41,7 @@ def _parts(thing: Any) -> Iterable[Any]:
         return thing.values()
     if isinstance(thing, list | tuple):
         return thing
-    if isinstance(thing, Rotary | StoreHandle | EvictionAccount):
+    if isinstance(thing, Rotary | StoreHandle | EvictionProgress):
         return ()
     if not type(thing).__module__.startswith(("kvlayers", "other_package")):
         return ()

@@ -16,10 +16,9 @@ from eviction_oracle import EvictionOracle
 from kvlayers import EvictingLayer, OptionError
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction import ALL_QUERIES, BUILTIN_RULES, EvictionRule, eviction_rule, register_eviction_rule
-from kvlayers.eviction.evicting_attention import ObservedQueries
-from kvlayers.eviction.eviction_progress import EvictionAccount
+from kvlayers.eviction.eviction_progress import EvictionProgress, ObservedQueries
 from kvlayers.eviction.held_tokens import held_tokens
-from kvlayers.eviction.selection import select
+from kvlayers.eviction.selection import HEAD_FLOOR, select
 from matrix import product
 from ragged_reference import of_head
 from short_steps import STEP, shorten_steps
@@ -200,8 +199,8 @@ def test_an_eviction_takes_no_token_of_a_sequence_that_is_not_due() -> None:
     """Packed heads keep whole blocks, so that the average of a sequence need not be a whole number."""
     counts = torch.tensor([[30, 33], [40, 43]])
     settings = EvictingLayer("knorm", budget=36, sink_tokens=SINKS, recent_tokens=RECENT).settings
-    wanted = EvictionAccount(settings).with_counts(100, counts).wanted(100, 0, 2)
-    kept = select(torch.randn(2, 2, 43), wanted, padding=43 - counts, head_budgets=settings.head_budgets).counts
+    wanted = EvictionProgress(settings).after_eviction(100, counts).wanted(100, 0, 2)
+    kept = select(torch.randn(2, 2, 43), wanted, padding=43 - counts, floor=HEAD_FLOOR).counts
     assert kept[0].tolist() == [30, 33]
     assert int(kept[1].sum()) == 2 * 36
 
@@ -416,7 +415,7 @@ def test_queries_that_attention_has_not_shown_leave_no_gap(length: int | None) -
     last = torch.randn(1, HEADS, 1, HEAD_DIM)
     attend_by_sdpa(last, *layer.update(states[:, :, :1], states[:, :, :1]), None)
     known = last if length in (None, 101) else torch.cat([shown[:, :, :length], last], 2)
-    held = layer._progress.queries.newest(8)
+    held = layer._queries.newest(8)
     assert held is not None
     assert held.shape[2] == {100: 8, 95: 4}.get(length, 1)
     assert torch.equal(held, known[:, :, -held.shape[2] :])

@@ -9,8 +9,7 @@ import torch
 
 import versions
 from kvlayers.eviction import eviction_rule
-from kvlayers.eviction.budgets import AdaptiveHeads, EvenHeads
-from kvlayers.eviction.selection import select
+from kvlayers.eviction.selection import HEAD_FLOOR, select
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "lab" / "benchmarks"
 
@@ -36,9 +35,9 @@ def stand_in(benchmark: Any, layers: list[dict[str, torch.Tensor]]) -> dict[str,
         for index, layer in enumerate(layers):
             scores = benchmark.scores_of(eviction_rule(name), layer)
             for keep in benchmark.KEEPS:
-                for kind, budgets in (("", EvenHeads()), (" AdaKV", AdaptiveHeads())):
+                for kind, floor in (("", 1.0), (" AdaKV", HEAD_FLOOR)):
                     count, recent = int(scores.shape[2] * keep), benchmark.NEWEST.get(name, 0)
-                    kept = benchmark.sets_of(select(scores, count, recent=recent, head_budgets=budgets))
+                    kept = benchmark.sets_of(select(scores, count, recent=recent, floor=floor))
                     found[f"{name} {keep} {index}{kind}"] = [sorted(head) for head in kept]
     return found
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from kvlayers.core.dense_store import dense_in_small_steps
 from kvlayers.core.token_store import TokenStore
 from kvlayers.errors import RollbackError, StaleStatesError, StateMismatchError, UnsupportedLayerError
-from kvlayers.eviction.eviction_progress import evicted
+from kvlayers.eviction.evicted import evicted
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.stores import DenseStore, StaticStore

@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers import Quantization
 from kvlayers.core.token_store import TokenStore
-from kvlayers.eviction.eviction_progress import evicted
+from kvlayers.eviction.evicted import evicted
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.stores import DenseStore, QuantizedStore

@@ -7,7 +7,7 @@ from torch import Tensor
 from kvlayers import Quantization
 from kvlayers.core.token_store import TokenStore
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
-from kvlayers.eviction.eviction_progress import evicted
+from kvlayers.eviction.evicted import evicted
 from kvlayers.eviction.held_tokens import HeldTokens, held_tokens
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.selection import KeptTokens

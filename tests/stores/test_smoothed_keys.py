@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 from kvlayers.errors import StateMismatchError
-from kvlayers.eviction.eviction_progress import evicted
+from kvlayers.eviction.evicted import evicted
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.selection import KeptTokens
 from kvlayers.kernels.attention.packed_tensor import as_dense

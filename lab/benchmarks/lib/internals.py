@@ -12,9 +12,8 @@ from unittest import mock
 
 import kvlayers.offload.offloading
 from kvlayers.core.named_caches import is_registered
-from kvlayers.eviction.budgets import AdaptiveHeads, EvenHeads
 from kvlayers.eviction.evicting_config import rules_for
-from kvlayers.eviction.selection import KeptTokens, select
+from kvlayers.eviction.selection import HEAD_FLOOR, KeptTokens, select
 from kvlayers.generation.cache_by_name import named_cache
 from kvlayers.kernels.attention import dispatch, reference
 from kvlayers.kernels.attention.dispatch import CUDA, PathCounter

@@ -11,8 +11,8 @@ from kvlayers.core.from_config import FULL, HYBRID, dynamic_layers, with_attenti
 from kvlayers.core.preparation import padding_of
 from kvlayers.errors import ConfigError
 from kvlayers.eviction.budgets import LayerBudgets, check_layer_budgets, layer_keeps, layer_tokens
+from kvlayers.eviction.evicted import check_evictable
 from kvlayers.eviction.evicting_layer import EvictingLayer
-from kvlayers.eviction.packed_eviction import check_evictable
 from kvlayers.eviction.rule import EvictionRule
 from kvlayers.eviction.settings import check_amounts, found_rule, name_of
 from kvlayers.quantized.quantization import Quantization

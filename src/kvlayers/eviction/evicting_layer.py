@@ -15,20 +15,14 @@ from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.preparation import padding_of
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
-from kvlayers.errors import StateMismatchError
-from kvlayers.eviction.evicting_attention import (
-    NOTHING,
-    AwaitedQueries,
-    ObservedQueries,
-    held_states,
-    joined_states,
-    with_columns,
-)
-from kvlayers.eviction.eviction_progress import PROGRESS_NAMES, WHOLE_FROM, EvictionProgress, evict
+from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.eviction.evicted import check_evictable, evicted
+from kvlayers.eviction.eviction_progress import PROGRESS_NAMES, WHOLE_FROM, EvictionProgress, ObservedQueries
 from kvlayers.eviction.flat_tokens import is_ragged
-from kvlayers.eviction.packed_eviction import check_evictable
+from kvlayers.eviction.held_tokens import held_states, held_tokens, joined_states, with_columns
 from kvlayers.eviction.ragged_store import RaggedStore
-from kvlayers.eviction.rule import EvictionRule
+from kvlayers.eviction.rule import EvictionRule, scores_of
+from kvlayers.eviction.selection import HEAD_FLOOR, select
 from kvlayers.eviction.settings import STEP, EvictionSettings
 from kvlayers.kernels.attention.gqa import marked_for_sdpa
 from kvlayers.kernels.attention.packed_ops import observed
@@ -91,7 +85,7 @@ class EvictingLayer(TokenLayer):
         RotaryArgument("rotary"),
     )
     hints = ("left_padding",)
-    beside = ("_progress",)
+    beside = ("_progress", "_queries")
     evicts_by_states = True
     fidelity: Fidelity = "evicting"
     capacity: int | None = None
@@ -117,44 +111,40 @@ class EvictingLayer(TokenLayer):
         self._empty = dense_in_small_steps() if store is None else store
         super().__init__(self._empty.fork())
         self.record_past = False
-        self._start_over(EvictionProgress.start(settings, padding_of(left_padding)))
+        self._start_over(EvictionProgress(settings, padding_of(left_padding)))
 
-    def _start_over(self, progress: EvictionProgress, seen: int = 0) -> None:
-        """Go on from there, with nothing expected."""
+    def _start_over(self, progress: EvictionProgress, queries: ObservedQueries | None = None, seen: int = 0) -> None:
+        """Go on from there, with nothing expected of attention."""
         self._progress, self._seen = progress, seen
-        self._announced, self._awaited = 0, NOTHING
+        self._queries = ObservedQueries(self.settings.rule.queries) if queries is None else queries
+        self._announced, self._awaited, self._unstored = 0, 0, None
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KVPair:
         self._check_settled()
-        store, account, settings = self._store, self._progress.account, self.settings
+        store, progress, settings = self._store, self._progress, self.settings
         tokens = store.validate(key_states, value_states)
-        account.check_batch(key_states.shape[0])
+        progress.check_batch(key_states.shape[0])
         seen = self._seen + tokens
-        if self._awaited.tokens:
+        if self._awaited:
             # Attention has not shown the queries of the last tokens. Earlier ones would not stand beside their keys.
-            self._progress = self._progress.with_queries(self._progress.queries.emptied())
-        is_due = account.is_due(seen, slack=0) if tokens > 1 else account.is_due_in_steps(seen)
-        if is_due and not self.record_past and key_states.shape[0]:
-            return self._update_and_evict(key_states, value_states)
-        attended = with_columns(store.extend(key_states, value_states), self._announced + tokens)
-        self._announced, self._seen = 0, seen
-        if not settings.rule.queries or (settings.budget is None and not self.record_past):
-            return attended
-        self._awaited = AwaitedQueries(tokens)
-        return observed(*attended, functools.partial(self._observe, seen))
-
-    def _update_and_evict(self, keys: Tensor, values: Tensor) -> KVPair:
-        """Attend to everything, but store the kept tokens alone. If scores are wrong, nothing is stored."""
-        tokens = keys.shape[2]
-        states = with_columns(joined_states(held_states(self._store), keys, values), self._announced + tokens)
-        seen = self._seen + tokens
-        if not self.settings.rule.queries:
-            self._evict((keys, values), self._progress.queries, seen)
+            self._queries = ObservedQueries(settings.rule.queries)
+        is_due = progress.is_due(seen, slack=0) if tokens > 1 else progress.is_due_in_steps(seen)
+        evicts = is_due and not self.record_past and key_states.shape[0] > 0
+        if evicts:
+            # Attend to everything, but store the kept tokens alone. If scores are wrong, nothing is stored.
+            states = joined_states(held_states(store), key_states, value_states)
+        else:
+            states = store.extend(key_states, value_states)
+        states = with_columns(states, self._announced + tokens)
+        if evicts and not settings.rule.queries:
+            self._evict((key_states, value_states), self._queries, seen)
             self._announced = 0
             return marked_for_sdpa(*states, tokens)
         self._announced, self._seen = 0, seen
-        self._awaited = AwaitedQueries(tokens, (keys, values))
+        if not evicts and (not settings.rule.queries or (settings.budget is None and not self.record_past)):
+            return states
+        self._awaited, self._unstored = tokens, (key_states, value_states) if evicts else None
         return observed(*states, functools.partial(self._observe, seen))
 
     def _observe(self, seen: int, query: Tensor) -> None:
@@ -165,30 +155,64 @@ class EvictingLayer(TokenLayer):
             query: `[batch, heads, queries, head_dim]`, or `[batch, kv_heads, group * queries, head_dim]`: so are the
                 queries of a group of heads shown by transformers' "sdpa" beside a mask, and by "kvlayers".
         """
-        awaited = self._awaited
-        if seen != self._seen or not awaited.tokens or query.shape[2] % awaited.tokens:
+        tokens, new = self._awaited, self._unstored
+        if seen != self._seen or not tokens or query.shape[2] % tokens:
             # Queries of another layer, which reads the same states, or of states that were rolled back.
             return
-        query = query.reshape(query.shape[0], -1, awaited.tokens, query.shape[3])
-        queries = self._progress.queries.with_newest(query)
+        queries = self._queries.with_newest(query.reshape(query.shape[0], -1, tokens, query.shape[3]))
         # If the eviction fails, nothing waits any longer, and tokens that were not stored are taken back.
-        self._awaited = NOTHING
-        if awaited.new is not None:
-            self._seen -= awaited.tokens
-            self._evict(awaited.new, queries, seen)
-        else:
-            self._progress = self._progress.with_queries(queries)
+        self._awaited, self._unstored = 0, None
+        if new is None:
+            self._queries = queries
+            return
+        self._seen -= tokens
+        self._evict(new, queries, seen)
 
     def _evict(self, new: KVPair | None, queries: ObservedQueries, seen: int) -> None:
-        """Keep fewer tokens; the arguments are those of `evict`."""
+        """Keep fewer tokens of each sequence that has too many. If scores are wrong, nothing has changed.
+
+        Args:
+            new: states of the newest tokens, if they are not stored yet.
+            queries: the queries that the rule may ask for.
+            seen: tokens seen, the new ones included.
+
+        Raises:
+            StateMismatchError: the rule returned something other than scores of these tokens.
+        """
+        progress, settings = self._progress, self.settings
+        tokens = held_tokens(self._store, new)
+        counts = progress.unpadded(tokens.counts)
+        # Queries of tokens that some head has evicted would not stand beside their keys.
+        shown = queries.newest(seen - progress.whole_from)
         # Tokens that come one by one are evicted in steps.
         slack = 0 if new is not None and new[0].shape[2] > 1 else STEP - 1
-        self._store, self._progress = evict(self._store, self._progress, new, queries, slack, seen)
-        self._seen = seen
+        kept = select(
+            scores_of(settings.rule, tokens.keys, tokens.values, shown, counts),
+            progress.wanted(seen, slack, counts.shape[0]),
+            sinks=settings.sink_tokens,
+            recent=settings.recent_tokens,
+            padding=tokens.keys.shape[2] - counts,
+            floor=HEAD_FLOOR if settings.heads_differ else 1.0,
+            blocks=tokens.blocks,
+        )
+        self._store = evicted(self._store, tokens, kept)
+        self._progress, self._seen = progress.after_eviction(seen, kept.counts), seen
+        self._queries = queries if settings.keeps_queries else ObservedQueries(settings.rule.queries)
 
     def _check_settled(self) -> None:
         """Raise `UnsupportedLayerError` if an eviction waits for queries that attention has not shown."""
-        self._awaited.check_shown(self.settings)
+        if self._unstored is not None:
+            raise UnsupportedLayerError(
+                f"The eviction rule {self.settings.rule_shown} needs the queries of the newest {self._awaited} tokens, "
+                "but the attention of the model has not shown them: use attn_implementation='sdpa', 'eager' or "
+                "'kvlayers' without torch.compile, or a rule without queries, such as 'keydiff'. reset() or crop() "
+                "takes these tokens back."
+            )
+
+    @property
+    def _waiting(self) -> int:
+        """Tokens that are not stored yet."""
+        return 0 if self._unstored is None else self._awaited
 
     # What the layer is and holds
 
@@ -204,7 +228,7 @@ class EvictingLayer(TokenLayer):
     @property
     @override
     def batch_size(self) -> int | None:
-        return super().batch_size if self._awaited.new is None else int(self._awaited.new[0].shape[0])
+        return super().batch_size if self._unstored is None else int(self._unstored[0].shape[0])
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -221,12 +245,12 @@ class EvictingLayer(TokenLayer):
     @property
     def columns(self) -> int:
         """Tokens that a head attends to at most, besides the next token."""
-        return self._store.length + self._awaited.unstored
+        return self._store.length + self._waiting
 
     @property
     @override
     def held_tokens(self) -> int:
-        return int(self._progress.account.held(self._seen).max())
+        return int(self._progress.held(self._seen).max())
 
     @property
     @override
@@ -237,11 +261,16 @@ class EvictingLayer(TokenLayer):
     @property
     def left_padding(self) -> Tensor | None:
         """Tokens of padding before each sequence, int64 `[batch]` on the host; `None` without padding."""
-        return self._progress.account.padding
+        return self._progress.padding
 
     @left_padding.setter
     def left_padding(self, padding: Sequence[int] | Tensor | None) -> None:
-        self._progress = self._progress.with_padding(padding_of(padding), self._seen)
+        if self._seen:
+            raise StateMismatchError(
+                f"`left_padding` must be given before the first token, got it after {self._seen} tokens: reset the "
+                "cache first."
+            )
+        self._start_over(EvictionProgress(self.settings, padding_of(padding)))
 
     @override
     def note_left_padding(self, padding: Tensor | None) -> None:
@@ -250,7 +279,7 @@ class EvictingLayer(TokenLayer):
     @override
     def held_tensors(self) -> Iterator[Tensor]:
         yield from super().held_tensors()
-        yield from self._awaited.new or ()
+        yield from self._unstored or ()
 
     @override
     def _handed_out(self, side: Side) -> Tensor | None:
@@ -264,7 +293,11 @@ class EvictingLayer(TokenLayer):
 
     @override
     def _assignable(self, states: Tensor) -> Tensor:
-        self._progress.check_assigned(states.shape[2], self._seen)
+        if self._progress.whole_from or states.shape[2] != self._seen:
+            raise StateMismatchError(
+                f"States can only be assigned to an evicting layer for all of its {self._seen} tokens while none is "
+                f"evicted, got states of {states.shape[2]} tokens: use state() and load_state()."
+            )
         return states
 
     # Rolling back
@@ -272,7 +305,7 @@ class EvictingLayer(TokenLayer):
     @override
     def check_truncate(self, length: int) -> None:
         check_rollback(length, self._seen)
-        if self._seen > length > self._seen - self._awaited.unstored:
+        if self._seen > length > self._seen - self._waiting:
             self._check_settled()
         self._progress.check_truncate(length, self._seen)
 
@@ -285,10 +318,13 @@ class EvictingLayer(TokenLayer):
             self.reset()
             self.left_padding = padding
             return
-        if length == self._seen and self._awaited.new is not None:
+        if length == self._seen and self._unstored is not None:
             return
-        self._store.truncate(self._store.length - (self._seen - self._awaited.unstored - length))
-        self._start_over(self._progress.rolled_back(length, self._seen - self._awaited.tokens), length)
+        self._store.truncate(self._store.length - (self._seen - self._waiting - length))
+        # Attention had shown the queries of so many tokens.
+        shown = self._seen - self._awaited
+        queries = self._queries.without_newest(shown - length) if length <= shown else None
+        self._start_over(self._progress, queries, length)
         self._evict_recorded()
 
     @override
@@ -305,10 +341,9 @@ class EvictingLayer(TokenLayer):
 
     def _evict_recorded(self) -> None:
         """Evict what recording has held beyond the step that is allowed while single tokens come."""
-        progress = self._progress
-        can_score = not self.settings.rule.queries or progress.queries.count > 0
-        if self.record_past and can_score and progress.account.is_due(self._seen, STEP - 1):
-            self._evict(None, progress.queries, self._seen)
+        can_score = not self.settings.rule.queries or self._queries.count > 0
+        if self.record_past and can_score and self._progress.is_due(self._seen, STEP - 1):
+            self._evict(None, self._queries, self._seen)
 
     # The batch, copies and state
 
@@ -329,7 +364,7 @@ class EvictingLayer(TokenLayer):
         super().reset()
         if isinstance(self._store, RaggedStore):
             self._store = self._empty.fork()
-        self._start_over(EvictionProgress.start(self.settings))
+        self._start_over(EvictionProgress(self.settings))
 
     @override
     def fork(self) -> Self:
@@ -346,7 +381,7 @@ class EvictingLayer(TokenLayer):
         self._check_settled()
         tensors = self._store.state()
         if tensors:
-            tensors |= dict(self._progress.state(tensors["keys"].device))
+            tensors |= self._progress.state(tensors["keys"].device) | self._queries.state()
         facts = {**self.describe(), "length": self.length, WHOLE_FROM: self._progress.whole_from}
         return LayerState(self.kind, tensors, facts)
 
@@ -358,6 +393,7 @@ class EvictingLayer(TokenLayer):
         twin._store = self._store_of(stored)
         super(EvictingLayer, twin).check_state(stored)
         self._progress.of_state(state)
+        self._queries.of_state(state.tensors)
 
     def _store_of(self, stored: LayerState) -> TokenStore:
         """An empty store for the states of a store."""
@@ -379,4 +415,4 @@ class EvictingLayer(TokenLayer):
         store = self._store_of(stored)
         store.load_state(stored.tensors)
         self._store = store
-        self._start_over(self._progress.of_state(state), state.length)
+        self._start_over(self._progress.of_state(state), self._queries.of_state(state.tensors), state.length)

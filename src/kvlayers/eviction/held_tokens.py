@@ -1,6 +1,6 @@
-"""The tokens that a store holds, as the selection of tokens to keep looks at them."""
+"""The tokens that a store holds, as attention and the selection of tokens to keep look at them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,7 +10,10 @@ from kvlayers.core.token_store import KVPair, TokenStore
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.flat_tokens import FlatTokens
 from kvlayers.eviction.ragged_store import RaggedStore
-from kvlayers.kernels.attention.packed_tensor import as_dense
+from kvlayers.kernels.attention.packed_ops import packed_like, snapshot_of
+from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
+from kvlayers.kernels.attention.segment_kinds import DenseSegment
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
 from kvlayers.quantized.quantized_store import QuantizedStore
 
 
@@ -133,3 +136,45 @@ def taken(states: Tensor, columns: Tensor) -> Tensor:
     sequences = torch.arange(batch, device=device)[:, None, None]
     heads = torch.arange(kv_heads, device=device)[:, None]
     return states[sequences, heads, columns.to(device)]
+
+
+def held_states(store: TokenStore) -> KVPair | None:
+    """Keys and values of the held tokens, for attention; `None` if no token is held."""
+    if not store.length:
+        return None
+    return store.attended_states() if isinstance(store, RaggedStore) else store.newest(store.length)
+
+
+def joined_states(held: KVPair | None, keys: Tensor, values: Tensor) -> KVPair:
+    """Keys and values of held tokens, and of new ones behind them, which are not stored."""
+    if held is None:
+        return keys, values
+    if not isinstance(held[0], PackedStates):
+        return torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2)
+    return _of_segments(held, (*held[0].snapshot.segments.in_order, DenseSegment(keys, values)))
+
+
+def with_columns(states: KVPair, columns: int) -> KVPair:
+    """States with at least `columns` columns: if there are fewer, columns without a token are added in front."""
+    missing = columns - states[0].shape[2]
+    if missing <= 0:
+        return states
+    segments = snapshot_of(*states).segments
+    first, *others = segments.in_order
+    if isinstance(first, GatheredSegment):
+        wider = replace(first, columns=first.columns + missing, width=first.width + missing)
+        return _of_segments(states, (wider, *others))
+    last = segments.in_order[-1]
+    if not isinstance(last, DenseSegment):
+        raise TypeError("the newest tokens must be in full precision")
+    dense = DenseSegment(last.keys[:, :, :1], last.values[:, :, :1], last.rows)
+    nothing = torch.zeros(segments.batch, segments.kv_heads, 1, dtype=torch.int64, device=segments.device)
+    return _of_segments(states, (GatheredSegment(dense, nothing, nothing, nothing, missing), *segments.in_order))
+
+
+def _of_segments(states: KVPair, segments: tuple[Segment, ...]) -> KVPair:
+    """The same states with other segments."""
+    keys, values = states
+    snapshot = snapshot_of(keys, values)
+    whole = replace(snapshot, segments=KVSegments(segments))
+    return packed_like(keys, values, whole)

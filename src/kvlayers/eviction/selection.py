@@ -1,4 +1,4 @@
-"""Which tokens an eviction keeps, given their scores; packed blocks are kept or evicted as a whole."""
+"""Which tokens an eviction keeps, given their scores: of each head, and of packed blocks as a whole."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from kvlayers.errors import OptionError
-from kvlayers.eviction.budgets import EvenHeads, HeadBudgets, highest
+
+HEAD_FLOOR = 0.2
+"""The part of an average head's tokens that every head keeps, if heads keep different numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,13 +25,28 @@ class KeptTokens:
     indices: Tensor
     counts: Tensor
 
+    @classmethod
+    def of(cls, kept: Tensor, counts: Tensor) -> "KeptTokens":
+        """The tokens of a mask, bool `[batch, kv_heads, tokens]`, of which there are `counts`."""
+        most = int(counts.max())
+        # Every kept token goes to its own place, and all others to one more place, which is cut off.
+        free = most - counts.to(kept.device)[..., None]
+        places = torch.where(kept, kept.cumsum(-1) - 1 + free, most)
+        positions = torch.arange(kept.shape[2], device=kept.device).expand_as(places)
+        indices = torch.zeros(*kept.shape[:2], most + 1, dtype=torch.int64, device=kept.device)
+        return cls(indices.scatter_(-1, places, positions)[..., :most], counts)
+
     @property
     def are_even(self) -> bool:
         """Whether all heads of all sequences keep the same number of tokens."""
         return bool((self.counts == self.indices.shape[2]).all())
 
-
-EVEN = EvenHeads()
+    def mask(self, tokens: int) -> Tensor:
+        """Which of `tokens` tokens are kept, bool `[batch, kv_heads, tokens]`."""
+        most, device = self.indices.shape[2], self.indices.device
+        absent = torch.arange(most) < (most - self.counts)[..., None]
+        kept = torch.zeros(*self.counts.shape, tokens + 1, dtype=torch.bool, device=device)
+        return kept.scatter_(2, torch.where(absent.to(device), tokens, self.indices), True)[..., :-1]
 
 
 def select(
@@ -39,12 +56,17 @@ def select(
     sinks: int = 0,
     recent: int = 0,
     padding: Sequence[int] | Tensor | None = None,
-    head_budgets: HeadBudgets = EVEN,
+    floor: float = 1.0,
+    blocks: Tensor | None = None,
 ) -> KeptTokens:
     """The tokens with the highest scores, with the sinks and the newest tokens.
 
     A sequence that has fewer tokens than it may keep keeps all of them. Of tokens with equal scores, the first are
     kept. A score that is NaN counts as the lowest.
+
+    With a `floor` below 1, heads keep the tokens with the highest scores of all heads together: Feng et al. 2024,
+    "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference" (arXiv:2407.11550).
+    So heads whose attention is spread keep more tokens than heads that look at few.
 
     Args:
         scores: `[batch, kv_heads, tokens]`, of any floating-point dtype.
@@ -54,27 +76,43 @@ def select(
         recent: the newest tokens of each sequence that are always kept.
         padding: how many places in front have no token that may be kept: a number for each sequence, or int64
             `[batch, kv_heads]` on the host.
-        head_budgets: how the tokens of a sequence are divided among its KV heads.
+        floor: the part of an average head's tokens that every head keeps, from 0 to 1. At 1, all heads keep as many.
+        blocks: number of the packed block of each token, int64 `[batch, kv_heads, tokens]`; -1 for tokens in no block.
+            A block has the mean score of its tokens. One that would be kept in part is kept if it has a token that is
+            always kept, and evicted otherwise.
 
     Raises:
-        OptionError: a number is negative, there is not one for each sequence, or padding is longer than the sequence.
+        OptionError: a number is negative, there is not one for each sequence, padding is longer than the sequence, or
+            `floor` is not from 0 to 1.
     """
     batch, _, tokens = scores.shape
-    if isinstance(padding, Tensor):
-        front = padding
-    else:
-        front = _numbers("padding", 0 if padding is None else padding, batch)[:, None].expand(-1, scores.shape[1])
+    front = padding
+    if not isinstance(front, Tensor):
+        front = _numbers("padding", 0 if front is None else front, batch)[:, None].expand(-1, scores.shape[1])
     wanted = _numbers("keep", keep, batch)
     for name, number in (("sinks", sinks), ("recent", recent)):
         if number < 0:
             raise OptionError(f"`{name}` must be at least 0, got {number}.")
+    if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 <= floor <= 1:
+        raise OptionError(f"`floor` must be a number from 0 to 1, got {floor!r}.")
     held = tokens - front
     if bool((held < 0).any()):
         raise OptionError(f"`padding` must be at most the {tokens} tokens there are, got {front.tolist()}.")
+    positions, first = torch.arange(tokens, device=scores.device), front.to(scores.device)[..., None]
+    is_recent, is_sink = positions >= tokens - recent, (positions >= first) & (positions < first + sinks)
+    if blocks is not None:
+        scores = _means_of_blocks(scores, blocks, is_recent | is_sink)
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    limits = torch.finfo(wide.dtype)
+    ranked = wide.nan_to_num(nan=limits.min, neginf=limits.min, posinf=limits.max)
+    ranked = ranked.masked_fill(is_recent | is_sink, torch.inf).masked_fill(positions < first, -torch.inf)
     average = wanted.clamp(min=sinks + recent).minimum(held.amax(1))
-    ranked = _ranked(scores, front, sinks, recent)
-    counts = head_budgets.counts(ranked, average).clamp(min=sinks + recent).minimum(held)
-    return kept_tokens(highest(ranked, counts), counts)
+    counts = _counts(ranked, average, floor).clamp(min=sinks + recent).minimum(held)
+    kept = highest(ranked, counts)
+    if blocks is not None:
+        kept = _whole_blocks(kept, blocks, scores == torch.inf)
+        counts = kept.sum(2).cpu()
+    return KeptTokens.of(kept, counts)
 
 
 def _numbers(name: str, given: int | Sequence[int], batch: int) -> Tensor:
@@ -85,81 +123,62 @@ def _numbers(name: str, given: int | Sequence[int], batch: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def _ranked(scores: Tensor, front: Tensor, sinks: int, recent: int) -> Tensor:
-    """The scores without NaN: infinite for tokens that are kept anyway, minus infinite only for padding."""
-    tokens = scores.shape[2]
-    wide = scores if scores.dtype == torch.float64 else scores.float()
-    limits = torch.finfo(wide.dtype)
-    ranked = wide.nan_to_num(nan=limits.min, neginf=limits.min, posinf=limits.max)
-    positions = torch.arange(tokens, device=scores.device)
-    first = front.to(scores.device)[..., None]
-    always = (positions >= tokens - recent) | (positions < first + sinks)
-    return ranked.masked_fill(always, torch.inf).masked_fill(positions < first, -torch.inf)
-
-
-def kept_tokens(kept: Tensor, counts: Tensor) -> KeptTokens:
-    """The tokens that a mask keeps.
+def _counts(ranked: Tensor, average: Tensor, floor: float) -> Tensor:
+    """How many tokens each head keeps, int64 `[batch, kv_heads]` on the host, perhaps more than it has.
 
     Args:
-        kept: bool `[batch, kv_heads, tokens]`.
-        counts: how many each head keeps, int64 `[batch, kv_heads]` on the host.
+        ranked: `[batch, kv_heads, tokens]`; infinite for tokens that are kept anyway, minus infinite for padding,
+            finite for all others.
+        average: tokens that an average head of each sequence keeps, int64 `[batch]` on the host.
+        floor: the part of them that every head keeps.
     """
-    most = int(counts.max())
-    # Every kept token goes to its own place, and all others to one more place, which is cut off.
-    free = most - counts.to(kept.device)[..., None]
-    places = torch.where(kept, kept.cumsum(-1) - 1 + free, most)
-    positions = torch.arange(kept.shape[2], device=kept.device).expand_as(places)
-    indices = torch.zeros(*kept.shape[:2], most + 1, dtype=torch.int64, device=kept.device)
-    return KeptTokens(indices.scatter_(-1, places, positions)[..., :most], counts)
+    batch, heads, tokens = ranked.shape
+    if floor == 1:
+        return average[:, None].expand(-1, heads)
+    safe = (average * floor).long()
+    guarded = ranked.masked_fill(highest(ranked, safe[:, None].expand(-1, heads)), torch.inf)
+    chosen = highest(guarded.view(batch, 1, -1), (average * heads)[:, None])
+    return chosen.view(batch, heads, tokens).sum(-1).cpu()
 
 
-def block_scores(scores: Tensor, blocks: Tensor, sinks: int, recent: int, front: Tensor) -> Tensor:
-    """Scores with which the tokens of a block are chosen together: the mean of the scores of each block.
-
-    A block that has a token which is always kept has the highest score.
+def highest(scores: Tensor, counts: Tensor) -> Tensor:
+    """Which scores of each row are among its highest. Of equal scores, the first ones are.
 
     Args:
-        scores: `[batch, kv_heads, tokens]`.
-        blocks: number of the block of each token, int64 `[batch, kv_heads, tokens]`; -1 for tokens in no block.
-        sinks: first tokens that are always kept.
-        recent: newest tokens that are always kept.
-        front: places in front that have no token, int64 `[batch, kv_heads]` on the host.
+        scores: `[batch, rows, tokens]`, without NaN.
+        counts: int64 `[batch, rows]` on the host, how many of each row are wanted, from 0 to `tokens`.
+
+    Returns:
+        bool `[batch, rows, tokens]`, true for `counts` scores of each row.
     """
-    scores = scores.float().nan_to_num(nan=torch.finfo(torch.float32).min)
-    positions = torch.arange(scores.shape[2], device=scores.device)
-    first = front.to(scores.device)[..., None]
-    always = (positions >= scores.shape[2] - recent) | ((positions < first + sinks) & (positions >= first))
-    scores = scores.masked_fill(always, torch.inf)
-    count = int(blocks.max()) + 1
-    if not count:
-        return scores
-    places = blocks.clamp(min=0)
-    inside = (blocks >= 0).to(scores.dtype)
-    sums = scores.new_zeros(*scores.shape[:2], count).scatter_add_(2, places, scores.masked_fill(blocks < 0, 0.0))
-    sizes = torch.zeros_like(sums).scatter_add_(2, places, inside)
-    means = (sums / sizes.clamp(min=1)).gather(2, places)
-    return torch.where(blocks >= 0, means, scores)
+    largest = int(counts.max())
+    if largest == 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    wanted = counts.to(scores.device)[..., None]
+    descending = scores.topk(largest, dim=-1).values
+    lowest = descending.gather(-1, (wanted - 1).clamp(min=0))
+    above = scores > lowest
+    # topk may choose any of equal scores, and another one on each device.
+    equal = scores == lowest
+    short = wanted - above.sum(-1, keepdim=True)
+    return (above | (equal & (equal.cumsum(-1) <= short))) & (wanted > 0)
 
 
-def without_parts(kept: KeptTokens, blocks: Tensor, scores: Tensor) -> KeptTokens:
-    """The same selection, with each block that it keeps in part kept if it must be, and evicted otherwise.
+def _means_of_blocks(scores: Tensor, blocks: Tensor, always: Tensor) -> Tensor:
+    """The mean score of the block of each token: infinite if the block has a token that is always kept."""
+    scores = scores.float().nan_to_num(nan=torch.finfo(torch.float32).min).masked_fill(always, torch.inf)
+    sums, sizes = (_sums_of_blocks(numbers, blocks) for numbers in (scores, torch.ones_like(scores)))
+    return torch.where(blocks >= 0, sums / sizes, scores)
 
-    Args:
-        kept: a selection by the scores of `block_scores`.
-        blocks: as for `block_scores`.
-        scores: the result of `block_scores`.
-    """
-    tokens = blocks.shape[2]
-    places = torch.arange(kept.indices.shape[2], device=blocks.device)
-    is_kept = places >= kept.indices.shape[2] - kept.counts.to(blocks.device)[..., None]
-    mask = torch.zeros(*blocks.shape[:2], tokens + 1, dtype=torch.bool, device=blocks.device)
-    mask.scatter_(2, torch.where(is_kept, kept.indices, tokens), torch.ones_like(is_kept))
-    mask = mask[..., :tokens]
-    count = int(blocks.max()) + 1
-    if count:
-        numbers = blocks.clamp(min=0)
-        outside = (~mask & (blocks >= 0)).long()
-        missing = torch.zeros(*blocks.shape[:2], count, dtype=torch.int64, device=blocks.device)
-        missing = missing.scatter_add_(2, numbers, outside).gather(2, numbers)
-        mask = torch.where(blocks >= 0, (missing == 0) | (scores == torch.inf), mask)
-    return kept_tokens(mask, mask.sum(2).cpu())
+
+def _whole_blocks(kept: Tensor, blocks: Tensor, always: Tensor) -> Tensor:
+    """A mask of kept tokens without blocks that are kept in part, but with those that are always kept."""
+    is_whole = _sums_of_blocks((~kept).long(), blocks) == 0
+    return torch.where(blocks >= 0, is_whole | always, kept)
+
+
+def _sums_of_blocks(numbers: Tensor, blocks: Tensor) -> Tensor:
+    """The sum of the numbers of the block of each token, `[batch, kv_heads, tokens]`; any number outside of blocks."""
+    places = blocks + 1
+    sums = numbers.new_zeros(*numbers.shape[:2], int(places.max()) + 1)
+    return sums.scatter_add_(2, places, numbers).gather(2, places)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing_extensions import Self
 
 from kvlayers.errors import OptionError
-from kvlayers.eviction.budgets import AdaptiveHeads, EvenHeads, HeadBudgets
 from kvlayers.eviction.press_rule import PressRule, is_press
 from kvlayers.eviction.rule import ALL_QUERIES, EvictionRule, eviction_rule, eviction_rule_name, eviction_rule_names
 from kvlayers.rope.rotary import Rotary
@@ -92,11 +91,6 @@ class EvictionSettings:
     def protected(self) -> int:
         """Tokens that an eviction always keeps."""
         return self.sink_tokens + self.recent_tokens
-
-    @property
-    def head_budgets(self) -> HeadBudgets:
-        """How the tokens of a sequence are divided among its KV heads."""
-        return AdaptiveHeads() if self.heads_differ else EvenHeads()
 
     @property
     def heads_differ(self) -> bool:

@@ -49,6 +49,7 @@ class Found:
     Attributes:
         cache: a cache that has seen it; `None` if nothing was found.
         entry: the entry that it is from.
+        covered: number of tokens.
         is_whole: whether the cache was loaded from a file with all tokens of the entry.
         damaged: entries whose files are gone or damaged.
         notes: why files did not serve, each once.
@@ -56,14 +57,10 @@ class Found:
 
     cache: Cache | None = None
     entry: PrefixEntry | None = None
+    covered: int = 0
     is_whole: bool = False
     damaged: list[FileCandidate] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
-
-    @property
-    def covered(self) -> int:
-        """Number of tokens."""
-        return 0 if self.cache is None else self.cache.get_seq_length()
 
 
 @dataclass(eq=False)
@@ -104,7 +101,7 @@ class Search:
                 if entry.cache is None or self.found.covered >= bound:
                     break
                 if (target := restorable_length(entry.cache, bound)) > self.found.covered:
-                    self.found.cache, self.found.entry = fork_at(entry.cache, target), entry
+                    self.found = Found(fork_at(entry.cache, target), entry, target)
         for bound, group in stored.groups(ids):
             self._shared = max(self._shared, bound)
             if bound <= self.found.covered or sum(file.is_whole for file in self.files) >= MAX_FILES:
@@ -174,7 +171,7 @@ def _loaded(
     deadline: float,
 ) -> Found:
     """The longest prefix in memory or in one of these files."""
-    found, tried = Found(in_memory.cache, in_memory.entry), 0
+    found, tried = Found(in_memory.cache, in_memory.entry, in_memory.covered), 0
     for file in files:
         if file.shared <= found.covered:
             break
@@ -202,7 +199,8 @@ def _loaded(
             if cache is not None and cache.keeps_every_token and length < min(file.shared, len(file.ids)):
                 found.notes["part of a file was damaged, missing or late"] = None
             if length > found.covered:
-                found.cache, found.entry, found.is_whole = cache, file.entry, length == len(file.ids)
+                found.cache, found.entry, found.covered = cache, file.entry, length
+                found.is_whole = length == len(file.ids)
     return found
 
 

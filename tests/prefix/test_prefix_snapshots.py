@@ -11,7 +11,7 @@ import torch
 import families
 import kvlayers
 from kvlayers import PrefixStore
-from kvlayers.prefix.borders import last_border, snapshot_lengths
+from kvlayers.generation.prefix_reuse.borders import last_border, snapshot_lengths
 from models import tiny_model
 
 START, END, LINE, WORDS = 91, 92, 93, range(3, 90)

@@ -204,13 +204,16 @@ def test_a_pass_that_fails_fails_all_and_is_told(llama: Any, monkeypatch: pytest
 def test_nothing_moves_in_a_pause_and_all_goes_on_after_it(running: Any, llama: Any) -> None:
     expected = [alone(llama, ids) for ids in PROMPTS]
     names = [running.add_request(ids, streaming=True) for ids in PROMPTS]
+    last: dict[str, Any] = {}
     with running.pause():
-        while running.get_result(timeout=0.01) is not None:
-            pass
+        while (output := running.get_result(timeout=0.05)) is not None:
+            last[output.request_id] = output
         assert running.get_result(timeout=0.2) is None
         with pytest.raises(RuntimeError, match="leave the block"):
             running.stop()
-    last = {name: list(running.request_id_iter(name))[-1] for name in names}
+    while sum(output.is_finished() for output in last.values()) < len(names):
+        output = running.get_result(timeout=20)
+        last[output.request_id] = output
     assert [last[name].generated_tokens for name in names] == expected
 
 

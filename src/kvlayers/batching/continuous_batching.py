@@ -465,7 +465,7 @@ class RowsManager:
             output = self.get_result(request_id, IDLE_SECONDS)
             if output is not None:
                 yield output
-            if not is_asked or (output is not None and output.is_finished()):
+            if not is_asked if output is None else output.is_finished():
                 return
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], object]) -> None:

@@ -117,7 +117,8 @@ class EvictingLayer(TokenLayer):
         """Go on from there, with nothing expected of attention."""
         self._progress, self._seen = progress, seen
         self._queries = ObservedQueries(self.settings.rule.queries) if queries is None else queries
-        self._announced, self._awaited, self._unstored = 0, 0, None
+        self._announced = self._awaited = 0
+        self._unstored: KVPair | None = None
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KVPair:

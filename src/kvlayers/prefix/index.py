@@ -447,7 +447,9 @@ class EntryIndex:
             else:
                 self._shorten(entry, most)
         for each in stay:
-            self._order.add(each)
+            # One that is being written may be leaving already, for an entry that replaces it.
+            if not each.is_leaving:
+                self._order.add(each)
         return must_be_written
 
     def _shorten(self, entry: PrefixEntry, most: int) -> None:

@@ -30,6 +30,7 @@ from kvlayers.generation import cache_by_name
 from kvlayers.generation.patching import overriding
 from kvlayers.generation.prefill import MIN_TOKENS, is_told_positions, pass_limit, pass_unseen
 from kvlayers.generation.prefix_reuse import active_store
+from kvlayers.generation.prefix_reuse.borders import snapshot_lengths
 from kvlayers.generation.prefix_reuse.eligibility import (
     ID_READERS,
     PADDING_INDEPENDENT_OPTIONS,
@@ -44,7 +45,6 @@ from kvlayers.generation.prefix_reuse.eligibility import (
 )
 from kvlayers.generation.prefix_reuse.images import Images, ImagesApart, images_in_place
 from kvlayers.prefix import Hit
-from kvlayers.prefix.borders import snapshot_lengths
 from kvlayers.prefix.keys import tokens_of
 from kvlayers.recurrent.hybrid_layer import LINEAR
 from kvlayers.upstream import cache_argument, generate_calls, model_types

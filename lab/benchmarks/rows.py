@@ -383,9 +383,13 @@ def many(run: report.Session) -> dict[str, Any]:
         {"": found},
         columns,
     )
-    theirs, ours = (found.get(name) for name in batching)
-    if theirs and ours:
-        run.target("generate_batch by rows, of transformers' time", ours["seconds"] / theirs["seconds"], at_most=0.5)
+    of_transformers, of_rows = (found.get(name) for name in batching)
+    if of_transformers and of_rows:
+        run.target(
+            "generate_batch by rows, of transformers' time",
+            of_rows["seconds"] / of_transformers["seconds"],
+            at_most=0.5,
+        )
     run.target("generate_many beside one batch", found[one]["share"], at_most=0.65)
     run.target("generate_many beside sorted batches", found[sorted_ones]["share"], at_most=0.8)
     return found

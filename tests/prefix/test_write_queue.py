@@ -1,5 +1,6 @@
 """What a prefix store does about a directory that is slow, fails or comes back: nothing waits that need not."""
 
+import contextlib
 import os
 import pathlib
 import random
@@ -47,6 +48,10 @@ class Gate:
 
     def open(self) -> None:
         self._is_open.set()
+
+    def close(self) -> None:
+        self._is_open.clear()
+        self.arrived.clear()
 
 
 @pytest.fixture
@@ -439,6 +444,30 @@ def test_a_forked_process_writes_with_a_thread_of_its_own_and_the_end_of_a_proce
     assert ran.returncode == 0, ran.stderr
     store = PrefixStore(ROOM, tmp_path)
     assert [covered(store, ids) for ids in ([1, 2, 3], [4, 5, 6], [7, 8, 9])] == [3, 3, 3]
+
+
+def test_an_entry_in_a_file_alone_is_not_evicted_again(closed_for_writing: Gate) -> None:
+    """It was to be replaced by one that found no room, since what was to leave hung."""
+    closed_for_writing.open()
+    store = PrefixStore(3 * entry_bytes() - 1, "elsewhere", write_wait_seconds=0.05)
+    insert(store, [1, 2, 3])
+    store.evict()
+    closed_for_writing.close()
+    insert(store, [4, 5, 6])
+    asked = threading.Thread(target=store.evict, daemon=True)
+    asked.start()
+    assert closed_for_writing.arrived.wait(20)
+    insert(store, [7, 8, 9])
+    store.pin(torch.tensor([7, 8, 9]), model="m")
+    with pytest.raises(CapacityError):
+        insert(store, [1, 2, 3, 10])
+    store.unpin(torch.tensor([7, 8, 9]), model="m")
+    with contextlib.suppress(CapacityError):
+        insert(store, [11, 12, 13])
+    closed_for_writing.open()
+    asked.join(20)
+    assert insert(store, [14, 15, 16])
+    assert [covered(store, ids) for ids in ([1, 2, 3], [4, 5, 6], [14, 15, 16])] == [3, 3, 3]
 
 
 # Many at once

@@ -346,7 +346,8 @@ class EntryIndex:
             Whether it was made, and entries that must be written before they leave.
         """
         entry, leaving = exchange.entry, list[PrefixEntry]()
-        staying, is_new = [old for old in exchange.replaced if not old.is_leaving], exchange.entry not in self
+        staying = [old for old in exchange.replaced if old.cache is not None and not old.is_leaving]
+        is_new = exchange.entry not in self
         try:
             # Held like all others from the beginning, since to evict may move what it shares with them. If it has to
             # wait for files, nobody else may read its memory meanwhile.

@@ -315,8 +315,7 @@ class WriteQueue:
             # In the order of their uses, which files have by the times when they were written.
             self.write(sorted(self._index, key=lambda entry: entry.last_use))
             self._changed.notify_all()
-            has_worker = self._worker is not None and self._worker.is_alive()
-            if has_worker:
+            if self._worker is not None and self._worker.is_alive():
                 self.wait(deadline)
                 return
         self.work_off(deadline)

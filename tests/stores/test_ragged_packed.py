@@ -240,6 +240,19 @@ def test_sequences_with_very_few_tokens_are_held_beside_long_ones(monkeypatch: p
     step(other, lists)
 
 
+def test_sequences_that_read_no_block_go_on_alone() -> None:
+    store, lists = ragged([[300, 200], [3, 3]])
+    store.select(torch.tensor([1]))
+    lists.select([1])
+    store.compact()
+    step(store, lists, 1)
+    loaded = RaggedStore(QuantizedStore(quantization()))
+    loaded.check_state(store.state())
+    loaded.load_state(store.state())
+    for tokens in (1, 60, 1):
+        step(loaded, lists, tokens)
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_decoding_and_eviction_go_on_after_an_operation(operation: str) -> None:
     store, lists = ragged()

@@ -172,7 +172,10 @@ class FlatTokens:
         within = torch.arange(DENSE_PIECE_TOKENS, device=starts.device)
         places = (starts[:, None] + within)[within < lengths[:, None]]
         if isinstance(self.part, PackedBlocks):
-            return replace(self, part=self.part.taken(places.cpu()), starts=moved)
+            # Attention asks a segment of blocks for its form, even if the sequences that are left read none of them.
+            return replace(
+                self, part=self.part.taken((places if len(places) else places.new_zeros(1)).cpu()), starts=moved
+            )
         # The tables are on the device that computes, wherever the states are held.
         states = self.part.newest(self.part.length)
         keys, values = (side.index_select(2, places.to(side.device)) for side in states)
@@ -342,7 +345,8 @@ def _check_tables(
             f"Pieces of a state must lie within the {room} places of its flat part: take the state again."
         )
     widest = int(counts.sum(2).max())
-    if not 0 < widest <= width <= counts.shape[2] * most:
+    # Sequences that were selected may have no token in the flat part, whose columns stay.
+    if not max(widest, 1) <= width <= counts.shape[2] * most:
         raise StateMismatchError(
             f"A state must have a column for each of the {widest} tokens of its longest head, and at most "
             f"{counts.shape[2] * most}, got {width}: take the state again."

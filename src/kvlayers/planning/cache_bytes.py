@@ -40,7 +40,7 @@ LONGEST_HEAD = 1.5
 """Tokens of the longest head, for which all tables have room, over those of an average head."""
 
 SHORTEST_HEAD = 0.25
-"""Tokens of the shortest head, over those of an average head. `AdaptiveHeads` leaves it a fifth at least, and some head
+"""Tokens of the shortest head, over those of an average head. `HEAD_FLOOR` leaves it a fifth at least, and some head
 often has no more. If all heads are alike, the plan is a few percent too high."""
 
 UNUSED_BLOCKS = 0.25
